@@ -1,0 +1,55 @@
+"""What every test file shares: threads, hypothesis profiles, the goldens."""
+
+import os
+from pathlib import Path
+
+# Before torch is imported, and inherited by the worker processes that tests start: a rank is one thread.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import hypothesis
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+hypothesis.settings.register_profile("local", deadline=None)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of facts that lies beside the repository."""
+    from golden_reading import SHARED
+    return SHARED
+
+
+@pytest.fixture(scope="session")
+def goldens(shared: Path) -> Path:
+    """The folder of goldens; its README says what each file holds."""
+    folder = shared / "goldens"
+    if not folder.is_dir():
+        pytest.fail(f"no goldens at {folder}: put the shared folder beside the repository, "
+                    "or name it with SHARDWRIGHT_SHARED", pytrace=False)
+    return folder
+
+
+_FIGURES: dict[str, tuple[float, float]] = {}
+
+
+@pytest.fixture
+def figures():
+    """``figures(name, ours, theirs)``: bytes sent, ours against the original's; summed up at the end of the run."""
+    def note(name: str, ours: float, theirs: float) -> None:
+        before = _FIGURES.get(name, (0.0, 0.0))
+        _FIGURES[name] = (before[0] + ours, before[1] + theirs)
+    return note
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    if not _FIGURES:
+        return
+    terminalreporter.section("bytes a rank sends: ours / the original's")
+    for name, (ours, theirs) in sorted(_FIGURES.items()):
+        ratio = f"{ours / theirs:.2f}" if theirs else "-"
+        terminalreporter.line(f"{ratio:>5}  {ours:>12,.0f} / {theirs:>12,.0f}  {name}")
