@@ -1,0 +1,76 @@
+"""The family of user errors: who, what, where, and what would be legal.
+
+Every error that a user can cause is a `ShardwrightError`. It is raised while planning, from global shapes and the
+plan alone, so that every rank raises the same one; nothing has run or been sent by then.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CaptureError", "LayoutError", "MissingRuleError", "PlanError", "RuleError", "RuntimeMismatchError",
+    "SettingError", "ShardwrightError", "StrategyError",
+]
+
+
+class ShardwrightError(Exception):
+    """A mistake in how a model, a strategy or a setting was given.
+
+    Args:
+        message: what is wrong, with the sizes involved.
+        operator: who: the operator's name as the user knows it (``matmul1``), if it is about one.
+        source: where: ``file.py:41``, the line that calls the operator or makes the mark.
+        strategy: what was asked for.
+        legal: what would be legal instead.
+    """
+
+    def __init__(self, message: str, *, operator: str | None = None, source: str | None = None,
+                 strategy: object | None = None, legal: str | None = None) -> None:
+        self.message, self.operator, self.source = message, operator, source
+        self.strategy, self.legal = strategy, legal
+        head = operator or ""
+        if source:
+            head = f"{head} ({source})" if head else source
+        lines = [f"{head}: {message}" if head else message]
+        if strategy is not None:
+            lines.append(f"  strategy: {strategy}")
+        if legal:
+            lines.append(f"  legal: {legal}")
+        super().__init__("\n".join(lines))
+
+    def located(self, *, operator: str | None = None, source: str | None = None,
+                strategy: object | None = None) -> ShardwrightError:
+        """The same error with the location filled in where it had none."""
+        return type(self)(self.message, operator=self.operator or operator, source=self.source or source,
+                          strategy=self.strategy if self.strategy is not None else strategy, legal=self.legal)
+
+
+class LayoutError(ShardwrightError):
+    """A Layout that cannot be: axes that repeat, an unknown name, a wrong device count, a cut that does not divide."""
+
+
+class StrategyError(ShardwrightError):
+    """A strategy that the operator cannot follow."""
+
+
+class RuleError(ShardwrightError):
+    """A notation string that cannot be read, or that does not fit the operator it was given for."""
+
+
+class MissingRuleError(RuleError):
+    """An operator that has no rule."""
+
+
+class CaptureError(ShardwrightError):
+    """A model that cannot be captured as a graph."""
+
+
+class PlanError(ShardwrightError):
+    """Decisions that contradict one another, such as one parameter with two layouts."""
+
+
+class SettingError(ShardwrightError):
+    """A setting of the wrapper or the runtime that is unknown, late, or does not fit."""
+
+
+class RuntimeMismatchError(ShardwrightError):
+    """Ranks that are about to run different programs."""

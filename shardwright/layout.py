@@ -1,0 +1,384 @@
+"""Which slice of a tensor lies on which rank.
+
+A *digit* is a pair (size, stride); its value on a rank is ``(rank // stride) % size``. A layout gives each dim of a
+tensor a list of digits, major first; together they are the mixed-radix number of the dim's slice:
+
+    slice(dim, rank) = Σ_i value_i(rank) · Π_{j>i} size_j
+
+Digits that a layout does not name are replicas: ranks that differ in them alone hold the same slice. A digit may
+also be *partial*: the ranks along it hold terms of a sum (or of a maximum, …) that was not yet completed.
+Neighbouring digits of a dim merge where they can, so that two layouts which place the same slices on the same ranks
+are the same value, however they were written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+
+from .errors import LayoutError
+
+__all__ = ["Digit", "Digits", "Layout", "allocate", "complement", "digits_size", "group_of", "groups", "merge"]
+
+RESERVED_NAME = "interleaved_parallel"
+REDUCTIONS = ("sum", "max", "min")
+
+
+@dataclass(frozen=True, order=True)
+class Digit:
+    """One digit of a rank: ``(rank // stride) % size``."""
+
+    size: int
+    stride: int
+
+    def value(self, rank: int) -> int:
+        """The digit's value on `rank`, in [0, size)."""
+        return rank // self.stride % self.size
+
+    @property
+    def span(self) -> int:
+        """``size * stride``: where the next more major digit begins."""
+        return self.size * self.stride
+
+    def __repr__(self) -> str:
+        return f"{self.size}@{self.stride}"
+
+
+Digits = tuple[Digit, ...]
+
+
+def digits_size(digits: Iterable[Digit]) -> int:
+    """The number of values that `digits` take together."""
+    return math.prod(d.size for d in digits)
+
+
+def merge(digits: Iterable[Digit]) -> Digits:
+    """Major-first digits in canonical form: no digit of size 1, neighbours joined where they make one digit."""
+    out: list[Digit] = []
+    for digit in digits:
+        if digit.size == 1:
+            continue
+        if out and out[-1].stride == digit.span:
+            digit = Digit(out.pop().size * digit.size, digit.stride)
+        out.append(digit)
+    return tuple(out)
+
+
+@lru_cache(maxsize=None)
+def complement(devices: int, digits: Digits) -> Digits:
+    """The digits of a rank in [0, devices) that are not in `digits`, most major first."""
+    out, upper = [], devices
+    for digit in sorted(digits, key=lambda d: -d.stride):
+        if digit.size == 1:
+            continue
+        if upper % digit.span:
+            raise LayoutError(f"the digits {list(digits)} overlap or do not fit {devices} devices")
+        out.append(Digit(upper // digit.span, digit.span))
+        upper = digit.stride
+    out.append(Digit(upper, 1))
+    return merge(out)
+
+
+def allocate(devices: int, cuts: Sequence[int]) -> tuple[Digits, ...]:
+    """Digits for consecutive factors of a device matrix: row-major, what is left over repeated on the right.
+
+    Args:
+        devices: the number of devices.
+        cuts: the number of parts of each factor, most major first.
+
+    Raises:
+        LayoutError: the product of the cuts does not divide the number of devices.
+    """
+    for cut in cuts:
+        if not isinstance(cut, int) or isinstance(cut, bool) or cut < 1:
+            raise LayoutError(f"a cut must be a whole number of at least 1, not {cut!r}")
+    stride = devices
+    total = math.prod(cuts)
+    if total > devices:
+        raise LayoutError(f"the cuts {tuple(cuts)} need {total} devices, there are {devices}",
+                          legal=f"cuts whose product divides {devices}")
+    if devices % total:
+        raise LayoutError(f"the cuts {tuple(cuts)} make {total} parts, which does not divide {devices} devices",
+                          legal=f"a product among {[d for d in range(1, devices + 1) if devices % d == 0]}")
+    out = []
+    for cut in cuts:
+        stride //= cut
+        out.append(merge((Digit(cut, stride),)))
+    return tuple(out)
+
+
+def group_of(rank: int, digits: Iterable[Digit]) -> tuple[int, ...]:
+    """The ranks that differ from `rank` in `digits` only, ascending, itself among them."""
+    digits = sorted(digits, key=lambda d: -d.stride)
+    base = rank - sum(d.value(rank) * d.stride for d in digits)
+    offsets = (range(0, d.span, d.stride) for d in digits)
+    return tuple(base + sum(combination) for combination in product(*offsets))
+
+
+def groups(devices: int, digits: Iterable[Digit]) -> tuple[tuple[int, ...], ...]:
+    """All groups of ranks that differ in `digits` only: a partition of the ranks."""
+    digits = tuple(digits)
+    others = complement(devices, digits)
+    bases = (sum(c) for c in product(*(range(0, d.span, d.stride) for d in others)))
+    return tuple(group_of(base, digits) for base in bases)
+
+
+class Layout:
+    """A device matrix with named axes, and which of its axes cut which dim of a tensor.
+
+    ``Layout((2, 2, 2), ("dp", "sp", "mp"))`` names the axes of a device matrix; ranks number it row-major.
+    Calling it lays out a tensor, one entry a dim: a name, a tuple of names (the first is the major one) or
+    ``"None"``; names not used are replicas::
+
+        layout = Layout((2, 2, 2), ("dp", "sp", "mp"))
+        layout("mp", ("sp", "dp"))
+
+    Layouts are equal when they place the same slices on the same ranks. They are immutable.
+
+    Args:
+        device_matrix: the sizes of the axes, most major first.
+        alias_name: one unique name per axis.
+
+    Raises:
+        LayoutError: names that repeat, are reserved or do not match the matrix; sizes below 1.
+    """
+
+    __slots__ = ("devices", "dims", "partial", "reduction", "device_matrix", "alias_name", "_entries", "_hash")
+
+    devices: int
+    dims: tuple[Digits, ...] | None
+    partial: Digits
+    reduction: str
+
+    def __init__(self, device_matrix: Sequence[int], alias_name: Sequence[str]) -> None:
+        if isinstance(alias_name, str) or not all(isinstance(n, str) for n in alias_name):
+            raise LayoutError(f"alias_name must be a tuple of names, not {alias_name!r}")
+        matrix, names = tuple(device_matrix), tuple(alias_name)
+        for size in matrix:
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise LayoutError(f"a device matrix holds whole numbers of at least 1, not {size!r}")
+        if not matrix or len(matrix) != len(names):
+            raise LayoutError(f"device matrix {matrix} has {len(matrix)} axes, alias_name {names} has {len(names)}")
+        if len(set(names)) != len(names):
+            raise LayoutError(f"alias_name {names} repeats a name", legal="one unique name per axis")
+        for name in names:
+            if name == RESERVED_NAME or name == "None" or not name:
+                raise LayoutError(f"the alias {name!r} is reserved", legal="another name")
+        self._fill(math.prod(matrix), None, (), "sum", matrix, names, None)
+
+    def _fill(self, devices, dims, partial, reduction, matrix, names, entries) -> None:
+        values = (devices, dims, partial, reduction, matrix, names, entries)
+        for slot, value in zip(self.__slots__, values):
+            object.__setattr__(self, slot, value)
+        key = (devices, matrix, names) if dims is None else (devices, dims, partial, reduction)
+        object.__setattr__(self, "_hash", hash(key))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError("a Layout is immutable")
+
+    @classmethod
+    def of(cls, devices: int, dims: Iterable[Iterable[Digit]], partial: Iterable[Digit] = (),
+           reduction: str = "sum") -> Layout:
+        """The layout given by digits: `dims` per tensor dim, major first; `partial` those of an open reduction.
+
+        Raises:
+            LayoutError: digits that overlap or do not fit the number of devices.
+        """
+        dims = tuple(merge(d) for d in dims)
+        partial = merge(sorted(partial, key=lambda d: -d.stride))
+        complement(devices, tuple(d for ds in dims for d in ds) + partial)  # raises where digits overlap
+        self = object.__new__(cls)
+        self._fill(devices, dims, partial, reduction if partial else "sum", None, None, None)
+        return self
+
+    @classmethod
+    def from_cuts(cls, devices: int, cuts: Sequence[int]) -> Layout:
+        """The layout of one tensor by a tuple strategy: row-major digits, the rest repeated on the right.
+
+        Raises:
+            LayoutError: a product that does not divide the number of devices.
+        """
+        return cls.of(devices, allocate(devices, cuts))
+
+    @classmethod
+    def replicated(cls, devices: int, rank_of_tensor: int) -> Layout:
+        """The whole tensor on every device."""
+        return cls.of(devices, ((),) * rank_of_tensor)
+
+    def __call__(self, *entries: str | tuple[str, ...] | None) -> Layout:
+        """Lay out a tensor: one entry per dim: an axis name, a tuple of names, or ``"None"``.
+
+        Raises:
+            LayoutError: an unknown name, a name used twice, or a layout without named axes.
+        """
+        if self.alias_name is None:
+            raise LayoutError("this layout was made from digits; it has no named axes to call")
+        used: set[str] = set()
+        dims = []
+        for entry in entries:
+            names = () if entry in ("None", None, ()) else (entry,) if isinstance(entry, str) else tuple(entry)
+            for name in names:
+                if name not in self.alias_name:
+                    raise LayoutError(f"unknown axis {name!r}", strategy=entries,
+                                      legal=f"one of {self.alias_name}, a tuple of them, or 'None'")
+                if name in used:
+                    raise LayoutError(f"the axis {name!r} is used twice", strategy=entries,
+                                      legal="each axis at most once in a call")
+                used.add(name)
+            dims.append(merge(self.axis(name) for name in names))
+        out = object.__new__(type(self))
+        out._fill(self.devices, tuple(dims), (), "sum", self.device_matrix, self.alias_name,
+                  tuple("None" if e in (None, ()) else e for e in entries))
+        return out
+
+    def axis(self, name: str) -> Digit:
+        """The digit of a named axis.
+
+        Raises:
+            LayoutError: there is no axis of that name.
+        """
+        if self.alias_name is None or name not in self.alias_name:
+            raise LayoutError(f"unknown axis {name!r}", legal=f"one of {self.alias_name}")
+        i = self.alias_name.index(name)
+        return Digit(self.device_matrix[i], math.prod(self.device_matrix[i + 1:]))
+
+    # -- what lies where ------------------------------------------------------------------------------------------
+
+    def _laid(self) -> tuple[Digits, ...]:
+        if self.dims is None:
+            raise LayoutError("this Layout names a device matrix only", legal="call it with one entry per tensor dim")
+        return self.dims
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Into how many parts each dim is cut."""
+        return tuple(digits_size(d) for d in self._laid())
+
+    @property
+    def carried(self) -> Digits:
+        """All digits that cut some dim, dim after dim."""
+        return tuple(d for digits in self._laid() for d in digits)
+
+    @property
+    def replicas(self) -> Digits:
+        """The digits along which ranks hold the same thing, most major first."""
+        return complement(self.devices, self.carried + self.partial)
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank holds the whole, finished tensor."""
+        return not self.partial and not any(self._laid())
+
+    def without_partial(self) -> Layout:
+        """The same slices with every reduction completed: also the layout of the gradient."""
+        return Layout.of(self.devices, self._laid()) if self.partial else self
+
+    def with_partial(self, digits: Iterable[Digit], reduction: str = "sum") -> Layout:
+        """The same slices, as terms of a reduction over `digits`."""
+        return Layout.of(self.devices, self._laid(), digits, reduction)
+
+    def local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of each rank's slice of a tensor of `shape`.
+
+        Raises:
+            LayoutError: another number of dims, or a dim that its cut does not divide.
+        """
+        dims = self._laid()
+        if len(dims) != len(shape):
+            raise LayoutError(f"the layout has {len(dims)} dims, the tensor {tuple(shape)} has {len(shape)}")
+        out = []
+        for dim, (size, cut) in enumerate(zip(shape, self.cuts)):
+            if size % cut:
+                raise LayoutError(f"dim {dim} of {tuple(shape)} has size {size}, which does not divide by {cut}",
+                                  legal=f"a cut among {[c for c in range(1, size + 1) if size % c == 0]}"
+                                  if size <= 4096 else None)
+            out.append(size // cut)
+        return tuple(out)
+
+    def position(self, dim: int, rank: int) -> int:
+        """Which of the dim's parts lies on `rank`, counted from 0."""
+        index = 0
+        for digit in self._laid()[dim]:
+            index = index * digit.size + digit.value(rank)
+        return index
+
+    def slice(self, shape: Sequence[int], rank: int) -> tuple[slice, ...]:
+        """The part of a tensor of `shape` on `rank`, as an index: ``tensor[layout.slice(tensor.shape, rank)]``.
+
+        Raises:
+            LayoutError: as `local_shape`; or a rank outside the devices.
+        """
+        if not 0 <= rank < self.devices:
+            raise LayoutError(f"rank {rank} is outside the {self.devices} devices")
+        out = []
+        for dim, size in enumerate(self.local_shape(shape)):
+            start = self.position(dim, rank) * size
+            out.append(slice(start, start + size))
+        return tuple(out)
+
+    def groups(self, names: str | Sequence[str] | Sequence[Digit]) -> tuple[tuple[int, ...], ...]:
+        """The groups of ranks that differ only in the named axes (or in the given digits); they partition the ranks.
+
+        Raises:
+            LayoutError: an unknown name.
+        """
+        names = (names,) if isinstance(names, (str, Digit)) else tuple(names)
+        return groups(self.devices, tuple(n if isinstance(n, Digit) else self.axis(n) for n in names))
+
+    def table(self, shape: Sequence[int], limit: int = 64) -> str:
+        """A text table: which device coordinate holds which slice of a tensor of `shape`; at most `limit` ranks."""
+        rows = [("rank", *(self.alias_name or ()), "slice")]
+        for rank in range(min(self.devices, limit)):
+            coordinate = [str(self.axis(n).value(rank)) for n in self.alias_name or ()]
+            parts = ", ".join(f"{s.start}:{s.stop}" for s in self.slice(shape, rank))
+            rows.append((str(rank), *coordinate, f"[{parts}]"))
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows]
+        if self.devices > limit:
+            lines.append(f"… {self.devices - limit} more ranks")
+        return "\n".join(lines)
+
+    # -- as a value -----------------------------------------------------------------------------------------------
+
+    def _key(self) -> tuple:
+        if self.dims is None:
+            return (self.devices, self.device_matrix, self.alias_name)
+        return (self.devices, self.dims, self.partial, self.reduction)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Layout):
+            return NotImplemented
+        return self is other or (self._hash == other._hash and self._key() == other._key())
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self):
+        return _restore, (self.devices, self.dims, self.partial, self.reduction, self.device_matrix,
+                          self.alias_name, self._entries)
+
+    def __iter__(self) -> Iterator:
+        raise TypeError("a Layout is not a sequence; put it into the in_strategy tuple as one entry")
+
+    def __repr__(self) -> str:
+        if self.alias_name is not None:
+            base = f"Layout({self.device_matrix}, {self.alias_name})"
+            return base if self.dims is None else base + "(" + ", ".join(map(repr, self._entries)) + ")"
+        return f"Layout({self})"
+
+    def __str__(self) -> str:
+        """Digits as ``size@stride``: ``8: [2@4, -, 4@1] +sum 2@2``."""
+        if self.dims is None:
+            return repr(self)
+        dims = ", ".join("·".join(map(repr, d)) or "-" for d in self.dims)
+        open_ = f" +{self.reduction} {'·'.join(map(repr, self.partial))}" if self.partial else ""
+        return f"{self.devices}: [{dims}]{open_}"
+
+
+def _restore(*values) -> Layout:
+    out = object.__new__(Layout)
+    out._fill(*values)
+    return out
