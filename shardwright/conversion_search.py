@@ -1,0 +1,277 @@
+"""The cheapest way from one layout to another: a shortest path over where each digit of the rank is.
+
+Source and target are cut into common *atoms*: device digits at every boundary that either of them has, tensor dims
+at every prefix product of either's cuts. An atom of a dim is local, or it is carried by exactly one digit of its
+size. A state says for each digit that must move where it is: an atom, R (replica) or P (a term of a reduction). The
+moves, with L the local size before and n the number of ranks in the group:
+
+    slice           R -> free atom       nothing is sent
+    reduce_scatter  P -> free atom       (n-1)/n L
+    all_reduce      P -> R               2 (n-1)/n L
+    all_to_all      atom -> free atom    (n-1)/n L
+    all_to_all      atom -> taken atom   L: a permutation, in which some ranks keep nothing
+    all_gather      atom -> R            (n-1) L
+
+Moves that permute may put a digit which is to become a replica into an atom (or a replica) that another one leaves:
+that is how ``[A, B] -> [B, -]`` sends 4 parts of 16 and not 6 (n = 4). Cost: what a rank must send, then the number of
+collectives. Slicing as soon as possible never hurts, so it is no choice. States may be *strided* (a minor atom is
+carried while a more major one is local): no Layout can say that, but between two layouts it saves collectives.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from .layout import Digit, Digits, Layout
+
+__all__ = ["PARTIAL", "REPLICA", "Move", "Refinement", "intermediates", "refine", "search"]
+
+REPLICA, PARTIAL = -1, -2  # places other than an atom's number
+MOST_SUBSETS = 7  # digits in motion up to which every subset is tried; past it, only the largest set of each kind
+
+State = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Refinement:
+    """Two layouts in common atoms.
+
+    Attributes:
+        digits: the rank's digits, most major first; together they are all of it.
+        source: per digit its place in the source: an atom's number, REPLICA or PARTIAL.
+        target: per digit its place in the target.
+        dims: per tensor dim the numbers of its atoms, major first; what follows them is local in both.
+        sizes: per atom its size.
+    """
+
+    digits: Digits
+    source: State
+    target: State
+    dims: tuple[tuple[int, ...], ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Move:
+    """One step of the path: what happens, and every digit's place before and after it."""
+
+    kind: str
+    before: State
+    after: State
+
+
+def _is_chain(numbers: Sequence[int]) -> bool:
+    return all(b % a == 0 for a, b in zip(numbers, numbers[1:]))
+
+
+def _split(digits: Digits, boundaries: Sequence[int]) -> list[Digit]:
+    """`digits` cut at the boundaries (ascending), in the same order."""
+    out = []
+    for digit in digits:
+        inner = [digit.stride, *(b for b in boundaries if digit.stride < b < digit.span), digit.span]
+        out += [Digit(hi // lo, lo) for lo, hi in reversed(list(zip(inner, inner[1:])))]
+    return out
+
+
+def _prefixes(digits: Sequence[Digit]) -> list[int]:
+    out = [1]
+    for digit in digits:
+        out.append(out[-1] * digit.size)
+    return out
+
+
+def refine(source: Layout, target: Layout) -> Refinement | None:
+    """The common atoms of two layouts, or None where there are none (2-way here against 3-way there)."""
+    layouts = (source, target)
+    boundaries = {1, source.devices}
+    for layout in layouts:
+        for digit in layout.carried + layout.partial:
+            boundaries.update((digit.stride, digit.span))
+    while True:
+        chain = sorted(boundaries)
+        if not _is_chain(chain):
+            return None
+        split = [[_split(d, chain) for d in layout.dims] for layout in layouts]
+        cuts = []  # per dim: the prefix products of both
+        for dim in zip(*split):
+            both = sorted({p for digits in dim for p in _prefixes(digits)})
+            if not _is_chain(both):
+                return None
+            cuts.append(both)
+        known = len(boundaries)
+        for dims in split:
+            for digits, both in zip(dims, cuts):
+                for digit, lo, hi in zip(digits, (prefixes := _prefixes(digits)), prefixes[1:]):
+                    boundaries.update(digit.stride * (hi // p) for p in both if lo < p < hi)
+        if len(boundaries) == known:
+            break
+    sizes: list[int] = []
+    dims = []
+    for both in cuts:
+        dims.append(tuple(range(len(sizes), len(sizes) + len(both) - 1)))
+        sizes += [hi // lo for lo, hi in zip(both, both[1:])]
+    digits = tuple(Digit(hi // lo, lo) for lo, hi in reversed(list(zip(chain, chain[1:]))))
+    places = []
+    for layout, carried in zip(layouts, split):
+        at = {d: PARTIAL for d in _split(layout.partial, chain)}
+        for atoms, ds in zip(dims, carried):
+            at.update(zip(ds, atoms))
+        places.append(tuple(at.get(d, REPLICA) for d in digits))
+    return Refinement(digits, places[0], places[1], tuple(dims), tuple(sizes))
+
+
+def intermediates(source: Layout, target: Layout) -> Iterator[Layout]:
+    """Layouts to go through where source and target have no common atoms: one of them with some digits gathered.
+
+    The first is always possible: everything gathered but the reduction that stays open.
+    """
+    devices, open_ = source.devices, target.partial
+    yield Layout.of(devices, ((),) * len(source.dims), open_, source.reduction)
+    boundaries = sorted({b for d in open_ for b in (d.stride, d.span)})
+    partial = _split(source.partial, boundaries)
+    stays = [d for d in partial if any(d.stride % o.stride == 0 and o.span % d.span == 0 for o in open_)]
+    others = [d for d in partial if d not in stays]
+    for layout, sums in ((source, others), (target, [])):
+        prefixes = [range(len(d) + 1) for d in layout.dims]
+        chosen = list(product(*prefixes, *[(0, 1)] * len(sums)))
+        if len(chosen) > 64:  # many digits and mixed radices at once: keep planning quick
+            chosen = chosen[:: len(chosen) // 64]
+        for lengths in chosen:
+            dims = [d[:n] for d, n in zip(layout.dims, lengths)]
+            kept = [d for d, keep in zip(sums, lengths[len(dims):]) if keep]
+            yield Layout.of(devices, dims, (*stays, *kept), source.reduction)
+
+
+def search(refinement: Refinement) -> tuple[int, tuple[Move, ...]]:
+    """The cheapest moves from source to target.
+
+    Returns:
+        What a rank must send, the whole tensor being ``devices ** 2`` (that makes every amount a whole number), and
+        the moves in order.
+    """
+    goal, start = refinement.target, refinement.source
+    sizes = tuple(d.size for d in refinement.digits)
+    moving = tuple(i for i, (a, b) in enumerate(zip(start, goal)) if a != b)
+    whole = 1
+    for size in sizes:
+        whole *= size * size
+    first = _sliced(start, goal, moving)
+    heap = [(0, 0, 0, first)]
+    came: dict[State, tuple[State, str, State] | None] = {first: None}
+    best = {first: (0, 0)}
+    tick = 0
+    while heap:
+        sent, collectives, _, state = heapq.heappop(heap)
+        if state == goal:
+            break
+        if best[state] < (sent, collectives):
+            continue
+        local = whole
+        for place, size in zip(state, sizes):
+            if place >= 0:
+                local //= size
+        for kind, cost, middle in _moves(state, goal, sizes, moving, local):
+            after = _sliced(middle, goal, moving)
+            price = (sent + cost, collectives + 1)
+            if after not in best or price < best[after]:
+                best[after] = price
+                came[after] = (state, kind, middle)
+                tick += 1  # of equal prices the move that was generated first wins: the same path every time
+                heapq.heappush(heap, (*price, tick, after))
+    moves: list[Move] = []
+    while (step := came[state]) is not None:
+        before, kind, middle = step
+        if middle != state:
+            moves.append(Move("slice", middle, state))
+        moves.append(Move(kind, before, middle))
+        state = before
+    if state != start:
+        moves.append(Move("slice", start, state))
+    return sent, tuple(reversed(moves))
+
+
+def _sliced(state: State, goal: State, moving: tuple[int, ...]) -> State:
+    """The state after every slice that is possible now."""
+    taken = {state[i] for i in moving}
+    if all(state[i] != REPLICA or goal[i] < 0 or goal[i] in taken for i in moving):
+        return state
+    out = list(state)
+    for i in moving:
+        if state[i] == REPLICA and goal[i] >= 0 and goal[i] not in taken:
+            out[i] = goal[i]
+    return tuple(out)
+
+
+def _moves(state: State, goal: State, sizes: Sequence[int], moving: tuple[int, ...],
+           local: int) -> Iterator[tuple[str, int, State]]:
+    """(kind, what a rank sends, the state after) of every move; reductions first."""
+    taken = {state[i]: i for i in moving if state[i] >= 0}
+    reduce, scatter, gather, exchange = [], [], [], []
+    for i in moving:
+        here, there = state[i], goal[i]
+        if here == there:
+            continue
+        if here == PARTIAL:
+            (reduce if there == REPLICA or there in taken else scatter).append(i)
+        elif there == REPLICA:
+            gather.append(i)
+        else:
+            exchange.append(i)
+    every = len(moving) <= MOST_SUBSETS
+    for chosen, n in _subsets(reduce, sizes, every):
+        yield "all_reduce", 2 * (n - 1) * local // n, _placed(state, {i: REPLICA for i in chosen})
+    for chosen, n in _subsets(scatter, sizes, every):
+        yield "reduce_scatter", (n - 1) * local // n, _placed(state, {i: goal[i] for i in chosen})
+    for chosen, n in _subsets(gather, sizes, every):
+        yield "all_gather", (n - 1) * local, _placed(state, {i: REPLICA for i in chosen})
+    for chosen, n in _subsets(exchange, sizes, every):
+        places = {i: goal[i] for i in chosen}
+        permutes = _displace(places, state, goal, sizes, taken)
+        if permutes is not None:
+            yield "all_to_all", local if permutes else (n - 1) * local // n, _placed(state, places)
+
+
+def _subsets(items: Sequence[int], sizes: Sequence[int], every: bool) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Non-empty subsets, largest first, each with the number of ranks in its group."""
+    masks = range((1 << len(items)) - 1, 0, -1) if every else [(1 << len(items)) - 1] if items else ()
+    for mask in masks:
+        chosen = tuple(item for k, item in enumerate(items) if mask >> k & 1)
+        n = 1
+        for i in chosen:
+            n *= sizes[i]
+        yield chosen, n
+
+
+def _displace(places: dict[int, int], state: State, goal: State, sizes: Sequence[int],
+              taken: dict[int, int]) -> bool | None:
+    """Find a place for each digit that an all_to_all drives out of its atom; adds it to `places`.
+
+    Returns:
+        Whether the all_to_all permutes, or None where it cannot be: a digit driven out has an atom as its own goal
+        (then it belongs into the set), finds no place of its size, or a replica's place would stay empty.
+    """
+    movers = tuple(places)
+    entered = set(places.values())
+    occupants = [taken[place] for place in entered if place in taken]
+    left = [state[i] for i in movers if state[i] not in entered]  # replicas' places among them, as often as they are
+    width = [sizes[i] for i in movers if state[i] not in entered]
+    for i in sorted(i for i in occupants if i not in places):
+        if goal[i] != REPLICA:
+            return None
+        free = [k for k, size in enumerate(width) if size == sizes[i]]
+        if not free:
+            return None
+        k = min(free, key=lambda k: (left[k] != REPLICA, k))  # a replica's place is where it wants to be
+        places[i] = left.pop(k)
+        width.pop(k)
+    return None if REPLICA in left else bool(occupants)
+
+
+def _placed(state: State, places: dict[int, int]) -> State:
+    out = list(state)
+    for i, place in places.items():
+        out[i] = place
+    return tuple(out)

@@ -1,0 +1,327 @@
+"""The local runtime's executor: all ranks' local tensors in one process, conversions as plain tensor arithmetic.
+
+    shards[r] is the local tensor of rank r;    convert_shards(conversion(a, b), scatter(x, a)) == scatter(x, b)
+
+With every rank at hand an exchange among ranks is one permutation of ``[rank digits..., local dims...]``: stack, view,
+permute, copy, unbind, a handful of calls for all ranks together. Results may be views, and ranks that hold the same
+thing may hold the same tensor object: whoever writes in place must take a copy first. Sums are taken in ascending order
+of the ranks, so all replicas have the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from ..conversion import Conversion, Geometry, Step
+from ..layout import Digits, Layout, complement, digits_size, group_of, groups
+
+__all__ = ["ReplicasDiffer", "assemble", "convert_shards", "reduce_terms", "scatter"]
+
+# From this many bytes a rank on, copying twice (stack, then permute) costs more than a call per rank.
+# Measured on 2 cores, 8 ranks: below 32 KiB the stack is faster, above 128 KiB the copies are, by a third.
+STACK_BYTES = 64 << 10
+
+Shards = list[Tensor]
+
+
+class ReplicasDiffer(AssertionError):
+    """Ranks that must hold the same thing do not: an error of ours, never of the user."""
+
+
+def convert_shards(conversion: Conversion, shards: Shards) -> Shards:
+    """Every rank's local tensor in the target's layout; no autograd.
+
+    Args:
+        conversion: from the layout that `shards` have.
+        shards: one local tensor a rank, all of one shape; never written to.
+
+    Raises:
+        LayoutError: a dim that does not divide.
+    """
+    for run in _program(conversion, tuple(shards[0].shape)):
+        shards = run(shards)
+    return shards
+
+
+@lru_cache(maxsize=1 << 12)
+def _program(conversion: Conversion, shape: tuple[int, ...]) -> tuple[Callable[[Shards], Shards], ...]:
+    make = {"slice": _slice, "all_gather": _all_gather, "all_reduce": _all_reduce,
+            "reduce_scatter": _reduce_scatter, "all_to_all": _all_to_all}
+    shapes = conversion.local_shapes(shape)
+    return tuple(make[step.kind](step, step.geometry(before), conversion.source.devices, before)
+                 for step, before in zip(conversion.steps, shapes))
+
+
+def reduce_terms(terms: Sequence[Tensor], reduction: str) -> Tensor:
+    """The sum, max or min of tensors of one shape, taken in their order; a fresh tensor where there are several."""
+    out = terms[0]
+    if reduction == "sum":
+        for k, term in enumerate(terms[1:]):
+            out = out.add_(term) if k else out + term
+        return out
+    combine = torch.maximum if reduction == "max" else torch.minimum
+    for term in terms[1:]:
+        out = combine(out, term)
+    return out
+
+
+def _slice(step: Step, geometry: Geometry, devices: int, shape: tuple[int, ...]) -> Callable[[Shards], Shards]:
+    if geometry.cuts is not None:
+        runs = _runs(geometry.cuts, devices)
+        return lambda shards: _cut(shards, runs)
+    indices = []
+    for rank in range(devices):
+        chosen = {axis: digit.value(rank) for axis, digit in geometry.select}
+        indices.append(tuple(chosen.get(axis, slice(None)) for axis in range(len(geometry.pre_view))))
+    return lambda shards: [x.reshape(geometry.pre_view)[index].reshape(geometry.after)
+                           for x, index in zip(shards, indices)]
+
+
+def _runs(cuts: Sequence[tuple[int, int, Digits]], devices: int) -> tuple[tuple[int, int, int, tuple[int, ...]], ...]:
+    """Per dim: (dim, length of a part, parts, the number of the part on every rank)."""
+    return tuple((dim, length, digits_size(digits), tuple(_number(digits, rank) for rank in range(devices)))
+                 for dim, length, digits in cuts)
+
+
+def _cut(shards: Shards, runs: Sequence[tuple[int, int, int, Sequence[int]]], chunk=Tensor.chunk) -> Shards:
+    """Every rank's part of its tensor, dim after dim; `runs` as `_runs` makes them."""
+    for dim, length, parts, numbers in runs:
+        distinct = {id(x): x for x in shards}
+        if len(distinct) * parts <= 2 * len(shards):  # all parts of a tensor in one call: a third of a narrow each
+            pieces = {key: chunk(x, parts, dim) for key, x in distinct.items()}
+            shards = [pieces[id(x)][number] for x, number in zip(shards, numbers)]
+        else:
+            shards = [x.narrow(dim, number * length, length) for x, number in zip(shards, numbers)]
+    return shards
+
+
+def _number(digits: Digits, rank: int) -> int:
+    out = 0
+    for digit in digits:
+        out = out * digit.size + digit.value(rank)
+    return out
+
+
+def _shared(step: Step, devices: int) -> tuple[tuple[tuple[int, ...], ...], list[int]]:
+    """The step's groups, and per rank the number of its group."""
+    members = groups(devices, step.digits)
+    index = [0] * devices
+    for number, ranks in enumerate(members):
+        for rank in ranks:
+            index[rank] = number
+    return members, index
+
+
+def _all_reduce(step: Step, geometry: Geometry, devices: int, shape: tuple[int, ...]) -> Callable[[Shards], Shards]:
+    members, index = _shared(step, devices)
+
+    def run(shards: Shards) -> Shards:
+        results = [reduce_terms([shards[r] for r in ranks], step.reduction) for ranks in members]
+        return [results[i] for i in index]
+
+    return run
+
+
+def _reduce_scatter(step: Step, geometry: Geometry, devices: int, shape: tuple[int, ...]) -> Callable[[Shards], Shards]:
+    reduce = _all_reduce(step, geometry, devices, shape)
+    if geometry.cuts is not None:
+        runs = _runs(geometry.cuts, devices)
+        return lambda shards: _cut(reduce(shards), runs, Tensor.unsafe_chunk)  # the sums are fresh, see `_rows`
+    numbers = [step.position(rank) for rank in range(devices)]
+
+    def run(shards: Shards) -> Shards:
+        sums = reduce(shards)
+        pieces = {id(x): _rearrange(x, geometry.pre_view, geometry.pre_perm, geometry.pre_shape).unbind(0)
+                  for x in sums}
+        return [pieces[id(x)][number] for x, number in zip(sums, numbers)]
+
+    return run
+
+
+def _rearrange(x: Tensor, view: tuple[int, ...] | None, perm: tuple[int, ...] | None,
+               shape: tuple[int, ...] | None) -> Tensor:
+    if perm is not None:
+        x = (x if view is None else x.reshape(view)).permute(perm)
+    return x if shape is None else x.reshape(shape)
+
+
+def _all_gather(step: Step, geometry: Geometry, devices: int, shape: tuple[int, ...]) -> Callable[[Shards], Shards]:
+    members, index = _shared(step, devices)
+    if geometry.joins is not None:
+        orders, joins = [], ()
+        for ranks in members:
+            order, joins = _joining(geometry.joins, ranks[0])
+            orders.append(order)
+
+        def run(shards: Shards) -> Shards:
+            results = [_join([shards[r] for r in order], joins) for order in orders]
+            return [results[i] for i in index]
+    else:
+        view, perm = _permutation(step, devices, shape)
+        rows = _rows(len(members), geometry.after)
+
+        def run(shards: Shards) -> Shards:
+            results = torch.stack(shards).view(view).permute(perm).reshape(rows).unsafe_chunk(len(members))
+            return [results[i] for i in index]
+
+    return run
+
+
+def _joining(ranges: Sequence[tuple[int, int, Digits]], first: int) -> tuple[list[int], tuple[tuple[int, int], ...]]:
+    """How pieces join along several dims: (the ranks in the order of the pieces, (dim, pieces) innermost first)."""
+    inner = sorted(ranges, key=lambda r: -digits_size(r[2]))  # many pieces at once first: the fewest calls
+    order = [first]
+    for _, _, digits in inner:
+        offsets = [0]
+        for digit in reversed(digits):
+            offsets = [value * digit.stride + o for value in range(digit.size) for o in offsets]
+        order = [offset + rank for offset in offsets for rank in order]
+    return order, tuple((dim, digits_size(digits)) for dim, _, digits in inner)
+
+
+def _join(parts: Shards, joins: Sequence[tuple[int, int]]) -> Tensor:
+    for dim, count in joins:
+        parts = [torch.cat(parts[k:k + count], dim) for k in range(0, len(parts), count)]
+    return parts[0]
+
+
+def _all_to_all(step: Step, geometry: Geometry, devices: int, shape: tuple[int, ...]) -> Callable[[Shards], Shards]:
+    view, perm = _permutation(step, devices, shape)
+    rows = _rows(devices, geometry.after)
+    result = tuple(view[k] for k in perm)
+    inverse = tuple(sorted(range(len(perm)), key=perm.__getitem__))
+    digits = len(_rank_digits(step, devices))
+    coordinates = tuple(product(*map(range, view[:digits])))
+
+    def run(shards: Shards) -> Shards:
+        x = shards[0]
+        if x.numel() * x.element_size() <= STACK_BYTES:
+            return list(torch.stack(shards).view(view).permute(perm).reshape(rows).unsafe_chunk(devices))
+        out = x.new_empty(result)
+        slots = out.permute(inverse)
+        for coordinate, shard in zip(coordinates, shards):
+            slots[coordinate].copy_(shard.reshape(view[digits:]))
+        return list(out.view(rows).unsafe_chunk(devices))
+
+    return run
+
+
+def _rows(count: int, after: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of `count` results one after the other along dim 0.
+
+    A fresh buffer is then handed out by ``unsafe_chunk``: parts that autograd does not take for views of one another,
+    so that an operator may write into its own in place.
+    """
+    return (count * after[0], *after[1:])
+
+
+def _rank_digits(step: Step, devices: int) -> Digits:
+    return tuple(sorted(step.moved + complement(devices, step.moved), key=lambda d: -d.stride))
+
+
+def _permutation(step: Step, devices: int, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(view, perm): how all ranks' stacked tensors change hands; a gather's group has one result instead of many."""
+    digits = _rank_digits(step, devices)
+    axis = [digits.index(d) for d in step.moved]
+    view = [d.size for d in digits]
+    held: list[int] = []  # the axes of the result's dims
+    carried = {axis[j]: axis[i] for i, j in step.permuted}  # axis of a digit in the result <- axis in `view`
+    for size, atoms in zip(shape, step.dims):
+        for atom in atoms:
+            here = axis[atom.gathered] if atom.gathered is not None else len(view)
+            if atom.gathered is None:
+                view.append(atom.size)
+                size //= atom.size
+            if atom.scattered is not None:
+                carried[axis[atom.scattered]] = here
+            else:
+                held.append(here)
+        held.append(len(view))
+        view.append(size)
+    ranks = [carried.get(k, k) for k in range(len(digits)) if k in carried or k not in axis]
+    return tuple(view), tuple(ranks + held)
+
+
+# -- the border: whole tensors -----------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1 << 12)
+def _scattering(layout: Layout, shape: tuple[int, ...]) -> tuple[tuple[int, int, int, tuple[int, ...]], ...]:
+    local = layout.local_shape(shape)
+    return _runs([(dim, local[dim], digits) for dim, digits in enumerate(layout.dims) if digits], layout.devices)
+
+
+def scatter(whole: Tensor, layout: Layout) -> Shards:
+    """Every rank's slice of a whole tensor, as views; replicas are one object.
+
+    With partial digits the ranks hold terms: of a sum the first rank the value and the others zeros, of a maximum or
+    minimum every rank the value.
+
+    Raises:
+        LayoutError: a dim that does not divide.
+    """
+    shards = _cut([whole] * layout.devices, _scattering(layout, tuple(whole.shape)))
+    if layout.partial and layout.reduction == "sum":
+        zero = torch.zeros_like(shards[0])
+        shards = [zero if _number(layout.partial, rank) else x for rank, x in enumerate(shards)]
+    return shards
+
+
+@lru_cache(maxsize=1 << 12)
+def _assembly(layout: Layout) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, int], ...]]:
+    """(the ranks that hold the terms of each slice, how the slices join)."""
+    order, joins = _joining([(dim, 0, digits) for dim, digits in enumerate(layout.dims) if digits], 0)
+    return tuple(group_of(rank, layout.partial) for rank in order), joins
+
+
+def assemble(shards: Shards, layout: Layout, check: bool = False, tolerance: float | None = None) -> Tensor:
+    """The whole tensor from every rank's slice; terms of an open reduction are reduced.
+
+    Args:
+        shards: one local tensor a rank.
+        layout: the layout that they have.
+        check: whether to see that replicas agree.
+        tolerance: by how much they may differ, relative to the largest value of a slice; None: the root of the
+            type's precision. NaN agrees with NaN, and infinities with their like.
+
+    Raises:
+        ReplicasDiffer: replicas that do not agree; names the ranks.
+    """
+    if check:
+        _check_replicas(shards, layout, tolerance)
+    terms, joins = _assembly(layout)
+    if layout.partial:
+        return _join([reduce_terms([shards[r] for r in ranks], layout.reduction) for ranks in terms], joins)
+    return _join([shards[r] for r, in terms], joins)
+
+
+@lru_cache(maxsize=1 << 12)
+def _replicas(layout: Layout) -> tuple[tuple[int, int], ...]:
+    """Pairs of ranks that must hold the same: the first of each group with each of the others."""
+    return tuple((ranks[0], other) for ranks in groups(layout.devices, layout.replicas) for other in ranks[1:])
+
+
+def _check_replicas(shards: Shards, layout: Layout, tolerance: float | None) -> None:
+    for rank, other in _replicas(layout):
+        one, two = shards[rank], shards[other]
+        if one is two or torch.equal(one, two):
+            continue
+        one, two = one.detach(), two.detach()
+        difference = scale = allowed = math.nan
+        if one.shape == two.shape:
+            if not one.is_floating_point() and not one.is_complex():
+                one, two, allowed = one.double(), two.double(), 0.0
+            else:
+                allowed = torch.finfo(one.dtype).eps ** 0.5 if tolerance is None else tolerance
+            scale = one.abs().nan_to_num(0.0, 0.0, 0.0).max().item()
+            if torch.allclose(one, two, rtol=0.0, atol=allowed * scale, equal_nan=True):
+                continue
+            difference = (one - two).abs().max().item()
+        raise ReplicasDiffer(f"ranks {rank} and {other} must hold the same slice of {layout}, but hold {tuple(one.shape)} "
+                             f"and {tuple(two.shape)} that differ by {difference}: more than {allowed} of {scale}")
