@@ -1,0 +1,177 @@
+"""A captured model: operators in program order and the values between them.
+
+Small immutable records, free of torch.fx. Shapes are global: those of the one-device program.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+__all__ = ["Graph", "Op", "Value", "map_values", "values_in"]
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor of the program. Its name is unique in the graph.
+
+    Args:
+        name: unique in its graph.
+        shape: global shape.
+        dtype: element type.
+        requires_grad: whether a gradient flows to it from a loss.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the whole tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.numel * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"%{self.name}"
+
+
+def values_in(tree: Any) -> tuple[Value, ...]:
+    """The values among the leaves of nested arguments, in call order."""
+    return tuple(leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Value))
+
+
+def map_values(tree: Any, change: Callable[[Value], Any]) -> Any:
+    """Nested arguments with every value replaced."""
+    return pytree.tree_map(lambda leaf: change(leaf) if isinstance(leaf, Value) else leaf, tree)
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operator call.
+
+    Args:
+        name: unique in its graph; the mark's attribute path where there is one.
+        target: the torch operator.
+        args, kwargs: as called, with `Value`s in the place of tensors.
+        inputs: the tensor inputs in call order: the ones a strategy speaks of.
+        outputs: one entry an output; None for one that is not a tensor.
+        module: dotted path of the module that calls it, ``""`` for the outermost.
+        source: ``file.py:41``, the user's line.
+        mark: what `shardwright.shard` said of it, or None.
+        origin: the operator of the user's program that it came from, where a rule worked it out into several.
+    """
+
+    name: str
+    target: Any
+    args: tuple
+    kwargs: dict[str, Any]
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value | None, ...]
+    module: str = ""
+    source: str = ""
+    mark: Any = None
+    origin: str | None = None
+
+    @property
+    def kind(self) -> str:
+        """The operator's plain name, such as ``matmul``."""
+        packet = getattr(self.target, "overloadpacket", None)
+        return packet.__name__ if packet is not None else getattr(self.target, "__name__", str(self.target))
+
+    @property
+    def argument_names(self) -> tuple[str, ...]:
+        """Names of the operator's arguments by its schema."""
+        schema = getattr(self.target, "_schema", None)
+        return tuple(a.name for a in schema.arguments) if schema is not None else ()
+
+    def argument(self, name: str, default: Any = None) -> Any:
+        """An argument by its schema's name, wherever it was given."""
+        if name in self.kwargs:
+            return self.kwargs[name]
+        names = self.argument_names
+        if name in names:
+            i = names.index(name)
+            if i < len(self.args):
+                return self.args[i]
+            schema_default = self.target._schema.arguments[i]
+            if schema_default.has_default_value():
+                return schema_default.default_value
+        return default
+
+    def with_arguments(self, **changes: Any) -> tuple[tuple, dict[str, Any]]:
+        """``(args, kwargs)`` with arguments, by schema name, replaced."""
+        args, kwargs = list(self.args), dict(self.kwargs)
+        names = self.argument_names
+        for name, value in changes.items():
+            i = names.index(name)
+            if i < len(args):
+                args[i] = value
+            else:
+                kwargs[name] = value
+        return tuple(args), kwargs
+
+    @property
+    def where(self) -> dict[str, str | None]:
+        """Who and where, for an error."""
+        return {"operator": f"{self.name} ({self.kind})" if self.kind not in self.name else self.name,
+                "source": self.source or None}
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Operators in program order.
+
+    Args:
+        inputs: what the user feeds, in call order (flattened).
+        parameters, buffers: by dotted name. Tied names share one value: see `aliases`.
+        constants: tensors that the model made once, by value name.
+        ops: in program order.
+        outputs: a value, or a plain constant, per flattened output.
+        in_spec, out_spec: how inputs and outputs nest.
+        updates: buffer name -> the value that it holds after the step.
+        aliases: further names of a parameter or buffer -> its name.
+    """
+
+    inputs: tuple[Value, ...]
+    parameters: dict[str, Value]
+    buffers: dict[str, Value]
+    constants: dict[str, torch.Tensor]
+    ops: tuple[Op, ...]
+    outputs: tuple[Any, ...]
+    in_spec: Any = None
+    out_spec: Any = None
+    updates: dict[str, Value] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+
+    def producers(self) -> dict[str, Op]:
+        """Value name -> the operator that makes it."""
+        return {v.name: op for op in self.ops for v in op.outputs if v is not None}
+
+    def consumers(self) -> dict[str, list[tuple[Op, int]]]:
+        """Value name -> (operator, input index) pairs that use it, in program order."""
+        out: dict[str, list[tuple[Op, int]]] = {}
+        for op in self.ops:
+            for i, value in enumerate(op.inputs):
+                out.setdefault(value.name, []).append((op, i))
+        return out
+
+    def sources(self) -> Iterator[Value]:
+        """The values that no operator makes."""
+        yield from self.inputs
+        yield from self.parameters.values()
+        yield from self.buffers.values()
+
+    def with_ops(self, ops: tuple[Op, ...]) -> Graph:
+        """The same graph with other operators."""
+        return replace(self, ops=ops)

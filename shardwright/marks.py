@@ -1,0 +1,203 @@
+"""What a user writes on a model: how single operators are split.
+
+A mark wraps an operator, or an `nn.Module` that is one operator. On one device it does nothing. While a model is
+captured it surrounds the operator with identity nodes, which name it in the graph and are stripped there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from .errors import SettingError
+
+__all__ = ["Operator", "collect_marks", "mark_names", "marked_operators", "shard"]
+
+#: The calls of marked operators seen by the capture that is under way; None outside of one.
+_CALLS: contextvars.ContextVar[list[Operator] | None] = contextvars.ContextVar("shardwright_marks", default=None)
+
+
+@torch.library.custom_op("shardwright::mark", mutates_args=())
+def mark(x: torch.Tensor, call: int, place: int) -> torch.Tensor:
+    """Identity: `place` counts the tensor inputs of marked call number `call`; −1 is an output of it."""
+    return x.clone()
+
+
+@mark.register_fake
+def _(x: torch.Tensor, call: int, place: int) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+mark.register_autograd(lambda ctx, grad: (grad, None, None))
+
+
+@contextlib.contextmanager
+def collect_marks() -> Iterator[list[Operator]]:
+    """While active, calls of marked operators leave mark nodes; yields the marked operators, by call number."""
+    calls: list[Operator] = []
+    token = _CALLS.set(calls)
+    try:
+        yield calls
+    finally:
+        _CALLS.reset(token)
+
+
+def _user_line() -> str:
+    """``file.py:41`` of the nearest caller outside this package and torch."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if not module.startswith(("shardwright.", "torch.")) and module not in ("shardwright", "torch"):
+            return f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+class Operator:
+    """One operator that may carry a strategy: call it as the function that it holds.
+
+    Args:
+        function: a function of tensors that is one operator, such as ``torch.matmul``.
+
+    Attributes:
+        in_strategy: one entry per tensor input, a tuple of cuts or a `Layout`; None: not marked.
+        out_strategy: the same for the outputs, or None.
+        source: the line that gave the strategy.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        if not callable(function):
+            raise SettingError(f"{function!r} is not an operator", legal="a function such as torch.matmul")
+        self.function = function
+        self.in_strategy: tuple | None = None
+        self.out_strategy: tuple | None = None
+        self.source = _user_line()
+
+    def shard(self, in_strategy: tuple | None = None, out_strategy: tuple | None = None) -> Operator:
+        """Say how the operator is split. May be repeated: the last call before the first step holds.
+
+        Args:
+            in_strategy: one entry per tensor input: a tuple with the number of parts of each dim, or a `Layout`.
+            out_strategy: one entry per output; without it a partial sum is completed by an all-reduce.
+
+        Returns:
+            Itself. Whether the strategy fits is checked when the model is planned.
+        """
+        self.in_strategy, self.out_strategy = in_strategy, out_strategy
+        self.source = _user_line()
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        calls = _CALLS.get()
+        if calls is None:
+            return self.function(*args, **kwargs)
+        number, (args, kwargs) = self._enter(calls, args, kwargs)
+        return _leave(number, self.function(*args, **kwargs))
+
+    def _enter(self, calls: list[Operator], args: tuple, kwargs: dict) -> tuple[int, tuple[tuple, dict]]:
+        number, place = len(calls), iter(range(1_000_000))
+        calls.append(self)
+        return number, pytree.tree_map_only(torch.Tensor, lambda x: mark(x, number, next(place)), (args, kwargs))
+
+    def __repr__(self) -> str:
+        name = getattr(self.function, "__name__", repr(self.function))
+        return f"Operator({name}, in_strategy={self.in_strategy}, out_strategy={self.out_strategy})"
+
+
+def _leave(number: int, result: Any) -> Any:
+    return pytree.tree_map_only(torch.Tensor, lambda x: mark(x, number, -1), result)
+
+
+class _ModuleMark(Operator):
+    """The mark of a module: its hooks stand around the module's forward."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(type(module))
+        self._number = -1
+        module.register_forward_pre_hook(self._before, with_kwargs=True)
+        module.register_forward_hook(self._after)
+
+    def _before(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        calls = _CALLS.get()
+        if calls is None:
+            return None
+        self._number, changed = self._enter(calls, args, kwargs)
+        return changed
+
+    def _after(self, module: nn.Module, args: tuple, result: Any) -> Any:
+        return None if _CALLS.get() is None else _leave(self._number, result)
+
+
+def shard(operator: Callable[..., Any] | nn.Module, in_strategy: tuple | None = None,
+          out_strategy: tuple | None = None) -> Any:
+    """Mark how one operator is split.
+
+    Args:
+        operator: a function that is one operator (``torch.matmul``), or an `nn.Module` that is one (``nn.Linear``).
+        in_strategy: one entry per tensor input, in call order (for a module: its inputs, then its weight and bias): a
+            tuple with the number of parts of each dim, or a `Layout`.
+        out_strategy: one entry per output, likewise. None: a partial sum is completed by an all-reduce, and the output
+            keeps the cuts that remain.
+
+    Returns:
+        For a function an `Operator`, to be called in its place; for a module the module itself, with a method
+        ``shard(in_strategy, out_strategy)`` to mark it anew.
+
+    Raises:
+        SettingError: not a function and not a module. Strategies are checked when the model is planned.
+    """
+    if isinstance(operator, Operator):
+        return operator.shard(in_strategy, out_strategy)
+    if isinstance(operator, nn.Module):
+        held = operator.__dict__.get("shard")
+        if not isinstance(held, _ReShard):
+            held = _ReShard(_ModuleMark(operator), operator)
+            operator.__dict__["shard"] = held
+        return held(in_strategy, out_strategy)
+    return Operator(operator).shard(in_strategy, out_strategy)
+
+
+class _ReShard:
+    """The method ``module.shard(...)`` of a marked module."""
+
+    def __init__(self, held: _ModuleMark, module: nn.Module) -> None:
+        self.mark, self.module = held, module
+
+    def __call__(self, in_strategy: tuple | None = None, out_strategy: tuple | None = None) -> nn.Module:
+        self.mark.shard(in_strategy, out_strategy)
+        return self.module
+
+
+def _held(net: nn.Module) -> Iterator[tuple[str, Operator]]:
+    """Every marked operator that a model holds, with the attribute path by which it does."""
+    for path, module in net.named_modules():
+        prefix = path + "." if path else ""
+        for attribute, held in vars(module).items():
+            if isinstance(held, Operator):
+                yield prefix + attribute, held
+            elif isinstance(held, _ReShard):
+                yield path or type(module).__name__, held.mark
+            elif isinstance(held, (list, tuple, dict)):
+                entries = held.items() if isinstance(held, dict) else enumerate(held)
+                yield from ((f"{prefix}{attribute}.{key}", e) for key, e in entries if isinstance(e, Operator))
+
+
+def mark_names(net: nn.Module) -> dict[int, str]:
+    """``id(operator)`` -> the attribute path by which the model holds it: ``block.matmul1``."""
+    names: dict[int, str] = {}
+    for path, operator in _held(net):
+        names.setdefault(id(operator), path)
+    return names
+
+
+def marked_operators(net: nn.Module) -> list[Operator]:
+    """Every operator of a model that carries a strategy."""
+    return [operator for _, operator in _held(net)
+            if operator.in_strategy is not None or operator.out_strategy is not None]
