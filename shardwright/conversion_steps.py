@@ -44,7 +44,7 @@ Ranges = tuple[tuple[int, int, Digits], ...]
 
 @dataclass(frozen=True)
 class Geometry:
-    """A step on local tensors of one shape, as plain ints; None stands for nothing to do.
+    """A step on local tensors of one shape, as plain ints; None stands for nothing to do (view and perm: together).
 
     Attributes:
         pre_view, pre_perm, pre_shape: how the local tensor becomes the pieces to send.
@@ -283,4 +283,4 @@ def _rearranged(axes: list, order: list, shape: tuple[int, ...], out: tuple[int,
     view = tuple(math.prod(axes[k][0] for k in run) for run in ordered)
     perm = tuple(ordered.index(run) for run in runs)
     permuted = tuple(view[k] for k in perm)
-    return (view if view != shape else None), perm, (out if out != permuted else None)
+    return view, perm, (out if out != permuted else None)

@@ -1,0 +1,85 @@
+"""Working an operator out into simpler ones, where the cut it gets needs more than running it on slices.
+
+A softmax whose dim is cut is a maximum, a difference, an exponential, a sum and a quotient; each of these has a rule
+of its own, so that the reductions over ranks, their transposes and their prices follow and are written nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..errors import StrategyError
+from ..graph import Op, Value, map_values, values_in
+from ..layout import Layout
+from .notation import Assignment, Bound
+from .registry import Rule, bound_rule, find_rule
+
+__all__ = ["Builder", "expand"]
+
+
+class Builder:
+    """Records operators. Each follows the layouts of its inputs; open sums are completed unless its rule is linear."""
+
+    def __init__(self, op: Op, layouts: Mapping[str, Layout]) -> None:
+        self.op = op
+        self.layouts = dict(layouts)
+        self.steps: list[tuple[Op, Rule, Bound, Assignment]] = []
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> Any:
+        """Record ``target(*args, **kwargs)``; returns its output value, or a tuple of them."""
+        inputs = values_in((args, kwargs))
+        meta = {v: torch.empty(v.shape, dtype=v.dtype, device="meta") for v in inputs}
+        where = {"device": torch.device("meta")} if "device" in kwargs else {}
+        result = target(*map_values(args, meta.__getitem__), **map_values(kwargs, meta.__getitem__) | where)
+        results = result if isinstance(result, (tuple, list)) else (result,)
+        name = f"{self.op.name}.{len(self.steps)}"
+        needs_grad = any(v.requires_grad for v in inputs) and target is not torch.ops.aten.detach.default
+        outputs = tuple(
+            Value(name if len(results) == 1 else f"{name}.{i}", tuple(r.shape), r.dtype,
+                  needs_grad and (r.dtype.is_floating_point or r.dtype.is_complex))
+            for i, r in enumerate(results))
+        op = Op(name, target, args, kwargs, inputs, outputs, self.op.module, self.op.source, origin=self.op.name)
+        described = find_rule(op)
+        bound = bound_rule(op, described)
+        assignment = bound.follow({i: self.layouts[v.name] for i, v in enumerate(inputs)},
+                                  devices=next(iter(self.layouts.values())).devices)
+        if assignment is None:
+            raise StrategyError(f"cannot be worked out under this cut: {op.kind} cannot follow "
+                                f"{[str(self.layouts[v.name]) for v in inputs]}", **self.op.where)
+        for i, value in enumerate(outputs):
+            layout = bound.output_layout(i, assignment)
+            assert layout is not None
+            self.layouts[value.name] = layout.without_partial()
+        self.steps.append((op, described, bound, assignment))
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    def to(self, value: Value, dtype: torch.dtype) -> Value:
+        """The value in another type; itself where it has that type."""
+        return value if value.dtype == dtype else self.call(torch.ops.aten.to.dtype, value, dtype)
+
+
+def expand(op: Op, described: Rule, bound: Bound, assignment: Assignment
+           ) -> tuple[list[tuple[Op, Rule, Bound, Assignment]], dict[str, Value]]:
+    """An operator as it will run: itself, or the operators that do its work under this assignment.
+
+    Returns:
+        The operators with their rules and assignments, and for each output of `op` that got a new name, its new value.
+    """
+    worked_out = described.expand(op, bound, assignment) if described.expand is not None else None
+    if worked_out is None:
+        return [(op, described, bound, assignment)], {}
+    layouts: dict[str, Layout] = {}
+    for i, value in enumerate(op.inputs):
+        layout = bound.input_layout(i, assignment)
+        assert layout is not None
+        if layouts.setdefault(value.name, layout) != layout:
+            raise StrategyError(f"takes {value} twice, cut as {layouts[value.name]} and as {layout}, and cannot be "
+                                "worked out so", **op.where, legal=f"one layout for {value}, or a clone of it")
+    builder = Builder(op, layouts)
+    results = worked_out(builder)
+    results = results if isinstance(results, (tuple, list)) else (results,)
+    renamed = {old.name: new for old, new in zip((v for v in op.outputs if v is not None), results, strict=True)}
+    return builder.steps, renamed

@@ -1,0 +1,104 @@
+"""Losses. A mean over a cut batch is a sum divided by the global count:
+
+    mse, l1, …               Σ loss / count
+    cross entropy, nll       Σ loss / Σ weight[target]·[target ≠ ignore_index]     both sums in one reduction
+
+The class dim stays whole. In half precision the terms are summed in float32.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ..graph import Op, Value
+from .dims import cut_size, named, operand, operands, whole, wide
+from .notation import Assignment, Bound
+from .registry import Expansion, Rule, register
+
+aten = torch.ops.aten
+
+NONE, MEAN, SUM = 0, 1, 2  # torch's numbers for `reduction`
+
+
+def _elementwise_text(op: Op) -> str:
+    return ", ".join(["..."] * len(op.inputs)) + (" -> ..." if op.argument("reduction") == NONE else " -> ")
+
+
+def _summed(b, op: Op) -> Value:
+    """The sum of the losses, wide enough to hold it."""
+    out = op.outputs[0].dtype
+    args, kwargs = op.with_arguments(reduction=SUM if wide(out) == out else NONE)
+    made = b.call(op.target, *args, **kwargs)
+    return made if wide(out) == out else b.call(aten.sum.default, made, dtype=wide(out))
+
+
+def _needs_work(op: Op, bound: Bound, assignment: Assignment) -> bool:
+    return op.argument("reduction") == MEAN and cut_size(bound, assignment) > 1
+
+
+def _expand_elementwise(op: Op, bound: Bound, assignment: Assignment) -> Expansion | None:
+    if not _needs_work(op, bound, assignment):
+        return None
+    count = math.prod(torch.broadcast_shapes(*(v.shape for v in op.inputs)))
+    return lambda b: b.to(b.call(aten.div.Tensor, _summed(b, op), count), op.outputs[0].dtype)
+
+
+def _has_probabilities(op: Op) -> bool:
+    """Whether the target holds a probability per class, not the index of one."""
+    scores, target = op.argument("self"), op.argument("target")
+    return op.kind == "cross_entropy_loss" and scores.shape == target.shape and target.dtype.is_floating_point
+
+
+def _classes_text(op: Op) -> str:
+    rank = len(op.argument("self").shape)
+    places = ["n", *named(rank - 2, "s")] if rank > 1 else []
+    scores = operand([*places[:1], "c!", *places[1:]])
+    target = scores if _has_probabilities(op) else operand(places)
+    out = operand(places) if op.argument("reduction") == NONE else ""
+    return f"{operands(op, self=scores, target=target, weight='c!')} -> {out}"
+
+
+def _expand_classes(op: Op, bound: Bound, assignment: Assignment) -> Expansion | None:
+    if not _needs_work(op, bound, assignment):
+        return None
+    scores, out = op.argument("self"), op.outputs[0].dtype
+    if _has_probabilities(op):
+        count = scores.numel // scores.shape[1]
+        return lambda b: b.to(b.call(aten.div.Tensor, _summed(b, op), count), out)
+
+    def work(b):
+        both = b.call(aten.stack.default, [_summed(b, op), _counted(b, op, wide(out))])
+        total = b.call(aten.select.int, both, 0, 0)
+        count = b.call(aten.detach.default, b.call(aten.select.int, both, 0, 1))
+        return b.to(b.call(aten.div.Tensor, total, count), out)
+    return work
+
+
+def _counted(b, op: Op, dtype: torch.dtype) -> Value:
+    """How much the targets that are not ignored count for together."""
+    target, weight = op.argument("target"), op.argument("weight")
+    kept = b.call(aten.ne.Scalar, target, op.argument("ignore_index"))
+    if weight is None:
+        return b.call(aten.sum.default, kept, dtype=dtype)
+    index = b.call(aten.where.ScalarOther, kept, target, 0)  # an ignored target need not be a class
+    weights = b.call(aten.take.default, b.call(aten.detach.default, weight), index)
+    return b.call(aten.sum.default, b.call(aten.where.ScalarOther, kept, weights, 0), dtype=dtype)
+
+
+def _take_text(op: Op) -> str:
+    """Any index may reach any element."""
+    held, index = (named(len(v.shape), name) for v, name in zip(op.inputs, ("h", "i")))
+    return f"{operand(whole(held))}, {operand(index)} -> {operand(index)}"
+
+
+_ELEMENTWISE = Rule(_elementwise_text, expand=_expand_elementwise)
+
+register((aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default,
+          aten.soft_margin_loss.default, aten.binary_cross_entropy.default,
+          aten.binary_cross_entropy_with_logits.default, aten.kl_div.default, aten.poisson_nll_loss.default,
+          aten.hinge_embedding_loss.default, aten.margin_ranking_loss.default), _ELEMENTWISE)
+register((aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss2d.default),
+         Rule(_classes_text, expand=_expand_classes))
+register((aten.take.default,), Rule(_take_text))

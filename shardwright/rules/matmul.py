@@ -1,0 +1,182 @@
+"""Products: matmul and its relatives, linear, einsum.
+
+Batch factors stand first in the device matrix, then the rows, the contracted factors, the columns, whichever way an
+operand is stored. A cut contraction leaves a partial sum; what is added to a product is added once, to the finished
+sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..graph import Op
+from .dims import compound, cut_size, named, normal, operand
+from .notation import Assignment, Bound
+from .registry import Expansion, Rule, register
+
+aten = torch.ops.aten
+
+
+def _matmul(op: Op) -> str:
+    """Vectors, matrices and batches of them; batch dims are aligned on the right and broadcast."""
+    a, b = (len(v.shape) for v in op.inputs)
+    batch = named(max(a, b, 2) - 2, "b")
+    rows, columns = ["m"] * (a > 1), ["n"] * (b > 1)
+    left = batch[len(batch) - max(a - 2, 0):] + rows + ["k"]
+    right = batch[len(batch) - max(b - 2, 0):] + ["k"] + columns
+    return _product((left, right), batch + rows + columns, first=batch)
+
+
+def _product(inputs: Sequence[Sequence[str]], out: Sequence[str], first: Sequence[str] = ()) -> str:
+    """The notation of a product: `first` are the factors that stand first, whatever the operands name first."""
+    order = f"{' '.join(first)}: " if first else ""
+    return f"{order}{', '.join(map(operand, inputs))} -> {operand(out)}"
+
+
+def _linear(op: Op) -> str:
+    if len(op.inputs[1].shape) == 1:
+        return "... k, k -> ..."
+    return "... k, n k" + (", n?" if len(op.inputs) == 3 else "") + " -> ... n"
+
+
+def _bias_after(op: Op, bound: Bound, assignment: Assignment, contracted: Sequence[str]) -> Expansion | None:
+    """linear and bilinear: the bias is the last input."""
+    *factors, bias = op.inputs
+    if op.argument("bias") is None or cut_size(bound, assignment, contracted) == 1:
+        return None
+    return lambda b: b.call(aten.add.Tensor, b.call(op.target, *factors), bias)
+
+
+def _expand_linear(op: Op, bound: Bound, assignment: Assignment) -> Expansion | None:
+    return _bias_after(op, bound, assignment, "k")
+
+
+def _bilinear(op: Op) -> str:
+    return "... i, ... j, n i j" + (", n?" if len(op.inputs) == 4 else "") + " -> ... n"
+
+
+def _expand_bilinear(op: Op, bound: Bound, assignment: Assignment) -> Expansion | None:
+    return _bias_after(op, bound, assignment, "ij")
+
+
+def _added(left: str, right: str, out: str):
+    """addmm and its relatives: the added term broadcasts against the product, aligned on the right."""
+    def notation(op: Op) -> str:
+        term = out.split()[len(out.split()) - len(op.inputs[0].shape):]
+        order = " ".join(dict.fromkeys((left + " " + right).split()))
+        return f"{order}: {operand(term)}, {left}, {right} -> {out}"
+    return notation
+
+
+def _expand_added(product, contracted: str):
+    def expand(op: Op, bound: Bound, assignment: Assignment) -> Expansion | None:
+        if cut_size(bound, assignment, contracted) == 1:
+            return None
+        added, left, right = op.inputs
+        beta, alpha = op.argument("beta"), op.argument("alpha")
+
+        def work(b):
+            made = product(b, left, right)
+            if alpha != 1:
+                made = b.call(aten.mul.Tensor, made, alpha)
+            if beta == 0:
+                return made  # what is added is not even read then: it may hold NaN
+            return b.call(aten.add.Tensor, made, added if beta == 1 else b.call(aten.mul.Tensor, added, beta))
+        return work
+    return expand
+
+
+def _called(target):
+    return lambda b, left, right: b.call(target, left, right)
+
+
+def _summed_bmm(b, left, right):
+    return b.call(aten.einsum.default, "bmk,bkn->mn", [left, right])
+
+
+def _tensordot(op: Op) -> str:
+    a, b = (len(v.shape) for v in op.inputs)
+    left, right = named(a, "m"), named(b, "n")
+    for i, j in zip(op.argument("dims_self"), op.argument("dims_other")):
+        left[normal(i, a)] = right[normal(j, b)] = f"k{normal(i, a)}"
+    rows, columns = [n for n in left if n not in right], [n for n in right if n not in left]
+    return _product((left, right), rows + columns, first=rows)
+
+
+def _inner(op: Op) -> str:
+    a, b = (len(v.shape) for v in op.inputs)
+    if not a or not b:
+        return "..., ... -> ..."
+    left, right = named(a - 1, "m"), named(b - 1, "n")
+    return _product((left + ["k"], right + ["k"]), left + right)
+
+
+def _chain(op: Op) -> str:
+    """Matrices one after the other; the first and the last may be vectors."""
+    last = len(op.inputs) - 1
+    texts = [[f"k{i}", f"k{i + 1}"] for i in range(last + 1)]
+    if len(op.inputs[0].shape) == 1:
+        texts[0] = ["k1"]
+    if len(op.inputs[last].shape) == 1:
+        texts[last] = [f"k{last}"]
+    return _product(texts, [n for n in ("k0", f"k{last + 1}") if n in texts[0] + texts[last]])
+
+
+def _kron(op: Op) -> tuple[str, dict[str, int]]:
+    a, b = (v.shape for v in op.inputs)
+    rank = max(len(a), len(b))
+    left, right = ((1,) * (rank - len(s)) + tuple(s) for s in (a, b))
+    sizes = {f"a{i}": s for i, s in enumerate(left)} | {f"b{i}": s for i, s in enumerate(right)}
+    out = [compound([f"a{i}", f"b{i}"]) for i in range(rank)]
+    return _product((named(rank, "a")[rank - len(a):], named(rank, "b")[rank - len(b):]), out), sizes
+
+
+def _einsum(op: Op) -> str:
+    """The equation is a notation already. A letter that stands twice in one operand (a diagonal) stays whole."""
+    left, arrow, right = op.argument("equation").replace(" ", "").partition("->")
+    terms = left.split(",")
+    dots = max((len(v.shape) - len(t.replace("...", "")) for t, v in zip(terms, op.inputs) if "..." in t), default=0)
+    if not arrow:
+        letters = left.replace(",", "").replace("...", "")
+        right = ("..." if "..." in left else "") + "".join(sorted(c for c in set(letters) if letters.count(c) == 1))
+    ellipsis = named(dots, "dot")
+
+    def spelled(term: str, rank: int) -> list[str]:
+        before, some, after = term.partition("...")
+        hidden = ellipsis[dots - (rank - len(before + after)):] if some else []
+        return [*before, *hidden, *after]
+
+    inputs = [spelled(t, len(v.shape)) for t, v in zip(terms, op.inputs)]
+    out = spelled(right, len(op.outputs[0].shape))
+    order: list[str] = []
+    if len(inputs) == 2:
+        a, b = inputs
+        order = [n for n in a if n in b and n in out] + [n for n in a if n not in b] + [n for n in a if n in b]
+    order = list(dict.fromkeys([*(n for n in ellipsis if any(n in t for t in inputs)), *order]))
+    twice = {n for term in inputs for n in term if term.count(n) > 1}
+    order = [n for n in order if n not in twice]
+    inputs = [[f"{n}{t}{i}!" if n in twice else n for i, n in enumerate(term)] for t, term in enumerate(inputs)]
+    return _product(inputs, [f"{n}out!" if n in twice else n for n in out], first=order)
+
+
+register((aten.matmul.default,), Rule(_matmul))
+register((aten.mm.default,), Rule("m k, k n -> m n"))
+register((aten.bmm.default,), Rule("b m k, b k n -> b m n"))
+register((aten.mv.default,), Rule("m k, k -> m"))
+register((aten.dot.default, aten.vdot.default), Rule("k, k -> "))
+register((aten.outer.default, aten.ger.default), Rule("m, n -> m n"))
+register((aten.inner.default,), Rule(_inner))
+register((aten.tensordot.default,), Rule(_tensordot))
+register((aten.linalg_multi_dot.default, aten.chain_matmul.default), Rule(_chain))
+register((aten.kron.default,), Rule(_kron))
+register((aten.linear.default,), Rule(_linear, expand=_expand_linear))
+register((aten.bilinear.default,), Rule(_bilinear, expand=_expand_bilinear))
+register((aten.addmm.default,), Rule(_added("m k", "k n", "m n"), expand=_expand_added(_called(aten.mm.default), "k")))
+register((aten.baddbmm.default,),
+         Rule(_added("b m k", "b k n", "b m n"), expand=_expand_added(_called(aten.bmm.default), "k")))
+register((aten.addmv.default,), Rule(_added("m k", "k", "m"), expand=_expand_added(_called(aten.mv.default), "k")))
+register((aten.addr.default,), Rule(_added("m", "n", "m n")))
+register((aten.addbmm.default,), Rule(_added("b m k", "b k n", "m n"), expand=_expand_added(_summed_bmm, "bk")))
+register((aten.einsum.default,), Rule(_einsum))

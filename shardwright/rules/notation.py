@@ -1,0 +1,361 @@
+"""The one-string notation of an operator, and what follows from it.
+
+    notation = [order ":"] input {"," input} "->" output {"," output}
+    input    = {token}                       one token a tensor dim; nothing for a scalar
+    token    = factor | "..." | "1" | "(" factor {factor} ")"
+    factor   = name ["!"] ["?"]
+
+A *factor* is a loop of the operator. Dims that share a factor are cut alike. A factor that no output names is
+contracted: when it is cut, each rank holds a term of the result (a partial sum). ``!``: the factor may not be split.
+``?``: the input may be left out of a strategy, its cuts follow from the others. ``...`` stands for any number of
+leading dims, aligned on the right, that broadcast. ``(a b)`` is one dim made of two factors, the first major.
+``1`` is a dim that carries no factor. The order of the factors in the device matrix is that in which the string names
+them first; an optional prefix ``m k n:`` names them earlier.
+
+From the string, bound to shapes, and an assignment of digits to factors follow the layouts of all inputs and
+outputs, the partial sums, and over which digits the gradient of an input is partial:
+
+    partial(output) = digits of the factors that the output does not name
+    partial(gradient of input i) = digits of the factors that input i does not carry
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ..errors import LayoutError, RuleError
+from ..layout import Digits, Layout, complement, digits_size, merge
+
+__all__ = ["Assignment", "Bound", "Factor", "Notation", "bind", "parse"]
+
+_TOKEN = re.compile(r"\s*(?:(?P<open>\()|(?P<close>\))|(?P<dots>\.\.\.)(?P<dotmark>!?)"
+                    r"|(?P<one>1)(?![A-Za-z0-9_])|(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?P<mark>!?)(?P<opt>\??))")
+_ELLIPSIS = "..."
+
+
+@dataclass(frozen=True)
+class Notation:
+    """A parsed string. A dim is a tuple of factor names: one, several (compound), or none (``1``)."""
+
+    text: str
+    inputs: tuple[tuple[tuple[str, ...], ...], ...]
+    outputs: tuple[tuple[tuple[str, ...], ...], ...]
+    whole: frozenset[str]
+    optional: frozenset[int]
+    order: tuple[str, ...]
+
+
+@lru_cache(maxsize=None)
+def parse(text: str) -> Notation:
+    """Read a notation string.
+
+    Raises:
+        RuleError: what is wrong, with the place in the string.
+    """
+    def wrong(message: str, at: int) -> RuleError:
+        return RuleError(f"{message}\n  {text}\n  {' ' * at}^", legal='a string such as "... m k, ... k n -> ... m n"')
+
+    if text.count("->") != 1:
+        raise wrong("the notation needs exactly one '->'", max(text.find("->"), 0))
+    arrow, body_at = text.index("->"), text.find(":") + 1
+    if body_at > arrow:
+        raise wrong("the order of factors stands before the inputs", body_at - 1)
+    order = {match.group(): match.start() for match in re.finditer(r"\S+", text[:max(body_at - 1, 0)])}
+    for name, at in order.items():
+        if not name.isidentifier():
+            raise wrong(f"{name!r} is not a factor name", at)
+    whole: set[str] = set()
+    optional: set[int] = set()
+
+    def operand(begin: int, end: int, index: int | None) -> tuple[tuple[str, ...], ...]:
+        dims: list[tuple[str, ...]] = []
+        group: list[str] | None = None
+        group_at = begin
+        seen: set[str] = set()
+        at = begin
+        while text[at:end].strip():
+            match = _TOKEN.match(text, at, end)
+            if match is None:
+                at += len(text[at:end]) - len(text[at:end].lstrip())
+                raise wrong(f"cannot read {text[at:end].strip()!r}", at)
+            start = match.end() - len(match.group().lstrip())
+            names: tuple[str, ...] = ()
+            if match["open"]:
+                if group is not None:
+                    raise wrong("a compound dim inside a compound dim", start)
+                group, group_at = [], start
+            elif match["close"]:
+                if not group:
+                    raise wrong("an empty or unopened compound dim", start)
+                dims.append(tuple(group))
+                group = None
+            elif match["dots"]:
+                names = (_ELLIPSIS,)
+                if match["dotmark"]:
+                    whole.add(_ELLIPSIS)
+                if group is not None:
+                    raise wrong("'...' inside a compound dim", start)
+            elif match["one"]:
+                dims.append(())
+            else:
+                names = (match["name"],)
+                if match["mark"]:
+                    whole.add(match["name"])
+                if match["opt"]:
+                    if index is None:
+                        raise wrong("an output is never optional", start)
+                    optional.add(index)
+            for name in names:
+                if name in seen:
+                    raise wrong(f"{name!r} stands twice in one operand", start)
+                seen.add(name)
+                if group is not None:
+                    group.append(name)
+                else:
+                    dims.append((name,))
+            at = match.end()
+        if group is not None:
+            raise wrong("a compound dim that is not closed", group_at)
+        return tuple(dims)
+
+    def operands(begin: int, end: int, are_inputs: bool) -> tuple:
+        out, at = [], begin
+        if not text[begin:end].strip():
+            return () if are_inputs else ((),)
+        for i, piece in enumerate(text[begin:end].split(",")):
+            out.append(operand(at, at + len(piece), i if are_inputs else None))
+            at += len(piece) + 1
+        return tuple(out)
+
+    inputs = operands(body_at, arrow, True)
+    outputs = operands(arrow + 2, len(text), False)
+    named = {f for operand_ in inputs + outputs for dim in operand_ for f in dim}
+    for name, at in order.items():
+        if name not in named:
+            raise wrong(f"the order names {name!r}, which no operand has", at)
+    return Notation(text, inputs, outputs, frozenset(whole), frozenset(optional), tuple(order))
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A loop of the operator: its size, and whether it may be split."""
+
+    name: str
+    size: int
+    splittable: bool
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Which digits of the rank cut which factor: a strategy in its one normal form."""
+
+    devices: int
+    digits: tuple[Digits, ...]
+
+    @property
+    def used(self) -> Digits:
+        """All digits that cut some factor."""
+        return tuple(d for digits in self.digits for d in digits)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A notation bound to the shapes of one call. Factors are named by their index, dims by tuples of indices."""
+
+    notation: Notation
+    factors: tuple[Factor, ...]
+    inputs: tuple[tuple[tuple[int, ...], ...], ...]
+    outputs: tuple[tuple[tuple[int, ...], ...], ...]
+    in_shapes: tuple[tuple[int, ...], ...]
+    out_shapes: tuple[tuple[int, ...], ...]
+    reduction: str = "sum"
+
+    def whole(self, devices: int) -> Assignment:
+        """Nothing is cut: every rank does all the work."""
+        return Assignment(devices, ((),) * len(self.factors))
+
+    def cut_by(self, devices: int, digits: Mapping[int, Digits]) -> Assignment:
+        """The assignment that cuts the given factors."""
+        return Assignment(devices, tuple(merge(digits.get(i, ())) for i in range(len(self.factors))))
+
+    def dim_digits(self, dim: tuple[int, ...], assignment: Assignment) -> Digits | None:
+        """The digits of a dim, or None where a compound dim would be cut in its minor factor only."""
+        out: Digits = ()
+        for position, index in enumerate(dim):
+            digits = assignment.digits[index]
+            out += digits
+            if digits_size(digits) < self.factors[index].size and any(
+                    assignment.digits[later] for later in dim[position + 1:]):
+                return None
+        return out
+
+    def _layout(self, dims, assignment: Assignment, partial: bool) -> Layout | None:
+        digits = [self.dim_digits(dim, assignment) for dim in dims]
+        if any(d is None for d in digits):
+            return None
+        named = {i for dim in dims for i in dim}
+        open_ = [d for i, ds in enumerate(assignment.digits) if i not in named for d in ds] if partial else ()
+        return Layout.of(assignment.devices, digits, open_, self.reduction)
+
+    def input_layout(self, index: int, assignment: Assignment) -> Layout | None:
+        """What the operator asks of input `index`; None where that is no layout."""
+        return self._layout(self.inputs[index], assignment, partial=False)
+
+    def output_layout(self, index: int, assignment: Assignment) -> Layout | None:
+        """What the operator leaves in output `index`, its partial sums included; None where that is no layout."""
+        return self._layout(self.outputs[index], assignment, partial=True)
+
+    def is_consistent(self, assignment: Assignment) -> bool:
+        """Whether all inputs and outputs have layouts, every factor divides and none is split that may not be."""
+        for factor, digits in zip(self.factors, assignment.digits):
+            if digits and (not factor.splittable or factor.size % digits_size(digits)):
+                return False
+        return all(self._layout(d, assignment, False) is not None for d in self.inputs + self.outputs)
+
+    def gradient_partial(self, index: int, assignment: Assignment) -> Digits:
+        """Over which digits the gradient of input `index` comes out as a partial sum."""
+        carried = {i for dim in self.inputs[index] for i in dim}
+        return tuple(d for i, digits in enumerate(assignment.digits) if i not in carried for d in digits)
+
+    def in_strategy(self, assignment: Assignment) -> tuple[tuple[int, ...], ...]:
+        """The assignment as a tuple strategy: the cuts of each input."""
+        return tuple(tuple(digits_size(self.dim_digits(dim, assignment) or ()) for dim in dims)
+                     for dims in self.inputs)
+
+    def out_cuts(self, assignment: Assignment) -> tuple[tuple[int, ...], ...]:
+        """The cuts of each output."""
+        return tuple(tuple(digits_size(self.dim_digits(dim, assignment) or ()) for dim in dims)
+                     for dims in self.outputs)
+
+    def spread(self, dim: tuple[int, ...], digits: Digits) -> dict[int, Digits] | None:
+        """Digits of a dim, shared out to its factors, major first; None where they do not fit."""
+        out: dict[int, Digits] = {}
+        todo = list(digits)
+        for index in dim:
+            room, mine = self.factors[index].size, []
+            while todo and room > 1:
+                digit = todo[0]
+                if room % digit.size == 0:
+                    mine.append(todo.pop(0))
+                    room //= digit.size
+                elif digit.size % room == 0:
+                    rest = digit.size // room
+                    mine.append(type(digit)(room, digit.stride * rest))
+                    todo[0] = type(digit)(rest, digit.stride)
+                    room = 1
+                else:
+                    return None
+            if mine:
+                out[index] = merge(mine)
+            if room > 1:
+                break
+        return None if todo else out
+
+    def follow(self, layouts: Mapping[int, Layout], of_outputs: bool = False, devices: int | None = None
+               ) -> Assignment | None:
+        """The assignment under which inputs (or outputs) have exactly the given layouts, open sums aside.
+
+        Returns None where none does: the layouts contradict one another, cut what may not be split, or do not fit.
+        """
+        found: dict[int, Digits] = {}
+        for index, layout in layouts.items():
+            devices = layout.devices
+            dims = (self.outputs if of_outputs else self.inputs)[index]
+            for dim, digits in zip(dims, layout.dims):
+                spread = self.spread(dim, digits)
+                if spread is None:
+                    return None
+                for factor in dim:
+                    mine = spread.get(factor, ())
+                    if found.setdefault(factor, mine) != mine:
+                        return None
+        assignment = self.cut_by(devices, found)
+        try:
+            complement(assignment.devices, assignment.used)
+            if not self.is_consistent(assignment):
+                return None
+        except LayoutError:  # digits that overlap: two dims cut by the same part of the rank
+            return None
+        return assignment
+
+
+def bind(notation: Notation, in_shapes: Sequence[tuple[int, ...]], out_shapes: Sequence[tuple[int, ...]],
+         sizes: Mapping[str, int] | None = None, reduction: str = "sum") -> Bound:
+    """Fit a notation to the shapes of one call.
+
+    Args:
+        sizes: sizes of factors that stand only in compound dims.
+
+    Raises:
+        RuleError: the notation has another number of operands or dims, or a factor two sizes.
+    """
+    def wrong(message: str) -> RuleError:
+        return RuleError(f"the rule {notation.text!r} does not fit: {message}",
+                         legal=f"shapes {tuple(in_shapes)} -> {tuple(out_shapes)}")
+
+    if len(notation.inputs) != len(in_shapes):
+        raise wrong(f"it has {len(notation.inputs)} inputs, the operator {len(in_shapes)}")
+    if len(notation.outputs) != len(out_shapes):
+        raise wrong(f"it has {len(notation.outputs)} outputs, the operator {len(out_shapes)}")
+    operands = list(zip(notation.inputs, in_shapes)) + list(zip(notation.outputs, out_shapes))
+    ellipsis_rank = max((len(shape) - (len(dims) - 1) for dims, shape in operands if (_ELLIPSIS,) in dims), default=0)
+
+    def open_up(dims: tuple[tuple[str, ...], ...], shape: tuple[int, ...]) -> list[tuple[str, ...]]:
+        if (_ELLIPSIS,) not in dims:
+            names = list(dims)
+        else:
+            at, count = dims.index((_ELLIPSIS,)), len(shape) - (len(dims) - 1)
+            if count < 0:
+                raise wrong(f"it needs at least {len(dims) - 1} dims, not {shape}")
+            names = [*dims[:at], *((f"...{ellipsis_rank - count + i}",) for i in range(count)), *dims[at + 1:]]
+        if len(names) != len(shape):
+            raise wrong(f"it has {len(names)} dims where the operator has {shape}")
+        return names
+
+    opened = [open_up(dims, tuple(shape)) for dims, shape in operands]
+    size_of: dict[str, int] = dict(sizes or {})
+    seen: dict[str, None] = dict.fromkeys(notation.order)
+    for dims, _ in operands:  # the broadcast dims stand together, where the string first names them
+        if (_ELLIPSIS,) in dims:
+            seen.update(dict.fromkeys(f for d in dims[:dims.index((_ELLIPSIS,))] for f in d))
+            seen.update(dict.fromkeys(f"...{i}" for i in range(ellipsis_rank)))
+            break
+        seen.update(dict.fromkeys(f for d in dims for f in d))
+    for names, (_, shape) in zip(opened, operands):
+        for dim, size in zip(names, shape):
+            for factor in dim:
+                seen.setdefault(factor)
+            if len(dim) == 1 and size != 1:
+                if size_of.setdefault(dim[0], size) != size:
+                    raise wrong(f"the factor {dim[0]!r} has sizes {size_of[dim[0]]} and {size}")
+    names_in_order = list(seen)
+    position = {name: i for i, name in enumerate(names_in_order)}
+
+    def resolve(names: list[tuple[str, ...]], shape: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        out = []
+        for dim, size in zip(names, shape):
+            if len(dim) == 1 and size == 1 and size_of.get(dim[0], 1) != 1:
+                out.append(())  # broadcast
+            elif len(dim) > 1:
+                total = 1
+                for factor in dim:
+                    total *= size_of.setdefault(factor, 1)
+                if total != size:
+                    raise wrong(f"the compound dim {dim} makes {total}, the tensor has {size}")
+                out.append(tuple(position[f] for f in dim if size_of[f] != 1))
+            else:
+                out.append(tuple(position[f] for f in dim))
+        return tuple(out)
+
+    dims = [resolve(names, shape) for names, (_, shape) in zip(opened, operands)]
+
+    def splittable(name: str) -> bool:
+        return name not in notation.whole and not (name.startswith(_ELLIPSIS) and _ELLIPSIS in notation.whole)
+
+    factors = tuple(Factor(n, size_of.get(n, 1), splittable(n)) for n in names_in_order)
+    k = len(in_shapes)
+    return Bound(notation, factors, tuple(dims[:k]), tuple(dims[k:]), tuple(map(tuple, in_shapes)),
+                 tuple(map(tuple, out_shapes)), reduction)

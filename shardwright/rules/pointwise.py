@@ -1,0 +1,84 @@
+"""Element by element: what torch does not tag as pointwise itself, and which of these operators are linear.
+
+Everything with `torch.Tag.pointwise` has a rule already (`registry.POINTWISE`): dims correspond, aligned on the right,
+and broadcast.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..graph import Op, Value
+from .dims import lent, named, normal, operand
+from .registry import POINTWISE, Rule, register
+
+aten = torch.ops.aten
+
+
+def _untagged() -> list:
+    names = """hardswish log_sigmoid rsub.Tensor floor_divide floor_divide.Scalar absolute fix
+        where.ScalarOther where.ScalarSelf where.Scalar masked_fill.Tensor special_erf special_expit
+        special_expm1 special_log1p special_xlogy arcsin arccos arctan arctan2 arcsinh arccosh arctanh
+        __and__.Tensor __and__.Scalar __or__.Tensor __or__.Scalar __xor__.Tensor __xor__.Scalar
+        multiply.Tensor divide.Tensor divide.Tensor_mode subtract.Tensor subtract.Scalar
+        greater.Tensor greater.Scalar greater_equal.Tensor greater_equal.Scalar less.Tensor less.Scalar
+        less_equal.Tensor less_equal.Scalar not_equal.Tensor not_equal.Scalar isclose isreal
+        isin.Tensor_Scalar fill.Scalar fill.Tensor zero copy complex polar
+        zeros_like ones_like full_like empty_like"""
+    return [_overload(name) for name in names.split()]
+
+
+def _overload(name: str):
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(aten, packet), overload or "default")
+
+
+def _by_a_number(op: Op) -> bool:
+    """A product or quotient is linear in its one tensor."""
+    return len(op.inputs) == 1 and isinstance(op.args[0], Value)
+
+
+def _keeps_precision(op: Op) -> bool:
+    """Between floating types the terms of a sum may pass, unless that rounds them before they are summed."""
+    before, after = op.inputs[0].dtype, op.outputs[0].dtype
+    return before.is_floating_point and after.is_floating_point and after == torch.promote_types(before, after)
+
+
+def _like_other(op: Op) -> str:
+    """The second input lends its dtype alone."""
+    shape, other = (v.shape for v in op.inputs)
+    names = operand(named(len(shape)))
+    return f"{names}, {operand(lent(other, shape))} -> {names}"
+
+
+def _prelu(op: Op) -> str:
+    """One weight a channel: dim 1."""
+    channels = ["1"] if op.inputs[1].shape == (1,) else ["d1"] if op.inputs[1].shape else []
+    names = named(len(op.inputs[0].shape))
+    return f"{operand(names)}, {operand(channels)} -> {operand(names)}"
+
+
+def _glu(op: Op) -> str:
+    """The two halves of a dim meet, so that it stays whole."""
+    before = named(len(op.inputs[0].shape))
+    at = normal(op.argument("dim"), len(before))
+    after = [*before]
+    before[at], after[at] = "two!", "half!"
+    return f"{operand(before)} -> {operand(after)}"
+
+
+register(_untagged(), POINTWISE)
+register([_overload(n) for n in "neg negative positive clone detach_copy alias_copy lift lift_fresh_copy conj_physical "
+          "deg2rad rad2deg".split()], Rule(POINTWISE.notation, linear=True))
+register([_overload(n) for n in "contiguous detach alias lift_fresh conj _conj resolve_conj resolve_neg real imag "
+          "_neg_view".split()], Rule(POINTWISE.notation, linear=True, view=True))
+register([_overload(n) for n in "mul.Tensor mul.Scalar multiply.Scalar div.Tensor div.Scalar divide.Scalar "
+          "true_divide.Tensor true_divide.Scalar multiply.Tensor divide.Tensor".split()],
+         Rule(POINTWISE.notation, linear=_by_a_number))
+register([_overload(n) for n in "to.dtype to.device to.dtype_layout to.prim_Device to.prim_dtype _to_copy".split()],
+         Rule(POINTWISE.notation, linear=_keeps_precision))
+register((aten.type_as.default, aten.to.other), Rule(_like_other))
+register((aten.prelu.default,), Rule(_prelu))
+register((aten.glu.default,), Rule(_glu))
+register((aten.view_as_real.default,), Rule("... -> ... two!", linear=True, view=True))
+register((aten.view_as_complex.default,), Rule("... two! -> ...", linear=True, view=True))

@@ -1,0 +1,176 @@
+"""Which rule describes which operator.
+
+A `Rule` is the one description of an operator: its notation, and where plain notation does not suffice, how its
+arguments change on a slice (`localize`) or which simpler operators do its work when certain factors are cut
+(`expand`). Layouts, legality, partial sums, candidates of a search and costs all follow from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import MissingRuleError, RuleError
+from ..graph import Op
+from ..layout import Layout
+from .notation import Assignment, Bound, bind, parse
+
+__all__ = ["Expansion", "Rule", "bound_rule", "find_rule", "has_rule", "register", "rule", "whole_rule"]
+
+
+@dataclass(frozen=True)
+class Local:
+    """What a rank calls on its slices: an operator and its arguments, with `Value`s in the place of tensors.
+
+    The values are the operator's inputs in their order; last ones of which only the shape was read may be missing.
+    """
+
+    target: Any
+    args: tuple
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The description of an operator.
+
+    Args:
+        notation: the string, or a function of the operator call that returns it (or it and the sizes of factors that
+            stand only in compound dims).
+        reduction: how terms of a cut contracted factor are put together: "sum", "max" or "min".
+        linear: whether open sums pass through: of its one input, or of all its inputs where they are open over the same
+            digits; or a function of the operator call that says so.
+        view: it moves no data and follows its input where that costs nothing.
+        localize: the call on slices, where it is not the same call: ``(op, bound, assignment) -> Local``.
+        expand: simpler operators that do the same work when this assignment cuts what the plain operator cannot:
+            ``(op, bound, assignment) -> function or None``; the function takes a builder and returns the outputs.
+    """
+
+    notation: str | Callable[[Op], str | tuple[str, dict[str, int]]]
+    reduction: str = "sum"
+    linear: bool | Callable[[Op], bool] = False
+    view: bool = False
+    localize: Callable[[Op, Bound, Assignment], Local] | None = None
+    expand: Callable[[Op, Bound, Assignment], Expansion | None] | None = None
+
+    def is_linear(self, op: Op) -> bool:
+        """Whether open sums may pass through this call."""
+        return self.linear(op) if callable(self.linear) else self.linear
+
+
+#: Writes an operator's work as simpler operators: takes a builder, returns the outputs' values.
+Expansion = Callable[["Builder"], Sequence[Any]]  # noqa: F821  (expand.Builder, a room below)
+
+_RULES: dict[Any, Rule] = {}
+
+
+def _keys(target: Any) -> list[Any]:
+    """Registry keys of what a user may name: an overload, a packet (all overloads), a custom op, a function."""
+    overload = getattr(target, "_opoverload", None)
+    if overload is not None:
+        return [overload]
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return [getattr(target, name) for name in target.overloads()]
+    if isinstance(target, torch._ops.OpOverload):
+        return [target]
+    raise RuleError(f"{target!r} is not an operator that a graph can hold",
+                    legal="a torch.ops overload, or a function made with torch.library.custom_op")
+
+
+def register(targets: Sequence[Any], described: Rule) -> None:
+    """Describe operators. A later description of the same operator replaces the earlier one.
+
+    Raises:
+        RuleError: a notation that cannot be read, or a target that is no operator.
+    """
+    if isinstance(described.notation, str):
+        parse(described.notation)
+    for target in targets:
+        for key in _keys(target):
+            _RULES[key] = described
+
+
+def rule(op: Any, notation: str, *, reduction: str = "sum", linear: bool = False) -> None:
+    """Describe an operator of your own, so that it can be split and planned.
+
+    Args:
+        op: a function made with ``torch.library.custom_op``, or an operator of ``torch.ops``.
+        notation: how its dims correspond, e.g. ``"... m k, ... k n -> ... m n"``: dims of one name are cut alike, a
+            name that the output lacks is contracted and leaves a partial sum, ``!`` keeps a dim whole.
+        reduction: how the terms of a contracted dim go together: "sum", "max" or "min".
+        linear: a partial sum may pass through it.
+
+    Raises:
+        RuleError: a notation that cannot be read, with the place in it.
+    """
+    register((op,), Rule(notation, reduction=reduction, linear=linear))
+
+
+def _pointwise(op: Op) -> str:
+    outputs = sum(v is not None for v in op.outputs)
+    return ", ".join(["..."] * len(op.inputs)) + " -> " + ", ".join(["..."] * outputs)
+
+
+#: Every operator that torch itself tags as pointwise.
+POINTWISE = Rule(_pointwise)
+
+
+def find_rule(op: Op) -> Rule | None:
+    """The rule of an operator call, or None."""
+    found = _RULES.get(op.target)
+    if found is None and torch.Tag.pointwise in getattr(op.target, "tags", ()) \
+            and torch.Tag.nondeterministic_seeded not in op.target.tags:
+        return POINTWISE
+    return found
+
+
+def has_rule(op: Op) -> bool:
+    """Whether some rule describes the operator."""
+    return find_rule(op) is not None
+
+
+def whole_rule(op: Op) -> Rule:
+    """A rule that keeps every dim whole: what an operator without a rule is taken for, when the user asks for it."""
+    names = iter(f"d{i}!" for i in range(10_000))
+    sides = [", ".join(" ".join(next(names) for _ in v.shape) for v in side if v is not None)
+             for side in (op.inputs, op.outputs)]
+    return Rule(f"{sides[0]} -> {sides[1]}")
+
+
+def bound_rule(op: Op, described: Rule | None = None) -> Bound:
+    """An operator's notation, bound to its shapes.
+
+    Raises:
+        MissingRuleError: the operator has no rule.
+        RuleError: its notation does not fit the call.
+    """
+    described = described or find_rule(op)
+    if described is None:
+        raise MissingRuleError(
+            f"there is no rule for {op.target}, called on {[v.shape for v in op.inputs]}", **op.where,
+            legal=f'sw.rule({op.target}, "…") describes it; '
+                  'AutoParallel(..., on_missing_rule="replicate") runs it whole on every device')
+    text = described.notation if isinstance(described.notation, str) else described.notation(op)
+    text, sizes = text if isinstance(text, tuple) else (text, {})
+    try:
+        return bind(parse(text), [v.shape for v in op.inputs], [v.shape for v in op.outputs if v is not None], sizes,
+                    described.reduction)
+    except RuleError as error:
+        raise error.located(**op.where) from None
+
+
+def local_call(op: Op, described: Rule, bound: Bound, assignment: Assignment) -> Local:
+    """What a rank calls on its slices of the operator's inputs."""
+    if described.localize is not None:
+        return described.localize(op, bound, assignment)
+    return Local(op.target, op.args, op.kwargs)
+
+
+def local_output_shape(bound: Bound, assignment: Assignment, index: int = 0) -> tuple[int, ...]:
+    """The shape of a rank's slice of an output."""
+    layout: Layout | None = bound.output_layout(index, assignment)
+    assert layout is not None
+    return layout.local_shape(bound.out_shapes[index])

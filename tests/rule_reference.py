@@ -1,0 +1,273 @@
+"""An operator run whole, and run slice by slice as its rule says: forward, and backward by the convention
+
+    gradient layout of a value = its layout with partial → replicated
+    gradient of input i        = partial over `bound.gradient_partial(i)`, to be summed over those digits
+    completing a sum           : every rank of the group gets the sum; backward, each term gets the gradient unchanged
+    completing a max or min    : the term that holds it gets the gradient (there are no ties here)
+
+Plain arithmetic on lists of slices: nothing of the library's conversions or runtimes is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import permutations
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from shardwright.graph import Op, Value, values_in
+from shardwright.layout import Digit, Layout, groups
+from shardwright.rules import Assignment, Bound, Rule, bound_rule, expand, find_rule
+from shardwright.rules.registry import local_call
+
+
+@dataclass(frozen=True)
+class Case:
+    """One concrete call. `splittable` is how many factors of a size above 1 its rule lets be split."""
+
+    splittable: int
+    target: Any
+    args: tuple
+    kwargs: dict[str, Any]
+    values_matter: bool = True
+
+    @property
+    def id(self) -> str:
+        def said(leaf: Any) -> str:
+            return "x".join(map(str, leaf.shape)) or "scalar" if isinstance(leaf, torch.Tensor) else str(leaf)
+        told = [said(leaf) for leaf in pytree.tree_leaves((self.args, self.kwargs))]
+        return f"{self.target.__name__}-{'-'.join(told)}".replace("torch.", "").replace(" ", "")
+
+
+def outputs_of(result: Any) -> list[torch.Tensor]:
+    """An operator's outputs as a list."""
+    return list(result) if isinstance(result, (tuple, list)) else [result]
+
+
+class Whole:
+    """A call run on whole tensors: its outputs and the gradients of its inputs for a random upstream gradient."""
+
+    def __init__(self, case: Case) -> None:
+        leaves = [t for t in pytree.tree_leaves((case.args, case.kwargs)) if isinstance(t, torch.Tensor)]
+        self.values = {id(t): Value(f"x{i}", tuple(t.shape), t.dtype, t.requires_grad)
+                       for i, t in enumerate(dict.fromkeys(leaves))}
+        self.tensors = {self.values[id(t)].name: t for t in leaves}
+        args, kwargs = self.exchange((case.args, case.kwargs), lambda t: self.values[id(t)])
+        result = outputs_of(case.target(*case.args, **case.kwargs))
+        self.outputs = [r.detach() for r in result]
+        generator = torch.Generator().manual_seed(7)
+        self.upstream = [torch.randn(r.shape, dtype=r.dtype, generator=generator) if r.requires_grad else None
+                         for r in result]
+        self.op = Op("op", case.target, args, kwargs, values_in((args, kwargs)),
+                     tuple(Value(f"y{i}", tuple(r.shape), r.dtype, r.requires_grad) for i, r in enumerate(result)))
+        wanted = [t for t in self.tensors.values() if t.requires_grad]
+        kept = [(r, g) for r, g in zip(result, self.upstream) if g is not None]
+        found = torch.autograd.grad([r for r, _ in kept], wanted, [g for _, g in kept], allow_unused=True) \
+            if kept and wanted else [None] * len(wanted)
+        names = [n for n, t in self.tensors.items() if t.requires_grad]
+        self.gradients = {n: torch.zeros_like(t) if g is None else g for n, t, g in zip(names, wanted, found)}
+
+    @staticmethod
+    def exchange(tree: Any, change) -> Any:
+        return pytree.tree_map(lambda leaf: change(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
+
+
+def assignments(bound: Bound, devices: int) -> Iterator[Assignment]:
+    """Every way to give the digits of the device number to factors that may be split, some of them to none."""
+    free = [i for i, f in enumerate(bound.factors) if f.splittable and f.size > 1]
+    pieces = [((devices, 1),)] + ([((2, 2),), ((2, 1),), ((2, 1), (2, 2))] if devices == 4 else [])
+    found = [{}] + [{i: tuple(Digit(*d) for d in piece)} for i in free for piece in pieces]
+    if devices == 4:
+        found += [{i: (Digit(2, 2),), j: (Digit(2, 1),)} for i, j in permutations(free, 2)]
+    for digits in found:
+        assignment = bound.cut_by(devices, digits)
+        if bound.is_consistent(assignment):
+            yield assignment
+
+
+def assembled(layout: Layout, slices: list[torch.Tensor], shape: tuple[int, ...], what: str) -> torch.Tensor:
+    """The whole tensor of its slices; replicas must agree, and be of the right shape."""
+    out = torch.empty(shape, dtype=slices[0].dtype)
+    for rank, local in enumerate(slices):
+        assert tuple(local.shape) == layout.local_shape(shape), f"{what}: rank {rank} holds {tuple(local.shape)}"
+        out[layout.slice(shape, rank)] = local
+    for rank, local in enumerate(slices):
+        assert close(out[layout.slice(shape, rank)], local), f"{what}: replicas differ on rank {rank}"
+    return out
+
+
+def close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and torch.allclose(a, b, rtol=1e-9, atol=1e-11, equal_nan=True)
+
+
+def combined(slices: list[torch.Tensor], devices: int, digits, reduction: str = "sum") -> list[torch.Tensor]:
+    """Every rank gets the reduction of what its group holds."""
+    out = list(slices)
+    for group in groups(devices, digits):
+        terms = torch.stack([slices[r] for r in group])
+        done = terms.sum(0) if reduction == "sum" else terms.amax(0) if reduction == "max" else terms.amin(0)
+        for r in group:
+            out[r] = done.to(slices[r].dtype)
+    return out
+
+
+@dataclass
+class Held:
+    """A value on all ranks: its slices as the operator left them, and completed."""
+
+    layout: Layout
+    slices: list[torch.Tensor]
+
+    def __post_init__(self) -> None:
+        self.completed = combined(self.slices, self.layout.devices, self.layout.partial, self.layout.reduction) \
+            if self.layout.partial else self.slices
+
+
+@dataclass
+class Ran:
+    """A step that ran: what is needed to go back through it."""
+
+    op: Op
+    bound: Bound
+    assignment: Assignment
+    inputs: list[list[torch.Tensor]]    # [rank][input]
+    outputs: list[list[torch.Tensor]]   # [rank][output]
+
+
+class Sliced:
+    """The same call run by its rule under one assignment.
+
+    Args:
+        keep_open: whether open sums pass through operators that their rule calls linear.
+    """
+
+    def __init__(self, whole: Whole, rule: Rule, bound: Bound, assignment: Assignment, keep_open: bool) -> None:
+        self.whole, self.devices, self.keep_open = whole, assignment.devices, keep_open
+        self.passed = False
+        self.held: dict[str, Held] = {}
+        self.ran: list[Ran] = []
+        steps, renamed = expand(whole.op, rule, bound, assignment)
+        for op, described, step_bound, step_assignment in steps:
+            self.run(op, described, step_bound, step_assignment)
+        self.results = [renamed.get(v.name, v) for v in whole.op.outputs]
+
+    def run(self, op: Op, described: Rule, bound: Bound, assignment: Assignment) -> None:
+        held = [self.held.get(v.name) for v in op.inputs]
+        opened = {h.layout.partial if h is not None else () for h in held}
+        reductions = {h.layout.reduction for h in held if h is not None}
+        passing = opened.pop() if self.keep_open and len(opened) == 1 and reductions <= {"sum"} \
+            and described.is_linear(op) else ()
+        self.passed |= bool(passing)
+        local = local_call(op, described, bound, assignment)
+        ran = Ran(op, bound, assignment, [], [])
+        for rank in range(self.devices):
+            inputs = [self.local_input(i, v, held[i], bound, assignment, rank, bool(passing))
+                      for i, v in enumerate(op.inputs)]
+            ran.inputs.append(inputs)
+            ran.outputs.append(outputs_of(self.call(local, inputs)))
+        self.ran.append(ran)
+        for i, value in enumerate(op.outputs):
+            layout = bound.output_layout(i, assignment)
+            assert layout.reduction == "sum" or not passing
+            layout = layout.with_partial((*layout.partial, *passing), layout.reduction)
+            slices = [outputs[i].detach() for outputs in ran.outputs]
+            for s in slices:
+                assert tuple(s.shape) == layout.local_shape(value.shape) and s.dtype == value.dtype, \
+                    f"{op.target} made {tuple(s.shape)} {s.dtype} where {layout} of {value.shape} was said"
+            self.held[value.name] = Held(layout, slices)
+
+    def local_input(self, i: int, value: Value, held: Held | None, bound: Bound, assignment: Assignment, rank: int,
+                    as_open: bool) -> torch.Tensor:
+        layout = bound.input_layout(i, assignment)
+        if held is None:
+            whole = self.whole.tensors[value.name].detach()
+            local = whole[layout.slice(value.shape, rank)]
+        else:
+            assert held.layout.without_partial() == layout, f"{bound.notation.text}: {held.layout} where {layout} is due"
+            local = (held.slices if as_open else held.completed)[rank].detach()
+        return local.clone().requires_grad_() if value.requires_grad else local
+
+    @staticmethod
+    def call(local: Any, inputs: list[torch.Tensor]) -> Any:
+        """By position: a value may stand twice, cut in two ways."""
+        following = iter(inputs)
+        args, kwargs = pytree.tree_map(lambda leaf: next(following) if isinstance(leaf, Value) else leaf,
+                                       (local.args, local.kwargs))
+        return local.target(*args, **kwargs)
+
+    def outputs(self) -> list[torch.Tensor]:
+        """The outputs, completed and put together."""
+        return [assembled(self.held[v.name].layout.without_partial(), self.held[v.name].completed, v.shape, str(v))
+                for v in self.results]
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """The gradients of the inputs, put together."""
+        totals: dict[str, torch.Tensor] = {}
+        arrived: dict[str, list[torch.Tensor]] = {}
+        for value, upstream in zip(self.results, self.whole.upstream):
+            if upstream is not None:
+                layout = self.held[value.name].layout
+                arrived[value.name] = [upstream[layout.slice(value.shape, r)] for r in range(self.devices)]
+        for ran in reversed(self.ran):
+            per_rank = [self.back(ran, arrived, rank) for rank in range(self.devices)]
+            for i, value in enumerate(ran.op.inputs):
+                if not value.requires_grad:
+                    continue
+                summed = combined([grads[i] for grads in per_rank], self.devices,
+                                  ran.bound.gradient_partial(i, ran.assignment))
+                if value.name in self.whole.tensors:
+                    layout = ran.bound.input_layout(i, ran.assignment)
+                    total = assembled(layout, summed, value.shape, f"gradient of input {i}")
+                    totals[value.name] = totals.get(value.name, 0) + total
+                else:
+                    before = arrived.get(value.name)
+                    arrived[value.name] = [a + b for a, b in zip(before, summed)] if before else summed
+        return totals
+
+    def back(self, ran: Ran, arrived: dict[str, list[torch.Tensor]], rank: int) -> list[torch.Tensor | None]:
+        """One rank's gradients of a step's inputs."""
+        inputs = ran.inputs[rank]
+        into, outs, upstream = [t for t in inputs if t.requires_grad], [], []
+        for value, made in zip(ran.op.outputs, ran.outputs[rank]):
+            if value.name in arrived and made.requires_grad:
+                gradient, held = arrived[value.name][rank], self.held[value.name]
+                if held.layout.reduction != "sum":
+                    gradient = gradient * (held.slices[rank] == held.completed[rank])
+                outs.append(made)
+                upstream.append(gradient)
+        found = iter(torch.autograd.grad(outs, into, upstream, allow_unused=True) if outs and into
+                     else [None] * len(into))
+        out: list[torch.Tensor | None] = []
+        for tensor in inputs:
+            gradient = next(found) if tensor.requires_grad else None
+            out.append(torch.zeros_like(tensor) if gradient is None else gradient)
+        return out
+
+
+def check(case: Case, devices: int) -> int:
+    """Run a case under every assignment; returns how many cut something.
+
+    Raises:
+        AssertionError: whole and sliced differ, with the assignment that shows it.
+    """
+    whole = Whole(case)
+    rule = find_rule(whole.op)
+    bound = bound_rule(whole.op, rule)
+    cut = 0
+    for assignment in assignments(bound, devices):
+        for keep_open in (True, False):
+            who = f"{bound.notation.text} cut {bound.in_strategy(assignment)} {assignment.digits}"
+            sliced = Sliced(whole, rule, bound, assignment, keep_open)
+            if case.values_matter:
+                for i, (got, want) in enumerate(zip(sliced.outputs(), whole.outputs, strict=True)):
+                    assert close(got, want), f"{who}: output {i} differs:\n{got}\n{want}"
+                for name, got in sliced.gradients().items():
+                    want = whole.gradients[name]
+                    assert close(got, want), f"{who}: gradient of {name} differs:\n{got}\n{want}"
+            if not sliced.passed:
+                break
+        cut += bool(assignment.used)
+    return cut
