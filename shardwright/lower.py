@@ -1,0 +1,118 @@
+"""From a plan to the local program: an ordinary `torch.fx.GraphModule` of local operators and conversions.
+
+The same for all ranks: what depends on the rank (which slice, which group) stands in the conversions, and a runtime puts
+it in. Both runtimes execute this program; nothing dispatches on tensor subclasses while it runs.
+
+    placeholders:  parameters, buffers, constants, inputs (a rank's slices)
+    nodes:         local operators;  move(x): a conversion;  extreme(m, x): a maximum or minimum over ranks
+    output:        the outputs that are tensors, then the new values of buffers
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from .plan.plan import Plan
+from .plan.route import Compute, Extreme, Instance, Move, Ref
+
+__all__ = ["Lowered", "extreme", "lower", "move"]
+
+
+def move(x: torch.Tensor) -> torch.Tensor:
+    """A conversion; a runtime replaces it by what it does on its ranks. The node's meta says which."""
+    raise AssertionError("a program that no runtime has bound")
+
+
+def extreme(reduced: torch.Tensor, operand: torch.Tensor) -> torch.Tensor:
+    """A maximum or minimum over ranks; likewise."""
+    raise AssertionError("a program that no runtime has bound")
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A local program and the names of what goes in and comes out.
+
+    Attributes:
+        module: the program; conversions are nodes whose ``meta["instruction"]`` is a `Move` or `Extreme`.
+        plan: the plan that it was made of.
+        parameters, buffers, constants: names, in the order of the placeholders; the inputs follow.
+        updates: names of the buffers whose new values follow the outputs.
+    """
+
+    module: torch.fx.GraphModule
+    plan: Plan
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    constants: tuple[str, ...]
+    updates: tuple[str, ...]
+
+
+def lower(plan: Plan) -> Lowered:
+    """Write a plan as a local program."""
+    routed = plan.routed
+    graph = torch.fx.Graph()
+    env: dict[str, torch.fx.Node] = {}
+
+    def enter(instance: Instance) -> None:
+        env[instance.name] = graph.placeholder(_identifier(instance.name))
+        env[instance.name].meta["instance"] = instance
+
+    for table in (routed.parameters, routed.buffers, routed.constants):
+        for instance in table.values():
+            enter(instance)
+    for instance in routed.inputs:
+        enter(instance)
+    for instruction in routed.instructions:
+        if isinstance(instruction, Compute):
+            _compute(graph, env, instruction)
+        elif isinstance(instruction, Move):
+            node = graph.call_function(move, (env[instruction.source.name],))
+            _finish(env, node, instruction, instruction.target)
+        else:
+            node = graph.call_function(extreme, (env[instruction.source.name], env[instruction.operand.name]))
+            _finish(env, node, instruction, instruction.target)
+    results = [env[o.name] for o in routed.outputs if isinstance(o, Instance)]
+    graph.output(tuple(results + [env[i.name] for i in routed.updates.values()]))
+    module = torch.fx.GraphModule(torch.nn.Module(), graph)
+    return Lowered(module, plan, tuple(routed.parameters), tuple(routed.buffers), tuple(routed.constants),
+                   tuple(routed.updates))
+
+
+def _identifier(name: str) -> str:
+    return "".join(c if c.isalnum() else "_" for c in name)
+
+
+def _finish(env: dict[str, torch.fx.Node], node: torch.fx.Node, instruction: Move | Extreme, target: Instance) -> None:
+    node.meta["instruction"], node.meta["instance"] = instruction, target
+    env[target.name] = node
+
+
+def _compute(graph: torch.fx.Graph, env: dict[str, torch.fx.Node], instruction: Compute) -> None:
+    args, kwargs = pytree.tree_map(lambda leaf: env[leaf.name] if isinstance(leaf, Ref) else leaf,
+                                   (instruction.args, instruction.kwargs))
+    node = graph.call_function(instruction.target, args, kwargs)
+    node.meta["instruction"] = instruction
+    if _returns_one(instruction):
+        env[instruction.outputs[0].name] = node
+        node.meta["instance"] = instruction.outputs[0]
+        return
+    for i, instance in enumerate(instruction.outputs):
+        if instance is not None:
+            item = graph.call_function(_item, (node, i))
+            item.meta["instance"] = instance
+            env[instance.name] = item
+
+
+def _item(results: Any, index: int) -> torch.Tensor:
+    return results[index]
+
+
+def _returns_one(instruction: Compute) -> bool:
+    schema = getattr(instruction.target, "_schema", None)
+    if schema is None:
+        return len(instruction.outputs) == 1
+    return len(schema.returns) == 1 and str(schema.returns[0].type) == "Tensor"

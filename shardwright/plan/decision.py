@@ -1,0 +1,161 @@
+"""What a planner decides: for each operator, which digits cut which factor; for each input, what a rank is fed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import SettingError, ShardwrightError
+from ..graph import Graph, Op
+from ..layout import Layout
+from ..rules import Assignment, Bound, Rule, bound_rule, find_rule, whole_rule
+
+__all__ = ["Decision", "Feeding", "batch_dims", "feeding"]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The strategy of one operator.
+
+    Args:
+        op, rule, bound: the operator and its description, bound to its shapes.
+        assignment: which digits cut which factor.
+        out: the layouts that its outputs are brought to, where an out_strategy says so.
+        cause: who decided: "mark", "batch" (cut along the batch), "follow" (a view that follows), "whole".
+        note: what could not be done as one might expect.
+    """
+
+    op: Op
+    rule: Rule
+    bound: Bound
+    assignment: Assignment
+    out: tuple[Layout, ...] | None = None
+    cause: str = "mark"
+    note: str | None = None
+
+    def wanted(self, index: int) -> Layout:
+        """The layout that the operator asks for input `index`, sums completed."""
+        layout = self.bound.input_layout(index, self.assignment)
+        assert layout is not None, f"{self.op.name}: input {index} has no layout"
+        return layout
+
+    def left(self, index: int) -> Layout:
+        """The layout in which the operator leaves output `index`, open sums included, before any out_strategy."""
+        layout = self.bound.output_layout(index, self.assignment)
+        assert layout is not None, f"{self.op.name}: output {index} has no layout"
+        return layout
+
+
+def description(op: Op, on_missing_rule: str) -> tuple[Rule, Bound, str | None]:
+    """An operator's rule and binding; without a rule the whole rule, with a note, where that is asked for.
+
+    Raises:
+        MissingRuleError: no rule, and `on_missing_rule` is "error".
+    """
+    found, note = find_rule(op), None
+    if found is None and on_missing_rule == "replicate":
+        found, note = whole_rule(op), f"{op.kind} has no rule: it runs whole on every device"
+    return (*_bound(op, found), note)
+
+
+def _bound(op: Op, found: Rule | None) -> tuple[Rule, Bound]:
+    bound = bound_rule(op, found)
+    assert found is not None
+    return found, bound
+
+
+@dataclass(frozen=True)
+class Feeding:
+    """How a batch comes in and how results go out.
+
+    Args:
+        inputs: the layout in which each (flattened) tensor input is fed.
+        own_part: each rank feeds its own part of the batch, and gets its own part of outputs that carry the batch.
+    """
+
+    inputs: tuple[Layout, ...]
+    own_part: bool
+
+
+def feeding(graph: Graph, devices: int, dataset_strategy: Any) -> Feeding:
+    """The layouts of a graph's inputs under a dataset strategy.
+
+    Args:
+        dataset_strategy: "data_parallel" (dim 0 cut over all devices), "full_batch", or a tuple with one entry per
+            tensor input: a tuple of cuts (the rest repeated on the right) or a Layout.
+
+    Raises:
+        SettingError, LayoutError: an unknown word, another number of entries or dims, cuts that do not divide.
+    """
+    shapes = [v.shape for v in graph.inputs]
+    if dataset_strategy == "full_batch":
+        return Feeding(tuple(Layout.replicated(devices, len(s)) for s in shapes), False)
+    if dataset_strategy == "data_parallel":
+        for value in graph.inputs:
+            if value.shape and value.shape[0] % devices:
+                raise SettingError(f"the batch of input {value.name!r} has size {value.shape[0]}, which "
+                                   f"{devices} devices do not divide", strategy='dataset_strategy("data_parallel")',
+                                   legal='a batch that divides, or dataset_strategy("full_batch")')
+        return Feeding(tuple(Layout.from_cuts(devices, (devices,) + (1,) * (len(s) - 1)) if s
+                             else Layout.replicated(devices, 0) for s in shapes), True)
+    if isinstance(dataset_strategy, Layout) or not isinstance(dataset_strategy, (tuple, list)):
+        raise SettingError(f"unknown dataset_strategy {dataset_strategy!r}",
+                           legal='"data_parallel", "full_batch", or a tuple with one entry per tensor input')
+    if len(dataset_strategy) != len(shapes):
+        raise SettingError(f"the dataset_strategy has {len(dataset_strategy)} entries, the model is fed "
+                           f"{len(shapes)} tensors of shapes {shapes}", strategy=dataset_strategy)
+    layouts = []
+    for value, entry in zip(graph.inputs, dataset_strategy):
+        try:
+            layout = entry if isinstance(entry, Layout) else Layout.from_cuts(devices, tuple(entry))
+            if layout.devices != devices or layout.dims is None:
+                raise SettingError(f"its Layout must lay out {len(value.shape)} dims on {devices} devices")
+            layout.local_shape(value.shape)
+        except ShardwrightError as error:
+            raise error.located(operator=f"dataset_strategy of input {value.name!r}", strategy=dataset_strategy) \
+                from None
+        layouts.append(layout)
+    return Feeding(tuple(layouts), any(not layout.is_replicated for layout in layouts))
+
+
+def batch_dims(graph: Graph, bounds: dict[str, Bound]) -> dict[str, int]:
+    """Value name -> the dim that carries the batch: dim 0 of the inputs, and whatever shares its factor from there on.
+
+    Where the batch is merged with other dims, the merged dim carries it as long as the batch is its major part.
+    """
+    carries = {v.name: 0 for v in graph.inputs if v.shape}
+    for op in graph.ops:
+        factor = batch_factor(op, bounds[op.name], carries)
+        if factor is None:
+            continue
+        outputs = [v for v in op.outputs if v is not None]
+        for value, dims in zip(outputs, bounds[op.name].outputs):
+            for d, dim in enumerate(dims):
+                if dim and dim[0] == factor:
+                    carries[value.name] = d
+                    break
+    return carries
+
+
+def batch_factor(op: Op, bound: Bound, carries: dict[str, int]) -> int | None:
+    """The factor of an operator that is the batch, or None where no input carries one."""
+    for value, dims in zip(op.inputs, bound.inputs):
+        d = carries.get(value.name)
+        if d is not None and dims[d]:
+            return dims[d][0]
+    return None
+
+
+def output_layouts(values: Sequence[Any], devices: int, fed: Feeding, carries: dict[str, int]) -> list[Layout]:
+    """The layouts in which results are handed out: whole, or each rank's own part of what carries the batch."""
+    layouts = []
+    for value in values:
+        rank_of_tensor = len(value.shape)
+        whole = Layout.replicated(devices, rank_of_tensor)
+        if fed.own_part and carries.get(value.name) == 0:
+            first = next((layout for layout in fed.inputs if layout.dims and layout.dims[0]), None)
+            if first is not None and value.shape[0] % first.cuts[0] == 0:
+                whole = Layout.of(devices, (first.dims[0],) + ((),) * (rank_of_tensor - 1))
+        layouts.append(whole)
+    return layouts

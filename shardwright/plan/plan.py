@@ -1,0 +1,317 @@
+"""A plan: a captured model, a strategy per operator, and what follows from them.
+
+A value: made once, without a process group, for any number of devices; nothing in it depends on which rank reads it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch.utils import _pytree as pytree
+
+from ..conversion import Conversion
+from ..errors import PlanError
+from ..graph import Graph, Value
+from ..layout import Layout, group_of
+from .decision import Decision, Feeding
+from .route import Compute, Extreme, Instance, Move, Ref, Routed, route
+
+__all__ = ["Collective", "OperatorPlan", "ParameterPlan", "Plan"]
+
+
+@dataclass(frozen=True)
+class OperatorPlan:
+    """One operator of the user's program, as planned.
+
+    Attributes:
+        name: the mark's attribute path, or the operator's name in the graph.
+        op: its plain name, such as "matmul".
+        module, source: where it is called: the module's dotted path, ``file.py:41``.
+        in_strategy: the cuts of each tensor input.
+        out_strategy: the cuts of each output as it is handed on.
+        in_layouts, out_layouts: the layouts, partial sums completed.
+        cause: "mark", "batch", "follow" or "whole".
+        note: what the user should know, or None.
+    """
+
+    name: str
+    op: str
+    module: str
+    source: str
+    in_strategy: tuple[tuple[int, ...], ...]
+    out_strategy: tuple[tuple[int, ...], ...]
+    in_layouts: tuple[Layout, ...]
+    out_layouts: tuple[Layout, ...]
+    in_shapes: tuple[tuple[int, ...], ...]
+    out_shapes: tuple[tuple[int, ...], ...]
+    in_names: tuple[str, ...]
+    dtypes: tuple[Any, ...]
+    cause: str
+    note: str | None
+
+    def local_shapes(self, rank: int) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+        """Shapes of the slices that `rank` works on: (inputs, outputs)."""
+        return (tuple(layout.local_shape(s) for layout, s in zip(self.in_layouts, self.in_shapes)),
+                tuple(layout.local_shape(s) for layout, s in zip(self.out_layouts, self.out_shapes)))
+
+
+@dataclass(frozen=True)
+class ParameterPlan:
+    """Where a parameter lies.
+
+    Attributes:
+        shape: of the whole parameter.
+        layout: the layout in which its operator uses it.
+        storage: the layout in which it is stored.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    layout: Layout
+    storage: Layout
+    trainable: bool
+
+    def slice(self, rank: int) -> tuple[slice, ...]:
+        """The part of the whole parameter that lies on `rank`."""
+        return self.storage.slice(self.shape, rank)
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """The shape of that part."""
+        return self.storage.local_shape(self.shape)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective that a rank takes part in.
+
+    Attributes:
+        op: "all_reduce", "all_gather", "reduce_scatter" or "all_to_all".
+        ranks: its group, ascending.
+        shape: of the rank's own input to it.
+        bytes: of that input.
+        sent: bytes that the rank must send: 2(n−1)/n of the input for an all-reduce, (n−1)/n for a reduce-scatter
+            and an all-to-all, n−1 times the input for an all-gather.
+        phase: "forward", "backward", "gradient" (a parameter's), or "storage".
+        cause: "operator", "conversion" or "parameter".
+        operator: the operator that causes it.
+    """
+
+    op: str
+    ranks: tuple[int, ...]
+    shape: tuple[int, ...]
+    bytes: int
+    sent: int
+    phase: str
+    cause: str
+    operator: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every operator does on every device. See `shardwright.plan` for how one is made."""
+
+    graph: Graph
+    devices: int
+    mode: str
+    fed: Feeding
+    decisions: dict[str, Decision]
+    carries: dict[str, int]
+    stored: dict[str, Layout] | None = None
+
+    @cached_property
+    def routed(self) -> Routed:
+        """The program that all ranks run: local operators and conversions."""
+        return route(self.graph, self.decisions, self.fed, self.devices, self.carries, self.stored)
+
+    @cached_property
+    def operators(self) -> tuple[OperatorPlan, ...]:
+        """The operators of the user's program, in order."""
+        return tuple(self._operator(d) for d in self.decisions.values())
+
+    def _operator(self, decision: Decision) -> OperatorPlan:
+        op, bound = decision.op, decision.bound
+        tensors = [v for v in op.outputs if v is not None]
+        outs = decision.out or tuple(decision.left(i).without_partial() for i in range(len(tensors)))
+        return OperatorPlan(
+            op.name, op.kind, op.module, op.source, bound.in_strategy(decision.assignment),
+            tuple(layout.cuts for layout in outs),
+            tuple(decision.wanted(i) for i in range(len(op.inputs))), outs,
+            tuple(v.shape for v in op.inputs), tuple(v.shape for v in tensors), tuple(v.name for v in op.inputs),
+            tuple(v.dtype for v in (*op.inputs, *tensors)), decision.cause, decision.note)
+
+    def operator(self, name: str) -> OperatorPlan:
+        """An operator by its mark's attribute path, its name, or the path of a module that calls just one.
+
+        Raises:
+            PlanError: there is none, or several.
+        """
+        for operator in self.operators:
+            if operator.name == name:
+                return operator
+        inside = [o for o in self.operators if o.module == name]
+        if len(inside) == 1:
+            return inside[0]
+        raise PlanError(f"no operator is called {name!r}" if not inside else
+                        f"the module {name!r} calls {len(inside)} operators",
+                        legal=", ".join(o.name for o in (inside or self.operators)))
+
+    @cached_property
+    def parameters(self) -> dict[str, ParameterPlan]:
+        """Every parameter and buffer by its dotted name."""
+        routed = self.routed
+        out = {}
+        for table in (routed.parameters, routed.buffers):
+            for name, instance in table.items():
+                value = instance.value
+                out[name] = ParameterPlan(name, value.shape, instance.layout, instance.layout, value.requires_grad)
+        for alias, name in self.graph.aliases.items():
+            if name in out:
+                out[alias] = out[name]
+        return out
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What could not be done as one might expect, a line each."""
+        return self.routed.notes
+
+    def collectives(self, rank: int) -> tuple[Collective, ...]:
+        """Every collective that `rank` takes part in, in the order of the program: forward, then backward."""
+        if not 0 <= rank < self.devices:
+            raise PlanError(f"rank {rank} is outside the {self.devices} devices")
+        return tuple(Collective(c.op, group_of(rank, digits), c.shape, c.bytes, c.sent, c.phase, c.cause, c.operator)
+                     for c, digits in self._collectives)
+
+    @cached_property
+    def _collectives(self) -> tuple[tuple[Collective, Any], ...]:
+        forward = [c for i in self.routed.instructions for c in forward_collectives(i)]
+        backward = [c for i in self.backward for c in backward_collectives(i)]
+        return (*forward, *backward)
+
+    @cached_property
+    def backward(self) -> tuple[Any, ...]:
+        """The instructions that a gradient reaches from the outputs, in the order in which their backwards run."""
+        routed, known = self.routed, {}
+        for instance in (*routed.inputs, *routed.parameters.values(), *routed.buffers.values()):
+            known[instance.name] = instance
+        for i in routed.instructions:
+            known.update((o.name, o) for o in made_by(i))
+        reached = {o.name for o in routed.outputs if isinstance(o, Instance) and o.value.requires_grad}
+        out = []
+        for i in reversed(routed.instructions):
+            if any(o.name in reached for o in made_by(i)):
+                out.append(i)
+                reached.update(n for n in read_by(i) if n in known and known[n].value.requires_grad)
+        return tuple(out)
+
+    @cached_property
+    def sent(self) -> int:
+        """Bytes that a rank sends in one step, forward and backward."""
+        return sum(c.sent for c, _ in self._collectives)
+
+    @property
+    def cost(self) -> int:
+        """What plans are compared by: the bytes that a rank sends in one step."""
+        return self.sent
+
+    @property
+    def bound(self) -> int | None:
+        """A proved lower bound of `cost`; None: nothing was searched, the strategies were given."""
+        return None
+
+    @property
+    def gap(self) -> float | None:
+        """How far `cost` may be above the best, relative; None without a bound."""
+        return None
+
+    def memory(self, rank: int) -> dict[str, int]:
+        """Bytes on `rank`, by kind: parameters and buffers, gradients, and what operators make in one forward."""
+        parameters = sum(_local_bytes(i) for t in (self.routed.parameters, self.routed.buffers) for i in t.values())
+        gradients = sum(_local_bytes(i) for i in self.routed.parameters.values() if i.value.requires_grad)
+        made = sum(_local_bytes(o) for i in self.routed.instructions if isinstance(i, Compute)
+                   for o in i.outputs if o is not None)
+        moved = sum(_local_bytes(i.target) for i in self.routed.instructions if not isinstance(i, Compute))
+        return {"parameters": parameters, "gradients": gradients, "activations": made + moved}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A short hash of everything that all ranks must agree on."""
+        text = hashlib.sha256()
+        for line in self._lines():
+            text.update(line.encode())
+        return text.hexdigest()[:16]
+
+    def _lines(self) -> Iterator[str]:
+        yield f"{self.devices} {self.mode}"
+        for instance in (*self.routed.inputs, *self.routed.parameters.values(), *self.routed.buffers.values()):
+            yield f"{instance.name} {instance.value.shape} {instance.value.dtype} {instance.layout}"
+        for i in self.routed.instructions:
+            if isinstance(i, Compute):
+                yield f"{i.op.name} {i.target} {i.args} {sorted(i.kwargs.items(), key=str)}"
+            else:
+                yield f"{i.source.name} {i.forward} {i.backward}"
+
+
+def made_by(instruction: Any) -> tuple[Instance, ...]:
+    """What an instruction makes."""
+    return tuple(o for o in instruction.outputs if o is not None) if isinstance(instruction, Compute) \
+        else (instruction.target,)
+
+
+def read_by(instruction: Any) -> tuple[str, ...]:
+    """The names of the tensors that an instruction's gradient goes to, in the order of the call, each once."""
+    if not isinstance(instruction, Compute):
+        return (instruction.source.name,)
+    leaves = pytree.tree_leaves((instruction.args, instruction.kwargs))
+    return tuple(dict.fromkeys(leaf.name for leaf in leaves if isinstance(leaf, Ref)))
+
+
+def _local_bytes(instance: Instance) -> int:
+    count = instance.value.dtype.itemsize
+    for size in instance.local_shape:
+        count *= size
+    return count
+
+
+def conversion_collectives(steps: Conversion, shape: tuple[int, ...], value: Value, phase: str, cause: str,
+                           operator: str, producer: str = "") -> Iterator[tuple[Collective, Any]]:
+    """The collectives of one conversion of a value whose local shape is `shape` at its start.
+
+    A step that completes a sum is caused by the operator that left it open: `producer`, in the forward.
+    """
+    for step in steps.steps:
+        if step.communicates:
+            numel = 1
+            for size in shape:
+                numel *= size
+            nbytes = numel * value.dtype.itemsize
+            completes = step.reduces and cause != "parameter"
+            yield Collective(step.kind, (), shape, nbytes, step.sent(nbytes), phase,
+                             "operator" if completes else "conversion" if cause == "operator" else cause,
+                             producer if completes and producer else operator), step.digits
+        shape = step.local_shape_after(shape)
+
+
+def forward_collectives(instruction: Any) -> Iterator[tuple[Collective, Any]]:
+    """What an instruction communicates in the forward."""
+    if not isinstance(instruction, Compute):
+        source = instruction.source
+        cause = "operator" if isinstance(instruction, Extreme) else instruction.cause
+        phase = "storage" if cause == "parameter" else "forward"
+        yield from conversion_collectives(instruction.forward, source.local_shape, source.value, phase, cause,
+                                          instruction.operator, getattr(instruction, "producer", ""))
+
+
+def backward_collectives(instruction: Any) -> Iterator[tuple[Collective, Any]]:
+    """What an instruction communicates in the backward."""
+    if isinstance(instruction, Move) and instruction.backward is not None:
+        target = instruction.target
+        phase = "gradient" if instruction.cause == "parameter" else "backward"
+        yield from conversion_collectives(instruction.backward, target.local_shape, target.value, phase,
+                                          instruction.cause, instruction.operator)
+    elif isinstance(instruction, Extreme) and instruction.backward is not None:
+        yield from conversion_collectives(instruction.forward, instruction.source.local_shape,
+                                          instruction.source.value, "backward", "operator", instruction.operator)

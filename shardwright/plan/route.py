@@ -1,0 +1,349 @@
+"""Between operators: which conversion runs on which edge, forward and backward.
+
+Every value has a layout where it is made, every use of it asks for one; between them lies a conversion, and its
+transpose is the backward. The steps found here are what is priced, what is printed and what runs.
+
+    gradient layout of a value      = its layout, sums completed
+    gradient of input i of an op    = terms of a sum over the digits that the op uses and input i does not carry
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ..conversion import Conversion, conversion, transpose
+from ..errors import PlanError
+from ..graph import Graph, Op, Value
+from ..layout import Digits, Layout
+from ..rules import Assignment, Bound, Rule, expand
+from ..rules.registry import local_call
+from .decision import Decision, Feeding, output_layouts
+
+__all__ = ["Compute", "Extreme", "Instance", "Move", "Ref", "Routed", "route"]
+
+
+@dataclass(frozen=True)
+class Ref:
+    """An argument of a local call: the tensor of that name."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A value in one layout, under a name of its own in the local program."""
+
+    name: str
+    value: Value
+    layout: Layout
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        return self.layout.local_shape(self.value.shape)
+
+
+@dataclass(frozen=True)
+class Compute:
+    """A local operator: ``outputs = target(*args, **kwargs)`` with `Ref`s for tensors."""
+
+    op: Op
+    target: Any
+    args: tuple
+    kwargs: dict[str, Any]
+    outputs: tuple[Instance | None, ...]
+    operator: str          # the operator of the user's program that it works for
+
+
+@dataclass(frozen=True)
+class Move:
+    """A conversion of one value; `backward` is None where no gradient flows.
+
+    Args:
+        cause: "operator" (it completes an operator's partial sum), "conversion", or "parameter".
+        operator: the operator that asks for it.
+        producer: the operator that made the value, and left its sum open if it is; "" for what is fed or stored.
+    """
+
+    source: Instance
+    target: Instance
+    forward: Conversion
+    backward: Conversion | None
+    cause: str
+    operator: str
+    producer: str = ""
+
+
+@dataclass(frozen=True)
+class Extreme:
+    """A maximum or minimum over ranks. Its gradient goes to the ranks that hold it, shared among ties as on one device.
+
+    Args:
+        operand: what the operator reduced, and which of its local dims.
+    """
+
+    source: Instance
+    target: Instance
+    forward: Conversion
+    operand: Instance
+    dims: tuple[int, ...]
+    backward: Digits | None
+    operator: str
+
+
+Instruction = Compute | Move | Extreme
+
+
+@dataclass(frozen=True)
+class Routed:
+    """A program for all ranks alike: instructions in order, and where its values come from and go to."""
+
+    devices: int
+    inputs: tuple[Instance, ...]
+    parameters: dict[str, Instance]
+    buffers: dict[str, Instance]
+    constants: dict[str, Instance]
+    instructions: tuple[Instruction, ...]
+    outputs: tuple[Any, ...]                 # an Instance, or a plain constant
+    updates: dict[str, Instance]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Use:
+    want: Layout
+    partial: Digits       # over which digits the gradient of this use is a sum
+    operator: str
+    cause: str = "conversion"
+
+
+def route(graph: Graph, decisions: dict[str, Decision], fed: Feeding, devices: int, carries: dict[str, int],
+          stored: dict[str, Layout] | None = None) -> Routed:
+    """Work out the local program of a planned graph.
+
+    Args:
+        decisions: one per operator of the graph, by name.
+        fed: how inputs come in and results go out.
+        carries: value name -> dim that carries the batch.
+        stored: parameter and buffer name -> the layout in which it is stored, where that is settled already.
+
+    Raises:
+        PlanError: a parameter that two operators want in different layouts.
+    """
+    return _Router(graph, decisions, fed, devices, carries, dict(stored or {})).run()
+
+
+class _Router:
+    def __init__(self, graph: Graph, decisions: dict[str, Decision], fed: Feeding, devices: int,
+                 carries: dict[str, int], stored: dict[str, Layout]) -> None:
+        self.graph, self.decisions, self.fed, self.devices, self.carries = graph, decisions, fed, devices, carries
+        self.stored = stored
+        self.renamed: dict[str, Value] = {}
+        self.made: dict[str, Instance] = {}
+        self.completed: dict[str, Instance] = {}
+        self.moves: dict[tuple, Instance] = {}
+        self.uses: dict[str, list[_Use]] = {}
+        self.out: list[Instruction] = []
+        self.producer: dict[str, str] = {}       # value name -> the operator of the user's program that made it
+        self.names: set[str] = set()
+
+    def run(self) -> Routed:
+        graph = self.graph
+        work = [(decision, *piece) for op in graph.ops for decision in (self.decisions[op.name],)
+                for piece in self.pieces(decision)]
+        outputs = [self.now(v) if isinstance(v, Value) else v for v in graph.outputs]
+        tensors = [v for v in outputs if isinstance(v, Value)]
+        handed = dict(zip((id(v) for v in tensors), output_layouts(
+            [v for v in graph.outputs if isinstance(v, Value)], self.devices, self.fed, self.carries)))
+        self.collect(work, [(v, handed[id(v)]) for v in tensors])
+        inputs = tuple(self.make(v, layout) for v, layout in zip(graph.inputs, self.fed.inputs))
+        parameters = {n: self.make(v, self.storage(v)) for n, v in graph.parameters.items()}
+        buffers = {n: self.make(v, self.whole(v)) for n, v in graph.buffers.items()}
+        constants = {n: self.make(Value(n, tuple(t.shape), t.dtype), Layout.replicated(self.devices, t.dim()))
+                     for n, t in graph.constants.items()}
+        for decision, op, rule, bound, assignment in work:
+            self.compute(decision, op, rule, bound, assignment)
+        given = []
+        for v in outputs:
+            given.append(self.obtain(v, _Use(handed[id(v)], (), "output")) if isinstance(v, Value) else v)
+        updates = {n: self.obtain(self.now(v), _Use(self.whole(v), (), n)) for n, v in graph.updates.items()}
+        notes = tuple(d.note for d in self.decisions.values() if d.note)
+        return Routed(self.devices, inputs, parameters, buffers, constants, tuple(self.out), tuple(given), updates,
+                      notes)
+
+    # -- preparing --
+
+    def pieces(self, decision: Decision) -> list[tuple[Op, Rule, Bound, Assignment]]:
+        """The operator, or those that do its work under this assignment."""
+        op = decision.op
+        if any(v.name in self.renamed for v in op.inputs):
+            swap = lambda leaf: self.now(leaf) if isinstance(leaf, Value) else leaf  # noqa: E731
+            op = replace(op, inputs=tuple(map(self.now, op.inputs)), args=pytree.tree_map(swap, op.args),
+                         kwargs=pytree.tree_map(swap, op.kwargs))
+        steps, renamed = expand(op, decision.rule, decision.bound, decision.assignment)
+        self.renamed.update(renamed)
+        return steps
+
+    def now(self, value: Value) -> Value:
+        return self.renamed.get(value.name, value)
+
+    def whole(self, value: Value) -> Layout:
+        return self.stored.get(value.name) or Layout.replicated(self.devices, len(value.shape))
+
+    def collect(self, work: Sequence[tuple], outputs: Sequence[tuple[Value, Layout]]) -> None:
+        """All uses of every value, known before anything is routed: sums are completed once, gathers shared."""
+        for decision, op, rule, bound, assignment in work:
+            for i, value in enumerate(op.inputs):
+                self.uses.setdefault(value.name, []).append(self.use(decision, op, bound, assignment, i))
+        for value, layout in outputs:
+            self.uses.setdefault(value.name, []).append(_Use(layout, (), "output"))
+
+    def use(self, decision: Decision, op: Op, bound: Bound, assignment: Assignment, index: int) -> _Use:
+        layout = bound.input_layout(index, assignment)
+        assert layout is not None
+        value = op.inputs[index]
+        partial = bound.gradient_partial(index, assignment) if value.requires_grad else ()
+        return _Use(layout, tuple(sorted(partial)), decision.op.name)
+
+    def storage(self, parameter: Value) -> Layout:
+        """The layout that all users of a parameter ask for."""
+        if parameter.name in self.stored:
+            return self.stored[parameter.name]
+        uses = self.uses.get(parameter.name, [])
+        wants = {use.want: use.operator for use in uses if use.operator != "output"}
+        if len(wants) > 1:
+            (first, a), (second, b) = list(wants.items())[:2]
+            x, y = self.decisions[a], self.decisions[b]
+            raise PlanError(
+                f"the parameter {parameter.name!r} {parameter.shape} is wanted in two layouts: {a} "
+                f"({x.op.source}) asks for cuts {first.cuts} [{first}], {b} ({y.op.source}) for {second.cuts} "
+                f"[{second}]", source=y.op.source or None,
+                legal=f"one layout on both, e.g. {first.cuts} for the parameter in {b}")
+        return next(iter(wants), self.whole(parameter))
+
+    # -- emitting --
+
+    def name(self, wish: str) -> str:
+        candidate, count = wish, 1
+        while candidate in self.names:
+            candidate, count = f"{wish}~{count}", count + 1
+        self.names.add(candidate)
+        return candidate
+
+    def make(self, value: Value, layout: Layout) -> Instance:
+        instance = Instance(self.name(value.name), value, layout)
+        self.made[value.name] = instance
+        return instance
+
+    def compute(self, decision: Decision, op: Op, rule: Rule, bound: Bound, assignment: Assignment) -> None:
+        open_ = self.open_through(op, rule)
+        got = []
+        for i, value in enumerate(op.inputs):
+            use = self.use(decision, op, bound, assignment, i)
+            if open_ is not None:
+                use = _Use(use.want.with_partial(open_), use.partial, use.operator)
+            got.append(self.obtain(value, use))
+        local = local_call(op, rule, bound, assignment)
+        feed = iter(got)
+        args, kwargs = pytree.tree_map(
+            lambda leaf: Ref(next(feed).name) if isinstance(leaf, Value) else leaf, (local.args, local.kwargs))
+        outputs, k = [], 0
+        for value in op.outputs:
+            if value is None:
+                outputs.append(None)
+                continue
+            layout = bound.output_layout(k, assignment)
+            assert layout is not None
+            if open_ is not None:
+                layout = layout.with_partial(open_ + layout.partial)
+            outputs.append(self.make(value, layout))
+            k += 1
+        self.out.append(Compute(op, local.target, tuple(args), kwargs, tuple(outputs), decision.op.name))
+        self.producer.update((v.name, decision.op.name) for v in op.outputs if v is not None)
+        for instance in outputs:
+            if instance is not None and instance.layout.partial and instance.layout.reduction != "sum":
+                self.extreme(instance, got[0], bound, decision.op.name)
+        for value, layout in zip((v for v in decision.op.outputs if v is not None), decision.out or ()):
+            final = self.now(value)
+            if any(v is not None and v.name == final.name for v in op.outputs):
+                use = _Use(layout, (), decision.op.name, "operator")
+                self.made[final.name] = self.convert(self.made[final.name], use)
+
+    def open_through(self, op: Op, rule: Rule) -> Digits | None:
+        """The digits of an open sum that passes through a linear operator: all its inputs have the same one."""
+        if not rule.is_linear(op) or not op.inputs:
+            return None
+        layouts = [self.made[v.name].layout for v in op.inputs]
+        first = layouts[0].partial
+        if not first or any(layout.partial != first or layout.reduction != "sum" for layout in layouts):
+            return None
+        if any(v.name in self.completed for v in op.inputs):
+            return None
+        return first
+
+    def extreme(self, instance: Instance, operand: Instance, bound: Bound, operator: str) -> None:
+        """Complete a maximum or minimum at once: its gradient needs to know the winner."""
+        layout = instance.layout.without_partial()
+        target = Instance(self.name(instance.name), instance.value, layout)
+        kept = {dim for dim in bound.outputs[0]}
+        dims = tuple(d for d, dim in enumerate(bound.inputs[0]) if dim not in kept or not dim)
+        self.out.append(Extreme(instance, target, conversion(instance.layout, layout), operand, dims,
+                                instance.layout.partial if instance.value.requires_grad else None, operator))
+        self.made[instance.value.name] = target
+
+    def obtain(self, value: Value, use: _Use) -> Instance:
+        """The value in the layout that a use asks for."""
+        source = self.made[value.name]
+        if source.layout.partial and not use.want.partial and self.complete_first(value, source):
+            source = self.complete(value, source)
+        return self.convert(source, use)
+
+    def complete(self, value: Value, source: Instance) -> Instance:
+        if value.name not in self.completed:
+            use = _Use(source.layout.without_partial(), (), self.producer[value.name], "operator")
+            self.completed[value.name] = self.convert(source, use)
+        return self.completed[value.name]
+
+    def complete_first(self, value: Value, source: Instance) -> bool:
+        """Whether a sum is completed by an all-reduce before its uses convert it.
+
+        It is, unless every use's own conversion makes one reduce-scatter of it and they send less so.
+        """
+        uses = self.uses.get(value.name, [])
+        if value.name in self.completed or any(u.operator == "output" for u in uses):
+            return True
+        finished = source.layout.without_partial()
+        wants = list(dict.fromkeys(u.want for u in uses))
+        each = [conversion(source.layout, want) for want in wants]
+        for found in each:
+            reducing = [step for step in found.steps if step.reduces]
+            if [(step.kind, step.digits) for step in reducing] != [("reduce_scatter", source.layout.partial)]:
+                return True
+        once = conversion(source.layout, finished).sent + sum(conversion(finished, w).sent for w in wants)
+        return once <= sum(found.sent for found in each)
+
+    def convert(self, source: Instance, use: _Use) -> Instance:
+        """Shared by (instance, layout, digits of the gradient's sum): q, k and v then need one sum in the backward."""
+        partial = use.partial
+        others = {u.partial for u in self.uses.get(source.value.name, ()) if u.want == use.want}
+        if len(others) > 1 and partial and source.layout != use.want:
+            # Uses that want one layout but differ in the backward share the forward and sum their gradients apart.
+            source = self.convert(source, _Use(use.want, (), use.operator, use.cause))
+        key = (source.name, use.want, partial)
+        if key in self.moves:
+            return self.moves[key]
+        forward = conversion(source.layout, use.want)
+        backward = transpose(forward, partial) if source.value.requires_grad else None
+        if forward.is_identity and (backward is None or backward.is_identity):
+            target = source
+        else:
+            target = Instance(self.name(source.name), source.value, use.want)
+            cause = "parameter" if source.value.name in self.graph.parameters else use.cause
+            self.out.append(Move(source, target, forward, backward, cause, use.operator,
+                                 self.producer.get(source.value.name, "")))
+        self.moves[key] = target
+        return target
