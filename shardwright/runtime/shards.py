@@ -147,7 +147,7 @@ def _reduce_scatter(step: Step, geometry: Geometry, devices: int, shape: tuple[i
 def _rearrange(x: Tensor, view: tuple[int, ...] | None, perm: tuple[int, ...] | None,
                shape: tuple[int, ...] | None) -> Tensor:
     if perm is not None:
-        x = (x if view is None else x.reshape(view)).permute(perm)
+        x = x.reshape(view).permute(perm)
     return x if shape is None else x.reshape(shape)
 
 
@@ -296,6 +296,8 @@ def assemble(shards: Shards, layout: Layout, check: bool = False, tolerance: flo
     if check:
         _check_replicas(shards, layout, tolerance)
     terms, joins = _assembly(layout)
+    if layout.partial and layout.reduction == "sum":
+        return _sum_into_place(shards, layout)
     if layout.partial:
         return _join([reduce_terms([shards[r] for r in ranks], layout.reduction) for ranks in terms], joins)
     return _join([shards[r] for r, in terms], joins)
@@ -305,6 +307,18 @@ def assemble(shards: Shards, layout: Layout, check: bool = False, tolerance: flo
 def _replicas(layout: Layout) -> tuple[tuple[int, int], ...]:
     """Pairs of ranks that must hold the same: the first of each group with each of the others."""
     return tuple((ranks[0], other) for ranks in groups(layout.devices, layout.replicas) for other in ranks[1:])
+
+
+def _sum_into_place(shards: Shards, layout: Layout) -> Tensor:
+    """Sums of terms, written where they belong in the whole: no slice is copied twice."""
+    first = shards[0]
+    whole = first.new_empty([size * cut for size, cut in zip(first.shape, layout.cuts)])
+    for ranks in _assembly(layout)[0]:
+        place = whole[layout.slice(whole.shape, ranks[0])]
+        torch.add(shards[ranks[0]], shards[ranks[1]], out=place)
+        for rank in ranks[2:]:
+            place.add_(shards[rank])
+    return whole
 
 
 def _check_replicas(shards: Shards, layout: Layout, tolerance: float | None) -> None:

@@ -1,0 +1,188 @@
+"""Parameters that are planned before they exist, and come into being as slices.
+
+Inside `no_init_parameters` every tensor is on the meta device and the operators that would have filled it are written
+down. Later the tape is replayed in its order with the random state of then, tensor by tensor; each rank keeps its slice
+and lets the rest go. The values are those of an ordinary construction on one device under the same seed, bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..errors import SettingError
+
+__all__ = ["materialize", "no_init_parameters", "substitute"]
+
+_TAPE = "_shardwright_tape"
+
+
+@dataclass
+class _Tape:
+    """Operators in order, as (function, args, kwargs, result), and where the random state changed between them."""
+
+    state: torch.Tensor
+    calls: list[tuple[Any, tuple, dict, Any]] = field(default_factory=list)
+    reseeded: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+class _Record(TorchDispatchMode):
+    def __init__(self, tape: _Tape) -> None:
+        super().__init__()
+        self.tape, self.state = tape, tape.state
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        state = torch.get_rng_state()
+        if not torch.equal(state, self.state):  # the user seeded inside: the replay does so at the same place
+            self.tape.reseeded[len(self.tape.calls)] = self.state = state
+        result = function(*args, **(kwargs or {}))
+        self.tape.calls.append((function, args, kwargs or {}, result))
+        return result
+
+
+class _Constants(TorchFunctionMode):
+    """``torch.tensor([…])`` has values to keep: it stays real."""
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if function in (torch.tensor, torch.as_tensor) and kwargs.get("device") is None:
+            kwargs["device"] = "cpu"
+        return function(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def no_init_parameters() -> Iterator[None]:
+    """Build a model (and its optimizer) without allocating its parameters.
+
+    They come into being when the wrapped model first runs: each rank then holds its slice alone, with the values that
+    an ordinary construction would have had under the same seed. An optimizer may be built inside or right after.
+    """
+    tape = _Tape(torch.get_rng_state())
+
+    def remember(module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
+        if tensor is not None and tensor.is_meta:
+            setattr(tensor, _TAPE, tape)
+
+    hooks = (register_module_parameter_registration_hook(remember), register_module_buffer_registration_hook(remember))
+    try:
+        with torch.device("meta"), _Constants(), _Record(tape):
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def materialize(module: nn.Module, keep: Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor | None],
+                device: torch.device | str = "cpu", real: bool = True) -> None:
+    """Give values to the parameters and buffers of `module` that have none.
+
+    The tensor objects stay the same, so that an optimizer which holds them goes on holding the right ones.
+
+    Args:
+        keep: ``(name, object, whole tensor) -> what it becomes``; None: it is taken care of (see `substitute`).
+        real: whether those that have values already go through `keep` too.
+
+    Raises:
+        SettingError: a meta parameter that was not made inside `no_init_parameters`.
+    """
+    named: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        named.setdefault(id(tensor), (name, tensor))
+    waiting: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    tapes: dict[int, _Tape] = {}
+    for name, tensor in named.values():
+        if tensor.is_meta:
+            tape = getattr(tensor, _TAPE, None)
+            if tape is not None:
+                tapes[id(tape)] = tape
+            waiting.setdefault(_storage(tensor), []).append((name, tensor))
+        elif real:
+            _put(keep, name, tensor, tensor.detach())
+    for tape in tapes.values():
+        _replay(tape, waiting, keep, torch.device(device))
+    if waiting:
+        names = ", ".join(name for entries in waiting.values() for name, _ in entries)
+        raise SettingError(f"parameters on the meta device that nothing initialises: {names}",
+                           legal="build the model inside `with sw.no_init_parameters():`")
+
+
+def _replay(tape: _Tape, waiting: dict[int, list[tuple[str, torch.Tensor]]],
+            keep: Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor | None], device: torch.device) -> None:
+    last: dict[int, int] = {}
+    for i, (_, args, kwargs, result) in enumerate(tape.calls):
+        for x in pytree.tree_leaves((args, kwargs, result)):
+            if isinstance(x, torch.Tensor) and x.is_meta:
+                last[_storage(x)] = i
+    real: dict[int, torch.Tensor] = {}
+
+    def of(x: Any) -> Any:
+        if isinstance(x, torch.device):
+            return torch.device("cpu") if x.type == "meta" else x
+        if not isinstance(x, torch.Tensor) or not x.is_meta:
+            return x
+        return torch.as_strided(real[_storage(x)], x.shape, x.stride(), x.storage_offset())
+
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.set_rng_state(tape.state)
+        for i, (function, args, kwargs, result) in enumerate(tape.calls):
+            if i in tape.reseeded:
+                torch.set_rng_state(tape.reseeded[i])
+            got = function(*pytree.tree_map(of, args), **pytree.tree_map(of, kwargs))
+            for x, y in zip(pytree.tree_leaves(result), pytree.tree_leaves(got)):
+                if isinstance(x, torch.Tensor) and x.is_meta and _storage(x) not in real:
+                    real[_storage(x)] = torch.as_strided(y, (y.untyped_storage().nbytes() // y.element_size(),), (1,), 0)
+            for key in [k for k in real if last[k] == i]:
+                flat = real.pop(key)
+                for name, tensor in waiting.pop(key, ()):
+                    whole = torch.as_strided(flat, tensor.shape, tensor.stride(), tensor.storage_offset())
+                    _put(keep, name, tensor, whole.to(device))
+
+
+def _put(keep: Callable, name: str, tensor: torch.Tensor, whole: torch.Tensor) -> None:
+    made = keep(name, tensor, whole)
+    if made is not None:
+        _replace(tensor, made)
+
+
+def _replace(old: torch.Tensor, new: torch.Tensor) -> None:
+    """Put `new` into the place of `old`, the object staying the same."""
+    if new is old:
+        return
+    wrapped = nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
+    torch.utils.swap_tensors(old, wrapped)
+
+
+def substitute(module: nn.Module, successors: dict[int, nn.Parameter]) -> None:
+    """Put other parameter objects into the place of a model's own, there and in every optimizer that holds them.
+
+    Args:
+        successors: ``id(old parameter)`` -> the new one. (A tensor cannot become a DTensor in place, as `_replace`
+            would have it; so the optimizers that were built before are looked up, once.)
+    """
+    for sub in module.modules():
+        for name, parameter in sub._parameters.items():
+            if parameter is not None and id(parameter) in successors:
+                sub._parameters[name] = successors[id(parameter)]
+    for optimizer in [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]:
+        for group in optimizer.param_groups:
+            for old in [p for p in group["params"] if id(p) in successors]:
+                if old in optimizer.state:
+                    optimizer.state[successors[id(old)]] = optimizer.state.pop(old)
+            group["params"] = [successors.get(id(p), p) for p in group["params"]]

@@ -1,0 +1,255 @@
+"""The local runtime: all ranks in one process, in lockstep, operator by operator.
+
+A value is the list of its shards, one a rank. The user sees whole parameters: scattering one hands each rank its slice,
+and the backward of that takes the ranks' gradients together again, checking that replicas agree. So a laptop runs a
+plan for eight or sixty-four devices without a launcher, and runs the same conversions, forward and backward, as eight
+or sixty-four processes would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..conversion import Conversion, conversion
+from ..layout import Layout
+from ..lower import Lowered, extreme, move
+from ..plan.route import Extreme, Move
+from .shards import assemble, convert_shards, scatter
+
+__all__ = ["LocalProgram"]
+
+Shards = list[Tensor]
+
+
+class _Scatter(torch.autograd.Function):
+    """Whole tensor -> every rank's slice. Backward: the ranks' slices of the gradient -> the whole gradient.
+
+    The slices of the gradient may be terms of sums: `gradient` is the layout in which they come.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, layout: Layout, gradient: Layout) -> tuple[Tensor, ...]:
+        ctx.layout = gradient
+        return _distinct(scatter(whole, layout), (whole,))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return assemble(list(gradients), ctx.layout, check=True), None, None
+
+
+class _Assemble(torch.autograd.Function):
+    """Every rank's slice -> the whole tensor. Backward: the gradient's slices."""
+
+    @staticmethod
+    def forward(ctx: Any, layout: Layout, *shards: Tensor) -> Tensor:
+        ctx.layout = layout
+        whole = assemble(list(shards), layout)
+        return whole.view_as(whole) if any(whole is s for s in shards) else whole
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *scatter(gradient, ctx.layout)
+
+
+class _Convert(torch.autograd.Function):
+    """A conversion and its transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, forward: Conversion, backward: Conversion, *shards: Tensor) -> tuple[Tensor, ...]:
+        ctx.conversion = backward
+        return _distinct(convert_shards(forward, list(shards)), shards)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *convert_shards(ctx.conversion, list(gradients))
+
+
+class _Extreme(torch.autograd.Function):
+    """A maximum or minimum over ranks.
+
+    The gradient goes to the elements that attain it, shared equally: rank r with c_r of them gets c_r / Σ c of it,
+    which its local operator shares among its own.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, instruction: Extreme, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        reduced, operands = tensors[:count], tensors[count:]
+        results = convert_shards(instruction.forward, list(reduced))
+        ctx.instruction = instruction
+        ctx.save_for_backward(*reduced, *operands, *results)
+        return _distinct(results, tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        n = len(gradients)
+        reduced, operands, results = (ctx.saved_tensors[i * n:(i + 1) * n] for i in range(3))
+        held = [ties(x, m, y, ctx.instruction.dims) for x, m, y in zip(operands, reduced, results)]
+        source = ctx.instruction.source.layout
+        total = convert_shards(conversion(source.without_partial().with_partial(source.partial),
+                                          source.without_partial()), [h.to(g.dtype) for h, g in zip(held, gradients)])
+        return None, None, *(g * h / t for g, h, t in zip(gradients, held, total)), *([None] * n)
+
+
+def ties(operand: Tensor, reduced: Tensor, result: Tensor, dims: Sequence[int]) -> Tensor:
+    """How many of a rank's elements attain the extreme of all ranks, per element of the result."""
+    shape = [1 if d in dims else size for d, size in enumerate(operand.shape)]
+    count = (operand == reduced.reshape(shape)).sum(tuple(dims)).reshape(reduced.shape) if dims else \
+        torch.ones_like(reduced)
+    return torch.where(reduced == result, count, torch.zeros_like(count))
+
+
+def _distinct(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Autograd tells the outputs of a function apart by object: aliases where two are one, or one is an input."""
+    seen = {id(x) for x in inputs}
+    out = []
+    for x in results:
+        if id(x) in seen:
+            x = x.view_as(x)
+        seen.add(id(x))
+        out.append(x)
+    return tuple(out)
+
+
+class LocalProgram:
+    """A lowered program, run for all ranks at once.
+
+    Args:
+        lowered: the program.
+        record: called with (node, shards) after each node; for comparing a plan with one device.
+    """
+
+    def __init__(self, lowered: Lowered) -> None:
+        self.lowered, self.devices = lowered, lowered.plan.devices
+        self.record: Callable[[torch.fx.Node, Shards], None] | None = None
+        graph = lowered.module.graph
+        nodes = list(graph.nodes)
+        self._slots = {node: i for i, node in enumerate(nodes)}
+        self._summed = {sole: n for n in nodes if n.op == "placeholder" for sole in [_sum_of_gradient(n)] if sole}
+        gradients = {n: sole.meta["instruction"].backward.source for sole, n in self._summed.items()}
+        self._placeholders = [(self._slots[n], n.meta["instance"].layout, gradients.get(n, n.meta["instance"].layout))
+                              for n in nodes if n.op == "placeholder"]
+        self._steps = [(n, self._slots[n], self._step(n)) for n in nodes if n.op == "call_function"]
+        self._outputs = [(self._slots[n], n.meta["instance"].layout) for n in nodes[-1].args[0]]
+        self._frees = _last_uses(nodes, self._slots)
+
+    def __call__(self, *whole: Tensor) -> list[Tensor]:
+        """Run on whole tensors: parameters, buffers, constants, then inputs.
+
+        Returns:
+            The whole outputs, then the whole new values of buffers.
+        """
+        env: list[Any] = [None] * len(self._slots)
+        for (slot, layout, gradient), tensor in zip(self._placeholders, whole, strict=True):
+            env[slot] = _Scatter.apply(tensor, layout, gradient) if tensor.requires_grad else scatter(tensor, layout)
+        record = self.record
+        for (node, slot, step), free in zip(self._steps, self._frees):
+            env[slot] = step(env)
+            if record is not None:
+                record(node, env[slot])
+            for dead in free:
+                env[dead] = None
+        return [_Assemble.apply(layout, *env[slot]) if env[slot][0].requires_grad else assemble(env[slot], layout)
+                for slot, layout in self._outputs]
+
+    def _step(self, node: torch.fx.Node) -> Callable[[list], Any]:
+        if node in self._summed:
+            slot = self._slots[self._summed[node]]
+            return lambda env: env[slot]
+        if node.target is move:
+            return self._move(node)
+        if node.target is extreme:
+            return self._extreme(node)
+        return self._compute(node)
+
+    def _move(self, node: torch.fx.Node) -> Callable[[list], Any]:
+        instruction: Move = node.meta["instruction"]
+        source, forward, backward = self._slots[node.args[0]], instruction.forward, instruction.backward
+
+        def run(env: list) -> Any:
+            shards = env[source]
+            if backward is not None and torch.is_grad_enabled() and shards[0].requires_grad:
+                return _Convert.apply(forward, backward, *shards)
+            return convert_shards(forward, list(shards))
+        return run
+
+    def _extreme(self, node: torch.fx.Node) -> Callable[[list], Any]:
+        instruction: Extreme = node.meta["instruction"]
+        reduced, operand = (self._slots[a] for a in node.args)
+
+        def run(env: list) -> Any:
+            return _Extreme.apply(instruction, self.devices, *env[reduced], *env[operand])
+        return run
+
+    def _compute(self, node: torch.fx.Node) -> Callable[[list], Any]:
+        """The operator on every rank's shards, as one comprehension written for this call: ``[f(x, y, k) for …]``."""
+        names: dict[str, Any] = {"f": plain_function(node.target)}
+        shards: dict[torch.fx.Node, str] = {}
+
+        def written(a: Any) -> str:
+            if isinstance(a, torch.fx.Node):
+                return shards.setdefault(a, f"x{len(shards)}")
+            if isinstance(a, (list, tuple)):
+                inner = "".join(written(e) + ", " for e in a)
+                return f"[{inner}]" if isinstance(a, list) else f"({inner})"
+            name = f"k{len(names)}"
+            names[name] = a
+            return name
+
+        call = ", ".join([*map(written, node.args), *(f"{k}={written(a)}" for k, a in node.kwargs.items())])
+        if not shards:
+            loop = f"_ in range({self.devices})"
+        elif len(shards) == 1:
+            loop = f"x0 in env[{self._slots[next(iter(shards))]}]"
+        else:
+            loop = f"{', '.join(shards.values())} in zip({', '.join(f'env[{self._slots[n]}]' for n in shards)})"
+        return eval(f"lambda env: [f({call}) for {loop}]", names)
+
+
+def _sum_of_gradient(placeholder: torch.fx.Node) -> torch.fx.Node | None:
+    """The one use of a parameter, if all it does is to sum the gradient over ranks: assembling the whole gradient
+    from its terms then takes the sum on the way."""
+    if len(placeholder.users) != 1:
+        return None
+    user = next(iter(placeholder.users))
+    if user.target is not move:
+        return None
+    forward, backward = user.meta["instruction"].forward, user.meta["instruction"].backward
+    only_sums = backward is not None and [step.kind for step in backward.steps] == ["all_reduce"]
+    return user if forward.is_identity and only_sums else None
+
+
+def plain_function(target: Any) -> Any:
+    """``torch.relu`` for ``aten.relu.default``: the same operator without the Python layer of its overload object."""
+    if isinstance(target, torch._ops.OpOverload) and target.namespace == "aten":
+        return getattr(torch._C._VariableFunctions, target.overloadpacket.__name__, None) \
+            if target._overloadname == "default" and _positional(target) else target
+    return target
+
+
+def _positional(target: Any) -> bool:
+    return hasattr(torch._C._VariableFunctions, target.overloadpacket.__name__) and \
+        not any(a.kwarg_only for a in target._schema.arguments)
+
+
+def _last_uses(nodes: list[torch.fx.Node], slots: dict[torch.fx.Node, int]) -> list[list[int]]:
+    """Per call, the slots that no later node reads: their shards can go."""
+    last: dict[int, int] = {}
+    calls = [n for n in nodes if n.op == "call_function"]
+    kept = {slots[a] for a in nodes[-1].all_input_nodes}
+    for i, node in enumerate(calls):
+        for a in node.all_input_nodes:
+            last[slots[a]] = i
+    out: list[list[int]] = [[] for _ in calls]
+    for slot, i in last.items():
+        if slot not in kept:
+            out[i].append(slot)
+    return out

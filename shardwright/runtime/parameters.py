@@ -1,0 +1,92 @@
+"""Parameters of the processes runtime: DTensors at the border, plain local tensors inside.
+
+What optimizers, ``clip_grad_norm_`` and checkpoints see is a DTensor whose local tensor is this rank's slice. The program
+computes on a plain leaf that shares its storage (dispatching on a DTensor costs ten times as much); when the leaf's
+gradient is complete, a hook puts it on the DTensor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ..layout import Digit, Layout
+from ..plan.plan import Plan
+from .collectives import ProcessGroups
+from .deferred import materialize, substitute
+
+__all__ = ["ShardedState", "to_dtensor"]
+
+
+def to_dtensor(local: Tensor, layout: Layout, shape: tuple[int, ...], groups: ProcessGroups) -> DTensor:
+    """A rank's slice as a DTensor on a mesh whose axes are the layout's digits, in the layout's own order."""
+    digits: list[tuple[Digit, Any]] = [(d, Shard(dim)) for dim, ds in enumerate(layout.dims) for d in ds]
+    digits += [(d, Replicate()) for d in layout.replicas]
+    ranks = torch.zeros((), dtype=torch.int)
+    for digit, _ in digits:  # mesh[c0, c1, …] = Σ c_i · stride_i: several digits on one dim keep their order
+        ranks = ranks.unsqueeze(-1) + torch.arange(digit.size, dtype=torch.int) * digit.stride
+    names = tuple(f"{digit}" for digit, _ in digits)
+    own = [groups.of((digit,)) for digit, _ in digits]
+    kind = local.device.type
+    mesh = DeviceMesh.from_group(own[0], kind, mesh_dim_names=names) if len(own) == 1 else \
+        DeviceMesh.from_group(own, kind, mesh=ranks, mesh_dim_names=names)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, [p for _, p in digits], run_check=False, shape=torch.Size(shape),
+                              stride=stride)
+
+
+class ShardedState:
+    """A model's parameters and buffers on one rank.
+
+    Args:
+        plan: says where each lies.
+        holder: gives ``named_parameters`` and ``named_buffers`` under the graph's names. Its parameters become
+            DTensors, in the model and in every optimizer that holds them.
+    """
+
+    def __init__(self, plan: Plan, holder: nn.Module, groups: ProcessGroups, rank: int, device: torch.device) -> None:
+        self.groups = groups
+        layouts = {name: parameter.storage for name, parameter in plan.parameters.items()}
+        parameters = {name for name, _ in holder.named_parameters()}
+
+        successors: dict[int, nn.Parameter] = {}
+
+        def keep(name: str, old: Tensor, whole: Tensor) -> Tensor | None:
+            if name not in parameters:
+                return whole.to(device)
+            layout = layouts.get(name) or Layout.replicated(plan.devices, whole.dim())
+            local = whole[layout.slice(whole.shape, rank)].to(device).clone(memory_format=torch.contiguous_format)
+            made = to_dtensor(local, layout, tuple(whole.shape), groups)
+            successors[id(old)] = nn.Parameter(made, requires_grad=old.requires_grad)
+            return None
+
+        materialize(holder, keep, "cpu")
+        substitute(holder, successors)
+        self.buffers = dict(holder.named_buffers())
+        self.leaves = {name: _leaf(parameter) for name, parameter in holder.named_parameters()}
+
+
+def _leaf(parameter: nn.Parameter) -> Tensor:
+    """A plain leaf on the storage of a DTensor parameter; its gradient goes to the parameter."""
+    with torch.no_grad():
+        leaf = parameter.to_local().detach()
+    mesh, placements = parameter.device_mesh, parameter.placements
+    shape, stride = parameter.shape, parameter.stride()
+    if not parameter.requires_grad:
+        return leaf
+
+    def hand_over(filled: Tensor) -> None:
+        gradient, filled.grad = filled.grad, None
+        if parameter.grad is None:
+            parameter.grad = DTensor.from_local(gradient, mesh, placements, run_check=False, shape=shape,
+                                                stride=stride)
+        else:
+            parameter.grad.to_local().add_(gradient)
+
+    leaf.requires_grad_(True)
+    leaf.register_post_accumulate_grad_hook(hand_over)
+    return leaf

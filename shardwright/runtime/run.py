@@ -1,0 +1,100 @@
+"""A planned model on its runtime: what a call of it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ..graph import Value
+from ..lower import lower
+from ..plan.plan import Plan
+from .collectives import ProcessGroups
+from .deferred import materialize
+from .init import Runtime
+from .local import LocalProgram
+from .parameters import ShardedState
+from .processes import ProcessProgram, agree
+
+__all__ = ["Program", "make_program"]
+
+
+class Program:
+    """A planned model on a runtime: flattened inputs in, the user's outputs back.
+
+    Attributes:
+        plan: the plan.
+        body: the runtime's own program: `LocalProgram` or `ProcessProgram`.
+        held: the parameters of the processes runtime, for the model's next program; None in the local one.
+    """
+
+    def __init__(self, plan: Plan, body: Callable[..., list[Tensor]], state: list[Tensor], updated: list[Tensor],
+                 held: ShardedState | None = None, device: torch.device | None = None, mean_over: int = 1) -> None:
+        self.plan, self.body, self.held = plan, body, held
+        self._state, self._updated, self._device = state, updated, device
+        self._mean_over = mean_over
+        self._outputs = plan.graph.outputs
+        self._own = [isinstance(o, Value) and not i.layout.is_replicated
+                     for o, i in zip(plan.graph.outputs, plan.routed.outputs)]
+
+    def __call__(self, *leaves: Any) -> Any:
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        if self._device is not None:
+            tensors = [x.to(self._device) for x in tensors]
+        results = iter(self.body(*self._state, *tensors))
+        outputs = [self._handed(next(results), own) if isinstance(o, Value) else o
+                   for o, own in zip(self._outputs, self._own)]
+        if self._updated:
+            with torch.no_grad():
+                for buffer, value in zip(self._updated, results, strict=True):
+                    buffer.copy_(value)
+        return pytree.tree_unflatten(outputs, self.plan.graph.out_spec)
+
+    def _handed(self, output: Tensor, own: bool) -> Tensor:
+        """An output of which each rank takes a loss of its own: gradients are those of the losses' mean."""
+        if own and self._mean_over > 1 and output.requires_grad:
+            output.register_hook(lambda gradient: gradient / self._mean_over)
+        return output
+
+
+def make_program(plan: Plan, holder: nn.Module, runtime: Runtime, *, gradients_mean: bool,
+                 before: Program | None) -> Program:
+    """Lower a plan and put it on the runtime; at the first time parameters come into being as slices.
+
+    Args:
+        holder: gives ``named_parameters`` and ``named_buffers`` under the graph's names.
+        gradients_mean: with the loss outside and each rank feeding its own part: whether gradients are those of the
+            mean of the ranks' losses, or of their sum.
+        before: the model's earlier program, if there is one.
+
+    Raises:
+        RuntimeMismatchError: ranks that differ in plan, inputs or parameters.
+    """
+    lowered = lower(plan)
+    if runtime.processes and plan.devices > 1:
+        return _on_processes(lowered, holder, runtime, gradients_mean, before)
+    if before is None:
+        materialize(holder, lambda name, old, whole: whole, runtime.device, real=False)
+    named = dict(holder.named_parameters()) | dict(holder.named_buffers())
+    state = [named[n] for n in (*lowered.parameters, *lowered.buffers)]
+    state += [plan.graph.constants[n] for n in lowered.constants]
+    return Program(plan, LocalProgram(lowered), state, [named[n] for n in lowered.updates])
+
+
+def _on_processes(lowered, holder: nn.Module, runtime: Runtime, gradients_mean: bool, before: Program | None) -> Program:
+    plan = lowered.plan
+    held = before.held if before is not None else None
+    started = {} if held is not None else {name: p.detach().double().sum().item()
+                                           for name, p in holder.named_parameters() if not p.is_meta}
+    agree(plan, started)
+    if held is None:
+        groups = ProcessGroups(plan.devices, runtime.rank)
+        held = ShardedState(plan, holder, groups, runtime.rank, runtime.device)
+    body = ProcessProgram(lowered, held.groups)
+    state = [held.leaves[n] for n in lowered.parameters] + [held.buffers[n] for n in lowered.buffers]
+    state += [plan.graph.constants[n].to(runtime.device) for n in lowered.constants]
+    return Program(plan, body, state, [held.buffers[n] for n in lowered.updates], held, runtime.device,
+                   plan.devices if gradients_mean and plan.fed.own_part else 1)

@@ -1,0 +1,101 @@
+"""Start real ranks from a test: forked from this process, which has imported torch already, so that it takes no time.
+
+Each rank is one thread and one Gloo process. A rank that fails or hangs ends the others; nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import multiprocessing.connection
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class RankFailed(AssertionError):
+    """A rank raised, died or did not finish in time; the message holds its traceback."""
+
+
+def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+    """Run ``fn(rank, world, *args)`` on `world` ranks of a Gloo group; each rank's result, by rank.
+
+    Args:
+        fn: runs in the rank's process; what it returns must be picklable.
+        world: the number of ranks.
+        timeout: seconds for all of it.
+
+    Raises:
+        RankFailed: with the traceback of the rank that failed first.
+    """
+    context = multiprocessing.get_context("fork")
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+    pipes = [context.Pipe(duplex=False) for _ in range(world)]
+    ranks = [context.Process(target=_rank, args=(r, world, port, timeout, pipes[r][1], fn, args), daemon=True)
+             for r in range(world)]
+    for process, (_, sender) in zip(ranks, pipes):
+        process.start()
+        sender.close()
+    results: dict[int, Any] = {}
+    waiting = {pipes[r][0]: r for r in range(world)}
+    deadline = time.monotonic() + timeout
+    try:
+        while waiting:
+            ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise RankFailed(f"ranks {sorted(waiting.values())} did not finish in {timeout} s")
+            for receiver in ready:
+                rank = waiting.pop(receiver)
+                try:
+                    failed, value = torch.load(io.BytesIO(receiver.recv_bytes()), weights_only=False)
+                except EOFError:
+                    ranks[rank].join(5)
+                    raise RankFailed(f"rank {rank} died with exit code {ranks[rank].exitcode}") from None
+                if failed:
+                    raise RankFailed(f"rank {rank}:\n{value}")
+                results[rank] = value
+        for process in ranks:
+            process.join(max(0.0, deadline - time.monotonic()))
+        return [results[r] for r in range(world)]
+    finally:
+        for process in ranks:
+            if process.is_alive():
+                process.kill()
+            process.join()
+        for receiver, _ in pipes:
+            receiver.close()
+
+
+def _rank(rank: int, world: int, port: int, timeout: float, sender: Any, fn: Callable, args: tuple) -> None:
+    code = 0
+    try:
+        torch.set_num_threads(1)
+        torch.manual_seed(rank)
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1",
+                          MASTER_PORT=str(port), LOCAL_WORLD_SIZE=str(world))
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world,
+                                timeout=timedelta(seconds=timeout))
+        value = fn(rank, world, *args)
+        dist.barrier()  # nobody closes a connection that another still reads
+        sender.send_bytes(_packed(False, value))
+        dist.destroy_process_group()
+    except BaseException:
+        sender.send_bytes(_packed(True, traceback.format_exc()))
+        code = 1
+    sender.close()
+    os._exit(code)  # no test runner's exit handlers in a rank
+
+
+def _packed(failed: bool, value: Any) -> bytes:
+    buffer = io.BytesIO()  # by value: torch's own way through a pipe is shared memory that may end with the rank
+    torch.save((failed, value), buffer)
+    return buffer.getvalue()

@@ -1,0 +1,215 @@
+"""Steps on real Gloo processes: what `run_step` sends is what `convert_shards` computes."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwright.conversion import conversion
+from shardwright.layout import Digit, Layout
+from shardwright.runtime import collectives
+from shardwright.runtime.collectives import ProcessGroups, bind, run_step
+from shardwright.runtime.shards import convert_shards
+
+from ranks import RankFailed, run_ranks
+
+WORLD = 4
+A, B, ALL = Digit(2, 2), Digit(2, 1), Digit(4, 1)
+
+# (name, source dims, target dims, source's partial digits): on 4 ranks, tensors of 3 dims
+PAIRS = {
+    "slice": (((), (), ()), ((A,), (B,), ()), ()),
+    "slice_minor": (((A,), (), ()), ((A, B), (), ()), ()),
+    "all_gather": (((A,), (B,), ()), ((), (), ()), ()),
+    "all_gather_last_dim": (((), (), (ALL,)), ((), (), ()), ()),
+    "all_gather_minor": (((A, B), (), ()), ((A,), (), ()), ()),
+    "all_gather_strided": (((B, A), (), ()), ((), (), ()), ()),
+    "all_reduce": (((), (), ()), ((), (), ()), (ALL,)),
+    "all_reduce_of_a_slice": (((A,), (), ()), ((A,), (), ()), (B,)),
+    "reduce_scatter": (((), (), ()), ((ALL,), (), ()), (ALL,)),
+    "reduce_scatter_two_dims": (((), (), ()), ((), (B,), (A,)), (ALL,)),
+    "reduce_scatter_inner": (((A,), (), ()), ((A,), (), (B,)), (B,)),
+    "all_to_all": (((ALL,), (), ()), ((), (), (ALL,)), ()),
+    "all_to_all_two_dims": (((A,), (B,), ()), ((), (), (B, A)), ()),
+    "all_to_all_half": (((A,), (B,), ()), ((A,), (), (B,)), ()),
+    "permute": (((A,), (B,), ()), ((B,), (A,), ()), ()),
+    "permute_partly": (((A,), (B,), ()), ((), (A,), (B,)), ()),
+    "permute_within": (((A, B), (), ()), ((B, A), (), ()), ()),
+    "several": (((A,), (), ()), ((), (), (B, A)), (B,)),
+}
+
+
+def layouts(name, reduction="sum"):
+    source, target, partial = PAIRS[name]
+    return Layout.of(WORLD, source, partial, reduction), Layout.of(WORLD, target)
+
+
+def local(layout, shape, rank, dtype=torch.float64):
+    """This rank's tensor: a slice of one tensor all know; terms differ by rank, replicas do not."""
+    generator = torch.Generator().manual_seed(sum(d.value(rank) * d.stride for d in layout.partial))
+    whole = torch.randint(0, 99, shape, generator=generator) - 40
+    return (whole[layout.slice(shape, rank)] % (2 if dtype == torch.bool else 99)).to(dtype)
+
+
+def convert(found, x, rank, groups):
+    for step in found.steps:
+        x = run_step(x, bind(step, tuple(x.shape), rank, groups))
+    return x
+
+
+def every_pair(rank, world, exchanges):
+    groups = ProcessGroups(world, rank, exchanges=exchanges)
+    out = {}
+    for name in PAIRS:
+        for shape in ((8, 4, 12), (8, 8, 4)):
+            source, target = layouts(name)
+            x = local(source, shape, rank)
+            before = x.clone()
+            out[name, shape] = convert(conversion(source, target), x, rank, groups)
+            assert torch.equal(x, before), f"{name} writes to its input"
+            transposed = local(source, (shape[0], shape[2], shape[1]), rank).transpose(1, 2)  # not contiguous
+            if source == Layout.of(WORLD, (source.dims[0], (), ()), source.partial):
+                out[name, shape, "strided"] = convert(conversion(source, target), transposed, rank, groups)
+    return out
+
+
+def assert_as_in_one_process(results):
+    for key in results[0]:
+        name, shape, strided = key[0], key[1], len(key) == 3
+        source, target = layouts(name)
+        shards = [local(source, (shape[0], shape[2], shape[1]), r).transpose(1, 2) if strided else
+                  local(source, shape, r) for r in range(WORLD)]
+        for rank, expected in enumerate(convert_shards(conversion(source, target), shards)):
+            assert torch.equal(results[rank][key], expected), f"{key} on rank {rank}"
+
+
+def test_every_kind_of_step_by_all_to_alls():
+    assert_as_in_one_process(run_ranks(every_pair, WORLD, None))
+
+
+def test_every_kind_of_step_by_the_librarys_collectives():
+    assert_as_in_one_process(run_ranks(every_pair, WORLD, False))
+
+
+def test_the_pairs_hold_every_kind_of_step():
+    steps = [s for name in PAIRS for s in conversion(*layouts(name)).steps]
+    assert {s.kind for s in steps} == {"slice", "all_gather", "reduce_scatter", "all_reduce", "all_to_all"}
+    assert {bool(s.permuted) for s in steps if s.kind == "all_to_all"} == {True, False}
+    shapes = {name: (8, 4, 12) for name in PAIRS}
+    geometries = [s.geometry(before) for name, shape in shapes.items() for found in [conversion(*layouts(name))]
+                  for s, before in zip(found.steps, found.local_shapes(found.source.local_shape(shape)))]
+    assert any(g.pre_perm for g in geometries) and any(g.post_perm for g in geometries)
+
+
+def types_and_sizes(rank, world):
+    groups = ProcessGroups(world, rank)
+    out = {}
+    for name in ("all_reduce", "all_reduce_of_a_slice", "reduce_scatter_two_dims"):
+        for reduction in ("max", "min"):
+            for dtype in (torch.float32, torch.int64, torch.bool):
+                source, target = layouts(name, reduction)
+                out[name, reduction, dtype] = convert(conversion(source, target), local(source, (4, 4, 4), rank, dtype),
+                                                      rank, groups)
+    for name in ("all_gather", "permute", "all_to_all"):
+        for dtype in (torch.bool, torch.int32, torch.bfloat16, torch.complex64):
+            source, target = layouts(name)
+            out[name, "sum", dtype] = convert(conversion(source, target), local(source, (4, 4, 4), rank, dtype),
+                                              rank, groups)
+    source, target = layouts("all_reduce")
+    scattered = {}
+    for label, numel, limits in (("gathered", 1 << 10, (1 << 20, 8 << 20)), ("padded", 1001, (0, 8 << 20)),
+                                 ("scattered", 1 << 10, (0, 8 << 20)), ("native", 1 << 10, (0, 0))):
+        collectives.GATHERED_TERMS, collectives.GATHERED_COPIES = limits
+        torch.manual_seed(rank)
+        x = torch.randn(numel, 1, 1)  # rounds: the order of the sum shows
+        scattered[label] = (x, convert(conversion(source, target), x, rank, groups))
+    return out, scattered
+
+
+def test_reductions_types_and_sizes():
+    results = run_ranks(types_and_sizes, WORLD)
+    for (name, reduction, dtype) in results[0][0]:
+        source, target = layouts(name, reduction)
+        shards = [local(source, (4, 4, 4), r, dtype) for r in range(WORLD)]
+        for rank, expected in enumerate(convert_shards(conversion(source, target), shards)):
+            got = results[rank][0][name, reduction, dtype]
+            assert got.dtype == dtype and torch.equal(got, expected), (name, reduction, dtype)
+    for label in results[0][1]:
+        terms = [results[r][1][label][0] for r in range(WORLD)]
+        in_order = ((terms[0] + terms[1]) + terms[2]) + terms[3]
+        for rank in range(WORLD):
+            assert torch.equal(results[rank][1][label][1], in_order), f"{label}: not in the order of the ranks"
+
+
+def two_stages(rank, world):
+    """Two stages of two devices; the second asks for a group of which the first knows nothing."""
+    base = rank // 2 * 2
+    groups = ProcessGroups(2, rank - base, base=base)
+    digits = (Digit(2, 1),)
+    source = Layout.of(2, ((),), digits)
+    total = torch.tensor([float(rank)])
+    if base:
+        total = convert(conversion(source, Layout.replicated(2, 1)), total, rank - base, groups)
+        assert groups.of(digits) is groups.of(digits)
+        assert dist.get_process_group_ranks(groups.of(digits)) == [2, 3]
+    whole = ProcessGroups(world, rank)
+    assert whole.of((ALL,)) is whole.of((B, A)) is dist.group.WORLD
+    return total
+
+
+def test_groups_of_a_pipeline_stage():
+    assert [x.item() for x in run_ranks(two_stages, WORLD)] == [0.0, 1.0, 5.0, 5.0]
+
+
+def compiled(rank, world):
+    groups = ProcessGroups(world, rank)
+    programs, inputs = [], []
+    for name in ("slice", "reduce_scatter_inner", "permute_partly", "all_reduce"):
+        found = conversion(*layouts(name))
+        inputs.append(local(found.source, (8, 4, 12), rank))
+        shapes = found.local_shapes(tuple(inputs[-1].shape))
+        programs.append((name, [bind(s, shape, rank, groups) for s, shape in zip(found.steps, shapes)]))
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def run(*inputs):
+        out = []
+        for x, (_, bounds) in zip(inputs, programs):
+            for bound in bounds:
+                x = run_step(x, bound)
+            out.append(x)
+        return out
+    return {(name, (8, 4, 12)): x for (name, _), x in zip(programs, run(*inputs))}
+
+
+def test_steps_can_be_traced_by_compile():
+    torch.compile(torch.relu, backend="eager")(torch.ones(1))  # its imports: once here, and not in every rank
+    assert_as_in_one_process(run_ranks(compiled, WORLD))
+
+
+def fails(rank, world):
+    if rank == 2:
+        raise ValueError("the third rank")
+    dist.barrier()
+
+
+def hangs(rank, world):
+    if rank == 1:
+        time.sleep(60)
+    dist.barrier()
+
+
+def dies(rank, world):
+    import os
+    if rank == 3:
+        os._exit(7)
+    time.sleep(0.5)
+
+
+def test_a_rank_that_fails_hangs_or_dies_is_reported():
+    with pytest.raises(RankFailed, match="(?s)rank 2.*ValueError: the third rank"):
+        run_ranks(fails, WORLD)
+    with pytest.raises(RankFailed, match="did not finish|timeout|Timed out|timed out"):
+        run_ranks(hangs, WORLD, timeout=2.0)
+    with pytest.raises(RankFailed, match="rank 3 died with exit code 7|rank [012]:"):
+        run_ranks(dies, WORLD)
