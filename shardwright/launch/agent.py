@@ -1,0 +1,175 @@
+"""The agent: torchrun's engine, started for one run on one node.
+
+The engine is ``torch.distributed.elastic``: its local agent starts the workers with torchrun's environment, each a
+process group of its own, looks at them, and ends the others when one fails. `elastic_launch` wraps that agent but gives
+no hold on it, so the agent is made here, as `elastic_launch` makes it, with what a run of ours adds:
+
+1. the process ids go to the `Watch`, which tells the first failure from those it causes;
+2. the others get `GRACE` seconds to end, where the engine gives 30 however it is set;
+3. nodes tell each other of failures, and the last barrier cannot outlast one.
+
+The overridden methods are those that ``SimpleElasticAgent`` leaves to its subclasses, and its loop and last barrier.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
+
+from shardwright.launch.logs import logger
+from shardwright.launch.progress import Progress
+from shardwright.launch.rendezvous import NodeFailure, Nodes
+from shardwright.launch.settings import RunSettings
+from shardwright.launch.watch import Watch, WorkerExit
+
+__all__ = ["Outcome", "launch"]
+
+GRACE = 10  # seconds between asking a worker to end and killing it
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended on this node. At most one field is set; none of them is success.
+
+    Args:
+        failure: the exit of the first worker that failed here.
+        elsewhere: the failure of another node.
+        signal: the signal that the launcher was ended with.
+    """
+
+    failure: WorkerExit | None = None
+    elsewhere: NodeFailure | None = None
+    signal: signal.Signals | None = None
+
+
+class WorkerLogs(LogsSpecs):
+    """The engine's description of where output goes: everything of a worker to its one file."""
+
+    def __init__(self, settings: RunSettings) -> None:
+        super().__init__(log_dir=settings.log_dir)
+        self._settings = settings
+
+    @property
+    def root_log_dir(self) -> str:
+        return self._settings.log_dir
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        outputs = {local: self._settings.worker_log(int(env["RANK"])) for local, env in envs.items()}
+        for env in envs.values():
+            # Tracebacks are in the logs. An error file of a launcher outside this one is not ours to write.
+            env["TORCHELASTIC_ERROR_FILE"] = ""
+        # Standard error stays unset here: the worker's command sends it after standard output. The engine would open
+        # the file a second time, and the two would write over each other.
+        return LogsDest(stdouts=outputs, stderrs=dict.fromkeys(outputs, ""),
+                        error_files=dict.fromkeys(outputs, os.devnull))
+
+
+class Agent(LocalElasticAgent):
+    """The engine's agent, with a watch on the workers and an ear to the other nodes."""
+
+    def __init__(self, spec: WorkerSpec, settings: RunSettings, nodes: Nodes, watch: Watch, progress: Progress) -> None:
+        super().__init__(spec, WorkerLogs(settings))
+        self._nodes = nodes
+        self._watch = watch
+        self._progress = progress
+        self.elsewhere: NodeFailure | None = None
+
+    def _invoke_run(self, *arguments: Any) -> RunResult:
+        try:
+            return super()._invoke_run(*arguments)
+        except SignalException as stop:
+            self._progress.ending(f"got {stop.sigval.name}")
+            raise
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        pids = super()._start_workers(worker_group)
+        self._progress.started({worker.global_rank: pids[worker.local_rank] for worker in worker_group.workers})
+        for worker in worker_group.workers:
+            self._watch.follow(worker.global_rank, self._pcontext.subprocess_handlers[worker.local_rank].proc)
+        return pids
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if any(handler.proc.poll() for handler in self._pcontext.subprocess_handlers.values()):
+            self._shutdown()  # the others, before the engine would, and with our patience
+        result = super()._monitor_workers(worker_group)
+        if result.state is WorkerState.HEALTHY:
+            self.elsewhere = self._nodes.heard()
+            if self.elsewhere is not None:
+                self._progress.ending(f"node {self.elsewhere.node}: {self.elsewhere.text}")
+                return RunResult(state=WorkerState.FAILED)
+        return result
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        try:
+            if self._pcontext is not None:
+                self._pcontext.close(death_sig, GRACE)
+            super()._shutdown(death_sig)  # the engine's own helpers; no worker is left that it would wait for
+        except SignalException:  # a second Ctrl-C: whoever sends it does not want to wait
+            self._watch.kill()
+            raise
+
+    def _exit_barrier(self) -> None:
+        self.elsewhere = self._nodes.leave(finished=True)
+
+
+def launch(settings: RunSettings, progress: Progress, stop_signals: Sequence[signal.Signals]) -> Outcome:
+    """Run the workers of this node until all have finished or one has failed. None is left when it returns or raises.
+
+    Args:
+        settings: the run.
+        progress: told of every change.
+        stop_signals: the signals that end the run and its workers.
+
+    Raises:
+        LaunchError, SettingError: if the nodes cannot meet.
+    """
+    for module in ("agent.server.api", "agent.server.local_elastic_agent", "multiprocessing.api"):
+        logging.getLogger(f"torch.distributed.elastic.{module}").setLevel(logging.INFO)
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(stop.name for stop in stop_signals)
+
+    def exited(exit: WorkerExit) -> None:
+        logger.info("worker %d ended: %s", exit.rank, exit.cause)
+        progress.exited(exit)
+
+    watch = Watch(exited)
+    nodes = Nodes(settings, progress.say)
+    spec = WorkerSpec(role="default_role", local_world_size=settings.local_worker_num, rdzv_handler=nodes,
+                      max_restarts=0, entrypoint="/bin/sh", args=_command(settings))
+    agent = Agent(spec, settings, nodes, watch, progress)
+    stopped = None
+    try:
+        agent.run()
+    except SignalException as stop:
+        stopped = stop.sigval
+    finally:
+        for stop in stop_signals:
+            signal.signal(stop, signal.SIG_IGN)  # what follows is short and must not be interrupted
+        watch.end()
+    failure = watch.first_failure if stopped is None and agent.elsewhere is None else None
+    if failure is not None:
+        nodes.tell(failure.code, f"worker {failure.rank} failed ({failure.cause})")
+    elif stopped is not None:
+        nodes.tell(128 + stopped, f"got {stopped.name}")
+    if failure or stopped or agent.elsewhere:
+        nodes.leave(finished=False)
+    return Outcome(failure, agent.elsewhere, stopped)
+
+
+def _command(settings: RunSettings) -> tuple[str, ...]:
+    """The arguments of the shell that becomes a worker.
+
+    The shell is there for ``2>&1`` alone: one file, one position in it, lines in the order they were written. It is
+    replaced by Python at once, so process ids and signals are the worker's own.
+    """
+    command = ("-c", 'exec "$@" 2>&1', "sh", sys.executable, "-u", settings.script, *settings.script_args)
+    # The engine replaces ${local_rank} and the like in arguments; a script's arguments are its own.
+    return tuple(part.replace("$", "$$") for part in command)

@@ -1,0 +1,187 @@
+"""``shardwright run``: start the workers of a run, or run a script in this process on several devices."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from types import FrameType
+
+from shardwright.errors import SettingError, ShardwrightError
+from shardwright.launch.logs import coordinator_log, last_lines
+from shardwright.launch.progress import Progress
+from shardwright.launch.settings import RunSettings, check_port, check_script
+
+__all__ = ["add_parser", "run"]
+
+# Ctrl-C, what kill and schedulers send, a closed terminal, Ctrl-\.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+WORKER_OPTIONS = ("worker_num", "local_worker_num", "master_addr", "master_port", "node_rank", "log_dir", "join",
+                  "cluster_time_out", "threads")
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Add ``run`` to the commands."""
+    parser = subparsers.add_parser(
+        "run", allow_abbrev=False, help="run a script on several workers, or on several devices in one process",
+        description="Run a script on several workers, one process each, or with --devices alone in this one process.",
+        usage="%(prog)s [options] script.py [script arguments]")
+
+    def option(name: str, help: str, **keywords: object) -> None:
+        parser.add_argument(f"--{name}", help=help, **keywords)
+
+    option("devices", "run the script in this process, on N devices; no workers", type=_positive, metavar="N")
+    option("worker_num", "workers on all nodes together (default: local_worker_num)", type=_positive, metavar="N")
+    option("local_worker_num", "workers on this node (default: worker_num)", type=_positive, metavar="N")
+    option("master_addr", "address of node 0 (default: 127.0.0.1)", metavar="ADDRESS")
+    option("master_port", "rendezvous port on node 0; 0, the default, is any free one", type=_port, metavar="PORT")
+    option("node_rank", "which node this is (default: 0)", type=_count, metavar="N")
+    option("log_dir", "where worker_N.log and scheduler.log go (default: ./log_output)", metavar="DIR")
+    option("join", "False leaves the run in the background (default: True)", type=_flag, metavar="True|False")
+    option("cluster_time_out", "how long to wait for all nodes (default: 600)", type=_positive, metavar="SECONDS")
+    option("threads", "OMP_NUM_THREADS of each worker (default: as set, or 1)", type=_positive, metavar="N")
+    parser.add_argument("script", help="the Python file to run")
+    # Everything after the script is the script's, options as well.
+    rest = parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help="its arguments, untouched")
+    rest.required = False  # argparse would otherwise name it beside a missing script, though it may be empty
+    parser.set_defaults(func=run, parser=parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do what the parsed arguments ask for and return the exit code.
+
+    It is 0 if every worker finished; the exit code of the first worker that failed, ``128 + n`` if signal ``n`` ended
+    it or the launcher; 1 if the nodes did not meet; 2 for a mistake in the arguments.
+    """
+    try:
+        if arguments.devices is not None:
+            given = [name for name in WORKER_OPTIONS if getattr(arguments, name) is not None]
+            if given:
+                raise SettingError(f"--devices runs the script in this one process; --{given[0]} is for workers")
+            check_script(arguments.script)
+        else:
+            settings = RunSettings.of(arguments)
+            if settings.node_rank == 0:
+                check_port(settings.master_port)
+            _make_directory(settings.log_dir)
+    except SettingError as error:
+        arguments.parser.error(error.message)
+    if arguments.devices is not None:
+        return run_here(arguments.devices, arguments.script, arguments.script_args)
+    if arguments.join is False:
+        return run_behind(settings)
+    return run_workers(settings)
+
+
+def run_here(devices: int, script: str, script_args: list[str]) -> int:
+    """Run the script as ``python script.py`` would, in this process, with ``SHARDWRIGHT_DEVICES`` set.
+
+    What the script raises, SystemExit included, goes through: its traceback and exit code are its own.
+    """
+    os.environ["SHARDWRIGHT_DEVICES"] = str(devices)
+    sys.argv = [script, *script_args]
+    # Python puts the script's folder first; what is there now is the folder of this command.
+    sys.path[0] = os.path.dirname(os.path.abspath(script))
+    runpy.run_path(script, run_name="__main__")
+    return 0
+
+
+def run_behind(settings: RunSettings) -> int:
+    """Start the same command in the background, in a session of its own, and return at once."""
+    with open(settings.scheduler_log, "ab") as log:
+        command = [sys.executable, "-m", "shardwright", "run", "--join=True", *settings.command_line()]
+        launcher = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+    print(f"the launcher runs in the background with pid {launcher.pid} and writes to {settings.scheduler_log}, "
+          f"worker {settings.ranks[0]} to {settings.worker_log(settings.ranks[0])}; kill {launcher.pid} ends them all",
+          flush=True)
+    return 0
+
+
+def run_workers(settings: RunSettings) -> int:
+    """Run the workers of this node to their end and return the run's exit code."""
+    stop_signals = [stop for stop in STOP_SIGNALS if signal.getsignal(stop) is not signal.SIG_IGN]  # nohup's, for one
+    before = {stop: signal.signal(stop, _stop) for stop in stop_signals}
+    if settings.threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(settings.threads)
+    else:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    progress = Progress(settings, sys.stdout)
+    try:
+        with coordinator_log(settings.scheduler_log), progress:
+            from shardwright.launch.agent import launch
+
+            outcome = launch(settings, progress, stop_signals)
+    except _Stopped as stop:
+        print(f"ended by {stop.signal.name} before any worker was started", file=sys.stderr)
+        return 128 + stop.signal
+    except ShardwrightError as error:
+        print(f"shardwright run: error: {error.message}", file=sys.stderr)
+        return 2 if isinstance(error, SettingError) else 1
+    finally:
+        for stop, handler in before.items():
+            signal.signal(stop, handler)
+
+    if outcome.failure is not None:
+        log = settings.worker_log(outcome.failure.rank)
+        lines = last_lines(log) or ["(nothing was written)"]
+        print(f"worker {outcome.failure.rank} failed ({outcome.failure.cause}), last lines of {log}:", *lines,
+              f"all logs are in {settings.log_dir}", sep="\n", file=sys.stderr)
+        return outcome.failure.code
+    if outcome.elsewhere is not None:
+        print(f"the run failed on node {outcome.elsewhere.node}: {outcome.elsewhere.text}; logs of this node are in "
+              f"{settings.log_dir}", file=sys.stderr)
+        return outcome.elsewhere.code
+    if outcome.signal is not None:
+        print(f"ended by {outcome.signal.name}, and the workers with it; logs are in {settings.log_dir}",
+              file=sys.stderr)
+        return 128 + outcome.signal
+    progress.say(f"all {settings.worker_num} workers finished in {progress.seconds:.1f} s, logs in {settings.log_dir}")
+    return 0
+
+
+class _Stopped(BaseException):
+    """A stop signal before the engine has taken the signals over. No Exception: an import would swallow that."""
+
+    def __init__(self, number: int) -> None:
+        self.signal = signal.Signals(number)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise _Stopped(number)
+
+
+def _make_directory(path: str) -> None:
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise SettingError(f"--log_dir={path} cannot be made: {error.strerror}") from None
+    if not os.access(path, os.W_OK):
+        raise SettingError(f"--log_dir={path} cannot be written to")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 to 65535")
+    return int(text)
+
+
+def _flag(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither True nor False")
+    return text.lower() == "true"
