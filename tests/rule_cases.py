@@ -9,16 +9,12 @@ from __future__ import annotations
 import math
 
 import torch
-from rule_reference import Case
+from rule_reference import collected
 
 aten = torch.ops.aten
 _GENERATOR = torch.Generator().manual_seed(0)
 
-CASES: list[Case] = []
-
-
-def case(splittable: int, target, *args, values_matter: bool = True, **kwargs) -> None:
-    CASES.append(Case(splittable, target, args, kwargs, values_matter))
+CASES, case = collected()
 
 
 def rand(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -334,95 +330,3 @@ case(2, aten.new_full.default, rand(4, 8), [8, 4], 2.5, dtype=torch.int64)
 case(2, aten.new_empty.default, rand(4, 8), [4, 8], values_matter=False)
 case(1, aten.tril.default, rand(4, 8, 8))
 case(0, aten.triu.default, rand(4, 8), 1)
-
-# -- matmul ------------------------------------------------------------------------------------------------------------
-
-case(1, aten.matmul.default, rand(4), rand(4))
-case(2, aten.matmul.default, rand(4), rand(4, 8))
-case(2, aten.matmul.default, rand(4, 8), rand(8))
-case(3, aten.matmul.default, rand(4, 8), rand(8, 2))
-case(3, aten.matmul.default, rand(8), rand(4, 8, 2))
-case(3, aten.matmul.default, rand(2, 4, 8), rand(8))
-case(4, aten.matmul.default, rand(2, 4, 8), rand(8, 4))
-case(4, aten.matmul.default, rand(4, 8), rand(2, 8, 4))
-case(4, aten.matmul.default, rand(2, 4, 4), rand(2, 4, 8))
-case(5, aten.matmul.default, rand(2, 1, 2, 4), rand(4, 4, 2))
-case(4, aten.matmul.default, rand(1, 2, 4), rand(4, 4, 2))
-case(3, aten.matmul.default, *[rand(4, 4)] * 2)
-case(3, aten.mm.default, rand(4, 8), rand(8, 4))
-case(4, aten.bmm.default, rand(2, 4, 8), rand(2, 8, 4))
-case(2, aten.mv.default, rand(4, 8), rand(8))
-case(1, aten.dot.default, rand(8), rand(8))
-case(1, aten.vdot.default, rand(8), rand(8))
-case(2, aten.outer.default, rand(4), rand(8))
-case(2, aten.ger.default, rand(4), rand(8))
-case(3, aten.inner.default, rand(4, 8), rand(2, 8))
-case(2, aten.inner.default, rand(4, 8), rand())
-case(4, aten.tensordot.default, rand(4, 2, 8), rand(8, 4), [2], [0])
-case(3, aten.tensordot.default, rand(4, 2, 8), rand(8, 4), [0, -1], [1, 0])
-case(4, aten.linalg_multi_dot.default, [rand(4, 8), rand(8, 2), rand(2, 4)])
-case(2, aten.linalg_multi_dot.default, [rand(4), rand(4, 8), rand(8)])
-case(3, aten.chain_matmul.default, [rand(4, 8), rand(8, 2)])
-case(4, aten.kron.default, rand(4, 2), rand(2, 4))
-case(2, aten.kron.default, rand(4), rand(1, 8))
-case(3, aten.linear.default, rand(4, 8), rand(4, 8))
-case(4, aten.linear.default, rand(2, 4, 8), rand(4, 8), rand(4))
-case(2, aten.linear.default, rand(8), rand(4, 8), rand(4))
-case(2, aten.linear.default, rand(4, 8), rand(8))
-case(4, aten.bilinear.default, rand(4, 2), rand(4, 4), rand(8, 2, 4), rand(8))
-case(4, aten.bilinear.default, rand(4, 2), rand(4, 4), rand(8, 2, 4))
-for added in (rand(4, 8), rand(8), rand(4, 1), rand(1), rand()):
-    case(3, aten.addmm.default, added, rand(4, 4), rand(4, 8))
-case(3, aten.addmm.default, rand(8), rand(4, 4), rand(4, 8), beta=0.5, alpha=2)
-case(3, aten.addmm.default, rand(4, 8), rand(4, 4), rand(4, 8), beta=0)
-case(4, aten.baddbmm.default, rand(2, 4, 8), rand(2, 4, 4), rand(2, 4, 8), alpha=3)
-case(4, aten.baddbmm.default, rand(1, 1, 8), rand(2, 4, 4), rand(2, 4, 8))
-case(2, aten.addmv.default, rand(4), rand(4, 8), rand(8), beta=2)
-case(2, aten.addr.default, rand(4, 8), rand(4), rand(8), beta=2)
-case(4, aten.addbmm.default, rand(4, 8), rand(2, 4, 4), rand(2, 4, 8), alpha=2)
-for equation, splittable, operands in [
-        ("km,kn->mn", 3, [rand(8, 4), rand(8, 2)]),
-        ("bhqd,bhkd->bhqk", 5, [rand(2, 2, 4, 2), rand(2, 2, 2, 2)]),
-        ("...k,nk->...n", 4, [rand(2, 4, 8), rand(2, 8)]),
-        ("...ij,...jk", 4, [rand(2, 2, 4), rand(1, 4, 2)]),
-        ("b...,b...->b...", 3, [rand(2, 4, 4), rand(2, 4)]),
-        ("...ij->...i", 3, [rand(2, 4, 4)]),
-        ("...ij->ij", 3, [rand(2, 4, 4)]),
-        ("ij,jk,kl->il", 4, [rand(2, 4), rand(4, 2), rand(2, 4)]),
-        ("ij,k->i", 3, [rand(4, 2), rand(4)]),
-        ("bii->b", 1, [rand(4, 2, 2)]),
-        ("bii,bj->bij", 2, [rand(4, 2, 2), rand(4, 2)]),
-        ("i,j", 2, [rand(4), rand(8)]),
-        ("ij->", 2, [rand(4, 8)]),
-        ("Ab,bC", 3, [rand(4, 2), rand(2, 4)]),
-        ("ij,jk->ik", 3, [rand(4, 1), rand(8, 4)])]:
-    case(splittable, aten.einsum.default, equation, operands)
-
-# -- loss --------------------------------------------------------------------------------------------------------------
-
-NONE, MEAN, SUM = 0, 1, 2
-for reduction in (NONE, MEAN, SUM):
-    for name in "mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss kl_div".split():
-        case(2, getattr(aten, name).default, rand(4, 8), fixed(rand(4, 8)), reduction)
-    case(2, aten.binary_cross_entropy.default, positive(4, 8), fixed(positive(4, 8)), None, reduction)
-    case(2, aten.binary_cross_entropy_with_logits.default, rand(4, 8), fixed(positive(4, 8)), fixed(positive(8)),
-         fixed(positive(8)), reduction)
-    case(2, aten.poisson_nll_loss.default, rand(4, 8), fixed(positive(4, 8)), True, False, 1e-8, reduction)
-    case(2, aten.hinge_embedding_loss.default, rand(4, 8), fixed(rand(4, 8).sign()), 1.0, reduction)
-    case(2, aten.margin_ranking_loss.default, rand(4, 8), rand(4, 8), fixed(rand(8).sign()), 0.1, reduction)
-    weight = fixed(positive(5))
-    for more in ((None, reduction), (weight, reduction, 2), (None, reduction, 2, 0.2), (weight, reduction, -100, 0.1)):
-        case(1, aten.cross_entropy_loss.default, rand(8, 5), integers(5, 8), *more)
-    case(3, aten.cross_entropy_loss.default, rand(2, 5, 4, 2), integers(5, 2, 4, 2), weight, reduction, 1, 0.1)
-    case(1, aten.cross_entropy_loss.default, rand(8, 5), torch.full((8,), -100), None, reduction)
-    case(1, aten.cross_entropy_loss.default, rand(8, 5), positive(8, 5), weight, reduction, -100, 0.1)
-    case(2, aten.cross_entropy_loss.default, rand(8, 5, 2), positive(8, 5, 2), None, reduction)
-    case(0, aten.cross_entropy_loss.default, rand(5), integers(5), None, reduction)
-    case(1, aten.nll_loss_nd.default, rand(8, 5), integers(5, 8), weight, reduction, 3)
-    case(2, aten.nll_loss_nd.default, rand(4, 5, 2), integers(5, 4, 2), None, reduction)
-    case(1, aten.nll_loss.default, rand(8, 5), integers(5, 8), weight, reduction)
-    case(3, aten.nll_loss2d.default, rand(2, 5, 4, 2), integers(5, 2, 4, 2), weight, reduction, 1)
-case(2, aten.mse_loss.default, rand(4, 8), rand(4, 8))
-case(2, aten.mse_loss.default, rand(4, 8), fixed(rand(4, 1)), MEAN)
-case(1, aten.cross_entropy_loss.default, rand(8, 5), integers(5, 8), weight=fixed(positive(5)))
-case(2, aten.take.default, rand(4, 8), integers(32, 4, 2))

@@ -10,7 +10,7 @@ Plain arithmetic on lists of slices: nothing of the library's conversions or run
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import permutations
 from typing import Any
@@ -40,6 +40,15 @@ class Case:
             return "x".join(map(str, leaf.shape)) or "scalar" if isinstance(leaf, torch.Tensor) else str(leaf)
         told = [said(leaf) for leaf in pytree.tree_leaves((self.args, self.kwargs))]
         return f"{self.target.__name__}-{'-'.join(told)}".replace("torch.", "").replace(" ", "")
+
+
+def collected() -> tuple[list[Case], Callable[..., None]]:
+    """A list of cases, and the function that adds to it: ``case(splittable, target, *args, **kwargs)``."""
+    cases: list[Case] = []
+
+    def case(splittable: int, target: Any, *args: Any, values_matter: bool = True, **kwargs: Any) -> None:
+        cases.append(Case(splittable, target, args, kwargs, values_matter))
+    return cases, case
 
 
 def outputs_of(result: Any) -> list[torch.Tensor]:
@@ -147,12 +156,14 @@ class Sliced:
     def __init__(self, whole: Whole, rule: Rule, bound: Bound, assignment: Assignment, keep_open: bool) -> None:
         self.whole, self.devices, self.keep_open = whole, assignment.devices, keep_open
         self.passed = False
+        self.reduced: set[str] = set()    # values whose sum, maximum or minimum had to be completed
         self.held: dict[str, Held] = {}
         self.ran: list[Ran] = []
         steps, renamed = expand(whole.op, rule, bound, assignment)
         for op, described, step_bound, step_assignment in steps:
             self.run(op, described, step_bound, step_assignment)
         self.results = [renamed.get(v.name, v) for v in whole.op.outputs]
+        self.reduced.update(v.name for v in self.results if self.held[v.name].layout.partial)
 
     def run(self, op: Op, described: Rule, bound: Bound, assignment: Assignment) -> None:
         held = [self.held.get(v.name) for v in op.inputs]
@@ -161,6 +172,8 @@ class Sliced:
         passing = opened.pop() if self.keep_open and len(opened) == 1 and reductions <= {"sum"} \
             and described.is_linear(op) else ()
         self.passed |= bool(passing)
+        if not passing:
+            self.reduced.update(v.name for v, h in zip(op.inputs, held) if h is not None and h.layout.partial)
         local = local_call(op, described, bound, assignment)
         ran = Ran(op, bound, assignment, [], [])
         for rank in range(self.devices):
@@ -186,7 +199,7 @@ class Sliced:
             whole = self.whole.tensors[value.name].detach()
             local = whole[layout.slice(value.shape, rank)]
         else:
-            assert held.layout.without_partial() == layout, f"{bound.notation.text}: {held.layout} where {layout} is due"
+            assert held.layout.without_partial() == layout, f"{bound.notation.text}: {held.layout}, not {layout}"
             local = (held.slices if as_open else held.completed)[rank].detach()
         return local.clone().requires_grad_() if value.requires_grad else local
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from rule_reference import Case, Whole, check, close, outputs_of
+from rule_reference import Case, Whole, assignments, check, close, outputs_of
 
-from shardwright.rules import bound_rule, find_rule
+from shardwright.rules import assignment_of, bound_rule, find_rule
 from shardwright.rules.registry import _RULES
 
 CASES: list[Case] = [c for path in sorted(Path(__file__).parent.glob("rule_cases*.py"))
@@ -45,6 +45,21 @@ def test_linear_rules_are_linear() -> None:
         assert all(close(a, b + c) for a, b, c in zip(*outputs)), case.id
         checked += 1
     assert checked > 100
+
+
+def test_an_assignment_is_found_again_from_its_layouts_and_cuts() -> None:
+    """Whichever way it is said, an assignment of the factors that inputs carry is the same assignment."""
+    for case in CASES:
+        bound = bound_rule(Whole(case).op)
+        carried = {f for dims in bound.inputs for dim in dims for f in dim}
+        for assignment in assignments(bound, 4):
+            if not bound.inputs or any(d and f not in carried for f, d in enumerate(assignment.digits)):
+                continue
+            layouts = tuple(bound.input_layout(i, assignment) for i in range(len(bound.inputs)))
+            assert bound.follow(dict(enumerate(layouts))) == assignment, case.id
+            assert assignment_of(bound, layouts, 4) == assignment, case.id
+            cuts = bound.in_strategy(assignment)
+            assert bound.in_strategy(assignment_of(bound, cuts, 4)) == cuts, case.id
 
 
 def test_every_rule_has_a_case() -> None:

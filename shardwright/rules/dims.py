@@ -10,8 +10,8 @@ import torch
 from ..graph import Op, Value
 from .notation import Assignment, Bound
 
-__all__ = ["compound", "cut_size", "dims_of", "lent", "listed", "named", "normal", "operand", "operands", "refine", "whole",
-           "wide"]
+__all__ = ["compound", "cut_size", "dims_of", "lent", "listed", "named", "normal", "operand", "operands", "refine",
+           "whole", "wide"]
 
 
 def named(count: int, prefix: str = "d") -> list[str]:

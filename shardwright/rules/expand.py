@@ -32,8 +32,7 @@ class Builder:
         """Record ``target(*args, **kwargs)``; returns its output value, or a tuple of them."""
         inputs = values_in((args, kwargs))
         meta = {v: torch.empty(v.shape, dtype=v.dtype, device="meta") for v in inputs}
-        where = {"device": torch.device("meta")} if "device" in kwargs else {}
-        result = target(*map_values(args, meta.__getitem__), **map_values(kwargs, meta.__getitem__) | where)
+        result = target(*map_values(args, meta.__getitem__), **map_values(kwargs, meta.__getitem__))
         results = result if isinstance(result, (tuple, list)) else (result,)
         name = f"{self.op.name}.{len(self.steps)}"
         needs_grad = any(v.requires_grad for v in inputs) and target is not torch.ops.aten.detach.default

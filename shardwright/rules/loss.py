@@ -45,6 +45,22 @@ def _expand_elementwise(op: Op, bound: Bound, assignment: Assignment) -> Expansi
     return lambda b: b.to(b.call(aten.div.Tensor, _summed(b, op), count), op.outputs[0].dtype)
 
 
+def _rows_text(op: Op) -> str:
+    """One loss a row: the last dim stays whole."""
+    rows = operand(named(len(op.inputs[0].shape) - 1, "n"))
+    row = f"{'' if rows == '...' else rows} d!"
+    texts = operands(op, self=row, input1=row, input2=row, anchor=row, positive=row, negative=row, target=rows,
+                     weight="d!")
+    return f"{texts} -> {rows if op.argument('reduction') == NONE else ''}"
+
+
+def _expand_rows(op: Op, bound: Bound, assignment: Assignment) -> Expansion | None:
+    if not _needs_work(op, bound, assignment):
+        return None
+    count = math.prod(op.inputs[0].shape[:-1])
+    return lambda b: b.to(b.call(aten.div.Tensor, _summed(b, op), count), op.outputs[0].dtype)
+
+
 def _has_probabilities(op: Op) -> bool:
     """Whether the target holds a probability per class, not the index of one."""
     scores, target = op.argument("self"), op.argument("target")
@@ -70,9 +86,8 @@ def _expand_classes(op: Op, bound: Bound, assignment: Assignment) -> Expansion |
 
     def work(b):
         both = b.call(aten.stack.default, [_summed(b, op), _counted(b, op, wide(out))])
-        total = b.call(aten.select.int, both, 0, 0)
-        count = b.call(aten.detach.default, b.call(aten.select.int, both, 0, 1))
-        return b.to(b.call(aten.div.Tensor, total, count), out)
+        total, count = b.call(aten.unbind.int, both)
+        return b.to(b.call(aten.div.Tensor, total, b.call(aten.detach.default, count)), out)
     return work
 
 
@@ -101,4 +116,6 @@ register((aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.defau
           aten.hinge_embedding_loss.default, aten.margin_ranking_loss.default), _ELEMENTWISE)
 register((aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss2d.default),
          Rule(_classes_text, expand=_expand_classes))
+register((aten.triplet_margin_loss.default, aten.cosine_embedding_loss.default, aten.multi_margin_loss.default),
+         Rule(_rows_text, expand=_expand_rows))
 register((aten.take.default,), Rule(_take_text))

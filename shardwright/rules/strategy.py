@@ -1,4 +1,4 @@
-"""What a user gave, a tuple of cuts or Layouts, as an assignment of digits to factors: or an error that says why not."""
+"""What a user gave, tuples of cuts or Layouts, as an assignment of digits to factors: or an error that says why not."""
 
 from __future__ import annotations
 
@@ -198,7 +198,8 @@ def output_layouts_of(bound: Bound, strategy: Any, devices: int) -> tuple[Layout
     if isinstance(strategy, Layout) or not isinstance(strategy, (tuple, list)) or len(strategy) != len(bound.outputs):
         raise StrategyError(f"an out_strategy is a tuple with one entry per output, here {len(bound.outputs)}",
                             strategy=strategy, legal="((8, 1),) for a single output")
-    simple = tuple(tuple(math.gcd(devices, size) if d == 0 else 1 for d, size in enumerate(s)) for s in bound.out_shapes)
+    simple = tuple(tuple(math.gcd(devices, size) if d == 0 else 1 for d, size in enumerate(shape))
+                   for shape in bound.out_shapes)
     nearest = f"one cut per dim, such as {simple}"
     out = []
     for i, (entry, shape) in enumerate(zip(strategy, bound.out_shapes)):

@@ -1,7 +1,8 @@
 """Views: the same elements under other dims. Splits and merges of dims go through compound dims.
 
 Sizes that such a call carries are global; what a rank calls carries those of its slice. Dims of size 1 that come or go
-have no factor; a squeeze on a slice must not take away a dim that is 1 there only, so it too is a reshape.
+have no factor; a squeeze on a slice must not take away a dim that is 1 there only, so it too is a reshape. What takes a
+tensor apart does not let an open sum through: its parts would need a reduction each.
 """
 
 from __future__ import annotations
@@ -99,9 +100,10 @@ register((aten.transpose.int, aten.permute.default, aten.t.default, aten.numpy_T
           aten.mH.default, aten.matrix_H.default, aten.adjoint.default, aten.movedim.int, aten.movedim.intlist,
           aten.moveaxis.int, aten.moveaxis.intlist, aten.swapaxes.default, aten.swapdims.default),
          Rule(_permuted, linear=True, view=True))
-register((aten.select.int, aten.unbind.int), Rule(_select, linear=True, view=True))
+register((aten.select.int,), Rule(_select, linear=True, view=True))
 register((aten.slice.Tensor, aten.narrow.default), Rule(_slice, linear=True, view=True))
 register((aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default, aten.chunk.default,
-          aten.tensor_split.sections, aten.tensor_split.indices), Rule(_parted, linear=True, view=True))
+          aten.tensor_split.sections, aten.tensor_split.indices), Rule(_parted, view=True))
+register((aten.unbind.int,), Rule(_select, view=True))
 register((aten.diagonal.default,), Rule(_diagonal, linear=True, view=True))
 register((aten.unfold.default,), Rule(_unfold, linear=True, view=True))

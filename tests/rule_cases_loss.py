@@ -1,0 +1,38 @@
+"""Losses: concrete calls, see `rule_cases`."""
+
+import torch
+from rule_cases import fixed, integers, positive, rand
+from rule_reference import collected
+
+aten = torch.ops.aten
+CASES, case = collected()
+
+NONE, MEAN, SUM = 0, 1, 2
+for reduction in (NONE, MEAN, SUM):
+    for name in "mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss kl_div".split():
+        case(2, getattr(aten, name).default, rand(4, 8), fixed(rand(4, 8)), reduction)
+    case(2, aten.binary_cross_entropy.default, positive(4, 8), fixed(positive(4, 8)), None, reduction)
+    case(2, aten.binary_cross_entropy_with_logits.default, rand(4, 8), fixed(positive(4, 8)), fixed(positive(8)),
+         fixed(positive(8)), reduction)
+    case(2, aten.poisson_nll_loss.default, rand(4, 8), fixed(positive(4, 8)), True, False, 1e-8, reduction)
+    case(2, aten.hinge_embedding_loss.default, rand(4, 8), fixed(rand(4, 8).sign()), 1.0, reduction)
+    case(2, aten.margin_ranking_loss.default, rand(4, 8), rand(4, 8), fixed(rand(8).sign()), 0.1, reduction)
+    case(1, aten.triplet_margin_loss.default, rand(8, 3), rand(8, 3), rand(8, 3), 1.0, 2.0, 1e-6, False, reduction)
+    case(1, aten.cosine_embedding_loss.default, rand(8, 3), rand(8, 3), fixed(rand(8).sign()), 0.1, reduction)
+    case(1, aten.multi_margin_loss.default, rand(8, 3), integers(3, 8), 1, 1.0, fixed(positive(3)), reduction)
+    weight = fixed(positive(5))
+    for more in ((None, reduction), (weight, reduction, 2), (None, reduction, 2, 0.2), (weight, reduction, -100, 0.1)):
+        case(1, aten.cross_entropy_loss.default, rand(8, 5), integers(5, 8), *more)
+    case(3, aten.cross_entropy_loss.default, rand(2, 5, 4, 2), integers(5, 2, 4, 2), weight, reduction, 1, 0.1)
+    case(1, aten.cross_entropy_loss.default, rand(8, 5), torch.full((8,), -100), None, reduction)
+    case(1, aten.cross_entropy_loss.default, rand(8, 5), positive(8, 5), weight, reduction, -100, 0.1)
+    case(2, aten.cross_entropy_loss.default, rand(8, 5, 2), positive(8, 5, 2), None, reduction)
+    case(0, aten.cross_entropy_loss.default, rand(5), integers(5), None, reduction)
+    case(1, aten.nll_loss_nd.default, rand(8, 5), integers(5, 8), weight, reduction, 3)
+    case(2, aten.nll_loss_nd.default, rand(4, 5, 2), integers(5, 4, 2), None, reduction)
+    case(1, aten.nll_loss.default, rand(8, 5), integers(5, 8), weight, reduction)
+    case(3, aten.nll_loss2d.default, rand(2, 5, 4, 2), integers(5, 2, 4, 2), weight, reduction, 1)
+case(2, aten.mse_loss.default, rand(4, 8), rand(4, 8))
+case(2, aten.mse_loss.default, rand(4, 8), fixed(rand(4, 1)), MEAN)
+case(1, aten.cross_entropy_loss.default, rand(8, 5), integers(5, 8), weight=fixed(positive(5)))
+case(2, aten.take.default, rand(4, 8), integers(32, 4, 2))
