@@ -1,20 +1,61 @@
 """Shardwright: a PyTorch model written for one device, trained on many."""
 
-from .errors import (
-    CaptureError, LayoutError, MissingRuleError, PlanError, RuleError, RuntimeMismatchError, SettingError,
-    ShardwrightError, StrategyError,
-)
-from .layout import Digit, Layout
-from .marks import Operator, shard
-from .parallel import AutoParallel, RecaptureWarning
-from .plan import Plan, plan
-from .rules import rule
-from .runtime.deferred import no_init_parameters
-from .runtime.init import init
-from .verify import verify
+from __future__ import annotations
 
-__all__ = [
-    "AutoParallel", "CaptureError", "Digit", "Layout", "LayoutError", "MissingRuleError", "Operator", "Plan",
-    "PlanError", "RecaptureWarning", "RuleError", "RuntimeMismatchError", "SettingError", "ShardwrightError",
-    "StrategyError", "init", "no_init_parameters", "plan", "rule", "shard", "verify",
-]
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .errors import (
+        CaptureError, LayoutError, MissingRuleError, PlanError, RuleError, RuntimeMismatchError, SettingError,
+        ShardwrightError, StrategyError,
+    )
+    from .layout import Digit, Layout
+    from .marks import Operator, shard
+    from .parallel import AutoParallel, RecaptureWarning
+    from .plan import Plan, plan
+    from .rules import rule
+    from .runtime.deferred import no_init_parameters
+    from .runtime.init import init
+    from .verify import VerifyReport, verify
+
+#: Public name -> the room that it lives in. Loaded when first used: the launcher needs none of torch.
+_ROOMS = {
+    **dict.fromkeys(("CaptureError", "LayoutError", "MissingRuleError", "PlanError", "RuleError",
+                     "RuntimeMismatchError", "SettingError", "ShardwrightError", "StrategyError"), "errors"),
+    **dict.fromkeys(("Digit", "Layout"), "layout"),
+    **dict.fromkeys(("Operator", "shard"), "marks"),
+    **dict.fromkeys(("AutoParallel", "RecaptureWarning"), "parallel"),
+    **dict.fromkeys(("Plan", "plan"), "plan"),
+    "rule": "rules",
+    "no_init_parameters": "runtime.deferred",
+    "init": "runtime.init",
+    **dict.fromkeys(("VerifyReport", "verify"), "verify"),
+}
+
+__all__ = sorted(_ROOMS)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ROOMS:
+        raise AttributeError(f"module 'shardwright' has no attribute {name!r}")
+    value = getattr(import_module(f".{_ROOMS[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+class _Package(ModuleType):
+    """`plan` and `verify` are rooms and public functions: the name of the package stands for the function."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _ROOMS and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

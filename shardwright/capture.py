@@ -11,9 +11,11 @@ with inputs that name an ordinary device.
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import operator
 import re
+import sys
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -33,19 +35,26 @@ __all__ = ["MarkUse", "WithLoss", "capture"]
 
 aten = torch.ops.aten
 
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in ')
-_OURS = __file__.rsplit("/", 1)[0]
-_TORCH = torch.__file__.rsplit("/", 1)[0]
+_OURS = __file__.rsplit("/", 1)[0] + "/"
+_TORCH = torch.__file__.rsplit("/", 1)[0] + "/"
 
 
 @dataclass(frozen=True)
 class MarkUse:
-    """A mark on one operator call: the marked operator, and its tensor inputs in the order of the user's call.
+    """A mark on one operator call.
 
-    ``order[i]`` is the index in `Op.inputs` of the i-th entry of the strategy.
+    Args:
+        in_strategy, out_strategy: as the user gave them.
+        source: the line that gave them.
+        order: ``order[i]`` is the index in `Op.inputs` of the i-th entry of the in_strategy, which stands in the order
+            of the user's call.
     """
 
-    operator: Operator
+    in_strategy: Any
+    out_strategy: Any
+    source: str
     order: tuple[int, ...]
 
 
@@ -131,7 +140,7 @@ def capture(net: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None, *
             return leaf
         where = device if leaf.device.type == "meta" else leaf.device
         with mode:
-            return torch.empty(leaf.shape, dtype=leaf.dtype, device=where)
+            return torch.empty(leaf.shape, dtype=leaf.dtype, device=where, requires_grad=leaf.requires_grad)
 
     fake_args, fake_kwargs = pytree.tree_map(fake_input, (tuple(args), dict(kwargs or {})))
     tied: dict[int, list[str]] = {}
@@ -139,7 +148,8 @@ def capture(net: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None, *
                          *module.named_buffers(remove_duplicate=False)]:
         tied.setdefault(id(tensor), []).append(_bare(name, prefix))
     try:
-        with _fake_state(module, mode, device), collect_marks() as calls, _quiet():
+        with _fake_state(module, mode, device), collect_marks() as calls, _quiet(), \
+                _own_backwards_refused():
             program = torch.export.export(module, fake_args, fake_kwargs, strict=False)
     except ShardwrightError:
         raise
@@ -157,14 +167,40 @@ def capture(net: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None, *
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """What export logs beside the error that it raises is left out: the error says it."""
+    """What export logs and prints beside the error that it raises (half a graph) is left out: the error says it."""
     log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    level = log.level
+    level, graph, written = log.level, "", io.StringIO()
     log.setLevel(logging.CRITICAL)
+    try:
+        with contextlib.redirect_stderr(written):
+            yield
+    except Exception as error:
+        graph = str(getattr(error, "partial_fx_graph", ""))
+        raise
+    finally:
+        log.setLevel(level)
+        sys.stderr.write(written.getvalue().replace(graph, "").lstrip("\n") if graph else written.getvalue())
+
+
+@contextlib.contextmanager
+def _own_backwards_refused() -> Iterator[None]:
+    """A user's `torch.autograd.Function` would be captured without its backward, silently: an error instead."""
+    plain = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if not cls.__module__.startswith("torch.") or cls.__module__ == "torch.utils.checkpoint":
+            frames = [(f.filename, f.lineno or 0) for f in traceback.extract_stack()]
+            raise CaptureError(f"{cls.__qualname__} is a torch.autograd.Function: its backward cannot be captured",
+                               source=_user_frame(frames) or None,
+                               legal="torch.library.custom_op with register_autograd, described by sw.rule"
+                               if cls.__module__ != "torch.utils.checkpoint" else "checkpoint(..., use_reentrant=False)")
+        return plain.__get__(None, cls)(*args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)
     try:
         yield
     finally:
-        log.setLevel(level)
+        torch.autograd.Function.apply = plain
 
 
 def _bare(name: str, prefix: str) -> str:
@@ -177,7 +213,7 @@ class _Cell:
     def __init__(self, value: Value, base: _Cell | None = None) -> None:
         self.value = value
         self.base = base.base or base if base is not None else None  # the cell that it is a view of
-        self.stale: Op | None = None
+        self.stale: torch.fx.Node | None = None
         self.views: list[_Cell] = []
 
 
@@ -191,12 +227,13 @@ class _Reader:
         self.ops: list[Op] = []
         self.cells: dict[torch.fx.Node, Any] = {}
         self.updates: dict[str, Value] = {}
-        self.buffer_cells: dict[int, str] = {}
+        self.state: dict[int, tuple[InputKind, str]] = {}  # cells of parameters and buffers
         self.used: set[str] = set()
         self.begun: dict[int, int] = {}                    # marked call -> how many operators came before it
         self.entries: dict[torch.fx.Node, int] = {}        # mark node -> which tensor input of the call it is
         self.places: list[dict[int, int]] = []             # per operator: index of an input -> its place in the call
         self.attached: set[int] = set()
+        self.named: set[int] = set()                       # marked operators whose bare name is taken
 
     def unique(self, name: str) -> str:
         candidate, count = name, 1
@@ -219,7 +256,7 @@ class _Reader:
                 self.cells[node] = meta if spec.kind is not InputKind.USER_INPUT else getattr(spec.arg, "value", meta)
                 continue
             if spec.kind is InputKind.USER_INPUT:
-                value = Value(self.unique(node.name), tuple(meta.shape), meta.dtype)
+                value = Value(self.unique(node.name), tuple(meta.shape), meta.dtype, meta.requires_grad)
                 inputs.append(value)
             elif spec.kind is InputKind.CONSTANT_TENSOR:
                 value = Value(self.unique(spec.target), tuple(meta.shape), meta.dtype)
@@ -235,8 +272,8 @@ class _Reader:
                 value = table[name]
             cell = _Cell(value)
             self.cells[node] = cell
-            if spec.kind is InputKind.BUFFER:
-                self.buffer_cells[id(cell)] = value.name
+            if spec.kind in (InputKind.BUFFER, InputKind.PARAMETER):
+                self.state[id(cell)] = (spec.kind, value.name)
         for mark_path in self.mark_names.values():
             self.used.add(mark_path)
         result = self.walk(self.program.graph, self.program.graph_module)
@@ -251,8 +288,8 @@ class _Reader:
 
     def read(self, cell: _Cell) -> Value:
         if cell.stale is not None:
-            raise CaptureError(f"a tensor is used after {cell.stale.kind}_ changed, in place, memory that it shares",
-                               **cell.stale.where, legal="the operator without the underscore")
+            raise CaptureError(f"a tensor is used after {cell.stale.target} changed, in place, memory that it shares",
+                               source=_source(cell.stale) or None, legal="the operator without the underscore")
         return cell.value
 
     def walk(self, graph: torch.fx.Graph, owner: torch.fx.GraphModule) -> list[Any]:
@@ -320,10 +357,11 @@ class _Reader:
                                legal="shard() on each operator by itself")
         op, places = self.ops[inside[0]], self.places[inside[0]]
         order = tuple(sorted(range(len(op.inputs)), key=lambda i: (places.get(i, len(op.inputs)), i)))
-        path, count = name or op.name, 1
-        while name and any(o.name == path for o in self.ops):
-            path, count = f"{name}_{count}", count + 1
-        self.ops[inside[0]] = replace(op, name=path, mark=MarkUse(marked, order))
+        path = op.name
+        if name is not None:  # the first call has the bare name
+            path = self.unique(name) if id(marked) in self.named else name
+            self.named.add(id(marked))
+        self.ops[inside[0]] = replace(op, name=path, mark=MarkUse(marked.in_strategy, marked.out_strategy, marked.source, order))
 
     def operator(self, node: torch.fx.Node, target: Any) -> None:
         written = [a for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
@@ -336,8 +374,9 @@ class _Reader:
         returns = target._schema.returns
         base = self.cells.get(node.args[0]) if node.args and isinstance(node.args[0], torch.fx.Node) else None
         if len(returns) == 1 and returns[0].alias_info is not None and isinstance(base, _Cell):
-            cells[0].base = base.base or base
-            cells[0].base.views.append(cells[0])
+            for cell in cells:
+                cell.base = base.base or base
+                cell.base.views.append(cell)
         self.cells[node] = cells[0] if isinstance(node.meta.get("val"), torch.Tensor) else cells
 
     def in_place(self, node: torch.fx.Node, target: Any, written: int, args: tuple, kwargs: dict) -> None:
@@ -352,21 +391,31 @@ class _Reader:
             changed.value = args[1]
         else:
             changed.value = self.record(node, plain, args, kwargs)[0].value
-        op = self.ops[-1]
         if (changed.value.shape, changed.value.dtype) != (old.shape, old.dtype):
-            raise CaptureError(f"{target} would change the type or shape of the tensor it writes to", **op.where)
-        if id(changed) in self.buffer_cells:
-            self.updates[self.buffer_cells[id(changed)]] = changed.value
+            raise CaptureError(f"{target} would change the type or shape of the tensor it writes to",
+                               source=_source(node) or None)
         root = changed.base or changed
+        kind, name = self.state.get(id(root), (None, ""))
+        if kind is InputKind.PARAMETER:
+            raise CaptureError(f"the model changes its parameter {name!r} in place", source=_source(node) or None,
+                               legal="a change outside of the model's forward")
+        if kind is InputKind.BUFFER:
+            if changed is not root:
+                raise CaptureError(f"the model changes a part of its buffer {name!r} in place",
+                                   source=_source(node) or None, legal=f"a change of the whole of {name!r}")
+            self.updates[name] = changed.value
         for cell in [root, *root.views]:
             if cell is not changed:
-                cell.stale = op
+                cell.stale = node
         self.cells[node] = changed
 
     def record(self, node: torch.fx.Node, target: Any, args: tuple, kwargs: dict) -> list[_Cell]:
         """Append an operator; its outputs' cells."""
         meta = node.meta.get("val")
         metas = list(meta) if isinstance(meta, (tuple, list)) else [meta]
+        if any(isinstance(s, _SYMBOLIC) for m in metas for s in (m.shape if isinstance(m, torch.Tensor) else (m,))):
+            raise CaptureError(f"what {target} gives depends on the values of tensors", source=_source(node) or None,
+                               legal="shapes and numbers that do not depend on the values of tensors")
         name = self.unique(node.name.rstrip("_") or node.name)
         inputs = values_in((args, kwargs))
         grad = any(v.requires_grad for v in inputs) and target is not aten.detach.default

@@ -21,12 +21,12 @@ from .conversion_steps import Geometry, Step, make_step
 from .errors import LayoutError
 from .layout import Digits, Layout
 
-__all__ = ["Conversion", "Geometry", "Step", "conversion", "transpose"]
+__all__ = ["Conversion", "Geometry", "Step", "conversion", "through", "transpose"]
 
 
 @dataclass(frozen=True, eq=False)
 class Conversion:
-    """How a tensor goes from one layout to another. Two are equal when their layouts are.
+    """How a tensor goes from one layout to another.
 
     Attributes:
         source: the layout it has; its `partial` digits are those of a reduction still open.
@@ -47,13 +47,13 @@ class Conversion:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Conversion):
             return NotImplemented
-        return self is other or (self.source, self.target) == (other.source, other.target)
+        return self is other or (self.source, self.target, self.steps) == (other.source, other.target, other.steps)
 
     def __hash__(self) -> int:
         return self._hash
 
     def __reduce__(self):
-        return conversion, (self.source, self.target)
+        return Conversion, (self.source, self.target, self.steps, self.sent)
 
     @property
     def is_identity(self) -> bool:
@@ -122,6 +122,16 @@ def transpose(forward: Conversion, partial: Digits = ()) -> Conversion:
     """
     gradient = forward.target.without_partial().with_partial(partial)
     return conversion(gradient, forward.source.without_partial())
+
+
+def through(source: Layout, middle: Layout, target: Layout) -> Conversion:
+    """One conversion that passes through a layout on its way: first to `middle`, then on to `target`.
+
+    Raises:
+        LayoutError: as `conversion`.
+    """
+    first, second = conversion(source, middle), conversion(middle, target)
+    return Conversion(source, target, first.steps + second.steps, first.sent + second.sent)
 
 
 def _direct(source: Layout, target: Layout) -> tuple[int, int, tuple[Step, ...]] | None:

@@ -21,7 +21,7 @@ from itertools import product
 
 from .errors import LayoutError
 
-__all__ = ["Digit", "Digits", "Layout", "allocate", "complement", "digits_size", "group_of", "groups", "merge"]
+__all__ = ["Digit", "Digits", "Layout", "allocate", "complement", "digits_size", "group_of", "groups", "merge", "overlap"]
 
 RESERVED_NAME = "interleaved_parallel"
 REDUCTIONS = ("sum", "max", "min")
@@ -108,6 +108,12 @@ def allocate(devices: int, cuts: Sequence[int]) -> tuple[Digits, ...]:
         stride //= cut
         out.append(merge((Digit(cut, stride),)))
     return tuple(out)
+
+
+def overlap(some: Iterable[Digit], others: Iterable[Digit]) -> bool:
+    """Whether two sets of digits speak of a common part of the rank."""
+    others = tuple(others)
+    return any(a.stride < b.span and b.stride < a.span for a in some for b in others if a.size > 1 and b.size > 1)
 
 
 def group_of(rank: int, digits: Iterable[Digit]) -> tuple[int, ...]:

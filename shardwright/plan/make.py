@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..capture import capture
+from ..capture import MarkUse, capture
 from ..errors import SettingError
 from ..graph import Graph
 from ..layout import Layout
@@ -38,10 +40,8 @@ def make_plan(graph: Graph, devices: int, parallel_mode: str, dataset_strategy: 
     if on_missing_rule not in ("error", "replicate"):
         raise SettingError(f"unknown on_missing_rule {on_missing_rule!r}", legal='"error" or "replicate"')
     if parallel_mode == "stand_alone":
-        devices, parallel_mode, dataset_strategy = 1, "semi_auto", "full_batch"
-        decisions, carries = semi_auto(graph, 1, feeding(graph, 1, "full_batch"), on_missing_rule="replicate",
-                                       marks=False)
-        made = Plan(graph, 1, "stand_alone", feeding(graph, 1, "full_batch"), decisions, carries)
+        fed = feeding(graph, 1, "full_batch")
+        made = Plan(graph, 1, "stand_alone", fed, *data_parallel(graph, 1, fed, on_missing_rule="replicate"))
         made.routed
         return made
     fed = feeding(graph, devices, dataset_strategy)
@@ -53,7 +53,7 @@ def make_plan(graph: Graph, devices: int, parallel_mode: str, dataset_strategy: 
 
 def plan(net: nn.Module, inputs: tuple, loss_fn: Any = None, targets: Any = None, *, parallel_mode: str = "semi_auto",
          devices: int = 8, dataset_strategy: Any = "full_batch", on_missing_rule: str = "error",
-         kwargs: dict[str, Any] | None = None) -> Plan:
+         marks: Mapping[str, Any] | None = None, kwargs: dict[str, Any] | None = None) -> Plan:
     """Plan a model without running it: no process group, no devices, nothing allocated.
 
     Args:
@@ -64,6 +64,8 @@ def plan(net: nn.Module, inputs: tuple, loss_fn: Any = None, targets: Any = None
         devices: how many devices.
         dataset_strategy: "full_batch", "data_parallel", or a tuple with one entry per tensor input.
         on_missing_rule: "error", or "replicate": operators without a rule run whole, and the plan says so.
+        marks: in_strategies by the name of the operator (as `Plan.operators` has it), over what the model carries.
+        kwargs: keyword inputs of the model.
 
     Returns:
         The plan.
@@ -75,5 +77,16 @@ def plan(net: nn.Module, inputs: tuple, loss_fn: Any = None, targets: Any = None
         inputs = (inputs,)
     if loss_fn is not None:
         inputs = (*inputs, targets)
-    graph = capture(net, tuple(inputs), kwargs, loss_fn=loss_fn)
+    graph = _with_marks(capture(net, tuple(inputs), kwargs, loss_fn=loss_fn), marks or {})
     return make_plan(graph, devices, parallel_mode, dataset_strategy, on_missing_rule=on_missing_rule)
+
+
+def _with_marks(graph: Graph, marks: Mapping[str, Any]) -> Graph:
+    """The graph with further operators marked, by name."""
+    names = [op.name for op in graph.ops]
+    for name, strategy in marks.items():
+        if name not in names:
+            raise SettingError(f"marks: no operator is called {name!r}", strategy=strategy, legal=", ".join(names))
+    return graph.with_ops(tuple(
+        replace(op, mark=MarkUse(marks[op.name], None, op.source, tuple(range(len(op.inputs)))))
+        if op.name in marks else op for op in graph.ops))

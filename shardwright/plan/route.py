@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ..conversion import Conversion, conversion, transpose
+from ..conversion import Conversion, conversion, through, transpose
 from ..errors import PlanError
 from ..graph import Graph, Op, Value
-from ..layout import Digits, Layout
+from ..layout import Digits, Layout, overlap
 from ..rules import Assignment, Bound, Rule, expand
 from ..rules.registry import local_call
 from .decision import Decision, Feeding, output_layouts
@@ -240,7 +240,7 @@ class _Router:
         return instance
 
     def compute(self, decision: Decision, op: Op, rule: Rule, bound: Bound, assignment: Assignment) -> None:
-        open_ = self.open_through(op, rule)
+        open_ = self.open_through(op, rule, assignment)
         got = []
         for i, value in enumerate(op.inputs):
             use = self.use(decision, op, bound, assignment, i)
@@ -273,15 +273,16 @@ class _Router:
                 use = _Use(layout, (), decision.op.name, "operator")
                 self.made[final.name] = self.convert(self.made[final.name], use)
 
-    def open_through(self, op: Op, rule: Rule) -> Digits | None:
-        """The digits of an open sum that passes through a linear operator: all its inputs have the same one."""
+    def open_through(self, op: Op, rule: Rule, assignment: Assignment) -> Digits | None:
+        """The digits of an open sum that passes through a linear operator: all its inputs have the same one, and the
+        operator's own cuts leave them alone."""
         if not rule.is_linear(op) or not op.inputs:
             return None
         layouts = [self.made[v.name].layout for v in op.inputs]
         first = layouts[0].partial
         if not first or any(layout.partial != first or layout.reduction != "sum" for layout in layouts):
             return None
-        if any(v.name in self.completed for v in op.inputs):
+        if any(v.name in self.completed for v in op.inputs) or overlap(first, assignment.used):
             return None
         return first
 
@@ -299,6 +300,8 @@ class _Router:
         """The value in the layout that a use asks for."""
         source = self.made[value.name]
         if source.layout.partial and not use.want.partial and self.complete_first(value, source):
+            if len({(u.want, u.partial) for u in self.uses.get(value.name, ())}) == 1:
+                return self.convert(source, use, middle=source.layout.without_partial())
             source = self.complete(value, source)
         return self.convert(source, use)
 
@@ -326,7 +329,7 @@ class _Router:
         once = conversion(source.layout, finished).sent + sum(conversion(finished, w).sent for w in wants)
         return once <= sum(found.sent for found in each)
 
-    def convert(self, source: Instance, use: _Use) -> Instance:
+    def convert(self, source: Instance, use: _Use, middle: Layout | None = None) -> Instance:
         """Shared by (instance, layout, digits of the gradient's sum): q, k and v then need one sum in the backward."""
         partial = use.partial
         others = {u.partial for u in self.uses.get(source.value.name, ()) if u.want == use.want}
@@ -336,7 +339,7 @@ class _Router:
         key = (source.name, use.want, partial)
         if key in self.moves:
             return self.moves[key]
-        forward = conversion(source.layout, use.want)
+        forward = conversion(source.layout, use.want) if middle is None else through(source.layout, middle, use.want)
         backward = transpose(forward, partial) if source.value.requires_grad else None
         if forward.is_identity and (backward is None or backward.is_identity):
             target = source

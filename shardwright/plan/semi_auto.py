@@ -12,20 +12,19 @@ from dataclasses import replace
 from ..conversion import conversion
 from ..errors import ShardwrightError, StrategyError
 from ..graph import Graph, Op, Value
-from ..layout import Layout, allocate
+from ..layout import Layout, allocate, overlap
 from ..rules import Assignment, Bound, Rule, assignment_of, output_layouts_of
 from .decision import Decision, Feeding, batch_dims, batch_factor, description
 
 __all__ = ["data_parallel", "semi_auto"]
 
 
-def semi_auto(graph: Graph, devices: int, fed: Feeding, *, on_missing_rule: str = "error", marks: bool = True,
+def semi_auto(graph: Graph, devices: int, fed: Feeding, *, on_missing_rule: str = "error",
               stored: dict[str, Layout] | None = None) -> tuple[dict[str, Decision], dict[str, int]]:
     """Decide every operator.
 
     Args:
         on_missing_rule: "error", or "replicate" to run an operator without a rule whole.
-        marks: False: as if nothing were marked.
         stored: layouts of parameters that are settled already.
 
     Returns:
@@ -39,11 +38,12 @@ def semi_auto(graph: Graph, devices: int, fed: Feeding, *, on_missing_rule: str 
     decisions: dict[str, Decision] = {}
     for op in graph.ops:
         rule, bound, note = described[op.name]
-        if marks and op.mark is not None and op.mark.operator.in_strategy is not None:
+        mark = op.mark
+        if mark is not None and mark.in_strategy is not None:
             decisions[op.name] = replace(_marked(op, rule, bound, devices), note=note)
         elif not rule.view:
             decisions[op.name] = _along_batch(op, rule, bound, devices, carries, note)
-        if marks and op.mark is not None and op.mark.operator.out_strategy is not None:
+        if mark is not None and mark.out_strategy is not None:
             decision = decisions.get(op.name) or _along_batch(op, rule, bound, devices, carries, note)
             decisions[op.name] = replace(decision, out=_marked_output(op, bound, devices))
     _Views(graph, devices, fed, described, decisions, carries, stored or {}).decide()
@@ -61,14 +61,15 @@ def data_parallel(graph: Graph, devices: int, fed: Feeding, *, on_missing_rule: 
         if value.shape and value.shape[0] % devices:
             raise StrategyError(f"the batch of input {value.name!r} has size {value.shape[0]}; data_parallel cuts it "
                                 f"into {devices} equal parts", legal=f"a batch that {devices} divides")
-    return semi_auto(graph, devices, fed, on_missing_rule=on_missing_rule, marks=False, stored=stored)
+    plain = graph.with_ops(tuple(replace(op, mark=None) for op in graph.ops))
+    return semi_auto(plain, devices, fed, on_missing_rule=on_missing_rule, stored=stored)
 
 
 def _marked(op: Op, rule: Rule, bound: Bound, devices: int) -> Decision:
     """A mark's in_strategy, which stands in the order of the user's call, checked and in normal form."""
-    given, order = op.mark.operator.in_strategy, op.mark.order
+    given, order = op.mark.in_strategy, op.mark.order
     where = {"operator": op.name if op.kind in op.name else f"{op.name} ({op.kind})",
-             "source": op.source or op.mark.operator.source}
+             "source": op.source or op.mark.source}
     try:
         strategy = given
         if isinstance(given, (tuple, list)) and not isinstance(given, Layout) and len(given) <= len(order):
@@ -81,11 +82,11 @@ def _marked(op: Op, rule: Rule, bound: Bound, devices: int) -> Decision:
 
 def _marked_output(op: Op, bound: Bound, devices: int) -> tuple[Layout, ...]:
     try:
-        return output_layouts_of(bound, op.mark.operator.out_strategy, devices)
+        return output_layouts_of(bound, op.mark.out_strategy, devices)
     except ShardwrightError as error:
         raise error.located(operator=op.name if op.kind in op.name else f"{op.name} ({op.kind})",
-                            source=op.source or op.mark.operator.source,
-                            strategy=f"out_strategy {op.mark.operator.out_strategy}") from None
+                            source=op.source or op.mark.source,
+                            strategy=f"out_strategy {op.mark.out_strategy}") from None
 
 
 def _along_batch(op: Op, rule: Rule, bound: Bound, devices: int, carries: dict[str, int],
@@ -150,7 +151,9 @@ class _Views:
         came = self.layouts.get(op.inputs[0].name)
         if came is None or not came.partial or not decision.rule.is_linear(op) or len(op.inputs) > 1:
             return ()
-        return came.partial if decision.wanted(0) == came.without_partial() else ()
+        if decision.wanted(0) != came.without_partial() or overlap(came.partial, decision.assignment.used):
+            return ()
+        return came.partial
 
     def best(self, op: Op) -> Decision:
         rule, bound, note = self.described[op.name]
