@@ -32,6 +32,7 @@ for reduction in (NONE, MEAN, SUM):
     case(2, aten.nll_loss_nd.default, rand(4, 5, 2), integers(5, 4, 2), None, reduction)
     case(1, aten.nll_loss.default, rand(8, 5), integers(5, 8), weight, reduction)
     case(3, aten.nll_loss2d.default, rand(2, 5, 4, 2), integers(5, 2, 4, 2), weight, reduction, 1)
+    case(int(reduction == SUM), aten.nll_loss_forward.default, rand(8, 5), integers(5, 8), weight, reduction, 2)
 case(2, aten.mse_loss.default, rand(4, 8), rand(4, 8))
 case(2, aten.mse_loss.default, rand(4, 8), fixed(rand(4, 1)), MEAN)
 case(1, aten.cross_entropy_loss.default, rand(8, 5), integers(5, 8), weight=fixed(positive(5)))

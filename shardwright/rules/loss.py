@@ -85,10 +85,27 @@ def _expand_classes(op: Op, bound: Bound, assignment: Assignment) -> Expansion |
         return lambda b: b.to(b.call(aten.div.Tensor, _summed(b, op), count), out)
 
     def work(b):
-        both = b.call(aten.stack.default, [_summed(b, op), _counted(b, op, wide(out))])
+        total, count = _fused(b, op) or (_summed(b, op), _counted(b, op, wide(out)))
+        both = b.call(aten.stack.default, [total, count])
         total, count = b.call(aten.unbind.int, both)
         return b.to(b.call(aten.div.Tensor, total, b.call(aten.detach.default, count)), out)
     return work
+
+
+def _fused(b, op: Op) -> tuple[Value, Value] | None:
+    """Numerator and denominator from the one kernel that makes both, where torch has it for this call."""
+    scores, out = op.argument("self"), op.outputs[0].dtype
+    if len(scores.shape) != 2 or op.argument("label_smoothing", 0.0) or wide(out) != out:
+        return None
+    if op.kind == "cross_entropy_loss":
+        scores = b.call(aten.log_softmax.int, scores, 1)
+    return b.call(aten.nll_loss_forward.default, scores, op.argument("target"), op.argument("weight"), SUM,
+                  op.argument("ignore_index"))
+
+
+def _fused_text(op: Op) -> str:
+    n = "n" if op.argument("reduction") == SUM else "n!"
+    return f"{operands(op, self=f'{n} c!', target=n, weight='c!')} -> {n if op.argument('reduction') == NONE else ''}, "
 
 
 def _counted(b, op: Op, dtype: torch.dtype) -> Value:
@@ -116,6 +133,7 @@ register((aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.defau
           aten.hinge_embedding_loss.default, aten.margin_ranking_loss.default), _ELEMENTWISE)
 register((aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss2d.default),
          Rule(_classes_text, expand=_expand_classes))
+register((aten.nll_loss_forward.default,), Rule(_fused_text))
 register((aten.triplet_margin_loss.default, aten.cosine_embedding_loss.default, aten.multi_margin_loss.default),
          Rule(_rows_text, expand=_expand_rows))
 register((aten.take.default,), Rule(_take_text))
