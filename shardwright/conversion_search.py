@@ -13,9 +13,13 @@ moves, with L the local size before and n the number of ranks in the group:
     all_gather      atom -> R            (n-1) L
 
 Moves that permute may put a digit which is to become a replica into an atom (or a replica) that another one leaves:
-that is how ``[A, B] -> [B, -]`` sends 4 parts of 16 and not 6 (n = 4). Cost: what a rank must send, then the number of
-collectives. Slicing as soon as possible never hurts, so it is no choice. States may be *strided* (a minor atom is
-carried while a more major one is local): no Layout can say that, but between two layouts it saves collectives.
+that is how ``[A, B] -> [B, -]`` sends 4 parts of 16 and not 6 (n = 4). And where a replica or a term waits for an atom
+that another digit is going to leave, it may take the free one at the end of that chain, so that less is there to
+permute: that is how ``[-, A·B] -> [A·B, C]`` sends 2 parts of 16 and not 3 (n = 2).
+
+Cost: what a rank must send, then the number of collectives, then how many of them permute. Slicing where a digit is
+to be never hurts, so it is no choice. States may be *strided* (a minor atom is carried while a more major one is
+local): no Layout can say that, but between two layouts it saves collectives.
 """
 
 from __future__ import annotations
@@ -159,38 +163,42 @@ def search(refinement: Refinement) -> tuple[int, tuple[Move, ...]]:
     for size in sizes:
         whole *= size * size
     first = _sliced(start, goal, moving)
-    heap = [(0, 0, 0, first)]
+    heap = [(0, 0, 0, 0, first)]
     came: dict[State, tuple[State, str, State] | None] = {first: None}
-    best = {first: (0, 0)}
+    best = {first: (0, 0, 0)}
     tick = 0
     while heap:
-        sent, collectives, _, state = heapq.heappop(heap)
+        sent, collectives, permuting, _, state = heapq.heappop(heap)
         if state == goal:
             break
-        if best[state] < (sent, collectives):
+        if best[state] < (sent, collectives, permuting):
             continue
         local = whole
         for place, size in zip(state, sizes):
             if place >= 0:
                 local //= size
-        for kind, cost, middle in _moves(state, goal, sizes, moving, local):
+        for kind, cost, permutes, middle in _moves(state, goal, sizes, moving, local):
             after = _sliced(middle, goal, moving)
-            price = (sent + cost, collectives + 1)
+            price = (sent + cost, collectives + (kind != "slice"), permuting + permutes)
             if after not in best or price < best[after]:
                 best[after] = price
                 came[after] = (state, kind, middle)
                 tick += 1  # of equal prices the move that was generated first wins: the same path every time
                 heapq.heappush(heap, (*price, tick, after))
-    moves: list[Move] = []
+    assert state == goal, "a state without a way on"
+    path: list[Move] = []
     while (step := came[state]) is not None:
         before, kind, middle = step
-        if middle != state:
-            moves.append(Move("slice", middle, state))
-        moves.append(Move(kind, before, middle))
+        path += [Move("slice", middle, state), Move(kind, before, middle)]
         state = before
-    if state != start:
-        moves.append(Move("slice", start, state))
-    return sent, tuple(reversed(moves))
+    path.append(Move("slice", start, state))
+    moves: list[Move] = []
+    for move in reversed(path):
+        if moves and moves[-1].kind == move.kind == "slice":
+            move = Move("slice", moves.pop().before, move.after)
+        if move.before != move.after:
+            moves.append(move)
+    return sent, tuple(moves)
 
 
 def _sliced(state: State, goal: State, moving: tuple[int, ...]) -> State:
@@ -206,8 +214,8 @@ def _sliced(state: State, goal: State, moving: tuple[int, ...]) -> State:
 
 
 def _moves(state: State, goal: State, sizes: Sequence[int], moving: tuple[int, ...],
-           local: int) -> Iterator[tuple[str, int, State]]:
-    """(kind, what a rank sends, the state after) of every move; reductions first."""
+           local: int) -> Iterator[tuple[str, int, bool, State]]:
+    """(kind, what a rank sends, whether it permutes, the state after) of every move; reductions first."""
     taken = {state[i]: i for i in moving if state[i] >= 0}
     reduce, scatter, gather, exchange = [], [], [], []
     for i in moving:
@@ -222,16 +230,33 @@ def _moves(state: State, goal: State, sizes: Sequence[int], moving: tuple[int, .
             exchange.append(i)
     every = len(moving) <= MOST_SUBSETS
     for chosen, n in _subsets(reduce, sizes, every):
-        yield "all_reduce", 2 * (n - 1) * local // n, _placed(state, {i: REPLICA for i in chosen})
+        yield "all_reduce", 2 * (n - 1) * local // n, False, _placed(state, {i: REPLICA for i in chosen})
     for chosen, n in _subsets(scatter, sizes, every):
-        yield "reduce_scatter", (n - 1) * local // n, _placed(state, {i: goal[i] for i in chosen})
+        yield "reduce_scatter", (n - 1) * local // n, False, _placed(state, {i: goal[i] for i in chosen})
     for chosen, n in _subsets(gather, sizes, every):
-        yield "all_gather", (n - 1) * local, _placed(state, {i: REPLICA for i in chosen})
-    for chosen, n in _subsets(exchange, sizes, every):
-        places = {i: goal[i] for i in chosen}
-        permutes = _displace(places, state, goal, sizes, taken)
-        if permutes is not None:
-            yield "all_to_all", local if permutes else (n - 1) * local // n, _placed(state, places)
+        yield "all_gather", (n - 1) * local, False, _placed(state, {i: REPLICA for i in chosen})
+    sets = [exchange]
+    if not every:  # replicas that take part need one who becomes a replica; without them there is always a way
+        sets.append([i for i in exchange if state[i] != REPLICA])
+    for items in sets:
+        for chosen, n in _subsets(items, sizes, every):
+            places = {i: goal[i] for i in chosen}
+            permutes = _displace(places, state, goal, sizes, taken)
+            if permutes is not None:
+                yield "all_to_all", local if permutes else (n - 1) * local // n, permutes, _placed(state, places)
+    if every:
+        for i in moving:
+            if state[i] < 0 <= goal[i] and (place := _chain_end(goal[i], goal, taken)) is not None:
+                kind, n = ("slice", 1) if state[i] == REPLICA else ("reduce_scatter", sizes[i])
+                yield kind, (n - 1) * local // n, False, _placed(state, {i: place})
+
+
+def _chain_end(place: int, goal: State, taken: dict[int, int]) -> int | None:
+    """The free atom into which the digit in `place` goes, or the one whose place it takes, and so on; None without."""
+    end = place
+    while end in taken:
+        end = goal[taken[end]]
+    return end if 0 <= end != place else None
 
 
 def _subsets(items: Sequence[int], sizes: Sequence[int], every: bool) -> Iterator[tuple[tuple[int, ...], int]]:
@@ -249,9 +274,11 @@ def _displace(places: dict[int, int], state: State, goal: State, sizes: Sequence
               taken: dict[int, int]) -> bool | None:
     """Find a place for each digit that an all_to_all drives out of its atom; adds it to `places`.
 
+    There is one of its size: whoever takes an atom leaves a place of the same size.
+
     Returns:
         Whether the all_to_all permutes, or None where it cannot be: a digit driven out has an atom as its own goal
-        (then it belongs into the set), finds no place of its size, or a replica's place would stay empty.
+        (then it belongs into the set), or a replica's place would stay empty.
     """
     movers = tuple(places)
     entered = set(places.values())
@@ -262,8 +289,6 @@ def _displace(places: dict[int, int], state: State, goal: State, sizes: Sequence
         if goal[i] != REPLICA:
             return None
         free = [k for k, size in enumerate(width) if size == sizes[i]]
-        if not free:
-            return None
         k = min(free, key=lambda k: (left[k] != REPLICA, k))  # a replica's place is where it wants to be
         places[i] = left.pop(k)
         width.pop(k)

@@ -21,7 +21,15 @@ from .conversion_search import PARTIAL, REPLICA, Move, Refinement
 from .errors import LayoutError
 from .layout import Digit, Digits, merge
 
-__all__ = ["Atom", "Geometry", "Step", "make_step"]
+__all__ = ["Atom", "Geometry", "Step", "digits_value", "make_step"]
+
+
+def digits_value(digits: Digits, rank: int) -> int:
+    """The mixed-radix number that `digits`, most major first, have together on a rank."""
+    out = 0
+    for digit in digits:
+        out = out * digit.size + digit.value(rank)
+    return out
 
 
 @dataclass(frozen=True)
@@ -135,30 +143,15 @@ class Step:
 
     def position(self, rank: int) -> int:
         """The rank's place in its group, ascending."""
-        return sum(d.value(rank) * w for d, w in zip(self.moved, self._weights()))
+        return digits_value(self.moved, rank)
 
-    def _weights(self) -> list[int]:
-        """Per moved digit what one of it counts in a position."""
-        out, weight = [], 1
-        for digit in reversed(self.moved):
-            out.append(weight)
-            weight *= digit.size
-        return out[::-1]
-
-    def scattered(self) -> tuple[int, ...]:
+    def _scattered(self) -> tuple[int, ...]:
         """The moved digits whose values choose a piece, as indices into `moved`, most major first."""
         return tuple(sorted(a.scattered for dim in self.dims for a in dim if a.scattered is not None))
 
-    def gathered(self) -> tuple[int, ...]:
+    def _gathered(self) -> tuple[int, ...]:
         """The moved digits whose values tell the received pieces apart, likewise."""
         return tuple(sorted(a.gathered for dim in self.dims for a in dim if a.gathered is not None))
-
-    def piece(self, rank: int) -> int:
-        """Which of the pieces is the rank's own after a slice or a reduce-scatter."""
-        out = 0
-        for i in self.scattered():
-            out = out * self.moved[i].size + self.moved[i].value(rank)
-        return out
 
     def partners(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """For an all-to-all: positions in the group that the rank's pieces go to, and that its received ones come from.
@@ -166,11 +159,11 @@ class Step:
         Both ascend, in the order of the pieces.
         """
         mine = [d.value(rank) for d in self.moved]
-        to = self._reached({j: mine[i] for i, j in self.permuted}, self.scattered())
-        return to, self._reached({i: mine[j] for i, j in self.permuted}, self.gathered())
+        to = self._reached({j: mine[i] for i, j in self.permuted}, self._scattered())
+        return to, self._reached({i: mine[j] for i, j in self.permuted}, self._gathered())
 
     def _reached(self, fixed: dict[int, int], free: tuple[int, ...]) -> tuple[int, ...]:
-        weights = self._weights()
+        weights = [math.prod(d.size for d in self.moved[k + 1:]) for k in range(len(self.moved))]
         out = [sum(value * weights[i] for i, value in fixed.items())]
         for i in free:
             out = [base + value * weights[i] for base in out for value in range(self.moved[i].size)]
@@ -228,7 +221,7 @@ def _geometry(step: Step, shape: tuple[int, ...]) -> Geometry:
     for dim, (size, atoms) in enumerate(zip(shape, step.dims)):
         local = math.prod(a.size for a in atoms if a.gathered is None)
         if size % local:
-            raise LayoutError(f"dim {dim} of the local tensor {shape} has size {size}, which does not divide by {local}")
+            raise LayoutError(f"dim {dim} of the local tensor {shape} has size {size}, not a multiple of {local}")
         axes = [(a.size, dim, a) for a in atoms] + [(size // local, dim, None)]
         before += [x for x in axes if x[2] is None or x[2].gathered is None]
         kept += [x for x in axes if x[2] is None or _stays(x[2])]

@@ -21,6 +21,7 @@ A, B, ALL = Digit(2, 2), Digit(2, 1), Digit(4, 1)
 PAIRS = {
     "slice": (((), (), ()), ((A,), (B,), ()), ()),
     "slice_minor": (((A,), (), ()), ((A, B), (), ()), ()),
+    "slice_two_digits": (((), (), ()), ((), (), (B, A)), ()),
     "all_gather": (((A,), (B,), ()), ((), (), ()), ()),
     "all_gather_last_dim": (((), (), (ALL,)), ((), (), ()), ()),
     "all_gather_minor": (((A, B), (), ()), ((A,), (), ()), ()),

@@ -1,16 +1,19 @@
 """Conversions: what they compute, what they cost, what is refused."""
 
+import heapq
+import itertools
 import math
 import pickle
 import time
 from fractions import Fraction
+from operator import le
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.conversion import conversion, transpose
+from shardwright.conversion import conversion, through, transpose
 from shardwright.errors import LayoutError
 from shardwright.layout import Digit, Layout, digits_size, groups
 from shardwright.runtime import shards as shards_module
@@ -162,6 +165,70 @@ def test_never_more_than_gathering_everything(pair):
     assert shapes[-1] == target.local_shape(shape) and math.prod(shapes[0]) == numel
 
 
+def ordinary_steps(layout):
+    """Every textbook step from a layout of 8 devices to another, one digit or two at a time: (sent, layout)."""
+    local = Fraction(1, math.prod(layout.cuts))
+    binary = [[Digit(2, stride) for d in digits for stride in (4, 2, 1) if d.stride <= stride < d.span]
+              for digits in (*layout.dims, layout.partial, layout.replicas)]
+    dims, partial, replicas = binary[:-2], binary[-2], binary[-1]
+
+    def to(new, open_):
+        return Layout.of(8, new, open_)
+
+    def put(dims, dim, digits):
+        return [d + list(digits) if k == dim else d for k, d in enumerate(dims)]
+
+    for n in (1, 2, 3):
+        for digits in itertools.permutations(partial, n):
+            rest = [d for d in partial if d not in digits]
+            yield 2 * (2 ** n - 1) * local / 2 ** n, to(dims, rest)
+            for k in range(len(dims)):
+                yield (2 ** n - 1) * local / 2 ** n, to(put(dims, k, digits), rest)
+        for k, carried in enumerate(dims):
+            if len(carried) >= n:
+                short = [d[:-n] if j == k else d for j, d in enumerate(dims)]
+                yield (2 ** n - 1) * local, to(short, partial)
+                for j in range(len(dims)):
+                    if j != k:
+                        yield (2 ** n - 1) * local / 2 ** n, to(put(short, j, carried[-n:]), partial)
+    for digit in replicas:
+        for k in range(len(dims)):
+            yield Fraction(0), to(put(dims, k, [digit]), partial)
+
+
+def test_no_sequence_of_ordinary_steps_is_cheaper():
+    """Against a shortest path among Layouts alone, which shares nothing with ours."""
+    everywhere = {}
+    start = Layout.of(8, ((), ()), [Digit(8, 1)])
+    todo = [start]
+    while todo:
+        layout = todo.pop()
+        if layout not in everywhere:
+            everywhere[layout] = list(ordinary_steps(layout))
+            todo += [after for _, after in everywhere[layout]]
+    assert len(everywhere) == 92
+    tick = itertools.count()
+    for source in everywhere:
+        shortest = {}
+        for target in everywhere:
+            if target.partial:
+                continue
+            # What neither of the two cuts that often may not divide: a path for all shapes cannot cut it either.
+            most = tuple(map(max, source.cuts, target.cuts))
+            if most not in shortest:
+                best, heap = {}, [(Fraction(0), next(tick), source)]
+                while heap:
+                    sent, _, layout = heapq.heappop(heap)
+                    if layout not in best:
+                        best[layout] = sent
+                        for cost, after in everywhere[layout]:
+                            if after not in best and all(map(le, after.cuts, most)):
+                                heapq.heappush(heap, (sent + cost, next(tick), after))
+                shortest[most] = best
+            found, sent = conversion(source, target), shortest[most][target]
+            assert found.sent <= sent, f"{found}: {found.sent}, but {sent} suffices"
+
+
 def kinds(source, target):
     return [s.kind for s in conversion(source, target).steps]
 
@@ -209,6 +276,15 @@ def test_a_strided_state_saves_a_gather():
     assert [s.kind for s in found.steps] == ["all_to_all", "slice"] and found.sent == Fraction(1, 4)
 
 
+def test_a_digit_waits_where_another_is_going():
+    a, b, c = Digit(2, 1), Digit(2, 2), Digit(2, 4)
+    waits = conversion(Layout.of(8, ((), [a, b])), Layout.of(8, ([a, b], [c])))
+    assert [s.kind for s in waits.steps] == ["slice", "all_to_all"] and waits.sent == Fraction(2, 16)
+    a, c = Digit(4, 16), Digit(4, 1)
+    waits = conversion(Layout.of(64, ([a], ()), [c]), Layout.of(64, ([c], [a])))
+    assert [s.kind for s in waits.steps] == ["reduce_scatter", "all_to_all"] and waits.sent == Fraction(4, 16)
+
+
 def test_digits_that_change_places_are_one_exchange():
     a, b = Digit(4, 4), Digit(4, 1)
     swap = conversion(Layout.of(16, ([a], [b])), Layout.of(16, ([b], [a])))
@@ -217,6 +293,12 @@ def test_digits_that_change_places_are_one_exchange():
     assert [s.kind for s in turn.steps] == ["all_to_all"] and turn.sent == Fraction(1, 4)
     leave = conversion(Layout.of(16, ([a], [b])), Layout.of(16, ([b], ())))
     assert [s.kind for s in leave.steps] == ["all_to_all", "all_gather"] and leave.sent == Fraction(4, 16)
+    two, three, other_three, other_two = Digit(2, 18), Digit(3, 6), Digit(3, 2), Digit(2, 1)
+    source = Layout.of(36, ([two], [three], [other_two], [other_three]))
+    mixed = conversion(source, Layout.of(36, ([other_two], [other_three], (), ())))
+    assert [s.kind for s in mixed.steps] == ["all_to_all", "all_gather"] and mixed.sent == Fraction(6, 36)
+    shards, whole = make_shards(source, (2, 3, 2, 3), 0)
+    assert_lies(convert_shards(mixed, shards), whole, mixed.target)
 
 
 def test_mixed_radices_go_through_a_common_layout():
@@ -234,6 +316,8 @@ def test_equal_conversions_are_one_object_and_survive_pickling():
     again = pickle.loads(pickle.dumps(found))
     assert again == found and hash(again) == hash(found) and again.steps == found.steps
     assert pickle.loads(pickle.dumps(found.steps[0])) == found.steps[0]
+    detour = through(named, Layout.from_cuts(8, (2, 1)), Layout.replicated(8, 2))
+    assert detour != found and pickle.loads(pickle.dumps(detour)) == detour  # an executor must not take it for `found`
     assert str(found) == "8: [2@4, 4@1] -> 8: [-, -]: all_gather(8@1)"
 
 
@@ -242,7 +326,8 @@ def test_many_devices_are_quick(devices):
     """Every power of two a digit of its own, all of them in motion."""
     count = devices.bit_length() - 1
     digits = [Digit(2, 1 << k) for k in range(count)]
-    shuffled = [digits[k * 5 % count] for k in range(count)] if count % 5 else [digits[k * 3 % count] for k in range(count)]
+    stride = 5 if count % 5 else 3
+    shuffled = [digits[k * stride % count] for k in range(count)]
     source = Layout.of(devices, (digits[::2], digits[1::4], ()), digits[3::4])
     target = Layout.of(devices, ((), shuffled[::2], shuffled[3::4]))
     start = time.perf_counter()
@@ -252,6 +337,32 @@ def test_many_devices_are_quick(devices):
     if devices == 64:
         shards, whole = make_shards(source, (64, 64, 64), 0)
         assert_lies(convert_shards(found, shards), whole, target)
+
+
+@st.composite
+def many_digits(draw):
+    """Two layouts of 512 devices, whose nine digits are all in motion more often than not."""
+    layouts = []
+    for partial in (True, False):
+        places, open_ = [[], [], []], []
+        for k in draw(st.permutations(range(9))):
+            where = draw(st.integers(-2 if partial else -1, 2))
+            if where != -1:
+                (open_ if where == -2 else places[where]).append(Digit(2, 1 << k))
+        layouts.append(Layout.of(512, places, open_))
+    return layouts
+
+
+@given(many_digits())
+@settings(max_examples=40, deadline=None)
+def test_many_digits_find_a_way(pair):
+    """Past a number of digits only the largest sets are tried; the way must still be one."""
+    source, target = pair
+    shape = tuple(max(a, b) for a, b in zip(source.cuts, target.cuts))
+    shards, whole = make_shards(source, shape, 0)
+    found = conversion(source, target)
+    assert found.sent <= gather_everything(source, target)
+    assert_lies(convert_shards(found, shards), whole, target)
 
 
 def test_typical_conversions_take_little_time():
@@ -274,7 +385,7 @@ def test_typical_conversions_take_little_time():
     (Layout.from_cuts(8, (2, 4)), Layout.from_cuts(8, (2, 2, 2))),
     (Layout.from_cuts(8, (2, 1)), Layout.from_cuts(8, (2, 1)).with_partial((Digit(2, 1),))),
     (Layout.from_cuts(8, (2,)).with_partial((Digit(2, 1),)), Layout.from_cuts(8, (2,)).with_partial((Digit(2, 2),))),
-    (Layout.from_cuts(8, (2,)).with_partial((Digit(2, 1),), "max"), Layout.from_cuts(8, (2,)).with_partial((Digit(2, 1),))),
+    (Layout.from_cuts(8, (2,)).with_partial((Digit(2, 1),), "max"), Layout.of(8, ((Digit(2, 4),),), (Digit(2, 1),))),
     (Layout((2, 4), ("dp", "mp")), Layout.from_cuts(8, (2, 4))),
 ])
 def test_refused(source, target):
@@ -303,15 +414,15 @@ def test_other_types_zeros_and_scalars():
 
 
 def test_sums_are_in_the_order_of_the_ranks():
-    values = [1e8, 1.0, -1e8, 1.0]
+    values = [1e8, 1.0, -1e8, 3.0]
     total = convert_shards(conversion(Layout.of(4, (), (Digit(4, 1),)), Layout.replicated(4, 0)),
                            [torch.tensor(v) for v in values])
-    assert total[0].item() == 1.0  # ((1e8 + 1) - 1e8) + 1 in float32
+    assert total[0].item() == 3.0  # ((1e8 + 1) - 1e8) + 3 in float32
 
 
 def test_replicas_that_differ_are_named():
     layout = Layout.from_cuts(4, (2,))
-    shards = [torch.tensor([1.0, math.nan, math.inf]), torch.tensor([1.0, math.nan, math.inf]), torch.ones(3), torch.ones(3)]
+    shards = [torch.tensor([1.0, math.nan, math.inf]) for _ in range(2)] + [torch.ones(3), torch.ones(3)]
     assert assemble(shards, layout, check=True).shape == (6,)
     shards[3] = torch.tensor([1.0, 1.0, 1.0 + 1e-6])
     assemble(shards, layout, check=True)

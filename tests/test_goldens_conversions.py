@@ -40,8 +40,8 @@ def test_no_conversion_sends_more_than_the_original(cases, record_property):
         ours, theirs = ours + sent, theirs + golden
     record_property("conversion_bytes_ours", float(ours))
     record_property("conversion_bytes_original", theirs)
-    print(f"\n400 conversions: {float(ours):,.0f} bytes sent by a rank, the original {theirs:,}: {float(ours / theirs):.3f}")
-    assert ours / theirs < 0.4  # measured: 0.382
+    print(f"\n400 conversions: {float(ours):,.0f} bytes, the original {theirs:,}: {float(ours / theirs):.3f}")
+    assert ours / theirs < 0.38  # measured: 0.3755
 
 
 def test_each_computes_the_same(cases):
