@@ -81,7 +81,7 @@ def assert_as_in_one_process(results):
         source, target = layouts(name)
         shards = [local(source, (shape[0], shape[2], shape[1]), r).transpose(1, 2) if strided else
                   local(source, shape, r) for r in range(WORLD)]
-        for rank, expected in enumerate(convert_shards(conversion(source, target), shards)):
+        for rank, expected in enumerate(convert_shards(conversion(source, target), shards, stepwise=True)):
             assert torch.equal(results[rank][key], expected), f"{key} on rank {rank}"
 
 
@@ -133,7 +133,7 @@ def test_reductions_types_and_sizes():
     for (name, reduction, dtype) in results[0][0]:
         source, target = layouts(name, reduction)
         shards = [local(source, (4, 4, 4), r, dtype) for r in range(WORLD)]
-        for rank, expected in enumerate(convert_shards(conversion(source, target), shards)):
+        for rank, expected in enumerate(convert_shards(conversion(source, target), shards, stepwise=True)):
             got = results[rank][0][name, reduction, dtype]
             assert got.dtype == dtype and torch.equal(got, expected), (name, reduction, dtype)
     for label in results[0][1]:

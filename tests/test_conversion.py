@@ -17,9 +17,18 @@ from shardwright.conversion import conversion, through, transpose
 from shardwright.errors import LayoutError
 from shardwright.layout import Digit, Layout, digits_size, groups
 from shardwright.runtime import shards as shards_module
-from shardwright.runtime.shards import ReplicasDiffer, assemble, convert_shards, scatter
+from shardwright.runtime.shards import ReplicasDiffer, assemble, scatter
+from shardwright.runtime.shards import convert_shards as convert_in_one_memory
 
 DEVICES = (4, 6, 8, 12, 16)
+
+
+def convert_shards(found, shards):
+    """Step by step, as processes do it; and the shorter way that one memory allows gives the same bits."""
+    stepwise = convert_in_one_memory(found, shards, stepwise=True)
+    for one, other in zip(stepwise, convert_in_one_memory(found, shards), strict=True):
+        assert torch.equal(one, other)
+    return stepwise
 
 
 def draw_layout(draw, devices, dims, partial, reduction="sum"):

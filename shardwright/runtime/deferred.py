@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
     register_module_parameter_registration_hook,
@@ -25,9 +27,30 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import SettingError
 
-__all__ = ["materialize", "no_init_parameters", "substitute"]
+__all__ = ["beginnings", "materialize", "no_init_parameters", "substitute"]
 
-_TAPE = "_shardwright_tape"
+_TAPE, _VERSION = "_shardwright_tape", "_shardwright_version"
+
+
+@dataclass(frozen=True)
+class _Meta:
+    """A meta tensor as it was when an operator took or made it: ``module.double()`` gives the same object another
+    memory later. The storage is held so that no other gets its address."""
+
+    storage: torch.UntypedStorage
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @property
+    def key(self) -> int:
+        return self.storage._cdata
+
+
+def _noted(x: Any) -> Any:
+    if isinstance(x, torch.Tensor) and x.is_meta:
+        return _Meta(x.untyped_storage(), x.shape, x.stride(), x.storage_offset())
+    return x
 
 
 @dataclass
@@ -49,7 +72,7 @@ class _Record(TorchDispatchMode):
         if not torch.equal(state, self.state):  # the user seeded inside: the replay does so at the same place
             self.tape.reseeded[len(self.tape.calls)] = self.state = state
         result = function(*args, **(kwargs or {}))
-        self.tape.calls.append((function, args, kwargs or {}, result))
+        self.tape.calls.append((function, *pytree.tree_map(_noted, (args, kwargs or {}, result))))
         return result
 
 
@@ -71,10 +94,12 @@ def no_init_parameters() -> Iterator[None]:
     an ordinary construction would have had under the same seed. An optimizer may be built inside or right after.
     """
     tape = _Tape(torch.get_rng_state())
+    made: list[torch.Tensor] = []
 
     def remember(module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
         if tensor is not None and tensor.is_meta:
             setattr(tensor, _TAPE, tape)
+            made.append(tensor)
 
     hooks = (register_module_parameter_registration_hook(remember), register_module_buffer_registration_hook(remember))
     try:
@@ -83,6 +108,22 @@ def no_init_parameters() -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+        for tensor in made:
+            setattr(tensor, _VERSION, tensor._version)
+
+
+def beginnings(module: nn.Module) -> dict[str, float | str]:
+    """For each parameter something short that tells its values from others: a sum of them, or of the random state that
+    they will be drawn from; none for one that is cut already."""
+    out: dict[str, float | str] = {}
+    for name, parameter in module.named_parameters():
+        tape = getattr(parameter, _TAPE, None)
+        if parameter.is_meta:
+            states = [] if tape is None else [tape.state, *tape.reseeded.values()]
+            out[name] = hashlib.sha256(b"".join(s.numpy().tobytes() for s in states)).hexdigest()
+        elif not isinstance(parameter, DTensor):
+            out[name] = parameter.detach().double().sum().item()
+    return out
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -100,7 +141,7 @@ def materialize(module: nn.Module, keep: Callable[[str, torch.Tensor, torch.Tens
         real: whether those that have values already go through `keep` too.
 
     Raises:
-        SettingError: a meta parameter that was not made inside `no_init_parameters`.
+        SettingError: a meta parameter that was not made inside `no_init_parameters`, or was written to after it.
     """
     named: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
@@ -110,6 +151,9 @@ def materialize(module: nn.Module, keep: Callable[[str, torch.Tensor, torch.Tens
     for name, tensor in named.values():
         if tensor.is_meta:
             tape = getattr(tensor, _TAPE, None)
+            if getattr(tensor, _VERSION, tensor._version) != tensor._version:
+                raise SettingError(f"{name!r} was written to after `no_init_parameters`, when it had no values yet",
+                                   legal="initialise inside of the block, load values after the first call")
             if tape is not None:
                 tapes[id(tape)] = tape
             waiting.setdefault(_storage(tensor), []).append((name, tensor))
@@ -120,7 +164,7 @@ def materialize(module: nn.Module, keep: Callable[[str, torch.Tensor, torch.Tens
     if waiting:
         names = ", ".join(name for entries in waiting.values() for name, _ in entries)
         raise SettingError(f"parameters on the meta device that nothing initialises: {names}",
-                           legal="build the model inside `with sw.no_init_parameters():`")
+                           legal="build the model, and convert it, inside `with sw.no_init_parameters():`")
 
 
 def _replay(tape: _Tape, waiting: dict[int, list[tuple[str, torch.Tensor]]],
@@ -128,16 +172,14 @@ def _replay(tape: _Tape, waiting: dict[int, list[tuple[str, torch.Tensor]]],
     last: dict[int, int] = {}
     for i, (_, args, kwargs, result) in enumerate(tape.calls):
         for x in pytree.tree_leaves((args, kwargs, result)):
-            if isinstance(x, torch.Tensor) and x.is_meta:
-                last[_storage(x)] = i
+            if isinstance(x, _Meta):
+                last[x.key] = i
     real: dict[int, torch.Tensor] = {}
 
     def of(x: Any) -> Any:
         if isinstance(x, torch.device):
             return torch.device("cpu") if x.type == "meta" else x
-        if not isinstance(x, torch.Tensor) or not x.is_meta:
-            return x
-        return torch.as_strided(real[_storage(x)], x.shape, x.stride(), x.storage_offset())
+        return torch.as_strided(real[x.key], x.shape, x.stride, x.offset) if isinstance(x, _Meta) else x
 
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.set_rng_state(tape.state)
@@ -146,8 +188,8 @@ def _replay(tape: _Tape, waiting: dict[int, list[tuple[str, torch.Tensor]]],
                 torch.set_rng_state(tape.reseeded[i])
             got = function(*pytree.tree_map(of, args), **pytree.tree_map(of, kwargs))
             for x, y in zip(pytree.tree_leaves(result), pytree.tree_leaves(got)):
-                if isinstance(x, torch.Tensor) and x.is_meta and _storage(x) not in real:
-                    real[_storage(x)] = torch.as_strided(y, (y.untyped_storage().nbytes() // y.element_size(),), (1,), 0)
+                if isinstance(x, _Meta) and x.key not in real:
+                    real[x.key] = torch.as_strided(y, (y.untyped_storage().nbytes() // y.element_size(),), (1,), 0)
             for key in [k for k in real if last[k] == i]:
                 flat = real.pop(key)
                 for name, tensor in waiting.pop(key, ()):

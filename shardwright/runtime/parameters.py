@@ -7,6 +7,7 @@ gradient is complete, a hook puts it on the DTensor.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -14,12 +15,32 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ..errors import SettingError
 from ..layout import Digit, Layout
 from ..plan.plan import Plan
 from .collectives import ProcessGroups
 from .deferred import materialize, substitute
 
-__all__ = ["ShardedState", "to_dtensor"]
+__all__ = ["Gradient", "ShardedState", "held_layouts", "to_dtensor"]
+
+
+class Gradient(DTensor):
+    """The gradient of a parameter. Its norm is a plain number, so that ``clip_grad_norm_`` can put together the norms of
+    gradients which lie on different meshes."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = function(*args, **(kwargs or {}))
+        if function is torch.linalg.vector_norm:
+            return _plain(result)
+        return [_plain(norm) for norm in result] if function is torch._foreach_norm else result
+
+
+def _plain(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def to_dtensor(local: Tensor, layout: Layout, shape: tuple[int, ...], groups: ProcessGroups) -> DTensor:
@@ -39,6 +60,27 @@ def to_dtensor(local: Tensor, layout: Layout, shape: tuple[int, ...], groups: Pr
                               stride=stride)
 
 
+def held_layouts(holder: nn.Module) -> dict[str, Layout]:
+    """The layouts of parameters that an earlier wrapper of the model has cut already.
+
+    Raises:
+        SettingError: a DTensor of somebody else's.
+    """
+    out = {}
+    for name, parameter in holder.named_parameters():
+        if isinstance(parameter, DTensor):
+            digits = [re.fullmatch(r"(\d+)@(\d+)", axis) for axis in parameter.device_mesh.mesh_dim_names or ()]
+            if not digits or not all(digits):
+                raise SettingError(f"the parameter {name!r} is a DTensor already: {parameter.placements}",
+                                   legal="a model that nothing else has distributed")
+            dims: list[list[Digit]] = [[] for _ in parameter.shape]
+            for digit, placement in zip(digits, parameter.placements):
+                if isinstance(placement, Shard):
+                    dims[placement.dim].append(Digit(int(digit[1]), int(digit[2])))
+            out[name] = Layout.of(parameter.device_mesh.size(), dims)
+    return out
+
+
 class ShardedState:
     """A model's parameters and buffers on one rank.
 
@@ -56,6 +98,8 @@ class ShardedState:
         successors: dict[int, nn.Parameter] = {}
 
         def keep(name: str, old: Tensor, whole: Tensor) -> Tensor | None:
+            if isinstance(old, DTensor):
+                return None  # another wrapper of the model has cut it
             if name not in parameters:
                 return whole.to(device)
             layout = layouts.get(name) or Layout.replicated(plan.devices, whole.dim())
@@ -67,7 +111,14 @@ class ShardedState:
         materialize(holder, keep, "cpu")
         substitute(holder, successors)
         self.buffers = dict(holder.named_buffers())
-        self.leaves = {name: _leaf(parameter) for name, parameter in holder.named_parameters()}
+        self.leaves: dict[str, Tensor] = {}
+        self.refresh(holder)
+
+    def refresh(self, holder: nn.Module) -> None:
+        """Make leaves anew for parameters that are trained from now on, or no longer."""
+        for name, parameter in holder.named_parameters():
+            if name not in self.leaves or self.leaves[name].requires_grad != parameter.requires_grad:
+                self.leaves[name] = _leaf(parameter)
 
 
 def _leaf(parameter: nn.Parameter) -> Tensor:
@@ -82,8 +133,9 @@ def _leaf(parameter: nn.Parameter) -> Tensor:
     def hand_over(filled: Tensor) -> None:
         gradient, filled.grad = filled.grad, None
         if parameter.grad is None:
-            parameter.grad = DTensor.from_local(gradient, mesh, placements, run_check=False, shape=shape,
-                                                stride=stride)
+            made = DTensor.from_local(gradient, mesh, placements, run_check=False, shape=shape, stride=stride)
+            made.__class__ = Gradient
+            parameter.grad = made
         else:
             parameter.grad.to_local().add_(gradient)
 

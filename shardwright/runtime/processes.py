@@ -137,24 +137,34 @@ class ProcessProgram:
                      for step, before in zip(steps.steps, steps.local_shapes(shape)))
 
 
-def agree(plan: Plan, started: dict[str, float]) -> None:
+def agree(planned: Plan | Exception, fed: list[tuple[tuple[int, ...], str]], started: dict[str, Any]) -> None:
     """See, before anything runs, that all ranks have made the same plan from the same parameters.
 
     Args:
-        started: a checksum of each parameter that had values.
+        planned: the plan, or what this rank could not plan for.
+        fed: shape and type of each input of the whole batch.
+        started: what tells the values of each parameter from others.
 
     Raises:
         RuntimeMismatchError: on every rank alike, naming the ranks that differ and in what.
+        Exception: `planned`, where no rank could plan.
     """
-    mine = (plan.fingerprint, [(v.name, v.shape, str(v.dtype)) for v in plan.graph.inputs], started)
+    failed = f"{type(planned).__name__}: {planned}" if isinstance(planned, Exception) else None
+    mine = (None if failed else planned.fingerprint, fed, started, failed)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     first = everyone[0]
-    inputs = [r for r, other in enumerate(everyone) if other[1] != first[1]]
+    inputs = [r for r, other in enumerate(everyone) if other[1] != first[1] and other[1] and first[1]]
     if inputs:
         raise RuntimeMismatchError(
             f"ranks {inputs} feed other inputs than rank 0: {everyone[inputs[0]][1]} against {first[1]} (whole batch)",
             legal="the same shapes and types on every rank")
+    failures = [r for r, other in enumerate(everyone) if other[3]]
+    if failures and len(failures) < len(everyone):
+        raise RuntimeMismatchError(f"ranks {failures} cannot plan what the others can: {everyone[failures[0]][3]}",
+                                   legal="the same model, marks and settings on every rank")
+    if isinstance(planned, Exception):
+        raise planned
     plans = [r for r, other in enumerate(everyone) if other[0] != first[0]]
     if plans:
         raise RuntimeMismatchError(f"ranks {plans} have planned another program than rank 0",
@@ -166,5 +176,5 @@ def agree(plan: Plan, started: dict[str, float]) -> None:
                                        legal="the same seed on every rank before the model is built")
 
 
-def _same(a: float | None, b: float) -> bool:
+def _same(a: Any, b: Any) -> bool:
     return a == b or (a is not None and a != a and b != b)

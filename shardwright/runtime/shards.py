@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from ..conversion import Conversion, Geometry, Step
+from ..conversion import conversion as find_conversion
 from ..conversion_steps import digits_value
-from ..layout import Digits, Layout, complement, digits_size, group_of, groups
+from ..layout import Digits, Layout, complement, digits_size, group_of, groups, overlap
 
 __all__ = ["ReplicasDiffer", "assemble", "convert_shards", "reduce_terms", "scatter"]
 
@@ -36,28 +37,61 @@ class ReplicasDiffer(AssertionError):
     """Ranks that must hold the same thing do not: an error of ours, never of the user."""
 
 
-def convert_shards(conversion: Conversion, shards: Shards) -> Shards:
+def convert_shards(conversion: Conversion, shards: Shards, stepwise: bool = False) -> Shards:
     """Every rank's local tensor in the target's layout; no autograd.
 
     Args:
         conversion: from the layout that `shards` have.
         shards: one local tensor a rank, all of one shape; never written to.
+        stepwise: take every step as processes do, also where the same comes cheaper in one memory.
 
     Raises:
         LayoutError: a dim that does not divide.
     """
-    for run in _program(conversion, tuple(shards[0].shape)):
+    for run in _program(conversion, tuple(shards[0].shape), stepwise):
         shards = run(shards)
     return shards
 
 
 @lru_cache(maxsize=1 << 12)
-def _program(conversion: Conversion, shape: tuple[int, ...]) -> tuple[Callable[[Shards], Shards], ...]:
+def _program(conversion: Conversion, shape: tuple[int, ...], stepwise: bool) -> tuple[Callable[[Shards], Shards], ...]:
+    """The steps on shards of one shape, each as one function.
+
+    Where nothing is reduced, what a group exchanges is put together once and every rank takes its slice of it: the same
+    bits from the same ranks by a handful of calls, provided that the digits in motion are the minor ones of their dims.
+    """
     make = {"slice": _slice, "all_gather": _all_gather, "all_reduce": _all_reduce,
             "reduce_scatter": _reduce_scatter, "all_to_all": _all_to_all}
-    shapes = conversion.local_shapes(shape)
-    return tuple(make[step.kind](step, step.geometry(before), conversion.source.devices, before)
-                 for step, before in zip(conversion.steps, shapes))
+    parts = (not stepwise and _gathered_and_cut(conversion)) or (conversion,)
+    out = []
+    for part in parts:
+        shapes = part.local_shapes(shape)
+        out += [make[step.kind](step, step.geometry(before), part.source.devices, before)
+                for step, before in zip(part.steps, shapes)]
+        shape = shapes[-1]
+    return tuple(out)
+
+
+def _gathered_and_cut(conversion: Conversion) -> tuple[Conversion, Conversion] | None:
+    """The conversion as one all-gather over all digits in motion and one slice; None where that is not the same."""
+    if conversion.source.partial or all(step.kind in ("slice", "all_gather") for step in conversion.steps):
+        return None
+    moving = tuple(d for step in conversion.collectives for d in step.digits)
+    middle = Layout.of(conversion.source.devices, [_without(digits, moving) for digits in conversion.source.dims])
+    first, second = find_conversion(conversion.source, middle), find_conversion(middle, conversion.target)
+    if [step.kind for step in first.steps] != ["all_gather"] or {step.kind for step in second.steps} != {"slice"}:
+        return None
+    return first, second
+
+
+def _without(digits: Digits, moving: Digits) -> Digits:
+    """The digits of a dim before the first of which any part is in motion."""
+    kept = []
+    for digit in digits:
+        if overlap((digit,), moving):
+            break
+        kept.append(digit)
+    return tuple(kept)
 
 
 def reduce_terms(terms: Sequence[Tensor], reduction: str) -> Tensor:
@@ -307,13 +341,27 @@ def _replicas(layout: Layout) -> tuple[tuple[int, int], ...]:
 def _sum_into_place(shards: Shards, layout: Layout) -> Tensor:
     """Sums of terms, written where they belong in the whole: no slice is copied twice."""
     first = shards[0]
-    whole = first.new_empty([size * cut for size, cut in zip(first.shape, layout.cuts)])
-    for ranks in _assembly(layout)[0]:
-        place = whole[layout.slice(whole.shape, ranks[0])]
-        torch.add(shards[ranks[0]], shards[ranks[1]], out=place)
+    shape, places = _places(layout, tuple(first.shape))
+    whole = first.new_empty(shape)
+    for place, ranks in places:
+        out = whole
+        for dim, start, length in place:
+            out = out.narrow(dim, start, length)
+        torch.add(shards[ranks[0]], shards[ranks[1]], out=out)
         for rank in ranks[2:]:
-            place.add_(shards[rank])
+            out.add_(shards[rank])
     return whole
+
+
+@lru_cache(maxsize=1 << 12)
+def _places(layout: Layout, local: tuple[int, ...]) -> tuple[tuple[int, ...], list[tuple]]:
+    """The whole's shape, and per slice where it lies, (dim, start, length) of the dims that are cut, with its ranks."""
+    shape = tuple(size * cut for size, cut in zip(local, layout.cuts))
+    places = []
+    for ranks in _assembly(layout)[0]:
+        index = layout.slice(shape, ranks[0])
+        places.append((tuple((d, i.start, i.stop - i.start) for d, i in enumerate(index) if layout.dims[d]), ranks))
+    return shape, places
 
 
 def _check_replicas(shards: Shards, layout: Layout, tolerance: float | None) -> None:
