@@ -56,9 +56,10 @@ def lower(plan: Plan) -> Lowered:
     routed = plan.routed
     graph = torch.fx.Graph()
     env: dict[str, torch.fx.Node] = {}
+    taken: set[str] = set()
 
     def enter(instance: Instance) -> None:
-        env[instance.name] = graph.placeholder(_identifier(instance.name))
+        env[instance.name] = graph.placeholder(_identifier(instance.name, taken))
         env[instance.name].meta["instance"] = instance
 
     for table in (routed.parameters, routed.buffers, routed.constants):
@@ -82,8 +83,14 @@ def lower(plan: Plan) -> Lowered:
                    tuple(routed.updates))
 
 
-def _identifier(name: str) -> str:
-    return "".join(c if c.isalnum() else "_" for c in name)
+def _identifier(name: str, taken: set[str]) -> str:
+    """A name that Python takes: ``fc.weight`` and ``fc_weight`` are two of them."""
+    wish = candidate = ("_" if name[:1].isdigit() else "") + "".join(c if c.isalnum() else "_" for c in name)
+    count = 1
+    while candidate in taken:
+        candidate, count = f"{wish}_{count}", count + 1
+    taken.add(candidate)
+    return candidate
 
 
 def _finish(env: dict[str, torch.fx.Node], node: torch.fx.Node, instruction: Move | Extreme, target: Instance) -> None:

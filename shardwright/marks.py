@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import copy
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -105,6 +106,16 @@ class Operator:
         number, place = len(calls), iter(range(1_000_000))
         calls.append(self)
         return number, pytree.tree_map_only(torch.Tensor, lambda x: mark(x, number, next(place)), (args, kwargs))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Operator:
+        new = object.__new__(type(self))
+        memo[id(self)] = new
+        new.__dict__.update((k, copy.deepcopy(v, memo)) for k, v in vars(self).items() if k != "function")
+        try:
+            new.function = copy.deepcopy(self.function, memo)
+        except TypeError:  # an operator of torch.library cannot be copied, nor need it be
+            new.function = self.function
+        return new
 
     def __repr__(self) -> str:
         name = getattr(self.function, "__name__", repr(self.function))

@@ -5,9 +5,11 @@ It ties the rooms together: capture, plan, lower, run. Nothing happens before th
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,27 @@ from .layout import Layout, digits_size
 from .marks import Operator, marked_operators
 from .plan import MODES, Plan, make_plan
 from .report import explain, write_dumps
+from .runtime.deferred import beginnings
 from .runtime.init import Runtime, current
+from .runtime.parameters import held_layouts
+from .runtime.processes import agree
 from .runtime.run import Program, make_program
 
-__all__ = ["AutoParallel", "RecaptureWarning"]
+__all__ = ["AutoParallel", "RecaptureWarning", "observed"]
+
+
+#: Called with (model, args, kwargs) before a model is captured, or None.
+_OBSERVER: contextvars.ContextVar[Callable | None] = contextvars.ContextVar("shardwright_observer", default=None)
+
+
+@contextlib.contextmanager
+def observed(observer: Callable[[AutoParallel, tuple, dict[str, Any]], None] | None) -> Iterator[None]:
+    """While active, `observer` sees each call of a model that is about to be planned; what it raises ends that call."""
+    token = _OBSERVER.set(observer)
+    try:
+        yield
+    finally:
+        _OBSERVER.reset(token)
 
 
 class RecaptureWarning(UserWarning):
@@ -49,6 +68,10 @@ class AutoParallel(nn.Module):
         SettingError: an unknown mode or setting.
     """
 
+    #: What a wrapper holds besides its settings: `shardwright.verify` gives its copies everything else.
+    _NOT_SETTINGS = frozenset({*vars(nn.Module()), "net", "loss_fn", "save_graphs", "_programs", "_submodules", "_stored",
+                               "_warned"})
+
     def __init__(self, net: nn.Module, loss_fn: Callable[..., Any] | None = None, parallel_mode: str = "semi_auto", *,
                  on_missing_rule: str = "error", save_graphs: str | Path | None = None) -> None:
         super().__init__()
@@ -67,7 +90,7 @@ class AutoParallel(nn.Module):
         self.save_graphs = save_graphs
         self._dataset_strategy: Any = "data_parallel"
         self._gradients_mean = parallel_mode == "data_parallel"
-        self.__dict__["_programs"] = {}
+        self.__dict__["_programs"], self.__dict__["_submodules"] = {}, None
         self._stored: dict[str, Layout] | None = None
         self._warned = False
 
@@ -117,12 +140,20 @@ class AutoParallel(nn.Module):
             ShardwrightError: at the first call with inputs of these shapes: whatever cannot be planned.
         """
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        key = (spec, self.training, tuple((x.shape, x.dtype) if isinstance(x, torch.Tensor) else x for x in leaves))
+        key = (spec, self._flags(), tuple((x.shape, x.dtype, x.requires_grad) if isinstance(x, torch.Tensor)
+                                          else (type(x), x) for x in leaves))
         program = self._programs.get(key)
         if program is None:
             self._announce(key)
             program = self._programs[key] = self._build(args, kwargs)
         return program(*leaves)
+
+    def _flags(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+        """What of the model's state a captured program depends on: which modules train, which parameters are trained."""
+        if self._submodules is None:
+            self.__dict__["_submodules"] = list(self.net.modules())
+        return (tuple([m.training for m in self._submodules]),
+                tuple([p.requires_grad for m in self._submodules for p in m._parameters.values() if p is not None]))
 
     def train(self, mode: bool = True) -> AutoParallel:
         """Training or evaluation mode, for the wrapped model too."""
@@ -132,27 +163,44 @@ class AutoParallel(nn.Module):
 
     def _announce(self, key: tuple) -> None:
         """Say once that inputs of another shape are captured anew."""
-        known = [k for k in self._programs if k[1] == self.training]
+        known = [k for k in self._programs if k[1] == key[1] and _shapes(k) != _shapes(key)]
         if known and not self._warned:
             self._warned = True
             warnings.warn(f"inputs of shapes {_shapes(key)} after {_shapes(known[0])}: the model is captured and planned "
                           "once for each shape; further ones are not announced", RecaptureWarning, stacklevel=5)
 
     def _build(self, args: tuple, kwargs: dict[str, Any]) -> Program:
+        observer = _OBSERVER.get()
+        if observer is not None:
+            observer(self, args, kwargs)
         runtime = self._runtime()
         devices = 1 if self.parallel_mode == "stand_alone" else runtime.devices or implied_devices(self.net)
         dataset = "full_batch" if self.parallel_mode == "stand_alone" else self._dataset_strategy
         parts = runtime.processes and self.parallel_mode != "stand_alone"
-        whole_args, whole_kwargs = global_inputs(args, kwargs, devices, dataset) if parts else (args, kwargs)
-        self._marks_loss_training()
-        graph = capture(self.net, whole_args, whole_kwargs, loss_fn=self.loss_fn, device=runtime.device)
-        plan = make_plan(graph, devices, self.parallel_mode, dataset, on_missing_rule=self.on_missing_rule,
-                         stored=self._stored)
         module = _Holder(self.net, self.loss_fn)
         before = next(iter(self._programs.values()), None)
+        plan: Plan | Exception
+        fed: list[tuple[tuple[int, ...], str]] = []
+        try:
+            if before is None and parts:
+                self._stored = held_layouts(module)
+            whole_args, whole_kwargs = global_inputs(args, kwargs, devices, dataset) if parts else (args, kwargs)
+            fed = [(tuple(x.shape), str(x.dtype)) for x in pytree.tree_leaves((whole_args, whole_kwargs))
+                   if isinstance(x, torch.Tensor)]
+            self._marks_loss_training()
+            graph = capture(self.net, whole_args, whole_kwargs, loss_fn=self.loss_fn, device=runtime.device)
+            plan = make_plan(graph, devices, self.parallel_mode, dataset, on_missing_rule=self.on_missing_rule,
+                             stored=self._stored)
+        except Exception as error:
+            if not parts:
+                raise
+            plan = error  # the other ranks have to hear of it
+        if parts:
+            agree(plan, fed, {} if before is not None else beginnings(module))
+        assert isinstance(plan, Plan)
         program = make_program(plan, module, runtime, before=before,
                                gradients_mean=self._gradients_mean and self.loss_fn is None)
-        if self._stored is None:
+        if before is None:
             self._stored = {name: parameter.storage for name, parameter in plan.parameters.items()}
         if self.save_graphs is not None:
             ranks = [runtime.rank] if parts else range(devices)
@@ -214,7 +262,7 @@ class _Holder(nn.Module):
 
 
 def _shapes(key: tuple) -> list[tuple[int, ...]]:
-    return [tuple(entry[0]) for entry in key[2] if isinstance(entry, tuple) and isinstance(entry[0], torch.Size)]
+    return [tuple(entry[0]) for entry in key[2] if isinstance(entry[0], torch.Size)]
 
 
 def implied_devices(net: nn.Module) -> int:

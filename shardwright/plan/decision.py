@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import SettingError, ShardwrightError
+import torch
+
+from ..errors import MissingRuleError, SettingError, ShardwrightError
 from ..graph import Graph, Op
 from ..layout import Layout
 from ..rules import Assignment, Bound, Rule, bound_rule, find_rule, whole_rule
@@ -47,16 +49,30 @@ class Decision:
         return layout
 
 
-def description(op: Op, on_missing_rule: str) -> tuple[Rule, Bound, str | None]:
+def description(op: Op, on_missing_rule: str, devices: int) -> tuple[Rule, Bound, str | None]:
     """An operator's rule and binding; without a rule the whole rule, with a note, where that is asked for.
 
     Raises:
-        MissingRuleError: no rule, and `on_missing_rule` is "error".
+        MissingRuleError: no rule, and `on_missing_rule` is "error" or the operator cannot be repeated on every device.
     """
     found, note = find_rule(op), None
     if found is None and on_missing_rule == "replicate":
+        if devices > 1 and (reason := unrepeatable(op)):
+            raise MissingRuleError(f"there is no rule for {op.target}, and run whole on {devices} devices it would "
+                                   f"{reason}", **op.where, legal='a model without it, or parallel_mode="stand_alone"')
         found, note = whole_rule(op), f"{op.kind} has no rule: it runs whole on every device"
     return (*_bound(op, found), note)
+
+
+def unrepeatable(op: Op) -> str | None:
+    """What goes wrong when every device makes this call; None where nothing does, as with a dropout in evaluation."""
+    trains = op.argument("train", op.argument("training", True))
+    if op.kind in ("batch_norm", "instance_norm") and op.argument("running_mean") is not None:
+        trains = op.argument("training", op.argument("use_input_stats"))
+        return "update its statistics as many times" if trains else None
+    if torch.Tag.nondeterministic_seeded in getattr(op.target, "tags", ()):
+        return "draw other random numbers on each" if trains and op.argument("p", op.argument("dropout_p", 1)) else None
+    return None
 
 
 def _bound(op: Op, found: Rule | None) -> tuple[Rule, Bound]:

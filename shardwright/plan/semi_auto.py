@@ -33,7 +33,7 @@ def semi_auto(graph: Graph, devices: int, fed: Feeding, *, on_missing_rule: str 
     Raises:
         StrategyError, LayoutError, MissingRuleError: with the operator, its source line and a legal choice.
     """
-    described = {op.name: description(op, on_missing_rule) for op in graph.ops}
+    described = {op.name: description(op, on_missing_rule, devices) for op in graph.ops}
     carries = batch_dims(graph, {name: bound for name, (_, bound, _) in described.items()})
     decisions: dict[str, Decision] = {}
     for op in graph.ops:

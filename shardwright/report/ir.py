@@ -1,7 +1,7 @@
 """The dumps of a plan: what was asked for, and what one rank runs, as plain text with one operator a line.
 
-    %3 = matmul(%1, %w1)  {in_strategy: ((2, 4), (4, 1))}  f32[32, 784], f32[784, 512] -> f32[32, 512]   # matmul1  model.py:41
-    %5 = matmul(%4, %w1)  f32[16, 196], f32[196, 512] -> f32[16, 512]   # matmul1  model.py:41
+    %3 = matmul(%1, %w1)  {in_strategy: ((2, 4), (4, 1))}  f32[32, 784], f32[784, 512] -> f32[32, 512]   # matmul1  net.py:41
+    %5 = matmul(%4, %w1)  f32[16, 196], f32[196, 512] -> f32[16, 512]   # matmul1  net.py:41
     %6 = all_reduce(%5)  {ranks: (4, 5, 6, 7), bytes: 32768}  f32[16, 512] -> f32[16, 512]   # completes %5
 
 The first is of ``step_parallel_begin.ir``: the user's operators, global shapes. The others are of ``execute.ir``: the
@@ -59,7 +59,7 @@ def begin_text(plan: Plan, rank: int) -> str:
     lines.append("# a word in parentheses at the end says who chose the strategy where no mark did")
     for planned, op in zip(plan.operators, graph.ops, strict=True):
         asked = [f"in_strategy: {planned.in_strategy}"]
-        mark = op.mark.operator if op.mark is not None else None
+        mark = op.mark
         if mark is not None and any(isinstance(entry, Layout) for entry in mark.in_strategy or ()):
             asked.append(f"in_layout: ({', '.join(map(_layout, planned.in_layouts))})")
         if mark is not None and mark.out_strategy is not None:
@@ -231,14 +231,14 @@ class _Execute:
     def convert(self, instruction: Move | Extreme) -> None:
         source, written = instruction.source, self.names[instruction.source.name]
         given = {"output": "for the output"}.get(instruction.operator, f"for {instruction.operator}")
-        completes = f"completes {written}"
-        if isinstance(instruction, Move) and instruction.cause != "operator":
-            completes += f" {given}"
         if isinstance(instruction, Move) and instruction.cause == "parameter":
             given = f"{source.value.name} {given}"
 
         def comment(step: Step) -> str:
-            return completes if step.reduces else given
+            if not step.reduces:
+                return given
+            # An all-reduce leaves what the operator itself would have left; a reduce-scatter is for the next one.
+            return f"completes {written}" if step.kind == "all_reduce" else f"completes {written} {given}"
         self.names[instruction.target.name] = self.steps(
             instruction.forward, source.value, source.local_shape, written, forward_collectives(instruction), comment)
 
@@ -271,7 +271,8 @@ class _Execute:
             if isinstance(output, Instance) and output.value.requires_grad and output.name not in seen:
                 seen.add(output.name)
                 made = self.names.number()
-                self.lines.append(_line([made], "gradient", [self.names[output.name]], "", self.types((), [output.name]),
+                types = self.types((), [output.name])
+                self.lines.append(_line([made], "gradient", [self.names[output.name]], "", types,
                                         "given by the caller; 1 for a loss"))
                 self.bring(output.name, made)
         for instruction in self.plan.backward:
@@ -313,7 +314,8 @@ class _Execute:
         source, target = instruction.source, instruction.target
         gradient = self.total(target.name)
         if instruction.backward is not None:
-            comment = f"gradient of {source.value.name if instruction.cause == 'parameter' else self.names[source.name]}"
+            whose = source.value.name if instruction.cause == "parameter" else self.names[source.name]
+            comment = f"gradient of {whose}"
             if instruction.forward.steps:
                 comment += f", transpose of {', '.join(s.kind for s in instruction.forward.steps)}"
             if instruction.operator != "output":

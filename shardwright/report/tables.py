@@ -114,7 +114,7 @@ def _local(operator: OperatorPlan) -> str:
 
 
 def _shape(shape: Iterable[int]) -> str:
-    return "×".join(map(str, shape)) or "scalar"
+    return "x".join(map(str, shape)) or "scalar"
 
 
 def _traffic(collectives: list[Collective]) -> tuple[str, str, str, str]:
@@ -133,7 +133,7 @@ def _names(collectives: list[Collective]) -> str:
     for c in collectives:
         name = f"{c.op}/{len(c.ranks)}"
         counts[name] = counts.get(name, 0) + 1
-    return ", ".join(name if n == 1 else f"{n}× {name}" for name, n in counts.items())
+    return ", ".join(name if n == 1 else f"{n}x {name}" for name, n in counts.items())
 
 
 def _total(plan: Plan, sent: Iterable[Collective]) -> str:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
+    register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
 from torch.overrides import TorchFunctionMode
@@ -101,7 +102,12 @@ def no_init_parameters() -> Iterator[None]:
             setattr(tensor, _TAPE, tape)
             made.append(tensor)
 
-    hooks = (register_module_parameter_registration_hook(remember), register_module_buffer_registration_hook(remember))
+    def remember_copies(module: nn.Module, name: str, sub: nn.Module | None) -> None:
+        for tensor in [] if sub is None else [*sub.parameters(), *sub.buffers()]:
+            remember(module, name, tensor)  # a deep copy registers its tensors nowhere
+
+    hooks = (register_module_parameter_registration_hook(remember), register_module_buffer_registration_hook(remember),
+             register_module_module_registration_hook(remember_copies))
     try:
         with torch.device("meta"), _Constants(), _Record(tape):
             yield

@@ -59,17 +59,22 @@ class _Assemble(torch.autograd.Function):
 
 
 class _Convert(torch.autograd.Function):
-    """A conversion and its transpose."""
+    """A conversion and its transpose. A value that is whole on every rank is one tensor, on either side."""
 
     @staticmethod
-    def forward(ctx: Any, forward: Conversion, backward: Conversion, *shards: Tensor) -> tuple[Tensor, ...]:
-        ctx.conversion = backward
-        return _distinct(convert_shards(forward, list(shards)), shards)
+    def forward(ctx: Any, forward: Conversion, backward: Conversion, one_in: bool, one_out: bool, *tensors: Tensor
+                ) -> Tensor | tuple[Tensor, ...]:
+        ctx.conversion, ctx.one_in, ctx.one_out = backward, one_in, one_out
+        devices = forward.source.devices
+        results = convert_shards(forward, list(tensors) * devices if one_in else list(tensors))
+        return _distinct(results[:1], tensors)[0] if one_out else _distinct(results, tensors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *convert_shards(ctx.conversion, list(gradients))
+        devices = ctx.conversion.source.devices
+        results = convert_shards(ctx.conversion, list(gradients) * devices if ctx.one_out else list(gradients))
+        return None, None, None, None, *(results[:1] if ctx.one_in else results)
 
 
 class _Extreme(torch.autograd.Function):
@@ -122,23 +127,32 @@ def _distinct(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tens
 class LocalProgram:
     """A lowered program, run for all ranks at once.
 
+    A value is the list of its shards. One that is whole on every rank, and that every rank uses alike, is one tensor: what
+    all ranks would do in the same way with the same thing is done once.
+
     Args:
         lowered: the program.
+
+    Attributes:
         record: called with (node, shards) after each node; for comparing a plan with one device.
     """
 
     def __init__(self, lowered: Lowered) -> None:
         self.lowered, self.devices = lowered, lowered.plan.devices
-        self.record: Callable[[torch.fx.Node, Shards], None] | None = None
-        graph = lowered.module.graph
-        nodes = list(graph.nodes)
+        self.record: Callable[[torch.fx.Node, Any], None] | None = None
+        nodes = list(lowered.module.graph.nodes)
         self._slots = {node: i for i, node in enumerate(nodes)}
-        self._summed = {sole: n for n in nodes if n.op == "placeholder" for sole in [_sum_of_gradient(n)] if sole}
+        self._one: dict[torch.fx.Node, bool] = {}
+        for node in nodes[:-1]:
+            self._one[node] = self._is_one(node)
+        self._summed = {sole: n for n in nodes if n.op == "placeholder" and not self._one[n]
+                        for sole in [_sum_of_gradient(n)] if sole is not None}
         gradients = {n: sole.meta["instruction"].backward.source for sole, n in self._summed.items()}
-        self._placeholders = [(self._slots[n], n.meta["instance"].layout, gradients.get(n, n.meta["instance"].layout))
-                              for n in nodes if n.op == "placeholder"]
+        self._placeholders = [
+            (self._slots[n], self._one[n], n.meta["instance"].layout, gradients.get(n, n.meta["instance"].layout))
+            for n in nodes if n.op == "placeholder"]
         self._steps = [(n, self._slots[n], self._step(n)) for n in nodes if n.op == "call_function"]
-        self._outputs = [(self._slots[n], n.meta["instance"].layout) for n in nodes[-1].args[0]]
+        self._outputs = [(self._slots[n], self._one[n], n.meta["instance"].layout) for n in nodes[-1].args[0]]
         self._frees = _last_uses(nodes, self._slots)
 
     def __call__(self, *whole: Tensor) -> list[Tensor]:
@@ -148,17 +162,34 @@ class LocalProgram:
             The whole outputs, then the whole new values of buffers.
         """
         env: list[Any] = [None] * len(self._slots)
-        for (slot, layout, gradient), tensor in zip(self._placeholders, whole, strict=True):
-            env[slot] = _Scatter.apply(tensor, layout, gradient) if tensor.requires_grad else scatter(tensor, layout)
+        for (slot, one, layout, gradient), tensor in zip(self._placeholders, whole, strict=True):
+            env[slot] = tensor if one else _Scatter.apply(tensor, layout, gradient) if tensor.requires_grad \
+                else scatter(tensor, layout)
         record = self.record
         for (node, slot, step), free in zip(self._steps, self._frees):
             env[slot] = step(env)
             if record is not None:
-                record(node, env[slot])
+                record(node, [env[slot]] * self.devices if self._one[node] else env[slot])
             for dead in free:
                 env[dead] = None
-        return [_Assemble.apply(layout, *env[slot]) if env[slot][0].requires_grad else assemble(env[slot], layout)
-                for slot, layout in self._outputs]
+        return [env[slot] if one else _Assemble.apply(layout, *env[slot]) if env[slot][0].requires_grad
+                else assemble(env[slot], layout) for slot, one, layout in self._outputs]
+
+    def _is_one(self, node: torch.fx.Node) -> bool:
+        """Whether a node's value is one tensor for all ranks."""
+        if node.op == "placeholder":
+            return node.meta["instance"].layout.is_replicated
+        instruction = node.meta.get("instruction")
+        if instruction is None:  # an output of an operator that has several
+            return self._one[node.args[0]]
+        if node.target is move:
+            # The ranks' gradients of it are terms of a sum: each rank has a copy of its own.
+            summed = instruction.backward is not None and bool(instruction.backward.source.partial)
+            return instruction.target.layout.is_replicated and not summed
+        if node.target is extreme:
+            return False
+        made = [o.layout.is_replicated for o in instruction.outputs if o is not None]
+        return all(made) and all(self._one[a] for a in node.all_input_nodes)
 
     def _step(self, node: torch.fx.Node) -> Callable[[list], Any]:
         if node in self._summed:
@@ -173,12 +204,14 @@ class LocalProgram:
     def _move(self, node: torch.fx.Node) -> Callable[[list], Any]:
         instruction: Move = node.meta["instruction"]
         source, forward, backward = self._slots[node.args[0]], instruction.forward, instruction.backward
+        one_in, one_out, devices = self._one[node.args[0]], self._one[node], self.devices
 
         def run(env: list) -> Any:
-            shards = env[source]
-            if backward is not None and torch.is_grad_enabled() and shards[0].requires_grad:
-                return _Convert.apply(forward, backward, *shards)
-            return convert_shards(forward, list(shards))
+            tensors = (env[source],) if one_in else env[source]
+            if backward is not None and torch.is_grad_enabled() and tensors[0].requires_grad:
+                return _Convert.apply(forward, backward, one_in, one_out, *tensors)
+            results = convert_shards(forward, list(tensors) * devices if one_in else list(tensors))
+            return results[0] if one_out else results
         return run
 
     def _extreme(self, node: torch.fx.Node) -> Callable[[list], Any]:
@@ -196,6 +229,8 @@ class LocalProgram:
 
         def written(a: Any) -> str:
             if isinstance(a, torch.fx.Node):
+                if self._one[a]:
+                    return f"env[{self._slots[a]}]"
                 return shards.setdefault(a, f"x{len(shards)}")
             if isinstance(a, (list, tuple)):
                 inner = "".join(written(e) + ", " for e in a)
@@ -205,6 +240,8 @@ class LocalProgram:
             return name
 
         call = ", ".join([*map(written, node.args), *(f"{k}={written(a)}" for k, a in node.kwargs.items())])
+        if self._one[node]:
+            return eval(f"lambda env: f({call})", names)
         if not shards:
             loop = f"_ in range({self.devices})"
         elif len(shards) == 1:
