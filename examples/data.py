@@ -7,6 +7,7 @@ MNIST, read from its idx files, if the environment variable DATA_PATH names a fo
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import math
 import os
 import struct
@@ -76,16 +77,18 @@ def load(path: str | os.PathLike[str] | None, train: bool) -> tuple[torch.Tensor
 
 
 def load_bundled(train: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError:
+    """The digits that lie in scikit-learn's package, as a table of 64 pixels (0 to 16) and the label a row; read from
+    there, for importing the package takes longer than a short run."""
+    package = importlib.util.find_spec("sklearn")
+    table = Path(package.submodule_search_locations[0], "datasets", "data", "digits.csv.gz") if package else None
+    if table is None or not table.is_file():
         raise ModuleNotFoundError("no digits to train on: install scikit-learn (pip install scikit-learn), or set "
-                                  "DATA_PATH to a folder that holds the MNIST idx files") from None
+                                  "DATA_PATH to a folder that holds the MNIST idx files")
     if not train:
         raise ValueError("scikit-learn's digits have no test part: set DATA_PATH to a folder that holds "
                          "t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte")
-    bunch = load_digits()
-    return torch.from_numpy(bunch.images.astype(np.uint8)), torch.from_numpy(bunch.target.astype(np.int64))
+    rows = np.loadtxt(gzip.decompress(table.read_bytes()).decode().splitlines(), delimiter=",", dtype=np.uint8)
+    return torch.from_numpy(rows[:, :64].reshape(-1, 8, 8)), torch.from_numpy(rows[:, 64].astype(np.int64))
 
 
 def find_idx(folder: Path, part: str) -> tuple[Path, Path] | None:

@@ -4,13 +4,14 @@
 training IR used as it is. On the way: mark nodes name their operators and go, in-place forms become plain ones, tied
 parameters become one value, each operator keeps its module path and the user's line.
 
-The one private name of torch used here, `FakeTensorMode`, is what makes parameters that were never allocated usable
-with inputs that name an ordinary device.
+Private names of torch used here: `FakeTensorMode` is what makes parameters that were never allocated usable with inputs
+that name an ordinary device; `TracerBase._filter_traceback_frames` decides which lines of the user's an operator keeps.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import logging
 import operator
@@ -25,6 +26,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx.proxy import TracerBase
 from torch.utils import _pytree as pytree
 
 from .errors import CaptureError, ShardwrightError
@@ -98,12 +100,31 @@ def _fake_state(module: nn.Module, mode: FakeTensorMode, device: torch.device) -
             held[name] = tensor
 
 
+def _is_users(file: str) -> bool:
+    return not file.startswith((_OURS, _TORCH, "<"))
+
+
 def _user_frame(frames: list[tuple[str, int]]) -> str:
     """The innermost frame that is the user's own, as ``file.py:41``."""
-    for file, line in reversed(frames):
-        if not file.startswith((_OURS, _TORCH)) and not file.startswith("<"):
-            return f"{file.rsplit('/', 1)[-1]}:{line}"
-    return ""
+    return next((f"{file.rsplit('/', 1)[-1]}:{line}" for file, line in reversed(frames) if _is_users(file)), "")
+
+
+@contextlib.contextmanager
+def _user_lines() -> Iterator[None]:
+    """Of an operator's stack, export keeps what lies in functions called ``forward``: the user's innermost line
+    instead, which may be in a helper."""
+    plain = getattr(TracerBase, "_filter_traceback_frames", None)
+
+    def innermost(self: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
+        return traceback.StackSummary.from_list([f for f in frames if _is_users(f.filename)][-1:])
+
+    if plain is not None:
+        TracerBase._filter_traceback_frames = innermost
+    try:
+        yield
+    finally:
+        if plain is not None:
+            TracerBase._filter_traceback_frames = plain
 
 
 def _source(node: torch.fx.Node) -> str:
@@ -149,7 +170,7 @@ def capture(net: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None, *
         tied.setdefault(id(tensor), []).append(_bare(name, prefix))
     try:
         with _fake_state(module, mode, device), collect_marks() as calls, _quiet(), \
-                _own_backwards_refused():
+                _own_backwards_refused(), _user_lines():
             program = torch.export.export(module, fake_args, fake_kwargs, strict=False)
     except ShardwrightError:
         raise
@@ -162,7 +183,15 @@ def capture(net: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None, *
                            if "data-dependent" in first or "DataDependent" in type(error).__name__ else None
                            ) from error
     aliases = {alias: names[0] for names in tied.values() for alias in names[1:]}
-    return _Reader(program, calls, mark_names(net), prefix, aliases).graph()
+    called = _input_names(net, len(fake_args) - 1) if loss_fn is not None else {}
+    return _Reader(program, calls, mark_names(net), prefix, aliases, called).graph()
+
+
+def _input_names(net: nn.Module, count: int) -> dict[str, str]:
+    """The names that a model's own forward gives to the inputs which `WithLoss` passes through."""
+    names = [p.name for p in inspect.signature(net.forward).parameters.values()
+             if p.kind is p.POSITIONAL_OR_KEYWORD][:count]
+    return {f"inputs_{i}": name for i, name in enumerate(names)} | {f"inputs_{count}": "target"}
 
 
 @contextlib.contextmanager
@@ -221,7 +250,8 @@ class _Reader:
     """Reads an exported program into a `Graph`."""
 
     def __init__(self, program: Any, calls: list[Operator], names: dict[int, str], prefix: str,
-                 aliases: dict[str, str]) -> None:
+                 aliases: dict[str, str], called: dict[str, str]) -> None:
+        self.called = called
         self.program, self.calls, self.prefix, self.aliases = program, calls, prefix, aliases
         self.mark_names = names
         self.ops: list[Op] = []

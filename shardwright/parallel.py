@@ -20,13 +20,12 @@ from torch.utils import _pytree as pytree
 from .capture import capture
 from .errors import SettingError
 from .layout import Layout, digits_size
-from .marks import Operator, marked_operators
+from .graph import Graph, Op
+from .marks import marked_operators
 from .plan import MODES, Plan, make_plan
-from .report import explain, write_dumps
+from .rules import bound_rule, find_rule
 from .runtime.deferred import beginnings
 from .runtime.init import Runtime, current
-from .runtime.parameters import held_layouts
-from .runtime.processes import agree
 from .runtime.run import Program, make_program
 
 __all__ = ["AutoParallel", "RecaptureWarning", "observed"]
@@ -174,7 +173,7 @@ class AutoParallel(nn.Module):
         if observer is not None:
             observer(self, args, kwargs)
         runtime = self._runtime()
-        devices = 1 if self.parallel_mode == "stand_alone" else runtime.devices or implied_devices(self.net)
+        devices = 1 if self.parallel_mode == "stand_alone" else runtime.devices
         dataset = "full_batch" if self.parallel_mode == "stand_alone" else self._dataset_strategy
         parts = runtime.processes and self.parallel_mode != "stand_alone"
         module = _Holder(self.net, self.loss_fn)
@@ -183,12 +182,14 @@ class AutoParallel(nn.Module):
         fed: list[tuple[tuple[int, ...], str]] = []
         try:
             if before is None and parts:
+                from .runtime.parameters import held_layouts  # see runtime/run.py
                 self._stored = held_layouts(module)
             whole_args, whole_kwargs = global_inputs(args, kwargs, devices, dataset) if parts else (args, kwargs)
             fed = [(tuple(x.shape), str(x.dtype)) for x in pytree.tree_leaves((whole_args, whole_kwargs))
                    if isinstance(x, torch.Tensor)]
             self._marks_loss_training()
             graph = capture(self.net, whole_args, whole_kwargs, loss_fn=self.loss_fn, device=runtime.device)
+            devices = devices or implied_devices(self.net, graph)
             plan = make_plan(graph, devices, self.parallel_mode, dataset, on_missing_rule=self.on_missing_rule,
                              stored=self._stored)
         except Exception as error:
@@ -196,6 +197,7 @@ class AutoParallel(nn.Module):
                 raise
             plan = error  # the other ranks have to hear of it
         if parts:
+            from .runtime.processes import agree
             agree(plan, fed, {} if before is not None else beginnings(module))
         assert isinstance(plan, Plan)
         program = make_program(plan, module, runtime, before=before,
@@ -204,6 +206,7 @@ class AutoParallel(nn.Module):
             self._stored = {name: parameter.storage for name, parameter in plan.parameters.items()}
         if self.save_graphs is not None:
             ranks = [runtime.rank] if parts else range(devices)
+            from .report import write_dumps
             write_dumps(plan, self.save_graphs, ranks)
         return program
 
@@ -230,6 +233,7 @@ class AutoParallel(nn.Module):
 
     def explain(self) -> None:
         """Print the plan as a table: every operator, where it is called, its strategy, layouts and conversions."""
+        from .report import explain
         explain(self.plan)
 
     def __getattr__(self, name: str) -> Any:
@@ -265,28 +269,40 @@ def _shapes(key: tuple) -> list[tuple[int, ...]]:
     return [tuple(entry[0]) for entry in key[2] if isinstance(entry[0], torch.Size)]
 
 
-def implied_devices(net: nn.Module) -> int:
+def implied_devices(net: nn.Module, graph: Graph | None = None) -> int:
     """How many devices the marks of a model speak of: the least number that all of them fit.
+
+    Args:
+        graph: of a call of the model. Without it the cuts of one tensor are counted together, not those of an operator.
 
     Raises:
         SettingError: nothing is marked.
     """
-    counts = []
+    counts = [1 for _ in marked_operators(net)]
     for operator in marked_operators(net):
-        for entry in (*(operator.in_strategy or ()), *(operator.out_strategy or ())):
-            if isinstance(entry, Layout):
-                counts.append(entry.devices)
-        counts.append(_product(operator))
+        for strategy in (operator.in_strategy, operator.out_strategy):
+            for entry in strategy if isinstance(strategy, (tuple, list)) else ():
+                counts.append(entry.devices if isinstance(entry, Layout) else _product(entry))
+    counts += [_devices_of(op) for op in (graph.ops if graph is not None else ()) if op.mark is not None]
     if not counts:
         raise SettingError("how many devices? No launcher says, nor does a mark of the model",
                            legal="shardwright.init(devices=8), or `shardwright run --devices 8`")
     return math.lcm(*counts)
 
 
-def _product(operator: Operator) -> int:
-    """The largest number of devices that one entry of a tuple strategy cuts for."""
-    entries = [e for e in operator.in_strategy or () if isinstance(e, (tuple, list))]
-    return max([1, *(math.prod(c for c in e if isinstance(c, int) and c > 0) for e in entries)])
+def _product(cuts: Any) -> int:
+    return math.prod(c for c in cuts if isinstance(c, int) and c > 0) if isinstance(cuts, (tuple, list)) else 1
+
+
+def _devices_of(op: Op) -> int:
+    """The number of devices that the tuples of a mark cut for: their product over the operator's factors."""
+    described, cuts = find_rule(op), {}
+    if described is not None and isinstance(op.mark.in_strategy, (tuple, list)):
+        inputs = bound_rule(op, described).inputs
+        for place, entry in zip(op.mark.order, op.mark.in_strategy):
+            if isinstance(entry, (tuple, list)):
+                cuts.update((dim[0], cut) for dim, cut in zip(inputs[place], entry) if len(dim) == 1)
+    return _product(tuple(cuts.values()))
 
 
 def global_inputs(args: tuple, kwargs: dict[str, Any], devices: int, dataset: Any) -> tuple[tuple, dict[str, Any]]:

@@ -203,7 +203,7 @@ def test_the_bundled_digits_have_no_test_part():
 
 
 def test_without_any_digits_the_error_says_what_to_install_or_set(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match="install scikit-learn .* or set DATA_PATH"):
         digits(32)
 

@@ -67,11 +67,9 @@ def description(op: Op, on_missing_rule: str, devices: int) -> tuple[Rule, Bound
 def unrepeatable(op: Op) -> str | None:
     """What goes wrong when every device makes this call; None where nothing does, as with a dropout in evaluation."""
     trains = op.argument("train", op.argument("training", True))
-    if op.kind in ("batch_norm", "instance_norm") and op.argument("running_mean") is not None:
-        trains = op.argument("training", op.argument("use_input_stats"))
-        return "update its statistics as many times" if trains else None
     if torch.Tag.nondeterministic_seeded in getattr(op.target, "tags", ()):
-        return "draw other random numbers on each" if trains and op.argument("p", op.argument("dropout_p", 1)) else None
+        share = next((op.argument(name) for name in ("p", "dropout_p", "dropout") if name in op.argument_names), 1)
+        return "draw other random numbers on each" if trains and share else None
     return None
 
 

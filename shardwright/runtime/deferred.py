@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
     register_module_module_registration_hook,
@@ -31,6 +31,7 @@ from ..errors import SettingError
 __all__ = ["beginnings", "materialize", "no_init_parameters", "substitute"]
 
 _TAPE, _VERSION = "_shardwright_tape", "_shardwright_version"
+_IS_META = torch.Tensor.is_meta.__get__
 
 
 @dataclass(frozen=True)
@@ -61,30 +62,53 @@ class _Tape:
     state: torch.Tensor
     calls: list[tuple[Any, tuple, dict, Any]] = field(default_factory=list)
     reseeded: dict[int, torch.Tensor] = field(default_factory=dict)
+    latest: torch.Tensor | None = None
+
+    def note_seed(self) -> None:
+        """Before a call: where the user has seeded inside, the replay does so at the same place."""
+        state = torch.get_rng_state()
+        if not torch.equal(state, self.state if self.latest is None else self.latest):
+            self.reseeded[len(self.calls)] = self.latest = state
+
+    def note(self, function: Any, args: tuple, kwargs: dict, result: Any) -> None:
+        self.calls.append((function, *pytree.tree_map(_noted, (args, kwargs, result))))
 
 
 class _Record(TorchDispatchMode):
     def __init__(self, tape: _Tape) -> None:
         super().__init__()
-        self.tape, self.state = tape, tape.state
+        self.tape = tape
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        state = torch.get_rng_state()
-        if not torch.equal(state, self.state):  # the user seeded inside: the replay does so at the same place
-            self.tape.reseeded[len(self.tape.calls)] = self.state = state
+        self.tape.note_seed()
         result = function(*args, **(kwargs or {}))
-        self.tape.calls.append((function, *pytree.tree_map(_noted, (args, kwargs or {}, result))))
+        if torch.Tag.nondeterministic_seeded in getattr(function, "tags", ()):
+            self.tape.latest = torch.get_rng_state()  # a draw of its own, on a real device: no seeding
+        self.tape.note(function, args, kwargs or {}, result)
         return result
 
 
-class _Constants(TorchFunctionMode):
-    """``torch.tensor([…])`` has values to keep: it stays real."""
+class _Construction(TorchFunctionMode):
+    """``torch.tensor([…])`` has values to keep: it stays real. What `torch.nn.init` leaves out for a meta tensor, since it
+    looks at values on the way (``trunc_normal_``, ``orthogonal_``), is written down as one call."""
+
+    def __init__(self, tape: _Tape) -> None:
+        super().__init__()
+        self.tape = tape
 
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = dict(kwargs or {})
         if function in (torch.tensor, torch.as_tensor) and kwargs.get("device") is None:
             kwargs["device"] = "cpu"
-        return function(*args, **kwargs)
+        result = function(*args, **kwargs)
+        if function == _IS_META and result:
+            frame = sys._getframe(1)
+            if frame.f_code.co_filename == nn.init.__file__:
+                names = frame.f_code.co_varnames[:frame.f_code.co_argcount]
+                given = {name: frame.f_locals[name] for name in names}
+                self.tape.note_seed()
+                self.tape.note(getattr(nn.init, frame.f_code.co_name), (), given, args[0])
+        return result
 
 
 @contextlib.contextmanager
@@ -109,7 +133,7 @@ def no_init_parameters() -> Iterator[None]:
     hooks = (register_module_parameter_registration_hook(remember), register_module_buffer_registration_hook(remember),
              register_module_module_registration_hook(remember_copies))
     try:
-        with torch.device("meta"), _Constants(), _Record(tape):
+        with torch.device("meta"), _Construction(tape), _Record(tape):
             yield
     finally:
         for hook in hooks:
@@ -121,6 +145,8 @@ def no_init_parameters() -> Iterator[None]:
 def beginnings(module: nn.Module) -> dict[str, float | str]:
     """For each parameter something short that tells its values from others: a sum of them, or of the random state that
     they will be drawn from; none for one that is cut already."""
+    from torch.distributed.tensor import DTensor  # a second to import, and of use to processes alone
+
     out: dict[str, float | str] = {}
     for name, parameter in module.named_parameters():
         tape = getattr(parameter, _TAPE, None)
@@ -205,8 +231,12 @@ def _replay(tape: _Tape, waiting: dict[int, list[tuple[str, torch.Tensor]]],
 
 def _put(keep: Callable, name: str, tensor: torch.Tensor, whole: torch.Tensor) -> None:
     made = keep(name, tensor, whole)
-    if made is not None:
-        _replace(tensor, made)
+    try:
+        if made is not None:
+            _replace(tensor, made)
+    except RuntimeError as error:
+        raise SettingError(f"{name!r} cannot come into being later: {error}",
+                           legal="a module that is built outside of `no_init_parameters`") from None
 
 
 def _replace(old: torch.Tensor, new: torch.Tensor) -> None:

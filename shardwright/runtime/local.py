@@ -224,7 +224,7 @@ class LocalProgram:
 
     def _compute(self, node: torch.fx.Node) -> Callable[[list], Any]:
         """The operator on every rank's shards, as one comprehension written for this call: ``[f(x, y, k) for …]``."""
-        names: dict[str, Any] = {"f": plain_function(node.target)}
+        names: dict[str, Any] = {"f": plain_function(node)}
         shards: dict[torch.fx.Node, str] = {}
 
         def written(a: Any) -> str:
@@ -264,17 +264,22 @@ def _sum_of_gradient(placeholder: torch.fx.Node) -> torch.fx.Node | None:
     return user if forward.is_identity and only_sums else None
 
 
-def plain_function(target: Any) -> Any:
-    """``torch.relu`` for ``aten.relu.default``: the same operator without the Python layer of its overload object."""
-    if isinstance(target, torch._ops.OpOverload) and target.namespace == "aten":
-        return getattr(torch._C._VariableFunctions, target.overloadpacket.__name__, None) \
-            if target._overloadname == "default" and _positional(target) else target
-    return target
+def plain_function(node: torch.fx.Node) -> Any:
+    """What a node calls, without the Python layer of its overload object: ``torch.relu`` for ``aten.relu.default``; and
+    ``torch.mm`` for a matmul of two matrices, which is what that comes to.
 
-
-def _positional(target: Any) -> bool:
-    return hasattr(torch._C._VariableFunctions, target.overloadpacket.__name__) and \
-        not any(a.kwarg_only for a in target._schema.arguments)
+    Only where that name means this function in `torch` itself, for code that fx writes calls it by its name:
+    ``torch.broadcast_tensors`` takes its tensors one by one.
+    """
+    target = node.target
+    if target is torch.ops.aten.matmul.default and all(len(a.meta["instance"].value.shape) == 2 for a in node.args):
+        return torch.mm
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or \
+            target._overloadname != "default" or any(a.kwarg_only for a in target._schema.arguments):
+        return target
+    name = target.overloadpacket.__name__
+    function = getattr(torch._C._VariableFunctions, name, None)
+    return function if function is not None and getattr(torch, name, None) == function else target
 
 
 def _last_uses(nodes: list[torch.fx.Node], slots: dict[torch.fx.Node, int]) -> list[list[int]]:

@@ -116,7 +116,7 @@ class ProcessProgram:
             else:
                 env[node] = graph.node_copy(node, env.__getitem__)
                 if node.op == "call_function":
-                    env[node].target = plain_function(node.target)
+                    env[node].target = plain_function(node)
         self.module = torch.fx.GraphModule(root, graph)
 
     def __call__(self, *local: Tensor) -> list[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +12,12 @@ from torch.utils import _pytree as pytree
 from ..graph import Value
 from ..lower import lower
 from ..plan.plan import Plan
-from .collectives import ProcessGroups
 from .deferred import materialize
 from .init import Runtime
 from .local import LocalProgram
-from .parameters import ShardedState
-from .processes import ProcessProgram
+
+if TYPE_CHECKING:
+    from .parameters import ShardedState
 
 __all__ = ["Program", "make_program"]
 
@@ -93,6 +93,11 @@ def _keep_freed_memory() -> None:
 
 
 def _on_processes(lowered, holder: nn.Module, runtime: Runtime, gradients_mean: bool, before: Program | None) -> Program:
+    # DTensor and the rest take a second to import: a program that runs in one process does without.
+    from .collectives import ProcessGroups
+    from .parameters import ShardedState
+    from .processes import ProcessProgram
+
     plan = lowered.plan
     held = before.held if before is not None else None
     if held is None:
