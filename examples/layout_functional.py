@@ -4,7 +4,7 @@ A Layout names the axes of a device matrix; called, it says for each dim of a te
 of axes the first is the major one, and "None" leaves a dim whole. Tuple strategies and Layouts may stand side by side.
 
     python examples/layout_functional.py                         eight devices inside this one process
-    shardwright run -n 8 examples/layout_functional.py           eight processes
+    shardwright run --worker_num 8 examples/layout_functional.py   eight processes
     torchrun --nproc-per-node 8 examples/layout_functional.py    the same, by PyTorch's own launcher
 """
 

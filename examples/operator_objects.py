@@ -4,7 +4,7 @@ A strategy has one tuple for each input of the operator, with one number for eac
 that dim is cut.
 
     python examples/operator_objects.py                         eight devices inside this one process
-    shardwright run -n 8 examples/operator_objects.py           eight processes
+    shardwright run --worker_num 8 examples/operator_objects.py   eight processes
     torchrun --nproc-per-node 8 examples/operator_objects.py    the same, by PyTorch's own launcher
 """
 

@@ -177,8 +177,9 @@ def capture(net: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None, *
     except Exception as error:
         frames = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)]
         first = str(error).strip().split("\n\n")[0]
+        calling = [(f.filename, f.lineno or 0) for f in traceback.extract_stack()]
         raise CaptureError(f"the model cannot be captured: {type(error).__name__}: {first}",
-                           source=_user_frame(frames) or None,
+                           source=_user_frame(frames) or _user_frame(calling) or None,
                            legal="control flow that depends on shapes and settings only, not on the values of tensors"
                            if "data-dependent" in first or "DataDependent" in type(error).__name__ else None
                            ) from error
@@ -197,9 +198,11 @@ def _input_names(net: nn.Module, count: int) -> dict[str, str]:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """What export logs and prints beside the error that it raises (half a graph) is left out: the error says it."""
-    log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    level, graph, written = log.level, "", io.StringIO()
-    log.setLevel(logging.CRITICAL)
+    logs = [logging.getLogger(f"torch.{name}") for name in ("fx.experimental.symbolic_shapes",
+                                                            "_subclasses.fake_tensor")]
+    levels, graph, written = [log.level for log in logs], "", io.StringIO()
+    for log in logs:
+        log.setLevel(logging.CRITICAL)
     try:
         with contextlib.redirect_stderr(written):
             yield
@@ -207,7 +210,8 @@ def _quiet() -> Iterator[None]:
         graph = str(getattr(error, "partial_fx_graph", ""))
         raise
     finally:
-        log.setLevel(level)
+        for log, level in zip(logs, levels):
+            log.setLevel(level)
         sys.stderr.write(written.getvalue().replace(graph, "").lstrip("\n") if graph else written.getvalue())
 
 

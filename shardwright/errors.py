@@ -32,7 +32,7 @@ class ShardwrightError(Exception):
             head = f"{head} ({source})" if head else source
         lines = [f"{head}: {message}" if head else message]
         if strategy is not None:
-            lines.append(f"  strategy: {strategy}")
+            lines.append(f"  strategy: {strategy if isinstance(strategy, str) else repr(strategy)}")
         if legal:
             lines.append(f"  legal: {legal}")
         super().__init__("\n".join(lines))

@@ -14,6 +14,8 @@ are the same value, however they were written.
 from __future__ import annotations
 
 import math
+import os
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,6 +27,7 @@ __all__ = ["Digit", "Digits", "Layout", "allocate", "complement", "digits_size",
 
 RESERVED_NAME = "interleaved_parallel"
 REDUCTIONS = ("sum", "max", "min")
+_OURS = os.path.dirname(__file__) + os.sep
 
 
 @dataclass(frozen=True, order=True)
@@ -132,6 +135,14 @@ def groups(devices: int, digits: Iterable[Digit]) -> tuple[tuple[int, ...], ...]
     return tuple(group_of(base, digits) for base in bases)
 
 
+def _users(message: str, **details: object) -> LayoutError:
+    """An error in what a user writes, with the line that writes it: the nearest outside of this package."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame = frame.f_back
+    return LayoutError(message, source=f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}", **details)
+
+
 class Layout:
     """A device matrix with named axes, and which of its axes cut which dim of a tensor.
 
@@ -160,19 +171,22 @@ class Layout:
     reduction: str
 
     def __init__(self, device_matrix: Sequence[int], alias_name: Sequence[str]) -> None:
-        if isinstance(alias_name, str) or not all(isinstance(n, str) for n in alias_name):
-            raise LayoutError(f"alias_name must be a tuple of names, not {alias_name!r}")
+        if not isinstance(alias_name, (tuple, list)) or not all(isinstance(n, str) for n in alias_name):
+            raise _users(f"alias_name must be a tuple of names, not {alias_name!r}", legal='("dp", "mp")')
+        if not isinstance(device_matrix, (tuple, list)):
+            raise _users(f"a device matrix is a tuple of sizes, not {device_matrix!r}", legal="(2, 4)")
         matrix, names = tuple(device_matrix), tuple(alias_name)
         for size in matrix:
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise LayoutError(f"a device matrix holds whole numbers of at least 1, not {size!r}")
+                raise _users(f"a device matrix holds whole numbers of at least 1, not {size!r}", legal="(2, 4)")
         if not matrix or len(matrix) != len(names):
-            raise LayoutError(f"device matrix {matrix} has {len(matrix)} axes, alias_name {names} has {len(names)}")
+            raise _users(f"device matrix {matrix} has {len(matrix)} axes, alias_name {names} has {len(names)}",
+                         legal="one name per axis")
         if len(set(names)) != len(names):
-            raise LayoutError(f"alias_name {names} repeats a name", legal="one unique name per axis")
+            raise _users(f"alias_name {names} repeats a name", legal="one unique name per axis")
         for name in names:
             if name == RESERVED_NAME or name == "None" or not name:
-                raise LayoutError(f"the alias {name!r} is reserved", legal="another name")
+                raise _users(f"the alias {name!r} is reserved", legal="another name")
         self._fill(math.prod(matrix), None, (), "sum", matrix, names, None)
 
     def _fill(self, devices, dims, partial, reduction, matrix, names, entries) -> None:
@@ -221,17 +235,20 @@ class Layout:
             LayoutError: an unknown name, a name used twice, or a layout without named axes.
         """
         if self.alias_name is None:
-            raise LayoutError("this layout was made from digits; it has no named axes to call")
+            raise _users("this layout was made from digits; it has no named axes to call")
         used: set[str] = set()
         dims = []
         for entry in entries:
+            if not isinstance(entry, (str, tuple, list, type(None))):
+                raise _users(f"{entry!r} is no axis", strategy=entries,
+                                  legal=f"one of {self.alias_name}, a tuple of them, or 'None'")
             names = () if entry in ("None", None, ()) else (entry,) if isinstance(entry, str) else tuple(entry)
             for name in names:
                 if name not in self.alias_name:
-                    raise LayoutError(f"unknown axis {name!r}", strategy=entries,
+                    raise _users(f"unknown axis {name!r}", strategy=entries,
                                       legal=f"one of {self.alias_name}, a tuple of them, or 'None'")
                 if name in used:
-                    raise LayoutError(f"the axis {name!r} is used twice", strategy=entries,
+                    raise _users(f"the axis {name!r} is used twice", strategy=entries,
                                       legal="each axis at most once in a call")
                 used.add(name)
             dims.append(merge(self.axis(name) for name in names))

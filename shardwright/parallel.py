@@ -75,7 +75,9 @@ class AutoParallel(nn.Module):
                  on_missing_rule: str = "error", save_graphs: str | Path | None = None) -> None:
         super().__init__()
         if not isinstance(net, nn.Module):
-            raise SettingError(f"{net!r} is not an nn.Module")
+            raise SettingError(f"{net!r} is not an nn.Module", legal="a model written for one device")
+        if loss_fn is not None and not callable(loss_fn):
+            raise SettingError(f"the loss_fn {loss_fn!r} cannot be called", legal="nn.CrossEntropyLoss(), or a function")
         if parallel_mode not in MODES:
             raise SettingError(f"unknown parallel_mode {parallel_mode!r}", legal=", ".join(MODES))
         if on_missing_rule not in ("error", "replicate"):
@@ -319,9 +321,11 @@ def global_inputs(args: tuple, kwargs: dict[str, Any], devices: int, dataset: An
             cuts = (devices,) + (1,) * (len(shape) - 1) if shape else ()
         elif isinstance(dataset, (tuple, list)) and index < len(dataset):
             entry = dataset[index]
-            cuts = tuple(map(digits_size, entry.dims or ())) if isinstance(entry, Layout) else tuple(entry)
+            cuts = tuple(map(digits_size, entry.dims or ())) if isinstance(entry, Layout) else entry
         else:
             cuts = (1,) * len(shape)
-        return torch.empty([s * c for s, c in zip(shape, cuts)] if len(cuts) == len(shape) else shape,
-                           dtype=leaf.dtype, device="meta")
+        if not isinstance(cuts, (tuple, list)) or len(cuts) != len(shape) or not all(isinstance(c, int) for c in cuts):
+            cuts = (1,) * len(shape)  # the planner says what is wrong with it
+        return torch.empty([s * c for s, c in zip(shape, cuts)], dtype=leaf.dtype, device="meta",
+                           requires_grad=leaf.requires_grad)
     return pytree.tree_map(whole, (args, kwargs))

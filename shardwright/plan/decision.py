@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -113,22 +114,28 @@ def feeding(graph: Graph, devices: int, dataset_strategy: Any) -> Feeding:
                                    legal='a batch that divides, or dataset_strategy("full_batch")')
         return Feeding(tuple(Layout.from_cuts(devices, (devices,) + (1,) * (len(s) - 1)) if s
                              else Layout.replicated(devices, 0) for s in shapes), True)
-    if isinstance(dataset_strategy, Layout) or not isinstance(dataset_strategy, (tuple, list)):
+    if not isinstance(dataset_strategy, (tuple, list)):
         raise SettingError(f"unknown dataset_strategy {dataset_strategy!r}",
                            legal='"data_parallel", "full_batch", or a tuple with one entry per tensor input')
+    simple = tuple((math.gcd(s[0], devices), *[1] * (len(s) - 1)) if s else () for s in shapes)
+    words = '"data_parallel", ' if all(not s or s[0] % devices == 0 for s in shapes) else ""
+    legal = f'{words}"full_batch", or {simple}'
     if len(dataset_strategy) != len(shapes):
         raise SettingError(f"the dataset_strategy has {len(dataset_strategy)} entries, the model is fed "
-                           f"{len(shapes)} tensors of shapes {shapes}", strategy=dataset_strategy)
+                           f"{len(shapes)} tensors of shapes {shapes}", strategy=dataset_strategy, legal=legal)
     layouts = []
     for value, entry in zip(graph.inputs, dataset_strategy):
         try:
-            layout = entry if isinstance(entry, Layout) else Layout.from_cuts(devices, tuple(entry))
+            if not isinstance(entry, (tuple, list, Layout)):
+                raise SettingError(f"the entry {entry!r} is neither a tuple of cuts nor a Layout")
+            layout = entry if isinstance(entry, Layout) else Layout.from_cuts(devices, entry)
             if layout.devices != devices or layout.dims is None:
-                raise SettingError(f"its Layout must lay out {len(value.shape)} dims on {devices} devices")
+                raise SettingError(f"its Layout must lay out the {len(value.shape)} dims of {value.shape} on {devices} "
+                                   f"devices, it has {layout.devices}")
             layout.local_shape(value.shape)
         except ShardwrightError as error:
-            raise error.located(operator=f"dataset_strategy of input {value.name!r}", strategy=dataset_strategy) \
-                from None
+            raise type(error)(error.message, operator=f"dataset_strategy of input {value.name!r}",
+                              strategy=dataset_strategy, legal=legal) from None
         layouts.append(layout)
     return Feeding(tuple(layouts), any(not layout.is_replicated for layout in layouts))
 

@@ -34,7 +34,7 @@ def make_plan(graph: Graph, devices: int, parallel_mode: str, dataset_strategy: 
         ShardwrightError: a strategy or a setting that does not fit, with the operator and a legal choice.
     """
     if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
-        raise SettingError(f"a plan is for a whole number of devices, not {devices!r}")
+        raise SettingError(f"a plan is for a whole number of devices, not {devices!r}", legal="devices=8")
     if parallel_mode not in MODES:
         raise SettingError(f"unknown parallel_mode {parallel_mode!r}", legal=", ".join(MODES))
     if on_missing_rule not in ("error", "replicate"):
@@ -73,6 +73,8 @@ def plan(net: nn.Module, inputs: tuple, loss_fn: Any = None, targets: Any = None
     Raises:
         ShardwrightError: what does not fit, with the operator, the line, the sizes and a legal choice.
     """
+    if not isinstance(net, nn.Module):
+        raise SettingError(f"{net!r} is not an nn.Module", legal="a model, and its inputs as a tuple")
     if isinstance(inputs, torch.Tensor):
         inputs = (inputs,)
     if loss_fn is not None:

@@ -16,7 +16,9 @@ __all__ = ["assignment_of", "output_layouts_of"]
 
 def _nearest(bound: Bound, strategy: Sequence[Any], devices: int) -> str:
     """A legal tuple strategy close to the one asked for: its cuts, made to divide and to agree, the last ones reduced
-    until they fit the devices."""
+    until they fit the devices. The cuts of one tensor by themselves are taken for the first input's."""
+    if strategy and not any(isinstance(entry, (tuple, list, Layout)) for entry in strategy):
+        strategy = (strategy,)
     cuts: dict[int, int] = {}
     for dims, entry in zip(bound.inputs, strategy):
         if isinstance(entry, Layout):
@@ -57,13 +59,13 @@ def assignment_of(bound: Bound, strategy: Any, devices: int) -> Assignment:
         LayoutError: a Layout of another device count.
     """
     def wrong(message: str, legal: str | None = "nearest") -> StrategyError:
-        usable = isinstance(strategy, (tuple, list))
-        return StrategyError(message, strategy=strategy, legal=_nearest(bound, strategy, devices)
-                             if legal == "nearest" and usable else None if legal == "nearest" else legal)
+        if legal == "nearest":
+            entries = strategy if isinstance(strategy, (tuple, list)) else (strategy,)
+            legal = _nearest(bound, entries, devices)
+        return StrategyError(message, strategy=strategy, legal=legal)
 
-    if isinstance(strategy, Layout) or not isinstance(strategy, (tuple, list)):
-        raise wrong("an in_strategy is a tuple with one entry per tensor input, even for one input",
-                    legal="((4, 1),) for a single input")
+    if not isinstance(strategy, (tuple, list)):
+        raise wrong("an in_strategy is a tuple with one entry per tensor input, even for one input")
     given, needed = len(strategy), len(bound.inputs)
     if given != needed and not (given < needed and all(i in bound.notation.optional for i in range(given, needed))):
         raise wrong(f"{given} entries for an operator with {needed} tensor inputs of shapes {list(bound.in_shapes)}")
@@ -195,33 +197,35 @@ def output_layouts_of(bound: Bound, strategy: Any, devices: int) -> tuple[Layout
     Raises:
         StrategyError, LayoutError: as `assignment_of`.
     """
-    if isinstance(strategy, Layout) or not isinstance(strategy, (tuple, list)) or len(strategy) != len(bound.outputs):
-        raise StrategyError(f"an out_strategy is a tuple with one entry per output, here {len(bound.outputs)}",
-                            strategy=strategy, legal="((8, 1),) for a single output")
-    simple = tuple(tuple(math.gcd(devices, size) if d == 0 else 1 for d, size in enumerate(shape))
-                   for shape in bound.out_shapes)
-    nearest = f"one cut per dim, such as {simple}"
+    simple = repr(tuple(tuple(math.gcd(devices, size) if d == 0 else 1 for d, size in enumerate(shape))
+                        for shape in bound.out_shapes))
+    if not isinstance(strategy, (tuple, list)) or len(strategy) != len(bound.outputs):
+        raise StrategyError(f"an out_strategy is a tuple with one entry per output, here {len(bound.outputs)} of shapes "
+                            f"{list(bound.out_shapes)}", strategy=strategy, legal=simple)
     out = []
     for i, (entry, shape) in enumerate(zip(strategy, bound.out_shapes)):
         if isinstance(entry, Layout):
-            if entry.devices != devices or entry.dims is None:
-                raise LayoutError(f"the Layout of output {i} must lay out {len(shape)} dims on {devices} devices",
-                                  strategy=strategy, legal=f"a device matrix whose product is {devices}")
+            if entry.devices != devices:
+                raise LayoutError(f"the Layout of output {i} must lay out {len(shape)} dims on {devices} devices, its "
+                                  f"device matrix is of {entry.devices}", strategy=strategy,
+                                  legal=f"a device matrix whose product is {devices}")
+            if entry.dims is None:
+                raise LayoutError(f"the Layout of output {i} must lay out {len(shape)} dims on {devices} devices, it "
+                                  "names none", strategy=strategy, legal="layout('dp', 'None')")
             layout = entry
         elif isinstance(entry, (tuple, list)):
             try:
                 layout = Layout.from_cuts(devices, tuple(entry))
             except LayoutError as error:
-                raise LayoutError(error.message, strategy=strategy, legal=error.legal or nearest) from None
+                raise LayoutError(error.message, strategy=strategy, legal=simple) from None
         else:
-            raise StrategyError(f"the entry of output {i} is {entry!r}", strategy=strategy,
-                                legal="a tuple of cuts or a Layout per output")
+            raise StrategyError(f"the entry of output {i} is {entry!r}", strategy=strategy, legal=simple)
         if len(layout.dims) != len(shape):
             raise StrategyError(f"output {i} has shape {shape}, {len(shape)} dims; its entry has {len(layout.dims)}",
-                                strategy=strategy, legal=nearest)
+                                strategy=strategy, legal=simple)
         try:
             layout.local_shape(shape)
         except LayoutError as error:
-            raise error.located(strategy=strategy) from None
+            raise LayoutError(f"output {i}: {error.message}", strategy=strategy, legal=simple) from None
         out.append(layout)
     return tuple(out)

@@ -55,9 +55,9 @@ def init(devices: int | None = None, *, backend: str | None = None, timeout: flo
         The runtime.
 
     Raises:
-        SettingError: a number of devices below 1.
+        SettingError: a number of devices below 1, asked for here or in the environment.
     """
-    if devices is not None and (not isinstance(devices, int) or devices < 1):
+    if devices is not None and (not isinstance(devices, int) or isinstance(devices, bool) or devices < 1):
         raise SettingError(f"init(devices={devices!r})", legal="a whole number of at least 1")
     started = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
     if dist.is_available() and (dist.is_initialized() or started):
@@ -69,6 +69,8 @@ def init(devices: int | None = None, *, backend: str | None = None, timeout: flo
         runtime = Runtime(True, dist.get_world_size(), dist.get_rank(), device)
     else:
         asked = os.environ.get("SHARDWRIGHT_DEVICES")
+        if asked and not (asked.isdecimal() and int(asked)):
+            raise SettingError(f"SHARDWRIGHT_DEVICES={asked}", legal="a whole number of at least 1")
         runtime = Runtime(False, int(asked) if asked else devices, 0, torch.get_default_device())
     _current[:] = [runtime]
     return runtime

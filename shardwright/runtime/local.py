@@ -187,7 +187,7 @@ class LocalProgram:
             summed = instruction.backward is not None and bool(instruction.backward.source.partial)
             return instruction.target.layout.is_replicated and not summed
         if node.target is extreme:
-            return False
+            return instruction.target.layout.is_replicated
         made = [o.layout.is_replicated for o in instruction.outputs if o is not None]
         return all(made) and all(self._one[a] for a in node.all_input_nodes)
 
@@ -217,9 +217,11 @@ class LocalProgram:
     def _extreme(self, node: torch.fx.Node) -> Callable[[list], Any]:
         instruction: Extreme = node.meta["instruction"]
         reduced, operand = (self._slots[a] for a in node.args)
+        one, layout = self._one[node], instruction.target.layout
 
         def run(env: list) -> Any:
-            return _Extreme.apply(instruction, self.devices, *env[reduced], *env[operand])
+            results = _Extreme.apply(instruction, self.devices, *env[reduced], *env[operand])
+            return _Assemble.apply(layout, *results) if one else results
         return run
 
     def _compute(self, node: torch.fx.Node) -> Callable[[list], Any]:
@@ -230,6 +232,8 @@ class LocalProgram:
         def written(a: Any) -> str:
             if isinstance(a, torch.fx.Node):
                 if self._one[a]:
+                    # Else autograd would add up what every rank takes for the whole gradient.
+                    assert self._one[node] or not a.meta["instance"].value.requires_grad, f"{a} in {node}"
                     return f"env[{self._slots[a]}]"
                 return shards.setdefault(a, f"x{len(shards)}")
             if isinstance(a, (list, tuple)):

@@ -125,17 +125,15 @@ def _leaf(parameter: nn.Parameter) -> Tensor:
     """A plain leaf on the storage of a DTensor parameter; its gradient goes to the parameter."""
     with torch.no_grad():
         leaf = parameter.to_local().detach()
-    mesh, placements = parameter.device_mesh, parameter.placements
-    shape, stride = parameter.shape, parameter.stride()
     if not parameter.requires_grad:
         return leaf
+    spec = parameter._spec  # private: mesh, placements, shape and strides in one, which the gradient shares
 
     def hand_over(filled: Tensor) -> None:
         gradient, filled.grad = filled.grad, None
         if parameter.grad is None:
-            made = DTensor.from_local(gradient, mesh, placements, run_check=False, shape=shape, stride=stride)
-            made.__class__ = Gradient
-            parameter.grad = made
+            # Not `from_local`, which makes a spec of its own and an autograd node: 61 us against 4.
+            parameter.grad = Gradient(gradient, spec, requires_grad=False)
         else:
             parameter.grad.to_local().add_(gradient)
 
