@@ -23,7 +23,8 @@ from itertools import product
 
 from .errors import LayoutError
 
-__all__ = ["Digit", "Digits", "Layout", "allocate", "complement", "digits_size", "group_of", "groups", "merge", "overlap"]
+__all__ = ["Digit", "Digits", "Layout", "allocate", "beside", "complement", "digits_size", "group_of", "groups",
+           "merge", "overlap"]
 
 RESERVED_NAME = "interleaved_parallel"
 REDUCTIONS = ("sum", "max", "min")
@@ -111,6 +112,15 @@ def allocate(devices: int, cuts: Sequence[int]) -> tuple[Digits, ...]:
         stride //= cut
         out.append(merge((Digit(cut, stride),)))
     return tuple(out)
+
+
+def beside(devices: int, digits: Iterable[Digit]) -> bool:
+    """Whether digits stand beside one another in a rank: 2@1 and 2@3 do not on 6 devices, though they do not overlap."""
+    try:
+        complement(devices, tuple(digits))
+    except LayoutError:
+        return False
+    return True
 
 
 def overlap(some: Iterable[Digit], others: Iterable[Digit]) -> bool:

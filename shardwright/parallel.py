@@ -141,20 +141,22 @@ class AutoParallel(nn.Module):
             ShardwrightError: at the first call with inputs of these shapes: whatever cannot be planned.
         """
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        key = (spec, self._flags(), tuple((x.shape, x.dtype, x.requires_grad) if isinstance(x, torch.Tensor)
-                                          else (type(x), x) for x in leaves))
-        program = self._programs.get(key)
+        fed = tuple((x.shape, x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else (type(x), x) for x in leaves)
+        program = self._programs.get((spec, self._state(), fed))
         if program is None:
-            self._announce(key)
-            program = self._programs[key] = self._build(args, kwargs)
+            self._announce((spec, self._state(), fed))
+            program = self._build(args, kwargs)
+            self._programs[spec, self._state(), fed] = program  # the state of now: its parameters may be others
         return program(*leaves)
 
-    def _flags(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-        """What of the model's state a captured program depends on: which modules train, which parameters are trained."""
+    def _state(self) -> tuple[tuple, ...]:
+        """What of the model's state a captured program depends on: which modules train, which parameters there are and
+        which of them are trained."""
         if self._submodules is None:
             self.__dict__["_submodules"] = list(self.net.modules())
-        return (tuple([m.training for m in self._submodules]),
-                tuple([p.requires_grad for m in self._submodules for p in m._parameters.values() if p is not None]))
+        parameters = [p for m in self._submodules for p in m._parameters.values() if p is not None]
+        return (tuple([m.training for m in self._submodules]), tuple([p.requires_grad for p in parameters]),
+                tuple([id(p) for p in parameters]))
 
     def train(self, mode: bool = True) -> AutoParallel:
         """Training or evaluation mode, for the wrapped model too."""

@@ -1,6 +1,7 @@
 """What every test file shares: threads, hypothesis profiles, the goldens."""
 
 import os
+import sys
 from pathlib import Path
 
 # Before torch is imported, and inherited by the worker processes that tests start: a rank is one thread.
@@ -32,6 +33,15 @@ def goldens(shared: Path) -> Path:
         pytest.fail(f"no goldens at {folder}: put the shared folder beside the repository, "
                     "or name it with SHARDWRIGHT_SHARED", pytrace=False)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def no_runtime_of_another_test():
+    """A test that calls `sw.init` does not decide where the next one runs."""
+    yield
+    runtime = sys.modules.get("shardwright.runtime.init")
+    if runtime is not None:
+        runtime._current.clear()
 
 
 _FIGURES: dict[str, tuple[float, float]] = {}

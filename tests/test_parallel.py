@@ -228,6 +228,17 @@ def test_frozen_parameters_that_thaw() -> None:
     assert net.w1.grad is not None and net.w2.grad is None
 
 
+def test_parameters_that_are_replaced() -> None:
+    net = Marked()
+    model = parallel(net)
+    close(model(X), net(X))
+    net.w1 = nn.Parameter(draw(8, 16, seed=9))
+    net.load_state_dict({name: 2 * value for name, value in net.state_dict().items()}, assign=True)
+    close(model(X), net(X))
+    net.w2.data = net.w2.data + 1
+    close(model(X), net(X))
+
+
 def test_names_that_look_alike() -> None:
     class Alike(nn.Module):
         def __init__(self) -> None:
@@ -415,6 +426,14 @@ def test_a_wrapper_can_be_copied_and_moved() -> None:
     torch.testing.assert_close(single(X.float(), T), CROSS_ENTROPY(model.net(X.float()), T))
 
 
+def test_a_replicated_parameter_beside_a_maximum_over_ranks() -> None:
+    # What is whole on every rank is one tensor in this process: its gradient must be taken once.
+    def f(m, x):
+        top = (x @ m.w).amax(0)
+        return top * m.p, top.sum() * m.p.sum(), (top * m.q + x @ m.w).max()
+    assert_as_one_device(Apply(f, p=nn.Parameter(draw(8)), q=nn.Parameter(draw(8))), (X,), (X,))
+
+
 # -- operators without a rule ------------------------------------------------------------------------------------------
 
 def test_replicate_runs_whole_and_says_so() -> None:
@@ -424,6 +443,12 @@ def test_replicate_runs_whole_and_says_so() -> None:
     assert "linalg_inv" in notes and "linalg_det" in notes and "whole on every device" in notes
     assert model.plan.operator("linalg_inv").cause == "whole"
     assert not any("relu" in note for note in model.plan.notes)
+
+
+def test_replicated_statistics_are_updated_once() -> None:
+    net = nn.Sequential(nn.Linear(8, 8, dtype=D), nn.BatchNorm1d(8, dtype=D))
+    assert_as_one_device(net, (X,), (X,), on_missing_rule="replicate")
+    assert net[1].num_batches_tracked == 2
 
 
 # -- capture and plan ----------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from ..conversion import Conversion, conversion, through, transpose
 from ..errors import PlanError
 from ..graph import Graph, Op, Value
-from ..layout import Digits, Layout, overlap
+from ..layout import Digits, Layout, beside
 from ..rules import Assignment, Bound, Rule, expand
 from ..rules.registry import local_call
 from .decision import Decision, Feeding, output_layouts
@@ -282,7 +282,8 @@ class _Router:
         first = layouts[0].partial
         if not first or any(layout.partial != first or layout.reduction != "sum" for layout in layouts):
             return None
-        if any(v.name in self.completed for v in op.inputs) or overlap(first, assignment.used):
+        if any(v.name in self.completed for v in op.inputs) or \
+                not beside(self.devices, first + assignment.used):
             return None
         return first
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from ..conversion import conversion
 from ..errors import ShardwrightError, StrategyError
 from ..graph import Graph, Op, Value
-from ..layout import Layout, allocate, overlap
+from ..layout import Layout, allocate, beside
 from ..rules import Assignment, Bound, Rule, assignment_of, output_layouts_of
 from .decision import Decision, Feeding, batch_dims, batch_factor, description
 
@@ -151,7 +151,8 @@ class _Views:
         came = self.layouts.get(op.inputs[0].name)
         if came is None or not came.partial or not decision.rule.is_linear(op) or len(op.inputs) > 1:
             return ()
-        if decision.wanted(0) != came.without_partial() or overlap(came.partial, decision.assignment.used):
+        if decision.wanted(0) != came.without_partial() or not beside(self.devices,
+                                                                      came.partial + decision.assignment.used):
             return ()
         return came.partial
 

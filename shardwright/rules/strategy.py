@@ -8,7 +8,7 @@ from itertools import combinations
 from typing import Any
 
 from ..errors import LayoutError, StrategyError
-from ..layout import Digit, Digits, Layout, allocate, complement, digits_size, merge
+from ..layout import Digit, Digits, Layout, allocate, beside, complement, digits_size, merge
 from .notation import Assignment, Bound
 
 __all__ = ["assignment_of", "output_layouts_of"]
@@ -123,7 +123,7 @@ def assignment_of(bound: Bound, strategy: Any, devices: int) -> Assignment:
     except LayoutError as error:
         raise wrong(error.message) from None
     for (f, (_, i)), (g, (_, j)) in combinations(known.items(), 2):
-        if _overlap(devices, assignment.digits[f] + assignment.digits[g]):
+        if not beside(devices, assignment.digits[f] + assignment.digits[g]):
             raise wrong(f"the factors {bound.factors[f].name!r} (input {i}) and {bound.factors[g].name!r} (input {j}) "
                         f"are split over the same devices: digits {assignment.digits[f]} and {assignment.digits[g]}",
                         legal="an axis for each of them")
@@ -134,14 +134,6 @@ def assignment_of(bound: Bound, strategy: Any, devices: int) -> Assignment:
         if bound.output_layout(i, assignment) is None:
             raise wrong(f"the output {bound.out_shapes[i]} would be cut in the minor part of a dim only")
     return assignment
-
-
-def _overlap(devices: int, digits: Digits) -> bool:
-    try:
-        complement(devices, digits)
-    except LayoutError:
-        return True
-    return False
 
 
 def _spread_cut(bound: Bound, dim: tuple[int, ...], cut: int) -> dict[int, int] | None:

@@ -8,6 +8,7 @@ gradient is complete, a hook puts it on the DTensor.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,10 +34,16 @@ class Gradient(DTensor):
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
+            if function is torch._foreach_mul_:  # of lists, DTensor takes those on one mesh alone
+                return [gradient.mul_(factor) for gradient, factor in zip(args[0], _each(args[1], len(args[0])))]
             result = function(*args, **(kwargs or {}))
         if function is torch.linalg.vector_norm:
             return _plain(result)
         return [_plain(norm) for norm in result] if function is torch._foreach_norm else result
+
+
+def _each(factor: Any, count: int) -> Sequence[Any]:
+    return factor if isinstance(factor, (list, tuple)) else [factor] * count
 
 
 def _plain(x: Tensor) -> Tensor:
@@ -115,8 +122,15 @@ class ShardedState:
         self.refresh(holder)
 
     def refresh(self, holder: nn.Module) -> None:
-        """Make leaves anew for parameters that are trained from now on, or no longer."""
+        """Make leaves anew for parameters that are trained from now on, or no longer.
+
+        Raises:
+            SettingError: a parameter that was put in later.
+        """
         for name, parameter in holder.named_parameters():
+            if not isinstance(parameter, DTensor):
+                raise SettingError(f"the parameter {name!r} is another one than at the first call",
+                                   legal="changes of its values, or a new AutoParallel of a new model")
             if name not in self.leaves or self.leaves[name].requires_grad != parameter.requires_grad:
                 self.leaves[name] = _leaf(parameter)
 
