@@ -59,7 +59,7 @@ class Natural:
 class Exchanges(Natural):
     """Everything but a large all-reduce as all-to-all; of two ranks' large ones Gloo's own is as fast."""
 
-    SMALL = 1 << 20  # received bytes; as shardwright/runtime/collectives.py measured it
+    SMALL = 1 << 19  # received bytes; between 128 KiB and 392 KiB a rank two ranks do better with an all-reduce
 
     def all_to_all(self, pieces: Tensor, group: Group) -> Tensor:
         pieces = pieces.contiguous()

@@ -140,7 +140,10 @@ class AutoParallel(nn.Module):
         Raises:
             ShardwrightError: at the first call with inputs of these shapes: whatever cannot be planned.
         """
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        if not kwargs and all(isinstance(x, torch.Tensor) for x in args):
+            leaves, spec = args, len(args)  # as most calls are; the tree takes longer than all the rest here
+        else:
+            leaves, spec = pytree.tree_flatten((args, kwargs))
         fed = tuple((x.shape, x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else (type(x), x) for x in leaves)
         program = self._programs.get((spec, self._state(), fed))
         if program is None:

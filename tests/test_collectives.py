@@ -89,6 +89,15 @@ def test_every_kind_of_step_by_all_to_alls():
     assert_as_in_one_process(run_ranks(every_pair, WORLD, None))
 
 
+def every_pair_by_swaps(rank, world):
+    collectives.SWAPPED = 0
+    return every_pair(rank, world, None)
+
+
+def test_every_kind_of_step_where_two_ranks_swap():
+    assert_as_in_one_process(run_ranks(every_pair_by_swaps, WORLD))
+
+
 def test_every_kind_of_step_by_the_librarys_collectives():
     assert_as_in_one_process(run_ranks(every_pair, WORLD, False))
 
@@ -103,7 +112,8 @@ def test_the_pairs_hold_every_kind_of_step():
     assert any(g.pre_perm for g in geometries) and any(g.post_perm for g in geometries)
 
 
-def types_and_sizes(rank, world):
+def types_and_sizes(rank, world, swapped):
+    collectives.SWAPPED = swapped
     groups = ProcessGroups(world, rank)
     out = {}
     for name in ("all_reduce", "all_reduce_of_a_slice", "reduce_scatter_two_dims"):
@@ -128,8 +138,9 @@ def types_and_sizes(rank, world):
     return out, scattered
 
 
-def test_reductions_types_and_sizes():
-    results = run_ranks(types_and_sizes, WORLD)
+@pytest.mark.parametrize("swapped", [0, collectives.SWAPPED])
+def test_reductions_types_and_sizes(swapped):
+    results = run_ranks(types_and_sizes, WORLD, swapped)
     for (name, reduction, dtype) in results[0][0]:
         source, target = layouts(name, reduction)
         shards = [local(source, (4, 4, 4), r, dtype) for r in range(WORLD)]

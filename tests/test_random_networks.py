@@ -188,3 +188,20 @@ def test_random_networks(made, devices, data) -> None:
         return
     gradients = torch.autograd.grad(squares(expected), [y, *net.parameters()], allow_unused=True)
     close(torch.autograd.grad(squares(got), [x, *net.parameters()], allow_unused=True), gradients, "gradients")
+
+
+def test_parts_of_a_rank_that_do_not_go_together() -> None:
+    # Found above: a sum over the halves of 6 = 2 x 3, and an operator that cuts by the halves of 6 = 3 x 2.
+    halves, thirds = sw.Layout((2, 3), ("a", "b")), sw.Layout((3, 2), ("a", "b"))
+    steps = [Step("linear", F.linear, (0,), ((2, 2),)), Step("half", UNARY["half"], (1,)),
+             Step("reshape", lambda x: torch.reshape(x, (24,)), (2,)), Step("sum", torch.sum, (3,))]
+    net = Network(steps, [2, 4])
+    net.operators[0].shard((halves("None", "a"), halves("None", "a")))
+    net.operators[1].shard((thirds("None", "b"),))
+    x, y = draw(12, 2).requires_grad_(), draw(12, 2).requires_grad_()
+    got, expected = parallel(net, devices=6)(x), net(y)
+    close(got, expected)
+    squares(got).backward()
+    mine = [net.weights[0].grad, net.zero_grad()][0]
+    squares(expected).backward()
+    close([x.grad, mine], [y.grad, net.weights[0].grad])

@@ -5,7 +5,8 @@
 
 Where collectives are a library's (NCCL, HCCL, MPI) they are the functional ones, which torch.compile traces. On Gloo
 everything is made of all-to-alls: a reduce-scatter is one and a local sum, an all-gather one that sends everybody the
-same, an all-reduce of something small a gather and a local sum, of something larger a reduce-scatter and a gather.
+same, an all-reduce of something small a gather and a local sum, of something larger a reduce-scatter and a gather. Two
+ranks swap what they have.
 Sums are then taken in ascending order of the ranks, as in the local runtime: all replicas have the same bits.
 
 Why, measured with 8, 4 and 2 Gloo processes of one thread on 2 cores, ms (all_to_all through the group's own method
@@ -21,6 +22,7 @@ takes 0.19 ms on 2 ranks where the functional one takes 0.5, and 0.8 where it ta
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -35,6 +37,14 @@ from .shards import reduce_terms
 
 __all__ = ["Bound", "ProcessGroups", "bind", "run_step"]
 
+# Bytes from which two ranks on Gloo swap what they have, instead of exchanging two pieces each, one with itself. Eight
+# processes in pairs on 2 cores, ms, as an exchange and as a swap (and Gloo's own all-reduce):
+#     KiB a rank   all_reduce          all_gather    reduce_scatter
+#             8     0.9   1.0  ( 1.0)   0.9   0.9      1.0  1.1
+#            32     1.4   1.1  ( 1.4)   1.2   1.0      0.9  1.0
+#           392     4.1   2.0  ( 2.4)   3.6   2.3      1.8  1.2
+#          4096    40.9  16.1  (17.4)  90.8  32.7     13.0  8.4
+SWAPPED = 32 << 10
 # Received bytes up to which an all-reduce on Gloo gathers every term and sums locally (see the table: 8 x 128 KiB).
 GATHERED_TERMS = 1 << 20
 # Received bytes up to which an all-gather on Gloo is an all-to-all; past it the n copies to send cost more (8 x 1 MiB).
@@ -92,6 +102,7 @@ class Bound:
         post_view, post_perm, after: how what was received becomes the result.
         narrows: for a slice: (dim, start, length) of the rank's range per dim, or
         index: (axis, index) into ``x.reshape(pre_view)``, last axis first.
+        position: of this rank in the group.
         sends, receives: for an all-to-all the number of elements to and from each rank of the group; empty: all equal.
         exchanges: whether to make the step of all-to-alls.
         name, group: the process group; None for a slice.
@@ -107,6 +118,7 @@ class Bound:
     after: tuple[int, ...]
     narrows: tuple[tuple[int, int, int], ...] | None = None
     index: tuple[tuple[int, int], ...] = ()
+    position: int = 0
     sends: tuple[int, ...] = ()
     receives: tuple[int, ...] = ()
     exchanges: bool = False
@@ -136,25 +148,25 @@ def bind(step: Step, local_shape: tuple[int, ...], rank: int, groups: ProcessGro
         sends = tuple(piece if r in to else 0 for r in range(step.size))
         receives = tuple(piece if r in source else 0 for r in range(step.size))
     return Bound(step.kind, step.reduction, step.size, geometry.pre_view, geometry.pre_perm, geometry.post_view,
-                 geometry.post_perm, geometry.after, sends=sends, receives=receives, exchanges=groups.exchanges,
-                 name=group.group_name, group=group)
+                 geometry.post_perm, geometry.after, position=step.position(rank), sends=sends, receives=receives,
+                 exchanges=groups.exchanges, name=group.group_name, group=group)
 
 
 def run_step(x: Tensor, bound: Bound) -> Tensor:
     """One step on this rank's local tensor. A slice is a view; `x` is never written to."""
     if bound.kind == "slice":
         return _slice(x, bound)
+    if bound.kind == "all_reduce":
+        return _all_reduce(x, bound)
     if bound.pre_perm is not None:
         x = x.reshape(bound.pre_view).permute(bound.pre_perm)
     x = x.reshape(-1)  # pieces one after the other; a copy where they were not
     if bound.kind == "all_to_all":
-        x = _exchange(x, bound)
+        x = _exchange(x, bound, bound.sends, bound.receives)
     elif bound.kind == "all_gather":
         x = _gather(x, bound)
-    elif bound.kind == "reduce_scatter":
-        x = _reduce_scatter(x, bound)
     else:
-        x = _all_reduce(x, bound)
+        x = _reduce_scatter(x, bound)
     if bound.post_perm is not None:
         x = x.view(bound.post_view).permute(bound.post_perm)
     return x.reshape(bound.after)
@@ -171,49 +183,77 @@ def _slice(x: Tensor, bound: Bound) -> Tensor:
     return x.reshape(bound.after)
 
 
-def _exchange(x: Tensor, bound: Bound, width: int = 1) -> Tensor:
-    """Flat pieces to the ranks of the group, flat pieces from them; `width` numbers for each element."""
+def _exchange(x: Tensor, bound: Bound, sends: Sequence[int] = (), receives: Sequence[int] = ()) -> Tensor:
+    """Flat pieces to the ranks of the group, flat pieces from them; all equal where no numbers are given."""
     if x.is_complex():  # Gloo's all_to_all knows no complex numbers
-        return torch.view_as_complex(_exchange(torch.view_as_real(x).reshape(-1), bound, 2).view(-1, 2))
-    sends, receives = [width * n for n in bound.sends], [width * n for n in bound.receives]
+        pairs = _exchange(torch.view_as_real(x).reshape(-1), bound, [2 * n for n in sends], [2 * n for n in receives])
+        return torch.view_as_complex(pairs.view(-1, 2))
     if bound.exchanges and not torch.compiler.is_compiling():
         # The group's own method, private too: half the latency of the functional one, see the table above; and seven
-        # eighths of it where no numbers say that all pieces are equal.
+        # eighths of it where no numbers are given.
         received = x.new_empty(sum(receives)) if receives else torch.empty_like(x)
-        bound.group.alltoall_base(received, x, receives, sends).wait()
+        bound.group.alltoall_base(received, x, list(receives), list(sends)).wait()
         return received
     equal = [x.numel() // bound.size] * bound.size
-    return _ops.wait_tensor(_ops.all_to_all_single(x, receives or equal, sends or equal, bound.name))
+    return _ops.wait_tensor(_ops.all_to_all_single(x, list(receives) or equal, list(sends) or equal, bound.name))
+
+
+def _swaps(x: Tensor, bound: Bound) -> bool:
+    """Whether to send `x` to the other one of two ranks and no copy of anything to oneself."""
+    return bound.exchanges and bound.size == 2 and x.nbytes >= SWAPPED
+
+
+def _swap(x: Tensor, bound: Bound) -> Tensor:
+    """What the other one of two ranks has for its `x`."""
+    counts = (0, x.numel()) if bound.position == 0 else (x.numel(), 0)
+    return _exchange(x, bound, counts, counts)
 
 
 def _gather(x: Tensor, bound: Bound) -> Tensor:
     n = bound.size
-    if bound.exchanges and n * x.numel() * x.element_size() <= GATHERED_COPIES:
+    if _swaps(x, bound):
+        other = _swap(x, bound)
+        return torch.cat((other, x) if bound.position else (x, other))
+    if bound.exchanges and n * x.nbytes <= GATHERED_COPIES:
         return _exchange(torch.cat((x,) * n), bound)  # a quarter of what `repeat` takes
     return _ops.wait_tensor(_ops.all_gather_into_tensor(x, n, bound.name))
 
 
 def _reduce_scatter(x: Tensor, bound: Bound) -> Tensor:
     if bound.exchanges:
-        return _reduced(_exchange(x, bound), bound)
+        pieces = x.view(bound.size, -1)
+        if _swaps(pieces[0], bound):
+            return _both(_swap(pieces[1 - bound.position], bound), pieces[bound.position], bound)
+        return _reduced(_exchange(x, bound).view(bound.size, -1), bound)
     return _ops.wait_tensor(_ops.reduce_scatter_tensor(x, bound.reduction, bound.size, bound.name))
 
 
 def _reduced(terms: Tensor, bound: Bound) -> Tensor:
-    """The sum, max or min of the ranks' terms, which lie one after the other, taken in their order."""
-    terms = terms.view(bound.size, -1)
-    if bound.reduction == "sum" and terms.dtype in (torch.float32, torch.float64) and bound.size <= 16 and \
-            terms.shape[1] % 64 == 0:
-        return terms.sum(0)  # adds up to 16 rows in their order where columns fill whole vectors; a third of the time
-    return reduce_terms(terms.unbind(0), bound.reduction)
+    """The sum, max or min of the ranks' terms, stacked, taken in their order."""
+    n, *shape = terms.shape
+    if bound.reduction != "sum" or n > 16 or terms.dtype not in (torch.float32, torch.float64):
+        return reduce_terms(terms.unbind(0), bound.reduction)
+    # One call for n: it adds up to 16 rows in their order, if columns fill whole vectors.
+    numel = math.prod(shape)
+    if numel % 64:
+        return torch.constant_pad_nd(terms.view(n, numel), (0, -numel % 64)).sum(0)[:numel].view(shape)
+    return terms.sum(0)
+
+
+def _both(received: Tensor, x: Tensor, bound: Bound) -> Tensor:
+    """The sum, max or min of two ranks' terms: of two the order cannot matter."""
+    return received.add_(x) if bound.reduction == "sum" else reduce_terms((received, x), bound.reduction)
 
 
 def _all_reduce(x: Tensor, bound: Bound) -> Tensor:
-    n, numel = bound.size, x.numel()
-    if bound.exchanges and n * numel * x.element_size() <= GATHERED_TERMS:
-        return _reduced(_gather(x, bound), bound)
-    if bound.exchanges and n > 2:  # of two terms the order cannot matter, and Gloo's own is as fast
-        short = -numel % n
-        whole = torch.cat((x, x.new_zeros(short))) if short else x
-        return _gather(_reduce_scatter(whole, bound), bound)[:numel]
-    return _ops.wait_tensor(_ops.all_reduce(x, bound.reduction, bound.name))
+    n, shape = bound.size, x.shape
+    if not bound.exchanges:
+        return _ops.wait_tensor(_ops.all_reduce(x, bound.reduction, bound.name))
+    x = x.reshape(-1)
+    if _swaps(x, bound):
+        return _both(_swap(x, bound), x, bound).view(shape)
+    if n * x.nbytes <= GATHERED_TERMS:
+        return _reduced(_gather(x, bound).view(n, *shape), bound)
+    short = -x.numel() % n
+    whole = torch.cat((x, x.new_zeros(short))) if short else x
+    return _gather(_reduce_scatter(whole, bound), bound)[:x.numel()].view(shape)

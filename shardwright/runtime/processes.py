@@ -78,6 +78,8 @@ class BoundMove(nn.Module):
             return _Convert.apply(x, self.forward_steps, self.backward_steps)
         return _run(x, self.forward_steps)
 
+    __call__ = forward  # without a module's hooks, of which it has none
+
     def extra_repr(self) -> str:
         return self.label
 
@@ -120,7 +122,7 @@ class ProcessProgram:
         self.module = torch.fx.GraphModule(root, graph)
 
     def __call__(self, *local: Tensor) -> list[Tensor]:
-        return list(self.module(*local))
+        return list(self.module.forward(*local))
 
     def _bound(self, instruction: Move | Extreme) -> nn.Module:
         forward = self._steps(instruction.forward, instruction.source.local_shape)
