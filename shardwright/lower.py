@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from .plan.plan import Plan
 from .plan.route import Compute, Extreme, Instance, Move, Ref
 
-__all__ = ["Lowered", "extreme", "lower", "move"]
+__all__ = ["Lowered", "extreme", "lower", "move", "sum_of_gradient"]
 
 
 def move(x: torch.Tensor) -> torch.Tensor:
@@ -81,6 +81,19 @@ def lower(plan: Plan) -> Lowered:
     module = torch.fx.GraphModule(torch.nn.Module(), graph)
     return Lowered(module, plan, tuple(routed.parameters), tuple(routed.buffers), tuple(routed.constants),
                    tuple(routed.updates))
+
+
+def sum_of_gradient(placeholder: torch.fx.Node) -> torch.fx.Node | None:
+    """The one use of a parameter or input, if all it does is to sum the gradient over ranks: a runtime takes that sum when
+    the gradient is complete, and otherwise passes it by."""
+    if len(placeholder.users) != 1:
+        return None
+    user = next(iter(placeholder.users))
+    if user.target is not move:
+        return None
+    forward, backward = user.meta["instruction"].forward, user.meta["instruction"].backward
+    only_sums = backward is not None and [step.kind for step in backward.steps] == ["all_reduce"]
+    return user if forward.is_identity and only_sums else None
 
 
 def _identifier(name: str, taken: set[str]) -> str:

@@ -1,4 +1,4 @@
-"""Steps on real Gloo processes: what `run_step` sends is what `convert_shards` computes."""
+"""Steps on real Gloo processes: what a bound step sends is what `convert_shards` computes."""
 
 import time
 
@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwright.conversion import conversion
+from shardwright.conversion import conversion, through
 from shardwright.layout import Digit, Layout
 from shardwright.runtime import collectives
-from shardwright.runtime.collectives import ProcessGroups, bind, run_step
+from shardwright.runtime.collectives import ProcessGroups, bind_all
 from shardwright.runtime.shards import convert_shards
 
 from ranks import RankFailed, run_ranks
@@ -54,8 +54,8 @@ def local(layout, shape, rank, dtype=torch.float64):
 
 
 def convert(found, x, rank, groups):
-    for step in found.steps:
-        x = run_step(x, bind(step, tuple(x.shape), rank, groups))
+    for bound in bind_all(found, x.shape, rank, groups):
+        x = bound(x)
     return x
 
 
@@ -154,6 +154,35 @@ def test_reductions_types_and_sizes(swapped):
             assert torch.equal(results[rank][1][label][1], in_order), f"{label}: not in the order of the ranks"
 
 
+SLICED = {"within": ((A,), (), ()), "beside": ((A,), (B,), ()), "all": ((), (B, A), ())}
+
+
+def reduced_and_sliced(rank, world):
+    """Sums over two or four ranks of which each keeps a slice: (large, small) messages."""
+    out = {}
+    for name, target in SLICED.items():
+        for partial in ((ALL,), (A,)):
+            source = Layout.of(WORLD, ((), (), ()), partial)
+            found = through(source, source.without_partial(), Layout.of(WORLD, target))
+            assert [step.kind for step in found.steps] == ["all_reduce", "slice"]
+            for collectives.GATHERED_TERMS in (0, 1 << 20):
+                steps = bind_all(found, (8, 4, 12), rank, groups := ProcessGroups(world, rank))
+                assert len(steps) == 1 and groups.exchanges
+                x = local(source, (8, 4, 12), rank)
+                out[name, partial, collectives.GATHERED_TERMS] = steps[0](x)
+    return out
+
+
+def test_a_sum_and_a_slice_are_one_exchange():
+    results = run_ranks(reduced_and_sliced, WORLD)
+    for name, partial, limit in results[0]:
+        source = Layout.of(WORLD, ((), (), ()), partial)
+        found = through(source, source.without_partial(), Layout.of(WORLD, SLICED[name]))
+        shards = [local(source, (8, 4, 12), r) for r in range(WORLD)]
+        for rank, expected in enumerate(convert_shards(found, shards, stepwise=True)):
+            assert torch.equal(results[rank][name, partial, limit], expected), (name, partial, limit)
+
+
 def two_stages(rank, world):
     """Two stages of two devices; the second asks for a group of which the first knows nothing."""
     base = rank // 2 * 2
@@ -180,15 +209,14 @@ def compiled(rank, world):
     for name in ("slice", "reduce_scatter_inner", "permute_partly", "all_reduce"):
         found = conversion(*layouts(name))
         inputs.append(local(found.source, (8, 4, 12), rank))
-        shapes = found.local_shapes(tuple(inputs[-1].shape))
-        programs.append((name, [bind(s, shape, rank, groups) for s, shape in zip(found.steps, shapes)]))
+        programs.append((name, bind_all(found, inputs[-1].shape, rank, groups)))
 
     @torch.compile(fullgraph=True, backend="eager")
     def run(*inputs):
         out = []
         for x, (_, bounds) in zip(inputs, programs):
             for bound in bounds:
-                x = run_step(x, bound)
+                x = bound(x)
             out.append(x)
         return out
     return {(name, (8, 4, 12)): x for (name, _), x in zip(programs, run(*inputs))}

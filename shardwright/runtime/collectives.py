@@ -1,12 +1,12 @@
 """The processes runtime's executor: one rank's part of a step, through torch.distributed.
 
-    bound = bind(step, x.shape, rank, groups)      once: plain ints, and the process group
-    x = run_step(x, bound)                         every time; no autograd here
+    bound = bind(step, x.shape, rank, groups)      once: plain ints, and the process group; `bind_all`: several steps
+    x = bound(x)                                   every time; no autograd here
 
 Where collectives are a library's (NCCL, HCCL, MPI) they are the functional ones, which torch.compile traces. On Gloo
 everything is made of all-to-alls: a reduce-scatter is one and a local sum, an all-gather one that sends everybody the
 same, an all-reduce of something small a gather and a local sum, of something larger a reduce-scatter and a gather. Two
-ranks swap what they have.
+ranks swap what they have. Of an all-reduce that a slice follows every rank is sent the terms of its slice alone.
 Sums are then taken in ascending order of the ranks, as in the local runtime: all replicas have the same bits.
 
 Why, measured with 8, 4 and 2 Gloo processes of one thread on 2 cores, ms (all_to_all through the group's own method
@@ -22,20 +22,20 @@ takes 0.19 ms on 2 ranks where the functional one takes 0.5, and 0.8 where it ta
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..conversion import Step
-from ..conversion_steps import digits_value
+from ..conversion import Conversion, Step
+from ..conversion_steps import Geometry, digits_value
 from ..layout import Digits, group_of, groups, merge
 from .shards import reduce_terms
 
-__all__ = ["Bound", "ProcessGroups", "bind", "run_step"]
+__all__ = ["Bound", "ProcessGroups", "bind", "bind_all"]
 
 # Bytes from which two ranks on Gloo swap what they have, instead of exchanging two pieces each, one with itself. Eight
 # processes in pairs on 2 cores, ms, as an exchange and as a swap (and Gloo's own all-reduce):
@@ -91,43 +91,13 @@ class ProcessGroups:
         return made[group_of(self.rank, digits)]
 
 
-@dataclass(frozen=True)
-class Bound:
-    """A step on one rank and one local shape.
-
-    Attributes:
-        kind, reduction: the step's.
-        size: the number of ranks in the group.
-        pre_view, pre_perm: how the local tensor becomes the pieces to send, one after the other; None: it is so.
-        post_view, post_perm, after: how what was received becomes the result.
-        narrows: for a slice: (dim, start, length) of the rank's range per dim, or
-        index: (axis, index) into ``x.reshape(pre_view)``, last axis first.
-        position: of this rank in the group.
-        sends, receives: for an all-to-all the number of elements to and from each rank of the group; empty: all equal.
-        exchanges: whether to make the step of all-to-alls.
-        name, group: the process group; None for a slice.
-    """
-
-    kind: str
-    reduction: str
-    size: int
-    pre_view: tuple[int, ...] | None
-    pre_perm: tuple[int, ...] | None
-    post_view: tuple[int, ...] | None
-    post_perm: tuple[int, ...] | None
-    after: tuple[int, ...]
-    narrows: tuple[tuple[int, int, int], ...] | None = None
-    index: tuple[tuple[int, int], ...] = ()
-    position: int = 0
-    sends: tuple[int, ...] = ()
-    receives: tuple[int, ...] = ()
-    exchanges: bool = False
-    name: str | None = None
-    group: dist.ProcessGroup | None = None
+#: A step on one rank and one local shape: a local tensor in, a local tensor out. A slice gives a view; what comes in is
+#: never written to.
+Bound = Callable[[Tensor], Tensor]
 
 
 def bind(step: Step, local_shape: tuple[int, ...], rank: int, groups: ProcessGroups) -> Bound:
-    """A step as plain ints for `rank`. Makes the step's process group: all ranks bind the same steps in one order.
+    """A step for `rank`. Makes the step's process group: all ranks bind the same steps in one order.
 
     Raises:
         LayoutError: a dim that does not divide.
@@ -135,104 +105,158 @@ def bind(step: Step, local_shape: tuple[int, ...], rank: int, groups: ProcessGro
     shape = tuple(local_shape)
     geometry = step.geometry(shape)
     if step.kind == "slice":
-        narrows = None
-        if geometry.cuts is not None:
-            narrows = tuple((dim, length * digits_value(digits, rank), length) for dim, length, digits in geometry.cuts)
-        index = tuple((axis, digit.value(rank)) for axis, digit in geometry.select)
-        return Bound("slice", "sum", 1, geometry.pre_view, None, None, None, geometry.after, narrows, index)
-    group = groups.of(step.digits)
-    sends = receives = ()
-    if step.kind == "all_to_all" and geometry.pieces != step.size:
+        return _slice(geometry, rank)
+    group = _Group(groups.of(step.digits), step.size, step.position(rank), groups.exchanges)
+    if step.kind == "all_reduce":
+        return _all_reduce(group, step.reduction)
+    if step.kind == "reduce_scatter":
+        return _shaped(geometry, _reduce_scatter(group, step.reduction))
+    if step.kind == "all_gather":
+        return _shaped(geometry, _gather(group))
+    sends, receives = (), ()
+    if geometry.pieces != step.size:
         piece = math.prod(shape) // geometry.pieces
         to, source = step.partners(rank)
         sends = tuple(piece if r in to else 0 for r in range(step.size))
         receives = tuple(piece if r in source else 0 for r in range(step.size))
-    return Bound(step.kind, step.reduction, step.size, geometry.pre_view, geometry.pre_perm, geometry.post_view,
-                 geometry.post_perm, geometry.after, position=step.position(rank), sends=sends, receives=receives,
-                 exchanges=groups.exchanges, name=group.group_name, group=group)
+    return _shaped(geometry, partial(_exchange, group, sends=sends, receives=receives))
 
 
-def run_step(x: Tensor, bound: Bound) -> Tensor:
-    """One step on this rank's local tensor. A slice is a view; `x` is never written to."""
-    if bound.kind == "slice":
-        return _slice(x, bound)
-    if bound.kind == "all_reduce":
-        return _all_reduce(x, bound)
-    if bound.pre_perm is not None:
-        x = x.reshape(bound.pre_view).permute(bound.pre_perm)
-    x = x.reshape(-1)  # pieces one after the other; a copy where they were not
-    if bound.kind == "all_to_all":
-        x = _exchange(x, bound, bound.sends, bound.receives)
-    elif bound.kind == "all_gather":
-        x = _gather(x, bound)
-    else:
-        x = _reduce_scatter(x, bound)
-    if bound.post_perm is not None:
-        x = x.view(bound.post_view).permute(bound.post_perm)
-    return x.reshape(bound.after)
+def bind_all(steps: Conversion, shape: tuple[int, ...], rank: int, groups: ProcessGroups) -> tuple[Bound, ...]:
+    """The steps of a conversion on one rank, in their order; an all-reduce and the slice after it may be one.
+
+    Args:
+        shape: of the rank's local tensor.
+
+    Raises:
+        LayoutError: a dim that does not divide.
+    """
+    out: list[Bound] = []
+    last: Step | None = None
+    for step, before in zip(steps.steps, steps.local_shapes(tuple(shape))):
+        if step.kind == "slice" and last is not None and last.kind == "all_reduce" and groups.exchanges:
+            members = group_of(rank, last.digits)
+            slices = [_slice(step.geometry(before), r) for r in members]
+            group = _Group(groups.of(last.digits), last.size, last.position(rank), True)
+            out[-1] = _reduced_slice(group, last.reduction, slices, step.geometry(before).after, out[-1])
+        else:
+            out.append(bind(step, before, rank, groups))
+        last = step
+    return tuple(out)
 
 
-def _slice(x: Tensor, bound: Bound) -> Tensor:
-    if bound.narrows is not None:
-        for dim, start, length in bound.narrows:
+def _slice(geometry: Geometry, rank: int) -> Bound:
+    after = geometry.after
+    if geometry.cuts is None:
+        view, index = geometry.pre_view, [(axis, digit.value(rank)) for axis, digit in geometry.select]
+
+        def select(x: Tensor) -> Tensor:
+            x = x.reshape(view)
+            for axis, i in index:
+                x = x.select(axis, i)
+            return x.reshape(after)
+        return select
+    ranges = [(dim, length * digits_value(digits, rank), length) for dim, length, digits in geometry.cuts]
+
+    def narrow(x: Tensor) -> Tensor:
+        for dim, start, length in ranges:
             x = x.narrow(dim, start, length)
         return x
-    x = x.reshape(bound.pre_view)
-    for axis, index in bound.index:
-        x = x.select(axis, index)
-    return x.reshape(bound.after)
+    return narrow
 
 
-def _exchange(x: Tensor, bound: Bound, sends: Sequence[int] = (), receives: Sequence[int] = ()) -> Tensor:
-    """Flat pieces to the ranks of the group, flat pieces from them; all equal where no numbers are given."""
+def _shaped(geometry: Geometry, run: Bound) -> Bound:
+    """`run` takes the pieces to send, flat, one after the other, and gives those received likewise."""
+    pre_view, pre_perm, after = geometry.pre_view, geometry.pre_perm, geometry.after
+    post_view, post_perm = geometry.post_view, geometry.post_perm
+    if pre_perm is None and post_perm is None:
+        return lambda x: run(x.reshape(-1)).view(after)  # a copy where they were not one after the other
+
+    def shaped(x: Tensor) -> Tensor:
+        if pre_perm is not None:
+            x = x.reshape(pre_view).permute(pre_perm)
+        x = run(x.reshape(-1))
+        if post_perm is not None:
+            x = x.view(post_view).permute(post_perm)
+        return x.reshape(after)
+    return shaped
+
+
+class _Group:
+    """A process group as one of its ranks sees it.
+
+    Attributes:
+        size: how many ranks.
+        position: of this rank among them.
+        exchanges: whether steps are to be made of all-to-alls.
+        name: by which functional collectives know the group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, size: int, position: int, exchanges: bool) -> None:
+        self.group, self.size, self.position, self.exchanges = group, size, position, exchanges
+        self.name = group.group_name
+
+
+def _exchange(group: _Group, x: Tensor, sends: Sequence[int] = (), receives: Sequence[int] = ()) -> Tensor:
+    """Pieces to the ranks of the group, pieces from them; `x` is contiguous.
+
+    Args:
+        sends, receives: numbers of elements, for a flat `x`; empty: all pieces are equal.
+    """
     if x.is_complex():  # Gloo's all_to_all knows no complex numbers
-        pairs = _exchange(torch.view_as_real(x).reshape(-1), bound, [2 * n for n in sends], [2 * n for n in receives])
-        return torch.view_as_complex(pairs.view(-1, 2))
-    if bound.exchanges and not torch.compiler.is_compiling():
+        pairs = torch.view_as_real(x).reshape(-1)
+        pairs = _exchange(group, pairs, [2 * n for n in sends], [2 * n for n in receives])
+        return torch.view_as_complex(pairs.view(*x.shape, 2) if not receives else pairs.view(-1, 2))
+    if group.exchanges and not torch.compiler.is_compiling():
         # The group's own method, private too: half the latency of the functional one, see the table above; and seven
         # eighths of it where no numbers are given.
         received = x.new_empty(sum(receives)) if receives else torch.empty_like(x)
-        bound.group.alltoall_base(received, x, list(receives), list(sends)).wait()
+        group.group.alltoall_base(received, x, list(receives), list(sends)).wait()
         return received
-    equal = [x.numel() // bound.size] * bound.size
-    return _ops.wait_tensor(_ops.all_to_all_single(x, list(receives) or equal, list(sends) or equal, bound.name))
+    equal = [len(x) // group.size] * group.size
+    return _ops.wait_tensor(_ops.all_to_all_single(x, list(receives) or equal, list(sends) or equal, group.name))
 
 
-def _swaps(x: Tensor, bound: Bound) -> bool:
-    """Whether to send `x` to the other one of two ranks and no copy of anything to oneself."""
-    return bound.exchanges and bound.size == 2 and x.nbytes >= SWAPPED
+def _swap(group: _Group, x: Tensor) -> Tensor:
+    """What the other one of two ranks has for its `x`, which is flat."""
+    counts = (0, len(x)) if group.position == 0 else (len(x), 0)
+    return _exchange(group, x, counts, counts)
 
 
-def _swap(x: Tensor, bound: Bound) -> Tensor:
-    """What the other one of two ranks has for its `x`."""
-    counts = (0, x.numel()) if bound.position == 0 else (x.numel(), 0)
-    return _exchange(x, bound, counts, counts)
+def _gather(group: _Group) -> Bound:
+    """Flat -> everybody's, one after the other."""
+    n, position, exchanges = group.size, group.position, group.exchanges
+
+    def gather(x: Tensor) -> Tensor:
+        size = x.nbytes if exchanges else 0
+        if exchanges and n == 2 and size >= SWAPPED:
+            other = _swap(group, x)
+            return torch.cat((other, x) if position else (x, other))
+        if exchanges and n * size <= GATHERED_COPIES:
+            return _exchange(group, torch.cat((x,) * n))  # a quarter of what `repeat` takes
+        return _ops.wait_tensor(_ops.all_gather_into_tensor(x, n, group.name))
+    return gather
 
 
-def _gather(x: Tensor, bound: Bound) -> Tensor:
-    n = bound.size
-    if _swaps(x, bound):
-        other = _swap(x, bound)
-        return torch.cat((other, x) if bound.position else (x, other))
-    if bound.exchanges and n * x.nbytes <= GATHERED_COPIES:
-        return _exchange(torch.cat((x,) * n), bound)  # a quarter of what `repeat` takes
-    return _ops.wait_tensor(_ops.all_gather_into_tensor(x, n, bound.name))
+def _reduce_scatter(group: _Group, reduction: str) -> Bound:
+    """Flat pieces -> this rank's, reduced."""
+    n, position, exchanges = group.size, group.position, group.exchanges
+
+    def reduce_scatter(x: Tensor) -> Tensor:
+        if not exchanges:
+            return _ops.wait_tensor(_ops.reduce_scatter_tensor(x, reduction, n, group.name))
+        x = x.view(n, -1)
+        if n == 2 and x.nbytes >= 2 * SWAPPED:
+            return _both(_swap(group, x[1 - position]), x[position], reduction)
+        return _reduced(_exchange(group, x), reduction)
+    return reduce_scatter
 
 
-def _reduce_scatter(x: Tensor, bound: Bound) -> Tensor:
-    if bound.exchanges:
-        pieces = x.view(bound.size, -1)
-        if _swaps(pieces[0], bound):
-            return _both(_swap(pieces[1 - bound.position], bound), pieces[bound.position], bound)
-        return _reduced(_exchange(x, bound).view(bound.size, -1), bound)
-    return _ops.wait_tensor(_ops.reduce_scatter_tensor(x, bound.reduction, bound.size, bound.name))
-
-
-def _reduced(terms: Tensor, bound: Bound) -> Tensor:
+def _reduced(terms: Tensor, reduction: str) -> Tensor:
     """The sum, max or min of the ranks' terms, stacked, taken in their order."""
     n, *shape = terms.shape
-    if bound.reduction != "sum" or n > 16 or terms.dtype not in (torch.float32, torch.float64):
-        return reduce_terms(terms.unbind(0), bound.reduction)
+    if reduction != "sum" or n > 16 or terms.dtype not in (torch.float32, torch.float64):
+        return reduce_terms(terms.unbind(0), reduction)
     # One call for n: it adds up to 16 rows in their order, if columns fill whole vectors.
     numel = math.prod(shape)
     if numel % 64:
@@ -240,20 +264,43 @@ def _reduced(terms: Tensor, bound: Bound) -> Tensor:
     return terms.sum(0)
 
 
-def _both(received: Tensor, x: Tensor, bound: Bound) -> Tensor:
+def _both(received: Tensor, x: Tensor, reduction: str) -> Tensor:
     """The sum, max or min of two ranks' terms: of two the order cannot matter."""
-    return received.add_(x) if bound.reduction == "sum" else reduce_terms((received, x), bound.reduction)
+    return received.add_(x) if reduction == "sum" else reduce_terms((received, x), reduction)
 
 
-def _all_reduce(x: Tensor, bound: Bound) -> Tensor:
-    n, shape = bound.size, x.shape
-    if not bound.exchanges:
-        return _ops.wait_tensor(_ops.all_reduce(x, bound.reduction, bound.name))
-    x = x.reshape(-1)
-    if _swaps(x, bound):
-        return _both(_swap(x, bound), x, bound).view(shape)
-    if n * x.nbytes <= GATHERED_TERMS:
-        return _reduced(_gather(x, bound).view(n, *shape), bound)
-    short = -x.numel() % n
-    whole = torch.cat((x, x.new_zeros(short))) if short else x
-    return _gather(_reduce_scatter(whole, bound), bound)[:x.numel()].view(shape)
+def _all_reduce(group: _Group, reduction: str) -> Bound:
+    n, exchanges = group.size, group.exchanges
+    if not exchanges:
+        return lambda x: _ops.wait_tensor(_ops.all_reduce(x, reduction, group.name))
+    gather, reduce_scatter = _gather(group), _reduce_scatter(group, reduction)
+
+    def all_reduce(x: Tensor) -> Tensor:
+        shape, size = x.shape, x.nbytes
+        x = x.reshape(-1)
+        if n == 2 and size >= SWAPPED:
+            return _both(_swap(group, x), x, reduction).view(shape)
+        if n * size <= GATHERED_TERMS:
+            return _reduced(gather(x).view(n, *shape), reduction)
+        short = -len(x) % n
+        whole = torch.cat((x, x.new_zeros(short))) if short else x
+        return gather(reduce_scatter(whole))[:len(x)].view(shape)
+    return all_reduce
+
+
+def _reduced_slice(group: _Group, reduction: str, slices: Sequence[Bound], after: tuple[int, ...], whole: Bound) -> Bound:
+    """An all-reduce and a slice: every rank is sent the terms of its own slice, a fraction of all, and adds up those.
+
+    Args:
+        slices: the slice of every rank of the group.
+        after: the shape of a slice.
+        whole: the all-reduce.
+    """
+    n, mine, numel = group.size, slices[group.position], group.size * math.prod(after)
+
+    def reduced_slice(x: Tensor) -> Tensor:
+        if numel * x.element_size() > GATHERED_TERMS:
+            return mine(whole(x))
+        terms = _exchange(group, torch.cat([piece(x).reshape(-1) for piece in slices]))
+        return _reduced(terms.view(n, *after), reduction)
+    return reduced_slice

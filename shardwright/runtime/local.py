@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from ..conversion import Conversion, conversion
 from ..layout import Layout
-from ..lower import Lowered, extreme, move
+from ..lower import Lowered, extreme, move, sum_of_gradient
 from ..plan.route import Extreme, Move
 from .shards import assemble, convert_shards, scatter
 
@@ -146,7 +146,7 @@ class LocalProgram:
         for node in nodes[:-1]:
             self._one[node] = self._is_one(node)
         self._summed = {sole: n for n in nodes if n.op == "placeholder" and not self._one[n]
-                        for sole in [_sum_of_gradient(n)] if sole is not None}
+                        for sole in [sum_of_gradient(n)] if sole is not None}
         gradients = {n: sole.meta["instruction"].backward.source for sole, n in self._summed.items()}
         self._placeholders = [
             (self._slots[n], self._one[n], n.meta["instance"].layout, gradients.get(n, n.meta["instance"].layout))
@@ -253,19 +253,6 @@ class LocalProgram:
         else:
             loop = f"{', '.join(shards.values())} in zip({', '.join(f'env[{self._slots[n]}]' for n in shards)})"
         return eval(f"lambda env: [f({call}) for {loop}]", names)
-
-
-def _sum_of_gradient(placeholder: torch.fx.Node) -> torch.fx.Node | None:
-    """The one use of a parameter, if all it does is to sum the gradient over ranks: assembling the whole gradient
-    from its terms then takes the sum on the way."""
-    if len(placeholder.users) != 1:
-        return None
-    user = next(iter(placeholder.users))
-    if user.target is not move:
-        return None
-    forward, backward = user.meta["instruction"].forward, user.meta["instruction"].backward
-    only_sums = backward is not None and [step.kind for step in backward.steps] == ["all_reduce"]
-    return user if forward.is_identity and only_sums else None
 
 
 def plain_function(node: torch.fx.Node) -> Any:

@@ -1,14 +1,13 @@
 """Parameters of the processes runtime: DTensors at the border, plain local tensors inside.
 
-What optimizers, ``clip_grad_norm_`` and checkpoints see is a DTensor whose local tensor is this rank's slice. The program
-computes on a plain leaf that shares its storage (dispatching on a DTensor costs ten times as much); when the leaf's
-gradient is complete, a hook puts it on the DTensor.
+What optimizers, ``clip_grad_norm_`` and checkpoints see is a DTensor whose local tensor is this rank's slice. Each
+program computes on plain leaves that share its storage (dispatching on a DTensor costs ten times as much); how their
+gradients come back is told in `gradients`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,35 +18,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ..errors import SettingError
 from ..layout import Digit, Layout
 from ..plan.plan import Plan
-from .collectives import ProcessGroups
+from .collectives import Bound, ProcessGroups
 from .deferred import materialize, substitute
+from .gradients import leaf_of
 
-__all__ = ["Gradient", "ShardedState", "held_layouts", "to_dtensor"]
-
-
-class Gradient(DTensor):
-    """The gradient of a parameter. Its norm is a plain number, so that ``clip_grad_norm_`` can put together the norms of
-    gradients which lie on different meshes."""
-
-    __slots__ = ()
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            if function is torch._foreach_mul_:  # of lists, DTensor takes those on one mesh alone
-                return [gradient.mul_(factor) for gradient, factor in zip(args[0], _each(args[1], len(args[0])))]
-            result = function(*args, **(kwargs or {}))
-        if function is torch.linalg.vector_norm:
-            return _plain(result)
-        return [_plain(norm) for norm in result] if function is torch._foreach_norm else result
-
-
-def _each(factor: Any, count: int) -> Sequence[Any]:
-    return factor if isinstance(factor, (list, tuple)) else [factor] * count
-
-
-def _plain(x: Tensor) -> Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
+__all__ = ["ShardedState", "held_layouts", "to_dtensor"]
 
 
 def to_dtensor(local: Tensor, layout: Layout, shape: tuple[int, ...], groups: ProcessGroups) -> DTensor:
@@ -118,39 +93,20 @@ class ShardedState:
         materialize(holder, keep, "cpu")
         substitute(holder, successors)
         self.buffers = dict(holder.named_buffers())
-        self.leaves: dict[str, Tensor] = {}
-        self.refresh(holder)
 
-    def refresh(self, holder: nn.Module) -> None:
-        """Make leaves anew for parameters that are trained from now on, or no longer.
+    def leaves(self, holder: nn.Module, sums: dict[str, tuple[Bound, ...]]) -> dict[str, Tensor]:
+        """Leaves of all parameters for one program.
+
+        Args:
+            sums: how the gradients of some are to be summed when they are complete.
 
         Raises:
             SettingError: a parameter that was put in later.
         """
+        out = {}
         for name, parameter in holder.named_parameters():
             if not isinstance(parameter, DTensor):
                 raise SettingError(f"the parameter {name!r} is another one than at the first call",
                                    legal="changes of its values, or a new AutoParallel of a new model")
-            if name not in self.leaves or self.leaves[name].requires_grad != parameter.requires_grad:
-                self.leaves[name] = _leaf(parameter)
-
-
-def _leaf(parameter: nn.Parameter) -> Tensor:
-    """A plain leaf on the storage of a DTensor parameter; its gradient goes to the parameter."""
-    with torch.no_grad():
-        leaf = parameter.to_local().detach()
-    if not parameter.requires_grad:
-        return leaf
-    spec = parameter._spec  # private: mesh, placements, shape and strides in one, which the gradient shares
-
-    def hand_over(filled: Tensor) -> None:
-        gradient, filled.grad = filled.grad, None
-        if parameter.grad is None:
-            # Not `from_local`, which makes a spec of its own and an autograd node: 61 us against 4.
-            parameter.grad = Gradient(gradient, spec, requires_grad=False)
-        else:
-            parameter.grad.to_local().add_(gradient)
-
-    leaf.requires_grad_(True)
-    leaf.register_post_accumulate_grad_hook(hand_over)
-    return leaf
+            out[name] = leaf_of(parameter, sums.get(name, ()))
+        return out

@@ -15,10 +15,10 @@ from torch.autograd.function import once_differentiable
 
 from ..conversion import Conversion, conversion
 from ..errors import RuntimeMismatchError
-from ..lower import Lowered, extreme, move
+from ..lower import Lowered, extreme, move, sum_of_gradient
 from ..plan.plan import Plan
 from ..plan.route import Extreme, Move
-from .collectives import Bound, ProcessGroups, bind, run_step
+from .collectives import Bound, ProcessGroups, bind_all
 from .local import plain_function, ties
 
 __all__ = ["ProcessProgram", "agree"]
@@ -43,7 +43,7 @@ class _Convert(torch.autograd.Function):
 
 def _run(x: Tensor, steps: Steps) -> Tensor:
     for step in steps:
-        x = run_step(x, step)
+        x = step(x)
     return x
 
 
@@ -101,6 +101,7 @@ class ProcessProgram:
     All ranks make it from the same plan at the same time: process groups come into being here, in the program's order.
 
     Attributes:
+        sums: parameter -> how its gradient is summed once it is complete, where the program does not.
         module: the bound `torch.fx.GraphModule`: local parameters, buffers, constants, inputs in; outputs, then the new
             values of buffers, out.
     """
@@ -110,8 +111,19 @@ class ProcessProgram:
         root = nn.Module()
         graph = torch.fx.Graph()
         env: dict[torch.fx.Node, torch.fx.Node] = {}
+        self.sums: dict[str, Steps] = {}
+        passed: set[torch.fx.Node] = set()
         for node in lowered.module.graph.nodes:
-            if node.target is move or node.target is extreme:
+            if node.op == "placeholder" and node.meta["instance"].value.name in lowered.parameters:
+                sole = sum_of_gradient(node)
+                if sole is not None:
+                    passed.add(sole)
+            if node in passed:
+                instruction = node.meta["instruction"]
+                env[node] = env[node.args[0]]
+                self.sums[instruction.source.value.name] = self._steps(instruction.backward,
+                                                                      instruction.target.local_shape)
+            elif node.target is move or node.target is extreme:
                 name = f"convert_{len(root._modules)}"
                 root.add_module(name, self._bound(node.meta["instruction"]))
                 env[node] = graph.call_module(name, tuple(env[a] for a in node.args))
@@ -135,8 +147,7 @@ class ProcessProgram:
         return BoundMove(forward, backward, str(instruction.forward))
 
     def _steps(self, steps: Conversion, shape: tuple[int, ...]) -> Steps:
-        return tuple(bind(step, before, self.groups.rank, self.groups)
-                     for step, before in zip(steps.steps, steps.local_shapes(shape)))
+        return bind_all(steps, shape, self.groups.rank, self.groups)
 
 
 def agree(planned: Plan | Exception, fed: list[tuple[tuple[int, ...], str]], started: dict[str, Any]) -> None:

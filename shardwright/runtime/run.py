@@ -36,6 +36,7 @@ class Program:
         self.plan, self.body, self.held = plan, body, held
         self._state, self._updated, self._device = state, updated, device
         self._outputs = plan.graph.outputs
+        self._sole = plan.graph.out_spec.is_leaf() and isinstance(plan.graph.outputs[0], Value)
         self._parts = [i.layout.cuts[0] if mean and isinstance(o, Value) and i.layout.dims else 1
                        for o, i in zip(plan.graph.outputs, plan.routed.outputs)]
 
@@ -43,7 +44,10 @@ class Program:
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         if self._device is not None:
             tensors = [x.to(self._device) for x in tensors]
-        results = iter(self.body(*self._state, *tensors))
+        made = self.body(*self._state, *tensors)
+        if self._sole and not self._updated:
+            return _handed(made[0], self._parts[0])  # the loss, most of the time: no tree to build
+        results = iter(made)
         outputs = [_handed(next(results), parts) if isinstance(o, Value) else o
                    for o, parts in zip(self._outputs, self._parts)]
         if self._updated:
@@ -103,10 +107,9 @@ def _on_processes(lowered, holder: nn.Module, runtime: Runtime, gradients_mean: 
     if held is None:
         groups = ProcessGroups(plan.devices, runtime.rank)
         held = ShardedState(plan, holder, groups, runtime.rank, runtime.device)
-    else:
-        held.refresh(holder)
     body = ProcessProgram(lowered, held.groups)
-    state = [held.leaves[n] for n in lowered.parameters] + [held.buffers[n] for n in lowered.buffers]
+    leaves = held.leaves(holder, body.sums)
+    state = [leaves[n] for n in lowered.parameters] + [held.buffers[n] for n in lowered.buffers]
     state += [plan.graph.constants[n].to(runtime.device) for n in lowered.constants]
     return Program(plan, body, state, [held.buffers[n] for n in lowered.updates], held, runtime.device,
                    gradients_mean and plan.fed.own_part)
