@@ -163,8 +163,9 @@ class LocalProgram:
         """
         env: list[Any] = [None] * len(self._slots)
         for (slot, one, layout, gradient), tensor in zip(self._placeholders, whole, strict=True):
-            env[slot] = tensor if one else _Scatter.apply(tensor, layout, gradient) if tensor.requires_grad \
-                else scatter(tensor, layout)
+            # Where no two ranks hold the same gradient, autograd itself sums the terms and joins the slices.
+            env[slot] = tensor if one else _Scatter.apply(tensor, layout, gradient) \
+                if gradient.replicas and tensor.requires_grad else scatter(tensor, layout)
         record = self.record
         for (node, slot, step), free in zip(self._steps, self._frees):
             env[slot] = step(env)
