@@ -1,5 +1,5 @@
 # make demo    the four tutorial networks on eight devices in this one process, beside one device
-# make test    the test suite;  make test ARGS="-k layout -x"  hands arguments to pytest
+# make test    the test suite, on all cores;  make test ARGS="-k layout -x"  hands arguments to pytest
 # make venv    the environment in .venv, made once, brought up to date when pyproject.toml changes
 # make clean   removes what runs leave behind;  make distclean  the environment too
 
@@ -19,7 +19,7 @@ demo: venv
 	@$(VENV)/bin/python examples/demo.py
 
 test: venv
-	@$(VENV)/bin/python -m pytest tests $(ARGS)
+	@$(VENV)/bin/python -m pytest tests -n auto --dist worksteal $(ARGS)
 
 venv: $(STAMP)
 

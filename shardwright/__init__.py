@@ -8,17 +8,19 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from . import ops
     from .errors import (
         CaptureError, LayoutError, MissingRuleError, PlanError, RuleError, RuntimeMismatchError, SettingError,
         ShardwrightError, StrategyError,
     )
+    from .layerwise import layerwise_parallel
     from .layout import Digit, Layout
-    from .marks import Operator, shard
+    from .marks import Operator, no_optimizer_parallel, recompute, shard
     from .parallel import AutoParallel, RecaptureWarning
     from .plan import Plan, plan
     from .rules import rule
     from .runtime.deferred import no_init_parameters
-    from .runtime.init import init
+    from .runtime.init import init, rank, world_size
     from .verify import VerifyReport, verify
 
 #: Public name -> the room that it lives in. Loaded when first used: the launcher needs none of torch.
@@ -26,19 +28,22 @@ _ROOMS = {
     **dict.fromkeys(("CaptureError", "LayoutError", "MissingRuleError", "PlanError", "RuleError",
                      "RuntimeMismatchError", "SettingError", "ShardwrightError", "StrategyError"), "errors"),
     **dict.fromkeys(("Digit", "Layout"), "layout"),
-    **dict.fromkeys(("Operator", "shard"), "marks"),
+    **dict.fromkeys(("Operator", "no_optimizer_parallel", "recompute", "shard"), "marks"),
     **dict.fromkeys(("AutoParallel", "RecaptureWarning"), "parallel"),
     **dict.fromkeys(("Plan", "plan"), "plan"),
     "rule": "rules",
     "no_init_parameters": "runtime.deferred",
-    "init": "runtime.init",
+    **dict.fromkeys(("init", "rank", "world_size"), "runtime.init"),
+    "layerwise_parallel": "layerwise",
     **dict.fromkeys(("VerifyReport", "verify"), "verify"),
 }
 
-__all__ = sorted(_ROOMS)
+__all__ = sorted([*_ROOMS, "ops"])
 
 
 def __getattr__(name: str) -> Any:
+    if name == "ops":
+        return import_module(".ops", __name__)  # a room with public functions of its own
     if name not in _ROOMS:
         raise AttributeError(f"module 'shardwright' has no attribute {name!r}")
     value = getattr(import_module(f".{_ROOMS[name]}", __name__), name)

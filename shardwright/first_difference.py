@@ -10,7 +10,7 @@ from it agree. Which of its consumers is to blame shows when each runs alone, on
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,16 +19,19 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .errors import ShardwrightError
-from .graph import Graph, Op, Value, map_values
+from .graph import SEED, Graph, Op, Value, map_values
 from .layout import Layout
 from .lower import lower
 from .plan.decision import Feeding
-from .plan.plan import Plan
-from .plan.route import Compute, Extreme, Instance, Move
-from .rules import expand
+from .plan.plan import Plan, made_by
+from .plan.route import Compute, Instance, Move
+from .rules import expand, has_rule
+from .rules.random import run_on_one
 from .runtime.local import LocalProgram
+from .runtime.random import stream
 from .runtime.run import Program
 from .runtime.shards import ReplicasDiffer, assemble
+from .trees import opened
 
 __all__ = ["FirstDifference", "difference", "find_first_difference", "largest"]
 
@@ -100,7 +103,7 @@ def difference(reference: Tensor, other: Tensor, floor: float = 0.0) -> float:
 class _Reference:
     """The captured graph on whole tensors, one operator after the other."""
 
-    def __init__(self, graph: Graph, state: dict[str, Tensor], inputs: Sequence[Tensor]) -> None:
+    def __init__(self, graph: Graph, state: dict[str, Tensor], inputs: Sequence[Tensor], seed: Tensor) -> None:
         self.graph = graph
         self.values: dict[str, Tensor] = {}
         self.scales: dict[str, float] = {}  # value name -> what a difference of it is measured by
@@ -108,6 +111,7 @@ class _Reference:
             self.values[value.name] = state[name].detach().clone().requires_grad_(value.requires_grad)
         self.values.update((name, t) for name, t in graph.constants.items())
         self.values.update((v.name, t) for v, t in zip(graph.inputs, inputs, strict=True))
+        self.values[SEED.name] = seed
         for op in graph.ops:
             outs = call(op, self.values)
             # A difference is what rounding makes of the terms, and those are as large as the inputs.
@@ -129,6 +133,8 @@ class _Reference:
 
 def call(op: Op, values: dict[str, Tensor]) -> Sequence[Any]:
     """The outputs of an operator on whole tensors."""
+    if torch.Tag.nondeterministic_seeded in getattr(op.target, "tags", ()) and has_rule(op):
+        return run_on_one(op, values)
     args, kwargs = (map_values(tree, lambda v: values[v.name]) for tree in (op.args, op.kwargs))
     out = op.target(*args, **kwargs)
     return out if isinstance(out, (tuple, list)) else (out,)
@@ -157,21 +163,26 @@ class _Search:
                  loss_of: Callable[[Any], Tensor | None], tolerance: float) -> None:
         self.program, self.plan, self.graph = program, program.plan, program.plan.graph
         self.inputs, self.state, self.loss_of, self.tolerance = inputs, state, loss_of, tolerance
-        self.reference = _Reference(self.graph, state, inputs)
+        before, random = stream.state_dict(), torch.get_rng_state()
+        self.seed = stream.draw(program.exact)  # the one that the program will draw
+        stream.load_state_dict(before), torch.set_rng_state(random)
+        self.reference = _Reference(self.graph, state, inputs, self.seed)
         self.dtype = next((t.dtype for t in (*state.values(), *inputs) if t.is_floating_point()),
                           torch.get_default_dtype())
         self.ops = {op.name: op for op in self.graph.ops}
         self.original = _originals(self.plan)
+        self.padded = {self.original[i.value.name]: torch.Size(i.value.shape) for i in _instances(self.plan)
+                       if i.value.name in self.original}
         self.found: FirstDifference | None = None
         self.last: torch.fx.Node | None = None
         self.made: dict[str, tuple[Sequence[Tensor], Layout]] = {}  # value name -> its shards, whose gradients are kept
         self.seen: set[int] = set()
 
     def run(self, plain: Any) -> FirstDifference | None:
-        for output, value, given in zip(self.graph.outputs, self.reference.outputs, pytree.tree_leaves(plain)):
+        for output, value, given in zip(self.graph.outputs, self.reference.outputs, pytree.tree_leaves(opened(plain))):
             if isinstance(output, Value) and (apart := difference(given, value)) > self.tolerance:
                 return FirstDifference("", "", "", "forward", "capture", output.name, apart, self.dtype)
-        body = self.program.body
+        body = self.program.body = LocalProgram(self.program.body.lowered)  # node by node
         body.record = self.record
         try:
             result = self.program(*self.inputs)
@@ -234,6 +245,7 @@ class _Search:
         except (RuntimeError, ShardwrightError) as error:
             return math.inf, f"the slices do not fit together: {error}"
         reference = self.reference.values[name]
+        whole = self.true(name, whole)
         message = "" if whole.shape == reference.shape else \
             f"it has the shape {tuple(whole.shape)} instead of {tuple(reference.shape)}"
         return difference(reference, whole, self.reference.scales.get(name, 0.0)), message
@@ -248,6 +260,11 @@ class _Search:
         for shard in shards:
             shard.retain_grad()
         self.made[name] = shards, instance.layout.without_partial()
+
+    def true(self, name: str, whole: Tensor) -> Tensor:
+        """A value without the padding of dims that their cuts do not divide."""
+        size, padded = self.reference.values[name].shape, self.padded.get(name)
+        return whole[tuple(slice(s) for s in size)] if padded is not None and whole.shape == padded else whole
 
     # -- backward --
 
@@ -290,6 +307,7 @@ class _Search:
             whole = assemble([torch.zeros_like(shape) if g is None else g for g in gradients], layout, check=True)
         except ReplicasDiffer as error:
             return math.inf, str(error)
+        whole = self.true(name, whole)
         # What cancels to nothing in a gradient is as large as the gradients that it is made of.
         made_of = [self.reference.gradient(v.name) for op, _ in self.graph.consumers().get(name, ())
                    for v in op.outputs if v is not None]
@@ -316,7 +334,9 @@ class _Search:
         decision, inputs = self.plan.decisions[op.name], tuple(dict.fromkeys(op.inputs))
         outputs = tuple(v for v in op.outputs if v is not None)
         graph = Graph(inputs, {}, {}, {}, (op,), outputs)
-        fed = Feeding(tuple(decision.wanted(op.inputs.index(v)) for v in inputs), False)
+        wanted = [decision.wanted(op.inputs.index(v)) for v in inputs]
+        fed = Feeding(tuple(w if w.padded(v.shape) == v.shape else Layout.replicated(w.devices, len(v.shape))
+                            for w, v in zip(wanted, inputs)), False)
         planned = Plan(graph, self.plan.devices, self.plan.mode, fed, {op.name: decision}, {})
 
         def gradients(run: Callable[[list[Tensor]], Sequence[Tensor]]) -> list[Tensor | None]:
@@ -328,13 +348,14 @@ class _Search:
             return [x.grad for x in given]
 
         def plain(given: list[Tensor]) -> Sequence[Tensor]:
-            outs = call(op, {v.name: x for v, x in zip(inputs, given)})
+            outs = call(op, {v.name: x for v, x in zip(inputs, given)} | {SEED.name: self.seed})
             return [out for out, v in zip(outs, op.outputs) if v is not None]
 
         expected = gradients(plain)
         try:
             program = LocalProgram(lower(planned))
-            got = gradients(lambda given: program(*given))
+            seed = [self.seed] if planned.routed.seed is not None else []
+            got = gradients(lambda given: program(*seed, *given))
         except Exception:
             return math.inf
         arrived = [self.reference.gradient(v.name) for v in outputs]
@@ -349,6 +370,13 @@ def _of(node: torch.fx.Node) -> tuple[Any, Instance | None]:
     if instruction is None:
         instruction = node.args[0].meta["instruction"]
     return instruction, node.meta.get("instance")
+
+
+def _instances(plan: Plan) -> Iterator[Instance]:
+    """Everything that operators of a program make, and its parameters."""
+    yield from plan.routed.parameters.values()
+    for instruction in plan.routed.instructions:
+        yield from made_by(instruction)
 
 
 def _originals(plan: Plan) -> dict[str, str]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-__all__ = ["Graph", "Op", "Value", "map_values", "values_in"]
+__all__ = ["SEED", "Graph", "Op", "Recompute", "Value", "map_values", "values_in"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,10 @@ class Value:
         return f"%{self.name}"
 
 
+#: What random numbers are made of: a further input of a program that draws some. See `rules.generator`.
+SEED = Value("<seed>", (3,), torch.int64)
+
+
 def values_in(tree: Any) -> tuple[Value, ...]:
     """The values among the leaves of nested arguments, in call order."""
     return tuple(leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Value))
@@ -54,6 +58,27 @@ def values_in(tree: Any) -> tuple[Value, ...]:
 def map_values(tree: Any, change: Callable[[Value], Any]) -> Any:
     """Nested arguments with every value replaced."""
     return pytree.tree_map(lambda leaf: change(leaf) if isinstance(leaf, Value) else leaf, tree)
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """That an operator is computed again in the backward. Those of one call are so together.
+
+    Args:
+        call: which call of a recomputed module, function or operator it is.
+        path: who asks for it: the module's dotted path, or the operator's name.
+        everywhere: results that are used outside of the call are dropped too, not only what stays inside.
+        mp_comm: collectives are sent again; otherwise their results are kept.
+        parallel_optimizer_comm: weights that were gathered for it are gathered again.
+        keep: this operator's own results are kept.
+    """
+
+    call: int
+    path: str = ""
+    everywhere: bool = False
+    mp_comm: bool = True
+    parallel_optimizer_comm: bool = False
+    keep: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,6 +95,8 @@ class Op:
         source: ``file.py:41``, the user's line.
         mark: what `shardwright.shard` said of it, or None.
         origin: the operator of the user's program that it came from, where a rule worked it out into several.
+        number: which of the program's random operators it is.
+        recompute: whether, and how, it is computed again in the backward.
     """
 
     name: str
@@ -82,6 +109,8 @@ class Op:
     source: str = ""
     mark: Any = None
     origin: str | None = None
+    number: int = 0
+    recompute: Recompute | None = None
 
     @property
     def kind(self) -> str:

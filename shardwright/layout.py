@@ -331,6 +331,10 @@ class Layout:
             out.append(size // cut)
         return tuple(out)
 
+    def padded(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """`shape` with every dim rounded up to a multiple of its cut."""
+        return tuple(-(-size // cut) * cut for size, cut in zip(shape, self.cuts, strict=True))
+
     def position(self, dim: int, rank: int) -> int:
         """Which of the dim's parts lies on `rank`, counted from 0."""
         index = 0

@@ -3,7 +3,7 @@
 The same for all ranks: what depends on the rank (which slice, which group) stands in the conversions, and a runtime puts
 it in. Both runtimes execute this program; nothing dispatches on tensor subclasses while it runs.
 
-    placeholders:  parameters, buffers, constants, inputs (a rank's slices)
+    placeholders:  parameters, buffers, constants, the seed if there is one, inputs (a rank's slices)
     nodes:         local operators;  move(x): a conversion;  extreme(m, x): a maximum or minimum over ranks
     output:        the outputs that are tensors, then the new values of buffers
 """
@@ -39,7 +39,8 @@ class Lowered:
     Attributes:
         module: the program; conversions are nodes whose ``meta["instruction"]`` is a `Move` or `Extreme`.
         plan: the plan that it was made of.
-        parameters, buffers, constants: names, in the order of the placeholders; the inputs follow.
+        parameters, buffers, constants: names, in the order of the placeholders; the seed, if the plan
+            has one, and the inputs follow.
         updates: names of the buffers whose new values follow the outputs.
     """
 
@@ -65,6 +66,8 @@ def lower(plan: Plan) -> Lowered:
     for table in (routed.parameters, routed.buffers, routed.constants):
         for instance in table.values():
             enter(instance)
+    if routed.seed is not None:
+        enter(routed.seed)
     for instance in routed.inputs:
         enter(instance)
     for instruction in routed.instructions:

@@ -18,8 +18,13 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from .errors import SettingError
+from .recompute import ATTRIBUTE, Settings, region
 
-__all__ = ["Operator", "collect_marks", "mark_names", "marked_operators", "shard"]
+__all__ = ["Operator", "collect_marks", "mark_names", "marked_operators", "no_optimizer_parallel", "shard",
+           "stored_whole"]
+
+#: Attribute of a parameter that `no_optimizer_parallel` has named.
+_STORED_WHOLE = "_shardwright_stored_whole"
 
 #: The calls of marked operators seen by the capture that is under way; None outside of one.
 _CALLS: contextvars.ContextVar[list[Operator] | None] = contextvars.ContextVar("shardwright_marks", default=None)
@@ -71,6 +76,7 @@ class Operator:
         in_strategy: one entry per tensor input, a tuple of cuts or a `Layout`; None: not marked.
         out_strategy: the same for the outputs, or None.
         source: the line that gave the strategy.
+        recomputed: what `recompute` says of it, or None.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -80,6 +86,7 @@ class Operator:
         self.in_strategy: tuple | None = None
         self.out_strategy: tuple | None = None
         self.source = _user_line()
+        self.recomputed: Settings | None = None
 
     def shard(self, in_strategy: tuple | None = None, out_strategy: tuple | None = None) -> Operator:
         """Say how the operator is split. May be repeated: the last call before the first step holds.
@@ -100,7 +107,8 @@ class Operator:
         if calls is None:
             return self.function(*args, **kwargs)
         number, (args, kwargs) = self._enter(calls, args, kwargs)
-        return _leave(number, self.function(*args, **kwargs))
+        with region(self.recomputed, self):
+            return _leave(number, self.function(*args, **kwargs))
 
     def _enter(self, calls: list[Operator], args: tuple, kwargs: dict) -> tuple[int, tuple[tuple, dict]]:
         number, place = len(calls), iter(range(1_000_000))
@@ -153,7 +161,8 @@ def shard(operator: Callable[..., Any] | nn.Module, in_strategy: tuple | None = 
     Args:
         operator: a function that is one operator (``torch.matmul``), or an `nn.Module` that is one (``nn.Linear``).
         in_strategy: one entry per tensor input, in call order (for a module: its inputs, then its weight and bias): a
-            tuple with the number of parts of each dim, or a `Layout`.
+            tuple with the number of parts of each dim, or a `Layout`. Where a module has views around its operator, the
+            strategy speaks of the shapes that the operator sees.
         out_strategy: one entry per output, likewise. None: a partial sum is completed by an all-reduce, and the output
             keeps the cuts that remain.
 
@@ -173,6 +182,31 @@ def shard(operator: Callable[..., Any] | nn.Module, in_strategy: tuple | None = 
             operator.__dict__["shard"] = held
         return held(in_strategy, out_strategy)
     return Operator(operator).shard(in_strategy, out_strategy)
+
+
+def recompute(target: Any, mp_comm_recompute: bool = True, parallel_optimizer_comm_recompute: bool = False) -> Any:
+    """Have what is computed inside a module, or by an operator, dropped in the forward and computed again in the backward.
+
+    Results of a module that are used outside of it are kept; those of a single operator are not.
+
+    Args:
+        target: an `nn.Module`, an `Operator` that `shard` made, or a function that is one operator.
+        mp_comm_recompute: collectives inside are sent again; otherwise their results are kept.
+        parallel_optimizer_comm_recompute: weights that are stored in parts are gathered again, instead of kept.
+
+    Returns:
+        The module or operator itself; for a function an `Operator`, to be called in its place.
+
+    Raises:
+        SettingError: neither a module nor a function.
+    """
+    settings = Settings(bool(mp_comm_recompute), bool(parallel_optimizer_comm_recompute))
+    if isinstance(target, nn.Module):
+        vars(target)[ATTRIBUTE] = settings
+        return target
+    operator = target if isinstance(target, Operator) else Operator(target)
+    operator.recomputed = settings
+    return operator
 
 
 class _ReShard:
@@ -212,3 +246,29 @@ def marked_operators(net: nn.Module) -> list[Operator]:
     """Every operator of a model that carries a strategy."""
     return [operator for _, operator in _held(net)
             if operator.in_strategy is not None or operator.out_strategy is not None]
+
+
+def no_optimizer_parallel(parameter: nn.Parameter | nn.Module) -> Any:
+    """Leave a parameter, or all of a module's, out of optimizer parallel (`AutoParallel.hsdp`): it is stored as its
+    operators ask for it.
+
+    Returns:
+        What it was given.
+
+    Raises:
+        SettingError: neither a parameter nor a module.
+    """
+    if not isinstance(parameter, (nn.Parameter, nn.Module)):
+        raise SettingError(f"no_optimizer_parallel({type(parameter).__name__})",
+                           legal="a parameter, or a module that has some")
+    for one in [parameter] if isinstance(parameter, nn.Parameter) else parameter.parameters():
+        setattr(one, _STORED_WHOLE, True)
+    return parameter
+
+
+def stored_whole(net: nn.Module, loss_fn: Any = None) -> frozenset[str]:
+    """The names of a model's parameters, and of its loss's, that `no_optimizer_parallel` has named."""
+    parts = [("", net)] + ([("loss_fn.", loss_fn)] if isinstance(loss_fn, nn.Module) else [])
+    return frozenset(prefix + name for prefix, part in parts
+                     for name, parameter in part.named_parameters(remove_duplicate=False)
+                     if getattr(parameter, _STORED_WHOLE, False))

@@ -1,6 +1,7 @@
 """The plan against one device: the same model, batch and optimizer, run both ways.
 
-    plain      deep copies of the model in plain PyTorch
+    plain      deep copies of the model in plain PyTorch; with random operators, whose numbers are our own, under
+               `AutoParallel` on one device
     parallel   the same under `AutoParallel`, all ranks in this process (the local runtime, whatever the current one is)
     difference of two tensors = max |a − b| / max(|a|, |b|)
 
@@ -14,7 +15,7 @@ import contextlib
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,7 +29,9 @@ from .plan import Plan
 from .report.verification import Differences, VerifyReport
 from .runtime.deferred import materialize
 from .runtime.init import Runtime, current
+from .runtime.random import stream
 from .runtime.run import Program
+from .trees import closed, opened
 
 __all__ = ["Differences", "FirstDifference", "VerifyReport", "verify", "verify_call"]
 
@@ -45,7 +48,7 @@ def verify(net: nn.Module, inputs: tuple | Tensor, targets: Any = None, *, loss_
            optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
            dtypes: Sequence[torch.dtype] = (torch.float64, torch.float32),
            tolerances: Mapping[torch.dtype, float] | None = None, on_missing_rule: str = "error",
-           kwargs: dict[str, Any] | None = None) -> VerifyReport:
+           kwargs: dict[str, Any] | None = None, uneven: bool = False) -> VerifyReport:
     """Compare a model under a plan with the same model on one device.
 
     Copies of the model train for a few steps on one batch, in each type: in plain PyTorch, and planned for `devices`
@@ -59,7 +62,8 @@ def verify(net: nn.Module, inputs: tuple | Tensor, targets: Any = None, *, loss_
         targets, loss_fn: the loss, called as ``loss_fn(net(*inputs), targets)``. Without one the backward starts from
             the sum, over the floating outputs, of the mean of their squares, and `max_loss_difference` is that of the
             outputs themselves.
-        devices, parallel_mode, dataset_strategy, on_missing_rule: as for `AutoParallel`.
+        devices, parallel_mode, dataset_strategy, on_missing_rule, uneven: as for `AutoParallel`. Batch norms train by
+            the whole batch's statistics in every mode: each device's own are another function of the batch.
         steps: how many steps of the optimizer.
         optimizer: ``parameters -> optimizer``; None: SGD with a learning rate of 0.01. One that divides by the size of
             the gradient, as Adam does, makes steps of what is mere rounding in a gradient of nothing.
@@ -84,8 +88,8 @@ def verify(net: nn.Module, inputs: tuple | Tensor, targets: Any = None, *, loss_
         raise SettingError(f"verify(devices={devices!r})", legal="a whole number of at least 1")
 
     def wrap(twin: nn.Module, loss: Any, runtime: Runtime) -> AutoParallel:
-        return _OnOneMachine(twin, loss, parallel_mode, on_missing_rule=on_missing_rule,
-                             runtime=runtime).dataset_strategy(dataset_strategy)
+        return _OnOneMachine(twin, loss, parallel_mode, on_missing_rule=on_missing_rule, sync_batch_norm=True,
+                             uneven=uneven, runtime=runtime).dataset_strategy(dataset_strategy)
     return _Verification(net, loss_fn, args, kwargs or {}, wrap, devices, steps, optimizer, dtypes, tolerances).report()
 
 
@@ -107,6 +111,8 @@ def verify_call(model: AutoParallel, args: tuple, kwargs: dict[str, Any] | None 
     def wrap(twin: nn.Module, loss: Any, runtime: Runtime) -> AutoParallel:
         wrapped = _OnOneMachine(twin, loss, model.parallel_mode, runtime=runtime)
         wrapped.__dict__.update((k, v) for k, v in vars(model).items() if k not in model._NOT_SETTINGS)
+        wrapped.random = "exact"  # fast numbers are others under each plan
+        wrapped.sync_batch_norm = True  # and so are statistics of each device's own
         return wrapped
     return _Verification(model.net, model.loss_fn, args, kwargs or {}, wrap, devices, steps, None, tuple(TOLERANCES),
                          None).report()
@@ -169,7 +175,7 @@ class _Verification:
         self.steps = steps
         self.optimizer = optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=1e-2))
         self.tolerances = {d: torch.finfo(d).eps ** 0.5 for d in self.dtypes} | TOLERANCES | dict(tolerances or {})
-        leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        leaves = [x for x in pytree.tree_leaves(opened((args, kwargs))) if isinstance(x, Tensor)]
         device = leaves[0].device if leaves else torch.get_default_device()
         self.runtime = Runtime(False, devices, 0, device)
         self.state = _values(net, loss_fn, device)
@@ -177,13 +183,16 @@ class _Verification:
     def report(self) -> VerifyReport:
         rows, found, plan, notes = [], None, None, {}
         with observed(None), torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[]):
-            self.random = torch.get_rng_state()
-            for dtype in self.dtypes:
-                with _default_dtype(dtype):
-                    row, plan = self.compare(dtype, notes)
-                    rows.append(row)
-                    if not row.ok and found is None:
-                        found = self.search(dtype)
+            self.random, self.stream = torch.get_rng_state(), stream.state_dict()
+            try:
+                for dtype in self.dtypes:
+                    with _default_dtype(dtype):
+                        row, plan = self.compare(dtype, notes)
+                        rows.append(row)
+                        if not row.ok and found is None:
+                            found = self.search(dtype)
+            finally:
+                self.rewind()
         assert plan is not None
         return VerifyReport(tuple(rows), found, plan.devices, plan.mode, self.steps, tuple(notes), plan)
 
@@ -206,14 +215,13 @@ class _Verification:
         except (TypeError, RuntimeError) as error:
             raise SettingError(f"the model cannot be copied: {error}",
                                legal="a model that copy.deepcopy copies") from error
-        return _Twin(net, loss_fn, *pytree.tree_map(cast, (self.args, self.kwargs)))
+        return _Twin(net, loss_fn, *closed(pytree.tree_map(cast, opened((self.args, self.kwargs)))))
 
     def compare(self, dtype: torch.dtype, notes: dict[str, None]) -> tuple[Differences, Plan]:
-        one = self.twin(dtype)
-        plain = self.train(one, one.plain)
-        twin = self.twin(dtype)
+        one, twin = self.twin(dtype), self.twin(dtype)
         program = self.program(twin)
-        leaves, plan = pytree.tree_leaves((twin.args, twin.kwargs)), program.plan
+        plain = self.train(one, self.on_one_device(one, program))
+        leaves, plan = pytree.tree_leaves(opened((twin.args, twin.kwargs))), program.plan
         parallel = self.train(twin, lambda: program(*leaves), catch=True)
         if any(not r.isfinite().all() for step in plain.results for r in step if r.is_floating_point()):
             notes.setdefault("the results on one device are not finite: there is little to compare")
@@ -232,15 +240,28 @@ class _Verification:
         """The copy, planned. What cannot be planned is the user's to hear."""
         return self.wrap(twin.net, twin.loss_fn, self.runtime)._build(twin.args, twin.kwargs)
 
-    def train(self, twin: _Twin, call: Callable[[], Any], catch: bool = False) -> _Run:
+    def on_one_device(self, one: _Twin, program: Program) -> Callable[[], Any]:
+        """The call on one device: in plain PyTorch, or where it draws random numbers, which are ours, planned for one."""
+        if program.plan.routed.seed is None:
+            return one.plain
+        alone = _OnOneMachine(one.net, one.loss_fn, "stand_alone", runtime=replace(self.runtime, devices=1))
+        return lambda: alone(*one.args, **one.kwargs)
+
+    def rewind(self) -> None:
+        """Random numbers as at the beginning."""
+        stream.load_state_dict(self.stream)
         torch.set_rng_state(self.random)
+
+    def train(self, twin: _Twin, call: Callable[[], Any], catch: bool = False) -> _Run:
+        self.rewind()
         run = _Run()
         parameters, buffers = twin.named()
         optimizer = self.optimizer(list(parameters.values())) if parameters else None
         try:
             for step in range(self.steps):
                 result = call()
-                run.results.append([x.detach().clone() for x in pytree.tree_leaves(result) if isinstance(x, Tensor)])
+                leaves = pytree.tree_leaves(opened(result))
+                run.results.append([x.detach().clone() for x in leaves if isinstance(x, Tensor)])
                 loss = _loss_of(result)
                 if loss is not None and loss.requires_grad:
                     loss.backward()
@@ -258,12 +279,13 @@ class _Verification:
 
     def search(self, dtype: torch.dtype) -> FirstDifference | None:
         one, twin = self.twin(dtype), self.twin(dtype)
-        torch.set_rng_state(self.random)
-        plain = one.plain()
         program = self.program(twin)
+        call = self.on_one_device(one, program)
+        self.rewind()
+        plain = call()
         parameters, buffers = twin.named()
-        inputs = [x for x in pytree.tree_leaves((twin.args, twin.kwargs)) if isinstance(x, Tensor)]
-        torch.set_rng_state(self.random)
+        inputs = [x for x in pytree.tree_leaves(opened((twin.args, twin.kwargs))) if isinstance(x, Tensor)]
+        self.rewind()
         return find_first_difference(program, parameters | buffers, inputs, plain, _loss_of, self.tolerances[dtype])
 
 
@@ -286,7 +308,7 @@ def _values(net: nn.Module, loss_fn: Any, device: torch.device) -> list[tuple[Te
 
 def _loss_of(result: Any) -> Tensor | None:
     """Where the backward starts: the one number of a result, else the mean squares of its floating tensors, summed."""
-    tensors = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor) and x.is_floating_point()]
+    tensors = [x for x in pytree.tree_leaves(opened(result)) if isinstance(x, Tensor) and x.is_floating_point()]
     if len(tensors) == 1 and tensors[0].dim() == 0:
         return tensors[0]
     squares = [x.square().mean() for x in tensors if x.numel()]

@@ -56,6 +56,19 @@ def figures():
     return note
 
 
+def pytest_sessionfinish(session) -> None:
+    worker = getattr(session.config, "workeroutput", None)
+    if worker is not None:  # one of several processes that share the tests
+        worker["figures"] = {name: list(pair) for name, pair in _FIGURES.items()}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error) -> None:
+    for name, (ours, theirs) in getattr(node, "workeroutput", {}).get("figures", {}).items():
+        before = _FIGURES.get(name, (0.0, 0.0))
+        _FIGURES[name] = (before[0] + ours, before[1] + theirs)
+
+
 def pytest_terminal_summary(terminalreporter) -> None:
     if not _FIGURES:
         return

@@ -115,16 +115,24 @@ def torch_operator(call: Recorded, extra: Extra) -> Any:
         "Softmax": lambda x: torch.softmax(x, *(call.args or (-1,))),
         "SoftmaxCrossEntropyWithLogits": lambda a, b: F.cross_entropy(a, b, reduction="none"),
         "Flatten": lambda x: torch.flatten(x, 1),
+        "LayerNorm": lambda x, *affine: F.layer_norm(x, x.shape[call.args[0]:], *affine),
+        "BatchNorm": lambda *operands: torch.ops.shardwright.batch_norm(*operands, None, 0.1, 1e-5, False)[0],
+        "Gather": lambda table, index: F.embedding(index, table),
+        "Concat": lambda *parts: torch.cat(parts, *call.args),
+        "Conv2D": lambda x, w: F.conv2d(x, w, padding=flags["pad_mode"]),
+        "MaxPool": lambda x: F.max_pool2d(x, *call.args[:2], ceil_mode=True),  # "same" pads on the right
     }.get(call.name)
 
 
 class OnParameters(nn.Module):
     """One operator on parameters p0, p1, …"""
 
-    def __init__(self, function: Any, shapes: list, call: Recorded) -> None:
+    def __init__(self, function: Any, shapes: list, call: Recorded, dtypes: dict | None = None) -> None:
         super().__init__()
         for i, shape in enumerate(shapes):
-            self.register_parameter(f"p{i}", nn.Parameter(torch.randn(shape)))
+            whole = i in (dtypes or {})
+            made = torch.zeros(shape, dtype=torch.int32) if whole else torch.randn(shape)
+            self.register_parameter(f"p{i}", nn.Parameter(made, requires_grad=not whole))
         self.operator = sw.Operator(function).shard(call.in_strategy, call.out_strategy)
 
     def forward(self) -> torch.Tensor:

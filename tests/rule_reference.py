@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from shardwright.graph import Op, Value, values_in
+from shardwright.graph import SEED, Op, Value, values_in
 from shardwright.layout import Digit, Layout, groups
 from shardwright.rules import Assignment, Bound, Rule, bound_rule, expand, find_rule
+from shardwright.rules.random import run_on_one
 from shardwright.rules.registry import local_call
 
 
@@ -66,12 +67,15 @@ class Whole:
         self.tensors = {self.values[id(t)].name: t for t in leaves}
         args, kwargs = self.exchange((case.args, case.kwargs), lambda t: self.values[id(t)])
         result = outputs_of(case.target(*case.args, **case.kwargs))
+        self.op = Op("op", case.target, args, kwargs, values_in((args, kwargs)),
+                     tuple(Value(f"y{i}", tuple(r.shape), r.dtype, r.requires_grad) for i, r in enumerate(result)))
+        self.tensors[SEED.name] = torch.tensor([7, 2, 1])
+        if torch.Tag.nondeterministic_seeded in case.target.tags and find_rule(self.op):
+            result = run_on_one(self.op, self.tensors)  # random numbers are ours, not torch's
         self.outputs = [r.detach() for r in result]
         generator = torch.Generator().manual_seed(7)
         self.upstream = [torch.randn(r.shape, dtype=r.dtype, generator=generator) if r.requires_grad else None
                          for r in result]
-        self.op = Op("op", case.target, args, kwargs, values_in((args, kwargs)),
-                     tuple(Value(f"y{i}", tuple(r.shape), r.dtype, r.requires_grad) for i, r in enumerate(result)))
         wanted = [t for t in self.tensors.values() if t.requires_grad]
         kept = [(r, g) for r, g in zip(result, self.upstream) if g is not None]
         found = torch.autograd.grad([r for r, _ in kept], wanted, [g for _, g in kept], allow_unused=True) \
@@ -110,6 +114,14 @@ def assembled(layout: Layout, slices: list[torch.Tensor], shape: tuple[int, ...]
 
 def close(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and torch.allclose(a, b, rtol=1e-9, atol=1e-11, equal_nan=True)
+
+
+def relaid(source: Layout, target: Layout, slices: list[torch.Tensor], value: Value) -> list[torch.Tensor]:
+    """A value on all ranks in another layout."""
+    if source == target:
+        return slices
+    whole = assembled(source, slices, value.shape, f"{value} before it is {target}")
+    return [whole[target.slice(value.shape, rank)] for rank in range(len(slices))]
 
 
 def combined(slices: list[torch.Tensor], devices: int, digits, reduction: str = "sum") -> list[torch.Tensor]:
@@ -199,8 +211,12 @@ class Sliced:
             whole = self.whole.tensors[value.name].detach()
             local = whole[layout.slice(value.shape, rank)]
         else:
-            assert held.layout.without_partial() == layout, f"{bound.notation.text}: {held.layout}, not {layout}"
             local = (held.slices if as_open else held.completed)[rank].detach()
+            if held.layout.is_replicated and not value.requires_grad:  # made from nothing: sliced where it is asked for
+                return local[layout.slice(value.shape, rank)]
+            if held.layout.without_partial() != layout:  # laid otherwise by the expansion
+                assert not as_open, f"{bound.notation.text}: {held.layout}, not {layout}"
+                local = relaid(held.layout.without_partial(), layout, held.completed, value)[rank].detach()
         return local.clone().requires_grad_() if value.requires_grad else local
 
     @staticmethod
@@ -236,6 +252,8 @@ class Sliced:
                     total = assembled(layout, summed, value.shape, f"gradient of input {i}")
                     totals[value.name] = totals.get(value.name, 0) + total
                 else:
+                    summed = relaid(ran.bound.input_layout(i, ran.assignment),
+                                    self.held[value.name].layout.without_partial(), summed, value)
                     before = arrived.get(value.name)
                     arrived[value.name] = [a + b for a, b in zip(before, summed)] if before else summed
         return totals

@@ -91,7 +91,7 @@ def test_a_model_is_left_as_it_was_when_its_capture_fails() -> None:
     held = net.w
     with pytest.raises(sw.CaptureError, match="ZeroDivisionError: the model's own"):
         capture(net, (X,))
-    assert net.w is held and torch.autograd.Function.apply.__func__.__module__ == "torch.autograd.function"
+    assert net.w is held and torch.autograd.Function.apply.__func__.__code__.co_filename == torch.autograd.function.__file__
     net.f = lambda m, x: x @ m.w
     assert kinds(capture(net, (X,))) == ["matmul"]
 
@@ -229,32 +229,6 @@ def test_what_depends_on_values(f, text, message, capfd) -> None:
     assert raised.value.source == line_of(f, text)
     assert "values of tensors" in raised.value.legal
     assert capfd.readouterr() == ("", "")  # no half graphs beside it
-
-
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 100
-
-
-def own_backward(m, x):
-    return Doubled.apply(x @ m.w)  # its backward would be lost
-
-
-def recomputed(m, x):
-    return torch.utils.checkpoint.checkpoint(torch.tanh, x @ m.w, use_reentrant=True)  # a Function too
-
-
-@pytest.mark.parametrize(("f", "text", "legal"), [(own_backward, "lost", "custom_op"),
-                                                  (recomputed, "a Function too", "use_reentrant=False")])
-def test_functions_with_a_backward_of_their_own(f, text, legal) -> None:
-    with pytest.raises(sw.CaptureError, match="torch.autograd.Function") as raised:
-        capture(Apply(f), (X,))
-    assert raised.value.source == line_of(f, text) and legal in raised.value.legal
 
 
 def test_recomputed_without_a_function_is_captured() -> None:

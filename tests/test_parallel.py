@@ -285,16 +285,13 @@ def test_buffers_that_change(mode) -> None:
     assert net.count == 6
 
 
-def test_statistics_and_dropout_on_one_device() -> None:
-    net = nn.Sequential(nn.Linear(8, 8, dtype=D), nn.BatchNorm1d(8, dtype=D), nn.Dropout(0.5))
+def test_statistics_on_one_device() -> None:
+    net = nn.Sequential(nn.Linear(8, 8, dtype=D), nn.BatchNorm1d(8, dtype=D))
     one = copy.deepcopy(net)
     model = parallel(net, mode="stand_alone")
     for training in (True, True, False):
         model.train(training), one.train(training)
-        torch.manual_seed(4)
-        got = model(X)
-        torch.manual_seed(4)
-        assert torch.equal(got, one(X))
+        assert torch.equal(model(X), one(X))
     close(net.state_dict(), one.state_dict())
 
 

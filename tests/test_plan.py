@@ -157,3 +157,19 @@ def test_a_sum_wanted_in_slices_is_reduce_scattered() -> None:
     plan = sw.plan(Net(), (meta(64, 64),), devices=8)
     forward = [c for c in plan.collectives(0) if c.phase == "forward" and c.operator != "output"]
     assert [(c.op, c.cause, c.operator) for c in forward] == [("reduce_scatter", "operator", "matmul")]
+
+
+def test_a_sum_with_a_bias_is_reduce_scattered_too() -> None:
+    """The bias goes to the first term, so that the sum may stay open until the next operator wants slices of it."""
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.down = sw.shard(torch.nn.Linear(16, 8), ((2, 4), (1, 4), (1,)))
+            self.relu = sw.shard(torch.relu, ((8, 1),))
+
+        def forward(self, x):
+            return self.relu(self.down(x))
+
+    plan = sw.plan(Net(), (torch.randn(16, 16),), devices=8)
+    forward = [c for c in plan.collectives(0) if c.phase == "forward" and c.operator != "output"]
+    assert [(c.op, c.ranks, c.operator) for c in forward] == [("reduce_scatter", (0, 1, 2, 3), "down")]

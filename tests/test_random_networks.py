@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,8 +66,9 @@ class Network(nn.Module):
 
 
 @st.composite
-def networks(draw_: Any) -> tuple[Network, tuple[int, ...]]:
-    shapes = [(draw_(st.sampled_from([4, 8, 12, 24])), draw_(st.sampled_from(SIZES)))]
+def networks(draw_: Any, rows: Sequence[int] = (4, 8, 12, 24), sizes: Sequence[int] = SIZES
+             ) -> tuple[Network, tuple[int, ...]]:
+    shapes = [(draw_(st.sampled_from(rows)), draw_(st.sampled_from(sizes)))]
     steps: list[Step] = []
 
     def pick(*options: Any) -> Any:
@@ -88,11 +89,11 @@ def networks(draw_: Any) -> tuple[Network, tuple[int, ...]]:
             name, other = pick(*BINARY), pick(*(alike if kind == "binary" else fits))
             steps.append(Step(name, BINARY[name], pick((v, other), (other, v))))
         elif kind == "matmul":
-            weight = (shape[-1], pick(*SIZES))
+            weight = (shape[-1], pick(*sizes))
             steps.append(Step("matmul", torch.matmul, (v,), (weight,)))
             shape = (*shape[:-1], weight[1])
         elif kind == "linear":
-            out = pick(*SIZES)
+            out = pick(*sizes)
             steps.append(Step("linear", F.linear, (v,), pick(((out, shape[-1]), (out,)), ((out, shape[-1]),))))
             shape = (*shape[:-1], out)
         elif kind == "gram":
@@ -136,12 +137,16 @@ def networks(draw_: Any) -> tuple[Network, tuple[int, ...]]:
 def marked(draw_: Any, bound: Bound, devices: int) -> tuple[Any, Any]:
     """A legal in_strategy of an operator, by tuples or by Layouts, and perhaps an out_strategy."""
     factors = range(len(bound.factors))
+
+    def fits(i: int, cut: int) -> bool:
+        return bound.factors[i].pads or bound.factors[i].size % cut == 0
+
     if draw_(st.booleans()):
         order, left, cuts = draw_(st.permutations(factors)), devices, dict.fromkeys(factors, 1)
         for i in order:
             if bound.factors[i].splittable:
                 cuts[i] = draw_(st.sampled_from([c for c in range(1, left + 1)
-                                                 if left % c == 0 and bound.factors[i].size % c == 0]))
+                                                 if left % c == 0 and fits(i, c)]))
                 left //= cuts[i]
         assignment = bound.cut_by(devices, dict(zip(factors, allocate(devices, [cuts[i] for i in factors]))))
         strategy = bound.in_strategy(assignment) if bound.is_consistent(assignment) else None
@@ -150,8 +155,8 @@ def marked(draw_: Any, bound: Bound, devices: int) -> tuple[Any, Any]:
         layout = sw.Layout(matrix, [f"a{i}" for i in range(len(matrix))])
         taken: dict[int, list[str]] = {i: [] for i in factors}
         for name in draw_(st.permutations(layout.alias_name)):
-            room = [i for i in factors if bound.factors[i].splittable and bound.factors[i].size %
-                    math.prod(layout.axis(n).size for n in [*taken[i], name]) == 0]
+            room = [i for i in factors if bound.factors[i].splittable and
+                    fits(i, math.prod(layout.axis(n).size for n in [*taken[i], name]))]
             where = draw_(st.sampled_from([None, *room]))
             if where is not None:
                 taken[where].append(name)
@@ -160,7 +165,8 @@ def marked(draw_: Any, bound: Bound, devices: int) -> tuple[Any, Any]:
             if bound.is_consistent(assignment) else None
     out = None
     if draw_(st.integers(0, 3)) == 0:
-        cut = [draw_(st.sampled_from([None, *(d for d, size in enumerate(s) if size % 2 == 0)])) for s in bound.out_shapes]
+        cut = [draw_(st.sampled_from([None, *(d for d, size in enumerate(s) if size % 2 == 0 or bound.uneven and size > 1)]))
+               for s in bound.out_shapes]
         out = tuple(tuple(2 if d == c else 1 for d in range(len(s))) for c, s in zip(cut, bound.out_shapes))
     return strategy, out
 

@@ -50,8 +50,9 @@ class Decision:
         return layout
 
 
-def description(op: Op, on_missing_rule: str, devices: int) -> tuple[Rule, Bound, str | None]:
-    """An operator's rule and binding; without a rule the whole rule, with a note, where that is asked for.
+def description(op: Op, on_missing_rule: str, devices: int, uneven: bool = False) -> tuple[Rule, Bound, str | None]:
+    """An operator's rule and binding; without a rule the whole rule, with a note, where that is asked for. Uneven: its
+    dims may be padded.
 
     Raises:
         MissingRuleError: no rule, and `on_missing_rule` is "error" or the operator cannot be repeated on every device.
@@ -62,7 +63,7 @@ def description(op: Op, on_missing_rule: str, devices: int) -> tuple[Rule, Bound
             raise MissingRuleError(f"there is no rule for {op.target}, and run whole on {devices} devices it would "
                                    f"{reason}", **op.where, legal='a model without it, or parallel_mode="stand_alone"')
         found, note = whole_rule(op), f"{op.kind} has no rule: it runs whole on every device"
-    return (*_bound(op, found), note)
+    return (*_bound(op, found, uneven), note)
 
 
 def unrepeatable(op: Op) -> str | None:
@@ -74,8 +75,8 @@ def unrepeatable(op: Op) -> str | None:
     return None
 
 
-def _bound(op: Op, found: Rule | None) -> tuple[Rule, Bound]:
-    bound = bound_rule(op, found)
+def _bound(op: Op, found: Rule | None, uneven: bool) -> tuple[Rule, Bound]:
+    bound = bound_rule(op, found, uneven)
     assert found is not None
     return found, bound
 

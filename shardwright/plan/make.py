@@ -9,26 +9,46 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..capture import MarkUse, capture
+from ..capture import capture
 from ..errors import SettingError
 from ..graph import Graph
+from ..layerwise import check_mode, one_slice, own_parameters
 from ..layout import Layout
+from ..marks import stored_whole
+from ..ops import COLLECTIVES, for_ranks
+from ..reading import MarkUse
+from ..recompute import with_policy
 from .decision import feeding
+from .hybrid import OwnPrograms, decided, fed_whole, local_inputs, with_stacked
+from .own_statistics import with_own_statistics
 from .plan import Plan
 from .semi_auto import data_parallel, semi_auto
+from .storage import OptimizerParallel
 
 __all__ = ["MODES", "make_plan", "plan"]
 
-#: Mode -> the planner: (graph, devices, fed, on_missing_rule=, stored=) -> (decisions, which dims carry the batch).
+#: Mode -> the planner: (graph, devices, fed, on_missing_rule=, stored=, uneven=) -> (decisions, which dims carry the batch).
 PLANNERS = {"data_parallel": data_parallel, "semi_auto": semi_auto}
 
+#: The modes in which each device has batch-norm statistics of its own, unless asked for those of the whole batch.
+OWN_STATISTICS = ("data_parallel",)
+
 #: All parallel modes.
-MODES = ("stand_alone", *PLANNERS)
+MODES = ("stand_alone", "hybrid_parallel", *PLANNERS)
 
 
 def make_plan(graph: Graph, devices: int, parallel_mode: str, dataset_strategy: Any, *,
-              on_missing_rule: str = "error", stored: dict[str, Layout] | None = None) -> Plan:
+              on_missing_rule: str = "error", stored: dict[str, Layout] | None = None,
+              sync_batch_norm: bool = False, hsdp: OptimizerParallel | None = None,
+              used: dict[str, Layout] | None = None, own: OwnPrograms | None = None, uneven: bool = False) -> Plan:
     """Plan a captured model; every error that a strategy can cause is raised here.
+
+    Args:
+        stored: how parameters and buffers are stored, where that is settled already.
+        hsdp: how the other parameters are stored; None: as their operators ask for them.
+        used: in which layouts an earlier plan's operators ask for parameters; None: as `stored`.
+        own: in hybrid_parallel, whose graph has one rank's shapes, what else there is to know of it.
+        uneven: dims that their cuts do not divide are padded, where that can be.
 
     Raises:
         ShardwrightError: a strategy or a setting that does not fit, with the operator and a legal choice.
@@ -44,16 +64,34 @@ def make_plan(graph: Graph, devices: int, parallel_mode: str, dataset_strategy: 
         made = Plan(graph, 1, "stand_alone", fed, *data_parallel(graph, 1, fed, on_missing_rule="replicate"))
         made.routed
         return made
+    if parallel_mode == "hybrid_parallel":
+        if hsdp is not None:
+            raise SettingError("hsdp cuts what is replicated; in hybrid_parallel each rank runs its own program",
+                               legal='data_parallel or semi_auto, or no hsdp')
+        own = own or OwnPrograms(frozenset(), False)
+        made = Plan(with_stacked(graph, devices, own), devices, parallel_mode, fed_whole(graph, devices, dataset_strategy),
+                    decided(graph, devices), {}, own=own)
+        made.routed
+        return made
+    placed = next((op for op in graph.ops if op.target in COLLECTIVES), None)
+    if placed is not None:
+        raise SettingError(f"sw.ops.{placed.kind} joins the programs of ranks, which {parallel_mode} makes itself",
+                           **placed.where, legal='parallel_mode="hybrid_parallel", or the model without it')
+    if parallel_mode in OWN_STATISTICS and not sync_batch_norm:
+        graph = with_own_statistics(graph, devices, on_missing_rule)
     fed = feeding(graph, devices, dataset_strategy)
-    decisions, carries = PLANNERS[parallel_mode](graph, devices, fed, on_missing_rule=on_missing_rule, stored=stored)
-    made = Plan(graph, devices, parallel_mode, fed, decisions, carries, stored)
+    decisions, carries = PLANNERS[parallel_mode](graph, devices, fed, on_missing_rule=on_missing_rule,
+                                                 stored=used or stored, uneven=uneven)
+    made = Plan(graph, devices, parallel_mode, fed, decisions, carries, stored, hsdp)
     made.routed  # whatever cannot be routed is said now
     return made
 
 
 def plan(net: nn.Module, inputs: tuple, loss_fn: Any = None, targets: Any = None, *, parallel_mode: str = "semi_auto",
          devices: int = 8, dataset_strategy: Any = "full_batch", on_missing_rule: str = "error",
-         marks: Mapping[str, Any] | None = None, kwargs: dict[str, Any] | None = None) -> Plan:
+         marks: Mapping[str, Any] | None = None, kwargs: dict[str, Any] | None = None,
+         sync_batch_norm: bool = False, hsdp: Mapping[str, Any] | OptimizerParallel | None = None,
+         recompute: Any = None, uneven: bool = False) -> Plan:
     """Plan a model without running it: no process group, no devices, nothing allocated.
 
     Args:
@@ -66,6 +104,11 @@ def plan(net: nn.Module, inputs: tuple, loss_fn: Any = None, targets: Any = None
         on_missing_rule: "error", or "replicate": operators without a rule run whole, and the plan says so.
         marks: in_strategies by the name of the operator (as `Plan.operators` has it), over what the model carries.
         kwargs: keyword inputs of the model.
+        sync_batch_norm: in data_parallel, batch norms train by the statistics of the whole batch, as in the other modes,
+            instead of each device's own.
+        hsdp: the arguments of `AutoParallel.hsdp` as a dict, ``{}`` for its defaults; None: no optimizer parallel.
+        recompute: which operators are computed again in the backward, as `AutoParallel` takes it.
+        uneven: whether cuts may be asked for that do not divide a dim, as `AutoParallel` takes it.
 
     Returns:
         The plan.
@@ -79,8 +122,26 @@ def plan(net: nn.Module, inputs: tuple, loss_fn: Any = None, targets: Any = None
         inputs = (inputs,)
     if loss_fn is not None:
         inputs = (*inputs, targets)
-    graph = _with_marks(capture(net, tuple(inputs), kwargs, loss_fn=loss_fn), marks or {})
-    return make_plan(graph, devices, parallel_mode, dataset_strategy, on_missing_rule=on_missing_rule)
+    check_mode(net, parallel_mode)
+    own = None
+    if parallel_mode == "hybrid_parallel":
+        own = OwnPrograms(own_parameters(net), loss_fn is not None)
+        inputs, kwargs = local_inputs(tuple(inputs), kwargs or {}, devices, dataset_strategy)
+    with for_ranks(devices), one_slice(net):
+        graph = _with_marks(capture(net, tuple(inputs), kwargs, loss_fn=loss_fn), marks or {})
+    return make_plan(with_policy(graph, recompute), devices, parallel_mode, dataset_strategy, on_missing_rule=on_missing_rule,
+                     sync_batch_norm=sync_batch_norm, hsdp=optimizer_parallel(hsdp, net, loss_fn), own=own,
+                     uneven=uneven)
+
+
+def optimizer_parallel(given: Any, net: nn.Module, loss_fn: Any) -> OptimizerParallel | None:
+    """The setting `hsdp` for a model, some of whose parameters may be left out of it.
+
+    Raises:
+        SettingError: a setting that there is not.
+    """
+    setting = OptimizerParallel.of(given)
+    return None if setting is None else replace(setting, whole=stored_whole(net, loss_fn))
 
 
 def _with_marks(graph: Graph, marks: Mapping[str, Any]) -> Graph:

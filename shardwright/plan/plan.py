@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +18,12 @@ from ..errors import PlanError
 from ..graph import Graph, Value
 from ..layout import Layout, group_of
 from .decision import Decision, Feeding
+from .padding import true_slice
+from .again import Again, wanted_again
+from .hybrid import OwnPrograms, own_programs
+from .recompute import Recomputed, Region, regions_of, started
 from .route import Compute, Extreme, Instance, Move, Ref, Routed, route
+from .storage import OptimizerParallel
 
 __all__ = ["Collective", "OperatorPlan", "ParameterPlan", "Plan"]
 
@@ -54,9 +59,9 @@ class OperatorPlan:
     note: str | None
 
     def local_shapes(self, rank: int) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-        """Shapes of the slices that `rank` works on: (inputs, outputs)."""
-        return (tuple(layout.local_shape(s) for layout, s in zip(self.in_layouts, self.in_shapes)),
-                tuple(layout.local_shape(s) for layout, s in zip(self.out_layouts, self.out_shapes)))
+        """Shapes of the slices that `rank` works on, padding included: (inputs, outputs)."""
+        return (tuple(layout.local_shape(layout.padded(s)) for layout, s in zip(self.in_layouts, self.in_shapes)),
+                tuple(layout.local_shape(layout.padded(s)) for layout, s in zip(self.out_layouts, self.out_shapes)))
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,8 @@ class ParameterPlan:
     Attributes:
         shape: of the whole parameter.
         layout: the layout in which its operator uses it.
-        storage: the layout in which it is stored.
+        storage: the layout in which it is stored: with optimizer parallel cut further, over replicas.
+        note: why optimizer parallel does not cut it, where it might have been expected to; else None.
     """
 
     name: str
@@ -74,14 +80,15 @@ class ParameterPlan:
     layout: Layout
     storage: Layout
     trainable: bool
+    note: str | None = None
 
     def slice(self, rank: int) -> tuple[slice, ...]:
         """The part of the whole parameter that lies on `rank`."""
-        return self.storage.slice(self.shape, rank)
+        return true_slice(self.storage, self.shape, rank)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """The shape of that part."""
-        return self.storage.local_shape(self.shape)
+        return tuple(s.stop - s.start for s in self.slice(rank))
 
 
 @dataclass(frozen=True)
@@ -95,9 +102,10 @@ class Collective:
         bytes: of that input.
         sent: bytes that the rank must send: 2(n−1)/n of the input for an all-reduce, (n−1)/n for a reduce-scatter
             and an all-to-all, n−1 times the input for an all-gather.
-        phase: "forward", "backward", "gradient" (a parameter's), or "storage".
+        phase: "forward", "backward", "gradient" (a parameter's), or "storage" (from a parameter's storage to its use).
         cause: "operator", "conversion" or "parameter".
         operator: the operator that causes it.
+        again: it is the backward's, of what was not kept from the forward: a weight, or what is recomputed.
     """
 
     op: str
@@ -108,6 +116,7 @@ class Collective:
     phase: str
     cause: str
     operator: str
+    again: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,11 +130,20 @@ class Plan:
     decisions: dict[str, Decision]
     carries: dict[str, int]
     stored: dict[str, Layout] | None = None
+    hsdp: OptimizerParallel | None = None
+    own: OwnPrograms | None = None
 
     @cached_property
     def routed(self) -> Routed:
         """The program that all ranks run: local operators and conversions."""
-        return route(self.graph, self.decisions, self.fed, self.devices, self.carries, self.stored)
+        if self.own is not None:
+            return own_programs(self.graph, self.devices, self.fed, self.own)
+        return route(self.graph, self.decisions, self.fed, self.devices, self.carries, self.stored, self.hsdp)
+
+    @cached_property
+    def regions(self) -> tuple[Region, ...]:
+        """The parts of the program that are dropped in the forward and computed again in the backward."""
+        return regions_of(self.graph, self.routed)
 
     @cached_property
     def operators(self) -> tuple[OperatorPlan, ...]:
@@ -153,6 +171,9 @@ class Plan:
             if operator.name == name:
                 return operator
         inside = [o for o in self.operators if o.module == name]
+        if len(inside) > 1:  # a batch norm counts batches beside
+            buffers = set(self.graph.buffers)
+            inside = [o for o in inside if not (o.in_names and buffers.issuperset(o.in_names))] or inside
         if len(inside) == 1:
             return inside[0]
         raise PlanError(f"no operator is called {name!r}" if not inside else
@@ -166,8 +187,10 @@ class Plan:
         out = {}
         for table in (routed.parameters, routed.buffers):
             for name, instance in table.items():
-                value = instance.value
-                out[name] = ParameterPlan(name, value.shape, instance.layout, instance.layout, value.requires_grad)
+                value, note = instance.value, routed.stored[name].note if name in routed.stored else None
+                shape = (self.graph.parameters.get(name) or value).shape
+                out[name] = ParameterPlan(name, shape, routed.used.get(name, instance.layout), instance.layout,
+                                          value.requires_grad, note)
         for alias, name in self.graph.aliases.items():
             if name in out:
                 out[alias] = out[name]
@@ -182,8 +205,7 @@ class Plan:
         """Every collective that `rank` takes part in, in the order of the program: forward, then backward."""
         if not 0 <= rank < self.devices:
             raise PlanError(f"rank {rank} is outside the {self.devices} devices")
-        return tuple(Collective(c.op, group_of(rank, digits), c.shape, c.bytes, c.sent, c.phase, c.cause, c.operator)
-                     for c, digits in self._collectives)
+        return tuple(replace(c, ranks=group_of(rank, digits)) for c, digits in self._collectives)
 
     @cached_property
     def _collectives(self) -> tuple[tuple[Collective, Any], ...]:
@@ -193,17 +215,24 @@ class Plan:
 
     @cached_property
     def backward(self) -> tuple[Any, ...]:
-        """The instructions that a gradient reaches from the outputs, in the order in which their backwards run."""
+        """The instructions that a gradient reaches from the outputs, in the order in which their backwards run; `Again`
+        before the first that wants a weight which was not kept, `Recomputed` before the first that wants what is."""
         routed, known = self.routed, {}
         for instance in (*routed.inputs, *routed.parameters.values(), *routed.buffers.values()):
             known[instance.name] = instance
         for i in routed.instructions:
             known.update((o.name, o) for o in made_by(i))
+        wanted = wanted_again(routed)
         reached = {o.name for o in routed.outputs if isinstance(o, Instance) and o.value.requires_grad}
-        out = []
-        for i in reversed(routed.instructions):
+        out: list[Any] = []
+        there = {name for region in self.regions for name in region.dropped}  # gathered with all that is computed again
+        begun: set[int] = set()
+        for place, i in reversed(list(enumerate(routed.instructions))):
             if any(o.name in reached for o in made_by(i)):
-                out.append(i)
+                moves = [move for move in wanted.get(place, ()) if move.target.name not in there]
+                out += [*(Again(move, i.operator) for move in moves),
+                        *started(place, i.operator, self.regions, begun, routed.instructions), i]
+                there.update(move.target.name for move in moves)
                 reached.update(n for n in read_by(i) if n in known and known[n].value.requires_grad)
         return tuple(out)
 
@@ -228,13 +257,40 @@ class Plan:
         return None
 
     def memory(self, rank: int) -> dict[str, int]:
-        """Bytes on `rank`, by kind: parameters and buffers, gradients, and what operators make in one forward."""
+        """Bytes on `rank`, by kind.
+
+        "parameters": they and buffers, as they are stored; "gradients": as an optimizer's step finds them;
+        "activations": what operators and conversions make in one forward, and is kept; where some is dropped and computed
+        again, "recomputed": the most of it that is there at one time; with optimizer parallel "gathered": the weights
+        that are whole at one time, all of them or, where they are not kept for the backward, the largest.
+        """
         parameters = sum(_local_bytes(i) for t in (self.routed.parameters, self.routed.buffers) for i in t.values())
         gradients = sum(_local_bytes(i) for i in self.routed.parameters.values() if i.value.requires_grad)
         made = sum(_local_bytes(o) for i in self.routed.instructions if isinstance(i, Compute)
                    for o in i.outputs if o is not None)
-        moved = sum(_local_bytes(i.target) for i in self.routed.instructions if not isinstance(i, Compute))
-        return {"parameters": parameters, "gradients": gradients, "activations": made + moved}
+        moves = [i for i in self.routed.instructions if not isinstance(i, Compute)]
+        moved = sum(_local_bytes(i.target) for i in moves if i.forward.steps and not _gathers(i))
+        dropped = [sum(self._dropped(region)) for region in self.regions]
+        out = {"parameters": parameters, "gradients": gradients, "activations": made + moved - sum(dropped)}
+        if dropped:
+            out["recomputed"] = max(dropped)
+        regained = {name for region in self.regions for name in region.dropped}
+        gathered = [(_local_bytes(i.target), i.again or i.target.name in regained) for i in moves if _gathers(i)]
+        if gathered:
+            out["gathered"] = sum(size for size, again in gathered if not again) + \
+                max((size for size, again in gathered if again), default=0)
+        return out
+
+    def _dropped(self, region: Region) -> Iterator[int]:
+        """Bytes of what a region drops; what a conversion without a step hands on is there once."""
+        made = {o.name: (i, o) for i in map(self.routed.instructions.__getitem__, region.again) for o in made_by(i)}
+        seen: set[str] = set()
+        for name in region.dropped:
+            while name in made and not isinstance(i := made[name][0], Compute) and not i.forward.steps:
+                name = i.source.name
+            if name in made and name not in seen and not _gathers(made[name][0]):
+                seen.add(name)
+                yield _local_bytes(made[name][1])
 
     @cached_property
     def fingerprint(self) -> str:
@@ -245,20 +301,26 @@ class Plan:
         return text.hexdigest()[:16]
 
     def _lines(self) -> Iterator[str]:
-        yield f"{self.devices} {self.mode}"
+        yield f"{self.devices} {self.mode}" + (f" {self.hsdp.optimizer_level}" if self.hsdp is not None else "")
         for instance in (*self.routed.inputs, *self.routed.parameters.values(), *self.routed.buffers.values()):
             yield f"{instance.name} {instance.value.shape} {instance.value.dtype} {instance.layout}"
         for i in self.routed.instructions:
             if isinstance(i, Compute):
                 yield f"{i.op.name} {i.target} {i.args} {sorted(i.kwargs.items(), key=str)}"
             else:
-                yield f"{i.source.name} {i.forward} {i.backward}"
+                yield f"{i.source.name} {i.forward} {i.backward}" + (" again" if getattr(i, "again", False) else "")
+        yield from map(str, self.regions)
 
 
 def made_by(instruction: Any) -> tuple[Instance, ...]:
     """What an instruction makes."""
     return tuple(o for o in instruction.outputs if o is not None) if isinstance(instruction, Compute) \
         else (instruction.target,)
+
+
+def _gathers(instruction: Any) -> bool:
+    """Whether an instruction brings a parameter from its storage to its use."""
+    return isinstance(instruction, Move) and instruction.cause == "parameter" and bool(instruction.forward.collectives)
 
 
 def read_by(instruction: Any) -> tuple[str, ...]:
@@ -307,7 +369,17 @@ def forward_collectives(instruction: Any) -> Iterator[tuple[Collective, Any]]:
 
 def backward_collectives(instruction: Any) -> Iterator[tuple[Collective, Any]]:
     """What an instruction communicates in the backward."""
-    if isinstance(instruction, Move) and instruction.backward is not None:
+    if isinstance(instruction, Recomputed):
+        for collective, digits in forward_collectives(instruction.instruction):
+            phase = "backward" if collective.phase == "forward" else collective.phase
+            yield replace(collective, phase=phase, again=True), digits
+        return
+    if isinstance(instruction, Again):
+        source = instruction.move.source
+        for collective, digits in conversion_collectives(instruction.move.forward, source.local_shape, source.value,
+                                                         "storage", "parameter", instruction.operator):
+            yield replace(collective, again=True), digits
+    elif isinstance(instruction, Move) and instruction.backward is not None:
         target = instruction.target
         phase = "gradient" if instruction.cause == "parameter" else "backward"
         yield from conversion_collectives(instruction.backward, target.local_shape, target.value, phase,

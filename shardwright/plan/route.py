@@ -13,16 +13,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch.utils import _pytree as pytree
 
 from ..conversion import Conversion, conversion, through, transpose
 from ..errors import PlanError
-from ..graph import Graph, Op, Value
+from ..graph import SEED, Graph, Op, Value
 from ..layout import Digits, Layout, beside
 from ..rules import Assignment, Bound, Rule, expand
 from ..rules.registry import local_call
 from .decision import Decision, Feeding, output_layouts
+from .padding import Piece, pad
+from .storage import OptimizerParallel, Stored, stored_layouts
 
 __all__ = ["Compute", "Extreme", "Instance", "Move", "Ref", "Routed", "route"]
 
@@ -67,6 +68,7 @@ class Move:
         cause: "operator" (it completes an operator's partial sum), "conversion", or "parameter".
         operator: the operator that asks for it.
         producer: the operator that made the value, and left its sum open if it is; "" for what is fed or stored.
+        again: it is a stored weight's, and the result is not kept for the backward but made again there.
     """
 
     source: Instance
@@ -76,6 +78,7 @@ class Move:
     cause: str
     operator: str
     producer: str = ""
+    again: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,12 @@ Instruction = Compute | Move | Extreme
 
 @dataclass(frozen=True)
 class Routed:
-    """A program for all ranks alike: instructions in order, and where its values come from and go to."""
+    """A program for all ranks alike: instructions in order, and where its values come from and go to.
+
+    Attributes:
+        stored: how each parameter is stored.
+        used: in which layout the operators ask for each parameter.
+    """
 
     devices: int
     inputs: tuple[Instance, ...]
@@ -111,6 +119,9 @@ class Routed:
     outputs: tuple[Any, ...]                 # an Instance, or a plain constant
     updates: dict[str, Instance]
     notes: tuple[str, ...]
+    stored: dict[str, Stored]
+    used: dict[str, Layout]
+    seed: Instance | None = None             # of the random numbers, if any are drawn
 
 
 @dataclass(frozen=True)
@@ -122,7 +133,7 @@ class _Use:
 
 
 def route(graph: Graph, decisions: dict[str, Decision], fed: Feeding, devices: int, carries: dict[str, int],
-          stored: dict[str, Layout] | None = None) -> Routed:
+          stored: dict[str, Layout] | None = None, hsdp: OptimizerParallel | None = None) -> Routed:
     """Work out the local program of a planned graph.
 
     Args:
@@ -130,18 +141,20 @@ def route(graph: Graph, decisions: dict[str, Decision], fed: Feeding, devices: i
         fed: how inputs come in and results go out.
         carries: value name -> dim that carries the batch.
         stored: parameter and buffer name -> the layout in which it is stored, where that is settled already.
+        hsdp: how the others are stored; None: as their operators ask for them.
 
     Raises:
         PlanError: a parameter that two operators want in different layouts.
+        SettingError: a `shard_size` that does not divide the replicas of a parameter.
     """
-    return _Router(graph, decisions, fed, devices, carries, dict(stored or {})).run()
+    return _Router(graph, decisions, fed, devices, carries, dict(stored or {}), hsdp).run()
 
 
 class _Router:
     def __init__(self, graph: Graph, decisions: dict[str, Decision], fed: Feeding, devices: int,
-                 carries: dict[str, int], stored: dict[str, Layout]) -> None:
+                 carries: dict[str, int], stored: dict[str, Layout], hsdp: OptimizerParallel | None) -> None:
         self.graph, self.decisions, self.fed, self.devices, self.carries = graph, decisions, fed, devices, carries
-        self.stored = stored
+        self.stored, self.hsdp = stored, hsdp
         self.renamed: dict[str, Value] = {}
         self.made: dict[str, Instance] = {}
         self.completed: dict[str, Instance] = {}
@@ -150,30 +163,40 @@ class _Router:
         self.out: list[Instruction] = []
         self.producer: dict[str, str] = {}       # value name -> the operator of the user's program that made it
         self.names: set[str] = set()
+        self.padded: dict[str, Value] = {}       # parameter -> the padded value that is stored
+        self.notes: list[str] = []
 
     def run(self) -> Routed:
         graph = self.graph
         work = [(decision, *piece) for op in graph.ops for decision in (self.decisions[op.name],)
                 for piece in self.pieces(decision)]
         outputs = [self.now(v) if isinstance(v, Value) else v for v in graph.outputs]
+        updated = {n: self.now(v) for n, v in graph.updates.items()}
+        if any(decision.bound.uneven for decision in self.decisions.values()):
+            work = self.pad(work, outputs, updated)
         tensors = [v for v in outputs if isinstance(v, Value)]
         handed = dict(zip((id(v) for v in tensors), output_layouts(
             [v for v in graph.outputs if isinstance(v, Value)], self.devices, self.fed, self.carries)))
         self.collect(work, [(v, handed[id(v)]) for v in tensors])
         inputs = tuple(self.make(v, layout) for v, layout in zip(graph.inputs, self.fed.inputs))
-        parameters = {n: self.make(v, self.storage(v)) for n, v in graph.parameters.items()}
+        used = {n: self.used(v) for n, v in graph.parameters.items()}
+        stored = self.storage(used)
+        parameters = {n: self.make(self.padded.get(n, v), stored[n].layout) for n, v in graph.parameters.items()}
         buffers = {n: self.make(v, self.whole(v)) for n, v in graph.buffers.items()}
         constants = {n: self.make(Value(n, tuple(t.shape), t.dtype), Layout.replicated(self.devices, t.dim()))
                      for n, t in graph.constants.items()}
+        seed = self.make(SEED, Layout.replicated(self.devices, 1)) if SEED.name in self.uses else None
         for decision, op, rule, bound, assignment in work:
             self.compute(decision, op, rule, bound, assignment)
         given = []
         for v in outputs:
             given.append(self.obtain(v, _Use(handed[id(v)], (), "output")) if isinstance(v, Value) else v)
-        updates = {n: self.obtain(self.now(v), _Use(self.whole(v), (), n)) for n, v in graph.updates.items()}
-        notes = tuple(d.note for d in self.decisions.values() if d.note)
+        updates = {n: self.obtain(v, _Use(self.whole(graph.updates[n]), (), n)) for n, v in updated.items()}
+        notes = [d.note for d in self.decisions.values() if d.note] + self.notes
+        notes += [f"the parameter {n!r} {graph.parameters[n].shape} is not cut over its replicas: {s.note}"
+                  for n, s in stored.items() if s.told]
         return Routed(self.devices, inputs, parameters, buffers, constants, tuple(self.out), tuple(given), updates,
-                      notes)
+                      tuple(notes), stored, used, seed)
 
     # -- preparing --
 
@@ -187,6 +210,29 @@ class _Router:
         steps, renamed = expand(op, decision.rule, decision.bound, decision.assignment)
         self.renamed.update(renamed)
         return steps
+
+    def pad(self, work: list[Piece], outputs: list[Any], updated: dict[str, Value]) -> list[Piece]:
+        """The work on padded values, where cuts do not divide their dims. Of what is wanted at the end, the values that
+        have it then are put in the place of those that had."""
+        graph = self.graph
+        self.collect(work, [])
+        parameters = [(v, self.stored.get(n) or self.used(v)) for n, v in graph.parameters.items()]
+        self.uses.clear()
+        sources = dict(zip((v.name for v in graph.inputs), self.fed.inputs))
+        sources |= {v.name: self.whole(v) for v in graph.buffers.values()}
+        sources |= {n: Layout.replicated(self.devices, t.dim()) for n, t in graph.constants.items()}
+        places = [i for i, v in enumerate(outputs) if isinstance(v, Value)]
+        layouts = output_layouts([graph.outputs[i] for i in places], self.devices, self.fed, self.carries)
+        wanted = [(outputs[i], layout) for i, layout in zip(places, layouts)]
+        wanted += [(v, self.whole(graph.updates[n])) for n, v in updated.items()]
+        made = pad(work, sources, parameters, wanted, self.renamed)
+        ends = iter(made.wanted)
+        for i in places:
+            outputs[i] = next(ends)
+        updated.update(zip(updated, ends))
+        self.renamed.update(made.handed)
+        self.padded, self.notes = made.parameters, made.notes
+        return made.work
 
     def now(self, value: Value) -> Value:
         return self.renamed.get(value.name, value)
@@ -209,12 +255,24 @@ class _Router:
         partial = bound.gradient_partial(index, assignment) if value.requires_grad else ()
         return _Use(layout, tuple(sorted(partial)), decision.op.name)
 
-    def storage(self, parameter: Value) -> Layout:
+    def storage(self, used: dict[str, Layout]) -> dict[str, Stored]:
+        """How each parameter is stored: as is settled already, or as its users ask for it, cut further if so set."""
+        settled = {n: Stored(self.stored[n]) for n in used if n in self.stored}
+        settled |= {n: Stored(used[n], "it is padded" if self.hsdp is not None and used[n].replicas else None,
+                              self.hsdp is not None and bool(used[n].replicas))
+                    for n in self.padded if n not in settled}
+        others = {n: layout for n, layout in used.items() if n not in settled}
+        if self.hsdp is None:
+            return settled | {n: Stored(layout) for n, layout in others.items()}
+        used = {n: (self.graph.parameters[n], layout) for n, layout in others.items()}
+        return settled | stored_layouts(used, self.hsdp)
+
+    def used(self, parameter: Value) -> Layout:
         """The layout that all users of a parameter ask for."""
-        if parameter.name in self.stored:
-            return self.stored[parameter.name]
         uses = self.uses.get(parameter.name, [])
         wants = {use.want: use.operator for use in uses if use.operator != "output"}
+        if len(wants) > 1 and parameter.name in self.stored:
+            return self.stored[parameter.name]
         if len(wants) > 1:
             (first, a), (second, b) = list(wants.items())[:2]
             x, y = self.decisions[a], self.decisions[b]
@@ -347,7 +405,9 @@ class _Router:
         else:
             target = Instance(self.name(source.name), source.value, use.want)
             cause = "parameter" if source.value.name in self.graph.parameters else use.cause
+            again = cause == "parameter" and not forward.is_identity and \
+                self.hsdp is not None and self.hsdp.gathers_again
             self.out.append(Move(source, target, forward, backward, cause, use.operator,
-                                 self.producer.get(source.value.name, "")))
+                                 self.producer.get(source.value.name, ""), again))
         self.moves[key] = target
         return target

@@ -20,12 +20,14 @@ __all__ = ["data_parallel", "semi_auto"]
 
 
 def semi_auto(graph: Graph, devices: int, fed: Feeding, *, on_missing_rule: str = "error",
-              stored: dict[str, Layout] | None = None) -> tuple[dict[str, Decision], dict[str, int]]:
+              stored: dict[str, Layout] | None = None, uneven: bool = False
+              ) -> tuple[dict[str, Decision], dict[str, int]]:
     """Decide every operator.
 
     Args:
         on_missing_rule: "error", or "replicate" to run an operator without a rule whole.
         stored: layouts of parameters that are settled already.
+        uneven: dims that their cuts do not divide are padded, where that can be.
 
     Returns:
         Decisions by operator name, and value name -> the dim that carries the batch.
@@ -33,7 +35,7 @@ def semi_auto(graph: Graph, devices: int, fed: Feeding, *, on_missing_rule: str 
     Raises:
         StrategyError, LayoutError, MissingRuleError: with the operator, its source line and a legal choice.
     """
-    described = {op.name: description(op, on_missing_rule, devices) for op in graph.ops}
+    described = {op.name: description(op, on_missing_rule, devices, uneven) for op in graph.ops}
     carries = batch_dims(graph, {name: bound for name, (_, bound, _) in described.items()})
     decisions: dict[str, Decision] = {}
     for op in graph.ops:
@@ -51,7 +53,8 @@ def semi_auto(graph: Graph, devices: int, fed: Feeding, *, on_missing_rule: str 
 
 
 def data_parallel(graph: Graph, devices: int, fed: Feeding, *, on_missing_rule: str = "error",
-                  stored: dict[str, Layout] | None = None) -> tuple[dict[str, Decision], dict[str, int]]:
+                  stored: dict[str, Layout] | None = None, uneven: bool = False
+                  ) -> tuple[dict[str, Decision], dict[str, int]]:
     """Every operator along the batch, parameters whole, marks not heeded.
 
     Raises:
@@ -62,7 +65,7 @@ def data_parallel(graph: Graph, devices: int, fed: Feeding, *, on_missing_rule: 
             raise StrategyError(f"the batch of input {value.name!r} has size {value.shape[0]}; data_parallel cuts it "
                                 f"into {devices} equal parts", legal=f"a batch that {devices} divides")
     plain = graph.with_ops(tuple(replace(op, mark=None) for op in graph.ops))
-    return semi_auto(plain, devices, fed, on_missing_rule=on_missing_rule, stored=stored)
+    return semi_auto(plain, devices, fed, on_missing_rule=on_missing_rule, stored=stored, uneven=uneven)
 
 
 def _marked(op: Op, rule: Rule, bound: Bound, devices: int) -> Decision:
@@ -74,7 +77,9 @@ def _marked(op: Op, rule: Rule, bound: Bound, devices: int) -> Decision:
         strategy = given
         if isinstance(given, (tuple, list)) and not isinstance(given, Layout) and len(given) <= len(order):
             placed = dict(zip(order, given))
-            strategy = tuple(placed[i] for i in sorted(placed)) if set(placed) == set(range(len(placed))) else given
+            left_out = set(range(max(placed, default=-1) + 1)) - placed.keys()
+            strategy = tuple(map(placed.get, range(max(placed, default=-1) + 1))) \
+                if left_out <= bound.notation.optional else given
         return Decision(op, rule, bound, assignment_of(bound, strategy, devices))
     except ShardwrightError as error:
         raise error.located(**where, strategy=given) from None

@@ -22,6 +22,9 @@ from ..conversion import Conversion, Step, conversion
 from ..errors import PlanError
 from ..graph import Value
 from ..layout import Layout, group_of
+from ..plan.again import Again
+from ..plan.recompute import Recomputed
+from ..plan.padding import true_slice
 from ..plan.plan import Plan, backward_collectives, forward_collectives, made_by, read_by
 from ..plan.route import Compute, Extreme, Instance, Move, Ref
 
@@ -101,19 +104,33 @@ def _header(plan: Plan, rank: int, title: str) -> Iterator[str]:
               ("buffer", routed.buffers), ("constant", routed.constants)]
     for kind, table in tables:
         for instance in table.values():
-            value, shape = instance.value, instance.value.shape
-            part = ", ".join(f"{s.start}:{s.stop}" for s in instance.layout.slice(shape, rank))
-            yield (f"# {kind} %{value.name}  {_type(value, shape)}  layout {_layout(instance.layout)}  "
-                   f"{'fed' if kind == 'input' else 'stored'} [{part}] = {_type(value, instance.local_shape)}")
+            value, shape = plan.graph.parameters.get(instance.value.name, instance.value), instance.local_shape
+            index = true_slice(instance.layout, value.shape, rank)
+            own = tuple(s.stop - s.start for s in index)
+            part = ", ".join(f"{s.start}:{s.stop}" for s in index)
+            yield (f"# {kind} %{value.name}  {_type(value, value.shape)}  layout {_layout(instance.layout)}  "
+                   f"{'fed' if kind == 'input' else 'stored'} [{part}] = {_type(value, own)}"
+                   + (f", padded to {_type(value, shape)}" if own != shape else "")
+                   + _used(value, routed.used.get(value.name), instance.layout))
+    if routed.seed is not None:
+        yield f"# seed %{routed.seed.value.name}  of the random numbers, drawn at each call, the same on every rank"
     for alias, name in plan.graph.aliases.items():
         yield f"# {alias} is {name}"
     for note in plan.notes:
         yield f"# note: {note}"
 
 
+def _used(value: Value, used: Layout | None, stored: Layout) -> str:
+    if used is None or used == stored:
+        return ""
+    return f"  used in layout {_layout(used)} = {_type(value, used.local_shape(used.padded(value.shape)))}"
+
+
 def _sources(plan: Plan) -> Iterator[Value]:
     yield from plan.graph.sources()
     yield from (i.value for i in plan.routed.constants.values())
+    if plan.routed.seed is not None:
+        yield plan.routed.seed.value
 
 
 def _line(made: Sequence[str], name: str, arguments: Sequence[str], attributes: str, types: str, comment: str) -> str:
@@ -199,10 +216,14 @@ class _Execute:
         for table in (plan.routed.parameters, plan.routed.buffers, plan.routed.constants):
             self.known.update((i.name, i) for i in table.values())
         self.known.update((i.name, i) for i in plan.routed.inputs)
+        if plan.routed.seed is not None:
+            self.known[plan.routed.seed.name] = plan.routed.seed
         for i in plan.routed.instructions:
             self.known.update((o.name, o) for o in made_by(i))
         self.lines: list[str] = []
         self.gradients: dict[str, list[str]] = {}  # instance name -> what its uses have brought
+        self.again: dict[str, str] = {}            # instance name -> how it is written once it is computed again
+        self.region: Any = None                    # the region of which the latest line is
 
     def run(self) -> list[str]:
         routed = self.plan.routed
@@ -280,6 +301,10 @@ class _Execute:
                 self.compute_backward(instruction)
             elif isinstance(instruction, Move):
                 self.convert_backward(instruction)
+            elif isinstance(instruction, Again):
+                self.gather_again(instruction)
+            elif isinstance(instruction, Recomputed):
+                self.recompute(instruction)
             else:
                 self.extreme_backward(instruction)
         final = [f"{name}: {self.total(i.name)}" for name, i in routed.parameters.items() if i.name in self.gradients]
@@ -323,6 +348,24 @@ class _Execute:
             gradient = self.steps(instruction.backward, target.value, target.local_shape, gradient,
                                   backward_collectives(instruction), lambda step: comment)
         self.bring(source.name, gradient)
+
+    def recompute(self, instruction: Recomputed) -> None:
+        """A line of the forward once more: what it makes has another number, and is read by that in its region."""
+        if instruction.region is not self.region:
+            self.region = instruction.region
+            self.lines.append(f"# {self.region.path} is computed again, for the backward of {instruction.operator}")
+        first = {name: self.names[name] for name in self.names}
+        self.names.update(self.again)
+        again = instruction.instruction
+        self.compute(again) if isinstance(again, Compute) else self.convert(again)
+        self.again.update((o.name, self.names[o.name]) for o in made_by(again))
+        self.names.update(first)
+
+    def gather_again(self, instruction: Again) -> None:
+        source = instruction.move.source
+        self.steps(instruction.move.forward, source.value, source.local_shape, self.names[source.name],
+                   backward_collectives(instruction),
+                   lambda step: f"{source.value.name} again, for the backward of {instruction.operator}")
 
     def extreme_backward(self, instruction: Extreme) -> None:
         """Each rank gets the share of the gradient that its ties are of the ties of all ranks."""

@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..plan.plan import Collective, OperatorPlan, Plan
+from ..layout import digits_size
+from ..plan.plan import Collective, OperatorPlan, ParameterPlan, Plan
 
 __all__ = ["explain"]
 
@@ -44,6 +45,8 @@ def explain(plan: Plan, file: IO[str] | None = None, width: int | None = None) -
         console.print(_parameters(plan))
         memory = plan.memory(0)
         console.print(Text("on a device: " + ", ".join(f"{kind} {_bytes(count)}" for kind, count in memory.items())))
+    for region in plan.regions:
+        console.print(Text(f"recomputed in the backward: {region.path} ({', '.join(region.operators)})"))
     for note in plan.notes:
         console.print(Text(f"note: {note}"))
 
@@ -65,9 +68,10 @@ def _rows(plan: Plan, sent: Iterable[Collective]) -> list[_Row]:
     for collective in sent:
         of.setdefault(collective.operator, []).append(collective)
     rows = []
+    again = {name for region in plan.regions for name in region.operators if not plan.decisions[name].op.recompute.keep}
     for operator in plan.operators:
         name = operator.name if operator.op in operator.name else f"{operator.name} ({operator.op})"
-        where = " ".join(filter(None, (operator.module, operator.source)))
+        where = " ".join(filter(None, (operator.module, operator.source, "recomputed" * (operator.name in again))))
         rows.append(_Row(name, where, _strategy(operator), _local(operator), *_traffic(of.pop(operator.name, []))))
     for name, mine in of.items():  # what brings results into the layout in which they are handed out
         rows.append(_Row(name, "", "", "", *_traffic(mine)))
@@ -119,8 +123,8 @@ def _shape(shape: Iterable[int]) -> str:
 
 def _traffic(collectives: list[Collective]) -> tuple[str, str, str, str]:
     """(conversions before an operator, reductions after it, bytes forward, bytes backward)."""
-    forward = [c for c in collectives if c.phase in ("forward", "storage")]
-    backward = [c for c in collectives if c.phase not in ("forward", "storage")]
+    forward = [c for c in collectives if c.phase in ("forward", "storage") and not c.again]
+    backward = [c for c in collectives if c.phase not in ("forward", "storage") or c.again]
     before = [c for c in forward if c.cause != "operator"]
     after = [c for c in forward if c.cause == "operator"]
     return (_names(before), _names(after), *(_bytes(sum(c.sent for c in side)) if side else "-"
@@ -145,7 +149,9 @@ def _total(plan: Plan, sent: Iterable[Collective]) -> str:
 
 
 def _parameters(plan: Plan) -> Table:
-    table = _table("parameter", "shape", "local shape", "cuts", "stored on a device", right=("stored on a device",))
+    cut = plan.hsdp is not None or any(p.storage != p.layout for p in plan.parameters.values())
+    table = _table("parameter", "shape", *(("used as",) if cut else ()), "local shape", "cuts", "stored on a device",
+                   *(("optimizer parallel",) if cut else ()), right=("stored on a device",))
     dtypes = {v.name: v.dtype for v in plan.graph.sources()}
     total = 0
     for name, parameter in plan.parameters.items():
@@ -154,10 +160,18 @@ def _parameters(plan: Plan) -> Table:
         for size in local:
             nbytes *= size
         total += nbytes if held is None else 0
-        table.add_row(*map(Text, (name, _shape(parameter.shape), _shape(local), str(parameter.storage.cuts),
-                                  _bytes(nbytes) if held is None else f"is {held}")))
-    table.add_row(*map(Text, ("together", "", "", "", _bytes(total))), style="bold")
+        used = (_shape(parameter.layout.local_shape(parameter.layout.padded(parameter.shape))),) if cut else ()
+        table.add_row(*map(Text, (name, _shape(parameter.shape), *used, _shape(local), str(parameter.storage.cuts),
+                                  _bytes(nbytes) if held is None else f"is {held}",
+                                  *((_cut(parameter),) if cut else ()))))
+    table.add_row(*map(Text, ("together", "", *(("",) if cut else ()), "", "", _bytes(total))), style="bold")
     return table
+
+
+def _cut(parameter: ParameterPlan) -> str:
+    """Over how many replicas it is stored in parts, or why not."""
+    further = digits_size(parameter.storage.carried) // digits_size(parameter.layout.carried)
+    return f"cut over {further}" if further > 1 else parameter.note or ""
 
 
 def _bytes(count: int) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from ..graph import Op
-from .dims import cut_size, dims_of, named, normal, operand, whole
+from .dims import all_whole, cut_size, dims_of, named, normal, operand, whole
 from .notation import Assignment, Bound
 from .registry import Local, Rule, register
 
@@ -31,7 +31,7 @@ def _cat(op: Op) -> str:
 
 def _hstack(op: Op) -> str:
     if not op.inputs[0].shape:
-        return _whole(op)
+        return all_whole(op)
     return _joined(op, min(1, len(op.outputs[0].shape) - 1))
 
 
@@ -48,22 +48,37 @@ def _stack(op: Op) -> str:
 
 def _vstack(op: Op) -> str:
     rank = len(op.inputs[0].shape)
-    return _whole(op) if rank == 0 else _stacked(op, 0) if rank == 1 else _joined(op, 0)
+    return all_whole(op) if rank == 0 else _stacked(op, 0) if rank == 1 else _joined(op, 0)
 
 
-def _whole(op: Op) -> str:
-    """Nothing can be split."""
-    texts = [operand(whole(named(len(v.shape), f"i{i}_"))) for i, v in enumerate(op.inputs)]
-    return f"{', '.join(texts)} -> {operand(whole(named(len(op.outputs[0].shape), 'o')))}"
+def _column_stack(op: Op) -> str:
+    rank = len(op.inputs[0].shape)
+    return all_whole(op) if rank == 0 else _stacked(op, 1) if rank == 1 else _joined(op, 1)
+
+
+def _dstack(op: Op) -> str:
+    rank = len(op.inputs[0].shape)
+    return all_whole(op) if rank < 2 else _stacked(op, 2) if rank == 2 else _joined(op, 2)
 
 
 def _turned(op: Op) -> str:
     """flip and roll: the dims that move stay whole; a roll that names none moves all, as one."""
     rank = len(op.inputs[0].shape)
-    names, moved = named(rank), op.argument("dims")
+    names, moved = named(rank), {"fliplr": [1], "flipud": [0]}.get(op.kind, op.argument("dims"))
     moved = () if op.kind == "flip" and not moved else dims_of(moved, rank)
     before = [whole([n])[0] if i in moved else n for i, n in enumerate(names)]
     return f"{operand(before)} -> {operand(names)}"
+
+
+def _rotated(op: Op) -> str:
+    """Two dims stay whole, and change places in a quarter turn."""
+    before = named(len(op.inputs[0].shape))
+    a, b = (normal(d, len(before)) for d in op.argument("dims"))
+    before[a], before[b] = f"{before[a]}!", f"{before[b]}!"
+    after = [*before]
+    if op.argument("k") % 2:
+        after[a], after[b] = before[b], before[a]
+    return f"{operand(before)} -> {operand(after)}"
 
 
 def _pad(op: Op) -> str:
@@ -103,9 +118,28 @@ def _local_repeat(op: Op, bound: Bound, assignment: Assignment) -> Local:
     return Local(aten.repeat.default, (op.inputs[0], times), {})
 
 
+def _grid(op: Op) -> str:
+    """Each input is a dim of all outputs; indexing "xy" lets the first two change places."""
+    names = named(len(op.inputs))
+    out = [*names]
+    if op.argument("indexing", "ij") == "xy" and len(out) > 1:
+        out[0], out[1] = out[1], out[0]
+    texts = [name if value.shape else "..." for name, value in zip(names, op.inputs)]
+    return f"{', '.join(texts)} -> {', '.join([operand(out)] * len(op.outputs))}"
+
+
+def _on_diagonal(op: Op) -> str:
+    """A new pair of dims, whole, of which the last one of the input is the diagonal."""
+    batch = iter(named(len(op.inputs[0].shape) - 1))
+    rank = len(op.outputs[0].shape)
+    pair = {normal(op.argument("dim1"), rank): "rows!", normal(op.argument("dim2"), rank): "columns!"}
+    out = [pair[d] if d in pair else next(batch) for d in range(rank)]
+    return f"{operand([n for n in out if n[-1] != '!'] + ['diagonal!'])} -> {operand(out)}"
+
+
 def _repeat_each(op: Op) -> str | tuple[str, dict[str, int]]:
     if op.argument("dim") is None:
-        return _whole(op)
+        return all_whole(op)
     names = named(len(op.inputs[0].shape))
     at = normal(op.argument("dim"), len(names))
     out = [*names]
@@ -121,9 +155,16 @@ def _local_repeat_each(op: Op, bound: Bound, assignment: Assignment) -> Local:
 
 register((aten.cat.default, aten.concat.default, aten.concatenate.default), Rule(_cat, linear=True))
 register((aten.hstack.default,), Rule(_hstack, linear=True))
-register((aten.vstack.default,), Rule(_vstack, linear=True))
+register((aten.vstack.default, aten.row_stack.default), Rule(_vstack, linear=True))
+register((aten.column_stack.default,), Rule(_column_stack, linear=True))
+register((aten.dstack.default,), Rule(_dstack, linear=True))
+register((aten.block_diag.default, aten.diag.default, aten.trace.default), Rule(all_whole, linear=True))
+register((aten.put.default, aten.masked_scatter.default), Rule(all_whole))
+register((aten.diag_embed.default,), Rule(_on_diagonal, linear=True))
+register((aten.meshgrid.default, aten.meshgrid.indexing), Rule(_grid))
 register((aten.stack.default,), Rule(_stack, linear=True))
-register((aten.flip.default, aten.roll.default), Rule(_turned, linear=True))
+register((aten.flip.default, aten.fliplr.default, aten.flipud.default, aten.roll.default), Rule(_turned, linear=True))
+register((aten.rot90.default,), Rule(_rotated, linear=True))
 register((aten.pad.default, aten.constant_pad_nd.default), Rule(_pad, linear=_pads_zeros))
 register((aten.repeat.default, aten.tile.default), Rule(_repeat, linear=True, localize=_local_repeat))
 register((aten.repeat_interleave.self_int,), Rule(_repeat_each, linear=True, localize=_local_repeat_each))

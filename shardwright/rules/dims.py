@@ -10,8 +10,8 @@ import torch
 from ..graph import Op, Value
 from .notation import Assignment, Bound
 
-__all__ = ["compound", "cut_size", "dims_of", "lent", "listed", "named", "normal", "operand", "operands", "refine",
-           "whole", "wide"]
+__all__ = ["all_whole", "compound", "cut_size", "dims_of", "lent", "listed", "named", "normal", "operand", "operands",
+           "refine", "whole", "wide"]
 
 
 def named(count: int, prefix: str = "d") -> list[str]:
@@ -69,6 +69,13 @@ def cut_size(bound: Bound, assignment: Assignment, names: Iterable[str] | None =
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The type that terms are summed in, so that no term is rounded before the sum is complete."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def all_whole(op: Op) -> str:
+    """The notation of a call of which nothing can be split."""
+    sides = [", ".join(operand(whole(named(len(v.shape), f"{side}{i}_"))) for i, v in enumerate(values))
+             for side, values in (("i", op.inputs), ("o", op.outputs))]
+    return " -> ".join(sides)
 
 
 def compound(factors: Sequence[str]) -> str:

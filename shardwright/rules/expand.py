@@ -6,14 +6,14 @@ of its own, so that the reductions over ranks, their transposes and their prices
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ..errors import StrategyError
-from ..graph import Op, Value, map_values, values_in
-from ..layout import Layout
+from ..errors import ShardwrightError, StrategyError
+from ..graph import SEED, Op, Value, map_values, values_in
+from ..layout import Digits, Layout
 from .notation import Assignment, Bound
 from .registry import Rule, bound_rule, find_rule
 
@@ -23,8 +23,8 @@ __all__ = ["Builder", "expand"]
 class Builder:
     """Records operators. Each follows the layouts of its inputs; open sums are completed unless its rule is linear."""
 
-    def __init__(self, op: Op, layouts: Mapping[str, Layout]) -> None:
-        self.op = op
+    def __init__(self, op: Op, layouts: Mapping[str, Layout], uneven: bool = False) -> None:
+        self.op, self.uneven = op, uneven
         self.layouts = dict(layouts)
         self.steps: list[tuple[Op, Rule, Bound, Assignment]] = []
 
@@ -42,7 +42,7 @@ class Builder:
             for i, r in enumerate(results))
         op = Op(name, target, args, kwargs, inputs, outputs, self.op.module, self.op.source, origin=self.op.name)
         described = find_rule(op)
-        bound = bound_rule(op, described)
+        bound = bound_rule(op, described, self.uneven)
         assignment = bound.follow({i: self.layouts[v.name] for i, v in enumerate(inputs)},
                                   devices=next(iter(self.layouts.values())).devices)
         if assignment is None:
@@ -54,6 +54,11 @@ class Builder:
             self.layouts[value.name] = layout.without_partial()
         self.steps.append((op, described, bound, assignment))
         return outputs[0] if len(outputs) == 1 else outputs
+
+    def lay(self, value: Value, dims: Sequence[Digits]) -> Value:
+        """The value with its dims cut by these digits from here on; a conversion brings it there."""
+        self.layouts[value.name] = Layout.of(self.layouts[value.name].devices, dims)
+        return value
 
     def to(self, value: Value, dtype: torch.dtype) -> Value:
         """The value in another type; itself where it has that type."""
@@ -70,15 +75,22 @@ def expand(op: Op, described: Rule, bound: Bound, assignment: Assignment
     worked_out = described.expand(op, bound, assignment) if described.expand is not None else None
     if worked_out is None:
         return [(op, described, bound, assignment)], {}
-    layouts: dict[str, Layout] = {}
+    layouts: dict[str, Layout] = {SEED.name: Layout.replicated(assignment.devices, 1)}
     for i, value in enumerate(op.inputs):
         layout = bound.input_layout(i, assignment)
         assert layout is not None
         if layouts.setdefault(value.name, layout) != layout:
             raise StrategyError(f"takes {value} twice, cut as {layouts[value.name]} and as {layout}, and cannot be "
                                 "worked out so", **op.where, legal=f"one layout for {value}, or a clone of it")
-    builder = Builder(op, layouts)
-    results = worked_out(builder)
+    builder = Builder(op, layouts, bound.uneven)
+    try:
+        results = worked_out(builder)
+    except (ShardwrightError, RuntimeError) as error:
+        if bound.divides(assignment):
+            raise
+        raise StrategyError(f"cannot be worked out on dims that their cuts do not divide: {error}",
+                            strategy=bound.in_strategy(assignment), **op.where,
+                            legal=f"cuts that divide, such as {bound.dividing(assignment)}") from None
     results = results if isinstance(results, (tuple, list)) else (results,)
     renamed = {old.name: new for old, new in zip((v for v in op.outputs if v is not None), results, strict=True)}
     return builder.steps, renamed

@@ -1,9 +1,9 @@
 """Losses. A mean over a cut batch is a sum divided by the global count:
 
     mse, l1, …               Σ loss / count
-    cross entropy, nll       Σ loss / Σ weight[target]·[target ≠ ignore_index]     both sums in one reduction
+    cross entropy, nll       see `classes`
 
-The class dim stays whole. In half precision the terms are summed in float32.
+In half precision the terms are summed in float32.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _elementwise_text(op: Op) -> str:
     return ", ".join(["..."] * len(op.inputs)) + (" -> ..." if op.argument("reduction") == NONE else " -> ")
 
 
-def _summed(b, op: Op) -> Value:
+def summed(b, op: Op) -> Value:
     """The sum of the losses, wide enough to hold it."""
     out = op.outputs[0].dtype
     args, kwargs = op.with_arguments(reduction=SUM if wide(out) == out else NONE)
@@ -34,81 +34,35 @@ def _summed(b, op: Op) -> Value:
     return made if wide(out) == out else b.call(aten.sum.default, made, dtype=wide(out))
 
 
-def _needs_work(op: Op, bound: Bound, assignment: Assignment) -> bool:
+def needs_work(op: Op, bound: Bound, assignment: Assignment) -> bool:
     return op.argument("reduction") == MEAN and cut_size(bound, assignment) > 1
 
 
 def _expand_elementwise(op: Op, bound: Bound, assignment: Assignment) -> Expansion | None:
-    if not _needs_work(op, bound, assignment):
+    if not needs_work(op, bound, assignment):
         return None
     count = math.prod(torch.broadcast_shapes(*(v.shape for v in op.inputs)))
-    return lambda b: b.to(b.call(aten.div.Tensor, _summed(b, op), count), op.outputs[0].dtype)
+    return lambda b: b.to(b.call(aten.div.Tensor, summed(b, op), count), op.outputs[0].dtype)
 
 
 def _rows_text(op: Op) -> str:
     """One loss a row: the last dim stays whole."""
     rows = operand(named(len(op.inputs[0].shape) - 1, "n"))
     row = f"{'' if rows == '...' else rows} d!"
-    texts = operands(op, self=row, input1=row, input2=row, anchor=row, positive=row, negative=row, target=rows,
+    texts = operands(op, self=row, input1=row, input2=row, anchor=row, positive=row, negative=row,
+                     target=row if op.kind == "multilabel_margin_loss" else rows,
                      weight="d!")
     return f"{texts} -> {rows if op.argument('reduction') == NONE else ''}"
 
 
 def _expand_rows(op: Op, bound: Bound, assignment: Assignment) -> Expansion | None:
-    if not _needs_work(op, bound, assignment):
+    if not needs_work(op, bound, assignment):
         return None
     count = math.prod(op.inputs[0].shape[:-1])
-    return lambda b: b.to(b.call(aten.div.Tensor, _summed(b, op), count), op.outputs[0].dtype)
+    return lambda b: b.to(b.call(aten.div.Tensor, summed(b, op), count), op.outputs[0].dtype)
 
 
-def _has_probabilities(op: Op) -> bool:
-    """Whether the target holds a probability per class, not the index of one."""
-    scores, target = op.argument("self"), op.argument("target")
-    return op.kind == "cross_entropy_loss" and scores.shape == target.shape and target.dtype.is_floating_point
-
-
-def _classes_text(op: Op) -> str:
-    rank = len(op.argument("self").shape)
-    places = ["n", *named(rank - 2, "s")] if rank > 1 else []
-    scores = operand([*places[:1], "c!", *places[1:]])
-    target = scores if _has_probabilities(op) else operand(places)
-    out = operand(places) if op.argument("reduction") == NONE else ""
-    return f"{operands(op, self=scores, target=target, weight='c!')} -> {out}"
-
-
-def _expand_classes(op: Op, bound: Bound, assignment: Assignment) -> Expansion | None:
-    if not _needs_work(op, bound, assignment):
-        return None
-    scores, out = op.argument("self"), op.outputs[0].dtype
-    if _has_probabilities(op):
-        count = scores.numel // scores.shape[1]
-        return lambda b: b.to(b.call(aten.div.Tensor, _summed(b, op), count), out)
-
-    def work(b):
-        total, count = _fused(b, op) or (_summed(b, op), _counted(b, op, wide(out)))
-        both = b.call(aten.stack.default, [total, count])
-        total, count = b.call(aten.unbind.int, both)
-        return b.to(b.call(aten.div.Tensor, total, b.call(aten.detach.default, count)), out)
-    return work
-
-
-def _fused(b, op: Op) -> tuple[Value, Value] | None:
-    """Numerator and denominator from the one kernel that makes both, where torch has it for this call."""
-    scores, out = op.argument("self"), op.outputs[0].dtype
-    if len(scores.shape) != 2 or op.argument("label_smoothing", 0.0) or wide(out) != out:
-        return None
-    if op.kind == "cross_entropy_loss":
-        scores = b.call(aten.log_softmax.int, scores, 1)
-    return b.call(aten.nll_loss_forward.default, scores, op.argument("target"), op.argument("weight"), SUM,
-                  op.argument("ignore_index"))
-
-
-def _fused_text(op: Op) -> str:
-    n = "n" if op.argument("reduction") == SUM else "n!"
-    return f"{operands(op, self=f'{n} c!', target=n, weight='c!')} -> {n if op.argument('reduction') == NONE else ''}, "
-
-
-def _counted(b, op: Op, dtype: torch.dtype) -> Value:
+def counted(b, op: Op, dtype: torch.dtype) -> Value:
     """How much the targets that are not ignored count for together."""
     target, weight = op.argument("target"), op.argument("weight")
     kept = b.call(aten.ne.Scalar, target, op.argument("ignore_index"))
@@ -125,15 +79,19 @@ def _take_text(op: Op) -> str:
     return f"{operand(whole(held))}, {operand(index)} -> {operand(index)}"
 
 
-_ELEMENTWISE = Rule(_elementwise_text, expand=_expand_elementwise)
+def _of_zeros(op: Op) -> float | None:
+    """Some losses of 0 against 0 are 0."""
+    vanishes = op.kind in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy")
+    return 0 if vanishes and len({v.shape for v in op.inputs}) == 1 else None
+
+
+_ELEMENTWISE = Rule(_elementwise_text, expand=_expand_elementwise, neutral=_of_zeros)
 
 register((aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default,
           aten.soft_margin_loss.default, aten.binary_cross_entropy.default,
           aten.binary_cross_entropy_with_logits.default, aten.kl_div.default, aten.poisson_nll_loss.default,
           aten.hinge_embedding_loss.default, aten.margin_ranking_loss.default), _ELEMENTWISE)
-register((aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss2d.default),
-         Rule(_classes_text, expand=_expand_classes))
-register((aten.nll_loss_forward.default,), Rule(_fused_text))
-register((aten.triplet_margin_loss.default, aten.cosine_embedding_loss.default, aten.multi_margin_loss.default),
+register((aten.triplet_margin_loss.default, aten.cosine_embedding_loss.default, aten.multi_margin_loss.default,
+          aten.multilabel_margin_loss.default),
          Rule(_rows_text, expand=_expand_rows))
 register((aten.take.default,), Rule(_take_text))

@@ -1,8 +1,9 @@
 """Products: matmul and its relatives, linear, einsum.
 
 Batch factors stand first in the device matrix, then the rows, the contracted factors, the columns, whichever way an
-operand is stored. A cut contraction leaves a partial sum; what is added to a product is added once, to the finished
-sum.
+operand is stored. A cut contraction leaves a partial sum; what is added to a product is added once: a bias to the term
+of the ranks that come first, so that the sum stays open and its conversion may be a reduce-scatter; else to the
+finished sum.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from ..graph import Op
 from .dims import compound, cut_size, named, normal, operand
 from .notation import Assignment, Bound
+from .positions import local_operator, part_length, starts
 from .registry import Expansion, Rule, register
 
 aten = torch.ops.aten
@@ -50,7 +52,23 @@ def _bias_after(op: Op, bound: Bound, assignment: Assignment, contracted: Sequen
 
 
 def _expand_linear(op: Op, bound: Bound, assignment: Assignment) -> Expansion | None:
-    return _bias_after(op, bound, assignment, "k")
+    bias = op.argument("bias")
+    if bias is None or cut_size(bound, assignment, "k") == 1:
+        return None
+    x, weight = op.inputs[:2]
+
+    return lambda b: b.call(linear_part, x, weight, bias, starts(b, bias, x, len(x.shape) - 1))
+
+
+@local_operator("linear_part(Tensor x, Tensor weight, Tensor bias, Tensor starts) -> Tensor")
+def linear_part(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """linear over a part of the contracted dim; the first part has the bias."""
+    return torch.nn.functional.linear(x, weight, torch.where(starts[0] == 0, bias, 0))
+
+
+def _linear_part(op: Op) -> tuple[str, dict[str, int]]:
+    parts = op.inputs[3].shape[0]
+    return "... (p q!), n (p q!), n, p -> ... n", {"p": parts, "q": part_length(op.inputs[0].shape[-1], parts)}
 
 
 def _bilinear(op: Op) -> str:
@@ -64,7 +82,7 @@ def _expand_bilinear(op: Op, bound: Bound, assignment: Assignment) -> Expansion 
 def _added(left: str, right: str, out: str):
     """addmm and its relatives: the added term broadcasts against the product, aligned on the right."""
     def notation(op: Op) -> str:
-        term = out.split()[len(out.split()) - len(op.inputs[0].shape):]
+        term = [f"{name}?" for name in out.split()[len(out.split()) - len(op.inputs[0].shape):]]
         order = " ".join(dict.fromkeys((left + " " + right).split()))
         return f"{order}: {operand(term)}, {left}, {right} -> {out}"
     return notation
@@ -161,22 +179,26 @@ def _einsum(op: Op) -> str:
     return _product(inputs, [f"{n}out!" if n in twice else n for n in out], first=order)
 
 
-register((aten.matmul.default,), Rule(_matmul))
-register((aten.mm.default,), Rule("m k, k n -> m n"))
-register((aten.bmm.default,), Rule("b m k, b k n -> b m n"))
-register((aten.mv.default,), Rule("m k, k -> m"))
-register((aten.dot.default, aten.vdot.default), Rule("k, k -> "))
+register((aten.matmul.default,), Rule(_matmul, neutral=0))
+register((aten.mm.default,), Rule("m k, k n -> m n", neutral=0))
+register((aten.bmm.default,), Rule("b m k, b k n -> b m n", neutral=0))
+register((aten.mv.default,), Rule("m k, k -> m", neutral=0))
+register((aten.dot.default, aten.vdot.default), Rule("k, k -> ", neutral=0))
 register((aten.outer.default, aten.ger.default), Rule("m, n -> m n"))
-register((aten.inner.default,), Rule(_inner))
-register((aten.tensordot.default,), Rule(_tensordot))
-register((aten.linalg_multi_dot.default, aten.chain_matmul.default), Rule(_chain))
+register((aten.inner.default,), Rule(_inner, neutral=0))
+register((aten.tensordot.default,), Rule(_tensordot, neutral=0))
+register((aten.linalg_multi_dot.default, aten.chain_matmul.default), Rule(_chain, neutral=0))
 register((aten.kron.default,), Rule(_kron))
-register((aten.linear.default,), Rule(_linear, expand=_expand_linear))
-register((aten.bilinear.default,), Rule(_bilinear, expand=_expand_bilinear))
-register((aten.addmm.default,), Rule(_added("m k", "k n", "m n"), expand=_expand_added(_called(aten.mm.default), "k")))
+register((linear_part,), Rule(_linear_part, neutral=0))
+register((aten.linear.default,), Rule(_linear, expand=_expand_linear, neutral=0))
+register((aten.bilinear.default,), Rule(_bilinear, expand=_expand_bilinear, neutral=0))
+register((aten.addmm.default,),
+         Rule(_added("m k", "k n", "m n"), expand=_expand_added(_called(aten.mm.default), "k"), neutral=0))
 register((aten.baddbmm.default,),
-         Rule(_added("b m k", "b k n", "b m n"), expand=_expand_added(_called(aten.bmm.default), "k")))
-register((aten.addmv.default,), Rule(_added("m k", "k", "m"), expand=_expand_added(_called(aten.mv.default), "k")))
+         Rule(_added("b m k", "b k n", "b m n"), expand=_expand_added(_called(aten.bmm.default), "k"), neutral=0))
+register((aten.addmv.default,),
+         Rule(_added("m k", "k", "m"), expand=_expand_added(_called(aten.mv.default), "k"), neutral=0))
 register((aten.addr.default,), Rule(_added("m", "n", "m n")))
-register((aten.addbmm.default,), Rule(_added("b m k", "b k n", "m n"), expand=_expand_added(_summed_bmm, "bk")))
-register((aten.einsum.default,), Rule(_einsum))
+register((aten.addbmm.default,),
+         Rule(_added("b m k", "b k n", "m n"), expand=_expand_added(_summed_bmm, "bk"), neutral=0))
+register((aten.einsum.default,), Rule(_einsum, neutral=0))

@@ -119,8 +119,8 @@ def _power(b, size: Value, p: float) -> Value:
 
 register((aten.var.default, aten.var.dim, aten.var.correction, aten.std.default, aten.std.dim, aten.std.correction,
           aten.var_mean.default, aten.var_mean.dim, aten.var_mean.correction, aten.std_mean.default,
-          aten.std_mean.dim, aten.std_mean.correction), Rule(_moments_text, expand=_expand_moments))
+          aten.std_mean.dim, aten.std_mean.correction), Rule(_moments_text, expand=_expand_moments, neutral=0))
 register((aten.linalg_vector_norm.default, aten.norm.Scalar, aten.norm.ScalarOpt_dim, aten.norm.ScalarOpt_dtype,
           aten.norm.ScalarOpt_dim_dtype, aten.frobenius_norm.dim, aten.linalg_norm.default, aten.linalg_norm.ord_str,
           aten.linalg_matrix_norm.default, aten.linalg_matrix_norm.str_ord),
-         Rule(_norm_text, expand=_expand_norm))
+         Rule(_norm_text, expand=_expand_norm, neutral=0))

@@ -24,7 +24,7 @@ def _text(op: Op) -> str:
     return f"{names} -> {names}"
 
 
-def _top(b, x: Value, dims: list[int]) -> Value:
+def maximum(b, x: Value, dims: list[int]) -> Value:
     """The maximum, as a constant."""
     return b.call(aten.amax.default, b.call(aten.detach.default, x), dims, True)
 
@@ -37,7 +37,7 @@ def _expand_softmax(op: Op, bound: Bound, assignment: Assignment) -> Expansion |
 
     def work(b):
         values = b.to(x, wide(out.dtype))
-        shifted = b.call(aten.sub.Tensor, values, _top(b, values, dims))
+        shifted = b.call(aten.sub.Tensor, values, maximum(b, values, dims))
         raised = b.call(aten.exp.default, shifted)
         total = b.call(aten.sum.dim_IntList, raised, dims, True)
         if "log" in op.kind:
@@ -55,7 +55,7 @@ def _expand_logsumexp(op: Op, bound: Bound, assignment: Assignment) -> Expansion
 
     def work(b):
         values = b.to(x, wide(out.dtype))
-        top = _top(b, values, dims)
+        top = maximum(b, values, dims)
         top = b.call(aten.masked_fill.Scalar, top, b.call(aten.isinf.default, top), 0)  # inf - inf is no number
         raised = b.call(aten.exp.default, b.call(aten.sub.Tensor, values, top))
         total = b.call(aten.sum.dim_IntList, raised, dims, True)
@@ -68,4 +68,4 @@ def _expand_logsumexp(op: Op, bound: Bound, assignment: Assignment) -> Expansion
 
 register((aten.softmax.int, aten._softmax.default, aten.special_softmax.default, aten.log_softmax.int,
           aten._log_softmax.default, aten.special_log_softmax.default), Rule(_text, expand=_expand_softmax))
-register((aten.logsumexp.default,), Rule(reduction_text, expand=_expand_logsumexp))
+register((aten.logsumexp.default,), Rule(reduction_text, expand=_expand_logsumexp, neutral=0))

@@ -10,7 +10,8 @@ contracted: when it is cut, each rank holds a term of the result (a partial sum)
 ``?``: the input may be left out of a strategy, its cuts follow from the others. ``...`` stands for any number of
 leading dims, aligned on the right, that broadcast. ``(a b)`` is one dim made of two factors, the first major.
 ``1`` is a dim that carries no factor. The order of the factors in the device matrix is that in which the string names
-them first; an optional prefix ``m k n:`` names them earlier.
+them first; an optional prefix ``m k n:`` names them earlier, and a ``*`` in it stands for the devices that a strategy
+leaves over, which otherwise come last.
 
 From the string, bound to shapes, and an assignment of digits to factors follow the layouts of all inputs and
 outputs, the partial sums, and over which digits the gradient of an input is partial:
@@ -21,9 +22,10 @@ outputs, the partial sums, and over which digits the gradient of an input is par
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ..errors import LayoutError, RuleError
@@ -46,6 +48,7 @@ class Notation:
     whole: frozenset[str]
     optional: frozenset[int]
     order: tuple[str, ...]
+    rest: int | None = None  # before which factor the devices stand that a strategy leaves over; None: after all
 
 
 @lru_cache(maxsize=None)
@@ -65,7 +68,7 @@ def parse(text: str) -> Notation:
         raise wrong("the order of factors stands before the inputs", body_at - 1)
     order = {match.group(): match.start() for match in re.finditer(r"\S+", text[:max(body_at - 1, 0)])}
     for name, at in order.items():
-        if not name.isidentifier():
+        if not name.isidentifier() and name != "*":
             raise wrong(f"{name!r} is not a factor name", at)
     whole: set[str] = set()
     optional: set[int] = set()
@@ -133,19 +136,22 @@ def parse(text: str) -> Notation:
     inputs = operands(body_at, arrow, True)
     outputs = operands(arrow + 2, len(text), False)
     named = {f for operand_ in inputs + outputs for dim in operand_ for f in dim}
+    rest = next((i for i, name in enumerate(order) if name == "*"), None)
+    order.pop("*", None)
     for name, at in order.items():
         if name not in named:
             raise wrong(f"the order names {name!r}, which no operand has", at)
-    return Notation(text, inputs, outputs, frozenset(whole), frozenset(optional), tuple(order))
+    return Notation(text, inputs, outputs, frozenset(whole), frozenset(optional), tuple(order), rest)
 
 
 @dataclass(frozen=True)
 class Factor:
-    """A loop of the operator: its size, and whether it may be split."""
+    """A loop of the operator: its size, whether it may be split, and whether into parts that do not divide it."""
 
     name: str
     size: int
     splittable: bool
+    pads: bool = False
 
 
 @dataclass(frozen=True)
@@ -172,6 +178,20 @@ class Bound:
     in_shapes: tuple[tuple[int, ...], ...]
     out_shapes: tuple[tuple[int, ...], ...]
     reduction: str = "sum"
+    uneven: bool = False   # dims that their cuts do not divide are padded, where that can be
+
+    def with_padding(self, contracted: bool) -> Bound:
+        """The same call, with factors that may be padded: those that have their dims to themselves.
+
+        Args:
+            contracted: whether also those that an output lacks: what is padded adds nothing to it.
+        """
+        sides = self.inputs + self.outputs
+        beside = {i for dims in sides for dim in dims if len(dim) > 1 for i in dim}
+        lacked = {i for i in range(len(self.factors)) for dims in self.outputs if all(i not in dim for dim in dims)}
+        refused = beside if contracted else beside | lacked
+        return replace(self, uneven=True, factors=tuple(
+            replace(f, pads=f.splittable and f.size > 1 and i not in refused) for i, f in enumerate(self.factors)))
 
     def whole(self, devices: int) -> Assignment:
         """Nothing is cut: every rank does all the work."""
@@ -197,7 +217,8 @@ class Bound:
         if any(d is None for d in digits):
             return None
         named = {i for dim in dims for i in dim}
-        open_ = [d for i, ds in enumerate(assignment.digits) if i not in named for d in ds] if partial else ()
+        open_ = [d for i, ds in enumerate(assignment.digits) if i not in named for d in ds] \
+            if partial and self.reduction != "none" else ()
         return Layout.of(assignment.devices, digits, open_, self.reduction)
 
     def input_layout(self, index: int, assignment: Assignment) -> Layout | None:
@@ -211,9 +232,18 @@ class Bound:
     def is_consistent(self, assignment: Assignment) -> bool:
         """Whether all inputs and outputs have layouts, every factor divides and none is split that may not be."""
         for factor, digits in zip(self.factors, assignment.digits):
-            if digits and (not factor.splittable or factor.size % digits_size(digits)):
+            if digits and (not factor.splittable or factor.size % digits_size(digits) and not factor.pads):
                 return False
         return all(self._layout(d, assignment, False) is not None for d in self.inputs + self.outputs)
+
+    def divides(self, assignment: Assignment) -> bool:
+        """Whether every cut divides its dim, so that nothing is padded."""
+        return all(f.size % digits_size(digits) == 0 for f, digits in zip(self.factors, assignment.digits))
+
+    def dividing(self, assignment: Assignment) -> tuple[tuple[int, ...], ...]:
+        """The nearest cuts below those of an assignment that divide the dims of each input."""
+        return tuple(tuple(math.gcd(size, cut) for size, cut in zip(shape, cuts))
+                     for shape, cuts in zip(self.in_shapes, self.in_strategy(assignment)))
 
     def gradient_partial(self, index: int, assignment: Assignment) -> Digits:
         """Over which digits the gradient of input `index` comes out as a partial sum."""
@@ -232,6 +262,8 @@ class Bound:
 
     def spread(self, dim: tuple[int, ...], digits: Digits) -> dict[int, Digits] | None:
         """Digits of a dim, shared out to its factors, major first; None where they do not fit."""
+        if len(dim) == 1 and self.factors[dim[0]].pads:
+            return {dim[0]: merge(digits)} if digits else {}
         out: dict[int, Digits] = {}
         todo = list(digits)
         for index in dim:
@@ -343,7 +375,7 @@ def bind(notation: Notation, in_shapes: Sequence[tuple[int, ...]], out_shapes: S
                 total = 1
                 for factor in dim:
                     total *= size_of.setdefault(factor, 1)
-                if total != size:
+                if not 0 <= total - size < size_of[dim[0]]:  # parts of one length, of which the last are shorter
                     raise wrong(f"the compound dim {dim} makes {total}, the tensor has {size}")
                 out.append(tuple(position[f] for f in dim if size_of[f] != 1))
             else:

@@ -11,7 +11,7 @@ import math
 import torch
 
 from ..graph import Op
-from .dims import cut_size, listed, named, normal, operand, whole, wide
+from .dims import cut_size, listed, named, normal, operand, operands, whole, wide
 from .notation import Assignment, Bound
 from .registry import Expansion, Rule, register
 
@@ -84,6 +84,35 @@ def _along(op: Op) -> str:
     return f"{operand(names)} -> {', '.join([operand(out)] * len(op.outputs))}"
 
 
+def _diff(op: Op) -> str:
+    """Neighbours along one dim, which stays whole, as does what is put before and after it."""
+    shape = op.inputs[0].shape
+    names = named(len(shape))
+    at = normal(op.argument("dim"), len(shape))
+    sides = [operand([*names[:at], f"{what}!", *names[at + 1:]]) for what in ("held", "before", "after", "out")]
+    texts = operands(op, self=sides[0], prepend=sides[1], append=sides[2])
+    return f"{texts} -> {sides[3]}"
+
+
+def _quantile(op: Op) -> str:
+    if op.argument("dim") is None or not op.inputs[0].shape:
+        return f"...! -> {operand(whole(named(len(op.outputs[0].shape), 'o')))}"
+    return reduction_text(op, keep_whole=True)
+
+
+def _among(op: Op) -> str:
+    """Whether elements are among the elements of another tensor, which stays whole."""
+    return f"..., {operand(whole(named(len(op.inputs[1].shape), 't')))} -> ..."
+
+
+def _renorm(op: Op) -> str:
+    """A norm of all that has one index in one dim, which alone is cut."""
+    names = named(len(op.inputs[0].shape))
+    at = normal(op.argument("dim"), len(names))
+    texts = operand([n if d == at else f"{n}!" for d, n in enumerate(names)])
+    return f"{texts} -> {texts}"
+
+
 def _paired(op: Op) -> str:
     """Two tensors, broadcast against each other, compared along one dim, which stays whole."""
     shapes = [v.shape for v in op.inputs]
@@ -96,21 +125,27 @@ def _paired(op: Op) -> str:
     return f"{', '.join(texts)} -> {operand([n for n in out if n])}"
 
 
-SUM = Rule(reduction_text, linear=True)
+SUM = Rule(reduction_text, linear=True, neutral=0)
 
 register((aten.sum.default, aten.sum.dim_IntList), SUM)
-register((aten.nansum.default, aten.count_nonzero.default, aten.count_nonzero.dim_IntList), Rule(reduction_text))
-register((aten.mean.default, aten.mean.dim), Rule(reduction_text, linear=True, expand=_expand_mean))
-register((aten.amax.default, aten.max.default), Rule(reduction_text, reduction="max"))
-register((aten.amin.default, aten.min.default), Rule(reduction_text, reduction="min"))
+register((aten.nansum.default, aten.count_nonzero.default, aten.count_nonzero.dim_IntList),
+         Rule(reduction_text, neutral=0))
+register((aten.mean.default, aten.mean.dim), Rule(reduction_text, linear=True, expand=_expand_mean, neutral=0))
+register((aten.amax.default, aten.max.default), Rule(reduction_text, reduction="max", neutral=-math.inf))
+register((aten.amin.default, aten.min.default), Rule(reduction_text, reduction="min", neutral=math.inf))
 register((aten.any.default, aten.any.dim, aten.any.dims, aten.all.default, aten.all.dim, aten.all.dims),
-         Rule(reduction_text, expand=_expand_truth))
-register((aten.prod.default, aten.prod.dim_int, aten.argmax.default, aten.argmin.default, aten.aminmax.default,
-          aten.nanmean.default, aten.median.default), Rule(_whole_reduction))
-register((aten.max.dim, aten.min.dim, aten.median.dim, aten.mode.default, aten.kthvalue.default, aten.topk.default,
+         Rule(reduction_text, expand=_expand_truth, neutral=0))
+register((aten.prod.default, aten.prod.dim_int, aten.aminmax.default, aten.nanmean.default, aten.median.default),
+         Rule(_whole_reduction))
+register((aten.msort.default,), Rule("d! ... -> d! ..."))
+register((aten.diff.default,), Rule(_diff, linear=True))
+register((aten.quantile.scalar, aten.nanquantile.scalar), Rule(_quantile))
+register((aten.histc.default,), Rule("...! -> bins!"))
+register((aten.isin.Tensor_Tensor,), Rule(_among))
+register((aten.renorm.default,), Rule(_renorm))
+register((aten.median.dim, aten.nanmedian.dim, aten.mode.default, aten.kthvalue.default, aten.topk.default,
           aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable, aten.cummax.default,
           aten.cummin.default, aten.cumprod.default, aten.logcumsumexp.default), Rule(_along))
-register((aten.cumsum.default,), Rule(_along, linear=True))
 register((aten.cosine_similarity.default, aten.linalg_vecdot.default), Rule(_paired))
 register((aten.pairwise_distance.default,), Rule(_paired))
 register((aten.cdist.default,), Rule("... p d!, ... r d! -> ... p r"))

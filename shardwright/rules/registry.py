@@ -40,13 +40,16 @@ class Rule:
     Args:
         notation: the string, or a function of the operator call that returns it (or it and the sizes of factors that
             stand only in compound dims).
-        reduction: how terms of a cut contracted factor are put together: "sum", "max" or "min".
+        reduction: how terms of a cut contracted factor are put together: "sum", "max" or "min"; "none": every rank
+            has the same, whole result already.
         linear: whether open sums pass through: of its one input, or of all its inputs where they are open over the same
             digits; or a function of the operator call that says so.
         view: it moves no data and follows its input where that costs nothing.
         localize: the call on slices, where it is not the same call: ``(op, bound, assignment) -> Local``.
         expand: simpler operators that do the same work when this assignment cuts what the plain operator cannot:
             ``(op, bound, assignment) -> function or None``; the function takes a builder and returns the outputs.
+        neutral: what may stand in the padding of contracted dims of its inputs and adds nothing to its outputs, or a
+            function of the operator call that says so; None: such dims are not padded.
     """
 
     notation: str | Callable[[Op], str | tuple[str, dict[str, int]]]
@@ -55,6 +58,11 @@ class Rule:
     view: bool = False
     localize: Callable[[Op, Bound, Assignment], Local] | None = None
     expand: Callable[[Op, Bound, Assignment], Expansion | None] | None = None
+    neutral: float | Callable[[Op], float | None] | None = None
+
+    def filling(self, op: Op) -> float | None:
+        """What adds nothing where this call contracts it; None where nothing is sure not to."""
+        return self.neutral(op) if callable(self.neutral) else self.neutral
 
     def is_linear(self, op: Op) -> bool:
         """Whether open sums may pass through this call."""
@@ -76,8 +84,10 @@ def _keys(target: Any) -> list[Any]:
         return [getattr(target, name) for name in target.overloads()]
     if isinstance(target, torch._ops.OpOverload):
         return [target]
+    if isinstance(target, type) and issubclass(target, torch.autograd.Function):
+        return [target]
     raise RuleError(f"{target!r} is not an operator that a graph can hold",
-                    legal="a torch.ops overload, or a function made with torch.library.custom_op")
+                    legal="a torch.ops overload, a function made with torch.library.custom_op, or a torch.autograd.Function")
 
 
 def register(targets: Sequence[Any], described: Rule) -> None:
@@ -93,20 +103,23 @@ def register(targets: Sequence[Any], described: Rule) -> None:
             _RULES[key] = described
 
 
-def rule(op: Any, notation: str, *, reduction: str = "sum", linear: bool = False) -> None:
+def rule(op: Any, notation: str, *, reduction: str = "sum", linear: bool = False,
+         neutral: float | None = None) -> None:
     """Describe an operator of your own, so that it can be split and planned.
 
     Args:
-        op: a function made with ``torch.library.custom_op``, or an operator of ``torch.ops``.
+        op: a function made with ``torch.library.custom_op``, an operator of ``torch.ops``, or a
+            ``torch.autograd.Function``.
         notation: how its dims correspond, e.g. ``"... m k, ... k n -> ... m n"``: dims of one name are cut alike, a
             name that the output lacks is contracted and leaves a partial sum, ``!`` keeps a dim whole.
         reduction: how the terms of a contracted dim go together: "sum", "max" or "min".
         linear: a partial sum may pass through it.
+        neutral: a number that adds nothing where all inputs hold it in a contracted dim; None: such a dim is not padded.
 
     Raises:
         RuleError: a notation that cannot be read, with the place in it.
     """
-    register((op,), Rule(notation, reduction=reduction, linear=linear))
+    register((op,), Rule(notation, reduction=reduction, linear=linear, neutral=neutral))
 
 
 def _pointwise(op: Op) -> str:
@@ -119,7 +132,10 @@ POINTWISE = Rule(_pointwise)
 
 
 def find_rule(op: Op) -> Rule | None:
-    """The rule of an operator call, or None."""
+    """The rule of an operator call, or None. A user's `torch.autograd.Function` without one runs whole."""
+    function = getattr(op.target, "described_as", None)
+    if function is not None:
+        return _RULES.get(function) or whole_rule(op)
     found = _RULES.get(op.target)
     if found is None and torch.Tag.pointwise in getattr(op.target, "tags", ()) \
             and torch.Tag.nondeterministic_seeded not in op.target.tags:
@@ -135,13 +151,16 @@ def has_rule(op: Op) -> bool:
 def whole_rule(op: Op) -> Rule:
     """A rule that keeps every dim whole: what an operator without a rule is taken for, when the user asks for it."""
     names = iter(f"d{i}!" for i in range(10_000))
-    sides = [", ".join(" ".join(next(names) for _ in v.shape) for v in side if v is not None)
+    sides = [", ".join(" ".join(next(names) for _ in v.shape) or "..." for v in side if v is not None)
              for side in (op.inputs, op.outputs)]
     return Rule(f"{sides[0]} -> {sides[1]}")
 
 
-def bound_rule(op: Op, described: Rule | None = None) -> Bound:
+def bound_rule(op: Op, described: Rule | None = None, uneven: bool = False) -> Bound:
     """An operator's notation, bound to its shapes.
+
+    Args:
+        uneven: dims may be cut into parts that do not divide them, where padding them is right.
 
     Raises:
         MissingRuleError: the operator has no rule.
@@ -156,8 +175,9 @@ def bound_rule(op: Op, described: Rule | None = None) -> Bound:
     text = described.notation if isinstance(described.notation, str) else described.notation(op)
     text, sizes = text if isinstance(text, tuple) else (text, {})
     try:
-        return bind(parse(text), [v.shape for v in op.inputs], [v.shape for v in op.outputs if v is not None], sizes,
-                    described.reduction)
+        bound = bind(parse(text), [v.shape for v in op.inputs], [v.shape for v in op.outputs if v is not None], sizes,
+                     described.reduction)
+        return bound.with_padding(described.filling(op) is not None) if uneven else bound
     except RuleError as error:
         raise error.located(**op.where) from None
 

@@ -50,7 +50,8 @@ def assignment_of(bound: Bound, strategy: Any, devices: int) -> Assignment:
     """Check an ``in_strategy`` against one operator call and put it into normal form.
 
     Args:
-        strategy: one entry per tensor input: a tuple of cuts per dim, or a Layout.
+        strategy: one entry per tensor input: a tuple of cuts per dim, or a Layout; None, or nothing at the end, for an
+            input that the notation says may be left out.
         devices: the number of devices (of the stage).
 
     Raises:
@@ -67,12 +68,15 @@ def assignment_of(bound: Bound, strategy: Any, devices: int) -> Assignment:
     if not isinstance(strategy, (tuple, list)):
         raise wrong("an in_strategy is a tuple with one entry per tensor input, even for one input")
     given, needed = len(strategy), len(bound.inputs)
-    if given != needed and not (given < needed and all(i in bound.notation.optional for i in range(given, needed))):
+    missing = {i for i in range(needed) if i >= given or strategy[i] is None and i in bound.notation.optional}
+    if given > needed or not missing <= bound.notation.optional:
         raise wrong(f"{given} entries for an operator with {needed} tensor inputs of shapes {list(bound.in_shapes)}")
 
     cuts: dict[int, tuple[int, int]] = {}          # factor -> (cut, the input that said so)
     known: dict[int, tuple[Digits, int]] = {}      # factor -> (digits, the input that said so), from Layouts
     for i, entry in enumerate(strategy):
+        if i in missing:
+            continue
         shape, dims = bound.in_shapes[i], bound.inputs[i]
         if isinstance(entry, Layout):
             if entry.devices != devices:
@@ -91,8 +95,9 @@ def assignment_of(bound: Bound, strategy: Any, devices: int) -> Assignment:
         for d, (dim, cut, size) in enumerate(zip(dims, per_dim, shape)):
             if not isinstance(cut, int) or isinstance(cut, bool) or cut < 1:
                 raise wrong(f"input {i}, dim {d}: a cut must be a whole number of at least 1, not {cut!r}")
-            if size % cut:
-                raise wrong(f"input {i}, dim {d} has size {size}, which does not divide by {cut}")
+            if size % cut and not (len(dim) == 1 and bound.factors[dim[0]].pads):
+                raise wrong(f"input {i}, dim {d} has size {size}, which does not divide by {cut}"
+                            + (", and this operator does not leave padding out" if bound.uneven else ""))
             if cut == 1 and not isinstance(entry, Layout):
                 shares = {f: 1 for f in dim}
             else:
@@ -138,6 +143,8 @@ def assignment_of(bound: Bound, strategy: Any, devices: int) -> Assignment:
 
 def _spread_cut(bound: Bound, dim: tuple[int, ...], cut: int) -> dict[int, int] | None:
     """A dim's cut shared out to its factors, major first."""
+    if len(dim) == 1 and bound.factors[dim[0]].pads:
+        return {dim[0]: cut}
     out = {}
     for factor in dim:
         share = math.gcd(cut, bound.factors[factor].size)
@@ -151,9 +158,13 @@ def _spread_cut(bound: Bound, dim: tuple[int, ...], cut: int) -> dict[int, int] 
 def _place(bound: Bound, cuts: dict[int, int], known: dict[int, Digits], devices: int) -> Assignment:
     """Digits for factors: those that Layouts gave, the others row-major in the factors' order."""
     if not known:
-        order = range(len(bound.factors))
-        placed = allocate(devices, [cuts.get(i, 1) for i in order])
-        return bound.cut_by(devices, dict(zip(order, placed)))
+        order: list[int | None] = list(range(len(bound.factors)))
+        sizes = [cuts.get(i, 1) for i in order]
+        if bound.notation.rest is not None and devices % math.prod(sizes) == 0:
+            order.insert(bound.notation.rest, None)
+            sizes.insert(bound.notation.rest, devices // math.prod(sizes))
+        placed = dict(zip(order, allocate(devices, sizes)))
+        return bound.cut_by(devices, {i: digits for i, digits in placed.items() if i is not None})
     # Layouts name some factors; tuples beside them may cut further ones, out of the digits that are left.
     digits = dict(known)
     for i in range(len(bound.factors)):
@@ -216,7 +227,7 @@ def output_layouts_of(bound: Bound, strategy: Any, devices: int) -> tuple[Layout
             raise StrategyError(f"output {i} has shape {shape}, {len(shape)} dims; its entry has {len(layout.dims)}",
                                 strategy=strategy, legal=simple)
         try:
-            layout.local_shape(shape)
+            layout.local_shape(layout.padded(shape) if bound.uneven else shape)
         except LayoutError as error:
             raise LayoutError(f"output {i}: {error.message}", strategy=strategy, legal=simple) from None
         out.append(layout)

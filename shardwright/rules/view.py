@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from ..graph import Op, map_values
-from .dims import named, normal, operand, refine, whole
+from .dims import cut_size, named, normal, operand, refine, whole
 from .notation import Assignment, Bound
 from .registry import POINTWISE, Local, Rule, local_output_shape, register
 
@@ -55,17 +55,24 @@ def _select(op: Op) -> str:
 
 def _slice(op: Op) -> str:
     names, at = _one_dim(op)
-    size = op.inputs[0].shape[at]
-    if op.target is aten.slice.Tensor:
-        start, end, step = op.argument("start"), op.argument("end"), op.argument("step")
-        if (start or 0) in (0, -size) and step == 1 and (end is None or end >= size):
-            return f"{operand(names)} -> {operand(names)}"  # all of it, on a slice too
+    if op.inputs[0].shape[at] == op.outputs[0].shape[at] and op.argument("step", 1) == 1:
+        return f"{operand(names)} -> {operand(names)}"  # all of it
     return _parted(op)
+
+
+def _local_slice(op: Op, bound: Bound, assignment: Assignment) -> Local:
+    """All of a dim is all of its slice."""
+    names, at = _one_dim(op)
+    if cut_size(bound, assignment, [names[at]]) == 1:
+        return Local(op.target, op.args, op.kwargs)
+    return Local(aten.alias.default, (op.inputs[0],), {})
 
 
 def _parted(op: Op) -> str:
     """Parts of one dim: it stays whole, and so do the parts."""
     names, at = _one_dim(op)
+    if "dim" not in op.argument_names:  # hsplit, vsplit, dsplit
+        at = {"v": 0, "h": min(1, len(names) - 1), "d": 2}[op.kind[0]]
     outs = [operand([*names[:at], f"part{i}!", *names[at + 1:]]) for i in range(len(op.outputs))]
     names[at] += "!"
     return f"{operand(names)} -> {', '.join(outs)}"
@@ -101,9 +108,10 @@ register((aten.transpose.int, aten.permute.default, aten.t.default, aten.numpy_T
           aten.moveaxis.int, aten.moveaxis.intlist, aten.swapaxes.default, aten.swapdims.default),
          Rule(_permuted, linear=True, view=True))
 register((aten.select.int,), Rule(_select, linear=True, view=True))
-register((aten.slice.Tensor, aten.narrow.default), Rule(_slice, linear=True, view=True))
+register((aten.slice.Tensor, aten.narrow.default), Rule(_slice, linear=True, view=True, localize=_local_slice))
 register((aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default, aten.chunk.default,
-          aten.tensor_split.sections, aten.tensor_split.indices), Rule(_parted, view=True))
+          aten.tensor_split.sections, aten.tensor_split.indices, aten.hsplit.int, aten.hsplit.array, aten.vsplit.int,
+          aten.vsplit.array, aten.dsplit.int, aten.dsplit.array), Rule(_parted, view=True))
 register((aten.unbind.int,), Rule(_select, view=True))
 register((aten.diagonal.default,), Rule(_diagonal, linear=True, view=True))
 register((aten.unfold.default,), Rule(_unfold, linear=True, view=True))

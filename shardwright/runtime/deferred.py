@@ -244,6 +244,7 @@ def _replace(old: torch.Tensor, new: torch.Tensor) -> None:
     if new is old:
         return
     wrapped = nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
+    vars(wrapped).update((k, v) for k, v in vars(old).items() if k not in (_TAPE, _VERSION))  # what users have noted on it
     torch.utils.swap_tensors(old, wrapped)
 
 

@@ -1,7 +1,6 @@
-"""How gradients come back to the parameters of the processes runtime.
+"""What the gradients of the processes runtime's parameters are: DTensors, on the parameters' own meshes.
 
-A program computes on plain leaves that share the storage of the DTensor parameters. When a leaf's gradient is complete
-it is summed over the ranks that hold terms of it, and put on the parameter as a DTensor.
+How they come there from the leaves that a program computes on is told in `buckets`.
 """
 
 from __future__ import annotations
@@ -12,14 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
-from .collectives import Bound
+from ..conversion_steps import digits_value
+from ..errors import SettingError
+from ..layout import Digits
 
-__all__ = ["Gradient", "leaf_of"]
+__all__ = ["Gradient", "Unsummed", "hand_over", "keep_unsummed", "not_summed", "take_unsummed", "unsummed_over"]
 
 #: What optimizers do to a parameter or their state element by element with a gradient, in place.
 _ELEMENTWISE = frozenset({Tensor.add_, Tensor.sub_, Tensor.mul_, Tensor.div_, Tensor.lerp_, Tensor.addcmul_,
                           Tensor.addcdiv_, Tensor.copy_})
+
+#: Whole optimizer steps in one kernel, element by element too, over lists of parameters, gradients and their state;
+#: DTensor knows some of them.
+_FUSED = frozenset({torch._fused_sgd_, torch._fused_adam_, torch._fused_adamw_, torch._fused_adagrad_})
 
 
 class Gradient(DTensor):
@@ -31,23 +37,39 @@ class Gradient(DTensor):
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            if function in _ELEMENTWISE and _placed_alike(args):
+            if (function in _ELEMENTWISE or function is Tensor.__setitem__) and _placed_alike(args):
                 # On the slices: a third of what DTensor's dispatch takes.
                 function(*[a._local_tensor if isinstance(a, DTensor) else a for a in args], **(kwargs or {}))
                 return args[0]
+            if function in _FUSED:
+                return function(*pytree.tree_map_only(DTensor, _local, args),
+                                **pytree.tree_map_only(DTensor, _local, kwargs or {}))
             if function is torch._foreach_mul_:  # of lists, DTensor takes those on one mesh alone
                 return [gradient.mul_(factor) for gradient, factor in zip(args[0], _each(args[1], len(args[0])))]
             result = function(*args, **(kwargs or {}))
         if function is torch.linalg.vector_norm:
             return _plain(result)
-        return [_plain(norm) for norm in result] if function is torch._foreach_norm else result
+        if function is torch._foreach_norm:
+            return [_plain(norm) for norm in result]
+        if type(result) is DTensor and not result.requires_grad:  # what is made of a gradient is treated as one: see Rprop
+            return Gradient(result._local_tensor, result._spec, requires_grad=False)
+        return result
 
 
 def _placed_alike(args: Sequence[Any]) -> bool:
-    """Whether all tensors are DTensors of one placement, or numbers, and no gradient is recorded."""
+    """Whether all tensors are DTensors of one placement, or single numbers, and no gradient is recorded."""
     spec = getattr(args[0], "_spec", None)
     return spec is not None and not torch.is_grad_enabled() and all(
-        getattr(a, "_spec", None) is spec for a in args if isinstance(a, Tensor))
+        _places(a) == (spec.mesh, spec.placements) for a in args[1:] if isinstance(a, Tensor) and a.dim())
+
+
+def _places(x: Tensor) -> tuple | None:
+    spec = getattr(x, "_spec", None)
+    return spec and (spec.mesh, spec.placements)
+
+
+def _local(x: DTensor) -> Tensor:
+    return x._local_tensor
 
 
 def _each(factor: Any, count: int) -> Sequence[Any]:
@@ -58,24 +80,68 @@ def _plain(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def leaf_of(parameter: nn.Parameter, sums: Sequence[Bound]) -> Tensor:
-    """A plain leaf on the storage of a DTensor parameter; its gradient, once summed, goes to the parameter."""
-    with torch.no_grad():
-        leaf = parameter.to_local().detach()
-    if not parameter.requires_grad:
-        return leaf
-    spec = parameter._spec  # private: mesh, placements, shape and strides in one, which the gradient shares
+class Unsummed(Gradient):
+    """A rank's own term of a parameter's gradient, of a backward under `no_sync`: no gradient yet, and refused to
+    whoever would use it as one. What had been summed before counts as the first rank's.
 
-    def hand_over(filled: Tensor) -> None:
-        gradient, filled.grad = filled.grad, None
-        for step in sums:
-            gradient = step(gradient)
-        if parameter.grad is None:
-            # Not `from_local`, which makes a spec of its own and an autograd node: 61 us against 4.
-            parameter.grad = Gradient(gradient, spec, requires_grad=False)
-        else:
-            parameter.grad.to_local().add_(gradient)
+    Attributes:
+        digits: over which it is to be summed; or the `Scatter` that makes a part of what is a whole term here.
+    """
 
-    leaf.requires_grad_(True)
-    leaf.register_post_accumulate_grad_hook(hand_over)
-    return leaf
+    __slots__ = ("digits",)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if function in _REFUSED:
+            raise not_summed("a norm, or a change, of gradients")
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+
+_REFUSED = frozenset({torch.linalg.vector_norm, torch._foreach_norm, torch._foreach_mul_, *_ELEMENTWISE, *_FUSED,
+                      DTensor.full_tensor, DTensor.redistribute})
+
+
+def not_summed(what: str) -> SettingError:
+    """The error of `what`, wanted between a backward under `no_sync` and the one that sums."""
+    return SettingError(f"{what} while gradients of a backward under no_sync() are still each rank's own",
+                        legal="the last backward before it outside of no_sync(), or zero_grad()")
+
+
+def hand_over(parameter: nn.Parameter, gradient: Tensor, rank: int) -> None:
+    """Add a gradient, complete or in no need of a sum, to what a DTensor parameter has on `rank`."""
+    held = parameter.grad
+    if held is None:
+        # Not `from_local`, which makes a spec of its own and an autograd node: 61 us against 4. The spec is private:
+        # mesh, placements, shape and strides in one, which the gradient shares.
+        parameter.grad = Gradient(gradient, parameter._spec, requires_grad=False)
+    elif type(held) is Unsummed and not isinstance(held.digits, tuple):
+        held.digits.include(held._local_tensor, gradient)
+    elif type(held) is not Unsummed or not digits_value(held.digits, rank):
+        held._local_tensor.add_(gradient)
+
+
+def keep_unsummed(parameter: nn.Parameter, term: Tensor, digits: Digits, rank: int) -> None:
+    """Add the term of `rank` to what a DTensor parameter has, to be summed over `digits` later."""
+    held = parameter.grad
+    if type(held) is Unsummed:
+        assert held.digits == digits
+        held._local_tensor.add_(term)
+        return
+    if held is not None and not digits_value(digits, rank):
+        term = term + held._local_tensor
+    parameter.grad = Unsummed(term, parameter._spec, requires_grad=False)
+    parameter.grad.digits = digits
+
+
+def unsummed_over(parameter: nn.Parameter) -> Any:
+    """Over which digits, or by which `Scatter`, the gradient that a parameter has is still to be summed; None: it has none
+    such."""
+    held = parameter.grad
+    return held.digits if type(held) is Unsummed else None
+
+
+def take_unsummed(parameter: nn.Parameter) -> Tensor:
+    """The rank's own term that a parameter has, which it has no longer."""
+    term, parameter.grad = parameter.grad._local_tensor, None
+    return term

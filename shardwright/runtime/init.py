@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ..errors import SettingError
 
-__all__ = ["Runtime", "current", "init"]
+__all__ = ["Runtime", "current", "init", "rank", "world_size"]
 
 #: Without an answer from a peer for this long a collective fails: torch waits 30 minutes by default.
 DEFAULT_TIMEOUT = timedelta(minutes=5)
@@ -87,3 +87,13 @@ def _device(local_rank: int, local_world_size: int) -> torch.device:
 def current() -> Runtime:
     """The runtime of this process; found out now if `init` was not called."""
     return _current[0] if _current else init()
+
+
+def rank() -> int:
+    """The rank of this process; 0 where all devices are in one process."""
+    return current().rank
+
+
+def world_size() -> int:
+    """The number of devices; 1 where all are in one process and nobody has said how many (`init`)."""
+    return current().devices or 1

@@ -18,8 +18,12 @@ from torch.autograd.function import once_differentiable
 from ..conversion import Conversion, conversion
 from ..layout import Layout
 from ..lower import Lowered, extreme, move, sum_of_gradient
+from ..plan.padding import amounts
 from ..plan.route import Extreme, Move
+from ..rules.generator import PLAIN
+from .recompute import Regions, keep
 from .shards import assemble, convert_shards, scatter
+from .unkept import Unkept
 
 __all__ = ["LocalProgram"]
 
@@ -148,12 +152,20 @@ class LocalProgram:
         self._summed = {sole: n for n in nodes if n.op == "placeholder" and not self._one[n]
                         for sole in [sum_of_gradient(n)] if sole is not None}
         gradients = {n: sole.meta["instruction"].backward.source for sole, n in self._summed.items()}
+        self._padded = {self._slots[n]: amounts(true, instance.value.shape) for n in nodes if n.op == "placeholder"
+                        for instance in [n.meta["instance"]] if instance.value.name in lowered.plan.graph.parameters
+                        for true in [lowered.plan.graph.parameters[instance.value.name].shape]
+                        if true != instance.value.shape}
         self._placeholders = [
             (self._slots[n], self._one[n], n.meta["instance"].layout, gradients.get(n, n.meta["instance"].layout))
             for n in nodes if n.op == "placeholder"]
-        self._steps = [(n, self._slots[n], self._step(n)) for n in nodes if n.op == "call_function"]
+        self._unkept = Unkept()
+        self._regions = Regions(lowered, self._slots.__getitem__)
+        self._begin = self._regions.again(self._step)
+        self._steps = [(n, self._slots[n], self._saving(n, self._step(n))) for n in nodes if n.op == "call_function"]
         self._outputs = [(self._slots[n], self._one[n], n.meta["instance"].layout) for n in nodes[-1].args[0]]
         self._frees = _last_uses(nodes, self._slots)
+        self._keeps = not any(n.target is move and n.meta["instruction"].again for n in nodes)
 
     def __call__(self, *whole: Tensor) -> list[Tensor]:
         """Run on whole tensors: parameters, buffers, constants, then inputs.
@@ -161,8 +173,17 @@ class LocalProgram:
         Returns:
             The whole outputs, then the whole new values of buffers.
         """
+        if self._keeps:
+            return self._run(whole)
+        with self._unkept:
+            return self._run(whole)
+
+    def _run(self, whole: tuple[Tensor, ...]) -> list[Tensor]:
         env: list[Any] = [None] * len(self._slots)
+        env.append(self._begin() if self._regions.regions and torch.is_grad_enabled() else None)
         for (slot, one, layout, gradient), tensor in zip(self._placeholders, whole, strict=True):
+            if slot in self._padded:
+                tensor = torch.nn.functional.pad(tensor, self._padded[slot])
             # Where no two ranks hold the same gradient, autograd itself sums the terms and joins the slices.
             env[slot] = tensor if one else _Scatter.apply(tensor, layout, gradient) \
                 if gradient.replicas and tensor.requires_grad else scatter(tensor, layout)
@@ -192,7 +213,24 @@ class LocalProgram:
         made = [o.layout.is_replicated for o in instruction.outputs if o is not None]
         return all(made) and all(self._one[a] for a in node.all_input_nodes)
 
-    def _step(self, node: torch.fx.Node) -> Callable[[list], Any]:
+    def _saving(self, node: torch.fx.Node, step: Callable[[list], Any]) -> Callable[[list], Any]:
+        """A node's step, and around it what recomputation keeps and drops; the call's regions are last in `env`."""
+        reads, saver = self._regions.reads.get(node, ()), self._regions.savers.get(node)
+        if not reads and saver is None:
+            return step
+
+        def run(env: list) -> Any:
+            runs = env[-1]
+            if runs is None:
+                return step(env)
+            for region, slot, _, copy in reads:
+                keep(runs, region, slot, env[slot], copy)
+            if saver is None:
+                return step(env)
+            return saver(runs, [env[slot] for _, slot in saver.inputs], lambda: step(env))
+        return run
+
+    def _step(self, node: torch.fx.Node) -> Callable[[Any], Any]:
         if node in self._summed:
             slot = self._slots[self._summed[node]]
             return lambda env: env[slot]
@@ -213,7 +251,20 @@ class LocalProgram:
                 return _Convert.apply(forward, backward, one_in, one_out, *tensors)
             results = convert_shards(forward, list(tensors) * devices if one_in else list(tensors))
             return results[0] if one_out else results
-        return run
+        return self._gathering(instruction, source, one_in, run) if instruction.again else run
+
+    def _gathering(self, instruction: Move, source: int, one_in: bool, run: Callable[[list], Any]
+                   ) -> Callable[[list], Any]:
+        """A weight's conversion whose result is not kept for the backward."""
+        name, forward, devices = instruction.source.value.name, instruction.forward, self.devices
+
+        def gather(env: list) -> Any:
+            made = run(env)
+            stored = [x.detach() for x in ((env[source],) * devices if one_in else env[source])]
+            self._unkept.note(name, stored, made if isinstance(made, (list, tuple)) else [made],
+                              lambda: convert_shards(forward, stored))
+            return made
+        return gather
 
     def _extreme(self, node: torch.fx.Node) -> Callable[[list], Any]:
         instruction: Extreme = node.meta["instruction"]
@@ -258,12 +309,12 @@ class LocalProgram:
 
 def plain_function(node: torch.fx.Node) -> Any:
     """What a node calls, without the Python layer of its overload object: ``torch.relu`` for ``aten.relu.default``; and
-    ``torch.mm`` for a matmul of two matrices, which is what that comes to.
+    ``torch.mm`` for a matmul of two matrices, which is what that comes to; our random operators as plain functions.
 
     Only where that name means this function in `torch` itself, for code that fx writes calls it by its name:
     ``torch.broadcast_tensors`` takes its tensors one by one.
     """
-    target = node.target
+    target = PLAIN.get(node.target, node.target)
     if target is torch.ops.aten.matmul.default and all(len(a.meta["instance"].value.shape) == 2 for a in node.args):
         return torch.mm
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or \

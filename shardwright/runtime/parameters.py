@@ -2,7 +2,7 @@
 
 What optimizers, ``clip_grad_norm_`` and checkpoints see is a DTensor whose local tensor is this rank's slice. Each
 program computes on plain leaves that share its storage (dispatching on a DTensor costs ten times as much); how their
-gradients come back is told in `gradients`.
+gradients come back is told in `buckets`.
 """
 
 from __future__ import annotations
@@ -11,16 +11,21 @@ import re
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..errors import SettingError
+from ..layerwise import is_own
 from ..layout import Digit, Layout
 from ..plan.plan import Plan
-from .collectives import Bound, ProcessGroups
+from .buckets import GradientSums
+from .collectives import ProcessGroups
 from .deferred import materialize, substitute
-from .gradients import leaf_of
+from .optimizers import replace_noted
+from .own import leaf_of_slice
+from .padded import slice_in_buffer
 
 __all__ = ["ShardedState", "held_layouts", "to_dtensor"]
 
@@ -63,6 +68,13 @@ def held_layouts(holder: nn.Module) -> dict[str, Layout]:
     return out
 
 
+def _of_rank_0(whole: Tensor, device: torch.device) -> Tensor:
+    """A tensor that all ranks have, with the values of rank 0; on `device`."""
+    whole = whole.to(device, copy=True, memory_format=torch.contiguous_format)
+    dist.broadcast(whole, 0)
+    return whole.clone()  # a worker of the process group may still hold the one it has received, which then has no successor
+
+
 class ShardedState:
     """A model's parameters and buffers on one rank.
 
@@ -70,9 +82,11 @@ class ShardedState:
         plan: says where each lies.
         holder: gives ``named_parameters`` and ``named_buffers`` under the graph's names. Its parameters become
             DTensors, in the model and in every optimizer that holds them.
+        broadcast: whether they begin with the values that they have on rank 0.
     """
 
-    def __init__(self, plan: Plan, holder: nn.Module, groups: ProcessGroups, rank: int, device: torch.device) -> None:
+    def __init__(self, plan: Plan, holder: nn.Module, groups: ProcessGroups, rank: int, device: torch.device,
+                 broadcast: bool = False) -> None:
         self.groups = groups
         layouts = {name: parameter.storage for name, parameter in plan.parameters.items()}
         parameters = {name for name, _ in holder.named_parameters()}
@@ -82,31 +96,36 @@ class ShardedState:
         def keep(name: str, old: Tensor, whole: Tensor) -> Tensor | None:
             if isinstance(old, DTensor):
                 return None  # another wrapper of the model has cut it
+            if is_own(old):
+                return whole.to(device) if old.is_meta else None
+            if broadcast:
+                whole = _of_rank_0(whole, device)
             if name not in parameters:
                 return whole.to(device)
             layout = layouts.get(name) or Layout.replicated(plan.devices, whole.dim())
-            local = whole[layout.slice(whole.shape, rank)].to(device).clone(memory_format=torch.contiguous_format)
+            local = slice_in_buffer(whole, layout, rank, device)
             made = to_dtensor(local, layout, tuple(whole.shape), groups)
             successors[id(old)] = nn.Parameter(made, requires_grad=old.requires_grad)
+            replace_noted(old, name)
             return None
 
         materialize(holder, keep, "cpu")
         substitute(holder, successors)
         self.buffers = dict(holder.named_buffers())
 
-    def leaves(self, holder: nn.Module, sums: dict[str, tuple[Bound, ...]]) -> dict[str, Tensor]:
+    def leaves(self, holder: nn.Module, sums: GradientSums) -> dict[str, Tensor]:
         """Leaves of all parameters for one program.
 
         Args:
-            sums: how the gradients of some are to be summed when they are complete.
+            sums: what becomes of their gradients.
 
         Raises:
             SettingError: a parameter that was put in later.
         """
-        out = {}
-        for name, parameter in holder.named_parameters():
-            if not isinstance(parameter, DTensor):
+        parameters = dict(holder.named_parameters())
+        for name, parameter in parameters.items():
+            if not isinstance(parameter, DTensor) and not is_own(parameter):
                 raise SettingError(f"the parameter {name!r} is another one than at the first call",
                                    legal="changes of its values, or a new AutoParallel of a new model")
-            out[name] = leaf_of(parameter, sums.get(name, ()))
-        return out
+        own = {name: leaf_of_slice(parameter) for name, parameter in parameters.items() if is_own(parameter)}
+        return sums.leaves({name: parameter for name, parameter in parameters.items() if name not in own}) | own

@@ -6,6 +6,8 @@ forward and transposed. A local operator costs what it costs in plain PyTorch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,11 +17,15 @@ from torch.autograd.function import once_differentiable
 
 from ..conversion import Conversion, conversion
 from ..errors import RuntimeMismatchError
+from ..layout import Digits
 from ..lower import Lowered, extreme, move, sum_of_gradient
 from ..plan.plan import Plan
 from ..plan.route import Extreme, Move
 from .collectives import Bound, ProcessGroups, bind_all
 from .local import plain_function, ties
+from .scattered import Scatter
+from .recompute import Regions, Run, Saver, keep
+from .unkept import Unkept
 
 __all__ = ["ProcessProgram", "agree"]
 
@@ -84,6 +90,23 @@ class BoundMove(nn.Module):
         return self.label
 
 
+class BoundGather(BoundMove):
+    """A weight's conversion whose result is not kept for the backward."""
+
+    def __init__(self, forward_steps: Steps, backward_steps: Steps, label: str, name: str, unkept: Unkept) -> None:
+        super().__init__(forward_steps, backward_steps, label)
+        self.name, self.unkept = name, unkept
+        self.parameter: list[Tensor] = []  # in a list: the parameters of a module are others
+
+    def forward(self, x: Tensor) -> Tensor:
+        gathered, stored = super().forward(x), x.detach()
+        # Some changes count as changes of the parameter, others as changes of its local tensor.
+        self.unkept.note(self.name, (stored, *self.parameter), (gathered,), lambda: (_run(stored, self.forward_steps),))
+        return gathered
+
+    __call__ = forward
+
+
 class BoundExtreme(nn.Module):
     """A maximum or minimum over ranks, as this rank does it."""
 
@@ -95,25 +118,66 @@ class BoundExtreme(nn.Module):
         return _Extreme.apply(reduced, operand, self.forward_steps, self.count_steps, self.dims)
 
 
+class BoundRegions(nn.Module):
+    """What begins a call of a program of which parts are recomputed: their runs, or None where no gradient is recorded."""
+
+    def __init__(self, begin: Callable[[], list[Run]]) -> None:
+        super().__init__()
+        self.begin = begin
+
+    def forward(self) -> list[Run] | None:
+        return self.begin() if torch.is_grad_enabled() and not torch.compiler.is_compiling() else None
+
+
+class BoundSaver(nn.Module):
+    """An operator that saves what is dropped."""
+
+    def __init__(self, saver: Saver, target: Callable[..., Any]) -> None:
+        super().__init__()
+        self.saver, self.target = saver, target
+
+    def forward(self, runs: list[Run] | None, watched: tuple[Tensor, ...], *args: Any, **kwargs: Any) -> Any:
+        if runs is None:
+            return self.target(*args, **kwargs)
+        return self.saver(runs, watched, lambda: self.target(*args, **kwargs))
+
+
 class ProcessProgram:
     """A lowered program on one rank.
 
     All ranks make it from the same plan at the same time: process groups come into being here, in the program's order.
 
+    Args:
+        lowered: the program.
+        groups: this rank's process groups.
+        compiled: the backend by which ``torch.compile`` compiles it, or None. What is recomputed or
+            gathered again in the backward is then the compiler's choice, and gradients are scattered as they come.
+
     Attributes:
-        sums: parameter -> how its gradient is summed once it is complete, where the program does not.
+        sums: parameter -> over which digits its gradient is summed once it is complete, where the program does not; in the
+            order in which gradients come: that of the first use, from the last; of an operator's several, from the last.
+        scattered: what becomes of gradients that may be kept whole, of parameters that are stored in parts.
         module: the bound `torch.fx.GraphModule`: local parameters, buffers, constants, inputs in; outputs, then the new
             values of buffers, out.
     """
 
-    def __init__(self, lowered: Lowered, groups: ProcessGroups) -> None:
+    def __init__(self, lowered: Lowered, groups: ProcessGroups, compiled: str | None = None) -> None:
         self.lowered, self.groups = lowered, groups
+        self._eager, self._unkept = not compiled, None
+        self.scattered: list[Scatter] = []
         root = nn.Module()
         graph = torch.fx.Graph()
         env: dict[torch.fx.Node, torch.fx.Node] = {}
-        self.sums: dict[str, Steps] = {}
+        sums: list[tuple[int, str, Digits]] = []
+        number = {node: i for i, node in enumerate(lowered.module.graph.nodes)}
         passed: set[torch.fx.Node] = set()
+        regions, targets = Regions(lowered, lambda n: n.name), {}
+        runs: torch.fx.Node | None = None
         for node in lowered.module.graph.nodes:
+            if regions.regions and runs is None and node.op != "placeholder":
+                runs = graph.call_module("regions")
+            for region, key, value, copy in regions.reads.get(node, ()):
+                graph.call_function(keep, (runs, region, key, env[value], copy))
             if node.op == "placeholder" and node.meta["instance"].value.name in lowered.parameters:
                 sole = sum_of_gradient(node)
                 if sole is not None:
@@ -121,20 +185,40 @@ class ProcessProgram:
             if node in passed:
                 instruction = node.meta["instruction"]
                 env[node] = env[node.args[0]]
-                self.sums[instruction.source.value.name] = self._steps(instruction.backward,
-                                                                      instruction.target.local_shape)
+                sums.append((min(map(number.__getitem__, node.users), default=0), instruction.source.value.name,
+                             instruction.backward.steps[0].digits))
             elif node.target is move or node.target is extreme:
                 name = f"convert_{len(root._modules)}"
                 root.add_module(name, self._bound(node.meta["instruction"]))
+                targets[node] = getattr(root, name)
                 env[node] = graph.call_module(name, tuple(env[a] for a in node.args))
             else:
                 env[node] = graph.node_copy(node, env.__getitem__)
                 if node.op == "call_function":
-                    env[node].target = plain_function(node)
+                    env[node].target = targets[node] = plain_function(node)
+            if node in regions.savers:
+                plain, name = env[node], f"saving_{len(root._modules)}"
+                root.add_module(name, BoundSaver(regions.savers[node], targets[node]))
+                watched = tuple(env[n] for n in regions.watched(node))
+                env[node] = graph.call_module(name, (runs, watched, *plain.args), plain.kwargs)
+                graph.erase_node(plain)
+        if regions.regions:
+            root.add_module("regions", BoundRegions(regions.again(lambda n: _again(n, targets[n]))))
         self.module = torch.fx.GraphModule(root, graph)
+        self._call = torch.compile(self.module, dynamic=False, backend=compiled) if compiled else self.module.forward
+        self.sums = {name: digits for _, name, digits in sorted(reversed(sums), key=lambda use: -use[0])}
+
+    def attach(self, parameters: Mapping[str, Tensor]) -> None:
+        """To the parameters whose local tensors will come in."""
+        for part in self.module.children():
+            if isinstance(part, BoundGather):
+                part.parameter = [parameters[part.name]]
 
     def __call__(self, *local: Tensor) -> list[Tensor]:
-        return list(self.module.forward(*local))
+        if self._unkept is None:
+            return list(self._call(*local))
+        with self._unkept:
+            return list(self._call(*local))
 
     def _bound(self, instruction: Move | Extreme) -> nn.Module:
         forward = self._steps(instruction.forward, instruction.source.local_shape)
@@ -142,28 +226,52 @@ class ProcessProgram:
             layout = instruction.source.layout
             summed = conversion(layout.without_partial().with_partial(layout.partial), layout.without_partial())
             return BoundExtreme(forward, self._steps(summed, instruction.source.local_shape), instruction.dims)
-        backward = self._steps(instruction.backward, instruction.target.local_shape) \
-            if instruction.backward is not None else ()
-        return BoundMove(forward, backward, str(instruction.forward))
+        backward = self._backward(instruction)
+        label = str(instruction.forward)
+        if not instruction.again or not self._eager:
+            return BoundMove(forward, backward, label)
+        self._unkept = self._unkept or Unkept()
+        return BoundGather(forward, backward, label, instruction.source.value.name, self._unkept)
+
+    def _backward(self, instruction: Move) -> Steps:
+        if instruction.backward is None:
+            return ()
+        shape, hsdp = instruction.target.local_shape, self.lowered.plan.hsdp
+        if instruction.cause == "parameter" and instruction.forward.collectives and instruction.backward.source.partial \
+                and hsdp is not None and hsdp.accumulates_whole and Scatter.fits(instruction.backward) and self._eager:
+            self.scattered.append(Scatter(instruction.source.value.name, instruction.backward, shape, self.groups))
+            return (self.scattered[-1],)
+        return self._steps(instruction.backward, shape)
 
     def _steps(self, steps: Conversion, shape: tuple[int, ...]) -> Steps:
         return bind_all(steps, shape, self.groups.rank, self.groups)
 
 
-def agree(planned: Plan | Exception, fed: list[tuple[tuple[int, ...], str]], started: dict[str, Any]) -> None:
+def _again(node: torch.fx.Node, target: Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:
+    """How a node is computed from values by the names of their nodes."""
+    def run(env: dict[str, Any]) -> Any:
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: env[n.name])
+        return target(*args, **kwargs)
+    return run
+
+
+def agree(planned: Plan | Exception, fed: list[tuple[tuple[int, ...], str]], started: dict[str, Any],
+          seed: tuple[int, int, str] | None = None, settings: Any = None) -> None:
     """See, before anything runs, that all ranks have made the same plan from the same parameters.
 
     Args:
         planned: the plan, or what this rank could not plan for.
         fed: shape and type of each input of the whole batch.
         started: what tells the values of each parameter from others.
+        seed: of the program's random numbers, how many calls have drawn before, and the setting `random`.
+        settings: what else must be alike.
 
     Raises:
         RuntimeMismatchError: on every rank alike, naming the ranks that differ and in what.
         Exception: `planned`, where no rank could plan.
     """
     failed = f"{type(planned).__name__}: {planned}" if isinstance(planned, Exception) else None
-    mine = (None if failed else planned.fingerprint, fed, started, failed)
+    mine = (None if failed else planned.fingerprint, fed, started, failed, seed, settings)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     first = everyone[0]
@@ -182,6 +290,16 @@ def agree(planned: Plan | Exception, fed: list[tuple[tuple[int, ...], str]], sta
     if plans:
         raise RuntimeMismatchError(f"ranks {plans} have planned another program than rank 0",
                                    legal="the same model, marks and settings on every rank")
+    settled = [r for r, other in enumerate(everyone) if other[5] != first[5]]
+    if settled:
+        raise RuntimeMismatchError(f"ranks {settled} have other settings than rank 0: {everyone[settled[0]][5]} against "
+                                   f"{first[5]}", legal="the same comm_fusion and parameter_broadcast on every rank")
+    seeds = [r for r, other in enumerate(everyone) if other[4] != first[4]]
+    if seeds:
+        raise RuntimeMismatchError(
+            f"ranks {seeds} would draw other random numbers than rank 0: seed, calls so far and setting are "
+            f"{everyone[seeds[0]][4]} against {first[4]}", legal="torch.manual_seed with the same number on every rank, and "
+            "the same calls and setting")
     for name, value in first[2].items():
         other = [r for r, e in enumerate(everyone) if not _same(e[2].get(name), value)]
         if other:

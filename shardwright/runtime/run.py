@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,11 +12,16 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..graph import Value
-from ..lower import lower
+from ..lower import Lowered, lower
 from ..plan.plan import Plan
+from ..trees import closed, holds_objects
 from .deferred import materialize
+from .fusion import Accumulation, Fusion
 from .init import Runtime
 from .local import LocalProgram
+from .own import handings, with_rank_dim
+from .random import stream
+from .single import SingleProgram
 
 if TYPE_CHECKING:
     from .parameters import ShardedState
@@ -27,45 +34,60 @@ class Program:
 
     Attributes:
         plan: the plan.
-        body: the runtime's own program: `LocalProgram` or `ProcessProgram`.
+        body: the runtime's own program: `SingleProgram`, `LocalProgram` or `ProcessProgram`.
         held: the parameters of the processes runtime, for the model's next program; None in the local one.
+        exact: whether random numbers belong to positions of whole tensors, or to operators and slices.
     """
 
     def __init__(self, plan: Plan, body: Callable[..., list[Tensor]], state: list[Tensor], updated: list[Tensor],
                  held: ShardedState | None = None, device: torch.device | None = None, mean: bool = False) -> None:
-        self.plan, self.body, self.held = plan, body, held
+        self.plan, self.body, self.held, self.exact = plan, body, held, True
+        self._draws = plan.routed.seed is not None
         self._state, self._updated, self._device = state, updated, device
         self._outputs = plan.graph.outputs
+        self._objects = holds_objects(plan.graph.out_spec)
         self._sole = plan.graph.out_spec.is_leaf() and isinstance(plan.graph.outputs[0], Value)
-        self._parts = [i.layout.cuts[0] if mean and isinstance(o, Value) and i.layout.dims else 1
-                       for o, i in zip(plan.graph.outputs, plan.routed.outputs)]
+        if plan.own is not None:
+            self._handings = handings(plan, held is not None, mean)
+        else:
+            parts = [i.layout.cuts[0] if mean and isinstance(o, Value) and i.layout.dims else 1
+                     for o, i in zip(plan.graph.outputs, plan.routed.outputs)]
+            self._handings = [partial(_share, parts=n) if n > 1 else None for n in parts]
 
     def __call__(self, *leaves: Any) -> Any:
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         if self._device is not None:
             tensors = [x.to(self._device) for x in tensors]
+        if self._draws:
+            tensors.insert(0, stream.draw(self.exact))
         made = self.body(*self._state, *tensors)
         if self._sole and not self._updated:
-            return _handed(made[0], self._parts[0])  # the loss, most of the time: no tree to build
+            return _handed(made[0], self._handings[0])  # the loss, most of the time: no tree to build
         results = iter(made)
-        outputs = [_handed(next(results), parts) if isinstance(o, Value) else o
-                   for o, parts in zip(self._outputs, self._parts)]
+        outputs = [_handed(next(results), handing) if isinstance(o, Value) else o
+                   for o, handing in zip(self._outputs, self._handings)]
         if self._updated:
             with torch.no_grad():
                 for buffer, value in zip(self._updated, results, strict=True):
                     buffer.copy_(value)
-        return pytree.tree_unflatten(outputs, self.plan.graph.out_spec)
+        result = pytree.tree_unflatten(outputs, self.plan.graph.out_spec)
+        return closed(result) if self._objects else result
 
 
-def _handed(output: Tensor, parts: int) -> Tensor:
+def _handed(output: Tensor, handing: Callable[[Tensor], Tensor] | None) -> Tensor:
+    return output if handing is None else handing(output)
+
+
+def _share(output: Tensor, parts: int) -> Tensor:
     """An output whose `parts` each get a loss of their own: gradients are those of the losses' mean."""
-    if parts > 1 and output.requires_grad:
+    if output.requires_grad:
         output.register_hook(lambda gradient: gradient / parts)
     return output
 
 
-def make_program(plan: Plan, holder: nn.Module, runtime: Runtime, *, gradients_mean: bool,
-                 before: Program | None) -> Program:
+def make_program(plan: Plan, holder: nn.Module, runtime: Runtime, *, gradients_mean: bool, before: Program | None,
+                 fusion: Fusion, accumulation: Accumulation, broadcast: bool = False, compiled: str | None = None
+                 ) -> Program:
     """Lower a plan and put it on the runtime; at the first time parameters come into being as slices.
 
     Args:
@@ -73,17 +95,24 @@ def make_program(plan: Plan, holder: nn.Module, runtime: Runtime, *, gradients_m
         gradients_mean: with the loss outside and each rank feeding its own part: whether gradients are those of the
             mean of the ranks' losses, or of their sum.
         before: the model's earlier program, if there is one.
+        fusion, accumulation: how gradients are summed in processes.
+        broadcast: in processes, whether parameters and buffers begin with the values of rank 0.
+        compiled: the backend by which ``torch.compile`` compiles the program: not where one process plays several devices.
     """
     lowered = lower(plan)
     _keep_freed_memory()
     if runtime.processes and plan.devices > 1:
-        return _on_processes(lowered, holder, runtime, gradients_mean, before)
+        return _on_processes(lowered, holder, runtime, gradients_mean, before, fusion, accumulation, broadcast, compiled)
     if before is None:
         materialize(holder, lambda name, old, whole: whole, runtime.device, real=False)
     named = dict(holder.named_parameters()) | dict(holder.named_buffers())
-    state = [named[n] for n in (*lowered.parameters, *lowered.buffers)]
+    state = [with_rank_dim(named[n]) for n in (*lowered.parameters, *lowered.buffers)]
     state += [plan.graph.constants[n] for n in lowered.constants]
-    return Program(plan, LocalProgram(lowered), state, [named[n] for n in lowered.updates])
+    single = plan.devices == 1 and (compiled or not plan.regions)
+    if compiled and not single:
+        warnings.warn("compile=True: one process plays all devices, operator by operator, and is not compiled", stacklevel=7)
+    body = SingleProgram(lowered, compiled) if single else LocalProgram(lowered)
+    return Program(plan, body, state, [named[n] for n in lowered.updates])
 
 
 def _keep_freed_memory() -> None:
@@ -96,8 +125,10 @@ def _keep_freed_memory() -> None:
     torch.empty(31 << 20, dtype=torch.uint8)
 
 
-def _on_processes(lowered, holder: nn.Module, runtime: Runtime, gradients_mean: bool, before: Program | None) -> Program:
+def _on_processes(lowered: Lowered, holder: nn.Module, runtime: Runtime, gradients_mean: bool, before: Program | None,
+                  fusion: Fusion, accumulation: Accumulation, broadcast: bool, compiled: str | None) -> Program:
     # DTensor and the rest take a second to import: a program that runs in one process does without.
+    from .buckets import GradientSums
     from .collectives import ProcessGroups
     from .parameters import ShardedState
     from .processes import ProcessProgram
@@ -106,10 +137,11 @@ def _on_processes(lowered, holder: nn.Module, runtime: Runtime, gradients_mean: 
     held = before.held if before is not None else None
     if held is None:
         groups = ProcessGroups(plan.devices, runtime.rank)
-        held = ShardedState(plan, holder, groups, runtime.rank, runtime.device)
-    body = ProcessProgram(lowered, held.groups)
-    leaves = held.leaves(holder, body.sums)
+        held = ShardedState(plan, holder, groups, runtime.rank, runtime.device, broadcast)
+    body = ProcessProgram(lowered, held.groups, compiled)
+    leaves = held.leaves(holder, GradientSums(body.sums, held.groups, fusion, accumulation, body.scattered))
+    body.attach(dict(holder.named_parameters()))
     state = [leaves[n] for n in lowered.parameters] + [held.buffers[n] for n in lowered.buffers]
     state += [plan.graph.constants[n].to(runtime.device) for n in lowered.constants]
     return Program(plan, body, state, [held.buffers[n] for n in lowered.updates], held, runtime.device,
-                   gradients_mean and plan.fed.own_part)
+                   gradients_mean and (plan.fed.own_part or plan.own is not None))

@@ -1,0 +1,178 @@
+"""Collectives that a user places, in ``hybrid_parallel``: each rank runs its own program, and these join them.
+
+    rank r computes x_r.      all_reduce: y_r = Σ_s x_s      all_gather: y_r = (x_0, x_1, …)      broadcast: y_r = x_root
+    reduce_scatter: y_r = part r of Σ_s x_s                  all_to_all: y_r = (part r of x_0, part r of x_1, …)
+
+Their gradients are those of one program on all ranks: with L the mean of the ranks' losses (`loss_fn` inside, or
+`gradients_mean`, the default), dL/dx_r collects what every rank's y owes to x_r,
+
+    all_reduce: Σ_s dL/dy_s      all_gather: part r of Σ_s dL/dy_s      reduce_scatter: (dL/dy_0, dL/dy_1, …)
+    all_to_all: an all_to_all the other way                    broadcast: Σ_s dL/dy_s on the root, nothing elsewhere
+
+Where all ranks compute one loss, it counts once, as on one device: their mean is that loss. (The gradients that
+torch.distributed's own collectives have are of the losses' sum: as many times too large.)
+
+A group is a `Layout` of one dim: ``mesh("mp")`` of ``mesh = Layout((2, 4), ("dp", "mp"))`` are the ranks that differ along
+"mp" alone; None are all ranks. On one device every collective is the identity.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import SettingError
+from .layout import Digit, Digits, Layout, digits_size
+
+__all__ = ["COLLECTIVES", "all_gather", "all_reduce", "all_to_all", "broadcast", "for_ranks", "reduce_scatter"]
+
+
+def all_reduce(x: Tensor, op: str = "sum", *, group: Layout | None = None) -> Tensor:
+    """The sum (or "mean") of what the ranks of a group have, on each of them.
+
+    Raises:
+        SettingError: another `op`, or no group.
+    """
+    if op not in ("sum", "mean"):
+        raise SettingError(f"all_reduce of {op!r}", legal='"sum" or "mean"')
+    digits = _digits(group)
+    total = _all_reduce(x, *_written(digits))
+    return total if op == "sum" else total / digits_size(digits)
+
+
+def all_gather(x: Tensor, dim: int = 0, *, group: Layout | None = None) -> Tensor:
+    """What the ranks of a group have, in their order, one after the other along `dim`.
+
+    Raises:
+        SettingError: no such dim, or no group.
+    """
+    return _all_gather(x, _dim(x, dim), *_written(_digits(group)))
+
+
+def reduce_scatter(x: Tensor, dim: int = 0, *, group: Layout | None = None) -> Tensor:
+    """This rank's part, along `dim`, of the sum of what the ranks of a group have.
+
+    Raises:
+        SettingError: no such dim or one that the ranks do not divide, or no group.
+    """
+    digits, dim = _digits(group), _dim(x, dim)
+    _divides(x, dim, digits, "reduce_scatter")
+    return _reduce_scatter(x, dim, *_written(digits))
+
+
+def all_to_all(x: Tensor, split_dim: int = 0, concat_dim: int = 0, *, group: Layout | None = None) -> Tensor:
+    """`x` cut along one dim, a part to every rank of a group; the parts received, one after the other along another.
+
+    Raises:
+        SettingError: no such dim or one that the ranks do not divide, or no group.
+    """
+    digits, split, concat = _digits(group), _dim(x, split_dim), _dim(x, concat_dim)
+    _divides(x, split, digits, "all_to_all")
+    if split != concat:
+        return _all_to_all(x, split, concat, *_written(digits))
+    n = digits_size(digits)
+    parts = x.unflatten(split, (1, n, x.shape[split] // n))
+    return _all_to_all(parts, split + 1, split, *_written(digits)).flatten(split, split + 2)
+
+
+def broadcast(x: Tensor, root: int = 0, *, group: Layout | None = None) -> Tensor:
+    """What the rank number `root` of a group has, on each of them.
+
+    Raises:
+        SettingError: no such rank, or no group.
+    """
+    digits = _digits(group)
+    if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < digits_size(digits):
+        raise SettingError(f"broadcast from rank {root!r} of a group of {digits_size(digits)}",
+                           legal=f"0 to {digits_size(digits) - 1}")
+    return all_gather(x.unsqueeze(0), 0, group=group).select(0, root)
+
+
+# -- as operators that a graph holds -----------------------------------------------------------------------------------
+
+# Digits are written as two lists, of sizes and of strides. What runs is a conversion that the planner of hybrid_parallel
+# puts in their place, so that plans, dumps and both runtimes treat them as any other; on one device they are nothing.
+
+
+def _operator(name: str, arguments: str, shape: Any) -> Any:
+    @torch.library.custom_op(f"shardwright::{name}", mutates_args=(),
+                             schema=f"(Tensor x, {arguments}int[] sizes, int[] strides) -> Tensor")
+    def run(x: Tensor, *args: Any) -> Tensor:
+        if any(size > 1 for size in args[-2]):
+            raise SettingError(f"{name} is called outside of a wrapped model",
+                               legal='AutoParallel(net, parallel_mode="hybrid_parallel"), which runs it on all ranks')
+        return x.clone()
+
+    def fake(x: Tensor, *args: Any) -> Tensor:
+        return x.new_empty(shape(list(x.shape), math.prod(args[-2]), *args[:-2]))
+
+    run.register_fake(fake)
+    # While a model is captured only that there is a gradient is of interest; on one device it is the identity's.
+    run.register_autograd(lambda ctx, gradient: (gradient,) + (None,) * (arguments.count(",") + 2))
+    return run
+
+
+def _scaled(shape: list[int], changes: dict[int, tuple[int, int]]) -> list[int]:
+    return [s * changes[d][0] // changes[d][1] if d in changes else s for d, s in enumerate(shape)]
+
+
+_all_reduce = _operator("all_reduce", "", lambda shape, n: shape)
+_all_gather = _operator("all_gather", "int dim, ", lambda shape, n, dim: _scaled(shape, {dim: (n, 1)}))
+_reduce_scatter = _operator("reduce_scatter", "int dim, ", lambda shape, n, dim: _scaled(shape, {dim: (1, n)}))
+_all_to_all = _operator("all_to_all", "int split_dim, int concat_dim, ",
+                        lambda shape, n, split, concat: _scaled(_scaled(shape, {split: (1, n)}), {concat: (n, 1)}))
+
+#: The operators that stand for collectives in a captured graph.
+COLLECTIVES = frozenset(getattr(torch.ops.shardwright, name).default
+                        for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"))
+
+
+# -- what is asked for -------------------------------------------------------------------------------------------------
+
+
+#: How many ranks the model that is being captured is for; None outside of a capture.
+_DEVICES: contextvars.ContextVar[int | None] = contextvars.ContextVar("shardwright_ranks", default=None)
+
+
+@contextlib.contextmanager
+def for_ranks(devices: int | None) -> Iterator[None]:
+    """While active, a group that is not named has so many ranks."""
+    token = _DEVICES.set(devices)
+    try:
+        yield
+    finally:
+        _DEVICES.reset(token)
+
+
+def _digits(group: Layout | None) -> Digits:
+    if group is None:
+        devices = _DEVICES.get()
+        if devices is None:
+            from .runtime.init import world_size  # above this room, which a plan needs and no runtime
+            devices = world_size()
+        return (Digit(devices, 1),) if devices > 1 else ()
+    if not isinstance(group, Layout) or group.dims is None or len(group.dims) != 1:
+        raise SettingError(f"{group!r} is no group of ranks", legal='mesh("mp") of mesh = Layout((2, 4), ("dp", "mp")), or None')
+    return tuple(sorted(group.dims[0], key=lambda d: -d.stride))
+
+
+def _written(digits: Digits) -> tuple[list[int], list[int]]:
+    return [d.size for d in digits], [d.stride for d in digits]
+
+
+def _dim(x: Tensor, dim: int) -> int:
+    if isinstance(dim, bool) or not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
+        raise SettingError(f"dim {dim!r} of a tensor of shape {tuple(x.shape)}", legal=f"{-x.dim()} to {x.dim() - 1}")
+    return dim % x.dim()
+
+
+def _divides(x: Tensor, dim: int, digits: Digits, what: str) -> None:
+    if x.shape[dim] % digits_size(digits):
+        raise SettingError(f"{what}: dim {dim} of {tuple(x.shape)} has size {x.shape[dim]}, which "
+                           f"{digits_size(digits)} ranks do not divide", legal="a size that they divide")

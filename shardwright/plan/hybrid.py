@@ -1,0 +1,279 @@
+"""hybrid_parallel: each rank runs the user's program on its own part, as written; the user's collectives join them.
+
+    a value is one tensor a rank:      x_r, in the layout of terms over all digits, whose sum an all-reduce is
+    an ordinary parameter:             p on every rank; its gradient is Σ_r of what the ranks owe to it
+    a layerwise parameter:             w_r, a slice of what is stacked along a first dim that all digits cut
+    a loss inside:                     mean over ranks of their losses
+
+So `sw.ops` are conversions between layouts, and their transposes are their gradients. Shapes are those of one rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ..conversion import conversion
+from ..errors import SettingError
+from ..graph import SEED, Graph, Op, Value
+from ..layout import Digit, Digits, Layout
+from ..ops import COLLECTIVES
+from ..rules import bound_rule, expand, find_rule, whole_rule
+from ..rules.registry import local_call
+from .decision import Decision, Feeding, feeding
+from .route import Compute, Instance, Move, Ref, Routed
+from .storage import Stored
+
+__all__ = ["OwnPrograms", "decided", "fed_whole", "local_inputs", "own_programs", "with_stacked"]
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class OwnPrograms:
+    """What a graph of one rank's shapes does not say.
+
+    Attributes:
+        parameters: names of those that are each rank's own.
+        loss: whether what it returns is a loss.
+    """
+
+    parameters: frozenset[str]
+    loss: bool
+
+
+def local_inputs(args: tuple, kwargs: dict[str, Any], devices: int, dataset: Any) -> tuple[tuple, dict[str, Any]]:
+    """Whole inputs in the shapes that one rank feeds, as meta tensors.
+
+    Raises:
+        SettingError: a batch that the devices do not divide, or another setting that does not fit.
+    """
+    if dataset == "full_batch":
+        return args, kwargs
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    values = tuple(Value(f"input {i}", tuple(x.shape), x.dtype) for i, x in enumerate(leaves) if isinstance(x, torch.Tensor))
+    fed = iter(feeding(Graph(values, {}, {}, {}, (), ()), devices, dataset).inputs)
+    made = [torch.empty(next(fed).local_shape(x.shape), dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
+            if isinstance(x, torch.Tensor) else x for x in leaves]
+    return pytree.tree_unflatten(made, spec)
+
+
+def fed_whole(graph: Graph, devices: int, dataset: Any) -> Feeding:
+    """How the whole batch comes to ranks that each are fed what `graph` is."""
+    if dataset == "full_batch":
+        return feeding(graph, devices, dataset)
+    if dataset == "data_parallel":
+        return Feeding(tuple(Layout.from_cuts(devices, (devices,) + (1,) * (len(v.shape) - 1)) if v.shape
+                             else Layout.replicated(devices, 0) for v in graph.inputs), True)
+    if not isinstance(dataset, (tuple, list)) or len(dataset) != len(graph.inputs):
+        return feeding(graph, devices, dataset)  # which says what is wrong with it
+    layouts = tuple(entry if isinstance(entry, Layout) else Layout.from_cuts(devices, entry) for entry in dataset)
+    return Feeding(layouts, any(not layout.is_replicated for layout in layouts))
+
+
+def with_stacked(graph: Graph, devices: int, own: OwnPrograms) -> Graph:
+    """The graph with each rank's own parameters as they are held: those of all ranks, along a first dim."""
+    return replace(graph, parameters={n: replace(v, shape=(devices, *v.shape)) if n in own.parameters else v
+                                      for n, v in graph.parameters.items()})
+
+
+def decided(graph: Graph, devices: int) -> dict[str, Decision]:
+    """Every operator as it stands, on every rank."""
+    out = {}
+    for op in graph.ops:
+        described = whole_rule(op)
+        bound = bound_rule(op, described)
+        out[op.name] = Decision(op, described, bound, bound.whole(devices), cause="own")
+    return out
+
+
+def own_programs(graph: Graph, devices: int, fed: Feeding, own: OwnPrograms) -> Routed:
+    """The program that every rank runs on its own tensors."""
+    return _Programs(graph, devices, fed, own).run()
+
+
+class _Programs:
+    def __init__(self, graph: Graph, devices: int, fed: Feeding, own: OwnPrograms) -> None:
+        self.graph, self.devices, self.fed, self.own = graph, devices, fed, own
+        self.all: Digits = (Digit(devices, 1),) if devices > 1 else ()
+        self.made: dict[str, Instance] = {}       # value name -> it
+        self.renamed: dict[str, Value] = {}
+        self.out: list[Any] = []
+        self.seed: Instance | None = None
+
+    def run(self) -> Routed:
+        graph = self.graph
+        inputs = tuple(self.fed_input(v, layout) for v, layout in zip(graph.inputs, self.fed.inputs))
+        parameters = {n: self.parameter(v) for n, v in graph.parameters.items()}
+        buffers = {n: self.enter(Instance(n, v, self.whole(v))) for n, v in graph.buffers.items()}
+        constants = {n: self.enter(Instance(n, Value(n, tuple(t.shape), t.dtype), Layout.replicated(self.devices, t.dim())))
+                     for n, t in graph.constants.items()}
+        for op in graph.ops:
+            if op.target in COLLECTIVES:
+                self.collective(op)
+            else:
+                self.compute(op)
+        outputs = tuple(self.handed(v) if isinstance(v, Value) else v for v in graph.outputs)
+        updates = {n: self.updated(v) for n, v in graph.updates.items()}
+        stored = {n: Stored(i.layout) for n, i in parameters.items()}
+        return Routed(self.devices, inputs, parameters, buffers, constants, tuple(self.out), outputs, updates, (), stored,
+                      {n: i.layout for n, i in parameters.items()}, self.seed)
+
+    # -- layouts --
+
+    def whole(self, value: Value) -> Layout:
+        return Layout.replicated(self.devices, len(value.shape))
+
+    def apart(self, value: Value) -> Layout:
+        """The layout of a value that is another on each rank."""
+        return self.whole(value).with_partial(self.all)
+
+    def stacked(self, value: Value) -> tuple[Value, Layout]:
+        """All ranks' tensors as one, along a new first dim."""
+        whole = Value(value.name, (self.devices, *value.shape), value.dtype, value.requires_grad)
+        return whole, Layout.of(self.devices, (self.all,) + ((),) * len(value.shape))
+
+    # -- what comes in --
+
+    def enter(self, instance: Instance) -> Instance:
+        self.made[instance.value.name] = instance
+        return instance
+
+    def fed_input(self, value: Value, layout: Layout) -> Instance:
+        shape = tuple(size * cut for size, cut in zip(value.shape, layout.cuts))
+        instance = self.enter(Instance(value.name, Value(value.name, shape, value.dtype, value.requires_grad), layout))
+        self.made[value.name] = Instance(value.name, value, instance.layout)
+        if value.requires_grad and layout.replicas:
+            self.summed(instance, layout, value)
+        return instance
+
+    def summed(self, source: Instance, layout: Layout, value: Value) -> None:
+        """Every rank uses its copy in its own way: what they owe to it is summed."""
+        target = Instance(f"{source.name}~own", value, self.apart(value))
+        gradient = conversion(layout.with_partial(layout.replicas), layout)
+        self.out.append(Move(source, target, conversion(layout, layout), gradient,
+                             "parameter" if source.name in self.graph.parameters else "conversion", source.name))
+        self.made[value.name] = target
+
+    def parameter(self, value: Value) -> Instance:
+        if value.name in self.own.parameters:
+            instance = Instance(value.name, value, Layout.of(self.devices, (self.all,) + ((),) * (len(value.shape) - 1)))
+            value = replace(value, shape=value.shape[1:])
+            self.call(aten.select.int, (Ref(value.name), 0, 0), f"{value.name}~own", value, self.apart(value), (instance,))
+            return instance
+        instance = self.enter(Instance(value.name, value, self.whole(value)))
+        if value.requires_grad and self.all:
+            self.summed(instance, instance.layout, value)
+        return instance
+
+    # -- operators --
+
+    def call(self, target: Any, args: tuple, name: str, value: Value, layout: Layout, reads: tuple[Instance, ...],
+             operator: str = "") -> Instance:
+        """An operator of ours; what it makes stands for `value` from here on."""
+        made = Instance(name, value, layout)
+        op = Op(name, target, (), {}, tuple(i.value for i in reads), (value,), origin=operator or value.name)
+        self.out.append(Compute(op, target, args, {}, (made,), operator or value.name))
+        self.made[value.name] = made
+        return made
+
+    def compute(self, op: Op) -> None:
+        steps = [(op, None, None, None)]
+        described = find_rule(op)
+        if described is not None and described.expand is not None:  # as random operators are, of the one stream
+            bound = bound_rule(op, described)
+            steps, renamed = expand(self.swapped(op), described, bound, bound.whole(self.devices))
+            self.renamed.update(renamed)
+        for step, rule, bound, assignment in steps:
+            step = self.swapped(step)
+            if any(v.name == SEED.name for v in step.inputs) and self.seed is None:
+                self.seed = self.enter(Instance(SEED.name, SEED, self.whole(SEED)))
+            local = local_call(step, rule, bound, assignment) if rule is not None else step
+            args, kwargs = pytree.tree_map(lambda leaf: Ref(self.made[leaf.name].name) if isinstance(leaf, Value) else leaf,
+                                           (local.args, local.kwargs))
+            alike = all(self.made[v.name].layout.is_replicated for v in step.inputs)
+            outputs = tuple(None if v is None else self.enter(Instance(
+                v.name, v, self.whole(v) if alike and not v.requires_grad else self.apart(v))) for v in step.outputs)
+            self.out.append(Compute(step, local.target, tuple(args), kwargs, outputs, op.name))
+
+    def swapped(self, op: Op) -> Op:
+        if not any(v.name in self.renamed for v in op.inputs):
+            return op
+        now = lambda leaf: self.renamed.get(leaf.name, leaf) if isinstance(leaf, Value) else leaf  # noqa: E731
+        args, kwargs, inputs = pytree.tree_map(now, (op.args, op.kwargs, op.inputs))
+        return replace(op, args=args, kwargs=kwargs, inputs=inputs)
+
+    def collective(self, op: Op) -> None:
+        op = self.swapped(op)
+        x, value = self.made[op.inputs[0].name], op.outputs[0]
+        assert value is not None
+        group = tuple(Digit(size, stride) for size, stride in zip(op.args[-2], op.args[-1]))
+        if any(self.devices % digit.span for digit in group):
+            raise SettingError(f"a group over {group} does not fit {self.devices} devices", **op.where,
+                               legal=f"a Layout of {self.devices} devices")
+        before, after, terms = self.between(op, group, len(value.shape))
+        forward = conversion(before, after)
+        backward = conversion(after.with_partial(group) if terms else after, before.without_partial()) \
+            if value.requires_grad else None
+        source = Instance(x.name, _of_all(op.inputs[0], before), before)
+        target = Instance(value.name, value, self.apart(value))
+        self.out.append(Move(source, target, forward, backward, "operator", op.name, op.name))
+        self.made[value.name] = target
+
+    def between(self, op: Op, group: Digits, dims: int) -> tuple[Layout, Layout, bool]:
+        """The layouts that a collective goes between, and whether the gradients that come to it are terms of a sum."""
+        def cut(dim: int) -> Layout:
+            return Layout.of(self.devices, [group if d == dim else () for d in range(dims)])
+        whole = Layout.replicated(self.devices, dims)
+        kind = op.target._schema.name.split("::")[1]
+        if kind == "all_reduce":
+            return whole.with_partial(group), whole, True
+        if kind == "all_gather":
+            return cut(op.args[1]), whole, True
+        if kind == "reduce_scatter":
+            return whole.with_partial(group), cut(op.args[1]), False
+        return cut(op.args[2]), cut(op.args[1]), False
+
+    # -- what goes out --
+
+    def mean(self, value: Value, name: str) -> Instance:
+        """The mean over ranks, on each of them; what it owes to each rank is its share."""
+        x = self.made[value.name]
+        total = Instance(f"{name}~sum", value, self.whole(value))
+        back = conversion(self.whole(value), self.whole(value)) if value.requires_grad else None
+        self.out.append(Move(Instance(x.name, value, self.apart(value)), total,
+                             conversion(self.apart(value), self.whole(value)), back, "operator", name, name))
+        return self.call(aten.div.Scalar, (Ref(total.name), float(self.devices)), f"{name}~mean", value, self.whole(value),
+                         (total,), name)
+
+    def handed(self, value: Value) -> Instance:
+        value = self.renamed.get(value.name, value)
+        x = self.made[value.name]
+        if x.layout.is_replicated or not self.all:
+            return x
+        if self.own.loss and not value.shape:
+            return self.mean(value, value.name)
+        whole, layout = self.stacked(value)
+        whole = replace(whole, name=f"{value.name}~out")
+        return self.call(aten.unsqueeze.default, (Ref(x.name), 0), whole.name, whole, layout, (x,), value.name)
+
+    def updated(self, value: Value) -> Instance:
+        value = self.renamed.get(value.name, value)
+        x = self.made[value.name]
+        if x.layout.is_replicated or not self.all:
+            return x
+        if value.dtype.is_floating_point:
+            return self.mean(value, value.name)
+        target = Instance(f"{value.name}~one", value, self.whole(value))  # a count, alike on all
+        self.out.append(Move(Instance(x.name, value, self.whole(value)), target, conversion(target.layout, target.layout),
+                             None, "conversion", value.name))
+        return target
+
+
+def _of_all(value: Value, layout: Layout) -> Value:
+    """The value of which a rank's is a part in `layout`."""
+    shape = tuple(size * cut for size, cut in zip(value.shape, layout.cuts))
+    return Value(value.name, shape, value.dtype, value.requires_grad)

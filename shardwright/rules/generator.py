@@ -1,0 +1,333 @@
+"""The library's own random numbers: a word of 64 bits for each position of a whole tensor, whoever computes it.
+
+    key(seed, call, number)       start and odd step of an operator's stream
+    word(k) = mix(start + k·step)                                    SplitMix64
+    element i of the whole tensor, row-major:
+        a number                  word(i)
+        one that is kept or not   half i mod 2 of word(i div 2), as an integer of 32 bits, below p·2³²
+
+So a rank computes its own elements alone, and they are those of one device under every layout. SplitMix64 and the
+choice of steps are those of G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014
+(the SplittableRandom of Java; it passes DieHarder and BigCrush), the mixing function is D. Stafford's "Mix13". It takes
+nine vector operations a word; Philox-4x32-10 takes over a hundred. Where the seed says "fast", numbers come from torch's
+own generator instead, seeded by the operator and by where the rank's slice begins: replicas agree, slices differ.
+
+The operators take the seed and the positions as tensors in host memory, for the program is the same on every rank:
+
+    seed      (3,): torch.initial_seed(), the number of the call, and whether numbers are exact (1) or fast (0)
+    starts    for each of `dims`, where this rank's slice begins in the whole tensor (1,); other dims begin at 0
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["KINDS", "PLAIN", "Slice", "device_words", "host_words", "key"]
+
+_BITS = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX13 = (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, None)
+_MIX_GAMMA = (33, 0xFF51AFD7ED558CCD), (33, 0xC4CEB9FE1A85EC53), (33, None)
+
+#: Words that are worked on at a time on a thread of a CPU: with a temporary, what fits the second cache.
+_CHUNK = 1 << 14
+
+_NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
+
+_ROUNDS = tuple((np.uint64(shift), None if factor is None else np.uint64(factor)) for shift, factor in _MIX13)
+
+#: What `draw` gives: "uniform" in [0, 1); "normal"; "exponential", above 0; "integer" in [0, 2⁶³).
+KINDS = ("uniform", "normal", "exponential", "integer")
+
+
+def _signed(x: int) -> int:
+    x &= _BITS
+    return x - (1 << 64) if x >> 63 else x
+
+
+def _mixed(z: int, rounds: tuple = _MIX13) -> int:
+    for shift, factor in rounds:
+        z = ((z ^ z >> shift) * (factor or 1)) & _BITS
+    return z
+
+
+@lru_cache(maxsize=4)
+def _of_call(seed: int, call: int) -> int:
+    return _mixed(_mixed(seed + _GOLDEN & _BITS) + (call + 1) * _GOLDEN & _BITS)
+
+
+def key(seed: int, call: int, number: int) -> tuple[int, int]:
+    """Start and step of the stream of one operator in one call, as unsigned numbers."""
+    state = _mixed(_of_call(seed, call) + (number + 1) * _GOLDEN & _BITS)
+    step = _mixed(state + _GOLDEN & _BITS, _MIX_GAMMA) | 1
+    if (step ^ step >> 1).bit_count() < 24:  # too regular a pattern
+        step ^= 0xAAAAAAAAAAAAAAAA
+    return state, step
+
+
+class Slice:
+    """Where a slice lies in its whole tensor, row-major: rows of neighbouring elements.
+
+    Attributes:
+        first: the position of its first element.
+        run: how many elements neighbour one another in a row.
+        rows: sizes and strides of the dims before, which lead from row to row.
+    """
+
+    def __init__(self, starts: Sequence[Tensor], dims: Sequence[int], size: Sequence[int], whole: Sequence[int]
+                 ) -> None:
+        begin = {d: start.item() for d, start in zip(dims, starts)}
+        self.first, self.run, stride, self.rows = 0, 1, 1, []
+        for d in range(len(size) - 1, -1, -1):
+            self.first += begin.get(d, 0) * stride
+            if self.run == stride:
+                self.run *= size[d]
+            elif size[d] > 1:
+                self.rows.insert(0, (size[d], stride))
+            stride *= whole[d]
+
+    def offsets(self) -> np.ndarray:
+        """The position of each row's first element."""
+        if not self.rows:
+            return np.array([self.first])
+        size, stride = self.rows[0]
+        at = np.arange(self.first, self.first + size * stride, stride)
+        for size, stride in self.rows[1:]:
+            at = (at[:, None] + np.arange(0, size * stride, stride)).ravel()
+        return at
+
+    @property
+    def aligned(self) -> bool:
+        """Whether all rows begin in the same half of a word."""
+        return all(stride % 2 == 0 for _, stride in self.rows)
+
+
+def _words(start: int, step: int, offsets: np.ndarray | int, count: int) -> np.ndarray:
+    """``word(offset + j)`` for the `count` positions from an offset, or from each of several: (offsets, count)."""
+    z = np.arange(count, dtype=np.uint64)
+    z *= np.uint64(step)
+    if isinstance(offsets, int):
+        z += np.uint64(start + offsets * step & _BITS)
+        return _mix(z)
+    rows = offsets.astype(np.uint64)
+    rows *= np.uint64(step)
+    rows += np.uint64(start)
+    return _mix(rows[:, None] + z)
+
+
+def host_words(start: int, step: int, offsets: np.ndarray, count: int) -> Tensor:
+    """The words of each offset and the `count` positions from there, as (offsets, count) signed integers."""
+    z = _words(start, step, int(offsets[0]) if offsets.size == 1 else offsets, count)
+    return torch.from_numpy(z.view(np.int64)).view(-1, count)
+
+
+def _mix(z: np.ndarray) -> np.ndarray:
+    """The mixing function, in place."""
+    shifted = np.empty_like(z)
+    for shift, factor in _ROUNDS:
+        np.right_shift(z, shift, out=shifted)
+        np.bitwise_xor(z, shifted, out=z)
+        if factor is not None:
+            np.multiply(z, factor, out=z)
+    return z
+
+
+def device_words(start: int, step: int, offsets: np.ndarray, count: int, device: torch.device) -> Tensor:
+    """The same on another device, or on all threads of the CPU."""
+    z = torch.arange(count, device=device).mul_(_signed(step))
+    if offsets.size == 1:
+        z = z.add_(_signed(start + int(offsets[0]) * step)).view(1, count)
+    else:
+        z = (torch.from_numpy(offsets).to(device) * _signed(step)).add_(_signed(start))[:, None] + z
+    for shift, factor in _MIX13:  # shifts of signed words copy the sign: it is masked away
+        z.bitwise_xor_((z >> shift).bitwise_and_((1 << 64 - shift) - 1))
+        if factor is not None:
+            z.mul_(_signed(factor))
+    return z
+
+
+def _filled(out: Tensor, at: Slice, stream: tuple[int, int], halves: bool, put: Callable[[Tensor, Tensor], Any]
+            ) -> Tensor:
+    """Fill `out` with what ``put(words, into)`` makes of the words, (rows, elements) at a time.
+
+    Args:
+        halves: two elements a word: `put` gets them as integers of 32 bits.
+    """
+    start, step = stream
+    rows, run, offsets = out.numel() // at.run, at.run, at.offsets()
+    threads = torch.get_num_threads() if out.device.type == "cpu" else 1
+    on_host = out.device.type == "cpu" and (threads <= 2 or out.numel() <= 4 * _CHUNK)
+    chunk = 2 * _CHUNK if on_host else threads * 4 * _CHUNK if out.device.type == "cpu" else out.numel()
+    if not halves:
+        chunk = -(-chunk // 2)
+    many = max(1, chunk // run)
+
+    def words(where: np.ndarray, count: int) -> Tensor:
+        return host_words(start, step, where, count) if on_host else device_words(start, step, where, count, out.device)
+
+    flat = out.view(rows, run)
+    aligned = at.aligned
+    for r in range(0, rows, many):
+        for c in range(0, run, chunk):
+            into = flat if rows <= many and run <= chunk else flat[r:r + many, c:c + chunk]
+            here, width = offsets[r:r + many] + c, into.shape[1]
+            if not halves:
+                made = words(here, width)
+            elif aligned:
+                begin = (at.first + c) % 2
+                made = words(here // 2, (begin + width + 1) // 2).view(torch.int32)
+                if begin or made.shape[1] != width:
+                    made = made[:, begin:begin + width]
+            else:  # rows that begin in the one half and in the other
+                position = np.add.outer(here, np.arange(width))
+                made = words(position.ravel() // 2, 1).view(torch.int32)
+                half = torch.from_numpy(position.ravel() % 2).to(out.device)
+                made = made.gather(1, half[:, None]).view(position.shape)
+            put(made, into)
+    return out
+
+
+def _state(seed: Tensor, number: int, at: Slice) -> tuple[tuple[int, int], int | None]:
+    """The stream of an operator, and for fast numbers the seed of torch's generator on this slice."""
+    initial, call, exact = seed.tolist()
+    stream = key(initial & _BITS, call, number)
+    return stream, None if exact else _mixed(stream[0] + (at.first + 1) * stream[1] & _BITS) >> 1
+
+
+def _made_on(seed: Tensor, like: Tensor | None, device: torch.device | None) -> torch.device:
+    if seed.is_meta:
+        return seed.device
+    return like.device if like is not None else torch.device(device or "cpu")
+
+
+def _mask(seed: Tensor, starts: Sequence[Tensor], like: Tensor | None, dims: Sequence[int], size: Sequence[int],
+          whole: Sequence[int], number: int, p: float, value: float, dtype: torch.dtype,
+          device: torch.device | None) -> Tensor:
+    on, at = _made_on(seed, like, device), Slice(starts, dims, size, whole)
+    stream, fast = _state(seed, number, at)
+    below, number_type = round(p * 2 ** 32) - (1 << 31), _NUMPY.get(dtype) if on.type == "cpu" else None
+    simple = fast is None and number_type is not None and -1 << 31 < below < 1 << 31 and at.aligned
+    if simple and 0 < math.prod(size) <= 2 * _CHUNK:
+        begin = at.first % 2  # in one go, with the least around it: this is what a small dropout costs
+        made = _words(*stream, at.offsets() // 2 if at.rows else at.first // 2, (begin + at.run + 1) // 2)
+        kept = made.view(np.int32)[..., begin:begin + at.run] < below
+        return torch.from_numpy(np.multiply(kept, number_type(value))).view(size)
+    out = torch.empty(size, dtype=dtype, device=on)
+    if not out.numel():
+        return out
+    if fast is not None:
+        return out.bernoulli_(p, generator=torch.Generator(out.device).manual_seed(fast)).mul_(value)
+    if abs(below) == 1 << 31:
+        return out.fill_(value if below > 0 else 0)
+
+    def put(made: Tensor, into: Tensor) -> None:
+        if number_type is not None:
+            np.multiply(made.numpy() < below, number_type(value), out=into.numpy())  # half the time of torch's
+        else:
+            torch.lt(made, below, out=into)
+            if value != 1:
+                into.mul_(value)
+    return _filled(out, at, stream, True, put)
+
+
+def _draw(seed: Tensor, starts: Sequence[Tensor], like: Tensor | None, dims: Sequence[int], size: Sequence[int],
+          whole: Sequence[int], number: int, kind: str, dtype: torch.dtype, device: torch.device | None) -> Tensor:
+    out, at = torch.empty(size, dtype=dtype, device=_made_on(seed, like, device)), Slice(starts, dims, size, whole)
+    if not out.numel():
+        return out
+    stream, fast = _state(seed, number, at)
+    if fast is not None:
+        generator = torch.Generator(out.device).manual_seed(fast)
+        if kind == "integer":
+            return out.random_(generator=generator)
+        return {"uniform": out.uniform_, "normal": out.normal_, "exponential": out.exponential_}[kind](
+            generator=generator)
+    return _filled(out, at, stream, False, _PUT[kind])
+
+
+def _upper(made: Tensor, bits: int) -> Tensor:
+    """The upper bits of words, as numbers that are not negative; in place."""
+    return made.bitwise_right_shift_(64 - bits).bitwise_and_((1 << bits) - 1)
+
+
+def _put_uniform(made: Tensor, into: Tensor) -> None:
+    bits = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}[into.dtype]
+    into.copy_(_upper(made, bits)).mul_(2.0 ** -bits)
+
+
+def _between(made: Tensor) -> Tensor:
+    """In (0, 1), in float64."""
+    return _upper(made, 53).to(torch.float64).add_(0.5).mul_(2.0 ** -53)
+
+
+_PUT = {
+    "uniform": _put_uniform,
+    "normal": lambda made, into: into.copy_(torch.special.ndtri(_between(made))),
+    "exponential": lambda made, into: into.copy_(_between(made).log_().neg_()),
+    "integer": lambda made, into: into.copy_(_upper(made, 63)),
+}
+
+
+def _permutation(seed: Tensor, number: int, count: int, dtype: torch.dtype, device: torch.device | None) -> Tensor:
+    drawn = _draw(seed, [], None, [], [count], [count], number, "integer", torch.int64, device)
+    return drawn.argsort(stable=True).to(dtype)
+
+
+def _choose(seed: Tensor, starts: Sequence[Tensor], weights: Tensor, dims: Sequence[int], whole: Sequence[int],
+            number: int, count: int, replacement: bool) -> Tensor:
+    """With replacement: where a uniform number falls among the sums of weights. Without: the `count` largest of
+    weight/e with e exponential, which is the order in which they would be drawn one by one."""
+    wide = weights.double()
+    rows, classes = list(weights.shape[:-1]), weights.shape[-1]
+    if not replacement:
+        drawn = _draw(seed, starts, weights, dims, [*rows, classes], [*whole, classes], number, "exponential",
+                      torch.float64, None)
+        return (wide / drawn).topk(count, dim=-1).indices
+    drawn = _draw(seed, starts, weights, dims, [*rows, count], [*whole, count], number, "uniform", torch.float64, None)
+    sums = wide.cumsum(-1)
+    chosen = torch.searchsorted(sums, drawn * sums[..., -1:], right=True)
+    last = (wide > 0).long().mul_(torch.arange(classes, device=wide.device)).amax(-1, keepdim=True)
+    return torch.minimum(chosen, last)  # a product that rounds up to the whole sum
+
+
+#: Operator -> the function that does its work, for those who would rather call that: a call through torch costs as much
+#: as all the words of a small dropout.
+PLAIN: dict[Any, Callable[..., Tensor]] = {}
+
+_library = torch.library.Library("shardwright", "FRAGMENT")
+
+
+def _define(name: str, arguments: str, run, fake) -> None:
+    """An operator of ours through which no gradient goes: cheaper to call than what `torch.library.custom_op` makes."""
+    _library.define(f"{name}({arguments}) -> Tensor")
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    torch.library.register_fake(f"shardwright::{name}", fake, lib=_library)
+    op = getattr(torch.ops.shardwright, name).default
+
+    def plain(*args: Any) -> Tensor:
+        return op(*args) if torch.compiler.is_compiling() else run(*args)
+    plain.__name__ = plain.__qualname__ = name
+    PLAIN[op] = plain
+
+
+def _empty(seed: Tensor, starts, like, dims, size, whole, number, *rest) -> Tensor:
+    return torch.empty(size, dtype=rest[-2], device=_made_on(seed, like, rest[-1]))
+
+
+_WHERE = "Tensor seed, Tensor[] starts, Tensor? like, int[] dims, int[] size, int[] whole, int number"
+_define("mask", f"{_WHERE}, float p, float value, ScalarType dtype, Device? device", _mask, _empty)
+_define("draw", f"{_WHERE}, str kind, ScalarType dtype, Device? device", _draw, _empty)
+_define("permutation", "Tensor seed, int number, int count, ScalarType dtype, Device? device", _permutation,
+        lambda seed, number, count, dtype, device: torch.empty(count, dtype=dtype, device=_made_on(seed, None, device)))
+_define("choose", "Tensor seed, Tensor[] starts, Tensor weights, int[] dims, int[] whole, int number, int count, "
+        "bool replacement", _choose,
+        lambda seed, starts, weights, dims, whole, number, count, replacement:
+        weights.new_empty((*weights.shape[:-1], count), dtype=torch.int64))
