@@ -58,7 +58,7 @@ complexes = [rand(2, 4, 2, 2, dtype=torch.complex128), rand(4, 1, 2, dtype=torch
 case(4, aten.mul.Tensor, *complexes)
 case(3, aten.view_as_complex.default, rand(2, 4, 4, 2))
 case(3, aten.view_as_real.default, rand(2, 4, 4, dtype=torch.complex128))
-case(4, aten.view.default, rand(2, 4, 2, 8), [2, 4, 2, 4, 2])
+case(5, aten.view.default, rand(2, 4, 2, 8), [2, 4, 2, 4, 2])
 case(5, aten.expand.default, rand(2, 2, 1, 4, 2), [2, 2, 2, 4, 2])
 case(5, aten.reshape.default, rand(2, 2, 2, 4, 2), [2, 4, 4, 2])
 case(4, aten.repeat_interleave.self_int, rand(2, 2, 4), 2, 1)

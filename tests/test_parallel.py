@@ -504,11 +504,12 @@ def test_parameters_keep_their_layouts_when_the_batch_changes() -> None:
     net = Apply(lambda m, x: m.op(x, m.w), op=sw.shard(torch.matmul, ((1, 2), (2, 4))))
     model = parallel(net)
     model(X)
-    layout = model.plan.parameters["w"].layout
+    layout = model.plan.parameters["w"].storage
     net.op.shard(((8, 1), (1, 1)))  # too late for the parameter: it stays where it is
     with pytest.warns(sw.RecaptureWarning):
         close(model(draw(32, 8)), net(draw(32, 8)))
-    assert model.plan.parameters["w"].layout == layout
+    assert model.plan.parameters["w"].storage == layout
+    assert model.plan.parameters["w"].layout != layout  # what its operator now asks for
 
 
 def test_explain_prints_every_operator(capsys) -> None:

@@ -63,6 +63,6 @@ def test_an_assignment_is_found_again_from_its_layouts_and_cuts() -> None:
 
 
 def test_every_rule_has_a_case() -> None:
-    ours = {str(key) for key in _RULES if key.namespace == "aten"}  # not what other tests describe
+    ours = {str(key) for key in _RULES if getattr(key, "namespace", None) == "aten"}  # not what other tests describe
     missing = ours - {str(c.target) for c in CASES}
     assert not missing, f"no case in tests/rule_cases*.py for {sorted(missing)}"
