@@ -122,10 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                                                15 if args.quick else args.steps)
             if not args.buckets:
                 results.compare(name, OURS, results.fastest(name, "DDP"), at_most=1.0)
-    results.show(console)
-    results.write(args.output)
-    console.print(f"written to {args.output}")
-    return 0 if all(f.ok is not False for f in results.figures) else 1
+    return results.finish(console, args.output)
 
 
 if __name__ == "__main__":

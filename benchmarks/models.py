@@ -370,10 +370,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if section in args.only:
             with console.status(section):
                 measures[section](results, steps)
-    results.show(console)
-    results.write(args.output)
-    console.print(f"written to {args.output}")
-    return 0 if all(f.ok is not False for f in results.figures) else 1
+    return results.finish(console, args.output)
 
 
 if __name__ == "__main__":

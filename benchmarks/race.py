@@ -185,6 +185,13 @@ class Results:
         forms = [name for name in self.times[section] if name.startswith(word)]
         return min(forms, key=lambda name: statistics.median(self.times[section][name]))
 
+    def finish(self, console: Console, path: Path) -> int:
+        """Show and write everything; the script's exit code: 1 if a target was missed."""
+        self.show(console)
+        self.write(path)
+        console.print(f"written to {path}")
+        return 0 if all(f.ok is not False for f in self.figures) else 1
+
     def write(self, path: Path) -> None:
         figures = [asdict(f) | {"ok": f.ok} for f in self.figures]
         path.write_text(json.dumps({"machine": machine(), "figures": figures, "milliseconds": self.times}, indent=1))

@@ -168,10 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with console.status("random stream"):
         check()
         measure(results, 5 if args.quick else args.steps)
-    results.show(console)
-    results.write(args.output)
-    console.print(f"written to {args.output}")
-    return 0 if all(f.ok is not False for f in results.figures) else 1
+    return results.finish(console, args.output)
 
 
 if __name__ == "__main__":

@@ -24,13 +24,14 @@ from torch.utils import _pytree as pytree
 
 from .errors import SettingError
 from .first_difference import FirstDifference, difference, find_first_difference, largest
-from .parallel import AutoParallel, implied_devices, observed
+from .parallel import AutoParallel, observed
 from .plan import Plan
 from .report.verification import Differences, VerifyReport
 from .runtime.deferred import materialize
 from .runtime.init import Runtime, current
 from .runtime.random import stream
 from .runtime.run import Program
+from .settling import implied_devices
 from .trees import closed, opened
 
 __all__ = ["Differences", "FirstDifference", "VerifyReport", "verify", "verify_call"]

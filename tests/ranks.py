@@ -75,6 +75,20 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 6
             receiver.close()
 
 
+def run_scenarios(rank: int, world: int, scenarios: dict[str, Callable[[int, int], None]]) -> dict[str, str | None]:
+    """On a rank: each scenario in turn, from one seed; its traceback, or None where it passed."""
+    results: dict[str, str | None] = {}
+    for name, function in scenarios.items():
+        torch.manual_seed(0)
+        try:
+            function(rank, world)
+            results[name] = None
+        except BaseException:
+            results[name] = traceback.format_exc()
+        dist.barrier()
+    return results
+
+
 def _rank(rank: int, world: int, port: int, timeout: float, sender: Any, fn: Callable, args: tuple) -> None:
     code = 0
     try:

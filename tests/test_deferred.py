@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations
 
 import shardwright as sw
 from networks import draw, labels
-from one_device import close, parallel
+from one_device import parallel
 
 
 def built(make: Callable[[], nn.Module], seed: int = 3) -> tuple[nn.Module, nn.Module]:

@@ -6,7 +6,6 @@ What two and four ranks do runs on real ones, started once for all scenarios.
 from __future__ import annotations
 
 import copy
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import run_ranks
+from ranks import run_ranks, run_scenarios
 from torch import Tensor, nn
 
 import shardwright as sw
@@ -435,25 +434,12 @@ def optimizers_of_what_is_no_longer_there(rank: int, world: int) -> None:
     refused(torch.optim.AdamW(stack(1).parameters(), 0.1).step, "AdamW holds the parameters of a copy")
 
 
-def run_all(rank: int, world: int) -> dict[str, str | None]:
-    results: dict[str, str | None] = {}
-    for name, function in SCENARIOS.items():
-        torch.manual_seed(0)
-        try:
-            function(rank, world)
-            results[name] = None
-        except BaseException:
-            results[name] = traceback.format_exc()
-        dist.barrier()
-    return results
-
-
 @pytest.fixture(scope="module")
 def results() -> dict[int, list[dict[str, str | None]]]:
     net = stack()
     sw.init(devices=2)
     sw.AutoParallel(net, nn.MSELoss())(*BATCHES[0]).backward()      # what a first capture loads, before the fork
-    return {world: run_ranks(run_all, world, timeout=200.0) for world in (2, 4)}
+    return {world: run_ranks(run_scenarios, world, SCENARIOS, timeout=200.0) for world in (2, 4)}
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -13,7 +13,7 @@ from torch import nn
 
 import shardwright as sw
 from networks import Apply, D, Marked, draw, labels
-from one_device import CLOSE, assert_as_one_device, close, parallel, squares
+from one_device import assert_as_one_device, close, parallel, squares
 
 X, T = draw(16, 8), labels(16)
 BATCHES = [(draw(16, 8, seed=s), labels(16, seed=s)) for s in range(3)]

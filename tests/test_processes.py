@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import run_ranks
+from ranks import run_ranks, run_scenarios
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
@@ -445,19 +444,6 @@ def other_programs_on_some_ranks(rank: int, world: int) -> None:
 
 # -- running them ------------------------------------------------------------------------------------------------------
 
-def run_all(rank: int, world: int) -> dict[str, str | None]:
-    results: dict[str, str | None] = {}
-    for name, function in SCENARIOS.items():
-        torch.manual_seed(0)
-        try:
-            function(rank, world)
-            results[name] = None
-        except BaseException:
-            results[name] = traceback.format_exc()
-        dist.barrier()
-    return results
-
-
 @pytest.fixture(scope="module")
 def warm() -> None:
     """What a first capture and a first backward load, before the ranks are forked: once, not by each of them."""
@@ -468,7 +454,7 @@ def warm() -> None:
 
 @pytest.fixture(scope="module")
 def results(warm) -> list[dict[str, str | None]]:
-    return run_ranks(run_all, 4, timeout=150.0)
+    return run_ranks(run_scenarios, 4, SCENARIOS, timeout=150.0)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, note, settings
 from torch import Tensor, nn
 
 import shardwright as sw
-from networks import D, draw
+from networks import draw
 from one_device import close, parallel, squares
 from shardwright.capture import capture
 from shardwright.layout import allocate, merge
