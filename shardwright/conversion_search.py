@@ -27,6 +27,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 
 from .layout import Digit, Digits, Layout
@@ -67,12 +68,19 @@ class Move:
     after: State
 
 
+@lru_cache(maxsize=1 << 16)
+def _ends(digits: Digits) -> frozenset[int]:
+    """Where digits begin and end."""
+    return frozenset(b for digit in digits for b in (digit.stride, digit.span))
+
+
 def _is_chain(numbers: Sequence[int]) -> bool:
     return all(b % a == 0 for a, b in zip(numbers, numbers[1:]))
 
 
-def _split(digits: Digits, boundaries: Sequence[int]) -> list[Digit]:
-    """`digits` cut at the boundaries (ascending), in the same order."""
+@lru_cache(maxsize=1 << 16)
+def _split(digits: Digits, boundaries: tuple[int, ...]) -> list[Digit]:
+    """`digits` cut at the boundaries (ascending), in the same order. The list is not to be changed."""
     out = []
     for digit in digits:
         inner = [digit.stride, *(b for b in boundaries if digit.stride < b < digit.span), digit.span]
@@ -90,17 +98,17 @@ def _prefixes(digits: Sequence[Digit]) -> list[int]:
 def refine(source: Layout, target: Layout) -> Refinement | None:
     """The common atoms of two layouts, or None where there are none (2-way here against 3-way there)."""
     layouts = (source, target)
-    boundaries = {1, source.devices}
-    for layout in layouts:
-        for digit in layout.carried + layout.partial:
-            boundaries.update((digit.stride, digit.span))
+    boundaries = {1, source.devices, *_ends(source.carried + source.partial), *_ends(target.carried + target.partial)}
     while True:
-        chain = sorted(boundaries)
+        chain = tuple(sorted(boundaries))
         if not _is_chain(chain):
             return None
         split = [[_split(d, chain) for d in layout.dims] for layout in layouts]
         cuts = []  # per dim: the prefix products of both
         for dim in zip(*split):
+            if not dim[0] and not dim[1]:
+                cuts.append([1])
+                continue
             both = sorted({p for digits in dim for p in _prefixes(digits)})
             if not _is_chain(both):
                 return None
@@ -108,6 +116,8 @@ def refine(source: Layout, target: Layout) -> Refinement | None:
         known = len(boundaries)
         for dims in split:
             for digits, both in zip(dims, cuts):
+                if len(digits) + 1 == len(both):
+                    continue  # its own prefixes are all there are
                 for digit, lo, hi in zip(digits, (prefixes := _prefixes(digits)), prefixes[1:]):
                     boundaries.update(digit.stride * (hi // p) for p in both if lo < p < hi)
         if len(boundaries) == known:
@@ -134,7 +144,7 @@ def intermediates(source: Layout, target: Layout) -> Iterator[Layout]:
     """
     devices, open_ = source.devices, target.partial
     yield Layout.of(devices, ((),) * len(source.dims), open_, source.reduction)
-    boundaries = sorted({b for d in open_ for b in (d.stride, d.span)})
+    boundaries = tuple(sorted(_ends(open_)))
     partial = _split(source.partial, boundaries)
     stays = [d for d in partial if any(d.stride % o.stride == 0 and o.span % d.span == 0 for o in open_)]
     others = [d for d in partial if d not in stays]
@@ -156,8 +166,21 @@ def search(refinement: Refinement) -> tuple[int, tuple[Move, ...]]:
         What a rank must send, the whole tensor being ``devices ** 2`` (that makes every amount a whole number), and
         the moves in order.
     """
-    goal, start = refinement.target, refinement.source
     sizes = tuple(d.size for d in refinement.digits)
+    atoms: dict[int, int] = {REPLICA: REPLICA, PARTIAL: PARTIAL}
+    for place in refinement.source + refinement.target:
+        atoms.setdefault(place, len(atoms) - 2)
+    sent, moves = _cheapest(sizes, tuple(map(atoms.__getitem__, refinement.source)),
+                            tuple(map(atoms.__getitem__, refinement.target)))
+    named = {number: place for place, number in atoms.items()}
+    return sent, tuple(Move(kind, tuple(map(named.__getitem__, before)), tuple(map(named.__getitem__, after)))
+                       for kind, before, after in moves)
+
+
+@lru_cache(maxsize=1 << 16)
+def _cheapest(sizes: tuple[int, ...], start: State, goal: State) -> tuple[int, tuple[tuple[str, State, State], ...]]:
+    """The search itself. Atoms are numbered as they come, since it does not matter which dim they are of: few searches
+    serve many pairs of layouts."""
     moving = tuple(i for i, (a, b) in enumerate(zip(start, goal)) if a != b)
     whole = 1
     for size in sizes:
@@ -198,7 +221,7 @@ def search(refinement: Refinement) -> tuple[int, tuple[Move, ...]]:
             move = Move("slice", moves.pop().before, move.after)
         if move.before != move.after:
             moves.append(move)
-    return sent, tuple(moves)
+    return sent, tuple((move.kind, move.before, move.after) for move in moves)
 
 
 def _sliced(state: State, goal: State, moving: tuple[int, ...]) -> State:

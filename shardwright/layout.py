@@ -153,6 +153,17 @@ def _users(message: str, **details: object) -> LayoutError:
     return LayoutError(message, source=f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}", **details)
 
 
+@lru_cache(maxsize=1 << 16)
+def _of_digits(devices: int, dims: tuple[Digits, ...], partial: Digits, reduction: str) -> Layout:
+    """See `Layout.of`. The same object for the same digits: searches compare the same few layouts all the time."""
+    dims = tuple(merge(d) for d in dims)
+    partial = merge(sorted(partial, key=lambda d: -d.stride))
+    complement(devices, tuple(d for ds in dims for d in ds) + partial)  # raises where digits overlap
+    made = object.__new__(Layout)
+    made._fill(devices, dims, partial, reduction if partial else "sum", None, None, None)
+    return made
+
+
 class Layout:
     """A device matrix with named axes, and which of its axes cut which dim of a tensor.
 
@@ -217,12 +228,7 @@ class Layout:
         Raises:
             LayoutError: digits that overlap or do not fit the number of devices.
         """
-        dims = tuple(merge(d) for d in dims)
-        partial = merge(sorted(partial, key=lambda d: -d.stride))
-        complement(devices, tuple(d for ds in dims for d in ds) + partial)  # raises where digits overlap
-        self = object.__new__(cls)
-        self._fill(devices, dims, partial, reduction if partial else "sum", None, None, None)
-        return self
+        return _of_digits(devices, tuple(map(tuple, dims)), tuple(partial), reduction)
 
     @classmethod
     def from_cuts(cls, devices: int, cuts: Sequence[int]) -> Layout:

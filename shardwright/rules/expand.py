@@ -7,17 +7,40 @@ of its own, so that the reductions over ranks, their transposes and their prices
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils import _pytree as pytree
 
 from ..errors import ShardwrightError, StrategyError
-from ..graph import SEED, Op, Value, map_values, values_in
+from ..graph import SEED, Op, Value, values_in
 from ..layout import Digits, Layout
 from .notation import Assignment, Bound
 from .registry import Rule, bound_rule, find_rule
 
 __all__ = ["Builder", "expand"]
+
+
+class _Like(NamedTuple):
+    """A tensor but for its elements."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@lru_cache(maxsize=1 << 14)
+def _results(target: Any, spec: Any, leaves: tuple, kinds: tuple[type, ...]) -> tuple[_Like, ...]:
+    """What a call returns. Searches work the same operator out under hundreds of cuts, whose parts are much alike.
+
+    Args:
+        leaves: the flattened arguments, tensors as `_Like`s.
+        kinds: their types: 1, 1.0 and True are equal, but not to an operator.
+    """
+    args, kwargs = pytree.tree_unflatten([torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, _Like)
+                                          else x for x in leaves], spec)
+    result = target(*args, **kwargs)
+    return tuple(_Like(tuple(r.shape), r.dtype) for r in (result if isinstance(result, (tuple, list)) else (result,)))
 
 
 class Builder:
@@ -31,13 +54,13 @@ class Builder:
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Any:
         """Record ``target(*args, **kwargs)``; returns its output value, or a tuple of them."""
         inputs = values_in((args, kwargs))
-        meta = {v: torch.empty(v.shape, dtype=v.dtype, device="meta") for v in inputs}
-        result = target(*map_values(args, meta.__getitem__), **map_values(kwargs, meta.__getitem__))
-        results = result if isinstance(result, (tuple, list)) else (result,)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        results = _results(target, spec, tuple(_Like(leaf.shape, leaf.dtype) if isinstance(leaf, Value) else leaf
+                                               for leaf in leaves), tuple(map(type, leaves)))
         name = f"{self.op.name}.{len(self.steps)}"
         needs_grad = any(v.requires_grad for v in inputs) and target is not torch.ops.aten.detach.default
         outputs = tuple(
-            Value(name if len(results) == 1 else f"{name}.{i}", tuple(r.shape), r.dtype,
+            Value(name if len(results) == 1 else f"{name}.{i}", r.shape, r.dtype,
                   needs_grad and (r.dtype.is_floating_point or r.dtype.is_complex))
             for i, r in enumerate(results))
         op = Op(name, target, args, kwargs, inputs, outputs, self.op.module, self.op.source, origin=self.op.name)
