@@ -1,0 +1,87 @@
+"""Clusters that are known by name: nodes of eight devices, as many as one likes, and the processor of a laptop.
+
+Rates are those of the makers' data sheets, dense (without sparsity), and of one direction of a link. What a program
+reaches is less; `shardwright calibrate` measures it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from .cluster import Cluster, Level
+from .errors import SettingError
+
+__all__ = ["PRESETS", "preset"]
+
+#: Seconds to launch one operator on an accelerator. NVIDIA, "Getting Started with CUDA Graphs" (2019): 3.8 µs from one
+#: short kernel to the next where each is launched by itself; what PyTorch does for an operator comes on top.
+_LAUNCH = 5e-6
+
+# Seconds from device to device, by NVLink, and through the network: NCCL, src/graph/tuning.cc, hwLat of a ring
+# with the protocol LL128.
+_NVLINK, _NETWORK = 1.9e-6, 4.0e-6
+
+# NVIDIA, "H100 Tensor Core GPU" data sheet (SXM5): 80 GB at 3.35 TB/s; Tflop/s float64 67 in tensor cores, float32 67,
+# bfloat16 and float16 1,979 with sparsity, float8 and int8 3,958 (half of it dense); NVLink 4 of 900 GB/s in both
+# directions together. "DGX H100" data sheet: eight ConnectX-7 of 400 Gb/s.
+_HOPPER = {"float64": 67e12, "float32": 67e12, "bfloat16": 989.5e12, "float16": 989.5e12,
+           "float8_e4m3fn": 1979e12, "float8_e5m2": 1979e12, "int8": 1979e12}
+_NVLINK4 = Level("NVLink 4", 8, 450e9, _NVLINK)
+_NDR = Level("InfiniBand NDR", 1, 50e9, _NETWORK)
+
+#: Name -> one node, and the network that joins several of them.
+PRESETS: dict[str, tuple[Cluster, Level]] = {
+    "h100x8": (Cluster("h100x8", (_NVLINK4,), 80e9, _HOPPER, 3.35e12, _LAUNCH), _NDR),
+    # NVIDIA, "H200 Tensor Core GPU" data sheet (SXM): as an H100, with 141 GB at 4.8 TB/s.
+    "h200x8": (Cluster("h200x8", (_NVLINK4,), 141e9, _HOPPER, 4.8e12, _LAUNCH), _NDR),
+    # NVIDIA, "A100 80GB" data sheet (SXM): 80 GB at 2,039 GB/s; Tflop/s float64 19.5 in tensor cores, float32 19.5,
+    # bfloat16 and float16 312, int8 624; NVLink 3 of 600 GB/s in both directions together. "DGX A100" data sheet: eight
+    # ConnectX-6 of 200 Gb/s for computing.
+    "a100x8": (Cluster("a100x8", (Level("NVLink 3", 8, 300e9, _NVLINK),), 80e9,
+                       {"float64": 19.5e12, "float32": 19.5e12, "bfloat16": 312e12, "float16": 312e12, "int8": 624e12},
+                       2.039e12, _LAUNCH), Level("InfiniBand HDR", 1, 25e9, _NETWORK)),
+    # Huawei, "Atlas 800T A2" technical specifications: eight Ascend 910B of 64 GB at 1.6 TB/s;
+    # Tflop/s float16 313, float32 75; joined each to each by HCCS, 392 GB/s in both directions over seven links; a port
+    # of 200 Gb/s (RoCE) each. Assumed: bfloat16 as float16, int8 twice that; latencies, which are not published: of the
+    # network that of InfiniBand, of HCCS that of PCI Express (2.5 µs, as above). A group of fewer than eight has fewer
+    # than seven links, which a level cannot say.
+    "ascend910bx8": (Cluster("ascend910bx8", (Level("HCCS", 8, 196e9, 2.5e-6),), 64e9,
+                             {"float32": 75e12, "bfloat16": 313e12, "float16": 313e12, "int8": 626e12},
+                             1.6e12, _LAUNCH), Level("RoCE", 1, 25e9, _NETWORK)),
+}
+
+# AMD, "Ryzen 7 7840U": 8 cores of 3.3 GHz; two units of 8 float32 lanes that multiply and add in one cycle make 32 flop
+# a cycle and core (Agner Fog, "Instruction tables", Zen 4). Two channels of DDR5-5600 have 89.6 GB/s; 16 GB are common.
+# What goes from process to process is written and read: half of that, for all together.
+_CORES, _FLOPS, _MEMORY_BANDWIDTH, _MEMORY = 8, 8 * 32 * 3.3e9, 89.6e9, 16e9
+# Seconds for one exchange between two Gloo processes: the smallest in the table of runtime/collectives.py.
+_GLOO = 200e-6
+# Seconds for one operator of PyTorch on a processor: an assumption of the right order. What a machine takes, `shardwright
+# calibrate` measures.
+_CALL = 2e-6
+
+
+def _laptop(devices: int) -> Cluster:
+    """A laptop's processor as so many devices, each with its share of cores and memory."""
+    return Cluster("cpu", (Level("shared memory", devices, _MEMORY_BANDWIDTH / 2, _GLOO, shared=True),),
+                   _MEMORY / devices, {"float32": _FLOPS / devices, "float64": _FLOPS / 2 / devices},
+                   _MEMORY_BANDWIDTH / devices, _CALL)
+
+
+def preset(name: str, devices: int | None = None) -> Cluster:
+    """The cluster of that name: "h100x8" is one node, "h100x8x128" are 128, "cpu" a processor shared by `devices`.
+
+    Raises:
+        SettingError: no cluster has that name.
+    """
+    if name == "cpu":
+        return _laptop(devices or _CORES)
+    found = re.fullmatch(r"(\w+?x\d+)(?:x([1-9]\d*))?", name)
+    if found is None or found[1] not in PRESETS:
+        raise SettingError(f"no cluster is called {name!r}",
+                           legal=f'{", ".join(PRESETS)}, with "x" and a number of nodes behind it where there are '
+                                 'several ("h100x8x128"); "cpu"; or the path of a JSON file')
+    node, network = PRESETS[found[1]]
+    nodes = int(found[2] or 1)
+    return node if nodes == 1 else replace(node, name=name, levels=(*node.levels, replace(network, size=nodes)))
