@@ -1,0 +1,335 @@
+"""A smaller problem with the same best: states that cannot be, or need not be, chosen go, and so do easy nodes.
+
+Arc consistency. A state of i goes where its own cost is infinite, or where an edge (i, j) forbids it with every state
+of j that is left; until nothing changes.
+
+Dominance. State a of i goes where b is never worse, whatever the neighbours do:
+
+    c_i(b) - c_i(a) + Σ_j max_t (e_ij(b, t) - e_ij(a, t)) <= 0        t: states of j that a allows
+
+and, where memory is limited, where b needs no more at any moment.
+
+Elimination of nodes with at most two neighbours, which leaves a pairwise problem (elimination.py). A node whose state
+decides memory stays where memory is limited.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from .elimination import Eliminated, Tables, eliminate, elimination_order
+from .problem import Problem, Usage
+
+__all__ = ["Core", "Reduced", "Restricted", "Wiped", "arcs", "consistent", "core", "interned", "reduced", "restrict",
+           "undominated"]
+
+MOST_COMPARED = 2**26  # differences that comparing a node's states over one edge may take; about 0.2 s
+MOST_STATES = 512  # of a node whose states are compared, each with each
+COLUMNS = 4  # of a neighbour's states, how many rule pairs out
+AT_ONCE = 2**17  # differences computed at once: 1 MiB
+
+
+@dataclass(frozen=True)
+class Restricted:
+    """A problem with fewer states.
+
+    Attributes:
+        problem: what is left.
+        kept: by node, the numbers that its states had.
+    """
+
+    problem: Problem
+    kept: tuple[np.ndarray, ...]
+
+    def lift(self, states: Sequence[int]) -> list[int]:
+        """States of the smaller problem as states of the larger."""
+        return [int(kept[state]) for kept, state in zip(self.kept, states)]
+
+
+def interned(problem: Problem) -> Problem:
+    """The same problem, in which equal tables are one object: what is made of them is then made once."""
+    known: dict[tuple, np.ndarray] = {}
+    by_id: dict[int, np.ndarray] = {}
+
+    def one(table: np.ndarray) -> np.ndarray:
+        if id(table) not in by_id:
+            by_id[id(table)] = known.setdefault((table.shape, table.dtype.str, table.tobytes()), table)
+        return by_id[id(table)]
+
+    return replace(problem, costs=tuple(one(own) for own in problem.costs),
+                   edges={pair: one(table) for pair, table in problem.edges.items()})
+
+
+def restrict(problem: Problem, alive: Sequence[np.ndarray]) -> Restricted:
+    """The problem with the states that are marked alive (bool, by node). Equal cuts of one table are one table."""
+    marks = [mark.tobytes() for mark in alive]
+    full = [bool(mark.all()) for mark in alive]
+    cut: dict[tuple, np.ndarray] = {}
+    numbers = {}
+    for text, mark in zip(marks, alive):
+        if text not in numbers:
+            numbers[text] = np.flatnonzero(mark)
+    costs = []
+    for own, text, whole in zip(problem.costs, marks, full):
+        if not whole:
+            key = (id(own), text)
+            if key not in cut:
+                cut[key] = own[numbers[text]]
+            own = cut[key]
+        costs.append(own)
+    edges = {}
+    for (i, j), table in problem.edges.items():
+        if not (full[i] and full[j]):
+            key = (id(table), marks[i], marks[j])
+            if key not in cut:
+                cut[key] = table[np.ix_(numbers[marks[i]], numbers[marks[j]])]
+            table = cut[key]
+        edges[i, j] = table
+    usages = tuple(use if full[use.node] else Usage(use.node, use.start, use.stop,
+                                                    np.asarray(use.amount)[numbers[marks[use.node]]], use.what)
+                   for use in problem.usages)
+    return Restricted(replace(problem, costs=tuple(costs), edges=edges, usages=usages),
+                      tuple(numbers[text] for text in marks))
+
+
+@dataclass(frozen=True)
+class Wiped:
+    """A node that has no state left, and the nodes whose states took its own away, itself included."""
+
+    node: int
+    causes: tuple[int, ...]
+
+
+def arcs(problem: Problem) -> list[np.ndarray] | Wiped:
+    """Which states are left by arc consistency (bool, by node), or the node that has none."""
+    alive = [np.isfinite(own) for own in problem.costs]
+    known: dict[int, np.ndarray | None] = {}
+    near: list[list[tuple[int, np.ndarray, int]]] = [[] for _ in alive]  # (other node, allowed, this node's axis)
+    for (i, j), table in problem.edges.items():
+        if id(table) not in known:
+            allowed = np.isfinite(table)
+            known[id(table)] = None if allowed.all() else allowed
+        allowed = known[id(table)]
+        if allowed is not None:
+            near[i].append((j, allowed, 0))
+            near[j].append((i, allowed, 1))
+    supported: dict[tuple[int, int, bytes], np.ndarray] = {}
+    causes: list[set[int]] = [set() for _ in alive]
+
+    def wiped(node: int) -> Wiped:
+        found, todo = {node}, [node]
+        while todo:
+            for cause in causes[todo.pop()] - found:
+                found.add(cause)
+                todo.append(cause)
+        return Wiped(node, tuple(sorted(found)))
+
+    for v, mark in enumerate(alive):
+        if not mark.any():
+            return Wiped(v, (v,))
+    queue = deque(v for v in range(len(alive)) if near[v])
+    waiting = [bool(arc) for arc in near]
+    while queue:
+        v = queue.popleft()
+        waiting[v] = False
+        text = alive[v].tobytes()
+        for u, allowed, axis in near[v]:
+            key = (id(allowed), axis, text)
+            mark = supported.get(key)
+            if mark is None:
+                mark = supported[key] = (allowed[alive[v]] if axis == 0 else allowed[:, alive[v]]).any(axis=axis)
+            lost = alive[u] & ~mark
+            if lost.any():
+                alive[u] = alive[u] & mark
+                causes[u].add(v)
+                if not alive[u].any():
+                    return wiped(u)
+                if not waiting[u]:
+                    waiting[u] = True
+                    queue.append(u)
+    return alive
+
+
+def consistent(problem: Problem) -> Restricted:
+    """The problem without the states that arc consistency forbids.
+
+    Raises:
+        PlanError: where a node has none left; it names the nodes that contradict one another.
+    """
+    found = arcs(problem)
+    if isinstance(found, Wiped):
+        from .contradiction import contradiction  # which asks this file
+        raise contradiction(problem, found.causes)
+    return restrict(problem, found)
+
+
+def _stay(own: np.ndarray, tables: Sequence[np.ndarray], amounts: Sequence[np.ndarray]) -> np.ndarray:
+    """Which of a node's states (bool) stay: those that no other one that stays dominates.
+
+    A few states of each neighbour rule most pairs out; only those that are left are compared over all.
+
+    Args:
+        own: its costs.
+        tables: by edge, (its states, the neighbour's).
+        amounts: by usage, the memory of each state.
+    """
+    gain = own[:, None] - own  # of b over a, by (b, a)
+    least = gain.copy()
+    stays = np.ones(len(own), bool)
+    with np.errstate(invalid="ignore"):  # what both forbid, inf - inf, says nothing: fmax passes it over
+        larger = [np.maximum if np.isfinite(table).all() else np.fmax for table in tables]
+        for table, most in zip(tables, larger):
+            some = np.full(gain.shape, -np.inf)
+            for column in np.ascontiguousarray(table.T[::-(-table.shape[1] // COLUMNS)]):
+                most(some, column[:, None] - column, out=some)
+            least += some
+        possible = least <= 0
+        for amount in amounts:
+            possible &= amount[:, None] <= amount
+        np.fill_diagonal(possible, False)
+        b, a = np.nonzero(possible)
+        if len(b) * max((table.shape[1] for table in tables), default=0) > MOST_COMPARED:
+            return stays
+        exact = gain[b, a]
+        for table, most in zip(tables, larger):
+            count = max(1, AT_ONCE // table.shape[1])
+            for first in range(0, len(b), count):
+                part = slice(first, first + count)
+                exact[part] += most.reduce(table[b[part]] - table[a[part]], axis=1)
+    beats = np.zeros(gain.shape, bool)
+    won = exact <= 0
+    beats[b[won], a[won]] = True
+    for state in np.flatnonzero(beats.any(axis=0))[::-1]:
+        if (beats[:, state] & stays).any():
+            stays[state] = False
+    return stays
+
+
+def undominated(problem: Problem, *, rounds: int = 3) -> Restricted:
+    """The problem without dominated states. Of states that are always equal the first stays.
+
+    The memory that the nodes hold counts where the problem has a limit. The problem has to be consistent.
+    """
+    near: list[list[int]] = [[] for _ in problem.costs]
+    for i, j in problem.edges:
+        near[i].append(j)
+        near[j].append(i)
+    uses: list[list[np.ndarray]] = [[] for _ in problem.costs]
+    for use in problem.usages if problem.limit is not None else ():
+        uses[use.node].append(np.asarray(use.amount))
+    known: dict[tuple, np.ndarray] = {}  # which states stay, by all that decides it: equal layers decide it once
+    held = []  # what that knows by identity
+    total = Restricted(problem, tuple(np.arange(len(own)) for own in problem.costs))
+    changed = range(len(problem.costs))
+    for _ in range(rounds):
+        now = total.problem
+        alive = [np.ones(len(own), bool) for own in now.costs]
+        look = set(changed)
+        changed = []
+        for v in look:
+            own = now.costs[v]
+            tables = [(now.edges[v, u], 0) if v < u else (now.edges[u, v], 1) for u in near[v]]
+            if not 1 < len(own) <= MOST_STATES:
+                continue
+            amounts = [amount[total.kept[v]] for amount in uses[v]]
+            key = (own.tobytes(), tuple((id(table), axis) for table, axis in tables),
+                   *(amount.tobytes() for amount in amounts))
+            if key not in known:
+                known[key] = _stay(own, [table.T if axis else table for table, axis in tables], amounts)
+                held.append(tables)
+            if not known[key].all():
+                alive[v] = known[key]
+                changed.append(v)
+        if not changed:
+            break
+        step = restrict(now, alive)
+        total = Restricted(step.problem, tuple(kept[more] for kept, more in zip(total.kept, step.kept)))
+        changed = {u for v in changed for u in near[v]} | set(changed)
+    return total
+
+
+@dataclass(frozen=True)
+class Core:
+    """A problem without its easy nodes.
+
+    Attributes:
+        problem: of the nodes that are left.
+        nodes: by node of the core, which one it was.
+        constant: what has to be added to the core's cost.
+    """
+
+    problem: Problem
+    nodes: tuple[int, ...]
+    constant: float
+    _eliminated: Eliminated
+    _count: int
+
+    def lift(self, states: Sequence[int]) -> list[int]:
+        """States of the core as states of the whole: the best for them."""
+        out = [0] * self._count
+        for v, state in zip(self.nodes, states):
+            out[v] = int(state)
+        return self._eliminated.complete(out)
+
+
+def core(problem: Problem, *, made: Tables | None = None) -> Core:
+    """The problem without its nodes of at most two neighbours; where memory is limited, only those that hold none."""
+    sizes = [len(own) for own in problem.costs]
+    keep = () if problem.limit is None else {use.node for use in problem.usages}
+    order = elimination_order(sizes, problem.edges, degree=2, keep=keep)
+    gone = eliminate(problem.costs, problem.edges, order, made=made)
+    number = {v: n for n, v in enumerate(order.left)}
+    edges = {(number[scope[0]], number[scope[1]]): table for scope, table in gone.tables.items() if len(scope) == 2}
+    names = tuple(problem.names[v] for v in order.left) if problem.names else tuple(str(v) for v in order.left)
+    usages = tuple(replace(use, node=number[use.node]) for use in problem.usages if use.node in number)
+    inner = Problem(tuple(gone.tables[v,] for v in order.left), edges, names, usages, problem.limit)
+    return Core(inner, order.left, gone.constant, gone, len(sizes))
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """A problem after all reductions: restricted, then without its easy nodes.
+
+    Attributes:
+        problem: what is left.
+        constant: what has to be added to its cost.
+    """
+
+    problem: Problem
+    constant: float
+    _lifts: tuple[Restricted | Core, ...]
+
+    def lift(self, states: Sequence[int]) -> list[int]:
+        """States of what is left as states of the whole."""
+        for step in reversed(self._lifts):
+            states = step.lift(states)
+        return list(states)
+
+
+def reduced(problem: Problem, *, made: Tables | None = None, compare: bool = True) -> Reduced:
+    """Everything above, in turns, until nothing changes.
+
+    Args:
+        problem: any.
+        made: tables known from before.
+        compare: look for dominated states too, which takes longest; otherwise once without.
+
+    Raises:
+        PlanError: where arc consistency leaves a node without a state.
+    """
+    lifts: list[Restricted | Core] = []
+    constant = 0.0
+    while True:
+        before = sum(len(own) for own in problem.costs)
+        # without a node its neighbours may forbid each other more than they did: hence once more
+        for step in (consistent, lambda now: core(now, made=made), consistent, undominated)[:4 if compare else 3]:
+            found = step(problem)
+            lifts.append(found)
+            problem = found.problem
+            constant += getattr(found, "constant", 0.0)
+        if not compare or not problem.costs or sum(len(own) for own in problem.costs) > 0.9 * before:
+            return Reduced(problem, constant, tuple(lifts))

@@ -1,0 +1,265 @@
+"""A lower bound, and from it states, where elimination is too large: sequential tree-reweighted message passing.
+
+    V. Kolmogorov, "Convergent tree-reweighted message passing for energy minimization", 2006. For nodes in order, with
+    θ_v = c_v + Σ_u m_uv  and  γ_v = 1 / max(neighbours before v, neighbours after v):
+
+        m_vw(t) = min_s (γ_v θ_v(s) - m_wv(s) + e_vw(s, t))        for the neighbours w after v
+
+    then the same backwards. After a sweep each edge costs e'_vw(s, t) = γ_v θ_v(s) - m_wv(s) + e_vw(s, t) - m_vw(t),
+    whose least over s is 0 for every t, and each node costs r_v = (1 - γ_v · neighbours after v) θ_v; their sum is the
+    energy, so
+
+        bound = Σ_v min r_v                                         which no sweep lowers
+
+    While v is being swept everything between v and its neighbours is in θ_v. Another node u has min r_u, and, where it
+    is still to come, what the sweep has already brought it, which for each edge is at least min_t of the new message
+    and of what u had given that edge. With the sum of these, any assignment with state s at v costs at least
+
+        θ_v(s) + Σ_(u != v) (min r_u + brought to u)
+
+    and where that is above the cost of states that are known, s is not looked at again (reduced-cost fixing).
+
+States come from the sweep itself: v takes the state that is best given those taken before it and the messages from
+those after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .problem import Problem
+from .reduce import consistent
+
+__all__ = ["Messages", "Swept", "trws"]
+
+ROUNDING = 1e-9  # of the best cost known: what a bound must be above it by before a state is given up,
+UNIT = 1e-12  # and this of the largest single cost, where the best is the difference of large ones
+
+
+@dataclass
+class _Side:
+    """The neighbours of a node on one side of the order.
+
+    Attributes:
+        nodes: which they are.
+        rows: by neighbour, which of its rows of incoming messages is this node's.
+        starts: by neighbour, its first column in `tables`.
+        ends: by neighbour, the column after its last.
+        counts: by neighbour, its states.
+        tables: the edges side by side, (own states, all states of the neighbours).
+        incoming: the messages from them, (neighbours, own states).
+        given: what the node gave each edge when it last sent over it, less the message that had come over it.
+    """
+
+    nodes: np.ndarray
+    rows: list[int]
+    starts: np.ndarray
+    ends: list[int]
+    counts: np.ndarray
+    tables: np.ndarray
+    incoming: np.ndarray
+    given: np.ndarray
+
+
+class Messages:
+    """The messages of a problem, swept forwards and backwards.
+
+    Args:
+        problem: every state finite, and with some finite state of each neighbour (see reduce.consistent).
+        order: of the nodes; None: as they are numbered.
+
+    Attributes:
+        bound: no assignment costs less.
+        alive: by node, which states (bool) may still be part of one that costs at most `best`.
+        best: the cost of the best states known; the caller's to lower.
+        states: the states of the last forward sweep.
+    """
+
+    def __init__(self, problem: Problem, order: Sequence[int] | None = None, best: float = np.inf) -> None:
+        self.problem, self.best, self.bound = problem, best, -np.inf
+        self.order = list(range(len(problem.costs))) if order is None else list(order)
+        self.alive = [np.ones(len(own), bool) for own in problem.costs]
+        self.states = np.zeros(len(problem.costs), np.int64)
+        self._retained = [0.0] * len(problem.costs)  # min r_v of the last sweep over v, and what was brought since
+        self._swept = 0
+        tables = {id(table): table for table in (*problem.costs, *problem.edges.values())}
+        self._slack = UNIT * max((float(np.abs(table[np.isfinite(table)]).max(initial=0.0)) for table in tables.values()),
+                                 default=0.0)
+        place = {v: n for n, v in enumerate(self.order)}
+        near: list[list[tuple[int, np.ndarray]]] = [[] for _ in self.order]
+        for (i, j), table in problem.edges.items():
+            near[i].append((j, table))
+            near[j].append((i, table.T))
+        sides: list[list[list[tuple[int, np.ndarray]]]] = [[[], []] for _ in self.order]
+        for v in self.order:
+            for u, table in sorted(near[v], key=lambda arc: place[arc[0]]):
+                sides[v][place[u] > place[v]].append((u, table))
+        row = [{u: n for two in sides[v] for n, (u, _) in enumerate(two)} for v in range(len(self.order))]
+        stacked: dict[tuple, np.ndarray] = {}
+        self._sides = []
+        for v, two in enumerate(sides):
+            made = []
+            for arcs in two:
+                counts = np.array([table.shape[1] for _, table in arcs], np.int64)
+                ends = counts.cumsum()
+                key = tuple((table.__array_interface__["data"][0], table.shape, table.strides) for _, table in arcs)
+                if key not in stacked:
+                    stacked[key] = (np.concatenate([table for _, table in arcs], axis=1) if arcs else
+                                    np.empty((len(problem.costs[v]), 0)))
+                made.append(_Side(np.array([u for u, _ in arcs], np.int64), [row[u][v] for u, _ in arcs],
+                                  ends - counts, ends.tolist(), counts, stacked[key],
+                                  *np.zeros((2, len(arcs), len(problem.costs[v])))))
+            self._sides.append(made)
+
+    def sweep(self) -> float:
+        """One sweep forwards and one backwards; the bound."""
+        self._pass(1)
+        self._pass(0)
+        return self.bound
+
+    def _pass(self, to: int) -> None:
+        """One sweep; `to` 1: forwards, 0: backwards."""
+        retained, states, sides = self._retained, self.states, self._sides
+        ahead = sum(retained)  # of the nodes that are still to come; meaningless before the first sweep's end
+        behind = 0.0
+        fixing = self._swept > 0 and np.isfinite(self.best)
+        worst = self.best + ROUNDING * abs(self.best) + self._slack
+        for v in self.order if to else reversed(self.order):
+            two = sides[v]
+            here, there = two[1 - to], two[to]
+            own = self.problem.costs[v]
+            coming = there.incoming.sum(axis=0)
+            theta = own + here.incoming.sum(axis=0)
+            theta += coming
+            ahead -= retained[v]
+            if fixing:
+                self.alive[v] &= ~(theta > worst - behind - ahead)
+            if to:
+                choice = own + coming
+                if len(here.nodes):
+                    taken = here.tables[:, here.starts + states[here.nodes]]
+                    before = taken.sum(axis=1)
+                    if not np.isfinite(before.min()):  # those taken contradict one another here: the fewest of them
+                        forbidden = np.isinf(taken).sum(axis=1)
+                        allowed = np.where(taken < np.inf, taken, 0.0).sum(axis=1)
+                        before = np.where(forbidden == forbidden.min(), allowed, np.inf)
+                    choice += before
+                states[v] = choice.argmin()
+            many = len(there.nodes)
+            share = 1.0 / max(len(here.nodes), many, 1)
+            if many:
+                there.given = share * theta - there.incoming
+                sent = np.repeat(there.given.T, there.counts, axis=1)
+                sent += there.tables
+                message = sent.min(axis=0)
+                start = 0
+                for u, row, end in zip(there.nodes.tolist(), there.rows, there.ends):
+                    side, part = sides[u][1 - to], message[start:end]
+                    side.incoming[row] = part
+                    brought = float((part + side.given[row]).min())
+                    retained[u] += brought
+                    ahead += brought
+                    start = end
+            least = float(theta.min())
+            # where all of it is shared out what is left is 0, and not what rounding makes of it
+            retained[v] = 0.0 if many and many >= len(here.nodes) else (1.0 - many * share) * least
+            behind += retained[v]
+        self._swept += 1
+        self.bound = max(self.bound, behind)
+
+    def at_first(self) -> np.ndarray:
+        """By state of the order's first node, what any assignment with it costs at least; after a whole sweep."""
+        first = self.order[0]
+        own = self.problem.costs[first] + sum(side.incoming.sum(axis=0) for side in self._sides[first])
+        return own + (sum(self._retained) - self._retained[first])
+
+    def costs(self) -> tuple[list[np.ndarray], dict[tuple[int, int], np.ndarray]]:
+        """The energy as the last sweep, a backward one, leaves it: costs r by node; edges, not below 0."""
+        own, edges = [], {}
+        thetas = [c + two[0].incoming.sum(axis=0) + two[1].incoming.sum(axis=0)
+                  for c, two in zip(self.problem.costs, self._sides)]
+        for v, (before, after) in enumerate(self._sides):
+            share = 1.0 / max(len(before.nodes), len(after.nodes), 1)
+            own.append((1.0 - len(before.nodes) * share) * thetas[v])
+            for n, u in enumerate(before.nodes.tolist()):
+                table = before.tables[:, before.starts[n]:before.ends[n]]
+                left = (share * thetas[v] - before.incoming[n])[:, None] + table
+                left = left - self._sides[u][1].incoming[before.rows[n]][None, :]
+                edges[(u, v) if u < v else (v, u)] = left.T if u < v else left
+        return own, edges
+
+    def start_from(self, other: Messages) -> None:
+        """Take the messages of a problem with the same nodes, states and edges, and other costs."""
+        for new, old in zip(self._sides, other._sides):
+            for a, b in zip(new, old):
+                a.incoming = b.incoming
+
+    def cut(self, problem: Problem, kept: Sequence[np.ndarray]) -> Messages:
+        """The messages of the same problem with fewer states (see reduce.Restricted), from where these are.
+
+        What is left has to be consistent again.
+        """
+        out = Messages(problem, self.order, self.best)
+        for new, old, states in zip(out._sides, self._sides, kept):
+            for a, b in zip(new, old):
+                a.incoming, a.given = b.incoming[:, states], b.given[:, states]
+        out.bound, out._retained, out._swept = self.bound, list(self._retained), self._swept
+        return out
+
+
+@dataclass(frozen=True)
+class Swept:
+    """What sweeps found.
+
+    Attributes:
+        states: the best states met.
+        cost: theirs.
+        bound: no assignment costs less.
+        costs, edges: the energy reparametrised, in the states of the problem; infinite where no state can be.
+        alive: by node, which states (bool) may be part of an assignment that costs no more than `cost`.
+    """
+
+    states: tuple[int, ...]
+    cost: float
+    bound: float
+    costs: tuple[np.ndarray, ...]
+    edges: dict[tuple[int, int], np.ndarray]
+    alive: tuple[np.ndarray, ...]
+
+
+def trws(problem: Problem, iterations: int, *, best: float = np.inf) -> Swept:
+    """That many sweeps forwards and backwards, of any problem. The memory limit is not looked at.
+
+    Args:
+        problem: the energy.
+        iterations: how many.
+        best: the cost of states that are known.
+
+    Raises:
+        PlanError: where nothing is allowed.
+    """
+    inner = consistent(problem)
+    messages = Messages(inner.problem, best=best)
+    states, cost = None, np.inf
+    for _ in range(iterations):
+        messages.sweep()
+        found = inner.problem.cost(messages.states)
+        if states is None or found < cost:
+            states, cost = messages.states.copy(), found
+            messages.best = min(best, cost)
+    left, between = messages.costs()
+    costs, alive = [], []
+    for own, kept, new, mark in zip(problem.costs, inner.kept, left, messages.alive):
+        full, live = np.full(len(own), np.inf), np.zeros(len(own), bool)
+        full[kept], live[kept] = new, mark
+        costs.append(full)
+        alive.append(live)
+    edges = {}
+    for (i, j), table in problem.edges.items():
+        full = np.full(table.shape, np.inf)
+        full[np.ix_(inner.kept[i], inner.kept[j])] = between[i, j]
+        edges[i, j] = full
+    return Swept(tuple(inner.lift(states)), cost, messages.bound, tuple(costs), edges, tuple(alive))
