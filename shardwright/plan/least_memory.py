@@ -1,0 +1,160 @@
+"""The least memory limit with which there is a plan, and the error that says so.
+
+    least limit = min_s max_t used_t(s)
+
+By halving: whether a limit can be kept is asked of HiGHS without any cost; states that keep it show how much less they
+need. Where all amounts are whole numbers the answer is exact once one less cannot be kept.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..errors import PlanError
+from .milp import NoAssignmentError, milp
+from .moments import Rows, binding
+from .problem import Problem
+from .reduce import consistent, reduced
+
+__all__ = ["InfeasibleMemoryError", "LeastMemory", "infeasible", "least_memory"]
+
+SHOWN = 5  # moments that the error names
+CLOSE = 1e-6  # of the limit: how near the two ends come where amounts are not whole numbers
+
+
+class InfeasibleMemoryError(PlanError):
+    """A memory limit that no plan keeps.
+
+    Attributes:
+        moments: that cannot be met: by themselves, or in the plan of the least memory known.
+        least: no plan keeps a limit below it.
+        enough: a plan keeps this limit; None: none is known.
+    """
+
+    moments: tuple[int, ...] = ()
+    least: float = 0.0
+    enough: float | None = None
+
+    def located(self, **where) -> InfeasibleMemoryError:
+        out = super().located(**where)
+        out.moments, out.least, out.enough = self.moments, self.least, self.enough
+        return out
+
+
+@dataclass(frozen=True)
+class LeastMemory:
+    """How far the limit can be lowered.
+
+    Attributes:
+        least: no plan keeps a limit below it.
+        enough: the states keep this limit; None: no states are known.
+        states: of the plan that does.
+    """
+
+    least: float
+    enough: float | None
+    states: tuple[int, ...] | None
+
+
+def _fits(problem: Problem, limit: float, seconds: float) -> tuple[int, ...]:
+    """States that keep the limit.
+
+    Raises:
+        NoAssignmentError: where there are none.
+        PlanError: where none were found in the time.
+    """
+    bound, _ = binding(replace(problem, limit=limit))
+    less = reduced(bound)
+    found = milp(less.problem, seconds=seconds).states if less.problem.costs else ()
+    return tuple(less.lift(found)[:-1])
+
+
+def least_memory(problem: Problem, *, seconds: float = 10.0) -> LeastMemory:
+    """The least limit with which the problem has an assignment, exact where the time is enough.
+
+    Raises:
+        PlanError: where nothing is allowed, whatever the memory.
+    """
+    until = time.monotonic() + seconds
+    inner = consistent(problem)
+    tables = {id(table): np.where(np.isfinite(table), 0.0, np.inf) for table in inner.problem.edges.values()}
+    free = replace(inner.problem, costs=tuple(np.zeros(len(own)) for own in inner.problem.costs),
+                   edges={pair: tables[id(table)] for pair, table in inner.problem.edges.items()})
+    bound, times = binding(replace(free, limit=-1.0))  # every moment is a row
+    rows = Rows.of(bound, len(times))
+    whole = bool((rows.amounts == np.floor(rows.amounts)).all())
+    low, high, states = float(rows.least().max(initial=0.0)), None, None
+    most = float(rows.most().max(initial=0.0))
+    trial = low
+    while (left := until - time.monotonic()) > 0:
+        try:
+            states = _fits(free, trial, left)
+            high = float(rows.used((*states, 0)).max(initial=0.0))
+        except NoAssignmentError:
+            low = trial + 1.0 if whole else trial
+            if trial >= most:  # forbidden for another reason than memory
+                raise
+        except PlanError:
+            break
+        if high is None:
+            trial = min(most, 1.25 * trial + 1.0)
+        elif high - low <= (0.0 if whole else CLOSE * abs(high)):
+            break
+        else:
+            trial = float(np.floor((low + high) / 2)) if whole else (low + high) / 2
+    return LeastMemory(low, high, tuple(inner.lift(states)) if states is not None else None)
+
+
+def infeasible(problem: Problem, *, seconds: float = 10.0) -> InfeasibleMemoryError:
+    """The error for a problem whose limit nothing keeps.
+
+    Args:
+        seconds: to look for the least limit.
+    """
+    found = least_memory(problem, seconds=seconds)
+    bound, times = binding(replace(problem, limit=-1.0))
+    rows = Rows.of(bound, len(times))
+    held = rows.least()
+    if not (held > problem.limit).any() and found.states is not None:  # each can be met, but not all at once
+        held = rows.used((*_lean(problem, found), 0))
+    over = np.flatnonzero(held > problem.limit)
+    moments = tuple(int(times[row]) for row in over)
+    worst = over[np.argsort(-held[over], kind="stable")][:SHOWN]
+    shown = ", ".join(f"moment {times[row]} ({_who(problem, int(times[row]))}): at least {held[row]:,.0f}"
+                      for row in worst)
+    more = f" and {len(over) - len(worst):,} more" if len(over) > len(worst) else ""
+    if found.enough is None:
+        legal = f"a limit of more than {found.least:,.0f}; no plan that keeps one was found in the time given"
+    elif found.enough <= found.least:
+        legal = f"a limit of at least {found.enough:,.0f}"
+    else:
+        legal = f"a limit of {found.enough:,.0f}; none below {found.least:,.0f} can be kept"
+    error = InfeasibleMemoryError(f"no plan keeps the memory limit of {problem.limit:,.0f}" +
+                                  (f"; it cannot be met at {shown}{more}" if shown else ""), legal=legal)
+    error.moments, error.least, error.enough = moments, found.least, found.enough
+    return error
+
+
+def _lean(problem: Problem, found: LeastMemory) -> tuple[int, ...]:
+    """States that keep the least limit and hold little besides."""
+    inner = consistent(problem)
+    bound, times = binding(replace(inner.problem, limit=-1.0))
+    costs = Rows.of(bound, len(times)).priced([np.zeros(len(own)) for own in bound.costs], np.ones(len(times)))[:-1]
+    edges = {pair: np.where(np.isfinite(table), 0.0, np.inf) for pair, table in inner.problem.edges.items()}
+    try:
+        return tuple(inner.lift(_fits(replace(inner.problem, costs=tuple(costs), edges=edges), found.enough, 10.0)))
+    except PlanError:  # not in the time: those that are known
+        return found.states
+
+
+def _who(problem: Problem, moment: int) -> str:
+    """Who holds most at a moment, at least."""
+    held: dict[int, float] = {}
+    for use in problem.usages:
+        if use.start <= moment < use.stop:
+            held[use.node] = held.get(use.node, 0.0) + float(np.min(use.amount))
+    largest = sorted(held, key=lambda v: -held[v])[:3]
+    return "most in " + ", ".join(problem.names[v] if problem.names else f"node {v}" for v in largest)

@@ -1,0 +1,206 @@
+"""The assignment of least cost that keeps a memory limit at every moment.
+
+1. States that cannot be chosen go, and so do the moments at which the limit cannot be broken (moments.py). Without any
+   left the problem has no limit.
+2. The limit gets a price at each moment (multipliers.py): that gives a bound, and states that nearly keep the limit.
+3. Of the states that were seen, HiGHS or a local search at those prices (local_search.py) makes the best that keep it.
+4. A problem that is small enough goes to HiGHS as a whole, without the states that the bound excludes.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+
+from ..errors import PlanError
+from .descent import descend
+from .least_memory import InfeasibleMemoryError, infeasible
+from .local_search import wide, within
+from .milp import NoAssignmentError, milp
+from .moments import Rows, binding
+from .multipliers import Ascent, Priced
+from .problem import Problem, Solution
+from .reduce import consistent, reduced, restrict
+
+__all__ = ["InfeasibleMemoryError", "solve_limited"]
+
+SECONDS = 60.0
+WIDE = 2**12  # entries of a joint in a search among all nodes
+STILL = 3  # searches that find nothing, after which one begins elsewhere
+WHOLE = 300_000  # entries of the edges up to which HiGHS is asked about the whole
+LEAST = 5.0  # seconds to look for the least limit at least
+NOTHING = "no assignment within the memory limit was found in the time given"
+MANY = 5_000  # nodes above which dominated states are not looked for
+
+
+def solve_limited(problem: Problem, *, seconds: float | None = None) -> Solution:
+    """The best assignment that keeps the limit, as far as it is found in the time.
+
+    Raises:
+        InfeasibleMemoryError: where none keeps it; it names moments that cannot be met, and the least limit that can.
+        PlanError: where nothing is allowed, whatever the memory, or nothing was found in the time.
+    """
+    from .exact import solve
+
+    until = time.monotonic() + (SECONDS if seconds is None else seconds)
+    inner = consistent(problem)
+    bound, times = binding(inner.problem)
+    if bound.limit is None:
+        found = solve(replace(problem, usages=(), limit=None), seconds=until - time.monotonic())
+        return replace(found, notes=(*found.notes, "the memory limit cannot be broken"))
+    rows = Rows.of(bound, len(times))
+    over = rows.least() > bound.limit
+    if over.any():
+        raise infeasible(problem, seconds=max(LEAST, until - time.monotonic()))
+    if len(bound.costs) <= MANY:
+        less = reduced(bound)
+        try:
+            found = _search(less.problem, Rows.of(less.problem, len(times)), until)
+        except NoAssignmentError:
+            raise infeasible(problem, seconds=max(LEAST, until - time.monotonic())) from None
+        states, least = less.lift(found.states), found.bound + less.constant
+    else:
+        found = _search(bound, rows, until)
+        states, least = found.states, found.bound
+    states = tuple(inner.lift(states[:-1]))
+    cost = problem.cost(states)
+    return Solution(states, cost, cost if found.bound >= found.cost else min(cost, least), found.notes)
+
+
+class _Best:
+    """The best states that keep the limit, and which states have been seen."""
+
+    def __init__(self, problem: Problem, rows: Rows) -> None:
+        self.problem, self.rows = problem, rows
+        self.states, self.cost = None, np.inf
+        self.taken: list[np.ndarray] = []  # all states that were seen, last ones last
+
+    def see(self, states) -> bool:
+        """Whether they are better than the best."""
+        self.taken.append(np.asarray(states, np.int16))
+        if (self.rows.used(states) > self.rows.limit).any():
+            return False
+        cost = self.problem.cost(states)
+        if cost < self.cost:
+            self.states, self.cost = list(states), cost
+            return True
+        return False
+
+    def lately(self, many: int) -> list[np.ndarray]:
+        """Which states (bool, by node) the best and the last so many have."""
+        alive = [np.zeros(len(own), bool) for own in self.problem.costs]
+        for states in (*self.taken[-many:], *((self.states,) if self.states is not None else ())):
+            for mark, state in zip(alive, states):
+                mark[state] = True
+        return alive
+
+
+def _search(problem: Problem, rows: Rows, until: float) -> Solution:
+    """Bound and states of a problem of `binding`."""
+    start = time.monotonic()
+    priced = Priced(problem, rows)
+    ascent = Ascent(priced)
+    best = _Best(problem, rows)
+    large = len(problem.costs) > MANY
+    entries = sum(table.size for table in problem.edges.values())
+    share = 0.5 if large else 0.3  # of the time for the multipliers
+    turn = 0
+    while time.monotonic() < start + share * (until - start):
+        best.see(ascent.advance(2 if large else 3))
+        turn += 1
+        if best.states is not None and best.cost - priced.bound <= 1e-9 * abs(best.cost):
+            return Solution(tuple(best.states), best.cost, best.cost, ("exact: the bound meets the cost",))
+        if not large and turn >= 200:
+            break
+    if large:
+        _polish(best, priced, until)
+    elif entries <= WHOLE:
+        _merge(best, min(until, time.monotonic() + 0.3 * (until - time.monotonic())))
+        alive = priced.alive(best.cost)
+        proved = Solution(tuple(best.states or ()), best.cost, best.cost, ("bounds, then HiGHS on what is left",))
+        if not all(mark.any() for mark in alive):
+            return proved
+        step = restrict(problem, alive)
+        try:
+            whole = reduced(step.problem)
+            found = milp(whole.problem, seconds=max(0.1, until - time.monotonic()))
+            best.see(step.lift(whole.lift(found.states)))
+            least = found.bound + whole.constant
+            if found.gap == 0:
+                return replace(proved, states=tuple(best.states), cost=best.cost, bound=best.cost)
+            return Solution(tuple(best.states), best.cost, min(best.cost, max(priced.bound, least)),
+                            ("bounds and HiGHS; not proved",))
+        except NoAssignmentError:
+            if best.states is None:
+                raise
+            return proved
+        except PlanError:
+            if best.states is None:
+                raise PlanError(NOTHING, legal="more seconds") from None
+    else:
+        _polish(best, priced, time.monotonic() + 0.3 * (until - time.monotonic()))
+        _merge(best, until)
+    if best.states is None:
+        raise PlanError(NOTHING, legal="more seconds")
+    return Solution(tuple(best.states), best.cost, min(best.cost, priced.bound),
+                    ("multipliers and search; not proved",))
+
+
+def _merge(best: _Best, until: float) -> None:
+    """The best of the states that have been seen lately, by HiGHS; of more and more of them."""
+    many = 10
+    while time.monotonic() < until:
+        found = within(best.problem, best.lately(many), entries=WHOLE, until=until)
+        if found is not None:
+            best.see(found)
+        if many >= len(best.taken):
+            break
+        many *= 2
+
+
+def _polish(best: _Best, priced: Priced, until: float) -> None:
+    """Search at the best multipliers, and move those so that the limit is just kept.
+
+    Where a search from what is held finds nothing more, the next begins at what the sweeps take at these prices.
+    """
+    rows, left = priced.rows, np.array(priced.order.left)
+    priced.price(priced.best)
+    priced.sweep(4)
+    inner = _allowed(priced, until)
+    turn, pace, side, still = 0, 1.0, 0, 0
+    while time.monotonic() < until:
+        before = priced.core.cost(inner)
+        inner = wide(priced.core, inner, most=WIDE << min(2, still), seed=turn)
+        turn += 1
+        still = 0 if priced.core.cost(inner) < before - 1e-4 * abs(before) else still + 1
+        if still > STILL:
+            priced.sweep(3)
+            other = _allowed(priced, until)
+            for _ in range(3):
+                other = wide(priced.core, other, seed=turn)
+                turn += 1
+            if priced.core.cost(other) < priced.core.cost(inner):
+                inner = other
+            still = 0
+        states = priced.lift(inner)
+        best.see(states)
+        over = rows.over(states)
+        if side * over.max() < 0:
+            pace = max(0.05, 0.7 * pace)
+        side = 1 if over.max() > 0 else -1
+        multipliers = priced.multipliers * (1.0 + pace * np.clip(2.0 * over, -0.02, 0.1))
+        positive = np.maximum(over, 0.0)
+        if positive.any():
+            multipliers = multipliers + pace * 0.02 * multipliers.sum() * positive / positive.sum()
+        priced.price(multipliers)
+        inner = [states[v] for v in left]
+
+
+def _allowed(priced: Priced, until: float) -> list[int]:
+    """What the sweeps took, made allowed where it is not."""
+    states = priced.messages.states.tolist()
+    if not np.isfinite(priced.core.cost(states)):
+        states = descend(priced.core, states, patience=2, until=until)
+    return states

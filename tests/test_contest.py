@@ -1,0 +1,159 @@
+"""The contest's format: what a file means, what is written, and files that are cut short or contradict themselves."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+
+import numpy as np
+import pytest
+from golden_reading import SHARED
+
+from shardwright.cli import main
+from shardwright.errors import PlanError
+from shardwright.plan.contest import read_contest
+from shardwright.plan.exact import solve
+from shardwright.plan.milp import milp
+
+BIG = 10**18
+
+
+def contest(costs, edges, usages=None, intervals=None, limit=None) -> dict:
+    """A file's JSON; `edges`: (nodes, costs)."""
+    problem = {"name": "x", "nodes": {"costs": costs, "usages": usages or [[0] * len(own) for own in costs],
+                                      "intervals": intervals or [[0, 1]] * len(costs)},
+               "edges": {"nodes": [list(nodes) for nodes, _ in edges], "costs": [paid for _, paid in edges]}}
+    if limit is not None:
+        problem["usage_limit"] = limit
+    return {"problem": problem}
+
+
+def written(path, given: dict):
+    path.write_text(json.dumps(given))
+    return path
+
+
+def direct(given: dict, states) -> float:
+    """The cost as the format defines it."""
+    problem = given["problem"]
+    total = sum(own[s] for own, s in zip(problem["nodes"]["costs"], states))
+    for nodes, paid in zip(problem["edges"]["nodes"], problem["edges"]["costs"]):
+        at = 0
+        for v in nodes:
+            at = at * len(problem["nodes"]["costs"][v]) + states[v]
+        total += paid[at]
+    return np.inf if total >= BIG else total
+
+
+def test_edges_of_one_two_and_three_nodes_and_nodes_named_twice(tmp_path):
+    rng = np.random.default_rng(0)
+    sizes = [2, 3, 4, 2]
+    edges = []
+    for nodes in [(0, 1), (1, 0), (2, 2), (2,), (3, 1, 0), (1, 3, 1), (2, 0), (0, 2), (3, 3, 3), (2, 1, 3, 0)]:
+        paid = rng.integers(0, 100, int(np.prod([sizes[v] for v in nodes]))).tolist()
+        paid[int(rng.integers(len(paid)))] = BIG
+        edges.append((nodes, paid))
+    given = contest([rng.integers(0, 50, n).tolist() for n in sizes], edges)
+    read = read_contest(written(tmp_path / "p.json", given))
+    assert read.count == 4 and len(read.problem.costs) == 6
+    # each of the added nodes takes the one state that agrees with the others: all else is forbidden
+    best = min(itertools.product(*map(range, sizes)), key=lambda states: direct(given, states))
+    found = milp(read.problem)
+    assert found.cost == direct(given, best) == direct(given, read.assignment(found.states))
+    assert solve(read.problem).cost == found.cost
+
+
+def test_memory_is_read_with_its_moments(tmp_path):
+    given = contest([[0, 9], [0, 9]], [((0, 1), [0, 0, 0, 0])], [[8, 1], [8, 1]], [[0, 3], [2, 2]], 10)
+    problem = read_contest(written(tmp_path / "p.json", given)).problem
+    assert problem.limit == 10 and [(use.node, use.start, use.stop) for use in problem.usages] == [(0, 0, 3)]
+    given["problem"]["nodes"]["intervals"][1] = [2, 3]
+    problem = read_contest(written(tmp_path / "p.json", given)).problem
+    assert solve(problem, seconds=5).cost == 9
+
+
+def test_solve_writes_the_assignment_and_says_cost_bound_and_gap(tmp_path, capsys):
+    given = contest([[5, 1], [0, 7, 2]], [((1, 0), [BIG, 3, 0, BIG, 4, BIG])], [[1, 6], [1, 1, 1]], limit=9)
+    path, out = tmp_path / "p.json.gz", tmp_path / "out.json"
+    path.write_bytes(gzip.compress(json.dumps(given).encode()))
+    for solver in ("exact", "milp"):
+        assert main(["solve", str(path), "--seconds", "20", "--output", str(out), "--solver", solver]) == 0
+        assert json.loads(out.read_text()) == [1, 0]  # 1 + 0 + 3 = 4
+        text = capsys.readouterr().out
+        assert "cost 4\n" in text and "bound 4\n" in text and "gap 0 %" in text
+
+
+def test_a_limit_that_nothing_keeps_is_said_with_the_least(tmp_path, capsys):
+    given = contest([[0, 1]], [], [[8, 6]], limit=5)
+    assert main(["solve", str(written(tmp_path / "p.json", given)), "--seconds", "5"]) == 1
+    error = capsys.readouterr().err
+    assert "memory limit of 5" in error and "moment 0" in error and "at least 6" in error
+
+
+def good() -> dict:
+    return contest([[1, 2], [3]], [((0, 1), [4, 5])], [[1, 1], [1]], [[0, 1], [0, 2]], 3)
+
+
+@pytest.mark.parametrize("keep", [0.02, 0.3, 0.7, 0.999])
+@pytest.mark.parametrize("zipped", [False, True])
+def test_a_file_cut_short(tmp_path, keep, zipped, capsys):
+    data = json.dumps(good()).encode()
+    data = gzip.compress(data) if zipped else data
+    path = tmp_path / ("p.json.gz" if zipped else "p.json")
+    path.write_bytes(data[:max(3, int(keep * len(data)))])
+    with pytest.raises(PlanError, match="cut short") as caught:
+        read_contest(path)
+    assert str(path) in str(caught.value)
+    assert main(["solve", str(path)]) == 1 and "cut short" in capsys.readouterr().err
+
+
+def wrong(change) -> dict:
+    given = good()
+    change(given["problem"])
+    return given
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    ([], "the file has no field 'problem'"),
+    (wrong(lambda p: p.pop("edges")), "problem has no field 'edges'"),
+    (wrong(lambda p: p["nodes"]["usages"].pop()), "2 costs, 1 usages and 2 intervals"),
+    (wrong(lambda p: p["nodes"]["usages"][0].pop()), "usages of node 0: there are 1"),
+    (wrong(lambda p: p["nodes"]["costs"][1].pop()), "node 1 has no strategy"),
+    (wrong(lambda p: p["nodes"]["costs"].__setitem__(0, [1, "x"])), "costs of node 0 are not all numbers"),
+    (wrong(lambda p: p["nodes"]["intervals"].__setitem__(1, [3])), "interval of node 1"),
+    (wrong(lambda p: p["edges"]["nodes"].__setitem__(0, [0, 2])), "edge 0 names the nodes"),
+    (wrong(lambda p: p["edges"]["costs"][0].pop()), "costs of edge 0: there are 1"),
+    (wrong(lambda p: p["edges"]["costs"].pop()), "1 nodes and 0 costs"),
+    (wrong(lambda p: p.__setitem__("usage_limit", "much")), "usage_limit is not a number"),
+])
+def test_a_file_that_contradicts_itself_names_the_place(tmp_path, given, message):
+    with pytest.raises(PlanError, match=message.replace("[", r"\[")) as caught:
+        read_contest(written(tmp_path / "p.json", given))
+    assert caught.value.source == str(tmp_path / "p.json")
+
+
+def test_a_file_that_is_not_there(tmp_path, capsys):
+    assert main(["solve", str(tmp_path / "none.json")]) == 1
+    assert "cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "x", "inf"])
+def test_seconds_that_are_no_time(seconds, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["solve", "p.json", "--seconds", seconds])
+    assert caught.value.code == 2 and "number of seconds above 0" in capsys.readouterr().err
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "best"), [("G", 217_039), ("B", 532_843)])
+def test_contest_instances_at_their_optimum(name, best, tmp_path):
+    path, out = SHARED / f"iopddl/asplos-2025-iopddl-{name}.json.gz", tmp_path / "out.json"
+    assert main(["solve", str(path), "--seconds", "60", "--output", str(out)]) == 0
+    given, states = json.loads(gzip.decompress(path.read_bytes())), json.loads(out.read_text())
+    assert direct(given, states) == best
+    nodes, change = given["problem"]["nodes"], np.zeros(1000)
+    for usage, (start, stop), state in zip(nodes["usages"], nodes["intervals"], states):
+        change[start] += usage[state] if start < stop else 0
+        change[stop] -= usage[state] if start < stop else 0
+    assert change.cumsum().max() <= given["problem"]["usage_limit"]

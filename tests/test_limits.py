@@ -1,0 +1,215 @@
+"""Solving within a memory limit: against HiGHS on random layered graphs, its bound, and limits that nothing keeps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwright.errors import PlanError
+from shardwright.plan import limits
+from shardwright.plan.batched import Batched
+from shardwright.plan.elimination import eliminate, elimination_order
+from shardwright.plan.least_memory import least_memory
+from shardwright.plan.limits import InfeasibleMemoryError, solve_limited
+from shardwright.plan.local_search import wide
+from shardwright.plan.milp import NoAssignmentError, milp, moments
+from shardwright.plan.moments import Rows, binding
+from shardwright.plan.multipliers import Ascent, Priced
+from shardwright.plan.problem import Problem, Usage
+from shardwright.plan.reduce import consistent
+
+
+def layered(seed: int, layers: int = 6, width: int = 4, states: int = 4, tight: float = 1.2,
+            skip: float = 0.2) -> Problem:
+    """A layered graph: each node reads some of the last layer and, at times, of an earlier one. A costly state holds
+    little memory. The limit is so many times the least that is held at the fullest moment."""
+    rng = np.random.default_rng(seed)
+    costs, edges, usages = [], {}, []
+    nodes = [[layer * width + n for n in range(width)] for layer in range(layers)]
+    for layer, row in enumerate(nodes):
+        for v in row:
+            many = int(rng.integers(2, states + 1))
+            amount = np.sort(rng.integers(1, 50, many))[::-1]
+            costs.append(np.sort(rng.integers(0, 100, many)).astype(float))
+            usages.append(Usage(v, layer, min(layers, layer + int(rng.integers(1, 3))), amount.astype(float)))
+            if rng.random() < 0.3:
+                usages.append(Usage(v, layer, layers, rng.integers(0, 10, many).astype(float)))
+    for layer, row in enumerate(nodes[1:], start=1):
+        for v in row:
+            for u in {int(rng.choice(nodes[layer - 1])), int(rng.choice(nodes[layer - 1]))} | (
+                    {int(rng.choice(nodes[int(rng.integers(0, layer))]))} if rng.random() < skip else set()):
+                table = rng.integers(0, 60, (len(costs[u]), len(costs[v]))).astype(float)
+                table[rng.random(table.shape) < 0.1] = np.inf
+                table[0, 0] = 60.0  # and so something is always allowed
+                table[-1, -1] = 60.0
+                edges[u, v] = table
+    least = max(sum(float(usages[n].amount.min()) for n in living)
+                for living in moments(Problem(tuple(costs), edges, usages=tuple(usages))))
+    return Problem(tuple(costs), edges, usages=tuple(usages), limit=float(np.floor(tight * least)))
+
+
+def peak(problem: Problem, states) -> float:
+    """The most that is held at any moment, counted directly."""
+    moments = {use.start for use in problem.usages}
+    return max(sum(float(use.amount[states[use.node]]) for use in problem.usages if use.start <= t < use.stop)
+               for t in moments)
+
+
+def oracle(problem: Problem):
+    try:
+        return milp(problem)
+    except NoAssignmentError:
+        return None
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10**6), layers=st.integers(2, 7), width=st.integers(1, 5),
+       tight=st.sampled_from([1.0, 1.1, 1.3, 2.0]))
+def test_equals_highs_on_layered_graphs(seed, layers, width, tight):
+    problem = layered(seed, layers, width, tight=tight)
+    best = oracle(problem)
+    if best is None:
+        with pytest.raises(InfeasibleMemoryError):
+            solve_limited(problem, seconds=20)
+        return
+    found = solve_limited(problem, seconds=20)
+    assert peak(problem, found.states) <= problem.limit
+    assert found.cost == problem.cost(found.states) == pytest.approx(best.cost)
+    assert found.bound <= best.cost + 1e-6 and found.gap <= 1e-9
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**6), tight=st.sampled_from([1.0, 1.2, 1.5, 3.0]), draw=st.integers(0, 10**6))
+def test_binding_moments_say_the_same_as_all(seed, tight, draw):
+    problem = layered(seed, 5, 3, tight=tight)
+    bound, times = binding(problem)
+    states = [int(np.random.default_rng(draw + v).integers(len(own))) for v, own in enumerate(problem.costs)]
+    kept = peak(problem, states) <= problem.limit
+    if bound.limit is None:
+        assert kept
+        return
+    rows = Rows.of(bound, len(times))
+    used = rows.used([*states, 0])
+    assert (used.max() <= problem.limit) == kept
+    for row, t in enumerate(times):
+        assert used[row] == pytest.approx(sum(float(use.amount[states[use.node]]) for use in problem.usages
+                                              if use.start <= t < use.stop))
+
+
+def test_moments_that_cannot_be_broken_are_no_rows():
+    usages = (Usage(0, 0, 3, np.array([4.0, 1.0])), Usage(1, 2, 5, np.array([4.0, 1.0])),
+              Usage(1, 5, 9, np.array([7.0, 7.0])))
+    problem = Problem((np.array([0.0, 3.0]), np.array([0.0, 5.0])), {(0, 1): np.zeros((2, 2))}, usages=usages, limit=7)
+    bound, times = binding(problem)
+    assert times.tolist() == [2]
+    assert solve_limited(problem, seconds=5).states == (1, 0)
+    assert binding(replace(problem, limit=8))[0].limit is None
+    assert solve_limited(replace(problem, limit=8), seconds=5).states == (0, 0)
+
+
+def test_a_limit_of_nothing():
+    problem = Problem((np.array([0.0, 3.0]), np.array([0.0, 5.0])), {(0, 1): np.zeros((2, 2))}, (),
+                      (Usage(0, 0, 3, np.array([4.0, 0.0])),), 0.0)
+    assert solve_limited(problem, seconds=5).states == (1, 0)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_batched_elimination_equals_one_by_one(seed):
+    problem, rng = layered(seed, 7, 3), np.random.default_rng(seed)
+    order = elimination_order([len(own) for own in problem.costs], problem.edges, degree=2)
+    batched = Batched(problem, order)
+    for _ in range(2):  # a second time: nothing of the first is left
+        costs = [rng.random(len(own)) for own in problem.costs]
+        core, one = batched.eliminate(costs), eliminate(costs, problem.edges, order)
+        assert batched.constant == pytest.approx(one.constant)
+        for v, own in zip(order.left, core.costs):
+            np.testing.assert_allclose(own, one.tables[v,])
+        for (i, j), table in core.edges.items():
+            np.testing.assert_allclose(table, one.tables[order.left[i], order.left[j]])
+        states = np.zeros(len(problem.costs), np.int64)
+        states[list(order.left)] = [int(rng.integers(len(own))) for own in core.costs]
+        assert batched.complete(states.copy()).tolist() == one.complete(states.tolist())
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10**6), most=st.sampled_from([20, 64, 2**12]))
+def test_a_wide_search_never_makes_it_worse(seed, most):
+    problem, rng = layered(seed, 8, 4), np.random.default_rng(seed)
+    states = [0] * len(problem.costs)
+    before = problem.cost(states)
+    for turn in range(3):
+        states = wide(problem, states, most=most, seed=turn)
+        assert problem.cost(states) <= before
+        before = problem.cost(states)
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_bounds_at_any_multipliers_hold(seed):
+    problem = consistent(layered(seed, 5, 3, tight=1.2)).problem
+    best = oracle(problem)
+    bound, times = binding(problem)
+    if best is None or bound.limit is None:
+        return
+    priced = Priced(bound, Rows.of(bound, len(times)))
+    ascent = Ascent(priced)
+    for _ in range(30):
+        ascent.advance(2)
+    assert priced.bound <= best.cost + 1e-6
+    for mark, state in zip(priced.alive(best.cost), best.states):
+        assert mark[state]
+
+
+def test_a_large_problem_keeps_the_limit_and_is_near_its_bound(monkeypatch):
+    """The way of the largest problems, which no oracle solves, on one that HiGHS still does."""
+    monkeypatch.setattr(limits, "MANY", 10)
+    problem = layered(3, 12, 5, tight=1.15)
+    best = milp(problem)
+    found = solve_limited(problem, seconds=3)
+    assert peak(problem, found.states) <= problem.limit
+    assert found.bound <= best.cost + 1e-6 and best.cost - 1e-6 <= found.cost <= 1.05 * best.cost
+
+
+def test_a_limit_that_one_moment_cannot_meet_names_it_and_the_least_limit():
+    usages = (Usage(0, 0, 3, np.array([40.0, 10.0])), Usage(1, 2, 5, np.array([40.0, 20.0])))
+    problem = Problem((np.array([0.0, 3.0]), np.array([0.0, 5.0])), {(0, 1): np.zeros((2, 2))}, ("one", "other"),
+                      usages, 29.0)
+    with pytest.raises(InfeasibleMemoryError, match="limit of 29.*moment 2 .*other") as caught:
+        solve_limited(problem, seconds=5)
+    assert caught.value.moments == (2,) and caught.value.enough == caught.value.least == 30
+    assert "at least 30" in caught.value.legal
+    assert solve_limited(replace(problem, limit=30.0), seconds=5).cost == 8
+
+
+def test_moments_that_cannot_be_met_together():
+    """Each moment alone can be met; the edge asks for the greater of one of the two."""
+    usages = (Usage(0, 0, 1, np.array([40.0, 10.0])), Usage(1, 1, 2, np.array([40.0, 20.0])))
+    either = np.array([[0.0, 0.0], [0.0, np.inf]])
+    problem = Problem((np.zeros(2), np.zeros(2)), {(0, 1): either}, (), usages, 30.0)
+    with pytest.raises(InfeasibleMemoryError, match="cannot be met at moment") as caught:
+        solve_limited(problem, seconds=5)
+    assert caught.value.enough == caught.value.least == 40 and len(caught.value.moments) == 1
+
+
+def test_forbidden_whatever_the_memory_is_no_matter_of_memory():
+    problem = Problem((np.zeros(1), np.zeros(1)), {(0, 1): np.full((1, 1), np.inf)}, (),
+                      (Usage(0, 0, 1, np.array([5.0])),), 3.0)
+    with pytest.raises(PlanError) as caught:
+        solve_limited(problem, seconds=5)
+    assert not isinstance(caught.value, InfeasibleMemoryError)
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_least_memory_is_the_least(seed):
+    problem = layered(seed, 4, 3)
+    found = least_memory(problem)
+    assert found.least == found.enough == peak(problem, found.states)
+    assert np.isfinite(problem.cost(found.states))
+    assert oracle(replace(problem, limit=found.enough)) is not None
+    assert oracle(replace(problem, limit=found.enough - 1)) is None
