@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import ops
+    from .cluster import Cluster, Level
     from .errors import (
         CaptureError, LayoutError, MissingRuleError, PlanError, RuleError, RuntimeMismatchError, SettingError,
         ShardwrightError, StrategyError,
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from .marks import Operator, no_optimizer_parallel, recompute, shard
     from .parallel import AutoParallel, RecaptureWarning
     from .plan import Plan, plan
+    from .plan.least_memory import InfeasibleMemoryError
     from .rules import rule
     from .runtime.deferred import no_init_parameters
     from .runtime.init import init, rank, world_size
@@ -27,10 +29,12 @@ if TYPE_CHECKING:
 _ROOMS = {
     **dict.fromkeys(("CaptureError", "LayoutError", "MissingRuleError", "PlanError", "RuleError",
                      "RuntimeMismatchError", "SettingError", "ShardwrightError", "StrategyError"), "errors"),
+    **dict.fromkeys(("Cluster", "Level"), "cluster"),
     **dict.fromkeys(("Digit", "Layout"), "layout"),
     **dict.fromkeys(("Operator", "no_optimizer_parallel", "recompute", "shard"), "marks"),
     **dict.fromkeys(("AutoParallel", "RecaptureWarning"), "parallel"),
     **dict.fromkeys(("Plan", "plan"), "plan"),
+    "InfeasibleMemoryError": "plan.least_memory",
     "rule": "rules",
     "no_init_parameters": "runtime.deferred",
     **dict.fromkeys(("init", "rank", "world_size"), "runtime.init"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,10 @@ from .capture import capture
 from .errors import SettingError
 from .layerwise import check_held, check_mode, one_slice, own_parameters
 from .layout import Layout
+from .marks import stored_whole
 from .ops import for_ranks
 from .plan import MODES, Plan, make_plan
+from .plan.document import Document
 from .plan.hybrid import OwnPrograms, local_inputs
 from .plan.make import optimizer_parallel
 from .plan.storage import OptimizerParallel
@@ -85,6 +87,11 @@ class AutoParallel(nn.Module):
             one length, and the padding is left out of every sum. Otherwise such a cut is an error.
         compile: whether ``torch.compile`` compiles the planned program, or the name of its backend; a process that plays
             several devices runs it operator by operator all the same, and says so.
+        cluster: the devices and their links, as costs are reckoned: a `Cluster`, the name of a preset, a JSON file;
+            None: see `Cluster.of`.
+        memory: how much a device may hold, in the modes that search: bytes, "70GB", or "cluster" for its own.
+        optimizer: what keeps state for each parameter, to reckon with its memory: "adam", "momentum", "sgd", or its bytes
+            an element.
 
     Raises:
         SettingError: an unknown mode or setting.
@@ -92,13 +99,13 @@ class AutoParallel(nn.Module):
 
     #: What a wrapper holds besides its settings: `shardwright.verify` gives its copies everything else.
     _NOT_SETTINGS = frozenset({*vars(nn.Module()), "net", "loss_fn", "save_graphs", "_programs", "_submodules", "_stored",
-                               "_used", "_warned", "_accumulation", "_kind"})
+                               "_used", "_warned", "_accumulation", "_kind", "_strategy_files"})
 
     def __init__(self, net: nn.Module, loss_fn: Callable[..., Any] | None = None, parallel_mode: str = "semi_auto", *,
                  on_missing_rule: str = "error", save_graphs: str | Path | None = None,
                  sync_batch_norm: bool = False, random: str = "exact",
                  parameter_broadcast: bool = False, recompute: Any = None, uneven: bool = False,
-                 compile: bool | str = False) -> None:
+                 compile: bool | str = False, cluster: Any = None, memory: Any = None, optimizer: Any = "adam") -> None:
         super().__init__()
         if not isinstance(net, nn.Module):
             raise SettingError(f"{net!r} is not an nn.Module", legal="a model written for one device")
@@ -120,10 +127,13 @@ class AutoParallel(nn.Module):
         self._dataset_strategy: Any = "data_parallel"
         self._gradients_mean = parallel_mode in ("data_parallel", "hybrid_parallel")
         self._broadcast, self.recompute, self.uneven = bool(parameter_broadcast), recompute, bool(uneven)
+        self._cluster, self._memory, self._optimizer = cluster, memory, optimizer
         self.compiled = "inductor" if compile is True else compile or None
         self._fusion, self.__dict__["_accumulation"] = Fusion(), Accumulation()
         self.__dict__["_programs"], self.__dict__["_submodules"] = {}, None
         self._hsdp: OptimizerParallel | None = None
+        self._strategies: Document | None = None
+        self.__dict__["_strategy_files"] = []
         self._stored: dict[str, Layout] | None = None
         self._used: dict[str, Layout] | None = None
         self._warned, self._kind = False, "cpu"
@@ -217,6 +227,47 @@ class AutoParallel(nn.Module):
         """
         self._hsdp = self._before_first_call("hsdp", OptimizerParallel(shard_size, threshold, optimizer_level))
         return self
+
+    def load_operator_strategy_file(self, path: str | Path) -> AutoParallel:
+        """Split operators as a plan says that was saved: each line is a mark, over what the model's own marks say.
+        Operators without a line are left to the mode; where each has one, the plan is that of the file.
+
+        Args:
+            path: a file that `save_operator_strategy_file` or `Plan.save` wrote, edited or not.
+
+        Raises:
+            SettingError: after the first call, or in a mode that runs operators as they stand.
+            PlanError: no such file, not a plan. At the first call: a plan for another model, other shapes or another
+                number of devices, with the line.
+        """
+        if self.parallel_mode in ("stand_alone", "hybrid_parallel"):
+            raise SettingError(f"load_operator_strategy_file: {self.parallel_mode} runs operators as they stand",
+                               legal=", ".join(m for m in MODES if m not in ("stand_alone", "hybrid_parallel")))
+        self._before_first_call("load_operator_strategy_file", path)
+        self._strategies = Document.read(path)
+        return self
+
+    def save_operator_strategy_file(self, path: str | Path) -> AutoParallel:
+        """Write the plan as a document (`Plan.save`): now, or when it is made, at the first call. In processes the
+        first rank writes.
+
+        Raises:
+            SettingError: there is no such folder.
+            OSError: the file cannot be written.
+        """
+        if not Path(path).absolute().parent.is_dir():
+            raise SettingError(f"save_operator_strategy_file: there is no folder {Path(path).parent}",
+                               legal="a file in a folder that is there")
+        if self._programs:
+            self._write_strategies(self.plan, [path])
+        else:
+            self._strategy_files.append(path)
+        return self
+
+    def _write_strategies(self, plan: Plan, paths: Iterable[str | Path]) -> None:
+        if self._runtime().rank == 0:
+            for path in paths:
+                plan.save(path)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -319,13 +370,15 @@ class AutoParallel(nn.Module):
             self._fusion.check(sum(p.requires_grad for p in module.parameters()))
             with for_ranks(devices), one_slice(module):
                 graph = capture(self.net, whole_args, whole_kwargs, loss_fn=self.loss_fn, device=runtime.device)
-            devices = devices or implied_devices(self.net, graph)
+            devices = devices or (self._strategies.devices if self._strategies is not None
+                                  else implied_devices(self.net, graph))
             plan = make_plan(with_policy(graph, self.recompute), devices, self.parallel_mode, dataset,
                              on_missing_rule=self.on_missing_rule, stored=self._stored, used=self._used,
                              sync_batch_norm=self.sync_batch_norm,
                              hsdp=optimizer_parallel(self._hsdp, self.net, self.loss_fn),
                              own=OwnPrograms(own_parameters(module), self.loss_fn is not None) if hybrid else None,
-                             uneven=self.uneven)
+                             uneven=self.uneven, strategies=self._strategies, cluster=self._cluster, memory=self._memory,
+                             optimizer=self._optimizer, whole=stored_whole(self.net, self.loss_fn))
         except Exception as error:
             if not parts:
                 raise
@@ -345,11 +398,19 @@ class AutoParallel(nn.Module):
             watch_steps(self.net)
             self._stored = {name: parameter.storage for name, parameter in plan.parameters.items()}
             self._used = {name: parameter.layout for name, parameter in plan.parameters.items()}
+            self._write_strategies(plan, self._strategy_files)
         if self.save_graphs is not None:
             ranks = [runtime.rank] if parts else range(devices)
             from .report import write_dumps
             write_dumps(plan, self.save_graphs, ranks)
         return program
+
+    def plan_settings(self) -> dict[str, Any]:
+        """What of the settings decides a plan, as `shardwright.plan` takes it."""
+        return {"parallel_mode": self.parallel_mode, "dataset_strategy": self._dataset_strategy,
+                "on_missing_rule": self.on_missing_rule, "sync_batch_norm": self.sync_batch_norm, "hsdp": self._hsdp,
+                "recompute": self.recompute, "uneven": self.uneven, "strategies": self._strategies,
+                "cluster": self._cluster, "memory": self._memory, "optimizer": self._optimizer}
 
     def _runtime(self) -> Runtime:
         return current()
@@ -372,8 +433,16 @@ class AutoParallel(nn.Module):
                                legal="call the model once, or shardwright.plan(net, inputs, …)")
         return list(self._programs.values())[-1].plan
 
-    def explain(self) -> None:
-        """Print the plan as a table: every operator, where it is called, its strategy, layouts and conversions."""
+    def explain(self, name: str | None = None) -> None:
+        """Print the plan as a table: every operator, where it is called, its strategy, layouts and conversions; or one
+        operator: what it costs, what else it could be, and what holds it where it is (`Plan.explain`).
+
+        Args:
+            name: of an operator, or the path of a module that calls just one.
+        """
+        if name is not None:
+            self.plan.explain(name)
+            return
         from .report import explain
         explain(self.plan)
 

@@ -49,7 +49,8 @@ def verify(net: nn.Module, inputs: tuple | Tensor, targets: Any = None, *, loss_
            optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
            dtypes: Sequence[torch.dtype] = (torch.float64, torch.float32),
            tolerances: Mapping[torch.dtype, float] | None = None, on_missing_rule: str = "error",
-           kwargs: dict[str, Any] | None = None, uneven: bool = False) -> VerifyReport:
+           kwargs: dict[str, Any] | None = None, uneven: bool = False, cluster: Any = None, memory: Any = None
+           ) -> VerifyReport:
     """Compare a model under a plan with the same model on one device.
 
     Copies of the model train for a few steps on one batch, in each type: in plain PyTorch, and planned for `devices`
@@ -63,8 +64,8 @@ def verify(net: nn.Module, inputs: tuple | Tensor, targets: Any = None, *, loss_
         targets, loss_fn: the loss, called as ``loss_fn(net(*inputs), targets)``. Without one the backward starts from
             the sum, over the floating outputs, of the mean of their squares, and `max_loss_difference` is that of the
             outputs themselves.
-        devices, parallel_mode, dataset_strategy, on_missing_rule, uneven: as for `AutoParallel`. Batch norms train by
-            the whole batch's statistics in every mode: each device's own are another function of the batch.
+        devices, parallel_mode, dataset_strategy, on_missing_rule, uneven, cluster, memory: as for `AutoParallel`. Batch
+            norms train by the whole batch's statistics in every mode: each device's own are another function of it.
         steps: how many steps of the optimizer.
         optimizer: ``parameters -> optimizer``; None: SGD with a learning rate of 0.01. One that divides by the size of
             the gradient, as Adam does, makes steps of what is mere rounding in a gradient of nothing.
@@ -90,7 +91,7 @@ def verify(net: nn.Module, inputs: tuple | Tensor, targets: Any = None, *, loss_
 
     def wrap(twin: nn.Module, loss: Any, runtime: Runtime) -> AutoParallel:
         return _OnOneMachine(twin, loss, parallel_mode, on_missing_rule=on_missing_rule, sync_batch_norm=True,
-                             uneven=uneven, runtime=runtime).dataset_strategy(dataset_strategy)
+                             uneven=uneven, cluster=cluster, memory=memory, runtime=runtime).dataset_strategy(dataset_strategy)
     return _Verification(net, loss_fn, args, kwargs or {}, wrap, devices, steps, optimizer, dtypes, tolerances).report()
 
 

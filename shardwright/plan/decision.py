@@ -11,7 +11,7 @@ import torch
 
 from ..errors import MissingRuleError, SettingError, ShardwrightError
 from ..graph import Graph, Op
-from ..layout import Layout
+from ..layout import Digits, Layout
 from ..rules import Assignment, Bound, Rule, bound_rule, find_rule, whole_rule
 
 __all__ = ["Decision", "Feeding", "batch_dims", "feeding"]
@@ -25,8 +25,13 @@ class Decision:
         op, rule, bound: the operator and its description, bound to its shapes.
         assignment: which digits cut which factor.
         out: the layouts that its outputs are brought to, where an out_strategy says so.
-        cause: who decided: "mark", "batch" (cut along the batch), "follow" (a view that follows), "whole".
+        cause: who decided: "mark", "batch" (cut along the batch), "follow" (a view that follows), "whole",
+            "propagated" (from a mark).
         note: what could not be done as one might expect.
+        open: the digits of the sum that it lets through, as a planner that prices them decides; None: whatever comes
+            open and can pass does.
+        origin: where a mark on another operator decided: that operator's name.
+        via: the operator that handed it on; "" where it is not one that lies on the way still.
     """
 
     op: Op
@@ -36,6 +41,9 @@ class Decision:
     out: tuple[Layout, ...] | None = None
     cause: str = "mark"
     note: str | None = None
+    open: Digits | None = None
+    origin: str = ""
+    via: str = ""
 
     def wanted(self, index: int) -> Layout:
         """The layout that the operator asks for input `index`, sums completed."""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..capture import capture
+from ..cluster import Cluster
 from ..errors import SettingError
 from ..graph import Graph
 from ..layerwise import check_mode, one_slice, own_parameters
@@ -18,29 +19,47 @@ from ..marks import stored_whole
 from ..ops import COLLECTIVES, for_ranks
 from ..reading import MarkUse
 from ..recompute import with_policy
+from .bytes import memory_of
+from .costs import Costs
 from .decision import feeding
+from .document import Document, as_document
+from .dynamic import dynamic_programming
+from .fitting import CUT
 from .hybrid import OwnPrograms, decided, fed_whole, local_inputs, with_stacked
+from .memory import optimizer_bytes
 from .own_statistics import with_own_statistics
 from .plan import Plan
+from .propagation import sharding_propagation
+from .recursive import recursive_programming
+from .search import Decided
 from .semi_auto import data_parallel, semi_auto
 from .storage import OptimizerParallel
 
 __all__ = ["MODES", "make_plan", "plan"]
 
-#: Mode -> the planner: (graph, devices, fed, on_missing_rule=, stored=, uneven=) -> (decisions, which dims carry the batch).
+#: Mode -> the planner: (graph, devices, fed, on_missing_rule=, stored=, uneven=) -> a `Decided`, or its first two entries.
 PLANNERS = {"data_parallel": data_parallel, "semi_auto": semi_auto}
+
+#: Those that weigh what they decide: they are also given costs=, memory= and hsdp=.
+SEARCHES = {"sharding_propagation": sharding_propagation, "recursive_programming": recursive_programming,
+            "dynamic_programming": dynamic_programming}
+
+#: Those of them that fit a plan into a limit of memory: they are then also given optimizer= and cut=.
+FITTING = ("recursive_programming", "dynamic_programming")
 
 #: The modes in which each device has batch-norm statistics of its own, unless asked for those of the whole batch.
 OWN_STATISTICS = ("data_parallel",)
 
 #: All parallel modes.
-MODES = ("stand_alone", "hybrid_parallel", *PLANNERS)
+MODES = ("stand_alone", "hybrid_parallel", *PLANNERS, *SEARCHES)
 
 
 def make_plan(graph: Graph, devices: int, parallel_mode: str, dataset_strategy: Any, *,
               on_missing_rule: str = "error", stored: dict[str, Layout] | None = None,
               sync_batch_norm: bool = False, hsdp: OptimizerParallel | None = None,
-              used: dict[str, Layout] | None = None, own: OwnPrograms | None = None, uneven: bool = False) -> Plan:
+              used: dict[str, Layout] | None = None, own: OwnPrograms | None = None, uneven: bool = False,
+              cluster: Any = None, memory: Any = None, optimizer: Any = "adam",
+              whole: frozenset[str] = frozenset(), strategies: Document | None = None) -> Plan:
     """Plan a captured model; every error that a strategy can cause is raised here.
 
     Args:
@@ -49,6 +68,12 @@ def make_plan(graph: Graph, devices: int, parallel_mode: str, dataset_strategy: 
         used: in which layouts an earlier plan's operators ask for parameters; None: as `stored`.
         own: in hybrid_parallel, whose graph has one rank's shapes, what else there is to know of it.
         uneven: dims that their cuts do not divide are padded, where that can be.
+        cluster: what the plan is priced for: a `Cluster`, or what `Cluster.of` takes.
+        memory: how much a device may hold, for the modes that search: bytes, "70GB", or "cluster"; None: as much as it
+            takes.
+        optimizer: what keeps state for each parameter: "adam", "momentum", "sgd", or its bytes an element.
+        whole: parameters that are never stored cut over their replicas.
+        strategies: a plan whose operators' strategies hold here too, over what the model's own marks say.
 
     Raises:
         ShardwrightError: a strategy or a setting that does not fit, with the operator and a legal choice.
@@ -59,9 +84,19 @@ def make_plan(graph: Graph, devices: int, parallel_mode: str, dataset_strategy: 
         raise SettingError(f"unknown parallel_mode {parallel_mode!r}", legal=", ".join(MODES))
     if on_missing_rule not in ("error", "replicate"):
         raise SettingError(f"unknown on_missing_rule {on_missing_rule!r}", legal='"error" or "replicate"')
+    cluster = Cluster.of(cluster, devices)
+    memory = memory_of(memory, cluster)
+    optimizer_bytes(optimizer)  # an optimizer that there is not is said now
+    if memory is not None and parallel_mode not in SEARCHES:
+        raise SettingError(f"memory={memory!r} limits what is searched; {parallel_mode} searches nothing",
+                           legal=", ".join(SEARCHES))
+    if strategies is not None and parallel_mode not in (*PLANNERS, *SEARCHES):
+        raise SettingError(f"{strategies.path} has strategies of operators, which {parallel_mode} runs as they stand",
+                           legal=", ".join((*PLANNERS, *SEARCHES)))
     if parallel_mode == "stand_alone":
         fed = feeding(graph, 1, "full_batch")
-        made = Plan(graph, 1, "stand_alone", fed, *data_parallel(graph, 1, fed, on_missing_rule="replicate"))
+        made = Plan(graph, 1, "stand_alone", fed, *data_parallel(graph, 1, fed, on_missing_rule="replicate"),
+                    cluster=cluster)
         made.routed
         return made
     if parallel_mode == "hybrid_parallel":
@@ -70,7 +105,7 @@ def make_plan(graph: Graph, devices: int, parallel_mode: str, dataset_strategy: 
                                legal='data_parallel or semi_auto, or no hsdp')
         own = own or OwnPrograms(frozenset(), False)
         made = Plan(with_stacked(graph, devices, own), devices, parallel_mode, fed_whole(graph, devices, dataset_strategy),
-                    decided(graph, devices), {}, own=own)
+                    decided(graph, devices), {}, own=own, cluster=cluster)
         made.routed
         return made
     placed = next((op for op in graph.ops if op.target in COLLECTIVES), None)
@@ -80,9 +115,25 @@ def make_plan(graph: Graph, devices: int, parallel_mode: str, dataset_strategy: 
     if parallel_mode in OWN_STATISTICS and not sync_batch_norm:
         graph = with_own_statistics(graph, devices, on_missing_rule)
     fed = feeding(graph, devices, dataset_strategy)
-    decisions, carries = PLANNERS[parallel_mode](graph, devices, fed, on_missing_rule=on_missing_rule,
-                                                 stored=used or stored, uneven=uneven)
-    made = Plan(graph, devices, parallel_mode, fed, decisions, carries, stored, hsdp)
+    given = dict(on_missing_rule=on_missing_rule, stored=used or stored, uneven=uneven)
+    planner = SEARCHES.get(parallel_mode) or PLANNERS[parallel_mode]
+    if strategies is not None:
+        graph, planner, stored = strategies.onto(graph, devices, planner, stored, on_missing_rule=on_missing_rule,
+                                                 uneven=uneven, first=used is None)
+    if parallel_mode in SEARCHES:
+        costs = Costs(cluster, devices)
+        if memory is not None:
+            given |= dict(memory=memory)
+            if parallel_mode in FITTING:
+                given |= dict(optimizer=optimizer, cut=replace(CUT, whole=whole))
+        result = planner(graph, devices, fed, costs=costs, hsdp=hsdp, **given)
+    else:
+        result = planner(graph, devices, fed, **given)
+    decisions, carries, found, storage = Decided(*result)
+    if memory is not None:  # what is computed again was decided too
+        graph = graph.with_ops(tuple(decisions[op.name].op for op in graph.ops))
+    made = Plan(graph, devices, parallel_mode, fed, decisions, carries, stored, hsdp or storage, cluster=cluster,
+                found=found, optimizer=optimizer)
     made.routed  # whatever cannot be routed is said now
     return made
 
@@ -91,7 +142,8 @@ def plan(net: nn.Module, inputs: tuple, loss_fn: Any = None, targets: Any = None
          devices: int = 8, dataset_strategy: Any = "full_batch", on_missing_rule: str = "error",
          marks: Mapping[str, Any] | None = None, kwargs: dict[str, Any] | None = None,
          sync_batch_norm: bool = False, hsdp: Mapping[str, Any] | OptimizerParallel | None = None,
-         recompute: Any = None, uneven: bool = False) -> Plan:
+         recompute: Any = None, uneven: bool = False, cluster: Any = None, memory: Any = None,
+         optimizer: Any = "adam", strategies: Any = None) -> Plan:
     """Plan a model without running it: no process group, no devices, nothing allocated.
 
     Args:
@@ -109,6 +161,13 @@ def plan(net: nn.Module, inputs: tuple, loss_fn: Any = None, targets: Any = None
         hsdp: the arguments of `AutoParallel.hsdp` as a dict, ``{}`` for its defaults; None: no optimizer parallel.
         recompute: which operators are computed again in the backward, as `AutoParallel` takes it.
         uneven: whether cuts may be asked for that do not divide a dim, as `AutoParallel` takes it.
+        cluster: the devices and their links, which costs are reckoned for: a `Cluster`, the name of a preset such as
+            "h100x8", a JSON file; None: see `Cluster.of`.
+        memory: how much a device may hold, for the modes that search: bytes, "70GB", or "cluster" for its own; None: as
+            much as it takes.
+        strategies: a file that `Plan.save` wrote: its operators' strategies hold here too.
+        optimizer: what keeps state for each parameter, to reckon with its memory: "adam", "momentum", "sgd", or its bytes
+            an element.
 
     Returns:
         The plan.
@@ -131,7 +190,8 @@ def plan(net: nn.Module, inputs: tuple, loss_fn: Any = None, targets: Any = None
         graph = _with_marks(capture(net, tuple(inputs), kwargs, loss_fn=loss_fn), marks or {})
     return make_plan(with_policy(graph, recompute), devices, parallel_mode, dataset_strategy, on_missing_rule=on_missing_rule,
                      sync_batch_norm=sync_batch_norm, hsdp=optimizer_parallel(hsdp, net, loss_fn), own=own,
-                     uneven=uneven)
+                     uneven=uneven, cluster=cluster, memory=memory, optimizer=optimizer,
+                     whole=stored_whole(net, loss_fn), strategies=as_document(strategies))
 
 
 def optimizer_parallel(given: Any, net: nn.Module, loss_fn: Any) -> OptimizerParallel | None:

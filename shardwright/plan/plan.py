@@ -9,19 +9,24 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from torch.utils import _pytree as pytree
 
+from ..cluster import Cluster
 from ..conversion import Conversion
 from ..errors import PlanError
 from ..graph import Graph, Value
 from ..layout import Layout, group_of
+from .costs import Costs, Price
 from .decision import Decision, Feeding
 from .padding import true_slice
 from .again import Again, wanted_again
 from .hybrid import OwnPrograms, own_programs
+from .memory import Timeline, optimizer_bytes, timeline
 from .recompute import Recomputed, Region, regions_of, started
+from .search import Found
 from .route import Compute, Extreme, Instance, Move, Ref, Routed, route
 from .storage import OptimizerParallel
 
@@ -39,7 +44,7 @@ class OperatorPlan:
         in_strategy: the cuts of each tensor input.
         out_strategy: the cuts of each output as it is handed on.
         in_layouts, out_layouts: the layouts, partial sums completed.
-        cause: "mark", "batch", "follow" or "whole".
+        cause: "mark", "batch", "follow", "whole", "propagated" or "search".
         note: what the user should know, or None.
     """
 
@@ -132,6 +137,9 @@ class Plan:
     stored: dict[str, Layout] | None = None
     hsdp: OptimizerParallel | None = None
     own: OwnPrograms | None = None
+    cluster: Cluster | None = None
+    found: Found | None = None
+    optimizer: Any = "adam"
 
     @cached_property
     def routed(self) -> Routed:
@@ -241,45 +249,64 @@ class Plan:
         """Bytes that a rank sends in one step, forward and backward."""
         return sum(c.sent for c, _ in self._collectives)
 
-    @property
-    def cost(self) -> int:
-        """What plans are compared by: the bytes that a rank sends in one step."""
-        return self.sent
+    @cached_property
+    def price(self) -> Price:
+        """What a step takes on the plan's cluster, and where."""
+        return Costs(Cluster.of(self.cluster, self.devices), self.devices).plan(self)
 
     @property
-    def bound(self) -> int | None:
-        """A proved lower bound of `cost`; None: nothing was searched, the strategies were given."""
-        return None
+    def cost(self) -> float:
+        """What plans are compared by: seconds of one step, as `price` reckons them."""
+        return self.price.total
+
+    @property
+    def bound(self) -> float | None:
+        """What any other plan costs at least, of those that the search could choose from; None: nothing was proved."""
+        return None if self.found is None or self.found.bound is None else min(self.found.bound, self.cost)
 
     @property
     def gap(self) -> float | None:
-        """How far `cost` may be above the best, relative; None without a bound."""
-        return None
+        """How far `cost` may be above the best, relative to it; None without a bound."""
+        return None if self.bound is None else (self.cost - self.bound) / self.cost if self.cost else 0.0
 
     def memory(self, rank: int) -> dict[str, int]:
         """Bytes on `rank`, by kind.
 
-        "parameters": they and buffers, as they are stored; "gradients": as an optimizer's step finds them;
+        "parameters": they and buffers, as they are stored; "gradients": as an optimizer's step finds them; "optimizer":
+        the state of the plan's (see `memory.optimizer_bytes`), stored like the parameters;
         "activations": what operators and conversions make in one forward, and is kept; where some is dropped and computed
         again, "recomputed": the most of it that is there at one time; with optimizer parallel "gathered": the weights
         that are whole at one time, all of them or, where they are not kept for the backward, the largest.
         """
-        parameters = sum(_local_bytes(i) for t in (self.routed.parameters, self.routed.buffers) for i in t.values())
-        gradients = sum(_local_bytes(i) for i in self.routed.parameters.values() if i.value.requires_grad)
-        made = sum(_local_bytes(o) for i in self.routed.instructions if isinstance(i, Compute)
+        parameters = sum(i.local_bytes for t in (self.routed.parameters, self.routed.buffers) for i in t.values())
+        gradients = sum(i.local_bytes for i in self.routed.parameters.values() if i.value.requires_grad)
+        made = sum(o.local_bytes for i in self.routed.instructions if isinstance(i, Compute)
                    for o in i.outputs if o is not None)
         moves = [i for i in self.routed.instructions if not isinstance(i, Compute)]
-        moved = sum(_local_bytes(i.target) for i in moves if i.forward.steps and not _gathers(i))
+        moved = sum(i.target.local_bytes for i in moves if i.forward.steps and not _gathers(i))
         dropped = [sum(self._dropped(region)) for region in self.regions]
-        out = {"parameters": parameters, "gradients": gradients, "activations": made + moved - sum(dropped)}
+        state = sum(i.local_bytes // i.value.dtype.itemsize for i in self.routed.parameters.values()
+                    if i.value.requires_grad) * optimizer_bytes(self.optimizer)
+        out = {"parameters": parameters, "gradients": gradients, "optimizer": int(state),
+               "activations": made + moved - sum(dropped)}
         if dropped:
             out["recomputed"] = max(dropped)
         regained = {name for region in self.regions for name in region.dropped}
-        gathered = [(_local_bytes(i.target), i.again or i.target.name in regained) for i in moves if _gathers(i)]
+        gathered = [(i.target.local_bytes, i.again or i.target.name in regained) for i in moves if _gathers(i)]
         if gathered:
             out["gathered"] = sum(size for size, again in gathered if not again) + \
                 max((size for size, again in gathered if again), default=0)
         return out
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """What a device holds at every moment of a step: each tensor for as long as somebody needs it."""
+        return timeline(self, self.optimizer)
+
+    @property
+    def peak(self) -> float:
+        """The most bytes that a device holds at any moment of a step; what a limit of memory is about."""
+        return self.timeline.peak
 
     def _dropped(self, region: Region) -> Iterator[int]:
         """Bytes of what a region drops; what a conversion without a step hands on is there once."""
@@ -290,7 +317,42 @@ class Plan:
                 name = i.source.name
             if name in made and name not in seen and not _gathers(made[name][0]):
                 seen.add(name)
-                yield _local_bytes(made[name][1])
+                yield made[name][1].local_bytes
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as a document: a line for each operator and parameter, and the captured graph. See `document`."""
+        from .document_writing import written  # which reads plans
+        Path(path).write_text(written(self), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """The plan of a document, without its model: every line is checked, and everything that follows from it worked out
+        anew. It can be looked at, priced and compared; what runs is planned from a model, which takes the document by
+        `AutoParallel.load_operator_strategy_file`.
+
+        Raises:
+            PlanError: no plan, one of another schema, an operator that is not registered in this process.
+            ShardwrightError: an impossible line, with where it stands and what would be legal.
+        """
+        from .document import Document  # which makes plans
+        return Document.read(path).plan()
+
+    def explain(self, name: str | None = None) -> None:
+        """Print what the plan costs and where; or of one operator what it costs, its three best alternatives and what a step
+        would take with each, and what holds it where it is. See `explain`.
+
+        Args:
+            name: as `operator` takes it.
+
+        Raises:
+            PlanError: there is no such operator, or several.
+        """
+        from ..report import explained as report  # which reads plans, as does what it reports
+        from .explain import explained
+        if name is None:
+            report.costs(self)
+        else:
+            report.explanation(explained(self, name))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -329,13 +391,6 @@ def read_by(instruction: Any) -> tuple[str, ...]:
         return (instruction.source.name,)
     leaves = pytree.tree_leaves((instruction.args, instruction.kwargs))
     return tuple(dict.fromkeys(leaf.name for leaf in leaves if isinstance(leaf, Ref)))
-
-
-def _local_bytes(instance: Instance) -> int:
-    count = instance.value.dtype.itemsize
-    for size in instance.local_shape:
-        count *= size
-    return count
 
 
 def conversion_collectives(steps: Conversion, shape: tuple[int, ...], value: Value, phase: str, cause: str,

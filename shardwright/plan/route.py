@@ -9,8 +9,10 @@ transpose is the backward. The steps found here are what is priced, what is prin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from torch.utils import _pytree as pytree
@@ -25,7 +27,7 @@ from .decision import Decision, Feeding, output_layouts
 from .padding import Piece, pad
 from .storage import OptimizerParallel, Stored, stored_layouts
 
-__all__ = ["Compute", "Extreme", "Instance", "Move", "Ref", "Routed", "route"]
+__all__ = ["Compute", "Extreme", "Instance", "Move", "Ref", "Routed", "Router", "Use", "brought", "completed_first", "route"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,11 @@ class Instance:
     @property
     def local_shape(self) -> tuple[int, ...]:
         return self.layout.local_shape(self.value.shape)
+
+    @property
+    def local_bytes(self) -> int:
+        """Bytes that a rank's slice takes."""
+        return math.prod(self.local_shape) * self.value.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -125,11 +132,41 @@ class Routed:
 
 
 @dataclass(frozen=True)
-class _Use:
+class Use:
+    """One reading of a value.
+
+    Args:
+        want: the layout that is asked for.
+        partial: over which digits the gradient that comes back is a sum.
+    """
+
     want: Layout
-    partial: Digits       # over which digits the gradient of this use is a sum
+    partial: Digits
     operator: str
     cause: str = "conversion"
+
+
+@lru_cache(maxsize=1 << 16)
+def completed_first(source: Layout, wants: tuple[Layout, ...]) -> bool:
+    """Whether an open sum is completed by an all-reduce before it is brought to where it is wanted.
+
+    It is, unless every use's own conversion makes one reduce-scatter of it and they send less so.
+    """
+    finished = source.without_partial()
+    each = [conversion(source, want) for want in wants]
+    for found in each:
+        reducing = [step for step in found.steps if step.reduces]
+        if [(step.kind, step.digits) for step in reducing] != [("reduce_scatter", source.partial)]:
+            return True
+    once = conversion(source, finished).sent + sum(conversion(finished, w).sent for w in wants)
+    return once <= sum(found.sent for found in each)
+
+
+def brought(source: Layout, want: Layout) -> Conversion:
+    """What brings a value to the one layout in which it is wanted."""
+    if source.partial and not want.partial and completed_first(source, (want,)):
+        return through(source, source.without_partial(), want)
+    return conversion(source, want)
 
 
 def route(graph: Graph, decisions: dict[str, Decision], fed: Feeding, devices: int, carries: dict[str, int],
@@ -147,10 +184,12 @@ def route(graph: Graph, decisions: dict[str, Decision], fed: Feeding, devices: i
         PlanError: a parameter that two operators want in different layouts.
         SettingError: a `shard_size` that does not divide the replicas of a parameter.
     """
-    return _Router(graph, decisions, fed, devices, carries, dict(stored or {}), hsdp).run()
+    return Router(graph, decisions, fed, devices, carries, dict(stored or {}), hsdp).run()
 
 
-class _Router:
+class Router:
+    """Makes the instructions of a program, value by value."""
+
     def __init__(self, graph: Graph, decisions: dict[str, Decision], fed: Feeding, devices: int,
                  carries: dict[str, int], stored: dict[str, Layout], hsdp: OptimizerParallel | None) -> None:
         self.graph, self.decisions, self.fed, self.devices, self.carries = graph, decisions, fed, devices, carries
@@ -159,7 +198,7 @@ class _Router:
         self.made: dict[str, Instance] = {}
         self.completed: dict[str, Instance] = {}
         self.moves: dict[tuple, Instance] = {}
-        self.uses: dict[str, list[_Use]] = {}
+        self.uses: dict[str, list[Use]] = {}
         self.out: list[Instruction] = []
         self.producer: dict[str, str] = {}       # value name -> the operator of the user's program that made it
         self.names: set[str] = set()
@@ -190,8 +229,8 @@ class _Router:
             self.compute(decision, op, rule, bound, assignment)
         given = []
         for v in outputs:
-            given.append(self.obtain(v, _Use(handed[id(v)], (), "output")) if isinstance(v, Value) else v)
-        updates = {n: self.obtain(v, _Use(self.whole(graph.updates[n]), (), n)) for n, v in updated.items()}
+            given.append(self.obtain(v, Use(handed[id(v)], (), "output")) if isinstance(v, Value) else v)
+        updates = {n: self.obtain(v, Use(self.whole(graph.updates[n]), (), n)) for n, v in updated.items()}
         notes = [d.note for d in self.decisions.values() if d.note] + self.notes
         notes += [f"the parameter {n!r} {graph.parameters[n].shape} is not cut over its replicas: {s.note}"
                   for n, s in stored.items() if s.told]
@@ -246,14 +285,14 @@ class _Router:
             for i, value in enumerate(op.inputs):
                 self.uses.setdefault(value.name, []).append(self.use(decision, op, bound, assignment, i))
         for value, layout in outputs:
-            self.uses.setdefault(value.name, []).append(_Use(layout, (), "output"))
+            self.uses.setdefault(value.name, []).append(Use(layout, (), "output"))
 
-    def use(self, decision: Decision, op: Op, bound: Bound, assignment: Assignment, index: int) -> _Use:
+    def use(self, decision: Decision, op: Op, bound: Bound, assignment: Assignment, index: int) -> Use:
         layout = bound.input_layout(index, assignment)
         assert layout is not None
         value = op.inputs[index]
         partial = bound.gradient_partial(index, assignment) if value.requires_grad else ()
-        return _Use(layout, tuple(sorted(partial)), decision.op.name)
+        return Use(layout, tuple(sorted(partial)), decision.op.name)
 
     def storage(self, used: dict[str, Layout]) -> dict[str, Stored]:
         """How each parameter is stored: as is settled already, or as its users ask for it, cut further if so set."""
@@ -298,12 +337,12 @@ class _Router:
         return instance
 
     def compute(self, decision: Decision, op: Op, rule: Rule, bound: Bound, assignment: Assignment) -> None:
-        open_ = self.open_through(op, rule, assignment)
+        open_ = self.open_through(decision, op, rule, assignment)
         got = []
         for i, value in enumerate(op.inputs):
             use = self.use(decision, op, bound, assignment, i)
             if open_ is not None:
-                use = _Use(use.want.with_partial(open_), use.partial, use.operator)
+                use = Use(use.want.with_partial(open_), use.partial, use.operator)
             got.append(self.obtain(value, use))
         local = local_call(op, rule, bound, assignment)
         feed = iter(got)
@@ -328,12 +367,16 @@ class _Router:
         for value, layout in zip((v for v in decision.op.outputs if v is not None), decision.out or ()):
             final = self.now(value)
             if any(v is not None and v.name == final.name for v in op.outputs):
-                use = _Use(layout, (), decision.op.name, "operator")
+                use = Use(layout, (), decision.op.name, "operator")
                 self.made[final.name] = self.convert(self.made[final.name], use)
 
-    def open_through(self, op: Op, rule: Rule, assignment: Assignment) -> Digits | None:
+    def open_through(self, decision: Decision, op: Op, rule: Rule, assignment: Assignment) -> Digits | None:
         """The digits of an open sum that passes through a linear operator: all its inputs have the same one, and the
-        operator's own cuts leave them alone."""
+        operator's own cuts leave them alone. Into the operators that a decided one is worked out into none does."""
+        if decision.open is not None and op.origin is None:
+            return decision.open or None
+        if decision.open is not None and any(self.now(v).name == w.name for v in decision.op.inputs for w in op.inputs):
+            return None
         if not rule.is_linear(op) or not op.inputs:
             return None
         layouts = [self.made[v.name].layout for v in op.inputs]
@@ -355,7 +398,7 @@ class _Router:
                                 instance.layout.partial if instance.value.requires_grad else None, operator))
         self.made[instance.value.name] = target
 
-    def obtain(self, value: Value, use: _Use) -> Instance:
+    def obtain(self, value: Value, use: Use) -> Instance:
         """The value in the layout that a use asks for."""
         source = self.made[value.name]
         if source.layout.partial and not use.want.partial and self.complete_first(value, source):
@@ -366,35 +409,23 @@ class _Router:
 
     def complete(self, value: Value, source: Instance) -> Instance:
         if value.name not in self.completed:
-            use = _Use(source.layout.without_partial(), (), self.producer[value.name], "operator")
+            use = Use(source.layout.without_partial(), (), self.producer[value.name], "operator")
             self.completed[value.name] = self.convert(source, use)
         return self.completed[value.name]
 
     def complete_first(self, value: Value, source: Instance) -> bool:
-        """Whether a sum is completed by an all-reduce before its uses convert it.
-
-        It is, unless every use's own conversion makes one reduce-scatter of it and they send less so.
-        """
+        """Whether a sum is completed by an all-reduce before its uses convert it."""
         uses = self.uses.get(value.name, [])
-        if value.name in self.completed or any(u.operator == "output" for u in uses):
-            return True
-        finished = source.layout.without_partial()
-        wants = list(dict.fromkeys(u.want for u in uses))
-        each = [conversion(source.layout, want) for want in wants]
-        for found in each:
-            reducing = [step for step in found.steps if step.reduces]
-            if [(step.kind, step.digits) for step in reducing] != [("reduce_scatter", source.layout.partial)]:
-                return True
-        once = conversion(source.layout, finished).sent + sum(conversion(finished, w).sent for w in wants)
-        return once <= sum(found.sent for found in each)
+        return value.name in self.completed or any(u.operator == "output" for u in uses) or \
+            completed_first(source.layout, tuple(dict.fromkeys(u.want for u in uses)))
 
-    def convert(self, source: Instance, use: _Use, middle: Layout | None = None) -> Instance:
+    def convert(self, source: Instance, use: Use, middle: Layout | None = None) -> Instance:
         """Shared by (instance, layout, digits of the gradient's sum): q, k and v then need one sum in the backward."""
         partial = use.partial
         others = {u.partial for u in self.uses.get(source.value.name, ()) if u.want == use.want}
         if len(others) > 1 and partial and source.layout != use.want:
             # Uses that want one layout but differ in the backward share the forward and sum their gradients apart.
-            source = self.convert(source, _Use(use.want, (), use.operator, use.cause))
+            source = self.convert(source, Use(use.want, (), use.operator, use.cause))
         key = (source.name, use.want, partial)
         if key in self.moves:
             return self.moves[key]
@@ -406,7 +437,7 @@ class _Router:
             target = Instance(self.name(source.name), source.value, use.want)
             cause = "parameter" if source.value.name in self.graph.parameters else use.cause
             again = cause == "parameter" and not forward.is_identity and \
-                self.hsdp is not None and self.hsdp.gathers_again
+                self.hsdp is not None and self.hsdp.lets_go(source.value.name)
             self.out.append(Move(source, target, forward, backward, cause, use.operator,
                                  self.producer.get(source.value.name, ""), again))
         self.moves[key] = target

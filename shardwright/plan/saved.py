@@ -1,7 +1,9 @@
 """What the backward of each instruction needs of what the forward had: asked of autograd itself.
 
 Every instruction is called once on tensors without values, of local shapes, and what autograd packs is told apart by
-memory: an input, an output, or something of the operator's own. No operator is described here.
+memory: an input, an output, or something of the operator's own. No operator is described here. Where there is something
+of its own, the tensors then stand for those of a CPU: on the meta device attention works out all its scores, as no
+device does.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
@@ -27,11 +30,13 @@ class Saved:
         values: the names of what it reads or makes that are saved.
         own: whether it saves something else, which only calling it again brings back.
         views: (a result, the input in whose memory it lies).
+        own_bytes: of what else it saves.
     """
 
     values: frozenset[str] = frozenset()
     own: bool = False
     views: tuple[tuple[str, str], ...] = ()
+    own_bytes: int = 0
 
 
 def saved_by(routed: Routed) -> list[Saved]:
@@ -65,31 +70,44 @@ def _blank(instance: Instance, like: Tensor | None = None) -> Tensor:
 def _of_operator(instruction: Compute, env: dict[str, Tensor]) -> Saved:
     reads = {leaf.name for leaf in pytree.tree_leaves((instruction.args, instruction.kwargs)) if isinstance(leaf, Ref)}
     outputs = [o for o in instruction.outputs if o is not None]
+    try:
+        found, results = _called(instruction, {n: env[n] for n in reads})
+        if found.own:
+            with FakeTensorMode():
+                like = {n: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).requires_grad_(x.requires_grad)
+                        for n in reads for x in (env[n],)}
+                found, results = _called(instruction, like)
+    except Exception:  # it runs on tensors with values only: whatever it may save counts
+        env.update((o.name, _blank(o)) for o in outputs)
+        return Saved(frozenset(reads) | {o.name for o in outputs}, True) \
+            if any(env[n].requires_grad for n in reads) else Saved()
+    env.update((o.name, _blank(o, x)) for o, x in zip(outputs, results))
+    return found
+
+
+def _called(instruction: Compute, read: dict[str, Tensor]) -> tuple[Saved, list[Tensor]]:
+    """What one call saves, and what it gives."""
+    outputs = [o for o in instruction.outputs if o is not None]
     packed: list[Tensor] = []
 
     def pack(x: Tensor) -> None:
         # Held, for memory is known by its address; without its graph, which would hold an output for ever.
         packed.append(x.detach())
 
-    args, kwargs = pytree.tree_map(lambda a: env[a.name] if isinstance(a, Ref) else a,
+    args, kwargs = pytree.tree_map(lambda a: read[a.name] if isinstance(a, Ref) else a,
                                    (instruction.args, instruction.kwargs))
-    try:
-        with torch.enable_grad(), saved_tensors_hooks(pack, lambda x: x):
-            made = instruction.target(*args, **kwargs)
-        results = [x for x in pytree.tree_leaves(made) if isinstance(x, Tensor)]
-        tensors = dict(zip((o.name for o in outputs), results, strict=True))
-        if any(tuple(tensors[o.name].shape) != o.local_shape for o in outputs):
-            raise RuntimeError("other shapes than planned")
-    except Exception:  # it runs on tensors with values only: whatever it may save counts
-        env.update((o.name, _blank(o)) for o in outputs)
-        return Saved(frozenset(reads) | {o.name for o in outputs}, True) \
-            if any(env[n].requires_grad for n in reads) else Saved()
-    read = {_memory(env[n]): n for n in reads}
-    memory = read | {_memory(x): n for n, x in reversed(tensors.items()) if _memory(x) not in read}
-    views = tuple((n, read[_memory(x)]) for n, x in tensors.items() if _memory(x) in read)
-    env.update((o.name, _blank(o, tensors[o.name])) for o in outputs)
-    places = list(map(_memory, packed))
-    return Saved(frozenset(memory[p] for p in places if p in memory), any(p not in memory for p in places), views)
+    with torch.enable_grad(), saved_tensors_hooks(pack, lambda x: x):
+        made = instruction.target(*args, **kwargs)
+    results = [x for x in pytree.tree_leaves(made) if isinstance(x, Tensor)]
+    tensors = dict(zip((o.name for o in outputs), results, strict=True))
+    if any(tuple(tensors[o.name].shape) != o.local_shape for o in outputs):
+        raise RuntimeError("other shapes than planned")
+    given = {_memory(x): n for n, x in read.items()}
+    memory = given | {_memory(x): n for n, x in reversed(tensors.items()) if _memory(x) not in given}
+    views = tuple((n, given[_memory(x)]) for n, x in tensors.items() if _memory(x) in given)
+    own = {place: x.untyped_storage().nbytes() for x in packed if (place := _memory(x)) not in memory}
+    return Saved(frozenset(memory[p] for p in map(_memory, packed) if p in memory), bool(own), views,
+                 sum(own.values())), results
 
 
 def _memory(x: Tensor) -> int:

@@ -16,7 +16,7 @@ from ..layout import Layout, allocate, beside
 from ..rules import Assignment, Bound, Rule, assignment_of, output_layouts_of
 from .decision import Decision, Feeding, batch_dims, batch_factor, description
 
-__all__ = ["data_parallel", "semi_auto"]
+__all__ = ["data_parallel", "marked_decision", "marked_output", "semi_auto"]
 
 
 def semi_auto(graph: Graph, devices: int, fed: Feeding, *, on_missing_rule: str = "error",
@@ -42,12 +42,12 @@ def semi_auto(graph: Graph, devices: int, fed: Feeding, *, on_missing_rule: str 
         rule, bound, note = described[op.name]
         mark = op.mark
         if mark is not None and mark.in_strategy is not None:
-            decisions[op.name] = replace(_marked(op, rule, bound, devices), note=note)
+            decisions[op.name] = replace(marked_decision(op, rule, bound, devices), note=note)
         elif not rule.view:
             decisions[op.name] = _along_batch(op, rule, bound, devices, carries, note)
         if mark is not None and mark.out_strategy is not None:
             decision = decisions.get(op.name) or _along_batch(op, rule, bound, devices, carries, note)
-            decisions[op.name] = replace(decision, out=_marked_output(op, bound, devices))
+            decisions[op.name] = replace(decision, out=marked_output(op, bound, devices))
     _Views(graph, devices, fed, described, decisions, carries, stored or {}).decide()
     return {op.name: decisions[op.name] for op in graph.ops}, carries
 
@@ -68,7 +68,7 @@ def data_parallel(graph: Graph, devices: int, fed: Feeding, *, on_missing_rule: 
     return semi_auto(plain, devices, fed, on_missing_rule=on_missing_rule, stored=stored, uneven=uneven)
 
 
-def _marked(op: Op, rule: Rule, bound: Bound, devices: int) -> Decision:
+def marked_decision(op: Op, rule: Rule, bound: Bound, devices: int) -> Decision:
     """A mark's in_strategy, which stands in the order of the user's call, checked and in normal form."""
     given, order = op.mark.in_strategy, op.mark.order
     where = {"operator": op.name if op.kind in op.name else f"{op.name} ({op.kind})",
@@ -85,7 +85,8 @@ def _marked(op: Op, rule: Rule, bound: Bound, devices: int) -> Decision:
         raise error.located(**where, strategy=given) from None
 
 
-def _marked_output(op: Op, bound: Bound, devices: int) -> tuple[Layout, ...]:
+def marked_output(op: Op, bound: Bound, devices: int) -> tuple[Layout, ...]:
+    """A mark's out_strategy, checked."""
     try:
         return output_layouts_of(bound, op.mark.out_strategy, devices)
     except ShardwrightError as error:

@@ -34,6 +34,7 @@ class OptimizerParallel:
         threshold: KB (1024 bytes) of a whole parameter from which on it is cut.
         optimizer_level: "level1", "level2" or "level3".
         whole: names of the parameters that are left out.
+        kept: at "level3", names of those whose gathered weights are kept for the backward all the same.
 
     Raises:
         SettingError: none of these.
@@ -43,6 +44,7 @@ class OptimizerParallel:
     threshold: float = 64
     optimizer_level: str = "level1"
     whole: frozenset[str] = frozenset()
+    kept: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         size, threshold = self.shard_size, self.threshold
@@ -77,6 +79,10 @@ class OptimizerParallel:
     def gathers_again(self) -> bool:
         """Whether the backward gathers weights again, which are not kept from the forward."""
         return self.optimizer_level == "level3"
+
+    def lets_go(self, name: str) -> bool:
+        """Whether that holds for one parameter."""
+        return self.gathers_again and name not in self.kept
 
 
 @dataclass(frozen=True)

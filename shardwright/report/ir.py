@@ -23,6 +23,7 @@ from ..errors import PlanError
 from ..graph import Value
 from ..layout import Layout, group_of
 from ..plan.again import Again
+from ..plan.graph_document import dtype_word
 from ..plan.recompute import Recomputed
 from ..plan.padding import true_slice
 from ..plan.plan import Plan, backward_collectives, forward_collectives, made_by, read_by
@@ -147,17 +148,8 @@ def _where(name: str, module: str, source: str) -> str:
     return "  ".join(filter(None, (f"{name} in {module}" if inside else name, source)))
 
 
-def _dtype(dtype: torch.dtype) -> str:
-    """``f32`` for torch.float32."""
-    name = str(dtype).removeprefix("torch.")
-    for word, letter in (("bfloat", "bf"), ("float", "f"), ("complex", "c"), ("uint", "u"), ("int", "i")):
-        if name.startswith(word):
-            return letter + name.removeprefix(word)
-    return name
-
-
 def _type(value: Value, shape: Sequence[int]) -> str:
-    return f"{_dtype(value.dtype)}{list(shape)}"
+    return f"{dtype_word(value.dtype)}{list(shape)}"
 
 
 def _types(before: Sequence[tuple[Value, Sequence[int]]], after: Sequence[tuple[Value, Sequence[int]]]) -> str:
@@ -196,7 +188,7 @@ def _argument(leaf: Any, names: dict[str, str]) -> str:
     if isinstance(leaf, (list, tuple)):
         return "[" + ", ".join(_argument(x, names) for x in leaf) + "]"
     if isinstance(leaf, torch.dtype):
-        return _dtype(leaf)
+        return dtype_word(leaf)
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(leaf))  # no addresses: the same plan gives the same bytes
 
 

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from ..layout import digits_size
 from ..plan.plan import Collective, OperatorPlan, ParameterPlan, Plan
+from .units import size_text
 
 __all__ = ["explain"]
 
@@ -44,7 +45,7 @@ def explain(plan: Plan, file: IO[str] | None = None, width: int | None = None) -
     if plan.parameters:
         console.print(_parameters(plan))
         memory = plan.memory(0)
-        console.print(Text("on a device: " + ", ".join(f"{kind} {_bytes(count)}" for kind, count in memory.items())))
+        console.print(Text("on a device: " + ", ".join(f"{kind} {size_text(count)}" for kind, count in memory.items())))
     for region in plan.regions:
         console.print(Text(f"recomputed in the backward: {region.path} ({', '.join(region.operators)})"))
     for note in plan.notes:
@@ -127,8 +128,8 @@ def _traffic(collectives: list[Collective]) -> tuple[str, str, str, str]:
     backward = [c for c in collectives if c.phase not in ("forward", "storage") or c.again]
     before = [c for c in forward if c.cause != "operator"]
     after = [c for c in forward if c.cause == "operator"]
-    return (_names(before), _names(after), *(_bytes(sum(c.sent for c in side)) if side else "-"
-                                             for side in (forward, backward)))
+    return (_names(before), _names(after), *(size_text(sum(c.sent for c in side)) if side else "-"
+                                                for side in (forward, backward)))
 
 
 def _names(collectives: list[Collective]) -> str:
@@ -144,8 +145,8 @@ def _total(plan: Plan, sent: Iterable[Collective]) -> str:
     phases = {"forward": 0, "backward": 0, "gradient": 0}
     for c in sent:
         phases[c.phase] = phases.get(c.phase, 0) + c.sent
-    parts = ", ".join(f"{phase} {_bytes(count)}" for phase, count in phases.items())
-    return f"a rank sends in a step: {parts}, together {_bytes(plan.sent)}"
+    parts = ", ".join(f"{phase} {size_text(count)}" for phase, count in phases.items())
+    return f"a rank sends in a step: {parts}, together {size_text(plan.sent)}"
 
 
 def _parameters(plan: Plan) -> Table:
@@ -162,9 +163,9 @@ def _parameters(plan: Plan) -> Table:
         total += nbytes if held is None else 0
         used = (_shape(parameter.layout.local_shape(parameter.layout.padded(parameter.shape))),) if cut else ()
         table.add_row(*map(Text, (name, _shape(parameter.shape), *used, _shape(local), str(parameter.storage.cuts),
-                                  _bytes(nbytes) if held is None else f"is {held}",
+                                  size_text(nbytes) if held is None else f"is {held}",
                                   *((_cut(parameter),) if cut else ()))))
-    table.add_row(*map(Text, ("together", "", *(("",) if cut else ()), "", "", _bytes(total))), style="bold")
+    table.add_row(*map(Text, ("together", "", *(("",) if cut else ()), "", "", size_text(total))), style="bold")
     return table
 
 
@@ -172,11 +173,3 @@ def _cut(parameter: ParameterPlan) -> str:
     """Over how many replicas it is stored in parts, or why not."""
     further = digits_size(parameter.storage.carried) // digits_size(parameter.layout.carried)
     return f"cut over {further}" if further > 1 else parameter.note or ""
-
-
-def _bytes(count: int) -> str:
-    """``392 KiB``; below 10 of a unit with one decimal."""
-    size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while size >= 1024 and len(units) > 1:
-        size, units = size / 1024, units[1:]
-    return f"{size:.0f} {units[0]}" if units[0] == "B" or size >= 10 else f"{size:.1f} {units[0]}"

@@ -51,7 +51,7 @@ def assignment_of(bound: Bound, strategy: Any, devices: int) -> Assignment:
 
     Args:
         strategy: one entry per tensor input: a tuple of cuts per dim, or a Layout; None, or nothing at the end, for an
-            input that the notation says may be left out.
+            input that the notation says may be left out. Or an Assignment of this operator.
         devices: the number of devices (of the stage).
 
     Raises:
@@ -65,6 +65,10 @@ def assignment_of(bound: Bound, strategy: Any, devices: int) -> Assignment:
             legal = _nearest(bound, entries, devices)
         return StrategyError(message, strategy=strategy, legal=legal)
 
+    if isinstance(strategy, Assignment):
+        if strategy.devices != devices or len(strategy.digits) != len(bound.factors) or not bound.is_consistent(strategy):
+            raise wrong(f"{strategy} does not fit an operator of shapes {list(bound.in_shapes)} on {devices} devices")
+        return strategy
     if not isinstance(strategy, (tuple, list)):
         raise wrong("an in_strategy is a tuple with one entry per tensor input, even for one input")
     given, needed = len(strategy), len(bound.inputs)

@@ -1,0 +1,108 @@
+"""How long planning takes, and how good the plan is: a single thread, CPU seconds, sizes doubled to show growth.
+
+    python benchmarks/planning.py                     GPT-3's widths, 12 to 96 layers, 1,024 devices: some minutes
+    python benchmarks/planning.py --quick             12 and 24 layers
+    python benchmarks/planning.py --devices 16384
+
+    capture     the model on the meta device to a graph
+    costs       the strategies, what each costs, what lies between each two: up to the problem
+    search      the problem solved: without a limit of memory, and with one
+    recursive, propagation   the other planners, all in all
+    gap         how far the plan may be from the best one of those that were considered
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch  # noqa: E402
+from rich import box  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+
+from gpt3 import BATCH, gpt3  # noqa: E402
+
+from shardwright.capture import capture  # noqa: E402
+from shardwright.cluster import Cluster  # noqa: E402
+from shardwright.plan.costs import Costs  # noqa: E402
+from shardwright.plan.decision import feeding  # noqa: E402
+from shardwright.plan.dynamic import problem_of  # noqa: E402
+from shardwright.plan.exact import solve  # noqa: E402
+from shardwright.plan.recursive import recursive_programming  # noqa: E402
+from shardwright.plan.search import Search  # noqa: E402
+from race import machine  # noqa: E402
+
+#: Targets in CPU seconds, for 96 layers on 1,024 devices.
+TARGETS = {"capture": 30.0, "costs": 10.0, "search": 1.0, "search, limited": 6.0, "gap": 1e-3, "gap, limited": 1e-3}
+
+
+class Clock:
+    """CPU seconds of parts of a program, by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def of(self, name: str, call: Any) -> Any:
+        begin = time.process_time()
+        out = call()
+        self.seconds[name] = time.process_time() - begin
+        return out
+
+
+def measure(layers: int, devices: int, cluster: str, memory: float) -> dict[str, float]:
+    """Plan so many of GPT-3's layers, part by part."""
+    clock, given = Clock(), gpt3(layers, BATCH * max(devices // 1024, 1))
+    inputs = (*given["inputs"], given["targets"])
+    graph = clock.of("capture", lambda: capture(given["net"], inputs, None, loss_fn=given["loss_fn"]))
+    fed, costs = feeding(graph, devices, "full_batch"), Costs(Cluster.of(cluster, devices), devices)
+    clock.of("recursive", lambda: recursive_programming(graph, devices, fed, costs=costs))
+    out: dict[str, float] = {"layers": layers, "operators": len(graph.ops)}
+    for name, limit in (("", None), (", limited", memory)):
+        search = Search.of(graph, devices, fed, costs)
+        made = clock.of(f"costs{name}", lambda: problem_of(search, limit))
+        found = clock.of(f"search{name}", lambda: solve(made.problem))
+        out |= {f"step{name}": found.cost, f"gap{name}": found.gap, f"nodes{name}": len(made.problem.costs)}
+    return out | clock.seconds
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="12 and 24 layers")
+    parser.add_argument("--devices", type=int, default=1024)
+    parser.add_argument("--cluster", help="default: as many nodes of h200x8 as it takes")
+    parser.add_argument("--memory", type=float, default=120e9, help="bytes a device, of the limited search")
+    parser.add_argument("--output", type=Path, default=Path("planning.json"))
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    cluster = given.cluster or f"h200x8x{max(given.devices // 8, 1)}"
+    rows = [measure(layers, given.devices, cluster, given.memory) for layers in ((12, 24) if given.quick else (12, 24, 48, 96))]
+    table = Table("layers", *(str(row["layers"]) for row in rows), "target", "", box=box.SIMPLE,
+                  title=f"GPT-3's layers on {given.devices} devices ({cluster}), CPU seconds", title_justify="left")
+    missed = False
+    for name in rows[0]:
+        if name == "layers":
+            continue
+        target, last = TARGETS.get(name), rows[-1][name]
+        ok = target is None or given.quick or last <= target
+        missed |= not ok
+        table.add_row(name, *(f"{row[name]:.4g}" for row in rows), "" if target is None else f"<= {target:g}",
+                      "" if target is None or given.quick else "ok" if ok else "MISSED")
+    Console().print(table)
+    given.output.write_text(json.dumps({"machine": machine(), "devices": given.devices, "cluster": cluster, "rows": rows},
+                                       indent=1))
+    print(f"written to {given.output}")
+    return int(missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""What it costs to bring a value from where it was made to the operators that read it, and its gradient back.
+
+The conversions are those of the router, asked for by the same calls; nothing of them depends on the value's shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..conversion import Conversion, transpose
+from ..errors import LayoutError
+from ..graph import Graph, Value
+from ..layout import Layout
+from .decision import Feeding
+from .route import Router, Use, brought
+
+__all__ = ["Deliveries", "conversions_of"]
+
+
+@lru_cache(maxsize=1 << 20)
+def conversions_of(source: Layout, uses: frozenset[Use], gradient: bool) -> tuple[Conversion, ...] | None:
+    """The conversions, forward and backward, that serve all uses of a value which lies in `source`; None where one of
+    them cannot be served: it would leave open a sum that is not."""
+    if len(uses) == 1 and (use := next(iter(uses))).operator != "output":
+        return _alone(source, use, gradient)
+    dims = len(source.dims or ())
+    value = Value("value", (0,) * dims, torch.float32, gradient)
+    router = Router(Graph((value,), {}, {}, {}, (), ()), {}, Feeding((), False), source.devices, {}, {}, None)
+    router.make(value, source)
+    router.producer[value.name] = "producer"
+    wanted = sorted(uses, key=lambda use: (str(use.want), use.partial))
+    router.uses[value.name] = list(wanted)
+    try:
+        for use in wanted:
+            router.obtain(value, use)
+    except LayoutError:
+        return None
+    out: list[Conversion] = []
+    for move in router.out:
+        out += [c for c in (move.forward, move.backward) if c is not None and not c.is_identity]
+    return tuple(out)
+
+
+def _alone(source: Layout, use: Use, gradient: bool) -> tuple[Conversion, ...] | None:
+    """The same for one use, without a router."""
+    try:
+        forward = brought(source, use.want)
+    except LayoutError:
+        return None
+    both = (forward, transpose(forward, use.partial)) if gradient else (forward,)
+    return tuple(c for c in both if not c.is_identity)
+
+
+class Deliveries:
+    """Prices of deliveries, in seconds.
+
+    Args:
+        costs: a `Costs`.
+    """
+
+    def __init__(self, costs: Any) -> None:
+        self.costs = costs
+        self.known: dict[tuple, np.ndarray] = {}
+        self.terms: dict[tuple, tuple[list[Conversion], np.ndarray, np.ndarray, np.ndarray]] = {}
+
+    def price(self, source: Layout, uses: Iterable[Use], value: Value, parameter: bool = False) -> float:
+        """Of a value that lies in `source` and is used so; infinite where it cannot be."""
+        return float(self.table((source,), (frozenset(uses),), value, parameter)[0, 0])
+
+    def table(self, sources: tuple[Layout, ...], uses: tuple[frozenset[Use], ...], value: Value, parameter: bool = False
+              ) -> np.ndarray:
+        """The prices of a value in each of the layouts for each of the sets of uses, shape (layouts, sets).
+
+        Args:
+            parameter: it is one, whose gradient is summed together with others.
+        """
+        key = (sources, uses, value.nbytes, value.requires_grad, parameter)
+        if key not in self.known:
+            found, conversions, cells, forbidden = self._terms(sources, uses, value.requires_grad)
+            price = self.costs.stored if parameter else self.costs.conversion
+            prices = np.array([price(c, value.nbytes) for c in found])
+            out = np.bincount(cells, weights=prices[conversions], minlength=len(sources) * len(uses)) \
+                if len(cells) else np.zeros(len(sources) * len(uses))
+            out[forbidden] = np.inf
+            self.known[key] = out.reshape(len(sources), len(uses))
+        return self.known[key]
+
+    def _terms(self, sources: tuple[Layout, ...], uses: tuple[frozenset[Use], ...], gradient: bool
+               ) -> tuple[list[Conversion], np.ndarray, np.ndarray, np.ndarray]:
+        """The different conversions, and which of them stand in which cell of the table: nothing of it depends on the
+        value's size."""
+        key = (sources, uses, gradient)
+        if key not in self.terms:
+            place: dict[Conversion, int] = {}
+            conversions, cells, forbidden = [], [], []
+            for i, source in enumerate(sources):
+                for j, some in enumerate(uses):
+                    cell = i * len(uses) + j
+                    found = conversions_of(source, some, gradient) if some else ()
+                    if found is None:
+                        forbidden.append(cell)
+                        continue
+                    for conversion in found:
+                        conversions.append(place.setdefault(conversion, len(place)))
+                        cells.append(cell)
+            self.terms[key] = list(place), np.array(conversions, int), np.array(cells, int), np.array(forbidden, int)
+        return self.terms[key]

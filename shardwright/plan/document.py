@@ -1,0 +1,381 @@
+"""A plan as a document: JSON to read, compare, edit and load.
+
+A line for each operator says its strategy, a line for each parameter where it lies, and one compressed line at the
+end holds the captured graph, so that a plan is loaded without its model. What a line says is checked anew against that
+graph, and whatever follows from it (layouts, conversions, costs) is worked out anew; figures in the document are for
+its reader. Beside the graph stands a digest of what each line said: a strategy that is another one now was edited by
+hand, and is a mark from then on.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..cluster import Cluster
+from ..errors import LayoutError, PlanError, ShardwrightError
+from ..graph import Graph, Op
+from ..layout import Layout
+from ..reading import MarkUse
+from .decision import Decision, Feeding, batch_dims
+from .document_lines import Line, called, read_lines
+from .document_writing import SCHEMA, digest, fed_by, head_digest
+from .graph_document import fingerprint, read_graph, unpacked
+from .hybrid import OwnPrograms
+from .memory import optimizer_bytes
+from .search import Found
+from .semi_auto import data_parallel, semi_auto
+from .spelling import read_layout
+from .storage import OptimizerParallel
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+__all__ = ["Document", "as_document"]
+
+#: As those of `make.PLANNERS`.
+Planner = Callable[..., tuple[dict[str, Decision], dict[str, int]]]
+
+
+@dataclass(frozen=True)
+class Document:
+    """A plan's document as it was read.
+
+    Attributes:
+        words: the fields of its head.
+        operators, parameters: its lines by name.
+        captured: the graph, packed.
+    """
+
+    path: Path
+    words: dict[str, Any]
+    operators: dict[str, Line]
+    parameters: dict[str, Line]
+    captured: str
+
+    @classmethod
+    def read(cls, path: str | Path) -> Document:
+        """Read a document.
+
+        Raises:
+            PlanError: no such file, not a plan, cut short, of another schema, or with two lines for one operator.
+        """
+        path = Path(path)
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not text"
+            raise PlanError(f"the plan cannot be read: {reason}", source=str(path),
+                            legal="a file that Plan.save wrote") from None
+        try:
+            words = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError(f"not a plan, or cut short: {error.msg}", source=f"{path}:{error.lineno}",
+                            legal="a file that Plan.save wrote") from None
+        if not isinstance(words, dict) or "schema" not in words:
+            raise PlanError("not a plan: it has no schema", source=str(path), legal="a file that Plan.save wrote")
+        if words["schema"] != SCHEMA or isinstance(words["schema"], bool):
+            raise PlanError(f"a plan of schema {words['schema']!r}", source=str(path),
+                            legal=f"schema {SCHEMA}, or the version of Shardwright that wrote it")
+        operators, parameters = (read_lines(path, text, words.pop(section, None), section)
+                                 for section in ("operators", "parameters"))
+        for line in operators.values() if "open" in words else ():
+            line.words.setdefault("open", words["open"])
+        captured = words.pop("captured", None)
+        if not isinstance(captured, str):
+            raise PlanError("the plan has no captured graph", source=str(path), legal="a file that Plan.save wrote")
+        return cls(path, words, operators, parameters, captured)
+
+    # -- its head --
+
+    @property
+    def devices(self) -> int:
+        """How many devices it is for."""
+        devices = self.words.get("devices")
+        if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
+            raise self.wrong(f"devices: {devices!r}", "a whole number of at least 1")
+        return devices
+
+    @property
+    def uneven(self) -> bool:
+        """Whether cuts need not divide."""
+        return self.words.get("uneven") is True
+
+    @property
+    def mode(self) -> str:
+        """Its parallel mode."""
+        from .make import MODES  # which imports what a document is read into
+        if self.words.get("mode") not in MODES:
+            raise self.wrong(f"mode: {self.words.get('mode')!r}", ", ".join(MODES))
+        return self.words["mode"]
+
+    @property
+    def cluster(self) -> Cluster | None:
+        """What it is priced for."""
+        given = self.words.get("cluster")
+        return None if given is None else Cluster.from_dict(given, f"{self.path}: cluster")
+
+    @property
+    def hsdp(self) -> OptimizerParallel | None:
+        """Its setting of optimizer parallel."""
+        given = self.words.get("hsdp")
+        if given is None:
+            return None
+        known = {f.name for f in fields(OptimizerParallel)}
+        if not isinstance(given, dict) or set(given) - known:
+            raise self.wrong(f"hsdp: {given!r}", f"an object with {', '.join(sorted(known))}")
+        try:
+            return OptimizerParallel(**{k: frozenset(v) if isinstance(v, list) else v for k, v in given.items()})
+        except (TypeError, ShardwrightError) as error:
+            raise self.wrong(getattr(error, "message", f"hsdp: {given!r}"), getattr(error, "legal", None) or
+                             "the settings of AutoParallel.hsdp") from None
+
+    @property
+    def own(self) -> OwnPrograms | None:
+        """What there is to know of programs that are each rank's own."""
+        given = self.words.get("own")
+        if (given is None) != (self.mode != "hybrid_parallel"):
+            raise self.wrong(f"own: {given!r} in {self.mode}", "it goes with hybrid_parallel")
+        if given is None:
+            return None
+        if not isinstance(given, dict) or not isinstance(given.get("parameters"), list) or \
+                not all(isinstance(name, str) for name in given["parameters"]):
+            raise self.wrong(f"own: {given!r}", '{"parameters": [], "loss": true}')
+        return OwnPrograms(frozenset(given["parameters"]), given.get("loss") is True)
+
+    @property
+    def optimizer(self) -> Any:
+        """Whose state is reckoned with."""
+        given = self.words.get("optimizer", "adam")
+        try:
+            optimizer_bytes(given)
+        except ShardwrightError as error:
+            raise self.wrong(error.message, error.legal or "") from None
+        return given
+
+    def wrong(self, message: str, legal: str) -> PlanError:
+        return PlanError(message, source=str(self.path), legal=legal)
+
+    # -- as a plan of its own --
+
+    @cached_property
+    def _held(self) -> dict[str, Any]:
+        """What its last line holds: the graph, and what the other lines said when they were written."""
+        try:
+            held = unpacked(self.captured)
+            said = held["said"]
+            return {"graph": held["graph"], "found": held["found"], "said": {
+                "head": said["head"], "operators": dict(said["operators"]), "parameters": dict(said["parameters"])}}
+        except (ValueError, KeyError, TypeError) as error:
+            raise self.wrong(f"the captured graph cannot be read: {error}", "a file that Plan.save wrote") from None
+
+    def graph(self) -> Graph:
+        """The captured graph, as its lines have it recomputed.
+
+        Raises:
+            PlanError: it is damaged, is another than the head's, or has an operator that is not registered here.
+        """
+        try:
+            graph = read_graph(self._held["graph"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise self.wrong(f"the captured graph cannot be read: {type(error).__name__}: {error}",
+                             "a file that Plan.save wrote") from None
+        if fingerprint(graph) != self.words.get("graph"):
+            raise self.wrong(f"the captured graph is {fingerprint(graph)}, the plan is of {self.words.get('graph')!r}",
+                             "a file that Plan.save wrote")
+        self.matched(graph, complete=True)
+        return graph.with_ops(tuple(self.operators[op.name].recomputed(op) for op in graph.ops))
+
+    def matched(self, graph: Graph, complete: bool) -> None:
+        """That every line is of an operator of `graph`; with `complete`, that each of those has one.
+
+        Raises:
+            PlanError: the first that is not, with its line.
+        """
+        names = dict.fromkeys(op.name for op in graph.ops)
+        for name, line in self.operators.items():
+            if name not in names:
+                near = difflib.get_close_matches(name, names, 3, 0.4)
+                raise PlanError(f"the model has no operator {name!r}: a plan for another model?", source=line.where,
+                                legal=", ".join(near or [*names][:8]))
+        for name, line in self.parameters.items():
+            if name not in graph.parameters and name not in graph.buffers:
+                near = difflib.get_close_matches(name, [*graph.parameters, *graph.buffers], 3, 0.0)
+                raise PlanError(f"the model has no parameter {name!r}: a plan for another model?", source=line.where,
+                                legal=", ".join(near) or "no such line")
+        if complete and (missing := [name for name in names if name not in self.operators]):
+            raise PlanError(f"the plan has no line for {', '.join(missing[:8])}", source=str(self.path),
+                            legal="a line for each operator")
+
+    def plan(self) -> Plan:
+        """The plan: every line checked, strategies that were edited as marks, everything else worked out anew.
+
+        Raises:
+            ShardwrightError: an impossible line, with where it stands and what would be legal.
+        """
+        from .plan import Plan  # which saves itself through this file
+        graph, devices, mode, hsdp = self.graph(), self.devices, self.mode, self.hsdp
+        own = self.own
+        fed = self.fed(graph, devices, mode)
+        decisions = {}
+        for op in graph.ops:
+            self.operators[op.name].check(op)
+            decision = self.decided(op, devices, "replicate", self.uneven, own is not None)
+            decisions[op.name] = self.marked(decision) if decision.cause == "mark" else decision
+        graph = graph.with_ops(tuple(decision.op for decision in decisions.values()))
+        carries = {} if own is not None else batch_dims(graph, {n: d.bound for n, d in decisions.items()})
+        settled = self.settled(graph, devices)
+        made = Plan(graph, devices, mode, fed, decisions, carries, settled, hsdp, own, self.cluster,
+                    self.found, self.optimizer)
+        try:
+            made.routed
+        except ShardwrightError as error:
+            raise self.unroutable(error, decisions) from None
+        # Edited lines, and other costs than were reckoned with then, tell in the seconds of a step.
+        stale = made.found is not None and not math.isclose(made.cost, self._held["found"]["seconds"], rel_tol=1e-9)
+        return replace(made, found=None) if stale else made
+
+    @property
+    def found(self) -> Found | None:
+        """What the search said of it, where the head is still what it searched for."""
+        held = self._held["found"]
+        if held is None or self._held["said"]["head"] != head_digest(self.words):
+            return None
+        told = {key: value for key, value in held.items() if key != "seconds"}
+        return Found(**told | {"notes": tuple(held["notes"])})
+
+    def decided(self, op: Op, devices: int, on_missing_rule: str, uneven: bool, own: bool = False) -> Decision:
+        """What an operator's line decides: as whoever it was decided then, by a mark if it was edited since."""
+        line = self.operators[op.name]
+        decision = line.decision(op, devices, on_missing_rule, uneven, own)
+        if digest(op, decision) != self._held["said"]["operators"].get(line.name):
+            return replace(decision, cause="mark")
+        said = {key: line.words[key] for key in ("note", "origin", "via") if isinstance(line.words.get(key), str)}
+        return replace(decision, **said)
+
+    def marked(self, decision: Decision) -> Decision:
+        """The decision as a mark, which its operator carries."""
+        op = decision.op
+        mark = MarkUse(decision.assignment, decision.out, self.operators[op.name].where, tuple(range(len(op.inputs))))
+        return replace(decision, op=replace(op, mark=mark), cause="mark", origin="", via="")
+
+    def fed(self, graph: Graph, devices: int, mode: str) -> Feeding:
+        """How its batch comes in."""
+        strategy = self.words.get("dataset_strategy")
+        try:
+            if isinstance(strategy, list) and len(strategy) == len(graph.inputs):
+                strategy = tuple(read_layout(entry, devices, [0] * len(v.shape)) for entry, v in
+                                 zip(strategy, graph.inputs))
+            return fed_by(graph, devices, mode, strategy)
+        except ShardwrightError as error:
+            raise error.located(operator="dataset_strategy", source=str(self.path), strategy=strategy) from None
+
+    def settled(self, graph: Graph, devices: int) -> dict[str, Layout] | None:
+        """How parameters are stored of which the document says so: settled when it was written, or edited since.
+
+        Raises:
+            LayoutError: what does not fit the parameter, with the line.
+        """
+        out = {}
+        values = graph.parameters | graph.buffers
+        for name, line in self.parameters.items():
+            said = line.words.get("storage")
+            if not line.words.get("settled") and said == self._held["said"]["parameters"].get(name):
+                continue
+            try:
+                out[name] = read_layout(said, devices, values[name].shape, self.uneven)
+            except ShardwrightError as error:
+                raise LayoutError(error.message, operator=f"the parameter {name!r}", source=line.where, strategy=said,
+                                  legal=error.legal) from None
+        return out or None
+
+    def unroutable(self, error: ShardwrightError, decisions: Mapping[str, Decision]) -> ShardwrightError:
+        """The error of lines that are legal each and impossible together, with the line."""
+        left: dict[str, set] = {}
+        for name, decision in decisions.items():
+            opened = set(decision.open or ())
+            if any(not opened <= left.get(v.name, set()) for v in decision.op.inputs):
+                return PlanError(f"it lets a sum through, open over {decision.open}, that does not come to it so",
+                                 operator=called(decision.op), source=self.operators[name].where,
+                                 legal='the line without "open"')
+            for i, value in enumerate(v for v in decision.op.outputs if v is not None):
+                left[value.name] = set() if decision.out else set(decision.left(i).partial) | opened
+        return type(error)(error.message, operator=error.operator, source=f"{self.path}: {error.source}"
+                           if error.source else str(self.path), strategy=error.strategy, legal=error.legal)
+
+    # -- on a model --
+
+    def renamed(self, graph: Graph) -> Document:
+        """The document with operators called as in `graph`, where that has the same ones in the same order: a marked
+        operator has another name than the same one without its mark."""
+        try:
+            captured = read_graph(self._held["graph"])
+        except (PlanError, ValueError, KeyError, TypeError, AttributeError):
+            return self  # what it has to say can be said by names alone
+        if _alike(captured) != _alike(graph):
+            return self
+        names = {old.name: new.name for old, new in zip(captured.ops, graph.ops)}
+        return replace(self, operators={names.get(name, name): line for name, line in self.operators.items()})
+
+    def onto(self, graph: Graph, devices: int, planner: Planner, stored: Mapping[str, Layout] | None = None, *,
+             on_missing_rule: str = "error", uneven: bool = False, first: bool = True
+             ) -> tuple[Graph, Planner, dict[str, Layout] | None]:
+        """A model's graph with the lines as marks, the planner for it, and how parameters are stored, where that is
+        settled.
+
+        Args:
+            planner: the mode's, for operators that have no line. Where each has one, the lines decide, down to the sums
+                that stay open.
+            first: whether the model is called in the shapes that the plan is for; otherwise its lines hold for the
+                operators that are there, and need not be of their shapes.
+
+        Raises:
+            ShardwrightError: a plan for another model, other shapes or another number of devices, with the line.
+        """
+        if self.devices != devices:
+            raise self.wrong(f"the plan is for {self.devices} devices, there are {devices}",
+                             f"a plan for {devices} devices, or {self.devices} devices")
+        lines = self.renamed(graph)
+        if first:
+            lines.matched(graph, complete=False)
+        ops, decisions = [], {}
+        for op in graph.ops:
+            line = lines.operators.get(op.name)
+            if line is not None and (first or line.words.get("op") == op.kind):
+                if first:
+                    line.check(op)
+                if line.words.get("recompute") is not None:
+                    op = line.recomputed(op)
+                decisions[op.name] = lines.marked(lines.decided(op, devices, on_missing_rule, uneven))
+                op = decisions[op.name].op
+            ops.append(op)
+        graph = graph.with_ops(tuple(ops))
+        if first:
+            stored = {**(self.settled(graph, devices) or {}), **(stored or {})}
+        if first and len(decisions) == len(ops):
+            carries = batch_dims(graph, {name: decision.bound for name, decision in decisions.items()})
+            planner = lambda *_, **__: (decisions, carries)  # noqa: E731
+        elif planner is data_parallel:
+            planner = semi_auto  # it heeds marks
+        return graph, planner, dict(stored) if stored else None
+
+
+def _alike(graph: Graph) -> list[tuple[str, str]]:
+    """What two graphs have in common that differ in the names of their operators."""
+    return [(op.kind, op.module) for op in graph.ops]
+
+
+def as_document(given: Document | str | os.PathLike | None) -> Document | None:
+    """A document, or that of a path.
+
+    Raises:
+        PlanError: a file that holds none.
+    """
+    return given if given is None or isinstance(given, Document) else Document.read(given)

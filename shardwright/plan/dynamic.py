@@ -1,0 +1,54 @@
+"""dynamic_programming: the exact search.
+
+    minimise the energy of `energy.py` over all strategies of `candidates.py` and those that the quicker planners chose
+
+The plan comes with the least cost that any other could have (`Plan.bound`); where the two are equal it is the best.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..graph import Graph
+from ..layout import Layout
+from .decision import Feeding
+from .exact import solve
+from .fitting import CUT, fit
+from .propagation import sharding_propagation
+from .recursive import recursive_programming
+from .search import Decided, Search
+from .semi_auto import semi_auto
+from .storage import OptimizerParallel
+
+__all__ = ["dynamic_programming"]
+
+
+def dynamic_programming(graph: Graph, devices: int, fed: Feeding, *, costs: Any, on_missing_rule: str = "error",
+                        stored: dict[str, Layout] | None = None, uneven: bool = False, memory: float | None = None,
+                        hsdp: OptimizerParallel | None = None, optimizer: Any = "adam",
+                        cut: OptimizerParallel = CUT) -> Decided:
+    """Decide every operator that no mark decides.
+
+    Args:
+        costs: a `Costs`: what a step takes.
+        memory: bytes that a device may hold at any moment; None: not looked at. With it, what operators leave may be
+            computed again in the backward, and where `hsdp` is None parameters may be stored cut over their replicas.
+        optimizer: with memory, what keeps state for each parameter: see `memory.optimizer_bytes`.
+        cut: with memory, how parameters may be stored.
+
+    Raises:
+        StrategyError, LayoutError, MissingRuleError: as `semi_auto`.
+        PlanError: marks that no plan can keep, or no plan within the memory.
+    """
+    search = Search.of(graph, devices, fed, costs, on_missing_rule=on_missing_rule, stored=stored, uneven=uneven,
+                       hsdp=hsdp)
+    given = dict(on_missing_rule=on_missing_rule, stored=stored, uneven=uneven)
+    known = [semi_auto(graph, devices, fed, **given)[0],
+             recursive_programming(graph, devices, fed, costs=costs, hsdp=hsdp, **given).decisions]
+    if any(op.mark is not None for op in graph.ops):
+        known.append(sharding_propagation(graph, devices, fed, costs=costs, hsdp=hsdp, **given).decisions)
+    if memory is not None:
+        made = search.energy(search.options(known), known, cut=cut)
+        return fit(search, made, memory, optimizer)
+    made = search.energy(search.options(known), known)
+    return search.decided(made, solve(made.problem), "search")

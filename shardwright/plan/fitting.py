@@ -1,0 +1,141 @@
+"""A search for the cheapest plan that fits in a device's memory.
+
+    minimise the energy with what is kept (`holding`) within a limit; check the plan's own peak (`memory.timeline`)
+
+The problem reckons with each tensor at one end of a conversion at a time, the program with both: where its peak is
+above the limit, the problem is solved again with so much less, at last with the least that it can do with. So a plan that is
+given fits; and if none is, the least memory that is named is that of a plan which was made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from ..errors import PlanError
+from .bytes import words_of
+from .decision import Decision
+from .energy import Energy
+from .exact import solve
+from .holding import Holding, holding
+from .memory import Timeline, optimizer_bytes
+from .plan import Plan
+from .problem import Problem, Solution
+from .search import Decided, Search
+from .segments import with_recompute
+from .storage import OptimizerParallel
+
+__all__ = ["CUT", "fit"]
+
+#: How parameters may be stored to save memory: cut over all replicas, gathered again in the backward or kept till then.
+CUT = OptimizerParallel(-1, 0, "level3")
+
+#: How often a problem is solved again with less, because its plan's peak is above the limit.
+MOST_TRIES = 4
+
+#: How near, relative to it, the least limit is found where the solver does not name it.
+NEAR = 2e-3
+
+Solver = Callable[[Problem], Solution]
+
+
+def fit(search: Search, made: Energy, limit: float, optimizer: Any = "adam", cause: str = "search",
+        solver: Solver | None = None) -> Decided:
+    """The cheapest plan within a limit, of those that the search may choose from.
+
+    Args:
+        made: the search's energy; its parameters may have states of storage.
+        limit: bytes a device.
+        optimizer: as `memory.optimizer_bytes` takes it.
+        solver: of problems with a limit; None: `solve`. It raises a PlanError where there is no plan, whose `least` may
+            be the least limit with which there is one.
+
+    Returns:
+        What was decided; its decisions' operators and its storage are what keeps the limit.
+
+    Raises:
+        PlanError: no plan fits. It names the moments that cannot be met, and the least memory with which one does.
+    """
+    held = holding(made, search.fed, search.carries, limit, optimizer_bytes(optimizer))
+    return _Fitting(search, held, limit, optimizer, cause, solver or solve).run()
+
+
+class _Fitting:
+    def __init__(self, search: Search, held: Holding, limit: float, optimizer: Any, cause: str, solver: Solver) -> None:
+        self.search, self.held, self.limit, self.optimizer = search, held, limit, optimizer
+        self.cause, self.solver, self.bound = cause, solver, None
+        self.problem = held.energy.problem
+
+    def run(self) -> Decided:
+        target = self.limit
+        for _ in range(MOST_TRIES):
+            try:
+                solution = self.solver(replace(self.problem, limit=target))
+            except PlanError as error:
+                self.seldom(error)
+                return self.least(error)
+            if self.bound is None:
+                self.bound = solution.bound
+            decided, walked = self.decided(solution)
+            if walked.peak <= self.limit:
+                return decided
+            target -= walked.peak - self.limit
+            if target <= 0:
+                break
+        return self.least(None)
+
+    def seldom(self, error: PlanError) -> None:
+        """An error that is not about memory is raised again: the marks contradict one another."""
+        self.solver(replace(self.problem, limit=None, usages=()))
+
+    def least(self, error: PlanError | None) -> Decided:
+        """The plan that does with the least memory, if that is within the limit."""
+        decided, walked = self.decided(self.bisected(getattr(error, "least", None) or 0.0))
+        if walked.peak <= self.limit:
+            return decided
+        raise self.refused(walked)
+
+    def bisected(self, low: float) -> Solution:
+        """The solution with the least limit: at `low`, or found by halving what lies between it and what holds more."""
+        try:
+            return self.solver(replace(self.problem, limit=low))
+        except PlanError:
+            best = self.solver(replace(self.problem, limit=None, usages=()))
+        high = self.held.peak(best.states)
+        while high - low > NEAR * high:
+            middle = (low + high) / 2
+            try:
+                best = self.solver(replace(self.problem, limit=middle))
+                high = min(middle, self.held.peak(best.states))
+            except PlanError:
+                low = middle
+        return best
+
+    def decided(self, solution: Solution) -> tuple[Decided, Timeline]:
+        """What a solution decides, and the memory of its program."""
+        search, held = self.search, self.held
+        graph = with_recompute(search.described.graph, held.recomputed(solution.states), held.segments)
+        ops = {op.name: op for op in graph.ops}
+        bound = solution.bound if self.bound is None else self.bound
+        made = search.decided(held.energy, replace(solution, bound=min(bound, solution.cost)), self.cause)
+        decisions: dict[str, Decision] = {n: replace(d, op=ops[n]) for n, d in made.decisions.items()}
+        hsdp = search.hsdp if search.hsdp is not None else held.storage(solution.states)
+        plan = Plan(graph, search.described.devices, "", search.fed, decisions, made.carries,
+                    dict(search.stored) if search.stored else None, hsdp, optimizer=self.optimizer)
+        found = replace(made.found, limit=self.limit) if made.found is not None else None
+        return made._replace(decisions=decisions, found=found, hsdp=hsdp), plan.timeline
+
+    def refused(self, walked: Timeline) -> PlanError:
+        totals = walked.totals()
+        over = sorted((t for t, total in enumerate(totals) if total > self.limit), key=lambda t: -totals[t])
+        said: dict[str, float] = {}
+        for t in over:
+            name = f"the {'forward' if t < walked.forward else 'backward'} of {walked.moments[t]}"
+            said.setdefault(name, totals[t])
+        rows = [f"{name}: {words_of(total)}" for name, total in said.items()]
+        rows = rows[:3] + ([f"and {len(rows) - 3} more"] if len(rows) > 3 else [])
+        kinds = ", ".join(f"{kind} {words_of(count)}" for kind, count in walked.kinds.items())
+        return PlanError(f"no plan fits in {words_of(self.limit)} a device. The one that does with least holds more at "
+                         f"{len(over)} moments: {'; '.join(rows)}. At the first of these it holds {kinds}",
+                         legal=f"memory={int(-(-walked.peak // 1))} ({words_of(walked.peak)}) or more, or more devices")

@@ -1,0 +1,303 @@
+"""sharding_propagation: a few operators are marked, the others follow, and where demands meet, the cheaper one wins.
+
+    options(operator) = what the marks ask of it (`demands`), and what `semi_auto` would do
+    choice            = argmin of the energy of all options together (`energy`, `exact`)
+
+A marked operator has one option. One that no mark reaches is cut along the batch. Of the others, all that the marks
+ask is weighed at once: a conflict is decided by the seconds of the whole step, and the operator's note says who lost
+it, and the price of each. As what `semi_auto` does is among the options, the plan is not dearer than that of the same
+marks there; where the two are near, their programs are compared.
+
+A search weighs everything that the rules allow; this weighs what follows from the marks: a handful an operator, so that
+the time grows with the operators alone.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import zip_longest
+from typing import Any
+
+from ..cluster import Cluster
+from ..errors import PlanError, SettingError
+from ..graph import Graph, Op, Value
+from ..layout import Digits, Layout, digits_size, overlap
+from ..rules import Assignment, Bound
+from .candidates import Described, Strategy, options_of, strategy_of
+from .costs import Costs
+from .decision import Decision, Feeding
+from .demands import Demand, demands_of
+from .energy import Energy
+from .exact import solve
+from .plan import Plan
+from .search import Decided, Found, Search
+from .semi_auto import semi_auto
+from .storage import OptimizerParallel
+
+__all__ = ["path_from_mark", "sharding_propagation"]
+
+#: Where the energies of this plan and of `semi_auto`'s are nearer than so, their programs are priced: in them more is
+#: shared than in the energy.
+NEAR = 0.9
+
+#: What is preferred among strategies of one cost: what was asked for, more than was asked for, the batch, nothing cut.
+_BASIC, _AGGRESSIVE, _ALONG, _WHOLE = range(4)
+
+
+def sharding_propagation(graph: Graph, devices: int, fed: Feeding, *, costs: Any = None,
+                         on_missing_rule: str = "error", stored: dict[str, Layout] | None = None, uneven: bool = False,
+                         memory: Any = None, hsdp: OptimizerParallel | None = None) -> Decided:
+    """Decide every operator.
+
+    Args:
+        costs: a `Costs`: what a step takes; None: on the default cluster of so many devices.
+        on_missing_rule: "error", or "replicate" to run an operator without a rule whole.
+        stored: layouts of parameters that are settled already.
+        uneven: dims that their cuts do not divide are padded, where that can be.
+        memory: must be None: propagation follows its marks, whatever memory that takes.
+        hsdp: how the other parameters are stored.
+
+    Raises:
+        SettingError: no operator is marked, or a limit of memory.
+        StrategyError, LayoutError, MissingRuleError: as in `semi_auto`.
+    """
+    if not any(map(_marked, graph.ops)):
+        raise SettingError("sharding_propagation follows marks, and no operator of the model has one",
+                           legal='a mark on one operator, such as sw.shard(torch.matmul, ((2, 4), (4, 1))), or a '
+                                 'search: parallel_mode="dynamic_programming"')
+    if memory is not None:
+        raise SettingError("sharding_propagation follows marks; it looks for nothing that fits in a limit of memory",
+                           legal='no memory=, or parallel_mode="dynamic_programming"')
+    given = dict(on_missing_rule=on_missing_rule, stored=stored, uneven=uneven)
+    along, carries = semi_auto(graph, devices, fed, **given)
+    asked = demands_of(graph, along, devices)
+    search = Search.of(graph, devices, fed, costs or Costs(Cluster.of(None, devices), devices), hsdp=hsdp, **given)
+    made = search.energy(_options(search.described, along, asked))
+    try:
+        solution = solve(made.problem)
+    except PlanError:  # marks that contradict one another: the router says which
+        return Decided(along, carries)
+    marks = {name: decision for name, decision in along.items() if _settled(decision.op)}
+    decisions = _labelled(graph, made.decisions(solution.states, marks, "search"), along, asked)
+    decisions = _with_losers(made, solution.states, decisions, asked)
+    count = sum(map(len, made.options.values()))
+    found = Found(solution.cost, None, len(decisions), count, solution.notes)
+    if solution.cost < NEAR * made.cost({name: strategy_of(decision) for name, decision in along.items()}):
+        return Decided(decisions, carries, found)
+
+    def price(chosen: dict[str, Decision]) -> float:
+        try:
+            return search.costs.plan(Plan(graph, devices, "semi_auto", fed, chosen, carries, stored, hsdp)).total
+        except PlanError:  # a parameter in two layouts
+            return math.inf
+    ours, theirs = price(decisions), price(along)
+    if theirs < ours:
+        said = f"no operator follows a mark: that would take {ours * 1e6:.4g} µs a step, along the batch it takes " \
+               f"{theirs * 1e6:.4g} µs"
+        first = next(decision for decision in along.values() if _marked(decision.op))
+        along[first.op.name] = replace(first, note="; ".join(filter(None, (first.note, said))))
+        return Decided(along, carries, replace(found, cost=theirs))
+    return Decided(decisions, carries, found)
+
+
+def _options(described: Described, along: Mapping[str, Decision], asked: Mapping[str, tuple[Demand, ...]]
+             ) -> dict[str, tuple[Strategy, ...]]:
+    """The strategies of every operator, the preferred first: of those that cost the same the solver takes the first.
+    Operators that are alike have the same tuple.
+
+    Whole is one only where nothing else may be, or where the other users of a parameter might want it so.
+    """
+    graph, consumers = described.graph, described.graph.consumers()
+    several = {op.name for name in graph.parameters for op, _ in consumers.get(name, ()) if len(consumers[name]) > 1}
+    settled = {name for name, decision in along.items() if _settled(decision.op)}
+    outs = {name: decision.out for name, decision in along.items() if decision.out is not None}
+    ranks = {name: {decision.assignment: _ALONG} for name, decision in along.items()}
+    for name, demands in asked.items():
+        ranks[name] |= {d.assignment: _WHOLE if not d.assignment.used else _AGGRESSIVE if d.aggressive else _BASIC
+                        for d in demands}
+    for name in several - settled:
+        ranks[name].setdefault(along[name].bound.whole(described.devices), _WHOLE)
+    same: dict[tuple[Strategy, ...], tuple[Strategy, ...]] = {}
+    out = {}
+    for name, strategies in options_of(described, (), {}, outs, _plans(along, asked)).items():
+        known = ranks[name]
+        kept = sorted((s for s in strategies if s.assignment in known), key=lambda s: (known[s.assignment], str(s)))
+        out[name] = same.setdefault(tuple(kept), tuple(kept))
+    return out
+
+
+def path_from_mark(decisions: Mapping[str, Decision], name: str) -> tuple[str, ...]:
+    """The operators through which a propagated one got its cuts: from the marked one to itself."""
+    out = [name]
+    while decisions[out[-1]].via:
+        out.append(decisions[out[-1]].via)
+    return tuple(reversed(out))
+
+
+def _marked(op: Op) -> bool:
+    """Whether a mark says how an operator works, or in what layout its result is."""
+    return _settled(op) or op.mark is not None and op.mark.out_strategy is not None
+
+
+def _settled(op: Op) -> bool:
+    """Whether a mark says how an operator works."""
+    return op.mark is not None and op.mark.in_strategy is not None
+
+
+def _plans(along: Mapping[str, Decision], asked: Mapping[str, tuple[Demand, ...]]) -> Iterator[dict[str, Decision]]:
+    """The options of all operators, as plans: `semi_auto`'s, then what each operator is asked for first, second, …"""
+    yield dict(along)
+    for row in zip_longest(*(tuple((name, d.assignment) for d in demands) for name, demands in asked.items())):
+        yield {name: replace(along[name], assignment=assignment)
+               for name, assignment in (entry for entry in row if entry is not None)}
+
+
+# -- who asked --
+
+
+def _labelled(graph: Graph, decisions: dict[str, Decision], along: Mapping[str, Decision],
+              asked: Mapping[str, tuple[Demand, ...]]) -> dict[str, Decision]:
+    """The decisions with the mark that each comes from: the nearest from which values lie alike up to there, those that
+    lie wholly alike before those that do in part.
+
+    Where no such chain is left, because those on the way went with another mark, it is the one that asked; an operator
+    that is cut as none asked is as `semi_auto` has it.
+    """
+    touching: dict[str, list[tuple[Op, int, bool]]] = {}
+    for op in graph.ops:
+        for value, index, output in _ports(op):
+            touching.setdefault(value.name, []).append((op, index, output))
+    by_name = {op.name: op for op in graph.ops}
+    nearest: dict[str, tuple[str, str]] = {}
+    # (links where only some digits are alike, links, place in the program), the operator, its mark, who handed it on
+    reached = [(0, 0, place, op.name, op.name, "") for place, op in enumerate(graph.ops) if _marked(op)]
+    while reached:
+        partly, links, place, name, mark, via = heapq.heappop(reached)
+        if name in nearest:
+            continue
+        nearest[name] = mark, via
+        for value, index, output in _ports(by_name[name]):
+            mine = _layout(decisions[name], index, output)
+            for other, i, made in touching[value.name]:
+                if other.name in nearest or _marked(other):
+                    continue
+                theirs = _layout(decisions[other.name], i, made)
+                if _alike(mine, theirs):
+                    same = mine.dims == theirs.dims
+                    heapq.heappush(reached, (partly + (not same), links + 1, place, other.name, mark, name))
+    out = {}
+    for name, decision in decisions.items():
+        demand = next((d for d in asked.get(name, ()) if d.assignment == decision.assignment), None)
+        if _settled(decision.op):
+            out[name] = decision
+        elif name in nearest:
+            out[name] = replace(decision, cause="propagated", origin=nearest[name][0], via=nearest[name][1])
+        elif demand is not None:
+            out[name] = replace(decision, cause="propagated", origin=demand.mark)
+        else:
+            cut = any(decision.assignment.digits)
+            note = along[name].note if decision.assignment == along[name].assignment else decision.note
+            out[name] = replace(decision, cause="batch" if cut else "whole", note=note)
+    return out
+
+
+def _ports(op: Op) -> Iterator[tuple[Value, int, bool]]:
+    """What an operator touches: values with the number of the input, or output."""
+    yield from ((v, i, False) for i, v in enumerate(op.inputs))
+    yield from ((v, k, True) for k, v in enumerate(v for v in op.outputs if v is not None))
+
+
+def _layout(decision: Decision, index: int, output: bool) -> Layout:
+    if not output:
+        return decision.wanted(index)
+    return decision.out[index] if decision.out is not None else decision.left(index)
+
+
+def _alike(one: Layout, other: Layout) -> bool:
+    """Whether two layouts of a value have digits in common: on a dim, or of a sum that is left as slices of one."""
+    assert one.dims is not None and other.dims is not None
+    return any(overlap(a, b) or overlap(one.partial, b) or overlap(a, other.partial)
+               for a, b in zip(one.dims, other.dims))
+
+
+# -- who lost --
+
+
+def _with_losers(found: Energy, states: Sequence[int], decisions: dict[str, Decision],
+                 asked: Mapping[str, tuple[Demand, ...]]) -> dict[str, Decision]:
+    """The decisions, with a note where marks that did not get their way asked for something else."""
+    prices = _Prices(found, states)
+    out = dict(decisions)
+    for name, decision in decisions.items():
+        if _settled(decision.op):
+            continue
+        bound, won = decision.bound, decision.assignment
+        lost: dict[str, Assignment] = {}
+        for demand in asked.get(name, ()):
+            if not demand.aggressive and demand.mark != decision.origin and not _within(demand.assignment, won):
+                lost.setdefault(demand.mark, demand.assignment)
+        if lost:
+            who = f"{decision.origin} asks for" if decision.origin else f"{decision.cause}:"
+            said = [f"{name}: {who} {_cuts(bound, won)}, {prices.text(name, won)}: taken"]
+            said += [f"{mark} asks for {_cuts(bound, assignment)}, {prices.text(name, assignment)}"
+                     for mark, assignment in lost.items()]
+            out[name] = replace(decision, note="; ".join(([decision.note] if decision.note else []) + said))
+    return out
+
+
+def _cuts(bound: Bound, assignment: Assignment) -> str:
+    """A strategy in cuts; where another of the same cuts might be meant, the reader finds the digits in the plan."""
+    return str(bound.in_strategy(assignment))
+
+
+def _within(some: Assignment, all_: Assignment) -> bool:
+    """Whether an assignment cuts every factor at least as another does, by the same digits."""
+    return all(not mine or _begins(theirs, mine) for mine, theirs in zip(some.digits, all_.digits))
+
+
+def _begins(digits: Digits, start: Digits) -> bool:
+    """Whether `digits`, most major first, begin with `start`."""
+    if digits[:len(start)] == start:
+        return True
+    head, k = start[:-1], len(start) - 1
+    if digits[:k] != head or len(digits) <= k:
+        return False
+    mine, theirs = start[-1], digits[k]   # a longer digit begins with a shorter one where their major ends agree
+    return theirs.span == mine.span and digits_size((theirs,)) % mine.size == 0
+
+
+class _Prices:
+    """What strategies of one operator cost with all the others as they are: its own time and that of the conversions
+    around it, values that several read delivered as is best then."""
+
+    def __init__(self, found: Energy, states: Sequence[int]) -> None:
+        self.found, self.states = found, states
+        self.edges: dict[int, list[tuple[int, Any]]] = {}
+        for (i, j), table in found.problem.edges.items():
+            self.edges.setdefault(i, []).append((j, table))
+            self.edges.setdefault(j, []).append((i, table.T))
+        self.dependent = {*found.parameters.values(), *found.shared.values()}
+
+    def text(self, name: str, assignment: Assignment) -> str:
+        """The least price of the strategies with this assignment."""
+        options = self.found.options[name]
+        node = self.found.operators[name]
+        seconds = min((self.price(node, s) for s, strategy in enumerate(options) if strategy.assignment == assignment),
+                      default=float("inf"))
+        return f"{seconds * 1e6:.4g} µs" if seconds < float("inf") else "which its other users do not allow"
+
+    def price(self, node: int, state: int) -> float:
+        total = float(self.found.problem.costs[node][state])
+        for other, table in self.edges.get(node, ()):
+            if other not in self.dependent:
+                total += float(table[state, self.states[other]])
+                continue
+            free = self.found.problem.costs[other] + table[state]
+            for third, beside in self.edges[other]:
+                if third != node:
+                    free = free + beside[:, self.states[third]]
+            total += float(free.min())
+        return total

@@ -1,0 +1,133 @@
+"""What the searching planners share: the operators, what marks decide of them, and how a solution becomes a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from ..graph import Graph
+from ..layout import Digits, Layout
+from .candidates import Described, Strategy, atoms_of, options_of, strategy_of
+from .decision import Decision, Feeding, batch_dims
+from .energy import Energy, energy
+from .problem import Solution
+from .semi_auto import marked_decision, marked_output
+from .storage import OptimizerParallel
+
+__all__ = ["Decided", "Found", "Search"]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search says of its plan.
+
+    Attributes:
+        cost: seconds of a step, as the search prices it.
+        bound: no plan out of the strategies that were searched takes less; None: nothing was proved.
+        operators, strategies: how many were looked at.
+        notes: what else is to be known.
+        limit: bytes that a device was allowed; None: memory was not looked at.
+    """
+
+    cost: float
+    bound: float | None
+    operators: int
+    strategies: int
+    notes: tuple[str, ...] = ()
+    limit: float | None = None
+
+
+class Decided(NamedTuple):
+    """What a planner returns: decisions by operator, value name -> the dim that carries the batch; of a search, what it
+    found, and how parameters are stored where it decides that too."""
+
+    decisions: dict[str, Decision]
+    carries: dict[str, int]
+    found: Found | None = None
+    hsdp: OptimizerParallel | None = None
+
+
+@dataclass(frozen=True)
+class Search:
+    """The givens of a search.
+
+    Args:
+        described: the operators.
+        fed: how inputs come in and results go out.
+        costs: a `Costs`.
+        stored: how parameters and buffers are stored, where that is settled already.
+        hsdp: how the other parameters are stored.
+    """
+
+    described: Described
+    fed: Feeding
+    costs: Any
+    stored: Mapping[str, Layout] | None = None
+    hsdp: OptimizerParallel | None = None
+
+    @classmethod
+    def of(cls, graph: Graph, devices: int, fed: Feeding, costs: Any, *, on_missing_rule: str = "error",
+           stored: Mapping[str, Layout] | None = None, uneven: bool = False,
+           hsdp: OptimizerParallel | None = None) -> Search:
+        """Look the operators up.
+
+        Raises:
+            MissingRuleError: an operator without a rule.
+        """
+        return cls(Described.of(graph, devices, on_missing_rule, uneven), fed, costs, stored, hsdp)
+
+    @cached_property
+    def carries(self) -> dict[str, int]:
+        """Value name -> the dim that carries the batch."""
+        return batch_dims(self.described.graph, {n: bound for n, (_, bound, _) in self.described.rules.items()})
+
+    @cached_property
+    def fixed(self) -> dict[str, Decision]:
+        """The operators that marks decide.
+
+        Raises:
+            StrategyError, LayoutError: a mark that the operator cannot follow.
+        """
+        out = {}
+        for op in self.described.graph.ops:
+            if op.mark is not None and op.mark.in_strategy is not None:
+                rule, bound, note = self.described.rules[op.name]
+                decision = marked_decision(op, rule, bound, self.described.devices)
+                out[op.name] = replace(decision, note=note, open=(), out=self.outs.get(op.name))
+        return out
+
+    @cached_property
+    def outs(self) -> dict[str, tuple[Layout, ...]]:
+        """The layouts to which marks bring outputs."""
+        return {op.name: marked_output(op, self.described.rules[op.name][1], self.described.devices)
+                for op in self.described.graph.ops if op.mark is not None and op.mark.out_strategy is not None}
+
+    @cached_property
+    def atoms(self) -> Digits:
+        """The digits that are assigned."""
+        return atoms_of(self.described.devices, [level.size for level in self.costs.cluster.levels])
+
+    def options(self, known: Iterable[Mapping[str, Decision]] = (), atoms: Digits | None = None
+                ) -> dict[str, tuple[Strategy, ...]]:
+        """The strategies of every operator, those of known plans among them."""
+        return options_of(self.described, self.atoms if atoms is None else atoms, self.fixed, self.outs, known)
+
+    def energy(self, options: Mapping[str, tuple[Strategy, ...]], known: Iterable[Mapping[str, Decision]] = (),
+               cut: OptimizerParallel | None = None) -> Energy:
+        """The problem of choosing among them; no dearer than the known plans, whose strategies are among them.
+
+        Args:
+            cut: how else each parameter may be stored, where nothing says how.
+        """
+        plans = [{name: strategy_of(decision) for name, decision in plan.items()} for plan in known]
+        return energy(self.described, options, self.fed, self.carries, self.costs, stored=self.stored, hsdp=self.hsdp,
+                      cut=cut, known=plans)
+
+    def decided(self, made: Energy, solution: Solution, cause: str, proved: bool = True) -> Decided:
+        """A solution as a planner's result."""
+        decisions = made.decisions(solution.states, self.fixed, cause)
+        count = sum(map(len, made.options.values()))
+        found = Found(solution.cost, solution.bound if proved else None, len(decisions), count, solution.notes)
+        return Decided(decisions, self.carries, found)

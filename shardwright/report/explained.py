@@ -1,0 +1,131 @@
+"""What a terminal shows of why a plan is as it is: its dearest operators, or one of them with what else it could be."""
+
+from __future__ import annotations
+
+import math
+from typing import IO
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..plan.explain import Alternative, Explanation, Holder, Row
+from ..plan.plan import Plan
+from .difference import strategy_text
+from .planned import summary
+from .units import size_text, time_text
+
+__all__ = ["costs", "explanation"]
+
+#: How many operators are shown.
+DEAREST = 10
+
+#: How far the search's price of a plan may be from what the plan costs, relative, without a word about it.
+UNEQUAL = 1e-6
+
+
+def costs(plan: Plan, file: IO[str] | None = None) -> None:
+    """Print what a plan costs and where: totals, bound and gap, the dearest communications and operators."""
+    summary(plan, file)
+    part = lambda seconds: f"{seconds / plan.cost:.1%}" if plan.cost else ""  # noqa: E731
+    spent = sorted(((seconds, name) for name, seconds in plan.price.by_operator.items()), reverse=True)
+    table = _table("operator", "op", "strategy", "decided by", "seconds", "part", "called at", right=("seconds", "part"))
+    for seconds, name in spent[:DEAREST]:
+        decision = plan.decisions.get(name)
+        if decision is None:  # what outputs and buffers ask for
+            table.add_row(name, "", "", "", time_text(seconds), part(seconds), "")
+        else:
+            table.add_row(*map(Text, (name, decision.op.kind, strategy_text(decision), decision.cause, time_text(seconds),
+                                      part(seconds), decision.op.source)))
+    if spent[DEAREST:]:
+        seconds = sum(each for each, _ in spent[DEAREST:])
+        table.add_row(f"{len(spent) - DEAREST} others", "", "", "", time_text(seconds), part(seconds), "")
+    _console(file).print(table)
+
+
+def explanation(said: Explanation, file: IO[str] | None = None) -> None:
+    """Print what an operator costs, its best alternatives and what holds it where it is."""
+    console, decision, cost = _console(file), said.decision, said.plan.cost
+    say = lambda text: console.print(Text(text))  # noqa: E731
+    op = decision.op
+    say(f"{op.name} ({op.kind}){f', {op.module}' if op.module else ''}{f', {op.source}' if op.source else ''}: "
+        f"{strategy_text(decision)}")
+    say(_decided(said))
+    say(f"it costs {time_text(said.seconds)} of {time_text(cost)} a step")
+    table = _table("what", "value", "other end", "forward", "backward", "sends", right=("forward", "backward"))
+    for share in said.shares:
+        table.add_row(*map(Text, (share.what, share.value, share.other, time_text(share.forward),
+                                  time_text(share.backward), ", ".join(share.sends))))
+    console.print(table)
+    if said.missing is not None:
+        say(f"no alternatives: {said.missing}")
+        return
+    if abs(said.cost - cost) > UNEQUAL * cost:
+        say(f"the search prices this plan at {time_text(said.cost)}: what is sent once for several is paid by each")
+    if said.least < said.cost * (1 - UNEQUAL):
+        say(f"the best plan in which it keeps this strategy takes {time_text(said.least)}")
+    if not said.alternatives:
+        say("there is no other way to cut it")
+        return
+    at_least = "" if said.exact else "at least "
+    total = f"{at_least}in all"
+    table = _table("alternative", total, "more", "alone", "held by", right=(total, "more", "alone"))
+    for other in said.alternatives:
+        table.add_row(*map(Text, (strategy_text(other.decision), time_text(other.total),
+                                  f"{other.more / said.cost:+.2%}" if said.cost else "", _alone(other),
+                                  _held(other))))
+    console.print(table)
+    say(f"in all: the whole step, when everything else is chosen anew; alone: when nothing else changes. "
+        f"Among {said.strategies} strategies, one line for each way to cut.")
+
+
+def _decided(said: Explanation) -> str:
+    """Who decided, and what keeps it so."""
+    decision, op = said.decision, said.decision.op
+    if decision.cause == "mark":
+        where = f" at {op.mark.source}" if op.mark is not None and op.mark.source else ""
+        return f"marked{where}: the mark holds it there, whatever it costs"
+    words = {"search": "the search decided", "batch": "along the batch", "follow": "it follows its input",
+             "whole": "whole on every device", "propagated": f"it follows the mark on {decision.origin}"}
+    text = words.get(decision.cause, decision.cause)
+    row, holder = next((a.row for a in said.alternatives if a.row is not None), None), said.holder
+    by = [*([] if row is None else [_row(row)]), *([] if holder is None else [_holder(holder)])]
+    return f"{text}; held there by {', and by '.join(by)}" if by else text
+
+
+def _held(other: Alternative) -> str:
+    """What keeps the operator from another strategy."""
+    words = [] if other.row is None else [_row(other.row)]
+    return "; ".join([*words, *([] if other.holder is None else [_holder(other.holder)])])
+
+
+def _row(row: Row) -> str:
+    return f"memory: {row.moment} would hold {size_text(row.held)} of {size_text(row.limit)}"
+
+
+def _holder(holder: Holder) -> str:
+    more = "which cannot be" if math.isinf(holder.more) else f"+{time_text(holder.more)}"
+    if not holder.value:
+        return f"its own work and what it is fed: {more}"
+    if not holder.operators:
+        return f"the parameter {holder.value}: {more}"
+    who = [f"{o} (marked)" if o in holder.marked else o for o in holder.operators]
+    others = ", ".join(who[:3]) + (f" and {len(who) - 3} more" if len(who) > 3 else "")
+    return f"{others}, by {holder.value}: {more}"
+
+
+def _alone(other: Alternative) -> str:
+    return "cannot be" if math.isinf(other.alone) else f"{'-' if other.alone < 0 else '+'}{time_text(abs(other.alone))}"
+
+
+def _console(file: IO[str] | None) -> Console:
+    console = Console(file=file, highlight=False)
+    return console if console.is_terminal else Console(file=file, highlight=False, width=200)
+
+
+def _table(*columns: str, right: tuple[str, ...]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    for name in columns:
+        table.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    return table

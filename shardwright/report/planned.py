@@ -1,0 +1,91 @@
+"""A plan at a glance, in a terminal: what a step takes, what a device holds, which communication is dearest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import IO
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..cluster import Cluster
+from ..layout import digits_size
+from ..plan.costs import PricedCollective
+from ..plan.plan import Plan
+from .units import size_text, time_text
+
+__all__ = ["summary"]
+
+#: How many communications, and how many notes, are shown.
+DEAREST, NOTES = 10, 20
+
+
+def summary(plan: Plan, file: IO[str] | None = None) -> None:
+    """Print what a plan costs, for one rank; every rank has as much."""
+    console = Console(file=file, highlight=False, soft_wrap=True)
+    console = console if console.is_terminal else Console(file=file, highlight=False, width=200)
+    price, cluster = plan.price, Cluster.of(plan.cluster, plan.devices)
+    say = lambda text: console.print(Text(text))  # noqa: E731
+    say(f"{plan.mode} on {plan.devices} device{'s' * (plan.devices > 1)} of {cluster.name}: {len(plan.decisions)} "
+        f"operators, plan {plan.fingerprint}")
+    forward, backward, computing, sending = map(time_text, (price.forward, price.backward, price.compute,
+                                                            price.communication))
+    say(f"a step takes {time_text(price.total)}: forward {forward}, backward {backward}; computing {computing}, "
+        f"communication {sending}")
+    if plan.bound is None:
+        say("no lower bound was proved" if plan.found is not None else
+            "nothing was searched, so there is no lower bound")
+    else:
+        say(f"cost {plan.cost:.6g} s, lower bound {plan.bound:.6g} s, gap {plan.gap:.3%}")
+    memory = plan.memory(0)
+    console.print(_memory(memory, plan.peak, cluster))
+    if plan.peak > cluster.memory:
+        say('that is more than a device has: memory="cluster" (--memory cluster) searches for a plan that fits')
+    if price.collectives:
+        console.print(_dearest(price.collectives, price.communication, cluster))
+    notes = (*plan.notes, *(plan.found.notes if plan.found is not None else ()))
+    for note in notes[:NOTES]:
+        say(f"note: {note}")
+    if len(notes) > NOTES:
+        say(f"note: and {len(notes) - NOTES} more, which the lines of the plan have")
+
+
+def _table(*columns: str, right: tuple[str, ...]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    for name in columns:
+        table.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    return table
+
+
+def _memory(kinds: dict[str, int], peak: float, cluster: Cluster) -> Table:
+    table = _table("on a device", "bytes", right=("bytes",))
+    for kind, count in kinds.items():
+        table.add_row(kind, size_text(count))
+    table.add_row("the most at one moment", size_text(peak), style="bold")
+    table.add_row(f"a device of {cluster.name} has", size_text(cluster.memory))
+    return table
+
+
+def _dearest(collectives: Iterable[PricedCollective], together: float, cluster: Cluster) -> Table:
+    """The dearest communications, those alike as one."""
+    alike: dict[tuple, list[PricedCollective]] = {}
+    for c in collectives:
+        alike.setdefault((c.kind, c.digits, c.bytes, c.phase), []).append(c)
+    rows = sorted(alike.values(), key=lambda group: -sum(c.seconds for c in group))
+    table = _table("communication", "ranks", "over", "bytes", "times", "seconds", "part", "phase", "for",
+                   right=("ranks", "bytes", "times", "seconds", "part"))
+    for group in rows[:DEAREST]:
+        first, seconds = group[0], sum(c.seconds for c in group)
+        names = list(dict.fromkeys(c.operator for c in group))
+        over = ", ".join(f"{units} by {level.name}" for level, units in cluster.crossed(first.digits))
+        table.add_row(*map(Text, (
+            first.kind, str(digits_size(first.digits)), over, size_text(first.bytes), str(len(group)),
+            time_text(seconds), f"{seconds / together:.0%}" if together else "", first.phase,
+            ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""))))
+    if len(rows) > DEAREST:
+        seconds = sum(c.seconds for group in rows[DEAREST:] for c in group)
+        table.add_row(*map(Text, ("others", "", "", "", str(sum(map(len, rows[DEAREST:]))), time_text(seconds),
+                                  f"{seconds / together:.0%}" if together else "", "", "")))
+    return table

@@ -1,0 +1,314 @@
+"""Why a plan is as it is: shares add up, alternatives are the best there are, and what holds an operator is named."""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from networks import D, Marked, draw, labels
+from one_device import parallel
+from test_recursive import MODELS, slow_devices
+from torch import Tensor, nn
+
+import shardwright as sw
+from shardwright import cli
+from shardwright.plan.candidates import strategy_of
+from shardwright.plan.exact import solve
+from shardwright.plan.explain import explained, opened, shares_of
+from shardwright.plan.costs import Costs
+from shardwright.plan.problem import Problem
+from shardwright.plan.search import Search
+from shardwright.report import explained as report
+
+MODE = "dynamic_programming"
+
+
+def planned(name: str, mode: str = MODE, devices: int = 4, **options: Any) -> sw.Plan:
+    net, batch, loss_fn = MODELS[name]()
+    return sw.plan(net, batch[:-1], loss_fn, batch[-1], parallel_mode=mode, devices=devices,
+                   cluster=slow_devices(2, devices // 2), **options)
+
+
+def text(said: Any) -> str:
+    file = io.StringIO()
+    (report.costs if isinstance(said, sw.Plan) else report.explanation)(said, file)
+    return file.getvalue()
+
+
+# -- what it costs -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name,mode,options", [
+    ("mlp", "semi_auto", {}), ("mlp", MODE, {}), ("gpt", "semi_auto", {}), ("convolutions", "semi_auto", {}),
+    ("gpt", "semi_auto", {"hsdp": {"threshold": 0}}), ("gpt", "semi_auto", {"recompute": ["linear"]}),
+    ("mlp", "semi_auto", {"hsdp": {"threshold": 0, "optimizer_level": "level3"}})], ids=str)
+def test_shares_add_up_to_the_plan(name: str, mode: str, options: dict) -> None:
+    """What is sent between two operators is a share of both; all else of one."""
+    plan = planned(name, mode, **options)
+    costs, total, computing = Costs(plan.cluster, plan.devices), 0.0, 0.0
+    for operator in plan.operators:
+        for share in shares_of(plan, operator.name, costs):
+            total += share.seconds if share.what != "asked" or not share.other else 0.0
+            computing += share.seconds if share.what == "computing" else 0.0
+            assert bool(share.sends) == (share.what != "computing")
+    assert total == pytest.approx(plan.price.total, rel=1e-9)
+    assert computing == pytest.approx(plan.price.compute, rel=1e-9)
+
+
+def test_the_two_ends_of_a_conversion() -> None:
+    net = Marked(second=((2, 4), (4, 1)))
+    x = draw(16, 8)
+    plan = sw.plan(net, (x,), devices=8, cluster=slow_devices(8))
+    costs = Costs(plan.cluster, 8)
+    out = {s.other: s for s in shares_of(plan, "relu1", costs) if s.what == "handed on"}
+    asked = {s.other: s for s in shares_of(plan, "matmul2", costs) if s.what == "asked"}
+    assert (out["matmul2"].seconds, out["matmul2"].sends) == (asked["relu1"].seconds, asked["relu1"].sends) != (0.0, ())
+
+
+def test_weights_are_gathered_and_their_gradients_summed() -> None:
+    net, x = nn.Linear(8, 8, bias=False), torch.empty(16, 8)
+    plan = sw.plan(net, (x,), nn.MSELoss(), torch.empty(16, 8), devices=4, hsdp={"threshold": 0})
+    weights, = (s for s in shares_of(plan, "linear", Costs(None, 4)) if s.what == "weights")
+    assert weights.value == "weight" and weights.forward > 0 < weights.backward
+    assert weights.sends == ("all_gather(4@1)", "reduce_scatter(4@1)")
+
+
+# -- what else it could be -----------------------------------------------------------------------------------------------
+
+
+def problem_of(plan: sw.Plan) -> tuple[Any, dict]:
+    """The search's problem and the plan's strategies."""
+    search = Search.of(plan.graph, plan.devices, plan.fed, Costs(plan.cluster, plan.devices))
+    return search.energy(search.options([plan.decisions])), {n: strategy_of(d) for n, d in plan.decisions.items()}
+
+
+def held(problem: Problem, node: int, state: int) -> Problem:
+    """The same problem with the node in one state."""
+    costs = list(problem.costs)
+    costs[node] = np.where(np.arange(len(costs[node])) == state, costs[node], np.inf)
+    return Problem(tuple(costs), problem.edges, problem.names)
+
+
+@pytest.mark.parametrize("name,operator", [("mlp", "linear"), ("mlp", "relu"), ("tied", "linear_1"), ("wide", "linear_1")])
+def test_alternatives_are_the_best_there_are(name: str, operator: str) -> None:
+    """By solving the whole once for each strategy of the operator."""
+    plan = planned(name)
+    said = explained(plan, operator)
+    made, chosen = problem_of(plan)
+    bound, node, options = plan.decisions[operator].bound, made.operators[operator], made.options[operator]
+    best: dict[tuple, float] = {}
+    for state, strategy in enumerate(options):
+        form = bound.in_strategy(strategy.assignment), strategy.open
+        try:
+            best[form] = min(best.get(form, math.inf), solve(held(made.problem, node, state)).cost)
+        except sw.PlanError:
+            continue  # nothing allows it
+    own = plan.decisions[operator].assignment
+    assert said.exact and said.strategies == len(options)
+    assert said.least == pytest.approx(best.pop((bound.in_strategy(own), chosen[operator].open)), rel=1e-9)
+    assert [a.total for a in said.alternatives] == pytest.approx(sorted(best.values())[:3], rel=1e-9)
+    for other in said.alternatives:
+        form = bound.in_strategy(other.decision.assignment), other.decision.open
+        assert other.total == pytest.approx(best[form], rel=1e-9)
+        assert other.more == pytest.approx(other.total - plan.found.cost, abs=1e-15) and other.more >= -1e-15
+        alone = made.cost(chosen | {operator: strategy_of(other.decision)}) - made.cost(chosen)
+        assert other.alone == pytest.approx(alone, rel=1e-9) and other.alone >= other.more - 1e-15
+
+
+def test_as_many_alternatives_as_asked_for() -> None:
+    plan = planned("mlp")
+    assert [len(explained(plan, "relu", count).alternatives) for count in (1, 2, 5)] == [1, 2, 5]
+
+
+def test_an_alternative_as_a_mark_costs_what_is_said() -> None:
+    plan = planned("mlp")
+    for other in explained(plan, "linear_1").alternatives:
+        marked = planned("mlp", marks={"linear_1": other.decision.assignment})
+        assert marked.decisions["linear_1"].assignment == other.decision.assignment
+        assert marked.cost == pytest.approx(other.total, rel=1e-9)
+
+
+def test_a_plan_that_is_not_the_best() -> None:
+    """Of a plan along the batch, the search's alternatives are better than the plan."""
+    plan = planned("wide", "semi_auto")
+    said = explained(plan, "linear")
+    assert said.cost == pytest.approx(plan.cost, rel=1e-9)
+    assert said.alternatives[0].more < 0 and said.alternatives[0].total == pytest.approx(planned("wide").cost, rel=1e-9)
+
+
+# -- what holds it there -------------------------------------------------------------------------------------------------
+
+
+class Between(nn.Module):
+    """A ReLU between two products."""
+
+    def __init__(self, strategy: Any = None) -> None:
+        super().__init__()
+        self.w1, self.w2 = nn.Parameter(draw(16, 16)), nn.Parameter(draw(16, 16))
+        self.first, self.second = sw.Operator(torch.matmul), sw.Operator(torch.matmul)
+        if strategy is not None:
+            self.first.shard(strategy), self.second.shard(strategy)
+        self.relu = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.relu(self.first(x, self.w1)), self.w2)
+
+
+def between(strategy: Any = None, mode: str = MODE) -> sw.Plan:
+    net, x = Between(strategy), draw(64, 16)
+    return sw.plan(net, (x,), F.mse_loss, x, parallel_mode=mode, devices=4, cluster=slow_devices(4))
+
+
+def test_marked_neighbours_hold_it() -> None:
+    said = explained(between(((4, 1), (1, 1))), "relu")
+    assert said.decision.bound.in_strategy(said.decision.assignment) == ((4, 1),)
+    columns = next(a for a in said.alternatives if a.decision.bound.in_strategy(a.decision.assignment) != ((1, 1),))
+    assert columns.holder.operators and set(columns.holder.operators) <= {"first", "second"}
+    assert columns.holder.marked == columns.holder.operators and columns.holder.more > 0
+    assert "(marked)" in text(said)
+
+
+def test_its_own_work_holds_it() -> None:
+    """Not to cut a ReLU of a replicated input saves nothing but costs its own work."""
+    net, x = nn.ReLU(), draw(64, 64)
+    plan = sw.plan(net, (x.requires_grad_(),), squares_of, x.detach(), parallel_mode=MODE, devices=4,
+                   cluster=slow_devices(4))
+    said = explained(plan, "relu")
+    whole = next(a for a in explained(plan, "relu", 20).alternatives if not a.decision.assignment.used)
+    assert whole.holder.value == "" and whole.holder.more > 0
+    assert said.decision.assignment.used
+
+
+def squares_of(x: Tensor, y: Tensor) -> Tensor:
+    return ((x - y) ** 2).mean()
+
+
+def test_a_shared_weight_holds_it() -> None:
+    """Under another layout of the weight that the embedding shares, the head cannot be alone."""
+    said = explained(planned("tied", "semi_auto"), "linear_1")
+    first = said.alternatives[0]
+    assert math.isinf(first.alone) and math.isinf(first.holder.more)
+    assert first.holder.value == "tokens.weight" and first.holder.operators == ("embedding",)
+    assert said.holder == first.holder and "cannot be" in text(said)
+
+
+def test_a_mark_holds_it() -> None:
+    plan = between(((1, 4), (4, 1)))
+    said = explained(plan, "first")
+    assert said.decision.cause == "mark" and said.alternatives[0].more < 0  # rows would be better
+    assert "the mark holds it there" in text(said) and "test_explain.py" in text(said)
+    assert not said.alternatives[0].decision.bound.in_strategy(said.alternatives[0].decision.assignment) == ((1, 4), (4, 1))
+
+
+def test_memory_holds_it() -> None:
+    """Of a plan that may hold no more than it does, the alternatives that alone hold more say at which moment."""
+    plan = planned("wide")
+    limit = plan.timeline.peak
+    said = explained(plan, "linear", 8, limit)
+    assert not said.exact and all(a.row is None for a in explained(plan, "linear", 8).alternatives)
+    rows = 0
+    for other in said.alternatives:
+        if math.isinf(other.alone):
+            assert other.row is None
+            continue
+        walked = replace(plan, decisions=plan.decisions | {"linear": other.decision}).timeline
+        assert (other.row is not None) == (walked.peak > limit)
+        if other.row is not None:
+            rows += 1
+            assert other.row.held == walked.peak and other.row.limit == limit
+            assert other.row.moment.removeprefix("the forward of ").removeprefix("the backward of ") in walked.moments
+    assert rows and "memory: the" in text(said)
+
+
+def test_an_out_strategy_is_kept() -> None:
+    plan = sw.plan(Marked(out=((4, 2),)), (draw(16, 8),), parallel_mode=MODE, devices=8, cluster=slow_devices(8))
+    said = explained(plan, "matmul2")
+    assert said.alternatives and all(a.decision.out == plan.decisions["matmul2"].out for a in said.alternatives)
+
+
+# -- plans of every mode -------------------------------------------------------------------------------------------------
+
+
+def test_sums_that_pass_through() -> None:
+    """A plan that does not say which sums stay open is explained with those that do."""
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(draw(16, 16))
+            self.product = sw.shard(torch.matmul, ((1, 4), (4, 1)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.product(x, self.w).reshape(16, 4, 4).transpose(0, 1)
+    plan = sw.plan(Net(), (draw(16, 16),), devices=4, cluster=slow_devices(4))
+    passing = opened(plan)
+    assert passing["reshape"] and passing["transpose"] and not passing["product"]
+    said = explained(plan, "transpose")
+    assert said.missing is None and said.cost == pytest.approx(plan.cost, rel=1e-9)
+
+
+@pytest.mark.parametrize("mode", ["data_parallel", "recursive_programming", "sharding_propagation", "stand_alone"])
+def test_every_mode(mode: str) -> None:
+    x = draw(16, 8)
+    plan = sw.plan(Marked(first=((8, 1), (1, 1))), (x,), parallel_mode=mode, devices=8, cluster=slow_devices(8))
+    said = explained(plan, "matmul1")
+    assert said.missing is None and said.cost == pytest.approx(plan.cost, rel=1e-9)
+    assert text(said) and text(plan)
+
+
+def test_what_runs_as_it_stands_has_no_alternatives() -> None:
+    plan = sw.plan(nn.Linear(8, 8), (torch.empty(16, 8),), parallel_mode="hybrid_parallel", devices=4)
+    said = explained(plan, "linear")
+    assert not said.alternatives and said.missing and said.missing in text(said)
+
+
+def test_an_unknown_operator() -> None:
+    with pytest.raises(sw.PlanError, match="nosuch"):
+        explained(planned("mlp"), "nosuch")
+
+
+# -- what is read --------------------------------------------------------------------------------------------------------
+
+
+def test_command_line(tmp_path: Path, capsys: Any) -> None:
+    plan, path = planned("mlp"), str(tmp_path / "plan.json")
+    plan.save(path)
+    assert cli.main(["explain", path]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out and "lower bound" in out and "gap 0.000%" in out
+    dearest = max(plan.price.by_operator, key=plan.price.by_operator.get)
+    table = out[out.index("decided by"):]
+    assert table.index(dearest) < table.index("relu")
+    assert cli.main(["explain", path, "relu", "--alternatives", "2"]) == 0
+    out = capsys.readouterr().out
+    said = explained(plan, "relu", 2)
+    assert "the search decided; held there by" in out and out.count("+") >= 2
+    for other in said.alternatives:
+        assert report.strategy_text(other.decision) in out
+    assert cli.main(["explain", path, "nosuch"]) == 2 and "nosuch" in capsys.readouterr().err
+    assert cli.main(["explain", str(tmp_path / "none.json")]) == 2 and "none.json" in capsys.readouterr().err
+    for wrong in (["explain"], ["explain", path, "relu", "--alternatives", "0"], ["explain", path, "--import", "no_such_one"]):
+        with pytest.raises(SystemExit) as left:
+            cli.main(wrong)
+        assert left.value.code == 2
+
+
+def test_from_python(capsys: Any) -> None:
+    net, x, y = nn.Linear(8, 8, dtype=D), draw(16, 8), labels(16)
+    model = parallel(net, nn.CrossEntropyLoss(), devices=4)
+    model(x, y)
+    model.explain("linear")
+    shown = capsys.readouterr().out
+    assert shown.startswith("linear (linear)") and "along the batch" in shown
+    model.plan.explain("linear")
+    assert capsys.readouterr().out == shown
+    model.plan.explain()
+    assert "nothing was searched" in capsys.readouterr().out
+    model.explain()
+    assert "linear" in capsys.readouterr().out

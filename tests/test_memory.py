@@ -1,0 +1,356 @@
+"""Memory: what a device holds over a step, the search's estimate of it, and plans that keep a limit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import chain, combinations, product
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+import shardwright as sw
+from one_device import assert_as_one_device
+from shardwright.capture import capture
+from shardwright.cluster import Cluster
+from shardwright.plan import Plan, fitting
+from shardwright.plan.bytes import memory_of, words_of
+from shardwright.plan.costs import Costs
+from shardwright.plan.decision import feeding
+from shardwright.plan.dynamic import CUT
+from shardwright.plan.exact import solve
+from shardwright.plan.holding import holding
+from shardwright.plan.memory import optimizer_bytes, timeline
+from shardwright.plan.milp import milp
+from shardwright.plan.problem import Solution
+from shardwright.plan.search import Search
+from shardwright.plan.segments import segments_of, with_recompute
+
+CROSS_ENTROPY = nn.CrossEntropyLoss()
+D = torch.float64
+
+
+class Block(nn.Module):
+    """A transformer's block."""
+
+    def __init__(self, width: int = 16, heads: int = 2, dtype=torch.float32) -> None:
+        super().__init__()
+        self.heads, given = heads, {"dtype": dtype}
+        self.norm1, self.norm2 = nn.LayerNorm(width, **given), nn.LayerNorm(width, **given)
+        self.qkv, self.out = nn.Linear(width, 3 * width, **given), nn.Linear(width, width, **given)
+        self.up, self.down = nn.Linear(width, 4 * width, **given), nn.Linear(4 * width, width, **given)
+
+    def forward(self, x):
+        split = [y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, -1)]
+        y = F.scaled_dot_product_attention(*split, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.out(y)
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Blocks(nn.Module):
+    def __init__(self, count: int = 2, width: int = 16, dtype=torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([Block(width, dtype=dtype) for _ in range(count)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def mlp(*widths: int, act=nn.GELU, bias: bool = False, dtype=torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [(nn.Linear(a, b, bias=bias, dtype=dtype), act()) for a, b in zip(widths, widths[1:])]
+    return nn.Sequential(*list(chain(*layers))[:-1])
+
+
+def marks(count: int, devices: int, bias: bool = False) -> dict:
+    """Marks that cut a net of linears and activations along the batch, everywhere."""
+    names = [f"linear{'_' + str(k) if k else ''}" for k in range(count)]
+    acts = [f"gelu{'_' + str(k) if k else ''}" for k in range(count - 1)]
+    return {n: ((devices, 1), (1, 1), *([(1,)] if bias else [])) for n in names} | {n: ((devices, 1),) for n in acts}
+
+
+def oracle(problem, **_) -> Solution:
+    return milp(problem) if problem.limit is not None else solve(problem)
+
+
+@pytest.fixture
+def proved(monkeypatch) -> None:
+    """Problems with a limit are solved by the oracle."""
+    monkeypatch.setattr(fitting, "solve", oracle)
+
+
+def searched(net, args, devices: int, loss_fn=None, limit: float = 1e18):
+    graph = capture(net, args, None, loss_fn=loss_fn)
+    fed, costs = feeding(graph, devices, "full_batch"), Costs(None, devices)
+    search = Search.of(graph, devices, fed, costs)
+    return search, holding(search.energy(search.options(), cut=CUT), fed, search.carries, limit, 8.0)
+
+
+def planned(search: Search, held, states) -> Plan:
+    """The plan of a solution, made by hand."""
+    graph = with_recompute(search.described.graph, held.recomputed(states), held.segments)
+    ops = {op.name: op for op in graph.ops}
+    decisions = {n: replace(d, op=ops[n]) for n, d in held.energy.decisions(states, {}, "search").items()}
+    return Plan(graph, search.described.devices, "", search.fed, decisions, search.carries, None, held.storage(states))
+
+
+# -- amounts --
+
+@pytest.mark.parametrize("given, expected", [
+    ("70GB", 70e9), ("64GiB", 2**36), (" 1.5 tb ", 1.5e12), ("512 MiB", 2**29), (12_000, 12_000), ("3e9", 3e9),
+    ("cluster", 80e9), (True, 80e9), (None, None), (False, None)])
+def test_amounts(given, expected) -> None:
+    assert memory_of(given, Cluster.of("h100x8", 8)) == expected
+
+
+@pytest.mark.parametrize("given", ["70XB", "much", "", "GB", "-3GB", "1.2.3GB", -1, 0, float("nan"), [70]])
+def test_no_amount(given) -> None:
+    with pytest.raises(sw.SettingError, match="70GB"):
+        memory_of(given, Cluster.of("h100x8", 8))
+
+
+def test_amounts_in_words_are_never_less() -> None:
+    assert words_of(999) == "999 bytes" and words_of(1_500_000_001) == "1.51 GB" and words_of(2e12) == "2.00 TB"
+
+
+def test_optimizers() -> None:
+    assert [optimizer_bytes(o) for o in ("adam", "AdamW", "momentum", "sgd", 12)] == [8, 8, 4, 0, 12]
+    for wrong in ("adagraft", -1, None, True):
+        with pytest.raises(sw.SettingError, match="momentum"):
+            optimizer_bytes(wrong)
+
+
+# -- the walk --
+
+def test_a_step_by_hand() -> None:
+    """Two weights 8x8, a batch of 4 x 8 (128 bytes a tensor): what is there at each moment, in bytes."""
+    plan = sw.plan(mlp(8, 8, 8, act=nn.ReLU), (torch.randn(4, 8),), devices=1)
+    walked, tensor, weight = timeline(plan), 128, 256
+    standing = tensor + 2 * weight * 4                    # the input; weights, gradients, two numbers of the optimizer
+    assert walked.moments == ("linear", "relu", "linear_1", "linear_1", "relu", "linear")
+    assert [total - standing for total in walked.totals()] == [
+        tensor,        # the first product
+        2 * tensor,    # and what relu makes of it, which is saved twice and there once
+        2 * tensor,    # the output; the first product is gone
+        4 * tensor,    # the gradients of the output and of what it was made of
+        4 * tensor,    # of that and of the first product; relu's result is last needed
+        2 * tensor]    # the output, and the gradient of the first product
+    assert walked.peak == standing + 4 * tensor == plan.peak
+    assert plan.memory(0)["optimizer"] == 4 * weight
+    assert timeline(plan, "sgd").peak == walked.peak - 4 * weight
+
+
+def test_what_is_kept_is_what_autograd_packs() -> None:
+    """Against the model itself, on one device: bytes of all memory that its forward saves."""
+    net, x = Blocks(2), torch.randn(4, 8, 16)
+    packed = {}
+
+    def pack(t):
+        packed[t.untyped_storage().data_ptr()] = t  # held, so that no other has its address
+        return t
+
+    with saved_tensors_hooks(pack, lambda t: t):
+        net(x)
+    given = {t.untyped_storage().data_ptr() for t in (*net.parameters(), x)}
+    expected = sum(t.untyped_storage().nbytes() for place, t in packed.items() if place not in given)
+    plan = sw.plan(Blocks(2), (x,), devices=1)
+    walked = timeline(plan)
+    kept = walked.totals(["activations"])[walked.forward]
+    out = 4  # the loss itself
+    assert kept == expected + out
+
+
+@pytest.mark.parametrize("level", ["level1", "level3"])
+def test_what_is_gathered_is_there_for_as_long_as_it_is_kept(level) -> None:
+    net = mlp(64, 64, 64, 64)
+    plan = sw.plan(net, (torch.randn(16, 64),), devices=4, parallel_mode="data_parallel",
+                   hsdp={"threshold": 0, "optimizer_level": level})
+    walked, weight = timeline(plan), 64 * 64 * 4
+    gathered = walked.totals(["gathered"])
+    assert max(gathered) == (2 if level == "level1" else 1) * weight  # the first one's backward needs its input alone
+    assert walked.totals(["parameters"])[0] == 3 * weight / 4
+    assert walked.totals(["optimizer"])[0] == 2 * 3 * weight / 4
+
+
+def test_what_is_dropped_is_gone_and_comes_back() -> None:
+    net, x = mlp(32, 32, 32, 32), torch.randn(64, 32)
+    whole = sw.plan(net, (x,), devices=1)
+    again = sw.plan(net, (x,), devices=1, recompute=lambda op: op.kind == "gelu" or None)
+    tensor = 64 * 32 * 4
+    assert whole.timeline.totals(["activations"])[whole.timeline.forward] - \
+        again.timeline.totals(["activations"])[again.timeline.forward] == 2 * tensor
+    assert max(again.timeline.totals(["recomputed"])) == tensor, "one after the other"
+    assert again.peak < whole.peak
+
+
+# -- the estimate --
+
+#: How far the search's estimate may be below the walk: what one conversion has at both its ends.
+BELOW = 0.25
+
+
+@pytest.fixture(scope="module")
+def problems():
+    torch.manual_seed(0)
+    nets = {"mlp": (mlp(16, 32, 16, 8, act=nn.ReLU, bias=True), (torch.randn(64, 16),)),
+            "block": (Blocks(1), (torch.randn(4, 8, 16),))}
+    return {(name, devices): searched(net, args, devices) for name, (net, args) in nets.items() for devices in (2,)}
+
+
+def random_states(held, seed: int) -> tuple[int, ...]:
+    """Any choice: the best one under random further costs."""
+    rng = np.random.default_rng(seed)
+    problem = held.energy.problem
+    scale = max(float(c[np.isfinite(c)].max()) for c in problem.costs)
+    costs = tuple(c + rng.uniform(0, 3 * scale, len(c)) for c in problem.costs)
+    return solve(replace(problem, costs=costs, usages=(), limit=None)).states
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 2**31), which=st.sampled_from(["mlp", "block"]))
+def test_the_estimate_is_hardly_below_the_program(problems, seed, which) -> None:
+    search, held = problems[which, 2]
+    states = random_states(held, seed)
+    plan = planned(search, held, states)
+    assert held.peak(states) >= (1 - BELOW) * plan.peak
+    assert plan.price.total <= held.energy.problem.cost(states) * (1 + 1e-9), "all that is chosen has its price"
+
+
+@pytest.mark.parametrize("which", ["mlp", "block"])
+def test_the_estimate_is_the_program_where_nothing_is_converted(which, problems) -> None:
+    search, held = problems[which, 2]
+    graph = search.described.graph
+    fixed = {op.name: search.described.rules[op.name][1].whole(2) for op in graph.ops}
+    states = list(solve(replace(held.energy.problem, usages=(), limit=None)).states)
+    costs = list(held.energy.problem.costs)
+    for name, node in held.energy.operators.items():  # everything whole; and of what is kept as little as may be
+        options = held.energy.options[name]
+        costs[node] = np.array([0.0 if o.assignment == fixed[name] and not o.open else np.inf for o in options])
+    for node in held.kept.values():
+        costs[node] = np.array([s.made + s.read for s in held.states[_name(held, node)]], dtype=np.float64) + \
+            np.array([1e9 * (s.how == "dropped") for s in held.states[_name(held, node)]])
+    states = solve(replace(held.energy.problem, costs=tuple(costs), usages=(), limit=None)).states
+    plan = planned(search, held, states)
+    assert not plan.collectives(0) and not plan.regions
+    assert held.peak(states) == pytest.approx(plan.peak, rel=0.03) and held.peak(states) >= plan.peak
+
+
+def _name(held, node: int) -> str:
+    return next(name for name, number in held.kept.items() if number == node)
+
+
+# -- plans within a limit --
+
+def plan_of(net, args, devices: int, **options) -> Plan:
+    return sw.plan(net, args, devices=devices, parallel_mode="dynamic_programming", **options)
+
+
+def test_what_fits_is_as_without_a_limit(proved) -> None:
+    net, args = mlp(16, 32, 8), (torch.randn(64, 16),)
+    free, wide = plan_of(net, args, 2), plan_of(net, args, 2, memory="cluster")
+    assert wide.cost == free.cost == pytest.approx(wide.bound) and not wide.regions and wide.hsdp is None
+
+
+def test_parameters_are_cut_where_only_that_fits(proved) -> None:
+    net, args = mlp(64, 64, 64, 64), (torch.randn(8, 64),)
+    given = {"marks": marks(3, 4)}
+    free = plan_of(net, args, 4, **given)
+    plan = plan_of(net, args, 4, memory=0.7 * free.peak, **given)
+    assert plan.peak <= 0.7 * free.peak and plan.hsdp is not None and not plan.regions
+    cut = [p for p in plan.parameters.values() if p.storage != p.layout]
+    assert 0 < len(cut) < 3, "no more than is needed"
+    assert plan.cost > free.cost and [d.assignment for d in plan.decisions.values()] == \
+        [d.assignment for d in free.decisions.values()]
+    least = plan_of(net, args, 4, memory=0.5 * free.peak, **given)
+    assert len([p for p in least.parameters.values() if p.storage != p.layout]) == 3
+
+
+def test_operators_run_again_where_only_that_fits(proved) -> None:
+    net, args = mlp(8, 8, 8, 8, 8), (torch.randn(1024, 8),)
+    given = {"marks": marks(4, 2)}
+    free = plan_of(net, args, 2, **given)
+    plan = plan_of(net, args, 2, memory=0.85 * free.peak, **given)
+    assert plan.regions and plan.peak <= 0.85 * free.peak and plan.cost > free.cost
+    assert plan.cost <= plan.found.cost * (1 + 1e-9)
+
+
+def test_the_cheapest_of_all_plans(proved) -> None:
+    """Every way to store the weights and to run operators again, made and measured one by one. Not among them, as the
+    search has it: the first product again, whose backward does not want its weight, and two again, one of which reads
+    the other's from another segment of the program."""
+    net, args, devices = mlp(32, 32, 32, 32), (torch.randn(64, 32),), 2
+    graph = sw.plan(net, args, devices=devices, marks=marks(3, devices)).graph
+    fed, costs = feeding(graph, devices, "full_batch"), Costs(None, devices)
+    search = Search.of(graph, devices, fed, costs)
+    weights, ops = list(graph.parameters), [op.name for op in graph.ops][1:-1]
+    every = []
+    for ways in product(("whole", "kept", "again"), repeat=len(weights)):
+        said = {way: frozenset(w for w, mine in zip(weights, ways) if mine == way) for way in ("whole", "kept")}
+        hsdp = replace(CUT, whole=said["whole"], kept=said["kept"])
+        for names in chain.from_iterable(combinations(ops, k) for k in range(len(ops) + 1)):
+            if {"gelu", "linear_1"} <= set(names):
+                continue
+            again = with_recompute(graph, frozenset(names), segments_of(graph))
+            decisions = {op.name: replace(search.fixed[op.name], op=op) for op in again.ops}
+            plan = Plan(again, devices, "", fed, decisions, search.carries, None, hsdp)
+            every.append((plan.peak, plan.cost))
+    peaks = sorted({peak for peak, _ in every})
+    for limit in (peaks[0], peaks[1], peaks[len(peaks) // 2], peaks[-1]):
+        found = plan_of(net, args, devices, marks=marks(3, devices), memory=limit)
+        assert found.peak <= limit
+        assert found.cost == pytest.approx(min(cost for peak, cost in every if peak <= limit), rel=1e-6)
+
+
+def test_the_same_as_the_oracle() -> None:
+    net, args = mlp(16, 32, 8), (torch.randn(64, 16),)
+    search, held = searched(net, args, 2)
+    problem = held.energy.problem
+    free = solve(replace(problem, usages=(), limit=None))
+    for part in (1.0, 0.8, 0.65):
+        limited = replace(problem, limit=part * held.peak(free.states))
+        ours, theirs = solve(limited), milp(limited)
+        assert held.peak(ours.states) <= limited.limit
+        assert ours.cost == pytest.approx(theirs.cost, rel=1e-6)
+
+
+def test_a_limit_that_no_plan_keeps(proved) -> None:
+    net, args = mlp(16, 32, 8), (torch.randn(64, 16),)
+    with pytest.raises(sw.PlanError, match="no plan fits in 4.00 KB") as error:
+        plan_of(net, args, 2, memory="4KB")
+    assert "backward of linear" in str(error.value) and "optimizer" in str(error.value)
+    least = int(error.value.legal.split("memory=")[1].split()[0])
+    plan = plan_of(net, args, 2, memory=least)
+    assert plan.peak <= least
+    with pytest.raises(sw.PlanError):
+        plan_of(net, args, 2, memory=0.98 * least)
+
+
+def test_losses_are_as_on_one_device(proved) -> None:
+    torch.manual_seed(1)
+    batches = [(torch.randn(64, 8, dtype=D),) for _ in range(2)]
+    net = mlp(8, 32, 32, 8, bias=True, dtype=D)
+    for mark, layer in (((2, 1), (1, 1), (1,)), net[0]), (((2, 1), (1, 1), (1,)), net[2]), (((2, 1),), net[1]):
+        sw.shard(layer, mark)
+    with pytest.raises(sw.PlanError) as error:
+        plan_of(net, batches[0], 2, memory="1KB")
+    least = int(error.value.legal.split("memory=")[1].split()[0])
+    model = assert_as_one_device(net, *batches, devices=2, mode="dynamic_programming", memory=1.02 * least)
+    assert model.plan.peak <= 1.02 * least and model.plan.regions and model.plan.hsdp is not None
+
+
+def test_a_document_says_it_all(proved, tmp_path) -> None:
+    net, args = mlp(64, 64, 64, 64), (torch.randn(256, 64),)
+    free = plan_of(net, args, 2, marks=marks(3, 2))
+    plan = plan_of(net, args, 2, marks=marks(3, 2), memory=0.8 * free.peak)
+    assert plan.regions and plan.hsdp is not None
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded.fingerprint == plan.fingerprint and loaded.peak == plan.peak
