@@ -15,7 +15,7 @@ import torch
 from ..conversion import Conversion, transpose
 from ..errors import LayoutError
 from ..graph import Graph, Value
-from ..layout import Layout
+from ..layout import Digit, Digits, Layout
 from .decision import Feeding
 from .route import Router, Use, brought
 
@@ -27,7 +27,7 @@ def conversions_of(source: Layout, uses: frozenset[Use], gradient: bool) -> tupl
     """The conversions, forward and backward, that serve all uses of a value which lies in `source`; None where one of
     them cannot be served: it would leave open a sum that is not."""
     if len(uses) == 1 and (use := next(iter(uses))).operator != "output":
-        return _alone(source, use, gradient)
+        return _alone(*_sorted(source, use), gradient)
     dims = len(source.dims or ())
     value = Value("value", (0,) * dims, torch.float32, gradient)
     router = Router(Graph((value,), {}, {}, {}, (), ()), {}, Feeding((), False), source.devices, {}, {}, None)
@@ -46,6 +46,27 @@ def conversions_of(source: Layout, uses: frozenset[Use], gradient: bool) -> tupl
     return tuple(out)
 
 
+def _sorted(source: Layout, use: Use) -> tuple[Layout, Use]:
+    """The same delivery of a tensor whose dims stand in one order, without those that are whole on both sides.
+
+    What a conversion sends, by which collectives and over which digits, does not depend on which dim is which: many
+    pairs of layouts have one price. (Where radices mix, several ways may be equally short; those are left as they are.)
+    """
+    want, devices = use.want, source.devices
+    if devices & (devices - 1):
+        return source, use
+    pairs = sorted((pair for pair in zip(source.dims, want.dims) if pair[0] or pair[1]), key=_number)
+    return (Layout.of(devices, (a for a, _ in pairs), source.partial, source.reduction),
+            Use(Layout.of(devices, (b for _, b in pairs), want.partial, want.reduction), use.partial, use.operator))
+
+
+@lru_cache(maxsize=1 << 16)
+def _number(pair: tuple[Digits, Digits]) -> tuple[tuple[int, int], ...]:
+    """What dims are sorted by."""
+    return tuple((d.size, d.stride) for digits in pair for d in (*digits, Digit(0, 1)))
+
+
+@lru_cache(maxsize=1 << 18)
 def _alone(source: Layout, use: Use, gradient: bool) -> tuple[Conversion, ...] | None:
     """The same for one use, without a router."""
     try:

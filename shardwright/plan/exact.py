@@ -26,9 +26,10 @@ from .trws import Messages
 __all__ = ["Marginals", "marginals", "milp", "min_marginals", "solve"]
 
 SECONDS = 60.0  # for a problem that cannot be eliminated at once, where the caller gives no time
+PROVED = 1e-9  # relative: what is as near as that to its bound is the best, but for rounding
 
 
-def solve(problem: Problem, *, seconds: float | None = None, merge: bool = False) -> Solution:
+def solve(problem: Problem, *, seconds: float | None = None, merge: bool = False, gap: float = PROVED) -> Solution:
     """The best assignment.
 
     Args:
@@ -37,6 +38,7 @@ def solve(problem: Problem, *, seconds: float | None = None, merge: bool = False
             eliminated at once.
         merge: make tables of equal values one table, so that repeated blocks are computed once although their tables
             are different objects. It restricts nothing: the answer is as exact as without.
+        gap: with a limit, how far from the bound, relative to it, an answer may be at which the search ends.
 
     Raises:
         PlanError: where nothing is allowed; it names nodes whose states contradict one another.
@@ -48,7 +50,7 @@ def solve(problem: Problem, *, seconds: float | None = None, merge: bool = False
         notes.append(f"merged: {len(problem.edges)} edges have {tables} different tables")
     if problem.limit is not None:
         from .limits import solve_limited
-        return solve_limited(problem, seconds=seconds)
+        return solve_limited(problem, seconds=seconds, gap=gap)
     until = time.monotonic() + (SECONDS if seconds is None else seconds)
     inner = consistent(problem)
     made = Tables()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ..errors import PlanError
@@ -34,6 +35,9 @@ CUT = OptimizerParallel(-1, 0, "level3")
 #: How often a problem is solved again with less, because its plan's peak is above the limit.
 MOST_TRIES = 4
 
+#: How near to its bound a plan within a limit is near enough: the proof of the rest takes most of the time.
+ENOUGH = 2e-4
+
 #: How near, relative to it, the least limit is found where the solver does not name it.
 NEAR = 2e-3
 
@@ -48,7 +52,7 @@ def fit(search: Search, made: Energy, limit: float, optimizer: Any = "adam", cau
         made: the search's energy; its parameters may have states of storage.
         limit: bytes a device.
         optimizer: as `memory.optimizer_bytes` takes it.
-        solver: of problems with a limit; None: `solve`. It raises a PlanError where there is no plan, whose `least` may
+        solver: of problems with a limit; None: `solve`, to within `ENOUGH`. It raises a PlanError where there is no plan, whose `least` may
             be the least limit with which there is one.
 
     Returns:
@@ -58,7 +62,7 @@ def fit(search: Search, made: Energy, limit: float, optimizer: Any = "adam", cau
         PlanError: no plan fits. It names the moments that cannot be met, and the least memory with which one does.
     """
     held = holding(made, search.fed, search.carries, limit, optimizer_bytes(optimizer))
-    return _Fitting(search, held, limit, optimizer, cause, solver or solve).run()
+    return _Fitting(search, held, limit, optimizer, cause, solver or partial(solve, gap=ENOUGH)).run()
 
 
 class _Fitting:

@@ -28,15 +28,20 @@ __all__ = ["InfeasibleMemoryError", "solve_limited"]
 
 SECONDS = 60.0
 WIDE = 2**12  # entries of a joint in a search among all nodes
+SPARE = 0.05  # of the time, for the last of the searches and what comes after it
 STILL = 3  # searches that find nothing, after which one begins elsewhere
 WHOLE = 300_000  # entries of the edges up to which HiGHS is asked about the whole
 LEAST = 5.0  # seconds to look for the least limit at least
 NOTHING = "no assignment within the memory limit was found in the time given"
-MANY = 5_000  # nodes above which dominated states are not looked for
+MANY = 10_000  # nodes above which dominated states are not looked for
 
 
-def solve_limited(problem: Problem, *, seconds: float | None = None) -> Solution:
+def solve_limited(problem: Problem, *, seconds: float | None = None, gap: float = 1e-9) -> Solution:
     """The best assignment that keeps the limit, as far as it is found in the time.
+
+    Args:
+        seconds: to search at most; None: a minute.
+        gap: how far from the bound, relative to it, the cost may be for the search to end.
 
     Raises:
         InfeasibleMemoryError: where none keeps it; it names moments that cannot be met, and the least limit that can.
@@ -57,12 +62,12 @@ def solve_limited(problem: Problem, *, seconds: float | None = None) -> Solution
     if len(bound.costs) <= MANY:
         less = reduced(bound)
         try:
-            found = _search(less.problem, Rows.of(less.problem, len(times)), until)
+            found = _search(less.problem, Rows.of(less.problem, len(times)), until, gap)
         except NoAssignmentError:
             raise infeasible(problem, seconds=max(LEAST, until - time.monotonic())) from None
         states, least = less.lift(found.states), found.bound + less.constant
     else:
-        found = _search(bound, rows, until)
+        found = _search(bound, rows, until, gap)
         states, least = found.states, found.bound
     states = tuple(inner.lift(states[:-1]))
     cost = problem.cost(states)
@@ -97,7 +102,7 @@ class _Best:
         return alive
 
 
-def _search(problem: Problem, rows: Rows, until: float) -> Solution:
+def _search(problem: Problem, rows: Rows, until: float, gap: float) -> Solution:
     """Bound and states of a problem of `binding`."""
     start = time.monotonic()
     priced = Priced(problem, rows)
@@ -112,10 +117,12 @@ def _search(problem: Problem, rows: Rows, until: float) -> Solution:
         turn += 1
         if best.states is not None and best.cost - priced.bound <= 1e-9 * abs(best.cost):
             return Solution(tuple(best.states), best.cost, best.cost, ("exact: the bound meets the cost",))
+        if best.states is not None and best.cost - priced.bound <= gap * abs(best.cost):
+            return Solution(tuple(best.states), best.cost, priced.bound, ("multipliers: as near to the bound as asked for",))
         if not large and turn >= 200:
             break
     if large:
-        _polish(best, priced, until)
+        _polish(best, priced, until - SPARE * (until - start))
     elif entries <= WHOLE:
         _merge(best, min(until, time.monotonic() + 0.3 * (until - time.monotonic())))
         alive = priced.alive(best.cost)
