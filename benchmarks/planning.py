@@ -6,8 +6,8 @@
 
     capture     the model on the meta device to a graph
     costs       the strategies, what each costs, what lies between each two: up to the problem
-    search      the problem solved: without a limit of memory, and with one
-    recursive, propagation   the other planners, all in all
+    search      the problem solved; with --memory also with a limit
+    recursive   the recursion over the device count, all in all
     gap         how far the plan may be from the best one of those that were considered
 """
 
@@ -36,8 +36,10 @@ from shardwright.capture import capture  # noqa: E402
 from shardwright.cluster import Cluster  # noqa: E402
 from shardwright.plan.costs import Costs  # noqa: E402
 from shardwright.plan.decision import feeding  # noqa: E402
-from shardwright.plan.dynamic import problem_of  # noqa: E402
 from shardwright.plan.exact import solve  # noqa: E402
+from shardwright.plan.fitting import CUT, ENOUGH, SECONDS  # noqa: E402
+from shardwright.plan.holding import holding  # noqa: E402
+from shardwright.plan.memory import optimizer_bytes  # noqa: E402
 from shardwright.plan.recursive import recursive_programming  # noqa: E402
 from shardwright.plan.search import Search  # noqa: E402
 from race import machine  # noqa: E402
@@ -65,14 +67,20 @@ def measure(layers: int, devices: int, cluster: str, memory: float) -> dict[str,
     inputs = (*given["inputs"], given["targets"])
     graph = clock.of("capture", lambda: capture(given["net"], inputs, None, loss_fn=given["loss_fn"]))
     fed, costs = feeding(graph, devices, "full_batch"), Costs(Cluster.of(cluster, devices), devices)
-    clock.of("recursive", lambda: recursive_programming(graph, devices, fed, costs=costs))
-    out: dict[str, float] = {"layers": layers, "operators": len(graph.ops)}
-    for name, limit in (("", None), (", limited", memory)):
-        search = Search.of(graph, devices, fed, costs)
-        made = clock.of(f"costs{name}", lambda: problem_of(search, limit))
-        found = clock.of(f"search{name}", lambda: solve(made.problem))
-        out |= {f"step{name}": found.cost, f"gap{name}": found.gap, f"nodes{name}": len(made.problem.costs)}
-    return out | clock.seconds
+    search = Search.of(graph, devices, fed, costs)
+    made = clock.of("costs", lambda: search.energy(search.options()))
+    found = clock.of("search", lambda: solve(made.problem))
+    out = {"layers": layers, "operators": len(graph.ops), "nodes": len(made.problem.costs), "step": found.cost,
+           "gap": found.gap} | clock.seconds
+    recursion = clock.of("recursive", lambda: recursive_programming(graph, devices, fed, costs=costs))
+    out |= {"recursive": clock.seconds["recursive"], "step, recursive": recursion.found.cost}
+    if memory:
+        held = clock.of("costs, limited", lambda: holding(search.energy(search.options(), cut=CUT), fed, search.carries,
+                                                          memory, optimizer_bytes("adam")))
+        found = clock.of("search, limited", lambda: solve(held.energy.problem, gap=ENOUGH, seconds=SECONDS))
+        out |= {"step, limited": found.cost, "gap, limited": found.gap,
+                **{name: clock.seconds[name] for name in ("costs, limited", "search, limited")}}
+    return out
 
 
 def main() -> int:
@@ -80,7 +88,8 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="12 and 24 layers")
     parser.add_argument("--devices", type=int, default=1024)
     parser.add_argument("--cluster", help="default: as many nodes of h200x8 as it takes")
-    parser.add_argument("--memory", type=float, default=120e9, help="bytes a device, of the limited search")
+    parser.add_argument("--memory", type=float, default=0.0, metavar="BYTES",
+                        help="a device, of a search with a limit; left out without")
     parser.add_argument("--output", type=Path, default=Path("planning.json"))
     given = parser.parse_args()
     torch.set_num_threads(1)

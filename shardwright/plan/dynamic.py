@@ -2,18 +2,22 @@
 
     minimise the energy of `energy.py` over all strategies of `candidates.py` and those that the quicker planners chose
 
+With a limit of memory, what is best without one is taken where it fits; otherwise what is recomputed and how parameters are
+stored is searched too (`fitting.py`).
+
 The plan comes with the least cost that any other could have (`Plan.bound`); where the two are equal it is the best.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ..graph import Graph
 from ..layout import Layout
 from .decision import Feeding
 from .exact import solve
-from .fitting import CUT, fit
+from .fitting import CUT, fit, fits
 from .propagation import sharding_propagation
 from .recursive import recursive_programming
 from .search import Decided, Search
@@ -47,8 +51,9 @@ def dynamic_programming(graph: Graph, devices: int, fed: Feeding, *, costs: Any,
              recursive_programming(graph, devices, fed, costs=costs, hsdp=hsdp, **given).decisions]
     if any(op.mark is not None for op in graph.ops):
         known.append(sharding_propagation(graph, devices, fed, costs=costs, hsdp=hsdp, **given).decisions)
-    if memory is not None:
-        made = search.energy(search.options(known), known, cut=cut)
-        return fit(search, made, memory, optimizer)
-    made = search.energy(search.options(known), known)
-    return search.decided(made, solve(made.problem), "search")
+    options = search.options(known)
+    free = search.energy(options, known)
+    decided = search.decided(free, solve(free.problem), "search")
+    if memory is None or fits(search, decided, memory, optimizer):
+        return decided._replace(found=replace(decided.found, limit=memory))
+    return fit(search, search.energy(options, known, cut=cut), memory, optimizer)

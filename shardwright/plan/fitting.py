@@ -27,7 +27,7 @@ from .search import Decided, Search
 from .segments import with_recompute
 from .storage import OptimizerParallel
 
-__all__ = ["CUT", "fit"]
+__all__ = ["CUT", "fit", "fits"]
 
 #: How parameters may be stored to save memory: cut over all replicas, gathered again in the backward or kept till then.
 CUT = OptimizerParallel(-1, 0, "level3")
@@ -37,6 +37,9 @@ MOST_TRIES = 4
 
 #: How near to its bound a plan within a limit is near enough: the proof of the rest takes most of the time.
 ENOUGH = 2e-4
+
+#: How long one problem is searched at most; a plan that is not proved to be near the best says how far it may be.
+SECONDS = 20.0
 
 #: How near, relative to it, the least limit is found where the solver does not name it.
 NEAR = 2e-3
@@ -52,7 +55,7 @@ def fit(search: Search, made: Energy, limit: float, optimizer: Any = "adam", cau
         made: the search's energy; its parameters may have states of storage.
         limit: bytes a device.
         optimizer: as `memory.optimizer_bytes` takes it.
-        solver: of problems with a limit; None: `solve`, to within `ENOUGH`. It raises a PlanError where there is no plan, whose `least` may
+        solver: of problems with a limit; None: `solve`, to within `ENOUGH`, for `SECONDS` at most. It raises a PlanError where there is no plan, whose `least` may
             be the least limit with which there is one.
 
     Returns:
@@ -62,7 +65,14 @@ def fit(search: Search, made: Energy, limit: float, optimizer: Any = "adam", cau
         PlanError: no plan fits. It names the moments that cannot be met, and the least memory with which one does.
     """
     held = holding(made, search.fed, search.carries, limit, optimizer_bytes(optimizer))
-    return _Fitting(search, held, limit, optimizer, cause, solver or partial(solve, gap=ENOUGH)).run()
+    return _Fitting(search, held, limit, optimizer, cause, solver or partial(solve, gap=ENOUGH, seconds=SECONDS)).run()
+
+
+def fits(search: Search, decided: Decided, limit: float, optimizer: Any = "adam") -> bool:
+    """Whether a plan keeps a limit as it is."""
+    plan = Plan(search.described.graph, search.described.devices, "", search.fed, decided.decisions, decided.carries,
+                dict(search.stored) if search.stored else None, search.hsdp, optimizer=optimizer)
+    return plan.peak <= limit
 
 
 class _Fitting:
