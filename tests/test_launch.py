@@ -71,11 +71,17 @@ class Launcher:
         wait_until(lambda: log.exists() and text in log.read_text(), f"{text!r} in {log}")
 
 
+def _hears_ctrl_c() -> None:
+    """A suite that runs in the background of a shell ignores Ctrl-C, and so would the launchers that it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def start(folder: Path, *arguments: object, **environment: str) -> Launcher:
     folder.mkdir(exist_ok=True)
     env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | environment
     process = subprocess.Popen([sys.executable, "-m", "shardwright", "run", *map(str, arguments)], cwd=folder, env=env,
-                               text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+                               text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                               preexec_fn=_hears_ctrl_c)
     return Launcher(process, folder)
 
 
