@@ -222,10 +222,13 @@ def test_an_out_strategy_stays() -> None:
 
 
 def test_devices_that_nothing_divides_by() -> None:
-    """7 devices and a model of sizes 24: every digit is given to none, and the plan is that of one device."""
+    """7 devices and a model of sizes 24: there is nothing to search, and a count that could do something is named."""
     net, batch, loss_fn = MODELS["mlp"]()
-    plan = sw.plan(net, batch[:-1], loss_fn, batch[-1], parallel_mode=MODE, devices=7, cluster=slow_devices(7))
-    assert not any(any(d.assignment.digits) for d in plan.decisions.values()) and not plan.collectives(0)
+    for mode in (MODE, "dynamic_programming"):
+        with pytest.raises(sw.PlanError, match="divides by 7") as caught:
+            sw.plan(net, batch[:-1], loss_fn, batch[-1], parallel_mode=mode, devices=7, cluster=slow_devices(7))
+        assert caught.value.legal == "6, 4, 3 devices"
+        assert sw.plan(net, batch[:-1], loss_fn, batch[-1], parallel_mode=mode, devices=6, cluster=slow_devices(6)).operators
 
 
 def test_nothing_is_cut_where_it_does_not_pay() -> None:

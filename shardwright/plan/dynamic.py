@@ -45,7 +45,7 @@ def dynamic_programming(graph: Graph, devices: int, fed: Feeding, *, costs: Any,
         PlanError: marks that no plan can keep, or no plan within the memory.
     """
     search = Search.of(graph, devices, fed, costs, on_missing_rule=on_missing_rule, stored=stored, uneven=uneven,
-                       hsdp=hsdp)
+                       hsdp=hsdp).check()
     given = dict(on_missing_rule=on_missing_rule, stored=stored, uneven=uneven)
     known = [semi_auto(graph, devices, fed, **given)[0],
              recursive_programming(graph, devices, fed, costs=costs, hsdp=hsdp, **given).decisions]

@@ -56,7 +56,7 @@ def recursive_programming(graph: Graph, devices: int, fed: Feeding, *, costs: An
         PlanError: marks that no plan can keep, or no plan within the memory.
     """
     search = Search.of(graph, devices, fed, costs, on_missing_rule=on_missing_rule, stored=stored, uneven=uneven,
-                       hsdp=hsdp)
+                       hsdp=hsdp).check()
     recursion = _Recursion(search, optimizer, cut)
     if memory is None:
         return recursion.run()

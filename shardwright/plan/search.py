@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from ..errors import PlanError
 from ..graph import Graph
 from ..layout import Digits, Layout
 from .candidates import Described, Strategy, atoms_of, options_of, strategy_of
@@ -77,6 +79,23 @@ class Search:
             MissingRuleError: an operator without a rule.
         """
         return cls(Described.of(graph, devices, on_missing_rule, uneven), fed, costs, stored, hsdp)
+
+    def check(self) -> Search:
+        """Itself, if there is anything to search.
+
+        Raises:
+            PlanError: nothing of the model can be cut for so many devices.
+        """
+        devices = self.described.devices
+        factors = [f for _, bound, _ in self.described.rules.values() for f in bound.factors if f.splittable]
+        sizes = {f.size for f in factors}
+        if devices > 1 and not self.fixed and not any(f.pads for f in factors) and \
+                all(math.gcd(size, devices) == 1 for size in sizes):
+            counts = [n for n in range(devices - 1, 1, -1) if any(math.gcd(size, n) > 1 for size in sizes)]
+            raise PlanError(f"no dim that may be cut divides by {devices} or a factor of it: all {devices} devices would "
+                            "repeat the same work", strategy=f"devices={devices}",
+                            legal=f"{', '.join(map(str, counts[:3]))} devices" if counts else "one device, or uneven=True")
+        return self
 
     @cached_property
     def carries(self) -> dict[str, int]:
