@@ -139,7 +139,7 @@ def test_batched_elimination_equals_one_by_one(seed):
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10**6), most=st.sampled_from([20, 64, 2**12]))
 def test_a_wide_search_never_makes_it_worse(seed, most):
-    problem, rng = layered(seed, 8, 4), np.random.default_rng(seed)
+    problem = layered(seed, 8, 4)
     states = [0] * len(problem.costs)
     before = problem.cost(states)
     for turn in range(3):

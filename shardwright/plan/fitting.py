@@ -3,8 +3,8 @@
     minimise the energy with what is kept (`holding`) within a limit; check the plan's own peak (`memory.timeline`)
 
 The problem reckons with each tensor at one end of a conversion at a time, the program with both: where its peak is
-above the limit, the problem is solved again with so much less, at last with the least that it can do with. So a plan that is
-given fits; and if none is, the least memory that is named is that of a plan which was made.
+above the limit, the problem is solved again with so much less, at last with the least that it can do with. So a plan that
+is given fits; and if none is, the least memory that is named is that of a plan which was made.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def fit(search: Search, made: Energy, limit: float, optimizer: Any = "adam", cau
         made: the search's energy; its parameters may have states of storage.
         limit: bytes a device.
         optimizer: as `memory.optimizer_bytes` takes it.
-        solver: of problems with a limit; None: `solve`, to within `ENOUGH`, for `SECONDS` at most. It raises a PlanError where there is no plan, whose `least` may
-            be the least limit with which there is one.
+        solver: of problems with a limit; None: `solve`, to within `ENOUGH`, for `SECONDS` at most. It raises a PlanError
+            where there is no plan, whose `least` may be the least limit with which there is one.
 
     Returns:
         What was decided; its decisions' operators and its storage are what keeps the limit.
