@@ -435,16 +435,18 @@ class AutoParallel(nn.Module):
 
     def explain(self, name: str | None = None) -> None:
         """Print the plan as a table: every operator, where it is called, its strategy, layouts and conversions; or one
-        operator: what it costs, what else it could be, and what holds it where it is (`Plan.explain`).
+        operator: what it costs, its three best alternatives and what a step would take with each, and what holds it there.
 
         Args:
             name: of an operator, or the path of a module that calls just one.
         """
-        if name is not None:
-            self.plan.explain(name)
-            return
         from .report import explain
-        explain(self.plan)
+        if name is None:
+            explain(self.plan)
+            return
+        from .plan.explain import explained
+        from .report.explained import explanation
+        explanation(explained(self.plan, name))
 
     def __getattr__(self, name: str) -> Any:
         try:

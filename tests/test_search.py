@@ -203,6 +203,33 @@ def test_marks_stay_and_are_named_as_the_cause() -> None:
     assert free.cost <= plan.cost
 
 
+@pytest.mark.parametrize("name", ("mlp", "block"))
+def test_no_plan_that_follows_the_same_marks_is_cheaper(name: str) -> None:
+    marks = {"mlp": {"linear_1": ((1, 4), (1, 4), (1,))}, "block": {"linear_4": ((2, 1, 1), (2, 1), (2,))}}[name]
+    exact = planned(name, "dynamic_programming", marks=marks)
+    for mode in ("sharding_propagation", "recursive_programming", "semi_auto"):
+        other = planned(name, mode, marks=marks)
+        assert all(other.operator(n).in_strategy == s for n, s in marks.items())
+        assert exact.cost <= other.cost * (1 + 1e-9), (mode, exact.cost, other.cost)
+
+
+@pytest.mark.parametrize("mode", ("semi_auto", "sharding_propagation", *SEARCHING))
+def test_marks_that_contradict_one_another_are_named_with_their_lines(mode: str) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(16, 16))
+            self.first = sw.shard(torch.matmul, in_strategy=((1, 1), (1, 4)))
+            self.second = sw.shard(torch.matmul, in_strategy=((1, 4), (4, 1)))
+
+        def forward(self, x):
+            return self.second(torch.relu(self.first(x, self.w)), self.w)
+
+    with pytest.raises(PlanError, match=r"'w' .* two layouts: first \(test_search.py:\d+\).*second") as caught:
+        sw.plan(Net(), (torch.randn(8, 16),), parallel_mode=mode, devices=4, cluster=cluster(4))
+    assert "one layout on both" in caught.value.legal
+
+
 def test_out_strategies_stay_too() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:

@@ -5,7 +5,8 @@
 With a limit of memory, what is best without one is taken where it fits; otherwise what is recomputed and how parameters are
 stored is searched too (`fitting.py`).
 
-The plan comes with the least cost that any other could have (`Plan.bound`); where the two are equal it is the best.
+The plan comes with the least price that any other of them has in this energy (`Found.bound`); where its own is that, it
+is the best of them, as the energy prices plans.
 """
 
 from __future__ import annotations

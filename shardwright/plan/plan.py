@@ -261,12 +261,13 @@ class Plan:
 
     @property
     def bound(self) -> float | None:
-        """What any other plan costs at least, of those that the search could choose from; None: nothing was proved."""
+        """What any other plan is priced at least by the search that made this one (`Found.bound`), and never above `cost`;
+        None: nothing was proved."""
         return None if self.found is None or self.found.bound is None else min(self.found.bound, self.cost)
 
     @property
     def gap(self) -> float | None:
-        """How far `cost` may be above the best, relative to it; None without a bound."""
+        """How far `cost` is above the bound, relative to it; None without a bound."""
         return None if self.bound is None else (self.cost - self.bound) / self.cost if self.cost else 0.0
 
     def memory(self, rank: int) -> dict[str, int]:
@@ -336,23 +337,6 @@ class Plan:
         """
         from .document import Document  # which makes plans
         return Document.read(path).plan()
-
-    def explain(self, name: str | None = None) -> None:
-        """Print what the plan costs and where; or of one operator what it costs, its three best alternatives and what a step
-        would take with each, and what holds it where it is. See `explain`.
-
-        Args:
-            name: as `operator` takes it.
-
-        Raises:
-            PlanError: there is no such operator, or several.
-        """
-        from ..report import explained as report  # which reads plans, as does what it reports
-        from .explain import explained
-        if name is None:
-            report.costs(self)
-        else:
-            report.explanation(explained(self, name))
 
     @cached_property
     def fingerprint(self) -> str:

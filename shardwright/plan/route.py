@@ -27,7 +27,8 @@ from .decision import Decision, Feeding, output_layouts
 from .padding import Piece, pad
 from .storage import OptimizerParallel, Stored, stored_layouts
 
-__all__ = ["Compute", "Extreme", "Instance", "Move", "Ref", "Routed", "Router", "Use", "brought", "completed_first", "route"]
+__all__ = ["Compute", "Extreme", "Instance", "Move", "Ref", "Routed", "Router", "Use", "brought", "completed_first", "route",
+           "wanted_in_two"]
 
 
 @dataclass(frozen=True)
@@ -167,6 +168,15 @@ def brought(source: Layout, want: Layout) -> Conversion:
     if source.partial and not want.partial and completed_first(source, (want,)):
         return through(source, source.without_partial(), want)
     return conversion(source, want)
+
+
+def wanted_in_two(parameter: Value, one: tuple[Layout, Op], other: tuple[Layout, Op]) -> PlanError:
+    """That two operators ask for a parameter in different layouts."""
+    (first, a), (second, b) = one, other
+    return PlanError(
+        f"the parameter {parameter.name!r} {parameter.shape} is wanted in two layouts: {a.name} ({a.source}) asks for cuts "
+        f"{first.cuts} [{first}], {b.name} ({b.source}) for {second.cuts} [{second}]", source=b.source or None,
+        legal=f"one layout on both, e.g. {first.cuts} for the parameter in {b.name}")
 
 
 def route(graph: Graph, decisions: dict[str, Decision], fed: Feeding, devices: int, carries: dict[str, int],
@@ -314,12 +324,7 @@ class Router:
             return self.stored[parameter.name]
         if len(wants) > 1:
             (first, a), (second, b) = list(wants.items())[:2]
-            x, y = self.decisions[a], self.decisions[b]
-            raise PlanError(
-                f"the parameter {parameter.name!r} {parameter.shape} is wanted in two layouts: {a} "
-                f"({x.op.source}) asks for cuts {first.cuts} [{first}], {b} ({y.op.source}) for {second.cuts} "
-                f"[{second}]", source=y.op.source or None,
-                legal=f"one layout on both, e.g. {first.cuts} for the parameter in {b}")
+            raise wanted_in_two(parameter, (first, self.decisions[a].op), (second, self.decisions[b].op))
         return next(iter(wants), self.whole(parameter))
 
     # -- emitting --

@@ -9,12 +9,13 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from ..errors import PlanError
-from ..graph import Graph
+from ..graph import Graph, Op
 from ..layout import Digits, Layout
 from .candidates import Described, Strategy, atoms_of, options_of, strategy_of
 from .decision import Decision, Feeding, batch_dims
 from .energy import Energy, energy
 from .problem import Solution
+from .route import wanted_in_two
 from .semi_auto import marked_decision, marked_output
 from .storage import OptimizerParallel
 
@@ -27,7 +28,9 @@ class Found:
 
     Attributes:
         cost: seconds of a step, as the search prices it.
-        bound: no plan out of the strategies that were searched takes less; None: nothing was proved.
+        bound: no plan out of the strategies that were searched is priced below it by the search; None: nothing was proved.
+            The search credits one use of a shared value as served once, of few that are tried: a program that serves
+            more of them together takes less than its price.
         operators, strategies: how many were looked at.
         notes: what else is to be known.
         limit: bytes that a device was allowed; None: memory was not looked at.
@@ -84,8 +87,16 @@ class Search:
         """Itself, if there is anything to search.
 
         Raises:
-            PlanError: nothing of the model can be cut for so many devices.
+            PlanError: nothing of the model can be cut for so many devices, or two marks ask for a parameter in different
+                layouts.
         """
+        own = {v.name for n, v in self.described.graph.parameters.items() if n not in (self.stored or {})}
+        wants: dict[str, tuple[Layout, Op]] = {}
+        for op in self.described.graph.ops:
+            for i, value in enumerate(op.inputs if op.name in self.fixed else ()):
+                mine = self.fixed[op.name].wanted(i), op
+                if value.name in own and wants.setdefault(value.name, mine)[0] != mine[0]:
+                    raise wanted_in_two(value, wants[value.name], mine)
         devices = self.described.devices
         factors = [f for _, bound, _ in self.described.rules.values() for f in bound.factors if f.splittable]
         sizes = {f.size for f in factors}
