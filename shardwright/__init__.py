@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .marks import Operator, no_optimizer_parallel, recompute, shard
     from .parallel import AutoParallel, RecaptureWarning
     from .plan import Plan, plan
-    from .plan.least_memory import InfeasibleMemoryError
+    from .plan.solver.least_memory import InfeasibleMemoryError
     from .rules import rule
     from .runtime.deferred import no_init_parameters
     from .runtime.init import init, rank, world_size
@@ -34,7 +34,7 @@ _ROOMS = {
     **dict.fromkeys(("Operator", "no_optimizer_parallel", "recompute", "shard"), "marks"),
     **dict.fromkeys(("AutoParallel", "RecaptureWarning"), "parallel"),
     **dict.fromkeys(("Plan", "plan"), "plan"),
-    "InfeasibleMemoryError": "plan.least_memory",
+    "InfeasibleMemoryError": "plan.solver.least_memory",
     "rule": "rules",
     "no_init_parameters": "runtime.deferred",
     **dict.fromkeys(("init", "rank", "world_size"), "runtime.init"),

@@ -14,7 +14,7 @@ from shardwright.cli import main
 from shardwright.errors import PlanError
 from shardwright.plan.contest import read_contest
 from shardwright.plan.exact import solve
-from shardwright.plan.milp import milp
+from shardwright.plan.solver.milp import milp
 
 BIG = 10**18
 

@@ -11,12 +11,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardwright.errors import PlanError
-from shardwright.plan.bounding import _Search, bounded
-from shardwright.plan.elimination import Tables, elimination_order, shared_work
+from shardwright.plan.solver.bounding import _Search, bounded
+from shardwright.plan.solver.elimination import Tables, elimination_order, shared_work
 from shardwright.plan.exact import marginals, milp, min_marginals, solve
-from shardwright.plan.milp import moments
+from shardwright.plan.solver.milp import moments
 from shardwright.plan.problem import Problem, Usage
-from shardwright.plan.trws import Messages
+from shardwright.plan.solver.trws import Messages
 
 small = st.builds(random_energy, st.integers(0, 10**6), st.sampled_from(SHAPES), st.integers(1, 6), st.integers(1, 4),
                   st.sampled_from((0.0, 0.2, 0.5)), st.booleans())
@@ -46,7 +46,7 @@ def answer(solver, problem):
 def joints(monkeypatch):
     """Sets how many entries a joint may have, for all that searches."""
     def set_most(most):
-        for module in ("bounding", "exact"):
+        for module in ("solver.bounding", "exact"):
             monkeypatch.setattr(sys.modules[f"shardwright.plan.{module}"], "elimination_order",
                                 partial(elimination_order, most=most))
     return set_most
@@ -71,7 +71,7 @@ def test_elimination_finds_what_milp_finds(problem):
 @given(st.one_of(small, larger), st.sampled_from((1, 30, 300)))
 def test_bounds_find_it_where_elimination_is_too_large(problem, most):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["shardwright.plan.bounding"], "elimination_order",
+        patch.setattr(sys.modules["shardwright.plan.solver.bounding"], "elimination_order",
                       partial(elimination_order, most=most))
         found = answer(solve, problem)
     assert found == pytest.approx(answer(solve, problem), abs=1e-9)
@@ -110,7 +110,7 @@ def test_a_core_that_cannot_be_eliminated_has_a_true_bound(joints):
     problem = random_energy(3, "dense", 12, 6, whole=False)
     truth = milp(problem).cost
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["shardwright.plan.bounding"], "MILP_ENTRIES", -1)
+        patch.setattr(sys.modules["shardwright.plan.solver.bounding"], "MILP_ENTRIES", -1)
         found = bounded(problem, Tables(), float("inf"))
     assert found.bound <= truth * (1 + 1e-6) and truth <= found.cost * (1 + 1e-6)
     assert found.cost <= 1.05 * truth and found.gap < 0.5

@@ -7,11 +7,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from shardwright.errors import PlanError
-from shardwright.plan.descent import descend
-from shardwright.plan.elimination import eliminate, elimination_order
+from shardwright.plan.solver.descent import descend
+from shardwright.plan.solver.elimination import eliminate, elimination_order
 from shardwright.plan.problem import Problem
-from shardwright.plan.reduce import consistent, core, interned, reduced, restrict, undominated
-from shardwright.plan.trws import Messages, trws
+from shardwright.plan.solver.reduce import consistent, core, interned, reduced, restrict, undominated
+from shardwright.plan.solver.trws import Messages, trws
 
 small = st.builds(random_energy, st.integers(0, 10**6), st.sampled_from(SHAPES), st.integers(1, 6), st.integers(1, 4),
                   st.sampled_from((0.0, 0.2, 0.5)), st.booleans())

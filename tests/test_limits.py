@@ -10,17 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.errors import PlanError
-from shardwright.plan import limits
-from shardwright.plan.batched import Batched
-from shardwright.plan.elimination import eliminate, elimination_order
-from shardwright.plan.least_memory import least_memory
-from shardwright.plan.limits import InfeasibleMemoryError, solve_limited
-from shardwright.plan.local_search import wide
-from shardwright.plan.milp import NoAssignmentError, milp, moments
-from shardwright.plan.moments import Rows, binding
-from shardwright.plan.multipliers import Ascent, Priced
+from shardwright.plan.solver import limits
+from shardwright.plan.solver.batched import Batched
+from shardwright.plan.solver.elimination import eliminate, elimination_order
+from shardwright.plan.solver.least_memory import least_memory
+from shardwright.plan.solver.limits import InfeasibleMemoryError, solve_limited
+from shardwright.plan.solver.local_search import wide
+from shardwright.plan.solver.milp import NoAssignmentError, milp, moments
+from shardwright.plan.solver.moments import Rows, binding
+from shardwright.plan.solver.multipliers import Ascent, Priced
 from shardwright.plan.problem import Problem, Usage
-from shardwright.plan.reduce import consistent
+from shardwright.plan.solver.reduce import consistent
 
 
 def layered(seed: int, layers: int = 6, width: int = 4, states: int = 4, tight: float = 1.2,

@@ -26,7 +26,7 @@ from shardwright.plan.dynamic import CUT
 from shardwright.plan.exact import solve
 from shardwright.plan.holding import holding
 from shardwright.plan.memory import optimizer_bytes, timeline
-from shardwright.plan.milp import milp
+from shardwright.plan.solver.milp import milp
 from shardwright.plan.problem import Solution
 from shardwright.plan.search import Search
 from shardwright.plan.segments import segments_of, with_recompute

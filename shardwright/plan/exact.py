@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .bounding import bounded, eliminated
-from .contradiction import contradiction
-from .elimination import Tables, eliminate, elimination_order
-from .milp import milp
+from .solver.bounding import bounded, eliminated
+from .solver.contradiction import contradiction
+from .solver.elimination import Tables, eliminate, elimination_order
+from .solver.milp import milp
 from .problem import Problem, Solution
-from .reduce import consistent, interned
-from .trws import Messages
+from .solver.reduce import consistent, interned
+from .solver.trws import Messages
 
 __all__ = ["Marginals", "marginals", "milp", "min_marginals", "solve"]
 
@@ -49,7 +49,7 @@ def solve(problem: Problem, *, seconds: float | None = None, merge: bool = False
         tables = len({id(table) for table in problem.edges.values()})
         notes.append(f"merged: {len(problem.edges)} edges have {tables} different tables")
     if problem.limit is not None:
-        from .limits import solve_limited
+        from .solver.limits import solve_limited
         return solve_limited(problem, seconds=seconds, gap=gap)
     until = time.monotonic() + (SECONDS if seconds is None else seconds)
     inner = consistent(problem)

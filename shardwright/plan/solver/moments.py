@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .problem import Problem, Usage
+from ..problem import Problem, Usage
 
 __all__ = ["Rows", "binding"]
 

@@ -14,14 +14,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..errors import PlanError
+from ...errors import PlanError
 from .descent import descend
 from .least_memory import InfeasibleMemoryError, infeasible
 from .local_search import wide, within
 from .milp import NoAssignmentError, milp
 from .moments import Rows, binding
 from .multipliers import Ascent, Priced
-from .problem import Problem, Solution
+from ..problem import Problem, Solution
 from .reduce import consistent, reduced, restrict
 
 __all__ = ["InfeasibleMemoryError", "solve_limited"]
@@ -47,7 +47,7 @@ def solve_limited(problem: Problem, *, seconds: float | None = None, gap: float 
         InfeasibleMemoryError: where none keeps it; it names moments that cannot be met, and the least limit that can.
         PlanError: where nothing is allowed, whatever the memory, or nothing was found in the time.
     """
-    from .exact import solve
+    from ..exact import solve
 
     until = time.monotonic() + (SECONDS if seconds is None else seconds)
     inner = consistent(problem)

@@ -17,11 +17,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..errors import PlanError
+from ...errors import PlanError
 from .descent import descend
 from .elimination import Eliminated, Tables, eliminate, elimination_order, shared_work
 from .milp import milp
-from .problem import Problem, Solution
+from ..problem import Problem, Solution
 from .reduce import Reduced, Restricted, Wiped, arcs, reduced, restrict
 from .trws import ROUNDING, Messages
 

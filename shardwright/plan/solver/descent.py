@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from .elimination import eliminate, elimination_order
-from .problem import Problem
+from ..problem import Problem
 
 __all__ = ["descend"]
 

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import highspy
 import numpy as np
 
-from ..errors import PlanError
-from .problem import Problem, Solution
+from ...errors import PlanError
+from ..problem import Problem, Solution
 
 __all__ = ["NoAssignmentError", "milp", "moments"]
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..errors import PlanError
+from ...errors import PlanError
 from .milp import NoAssignmentError, milp
 from .moments import Rows, binding
-from .problem import Problem
+from ..problem import Problem
 from .reduce import consistent, reduced
 
 __all__ = ["InfeasibleMemoryError", "LeastMemory", "infeasible", "least_memory"]

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .problem import Problem
+from ..problem import Problem
 from .reduce import consistent
 
 __all__ = ["Messages", "Swept", "trws"]

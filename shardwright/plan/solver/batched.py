@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .elimination import Order
-from .problem import Problem
+from ..problem import Problem
 
 __all__ = ["Batched"]
 

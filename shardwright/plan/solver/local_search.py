@@ -13,11 +13,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..errors import PlanError
+from ...errors import PlanError
 from .elimination import Tables, eliminate, elimination_order
 from .milp import milp
 from .moments import binding
-from .problem import Problem
+from ..problem import Problem
 from .reduce import reduced, restrict
 
 __all__ = ["wide", "within"]

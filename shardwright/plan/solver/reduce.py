@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from .elimination import Eliminated, Tables, eliminate, elimination_order
-from .problem import Problem, Usage
+from ..problem import Problem, Usage
 
 __all__ = ["Core", "Reduced", "Restricted", "Wiped", "arcs", "consistent", "core", "interned", "reduced", "restrict",
            "undominated"]

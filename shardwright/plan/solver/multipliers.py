@@ -16,7 +16,7 @@ import numpy as np
 from .batched import Batched
 from .elimination import elimination_order
 from .moments import Rows
-from .problem import Problem
+from ..problem import Problem
 from .trws import Messages
 
 __all__ = ["Ascent", "Priced"]

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..errors import PlanError
+from ...errors import PlanError
 from .elimination import eliminate, elimination_order
-from .problem import Problem
+from ..problem import Problem
 from .reduce import Wiped, arcs, restrict
 
 __all__ = ["contradiction"]
