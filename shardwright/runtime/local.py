@@ -21,6 +21,7 @@ from ..lower import Lowered, extreme, move, sum_of_gradient
 from ..plan.padding import amounts
 from ..plan.route import Extreme, Move
 from ..rules.generator import PLAIN
+from .products import products
 from .recompute import Regions, keep
 from .shards import assemble, convert_shards, scatter
 from .unkept import Unkept
@@ -149,6 +150,11 @@ class LocalProgram:
         self._one: dict[torch.fx.Node, bool] = {}
         for node in nodes[:-1]:
             self._one[node] = self._is_one(node)
+        regions = Regions(lowered, self._slots.__getitem__)
+        # Where parts are computed again, what is saved of a call has to be known one by one.
+        self._products = {} if regions.regions else {n: p for n, p in products(lowered).items() if not self._one[n]}
+        whole = {p.matrix for p in self._products.values()}
+        self._passed = {p.passed for p in self._products.values()} - {None}
         self._summed = {sole: n for n in nodes if n.op == "placeholder" and not self._one[n]
                         for sole in [sum_of_gradient(n)] if sole is not None}
         gradients = {n: sole.meta["instruction"].backward.source for sole, n in self._summed.items()}
@@ -157,10 +163,10 @@ class LocalProgram:
                         for true in [lowered.plan.graph.parameters[instance.value.name].shape]
                         if true != instance.value.shape}
         self._placeholders = [
-            (self._slots[n], self._one[n], n.meta["instance"].layout, gradients.get(n, n.meta["instance"].layout))
+            (self._slots[n], self._one[n] or n in whole, n.meta["instance"].layout, gradients.get(n, n.meta["instance"].layout))
             for n in nodes if n.op == "placeholder"]
         self._unkept = Unkept()
-        self._regions = Regions(lowered, self._slots.__getitem__)
+        self._regions = regions
         self._begin = self._regions.again(self._step)
         self._steps = [(n, self._slots[n], self._saving(n, self._step(n))) for n in nodes if n.op == "call_function"]
         self._outputs = [(self._slots[n], self._one[n], n.meta["instance"].layout) for n in nodes[-1].args[0]]
@@ -190,7 +196,7 @@ class LocalProgram:
         record = self.record
         for (node, slot, step), free in zip(self._steps, self._frees):
             env[slot] = step(env)
-            if record is not None:
+            if record is not None and node not in self._passed:
                 record(node, [env[slot]] * self.devices if self._one[node] else env[slot])
             for dead in free:
                 env[dead] = None
@@ -231,6 +237,11 @@ class LocalProgram:
         return run
 
     def _step(self, node: torch.fx.Node) -> Callable[[Any], Any]:
+        if node in self._products:
+            return self._products[node].step(node, self._slots, self._one, self.devices)
+        if node in self._passed:
+            slot = self._slots[node.args[0]]
+            return lambda env: env[slot]
         if node in self._summed:
             slot = self._slots[self._summed[node]]
             return lambda env: env[slot]
