@@ -6,7 +6,7 @@
 
     capture     the model on the meta device to a graph
     costs       the strategies, what each costs, what lies between each two: up to the problem
-    search      the problem solved; with --memory also with a limit
+    search      the problem solved; limited: with what is kept, dropped and stored cut, within --memory of a device
     recursive   the recursion over the device count, all in all
     gap         how far the plan may be from the best one of those that were considered
 """
@@ -34,10 +34,11 @@ from gpt3 import BATCH, gpt3  # noqa: E402
 
 from shardwright.capture import capture  # noqa: E402
 from shardwright.cluster import Cluster  # noqa: E402
+from shardwright.plan.bytes import memory_of  # noqa: E402
 from shardwright.plan.costs import Costs  # noqa: E402
 from shardwright.plan.decision import feeding  # noqa: E402
 from shardwright.plan.exact import solve  # noqa: E402
-from shardwright.plan.fitting import CUT, ENOUGH, SECONDS  # noqa: E402
+from shardwright.plan.fitting import CUT, ENOUGH  # noqa: E402
 from shardwright.plan.holding import holding  # noqa: E402
 from shardwright.plan.memory import optimizer_bytes  # noqa: E402
 from shardwright.plan.recursive import recursive_programming  # noqa: E402
@@ -77,8 +78,10 @@ def measure(layers: int, devices: int, cluster: str, memory: float) -> dict[str,
     if memory:
         held = clock.of("costs, limited", lambda: holding(search.energy(search.options(), cut=CUT), fed, search.carries,
                                                           memory, optimizer_bytes("adam")))
-        found = clock.of("search, limited", lambda: solve(held.energy.problem, gap=ENOUGH, seconds=SECONDS))
-        out |= {"step, limited": found.cost, "gap, limited": found.gap,
+        found = clock.of("search, limited", lambda: solve(held.energy.problem, gap=ENOUGH))
+        out |= {"nodes, limited": len(held.energy.problem.costs), "step, limited": found.cost,
+                "gap, limited": found.gap,
+                "peak, limited": held.peak(found.states),
                 **{name: clock.seconds[name] for name in ("costs, limited", "search, limited")}}
     return out
 
@@ -88,13 +91,16 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="12 and 24 layers")
     parser.add_argument("--devices", type=int, default=1024)
     parser.add_argument("--cluster", help="default: as many nodes of h200x8 as it takes")
-    parser.add_argument("--memory", type=float, default=0.0, metavar="BYTES",
-                        help="a device, of a search with a limit; left out without")
+    parser.add_argument("--memory", metavar="AMOUNT", default="cluster",
+                        help='of a device, for the search with a limit: "80GB", bytes, "cluster" (the default) or 0: '
+                             "no such search")
     parser.add_argument("--output", type=Path, default=Path("planning.json"))
     given = parser.parse_args()
     torch.set_num_threads(1)
     cluster = given.cluster or f"h200x8x{max(given.devices // 8, 1)}"
-    rows = [measure(layers, given.devices, cluster, given.memory) for layers in ((12, 24) if given.quick else (12, 24, 48, 96))]
+    memory = 0.0 if given.memory == "0" else memory_of(given.memory, Cluster.of(cluster, given.devices)) or 0.0
+    counts = (12, 24) if given.quick else (12, 24, 48, 96)
+    rows = [measure(layers, given.devices, cluster, memory) for layers in counts]
     table = Table("layers", *(str(row["layers"]) for row in rows), "target", "", box=box.SIMPLE,
                   title=f"GPT-3's layers on {given.devices} devices ({cluster}), CPU seconds", title_justify="left")
     missed = False
@@ -107,8 +113,8 @@ def main() -> int:
         table.add_row(name, *(f"{row[name]:.4g}" for row in rows), "" if target is None else f"<= {target:g}",
                       "" if target is None or given.quick else "ok" if ok else "MISSED")
     Console().print(table)
-    given.output.write_text(json.dumps({"machine": machine(), "devices": given.devices, "cluster": cluster, "rows": rows},
-                                       indent=1))
+    said = {"machine": machine(), "devices": given.devices, "cluster": cluster, "memory": memory, "rows": rows}
+    given.output.write_text(json.dumps(said, indent=1))
     print(f"written to {given.output}")
     return int(missed)
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
 
-__all__ = ["SEED", "Graph", "Op", "Recompute", "Value", "map_values", "values_in"]
+__all__ = ["SEED", "Graph", "Op", "Pieces", "Recompute", "Value", "map_values", "values_in"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Value:
 
 
 #: What random numbers are made of: a further input of a program that draws some. See `rules.generator`.
-SEED = Value("<seed>", (3,), torch.int64)
+SEED = Value("<seed>", (4,), torch.int64)
 
 
 def values_in(tree: Any) -> tuple[Value, ...]:
@@ -81,6 +81,20 @@ class Recompute:
     keep: bool = False
 
 
+class Pieces(NamedTuple):
+    """Where the rows of a micro-batch lie among those of the whole batch.
+
+    Args:
+        dim: which of the operator's dims carries the batch.
+        count: of how many micro-batches it is one.
+        parts: of how many pieces that dim is made: each is one of `count` that lie side by side in the whole batch.
+    """
+
+    dim: int
+    count: int
+    parts: int
+
+
 @dataclass(frozen=True)
 class Op:
     """One operator call.
@@ -97,6 +111,7 @@ class Op:
         origin: the operator of the user's program that it came from, where a rule worked it out into several.
         number: which of the program's random operators it is.
         recompute: whether, and how, it is computed again in the backward.
+        micro: of a random operator in a graph of one micro-batch, where its numbers lie in those of the whole batch.
     """
 
     name: str
@@ -111,6 +126,7 @@ class Op:
     origin: str | None = None
     number: int = 0
     recompute: Recompute | None = None
+    micro: Pieces | None = None
 
     @property
     def kind(self) -> str:
@@ -170,6 +186,7 @@ class Graph:
         in_spec, out_spec: how inputs and outputs nest.
         updates: buffer name -> the value that it holds after the step.
         aliases: further names of a parameter or buffer -> its name.
+        batch: input name -> the dim that carries the batch; None: dim 0 of every input.
     """
 
     inputs: tuple[Value, ...]
@@ -182,6 +199,7 @@ class Graph:
     out_spec: Any = None
     updates: dict[str, Value] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
+    batch: dict[str, int] | None = None
 
     def producers(self) -> dict[str, Op]:
         """Value name -> the operator that makes it."""

@@ -223,7 +223,33 @@ def test_the_estimate_is_hardly_below_the_program(problems, seed, which) -> None
     assert held.peak(states) >= (1 - BELOW) * plan.peak
     # Uses of one value that want one layout but differ in the backward share their forward in the program, and then sum
     # their gradients apart: in random plans that may cost a little more than serving each by itself, as is reckoned.
-    assert plan.price.total <= held.energy.problem.cost(states) * 1.02, "all that is chosen has its price"
+    assert plan.price.total <= held.energy.problem.cost(states) * 1.03, "all that is chosen has its price"
+
+
+@pytest.fixture(scope="module")
+def block_of_four():
+    torch.manual_seed(0)
+    return searched(Blocks(1), (torch.randn(4, 4, 16),), 4)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 2**31))
+def test_what_is_sent_on_the_way_to_what_is_dropped_is_kept(block_of_four, seed) -> None:
+    """Between forward and backward the estimate has all that the program then has, however values are sent."""
+    search, held = block_of_four
+    problem, rng, count = held.energy.problem, np.random.default_rng(seed), len(search.described.graph.ops)
+    costs = list(problem.costs)
+    scale = max(float(c[np.isfinite(c)].max()) for c in costs)
+    for node in held.energy.operators.values():
+        costs[node] = costs[node] + rng.uniform(0, 30 * scale, len(costs[node]))
+    for name, node in held.kept.items():  # whatever may be is dropped
+        costs[node] = costs[node] - 1e3 * scale * np.array([s.how == "dropped" for s in held.states[name]])
+    states = solve(replace(problem, costs=tuple(costs), usages=(), limit=None)).states
+    plan = planned(search, held, states)
+    assert held.recomputed(states) and plan.regions
+    estimated = sum(use.held(states) for use in problem.usages
+                    if use.what == "activations" and use.start <= count + 1 < use.stop)
+    assert estimated >= plan.timeline.totals({"activations"})[plan.timeline.forward]
 
 
 @pytest.mark.parametrize("which", ["mlp", "block"])
@@ -237,8 +263,8 @@ def test_the_estimate_is_the_program_where_nothing_is_converted(which, problems)
         options = held.energy.options[name]
         costs[node] = np.array([0.0 if o.assignment == fixed[name] and not o.open else np.inf for o in options])
     for node in held.kept.values():
-        costs[node] = np.array([s.made + s.read for s in held.states[_name(held, node)]], dtype=np.float64) + \
-            np.array([1e9 * (s.how == "dropped") for s in held.states[_name(held, node)]])
+        costs[node] = np.array([1e9 * (s.how == "dropped") + (s.how == "kept") - 0.5 * (s.layout is not None)
+                                for s in held.states[_name(held, node)]])
     states = solve(replace(held.energy.problem, costs=tuple(costs), usages=(), limit=None)).states
     plan = planned(search, held, states)
     assert not plan.collectives(0) and not plan.regions

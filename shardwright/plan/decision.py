@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ..errors import MissingRuleError, SettingError, ShardwrightError
 from ..graph import Graph, Op
-from ..layout import Digits, Layout
+from ..layout import Digits, Layout, digits_size
 from ..rules import Assignment, Bound, Rule, bound_rule, find_rule, whole_rule
 
 __all__ = ["Decision", "Feeding", "batch_dims", "feeding"]
@@ -96,10 +96,15 @@ class Feeding:
     Args:
         inputs: the layout in which each (flattened) tensor input is fed.
         own_part: each rank feeds its own part of the batch, and gets its own part of outputs that carry the batch.
+        batch: the digits that cut the batch of such outputs; empty: those of dim 0 of the first input that is cut.
+        kept: name of an output that goes on to another stage -> 1, or how many neighbouring ranks are to hold the same
+            of it. It is handed on as the operator that makes it has it, but for that.
     """
 
     inputs: tuple[Layout, ...]
     own_part: bool
+    batch: Digits = ()
+    kept: Mapping[str, int] = field(default_factory=dict)
 
 
 def feeding(graph: Graph, devices: int, dataset_strategy: Any) -> Feeding:
@@ -150,11 +155,11 @@ def feeding(graph: Graph, devices: int, dataset_strategy: Any) -> Feeding:
 
 
 def batch_dims(graph: Graph, bounds: dict[str, Bound]) -> dict[str, int]:
-    """Value name -> the dim that carries the batch: dim 0 of the inputs, and whatever shares its factor from there on.
+    """Value name -> the dim that carries the batch: that of the inputs, and whatever shares its factor from there on.
 
     Where the batch is merged with other dims, the merged dim carries it as long as the batch is its major part.
     """
-    carries = {v.name: 0 for v in graph.inputs if v.shape}
+    carries = {v.name: 0 for v in graph.inputs if v.shape} if graph.batch is None else dict(graph.batch)
     for op in graph.ops:
         factor = batch_factor(op, bounds[op.name], carries)
         if factor is None:
@@ -177,15 +182,19 @@ def batch_factor(op: Op, bound: Bound, carries: dict[str, int]) -> int | None:
     return None
 
 
-def output_layouts(values: Sequence[Any], devices: int, fed: Feeding, carries: dict[str, int]) -> list[Layout]:
-    """The layouts in which results are handed out: whole, or each rank's own part of what carries the batch."""
-    layouts = []
+def output_layouts(values: Sequence[Any], devices: int, fed: Feeding, carries: dict[str, int]) -> list[Layout | None]:
+    """The layouts in which results are handed out: whole, or each rank's own part of what carries the batch. None: as it
+    is, for it goes on to another stage."""
+    layouts: list[Layout | None] = []
     for value in values:
+        if value.name in fed.kept:
+            layouts.append(None)
+            continue
         rank_of_tensor = len(value.shape)
         whole = Layout.replicated(devices, rank_of_tensor)
         if fed.own_part and carries.get(value.name) == 0:
-            first = next((layout for layout in fed.inputs if layout.dims and layout.dims[0]), None)
-            if first is not None and value.shape[0] % first.cuts[0] == 0:
-                whole = Layout.of(devices, (first.dims[0],) + ((),) * (rank_of_tensor - 1))
+            first = fed.batch or next((layout.dims[0] for layout in fed.inputs if layout.dims and layout.dims[0]), ())
+            if first and value.shape[0] % digits_size(first) == 0:
+                whole = Layout.of(devices, (first,) + ((),) * (rank_of_tensor - 1))
         layouts.append(whole)
     return layouts

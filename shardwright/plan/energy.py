@@ -177,7 +177,8 @@ class _Builder:
         out: dict[str, set[Use]] = {}
         values = [v for v in graph.outputs if isinstance(v, Value)]
         for value, layout in zip(values, output_layouts(values, devices, fed, dict(carries))):
-            out.setdefault(value.name, set()).add(Use(layout, (), "output"))
+            if layout is not None:
+                out.setdefault(value.name, set()).add(Use(layout, (), "output"))
         for name, value in graph.updates.items():
             out.setdefault(value.name, set()).add(Use(self._whole(graph.buffers[name]), (), "output"))
         return {name: frozenset(uses) for name, uses in out.items()}
@@ -347,11 +348,11 @@ class _Builder:
         several = {u for k, (uses, _) in enumerate(asked) for s in uses if len(s) == 1 for u in s
                    if any(s in others for others, _ in asked[:k] + asked[k + 1:])}
         used = frozenset(s for plan in self.known for s in self._shared_in(plan, value, readers))
-        states: list[Shared] = self._table(
+        states: tuple[Shared, ...] = self._table(
             ("states", left, frozenset(several), ends, used, *_kind(value)),
-            lambda: list(dict.fromkeys((*self._shared_states(value, left, several, ends), *sorted(used, key=str)))))
+            lambda: tuple(dict.fromkeys((*self._shared_states(value, left, several, ends), *sorted(used, key=str)))))
         firsts = self._table(("left", id(states)), lambda: self._left_costs(value, states, left, ends))
-        self.shares[value.name] = tuple(states)
+        self.shares[value.name] = states
         own = self.shared[value.name] = self._node(f"%{value.name}", np.zeros(len(states)))
         self._edge(node, own, self._spread(firsts, which, None))
         for (reader, i), (uses, taken) in zip(readers, asked):
@@ -391,7 +392,7 @@ class _Builder:
                 out += [Shared(layout, False, uses[k]) for k in order[np.isfinite(open_[i, order])][:2 * MOST_SHARED]]
         return out
 
-    def _left_costs(self, value: Value, states: list[Shared], left: tuple[Layout, ...], ends: Uses) -> np.ndarray:
+    def _left_costs(self, value: Value, states: Sequence[Shared], left: tuple[Layout, ...], ends: Uses) -> np.ndarray:
         """What serves the shared use, and completes the sum, by layout in which the value is left and state."""
         out = np.full((len(left), len(states)), np.inf)
         price = self.deliveries.price
@@ -407,7 +408,7 @@ class _Builder:
             out[left.index(layout), j] = total
         return out
 
-    def _shared_costs(self, value: Value, states: list[Shared], left: tuple[Layout, ...],
+    def _shared_costs(self, value: Value, states: Sequence[Shared], left: tuple[Layout, ...],
                       uses: tuple[Uses, ...]) -> np.ndarray:
         """What serves a reader beyond what is shared, by state and set of uses. A use that keeps the sum open is served
         from where it is open."""

@@ -3,8 +3,8 @@
     minimise the energy with what is kept (`holding`) within a limit; check the plan's own peak (`memory.timeline`)
 
 The problem reckons with each tensor at one end of a conversion at a time, the program with both: where its peak is
-above the limit, the problem is solved again with so much less, at last with the least that it can do with. So a plan that
-is given fits; and if none is, the least memory that is named is that of a plan which was made.
+above the limit, the problem is solved again with so much less, at last with the least that it can do with. So a plan
+that is given fits; and if none is, the least memory that is named is that of a plan which was made.
 """
 
 from __future__ import annotations
@@ -36,10 +36,7 @@ CUT = OptimizerParallel(-1, 0, "level3")
 MOST_TRIES = 4
 
 #: How near to its bound a plan within a limit is near enough: the proof of the rest takes most of the time.
-ENOUGH = 2e-4
-
-#: How long one problem is searched at most; a plan that is not proved to be near the best says how far it may be.
-SECONDS = 20.0
+ENOUGH = 5e-4
 
 #: How near, relative to it, the least limit is found where the solver does not name it.
 NEAR = 2e-3
@@ -55,8 +52,8 @@ def fit(search: Search, made: Energy, limit: float, optimizer: Any = "adam", cau
         made: the search's energy; its parameters may have states of storage.
         limit: bytes a device.
         optimizer: as `memory.optimizer_bytes` takes it.
-        solver: of problems with a limit; None: `solve`, to within `ENOUGH`, for `SECONDS` at most. It raises a PlanError
-            where there is no plan, whose `least` may be the least limit with which there is one.
+        solver: of problems with a limit; None: `solve`, to within `ENOUGH`. It raises a PlanError where there is no
+            plan, whose `least` may be the least limit with which there is one.
 
     Returns:
         What was decided; its decisions' operators and its storage are what keeps the limit.
@@ -65,7 +62,7 @@ def fit(search: Search, made: Energy, limit: float, optimizer: Any = "adam", cau
         PlanError: no plan fits. It names the moments that cannot be met, and the least memory with which one does.
     """
     held = holding(made, search.fed, search.carries, limit, optimizer_bytes(optimizer))
-    return _Fitting(search, held, limit, optimizer, cause, solver or partial(solve, gap=ENOUGH, seconds=SECONDS)).run()
+    return _Fitting(search, held, limit, optimizer, cause, solver or partial(solve, gap=ENOUGH)).run()
 
 
 def fits(search: Search, decided: Decided, limit: float, optimizer: Any = "adam") -> bool:

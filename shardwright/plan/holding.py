@@ -1,63 +1,42 @@
-"""What a plan's choices hold in memory, and what they may let go and make again: an `Energy` with usages and a limit.
+"""What a plan's choices hold in memory: an `Energy` with usages and a limit.
 
     moments     forward of operator k of n: k;  results are handed out: n, and their gradients come in: n + 1;
                 backward of operator k: 2n + 1 - k
     always      parameters, gradients, optimizer state as stored; inputs, buffers, constants
     source      an operator's output, as it is left: up to where the one that reads it has its own; where several read
                 it, up to the last, together with the use that is served once
-    delivered   an operator's input, as it asks for it: while it runs
-    kept        a node of its own for a value (`Keeping`): what some backward wants of it, from there to that backward
+    delivered   an operator's input, as it asks for it: while it runs; where several read the value and it has a copy of
+                its own, on to its backward if that wants it, or if the operator may run again
+    kept        what some backward wants of a value (`keep_states`), from there to that backward
+    dropped     what is made again: from the backward of the end of its segment
     gathered    a parameter that is stored cut: from its first use to its last backward, or only around either
     backward    gradients of inputs while an operator's backward runs; of an output from its last reader's on
 
-A `Keeping` is absent (nobody wants it), kept (as its reader has it, or as its maker left it, or both where these
-differ), or dropped: made again by its operator, which costs its forward once more. Nothing is sent again: a value can
-be dropped where it is read with as many bytes as it was left with, which as a rule is the same layout; what an
-all-to-all in between has brought is kept all the same. What an operator reads that runs again has to be kept, or
-dropped in the same segment of the program; what is dropped counts from the backward of its segment's end.
-
 The estimate is that of `memory.timeline` where nothing is converted or dropped, but that a view of what is kept may
-count once more. It is above where a value is dropped, for longer than need be; and may be below where one is
-converted, whose two ends are not counted at the same moment.
+count once more. It is above where a value is dropped, for longer than need be, and where an inner one is sent that is
+not dropped after all, or sent twice on its way; and may be a little below where one is converted that a single operator
+reads, whose two ends are not counted at the same moment.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from ..graph import Op, Value
 from ..layout import Layout
 from .decision import Feeding, output_layouts
-from .energy import Energy, Shared
-from .footprint import Footprint
-from .keeping import Keeps, keeps
+from .energy import Energy
+from .keep_states import DROPPED, KEPT, Keeping, KeepStates
+from .operator_memory import OperatorMemory
 from .problem import Problem, Usage
 from .segments import segments_of
 from .storage import OptimizerParallel
 
 __all__ = ["Holding", "holding"]
-
-ABSENT, KEPT, DROPPED = "absent", "kept", "dropped"
-
-
-class Keeping(NamedTuple):
-    """A state of what is kept of a value.
-
-    Attributes:
-        how: "absent", "kept" or "dropped".
-        layout: in which it is both left and read, where the state says that these are one.
-        made, read: bytes of the tensor as it was left, and of another as it is read.
-    """
-
-    how: str
-    layout: Layout | None
-    made: int
-    read: int
 
 
 @dataclass(frozen=True)
@@ -69,20 +48,19 @@ class Holding:
         kept: by value, the node of what is kept of it.
         states: by value, that node's states.
         segments: by operator, the segment of the program that it is in.
-        views: operators that only view what they read.
+        remade: by value that may be dropped, the operators that then run again; a view comes with what it views.
     """
 
     energy: Energy
     kept: dict[str, int]
     states: dict[str, tuple[Keeping, ...]]
     segments: dict[str, int]
-    views: frozenset[str]
+    remade: dict[str, tuple[str, ...]]
 
     def recomputed(self, states: tuple[int, ...]) -> frozenset[str]:
-        """The operators that run again; a view comes again with what it views."""
-        made = self.energy.described.graph.producers()
-        return frozenset(made[v].name for v, node in self.kept.items()
-                         if self.states[v][states[node]].how == DROPPED) - self.views
+        """The operators that run again."""
+        return frozenset(name for v, names in self.remade.items() for name in names
+                         if self.states[v][states[self.kept[v]]].how == DROPPED)
 
     def storage(self, states: tuple[int, ...]) -> OptimizerParallel | None:
         """The setting that stores parameters as the states say."""
@@ -106,8 +84,9 @@ class Holding:
         uses = self.energy.problem.usages
         changes = np.zeros(max((u.stop for u in uses), default=0) + 1)
         for u in uses:
-            changes[u.start] += u.amount[states[u.node]]
-            changes[u.stop] -= u.amount[states[u.node]]
+            held = u.held(states)
+            changes[u.start] += held
+            changes[u.stop] -= held
         return float(np.cumsum(changes).max(initial=0.0))
 
 
@@ -126,13 +105,10 @@ def holding(energy: Energy, fed: Feeding, carries: Mapping[str, int], limit: flo
 class _Holder:
     def __init__(self, energy: Energy, fed: Feeding, carries: Mapping[str, int], limit: float, state: float) -> None:
         self.energy, self.graph, self.fed, self.limit, self.state = energy, energy.described.graph, fed, limit, state
-        self.place = {op.name: k for k, op in enumerate(self.graph.ops)}
+        self.memory = OperatorMemory(energy)
+        self.place, self.grads, self.consumers = self.memory.place, self.memory.grads, self.memory.consumers
         self.count = len(self.graph.ops)
-        grads = any(isinstance(v, Value) and v.requires_grad for v in self.graph.outputs)
-        self.end = 2 * self.count + 2 if grads else self.count + 1
-        self.grads = grads
-        self.consumers = {name: list({op.name: (op, i) for op, i in reversed(readers)}.values())[::-1]
-                          for name, readers in self.graph.consumers().items()}
+        self.end = 2 * self.count + 2 if self.grads else self.count + 1
         self.segments = segments_of(self.graph)
         last: dict[int, int] = {}
         for name, segment in self.segments.items():
@@ -141,74 +117,21 @@ class _Holder:
         outputs = [v for v in self.graph.outputs if isinstance(v, Value)]
         devices = energy.described.devices
         self.ends = {v.name: Layout.replicated(devices, len(v.shape)) for v in self.graph.updates.values()}
-        self.ends |= {v.name: to for v, to in zip(outputs, output_layouts(outputs, devices, fed, dict(carries)))}
-        self.usages: list[tuple[Any, int, int, np.ndarray, str]] = []
-        self.known: dict[Hashable, Any] = {}
-        self.kept: dict[str, tuple[Keeping, ...]] = {}
-        self.edges: dict[tuple[Any, Any], np.ndarray] = {}
-        self.made_by: dict[str, tuple[Op, int]] = {}
-
-    # -- what is known of operators --
-
-    def prints(self, op: Op) -> tuple[Footprint, ...]:
-        return self.energy.footprints[op.name]
-
-    def once(self, key: Hashable, make: Any) -> Any:
-        """Made once; equal arrays are then one object."""
-        if key not in self.known:
-            self.known[key] = make()
-        return self.known[key]
-
-    def keeps(self, op: Op) -> Keeps:
-        """What an operator's backward needs, as its first strategy has it."""
-        prints = self.prints(op)
-        return self.once(("keeps", id(prints)), lambda: keeps(prints[0]))
-
-    def own(self, op: Op) -> np.ndarray:
-        """Bytes of what is kept that is neither an input nor an output, by strategy."""
-        prints, first = self.prints(op), self.keeps(op)
-
-        def count() -> np.ndarray:
-            plain = [len(p.program) == 1 for p in prints]
-            none = not first.own and plain[0]
-            return np.array([0 if none and one else keeps(p).own for p, one in zip(prints, plain)], dtype=np.float64)
-        return self.once(("own", id(prints)), count)
-
-    def saves_input(self, op: Op, index: int) -> bool:
-        same = {i for i, v in enumerate(op.inputs) if v.name == op.inputs[index].name}
-        return self.grads and bool(same & self.keeps(op).inputs)
-
-    def saves_output(self, op: Op, index: int) -> bool:
-        return self.grads and index in self.keeps(op).outputs
-
-    def is_view(self, op: Op) -> bool:
-        outputs = sum(v is not None for v in op.outputs)
-        return outputs > 0 and len(self.keeps(op).views) == outputs
-
-    def bytes_of(self, value: Value, layout: Layout) -> int:
-        def count() -> int:
-            layout_ = layout.without_partial()
-            return math.prod(layout_.local_shape(layout_.padded(value.shape))) * value.dtype.itemsize
-        return self.once(("bytes", value.shape, value.dtype, layout), count)
-
-    def left(self, op: Op, index: int, value: Value) -> np.ndarray:
-        """Bytes of an output as it is left, by strategy."""
-        prints = self.prints(op)
-        return self.once(("left", id(prints), index), lambda: np.array(
-            [self.bytes_of(value, p.leaves[index]) for p in prints], dtype=np.float64))
-
-    def wanted(self, op: Op, index: int, value: Value) -> np.ndarray:
-        """Bytes of an input as it is asked for, by strategy."""
-        prints = self.prints(op)
-        return self.once(("wanted", id(prints), index), lambda: np.array(
-            [sum(self.bytes_of(value, want) for want in {use.want for use in p.asks[index]}) for p in prints],
-            dtype=np.float64))
+        self.ends |= {v.name: to for v, to in zip(outputs, output_layouts(outputs, devices, fed, dict(carries)))
+                      if to is not None}
+        self.usages: list[tuple[tuple[Any, ...], int, int, np.ndarray, str]] = []
+        self.keeping = KeepStates(self.memory, self.segments)
 
     # -- usages --
 
     def use(self, node: Any, start: int, stop: int, amount: np.ndarray, what: str) -> None:
+        """
+        Args:
+            node: a number of the energy's, ("kept", value), or two of these, whose states decide together.
+        """
+        nodes = node if isinstance(node, tuple) and node[0] != "kept" else (node,)
         if stop > start and amount.any():
-            self.usages.append((node, start, min(stop, self.end), amount, what))
+            self.usages.append((nodes, start, min(stop, self.end), amount, what))
 
     def back(self, place: int) -> int:
         """The moment of an operator's backward."""
@@ -222,15 +145,12 @@ class _Holder:
         for op in self.graph.ops:
             self.operator(op)
             for k, value in enumerate(v for v in op.outputs if v is not None):
-                self.made_by[value.name] = op, k
                 self.made(op, k, value)
-        for op in self.graph.ops:
-            self.chain(op)
         return self.finish()
 
     def standing(self) -> None:
         """What every plan holds; it stands with the first node."""
-        fixed = sum(self.bytes_of(v, layout) for v, layout in zip(self.graph.inputs, self.fed.inputs))
+        fixed = sum(self.memory.bytes_of(v, layout) for v, layout in zip(self.graph.inputs, self.fed.inputs))
         fixed += sum(t.numel() * t.element_size() for t in self.graph.constants.values())
         fixed += sum(v.nbytes for v in self.graph.buffers.values())
         used = self.energy.parameters
@@ -242,7 +162,7 @@ class _Holder:
 
     def parameter(self, value: Value) -> None:
         node, states = self.energy.parameters[value.name], self.energy.storages[value.name]
-        stored = np.array([self.bytes_of(value, s.stored) for s in states], dtype=np.float64)
+        stored = np.array([self.memory.bytes_of(value, s.stored) for s in states], dtype=np.float64)
         if value.requires_grad:
             stored = stored * (2 + self.state / value.dtype.itemsize)
         self.use(node, 0, self.end, stored, "parameters")
@@ -250,10 +170,10 @@ class _Holder:
         if not cut.any():
             return
         readers = self.consumers[value.name]
-        whole = np.array([self.bytes_of(value, s.layout) for s in states], dtype=np.float64)
+        whole = np.array([self.memory.bytes_of(value, s.layout) for s in states], dtype=np.float64)
         again = np.array([s.again for s in states])
         places = [self.place[op.name] for op, _ in readers]
-        saves = [self.place[op.name] for op, i in readers if self.saves_input(op, i)]
+        saves = [self.place[op.name] for op, i in readers if self.memory.saves_input(op, i)]
         first, last = min(places), max(places)
         if saves:
             self.use(node, first, self.back(min(saves)) + 1, whole * (cut & ~again), "gathered")
@@ -269,38 +189,40 @@ class _Holder:
         node, here = self.energy.operators[op.name], self.place[op.name]
         grads = self.grads
         if grads:
-            self.use(node, here, self.back(here) + 1, self.own(op), "activations")
-        if self.is_view(op):
+            self.use(node, here, self.back(here) + 1, self.memory.own(op), "activations")
+        if self.memory.is_view(op):
             return
         for value, index in {v.name: (v, i) for i, v in reversed(list(enumerate(op.inputs)))}.values():
-            if value.name not in self.made_by:
+            if value.name not in self.memory.made_by:
                 if value.name not in self.energy.parameters:
                     self.given(op, index, value)
                 continue
-            maker, k = self.made_by[value.name]
-            if value.name not in self.energy.shared and not self.saves_output(maker, k):
-                self.use(node, here, here + 1, self.wanted(op, index, value), "delivered")
+            maker, k = self.memory.made_by[value.name]
+            if value.name not in self.energy.shared and not self.memory.saves_output(maker, k):
+                self.use(node, here, here + 1, self.memory.wanted(op, index, value), "delivered")
             if grads and value.requires_grad:
-                self.use(node, self.back(here), self.back(here) + 1, self.wanted(op, index, value), "backward")
+                self.use(node, self.back(here), self.back(here) + 1, self.memory.wanted(op, index, value), "backward")
 
     def given(self, op: Op, index: int, value: Value) -> None:
         """An input of the program, a buffer or a constant: there is more of it where it is converted."""
-        node, here, prints = self.energy.operators[op.name], self.place[op.name], self.prints(op)
+        node, here, prints = self.energy.operators[op.name], self.place[op.name], self.memory.prints(op)
         at = dict(zip((v.name for v in self.graph.inputs), self.fed.inputs)).get(value.name)
         amount = np.array([0 if all(use.want == at or at is None and use.want.is_replicated for use in p.asks[index])
-                           else w for p, w in zip(prints, self.wanted(op, index, value))], dtype=np.float64)
-        self.use(node, here, (self.back(here) if self.saves_input(op, index) else here) + 1, amount, "activations")
+                           else w for p, w in zip(prints, self.memory.wanted(op, index, value))], dtype=np.float64)
+        until = self.back(here) if self.memory.saves_input(op, index) else here
+        self.use(node, here, until + 1, amount, "activations")
 
     def made(self, op: Op, k: int, value: Value) -> None:
         """A value that an operator makes: up to its last reader, and beyond where some backward wants it."""
         node, here = self.energy.operators[op.name], self.place[op.name]
-        left, readers = self.left(op, k, value), self.consumers.get(value.name, [])
+        left, readers = self.memory.left(op, k, value), self.consumers.get(value.name, [])
         places = [self.place[reader.name] for reader, _ in readers]
         ends, last = value.name in self.ends, max(places, default=here)
         shared = self.energy.shared.get(value.name)
         if ends:  # what is handed out is there to the end; where it is converted, for a while so is its source
             to = self.ends[value.name]
-            handed = np.array([float(self.bytes_of(value, to) * (p.leaves[k] != to)) for p in self.prints(op)])
+            handed = np.array([float(self.memory.bytes_of(value, to) * (p.leaves[k] != to))
+                               for p in self.memory.prints(op)])
             self.use(node, self.count, self.end, handed, "activations")
             if self.grads and value.requires_grad:
                 self.use(node, self.count + 1, self.count + 2, handed, "backward")
@@ -308,194 +230,126 @@ class _Holder:
             start = self.count + 1 if ends else self.back(last) + 1
             self.use(node, start, self.back(here) + 1, left, "backward")
         if shared is not None:
+            self.copies(value, shared, readers)
             self.held_for_several(value, shared, here, min(places), self.end if ends else last + 1)
         elif ends:
             self.use(node, here, self.count + 1, left, "activations")
             self.use(node, self.count + 1, self.end, left * (handed == 0), "activations")
         elif not readers:
             self.use(node, here, here + 1, left, "activations")
-        elif not self.saves_output(op, k):
+        elif not self.memory.saves_output(op, k):
             self.use(node, here, last, left, "activations")
-        if not ends and readers:
+        if value.name in self.keeping.states:
             self.keep(op, k, value, readers)
+        resent = self.keeping.resent(value)
+        if resent is not None:  # what runs again begins with what was sent, and ends before its reader's backward
+            (reader, _), = readers
+            self.use((node, self.energy.operators[reader.name]), last + (not self.memory.is_view(reader)),
+                     self.back(last), resent, "activations")
 
     def held_for_several(self, value: Value, node: int, here: int, first: int, stop: int) -> None:
         states = self.energy.shares[value.name]
-        left = np.array([self.bytes_of(value, s.left) for s in states], dtype=np.float64)
+        left = np.array([self.memory.bytes_of(value, s.left) for s in states], dtype=np.float64)
         self.use(node, here, first, left, "activations")
-        self.use(node, first, stop, np.array([_made(self.shared_bytes(value, s)) for s in states]), "activations")
-
-    def shared_bytes(self, value: Value, state: Shared) -> tuple[int, int]:
-        """Of a shared value: bytes of it as it is left, complete, and as it is served once."""
-        left = self.bytes_of(value, state.left) if state.completed else 0
-        return left, 0 if state.use is None else self.bytes_of(value, state.use.want)
+        both = np.array([float(sum(self.keeping.shared_bytes(value, s))) for s in states])
+        self.use(node, first, stop, both, "activations")
 
     # -- what is kept --
 
     def keep(self, op: Op, k: int, value: Value, readers: list[tuple[Op, int]]) -> None:
-        """The node of what is kept of a value, its edges and usages."""
+        """What is kept of a value, and what is made again."""
         here, name = self.place[op.name], ("kept", value.name)
-        mine = self.saves_output(op, k)
-        savers = [self.place[reader.name] for reader, i in readers if self.saves_input(reader, i)]
+        mine = self.memory.saves_output(op, k)
+        savers = [self.place[reader.name] for reader in self.keeping.savers(value)]
         places = [self.place[reader.name] for reader, _ in readers]
-        droppable = self.droppable(op)
-        if not (mine or savers) and not self.grads:
-            return
-        prints, node = self.prints(op), self.energy.operators[op.name]
-        shared = self.energy.shared.get(value.name)
+        shared, states = self.energy.shared.get(value.name), self.keeping.states[value.name]
+        until = self.back(min([here] if mine else savers or places)) + 1
+        after = max(places) + 1
+
+        def by_state(how: str, one: Any) -> np.ndarray:
+            return self.memory.once(("amounts", states, how, one is None), lambda: np.array(
+                [(s.size if one is None else s.layout is None) * (s.how == how) for s in states], dtype=np.float64))
+
+        def together(amount: np.ndarray, how: str = KEPT) -> np.ndarray:
+            """Of what is as another node has it: by state of the other and of what is kept."""
+            some = by_state(how, amount)
+            return self.memory.once(("together", id(some), id(amount)),
+                                    lambda: (np.outer(amount, some), some, amount))[0]
+
+        maker = self.energy.operators[op.name]
         if shared is not None:
-            states = self.states_of_shared(value, bool(mine or savers), droppable)
             carrier = self.energy.shares[value.name]
-            table = self.once(("kept-shared", states, id(carrier), value.shape, value.dtype), lambda: np.array(
-                [[self.fits_shared(value, s, c) for s in states] for c in carrier]))
-            self.edge(shared, name, table)
-            again = self.once(("kept-made", states, id(prints)), lambda: np.array(
-                [[p.forward if s.how == DROPPED else 0.0 for s in states] for p in prints]))
-            self.edge(node, name, again)
+            amount = self.memory.once(("both", id(carrier), value.shape, value.dtype), lambda: np.array(
+                [float(sum(self.keeping.shared_bytes(value, s))) for s in carrier]))
+            self.use((shared, name), after, until, together(amount), "activations")
         else:
             (reader, i), = readers
-            asks = self.prints(reader)
-            states = self.states_of_one(op, k, reader, i, value, mine, bool(savers), droppable)
-            made = self.once(("kept-made", states, id(prints), k, mine, value.shape), lambda: np.array(
-                [[self.fits_made(value, s, p.leaves[k], mine, p.forward) for s in states] for p in prints]))
-            read = self.once(("kept-read", states, id(asks), i, mine, bool(savers), value.shape), lambda: np.array(
-                [[self.fits_read(value, s, p.asks[i], not mine or bool(savers)) for p in asks] for s in states]))
-            self.edge(node, name, made)
-            self.edge(name, self.energy.operators[reader.name], read)
-        self.kept[value.name] = states
-        until = self.back(min([here] if mine else savers or places)) + 1
-        whole = np.array([s.made * (s.how == KEPT) for s in states], dtype=np.float64)
-        other = np.array([s.read * (s.how == KEPT) for s in states], dtype=np.float64)
-        after = max(places) + 1
-        if shared is None:
-            self.use(name, here if mine else after, until, whole, "activations")
-            self.use(name, after, self.back(min(savers or places)) + 1, other, "activations")
-        else:
-            self.use(name, after, until, whole + other, "activations")
-        gone = np.array([(s.made + s.read) * (s.how == DROPPED) for s in states], dtype=np.float64)
-        if gone.any():
+            self.use(name, here if mine else after, until, by_state(KEPT, None), "activations")
+            if mine:
+                self.use((maker, name), here, until, together(self.memory.left(op, k, value)), "activations")
+            if savers or not mine:
+                wanted, at = self.memory.wanted(reader, i, value), self.energy.operators[reader.name]
+                self.use((at, name), after, self.back(places[0]) + 1, together(wanted), "activations")
+        gone, begun = by_state(DROPPED, None), self.back(max([self.segment_end[op.name], *(savers or places)]))
+        if shared is not None and any(s == Keeping(DROPPED) for s in states):
+            self.use((shared, name), begun, until, together(amount, DROPPED), "recomputed")
+        elif gone.any():
             if shared is None and mine:  # it is there until it is read, all the same
                 self.use(name, here, after, gone, "activations")
-            begun = self.back(max([self.segment_end[op.name], *(savers or places)]))
             self.use(name, begun, until, gone, "recomputed")
 
-    def droppable(self, op: Op) -> bool:
-        """Whether an operator can be computed again by itself: it makes one thing, and its backward wants the weights
-        that it reads, biases aside, so that they are there."""
-        if not self.grads or self.is_view(op):
-            return self.grads
-        weights = all(len(v.shape) < 2 or v.name not in self.energy.parameters or self.saves_input(op, i)
-                      for i, v in enumerate(op.inputs))
-        return weights and sum(v is not None for v in op.outputs) == 1
+    def copies(self, value: Value, node: int, readers: list[tuple[Op, int]]) -> None:
+        """Of a value that several read: what each has for itself, which is neither as it was left nor served once."""
+        states = self.energy.shares[value.name]
+        for reader, i in readers:
+            prints, here = self.memory.prints(reader), self.place[reader.name]
 
-    def states_of_shared(self, value: Value, wanted: bool, droppable: bool) -> tuple[Keeping, ...]:
-        out = [] if wanted else [Keeping(ABSENT, None, 0, 0)]
-        amounts = dict.fromkeys(self.shared_bytes(value, s) for s in self.energy.shares[value.name])
-        out += [Keeping(KEPT, None, *amount) for amount in amounts]
-        if droppable:
-            out += [Keeping(DROPPED, None, *amount) for amount in amounts if not amount[1]]
-        return tuple(out)
-
-    def fits_shared(self, value: Value, state: Keeping, carrier: Shared) -> float:
-        if state.how == ABSENT:
-            return 0.0
-        fits = self.shared_bytes(value, carrier) == (state.made, state.read)
-        return 0.0 if fits and (state.how == KEPT or not carrier.left.partial) else math.inf
-
-    def states_of_one(self, op: Op, k: int, reader: Op, i: int, value: Value, mine: bool, theirs: bool,
-                      droppable: bool) -> tuple[Keeping, ...]:
-        prints, asks = self.prints(op), self.prints(reader)
-
-        def make() -> tuple[Keeping, ...]:
-            left = dict.fromkeys(p.leaves[k] for p in prints)
-            wants = dict.fromkeys(_want(p.asks[i]) for p in asks)
-            both = [layout for layout in left if layout in wants and not layout.partial]
-            made = sorted({self.bytes_of(value, layout) for layout in left})
-            read = sorted(set(map(int, self.wanted(reader, i, value))))
-            out = [] if mine or theirs else [Keeping(ABSENT, None, 0, 0)]
-            if mine and theirs:
-                out += [Keeping(KEPT, layout, self.bytes_of(value, layout), 0) for layout in both]
-                out += [Keeping(KEPT, None, a, b) for a in made for b in read]
-            elif mine:
-                out += [Keeping(KEPT, None, a, 0) for a in made]
-            else:
-                out += [Keeping(KEPT, None, 0, b) for b in read]
-            if droppable:
-                sizes = dict.fromkeys(self.bytes_of(value, layout) for layout in both)
-                out += [Keeping(DROPPED, None, size, 0) for size in sizes]
-            return tuple(out)
-        return self.once(("states", id(prints), k, id(asks), i, mine, theirs, droppable), make)
-
-    def fits_made(self, value: Value, state: Keeping, left: Layout, mine: bool, forward: float) -> float:
-        if state.layout is not None and left != state.layout:
-            return math.inf
-        if state.how == DROPPED:
-            return forward if state.made == self.bytes_of(value, left) and not left.partial else math.inf
-        return math.inf if state.how == KEPT and mine and state.made != self.bytes_of(value, left) else 0.0
-
-    def fits_read(self, value: Value, state: Keeping, asked: frozenset, reads: bool) -> float:
-        if state.layout is not None:
-            return 0.0 if _want(asked) == state.layout else math.inf
-        if state.how == DROPPED:
-            want = _want(asked)
-            return 0.0 if want is not None and self.bytes_of(value, want) == state.made else math.inf
-        if state.how == ABSENT or not reads:
-            return 0.0
-        return 0.0 if state.read == sum(self.bytes_of(value, w) for w in {use.want for use in asked}) else math.inf
-
-    def chain(self, op: Op) -> None:
-        """What an operator that runs again reads has to be there."""
-        outs = [v for v in op.outputs if v is not None and v.name in self.kept]
-        for value in {v.name: v for v in op.inputs}.values():
-            if value.name not in self.kept:
-                continue
-            maker, _ = self.made_by[value.name]
-            near = self.segments[maker.name] == self.segments[op.name]
-            for out in outs:
-                before, after = self.kept[value.name], self.kept[out.name]
-                table = self.once(("chain", before, after, near), lambda: np.array(
-                    [[math.inf if b.how == DROPPED and (a.how == ABSENT or a.how == DROPPED and not near) else 0.0
-                      for b in after] for a in before]))
-                if table.any():
-                    self.edge(("kept", value.name), ("kept", out.name), table)
+            def count() -> np.ndarray:
+                place: dict[Any, int] = {}
+                which = [place.setdefault(frozenset(use.want for use in p.asks[i]), len(place)) for p in prints]
+                there = [{s.left, s.left.without_partial(), *((s.use.want,) if s.use is not None else ())}
+                         for s in states]
+                table = np.array([[float(sum(self.memory.bytes_of(value, w) for w in wants - known)) for wants in place]
+                                  for known in there])
+                return np.ascontiguousarray(table[:, which])
+            amount = self.memory.once(("copies", id(states), id(prints), i, value.shape, value.dtype), count)
+            stays = self.grads and (self.memory.saves_input(reader, i) or self.keeping.runs_again(reader))
+            until = self.back(here) if stays else here
+            self.use((node, self.energy.operators[reader.name]), here, until + 1, amount, "activations")
 
     # -- the whole --
 
-    def edge(self, i: Any, j: Any, table: np.ndarray) -> None:
-        self.edges[i, j] = self.edges[i, j] + table if (i, j) in self.edges else table
-
     def finish(self) -> Holding:
         """Everything as one problem; the node of what is kept of a value stands behind what makes it."""
-        energy, problem = self.energy, self.energy.problem
+        energy, problem, kept = self.energy, self.energy.problem, self.keeping.states
         order: list[tuple[float, Any]] = [(node, node) for node in range(len(problem.costs))]
-        for value in self.kept:
-            op, _ = self.made_by[value]
+        for value in kept:
+            op, _ = self.memory.made_by[value]
             order.append((max(energy.operators[op.name], energy.shared.get(value, 0)) + 0.5, ("kept", value)))
         order.sort(key=lambda entry: entry[0])
         number = {node: k for k, (_, node) in enumerate(order)}
-        costs = [problem.costs[node] if isinstance(node, int) else self.once(
-            ("zeros", len(self.kept[node[1]])), lambda: np.zeros(len(self.kept[node[1]]))) for _, node in order]
+        costs = [problem.costs[node] if isinstance(node, int) else self.memory.once(
+            ("zeros", len(kept[node[1]])), lambda: np.zeros(len(kept[node[1]]))) for _, node in order]
         names = [problem.names[node] if isinstance(node, int) else f"kept %{node[1]}" for _, node in order]
         edges: dict[tuple[int, int], np.ndarray] = {}
-        for (a, b), table in (*problem.edges.items(), *self.edges.items()):
+        for (a, b), table in (*problem.edges.items(), *self.keeping.edges.items()):
             i, j = number[a], number[b]
             if i > j:
-                i, j, table = j, i, self.once(("turned", id(table)), lambda: np.ascontiguousarray(table.T))
-            edges[i, j] = edges[i, j] + table if (i, j) in edges else table
-        usages = tuple(Usage(number[node], *held) for node, *held in self.usages)
+                i, j, table = j, i, self.turned(table)
+            edges[i, j] = table
+        usages = []
+        for nodes, start, stop, amount, what in self.usages:
+            at = [number[node] for node in nodes]
+            if len(at) == 2 and at[0] > at[1]:
+                at, amount = at[::-1], self.turned(amount)
+            usages.append(Usage(at[0], start, stop, amount, what, at[1] if len(at) == 2 else None))
         moved = {name: {v: number[node] for v, node in getattr(energy, name).items()}
                  for name in ("operators", "parameters", "shared")}
-        made = Problem(tuple(costs), edges, tuple(names), usages, self.limit)
-        views = frozenset(op.name for op in self.graph.ops if self.is_view(op))
-        return Holding(replace(energy, problem=made, **moved), {v: number["kept", v] for v in self.kept}, self.kept,
-                       self.segments, views)
+        made = Problem(tuple(costs), edges, tuple(names), tuple(usages), self.limit)
+        views = {op.name for op in self.graph.ops if self.memory.is_view(op)}
+        remade = {v: tuple(op.name for op in ops if op.name not in views) for v, ops in self.keeping.remade.items()}
+        nodes = {v: number["kept", v] for v in kept}
+        return Holding(replace(energy, problem=made, **moved), nodes, kept, self.segments, remade)
 
-
-def _made(amounts: tuple[int, int]) -> float:
-    return float(sum(amounts))
-
-
-def _want(asked: frozenset) -> Layout | None:
-    """The one layout of the uses; None: there are several."""
-    wants = {use.want for use in asked}
-    return wants.pop() if len(wants) == 1 else None
+    def turned(self, table: np.ndarray) -> np.ndarray:
+        return self.memory.once(("turned", id(table)), lambda: (np.ascontiguousarray(table.T), table))[0]

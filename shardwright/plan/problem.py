@@ -1,10 +1,10 @@
 """What every search solves: a pairwise energy over the states of nodes, with memory limited at every moment.
 
     cost(s) = Σ_i c_i(s_i) + Σ_(i,j) e_ij(s_i, s_j)
-    subject to, at every moment t,   Σ_(u: start_u <= t < stop_u) m_u(s_node(u)) <= limit
+    subject to, at every moment t,   Σ_(u: start_u <= t < stop_u) m_u(s) <= limit
 
-A node is an operator, a parameter or a value that several operators read; its states are its strategies. What is
-forbidden costs infinity.
+What a usage u holds, m_u, depends on the state of one node, or of two that share an edge. A node is an operator, a
+parameter, a value that several operators read or what is kept of a value. What is forbidden costs infinity.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ class Usage:
     Args:
         node: whose state decides how much.
         start, stop: the moments, in [start, stop).
-        amount: by state, in bytes.
+        amount: by state, in bytes; where another node has a say, by (state of the node, state of the other).
         what: of which kind it is ("parameters", "activations", ...), for reports.
+        other: a node of a higher number, which shares an edge with the first; None: it is decided by one.
     """
 
     node: int
@@ -33,6 +34,17 @@ class Usage:
     stop: int
     amount: np.ndarray
     what: str = ""
+    other: int | None = None
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """Whose states decide."""
+        return (self.node,) if self.other is None else (self.node, self.other)
+
+    def held(self, states: Sequence[int]) -> float:
+        """How much it is."""
+        at = states[self.node] if self.other is None else (states[self.node], states[self.other])
+        return float(self.amount[at])
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from .trws import ROUNDING, Messages
 
 __all__ = ["bounded", "eliminated"]
 
+LARGEST = 2**26  # entries of a joint, of those that its tables allow
 WORK = 2**31  # entries of all joints up to which nothing smaller is looked for first; about 6 s
 SWEEPS = (1, 1, 2, 4, 8)  # between two looks at what they have changed: at first, then, ...; later the last
 STALLED = 1e-2  # of the gap: what that many sweeps have to close for more of them to be worth it
@@ -37,10 +38,12 @@ MILP_ENTRIES = 300_000  # entries of a core's edges up to which HiGHS is asked
 def eliminated(problem: Problem, made: Tables, until: float | None = None,
                work: int | None = WORK) -> Eliminated | None:
     """Every node eliminated; None where that is too large: one joint, the entries of all of them, or the time."""
-    order = elimination_order([len(own) for own in problem.costs], problem.edges)
+    facts = made.facts
+    order = elimination_order([len(own) for own in problem.costs], problem.edges, most=LARGEST,
+                              allowed=facts.sparse(problem.edges), few=facts.few(problem.edges))
     if order.left:
         return None
-    if work is not None and order.work > work and shared_work(problem.costs, problem.edges, order) > work:
+    if work is not None and order.work > work and shared_work(problem.costs, problem.edges, order, facts) > work:
         return None
     return eliminate(problem.costs, problem.edges, order, made=made, until=until)
 

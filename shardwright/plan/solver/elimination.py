@@ -14,6 +14,9 @@ Sharing: tables are told apart by identity, and what is made of the same tables 
 network of L equal layers each layer's inside is then computed once, and a chain of equal links is squared log2(L)
 times. A node with one state separates its tables: it makes no joint.
 
+Few states: where a table allows few pairs of v and a neighbour, the joint is gone through by what it allows; where it
+tells few states of a neighbour apart, by those that it does (facts.py).
+
 Time and space: the largest joint; the number of nodes times a few microseconds for the rest.
 """
 
@@ -26,6 +29,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+
+from .facts import SPARSE, Facts
 
 __all__ = ["MOST", "Eliminated", "Order", "Tables", "eliminate", "elimination_order", "shared_work"]
 
@@ -58,9 +63,17 @@ class _Rest:
     """What is left of the graph while an order is made."""
 
     def __init__(self, sizes: Sequence[int], pairs: Iterable[tuple[int, int]], most: int, degree: int | None,
-                 keep: Collection[int]) -> None:
+                 keep: Collection[int], allowed: Mapping[tuple[int, int], float],
+                 few: Mapping[tuple[int, int], int], room: int) -> None:
         self.sizes, self.most, self.degree = sizes, most, math.inf if degree is None else degree
         self.near: list[set[int]] = [set() for _ in sizes]
+        self.allowed: list[list[tuple[int, float]]] = [[] for _ in sizes]  # by node: (neighbour, share), least first
+        for (i, j), share in allowed.items():
+            self.allowed[i].append((j, share))
+            self.allowed[j].append((i, share))
+        for mine in self.allowed:
+            mine.sort(key=lambda entry: entry[1])
+        self.few, self.room = dict(few), room
         for i, j in pairs:
             self.near[i].add(j)
             self.near[j].add(i)
@@ -76,12 +89,15 @@ class _Rest:
         sizes, near = self.sizes, self.near
         if len(near[v]) > self.degree:
             return None
-        joint = sizes[v]
+        share = next((share for u, share in self.allowed[v] if u in near[v]), 1.0)
+        joint, few = sizes[v] * share, self.few
         for u in near[v]:
-            joint *= sizes[u]
+            joint *= few.get((v, u), sizes[u])
             if joint > self.most:
                 return None
-        fill = 0
+        joint, fill = math.ceil(joint), 0
+        if self.room:
+            fill = math.prod(sizes[u] for u in near[v]) // self.room
         rest = list(near[v])
         while rest:
             a = rest.pop()
@@ -121,6 +137,9 @@ class _Rest:
         for position, a in enumerate(around):
             self._level[a] = max(self._level[a], self._level[v] + 1)
             for b in around[position + 1:]:
+                if self.few:
+                    self.few.pop((a, b), None)
+                    self.few.pop((b, a), None)
                 if b not in near[a]:
                     stale |= near[a] & near[b]
                     near[a].add(b)
@@ -130,7 +149,9 @@ class _Rest:
 
 def elimination_order(sizes: Sequence[int], pairs: Iterable[tuple[int, int]], *, most: int = MOST,
                       degree: int | None = None, keep: Collection[int] = (),
-                      hold: Sequence[float] | None = None) -> Order:
+                      hold: Sequence[float] | None = None,
+                      allowed: Mapping[tuple[int, int], float] | None = None,
+                      few: Mapping[tuple[int, int], int] | None = None, room: int = 0) -> Order:
     """A min-fill order of the nodes.
 
     Args:
@@ -141,8 +162,10 @@ def elimination_order(sizes: Sequence[int], pairs: Iterable[tuple[int, int]], *,
         keep: nodes that stay.
         hold: where nothing more can go, the node with the most (neighbours times this weight of it) is held, so that
             all go or are held; None: none is.
+        allowed, few: what is known of the pairs' tables (`Facts.sparse`, `Facts.few`): they make joints smaller.
+        room: so many entries of what a joint leaves count as one of fill; 0: they do not count.
     """
-    rest = _Rest(sizes, pairs, most, degree, keep)
+    rest = _Rest(sizes, pairs, most, degree, keep, allowed or {}, few or {}, room)
     steps: list[tuple[int, Scope]] = []
     held: list[int] = []
     largest = work = 0
@@ -188,7 +211,8 @@ class Tables:
     Tables are known by identity. All that were ever asked about are held, so that an identity is not used again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, facts: Facts | None = None) -> None:
+        self.facts = Facts() if facts is None else facts
         self._made: dict[tuple, tuple[np.ndarray, tuple]] = {}
         self._vectors: dict[bytes, np.ndarray] = {}
 
@@ -221,7 +245,20 @@ class Tables:
         return found[0]
 
     def _reduce(self, parts: Sequence[tuple[tuple[int, ...], np.ndarray]], dims: int) -> np.ndarray:
-        return _least(parts, dims)
+        seen = [dim for where, _ in parts for dim in where]
+        spread: dict[int, np.ndarray] = {}
+        out = []
+        for where, table in parts:
+            alone = [dim for dim in where if dim >= 0 and seen.count(dim) == 1]
+            if len(where) == 2 and alone and dims > 1:
+                few, which = self.facts.columns(table, where.index(alone[0]))
+                if which is not None:
+                    table, spread[alone[0]] = few, which
+            out.append((where, table))
+        least = _least(out, dims, self.facts)
+        for dim, which in spread.items():
+            least = least.take(which, axis=dim)
+        return least
 
     def slice(self, table: np.ndarray, axis: int) -> np.ndarray:
         """The table without a dim of size one."""
@@ -232,7 +269,7 @@ class Tables:
         return found[0]
 
 
-def _least(parts: Sequence[tuple[tuple[int, ...], np.ndarray]], dims: int) -> np.ndarray:
+def _least(parts: Sequence[tuple[tuple[int, ...], np.ndarray]], dims: int, facts: Facts) -> np.ndarray:
     """Tables.least, computed."""
     aligned: list[tuple[frozenset[int], np.ndarray]] = []  # the dims it has; with all of them, the one that goes first
     for where, table in parts:
@@ -241,6 +278,10 @@ def _least(parts: Sequence[tuple[tuple[int, ...], np.ndarray]], dims: int) -> np
         for axis in by_dim:
             shape[where[axis] + 1] = table.shape[axis]
         aligned.append((frozenset(where), np.ascontiguousarray(table.transpose(by_dim)).reshape(shape)))
+    pairs = [(facts.share(table), where, n) for n, (where, table) in enumerate(parts) if len(where) == 2 and dims > 1]
+    found = min(pairs, key=lambda entry: entry[0], default=(1.0, (), -1))
+    if found[0] <= SPARSE:
+        found = found[0], found[1], aligned[found[2]][1]
     aligned.sort(key=lambda part: -part[1].size)
     joined: list[tuple[frozenset[int], np.ndarray]] = []
     for has, table in aligned:  # a table within another is added there: that is less to do than in the joint
@@ -253,6 +294,8 @@ def _least(parts: Sequence[tuple[tuple[int, ...], np.ndarray]], dims: int) -> np
     tables = [table for _, table in sorted(joined, key=lambda part: part[1].size)]
     if len(tables) == 1:
         return tables[0].min(axis=0)
+    if found[0] <= SPARSE:
+        return _by_group(tables, dims, max(found[1]), found[2])
     shape = np.broadcast_shapes(*(table.shape for table in tables))
     if math.prod(shape) <= AT_ONCE:
         joint = tables[0]
@@ -268,11 +311,36 @@ def _least(parts: Sequence[tuple[tuple[int, ...], np.ndarray]], dims: int) -> np
     return least
 
 
+def _by_group(tables: Sequence[np.ndarray], dims: int, dim: int, which: np.ndarray) -> np.ndarray:
+    """The least of a joint over its first dim, state by state of a dim with which few states of the first are allowed.
+
+    Args:
+        tables: of `dims` + 1 dims, that go or are of size one.
+        dim: of the result.
+        which: the table of the first dim and that one.
+    """
+    shape = np.broadcast_shapes(*(table.shape for table in tables))
+    least = np.full(shape[1:], np.inf)
+    finite = np.isfinite(which).reshape(which.shape[0], -1)
+    at = (slice(None),) * (dim + 1)
+    for state in range(finite.shape[1]):
+        rows = np.flatnonzero(finite[:, state])
+        if not len(rows):
+            continue
+        joint: np.ndarray | None = None
+        for table in tables:
+            part = table if table.shape[dim + 1] == 1 else table[(*at, slice(state, state + 1))]
+            part = part if part.shape[0] == 1 else part[rows]
+            joint = part if joint is None else joint + part
+        least[(*at[1:], slice(state, state + 1))] = joint.min(axis=0)
+    return least
+
+
 class _Shapes(Tables):
     """Tables whose values are not computed: only how many entries their joints would have."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, facts: Facts | None = None) -> None:
+        super().__init__(facts)
         self.entries = 0
 
     def _add(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
@@ -280,17 +348,20 @@ class _Shapes(Tables):
         return np.broadcast_to(0.0, one.shape)
 
     def _reduce(self, parts: Sequence[tuple[tuple[int, ...], np.ndarray]], dims: int) -> np.ndarray:
-        shape = [1] * (dims + 1)
+        shape, share = [1] * (dims + 1), 1.0
         for where, table in parts:
             for dim, size in zip(where, table.shape):
                 shape[dim + 1] = size
-        self.entries += math.prod(shape)
+            if len(where) == 2 and dims > 1 and table.strides != (0, 0):
+                share = min(share, self.facts.share(table))
+        self.entries += int(math.prod(shape) * (share if share <= SPARSE else 1.0))
         return np.broadcast_to(0.0, shape[1:])
 
 
-def shared_work(costs: Sequence[np.ndarray], edges: Mapping[tuple[int, int], np.ndarray], order: Order) -> int:
+def shared_work(costs: Sequence[np.ndarray], edges: Mapping[tuple[int, int], np.ndarray], order: Order,
+                facts: Facts | None = None) -> int:
     """Entries of the joints that eliminate makes, each of them once."""
-    shapes = _Shapes()
+    shapes = _Shapes(facts)
     eliminate(costs, edges, order, made=shapes)
     return shapes.entries
 

@@ -94,7 +94,7 @@ def least_memory(problem: Problem, *, seconds: float = 10.0) -> LeastMemory:
             states = _fits(free, trial, left)
             high = float(rows.used((*states, 0)).max(initial=0.0))
         except NoAssignmentError:
-            low = trial + 1.0 if whole else trial
+            low = float(np.floor(trial)) + 1.0 if whole else trial
             if trial >= most:  # forbidden for another reason than memory
                 raise
         except PlanError:
@@ -142,8 +142,10 @@ def _lean(problem: Problem, found: LeastMemory) -> tuple[int, ...]:
     """States that keep the least limit and hold little besides."""
     inner = consistent(problem)
     bound, times = binding(replace(inner.problem, limit=-1.0))
-    costs = Rows.of(bound, len(times)).priced([np.zeros(len(own)) for own in bound.costs], np.ones(len(times)))[:-1]
-    edges = {pair: np.where(np.isfinite(table), 0.0, np.inf) for pair, table in inner.problem.edges.items()}
+    rows, ones = Rows.of(bound, len(times)), np.ones(len(times))
+    costs = rows.priced([np.zeros(len(own)) for own in bound.costs], ones)[:-1]
+    edges = rows.priced_edges({pair: np.where(np.isfinite(table), 0.0, np.inf)
+                               for pair, table in inner.problem.edges.items()}, ones)
     try:
         return tuple(inner.lift(_fits(replace(inner.problem, costs=tuple(costs), edges=edges), found.enough, 10.0)))
     except PlanError:  # not in the time: those that are known

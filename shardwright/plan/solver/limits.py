@@ -2,13 +2,15 @@
 
 1. States that cannot be chosen go, and so do the moments at which the limit cannot be broken (moments.py). Without any
    left the problem has no limit.
-2. The limit gets a price at each moment (multipliers.py): that gives a bound, and states that nearly keep the limit.
-3. Of the states that were seen, HiGHS or a local search at those prices (local_search.py) makes the best that keep it.
-4. A problem that is small enough goes to HiGHS as a whole, without the states that the bound excludes.
+2. Where elimination can do the problem at any prices, they are found exactly (priced_search.py). Otherwise:
+3. The limit gets a price at each moment (multipliers.py): that gives a bound, and states that nearly keep the limit.
+4. Of the states that were seen, HiGHS or a local search at those prices (local_search.py) makes the best that keep it.
+5. A problem that is small enough goes to HiGHS as a whole, without the states that the bound excludes.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 
@@ -21,12 +23,16 @@ from .local_search import wide, within
 from .milp import NoAssignmentError, milp
 from .moments import Rows, binding
 from .multipliers import Ascent, Priced
+from .priced_search import priced_search
+from .pricing import Pricing
 from ..problem import Problem, Solution
 from .reduce import consistent, reduced, restrict
 
 __all__ = ["InfeasibleMemoryError", "solve_limited"]
 
-SECONDS = 60.0
+SECONDS = 60.0  # to look for the least limit, where no time is given
+TURNS = 200  # of the multipliers, and of a search; where no time is given, of the largest problems too
+NODES = 20_000  # of HiGHS's tree, where no time is given
 WIDE = 2**12  # entries of a joint in a search among all nodes
 SPARE = 0.05  # of the time, for the last of the searches and what comes after it
 STILL = 3  # searches that find nothing, after which one begins elsewhere
@@ -40,7 +46,7 @@ def solve_limited(problem: Problem, *, seconds: float | None = None, gap: float 
     """The best assignment that keeps the limit, as far as it is found in the time.
 
     Args:
-        seconds: to search at most; None: a minute.
+        seconds: to search at most; None: nothing looks at a clock, and so the answer is the same everywhere.
         gap: how far from the bound, relative to it, the cost may be for the search to end.
 
     Raises:
@@ -49,22 +55,27 @@ def solve_limited(problem: Problem, *, seconds: float | None = None, gap: float 
     """
     from ..exact import solve
 
-    until = time.monotonic() + (SECONDS if seconds is None else seconds)
+    until = math.inf if seconds is None else time.monotonic() + seconds
     inner = consistent(problem)
     bound, times = binding(inner.problem)
     if bound.limit is None:
-        found = solve(replace(problem, usages=(), limit=None), seconds=until - time.monotonic())
+        left = None if seconds is None else until - time.monotonic()
+        found = solve(replace(problem, usages=(), limit=None), seconds=left)
         return replace(found, notes=(*found.notes, "the memory limit cannot be broken"))
     rows = Rows.of(bound, len(times))
     over = rows.least() > bound.limit
     if over.any():
-        raise infeasible(problem, seconds=max(LEAST, until - time.monotonic()))
-    if len(bound.costs) <= MANY:
+        raise infeasible(problem, seconds=_left(until))
+    pricing = Pricing.of(bound, rows) if seconds is None else None
+    found = None if pricing is None else priced_search(bound, rows, pricing, gap)
+    if found is not None and (found.gap <= gap or sum(table.size for table in bound.edges.values()) > WHOLE):
+        states, least = found.states, found.bound
+    elif len(bound.costs) <= MANY:
         less = reduced(bound)
         try:
             found = _search(less.problem, Rows.of(less.problem, len(times)), until, gap)
         except NoAssignmentError:
-            raise infeasible(problem, seconds=max(LEAST, until - time.monotonic())) from None
+            raise infeasible(problem, seconds=_left(until)) from None
         states, least = less.lift(found.states), found.bound + less.constant
     else:
         found = _search(bound, rows, until, gap)
@@ -72,6 +83,11 @@ def solve_limited(problem: Problem, *, seconds: float | None = None, gap: float 
     states = tuple(inner.lift(states[:-1]))
     cost = problem.cost(states)
     return Solution(states, cost, cost if found.bound >= found.cost else min(cost, least), found.notes)
+
+
+def _left(until: float) -> float:
+    """Seconds to look for the least limit."""
+    return SECONDS if until == math.inf else max(LEAST, until - time.monotonic())
 
 
 class _Best:
@@ -118,8 +134,9 @@ def _search(problem: Problem, rows: Rows, until: float, gap: float) -> Solution:
         if best.states is not None and best.cost - priced.bound <= 1e-9 * abs(best.cost):
             return Solution(tuple(best.states), best.cost, best.cost, ("exact: the bound meets the cost",))
         if best.states is not None and best.cost - priced.bound <= gap * abs(best.cost):
-            return Solution(tuple(best.states), best.cost, priced.bound, ("multipliers: as near to the bound as asked for",))
-        if not large and turn >= 200:
+            return Solution(tuple(best.states), best.cost, priced.bound,
+                            ("multipliers: as near to the bound as asked for",))
+        if turn >= TURNS and (not large or until == math.inf):
             break
     if large:
         _polish(best, priced, until - SPARE * (until - start))
@@ -132,7 +149,8 @@ def _search(problem: Problem, rows: Rows, until: float, gap: float) -> Solution:
         step = restrict(problem, alive)
         try:
             whole = reduced(step.problem)
-            found = milp(whole.problem, seconds=max(0.1, until - time.monotonic()))
+            found = milp(whole.problem, seconds=None if until == math.inf else max(0.1, until - time.monotonic()),
+                         nodes=NODES if until == math.inf else None)
             best.see(step.lift(whole.lift(found.states)))
             least = found.bound + whole.constant
             if found.gap == 0:
@@ -159,7 +177,9 @@ def _merge(best: _Best, until: float) -> None:
     """The best of the states that have been seen lately, by HiGHS; of more and more of them."""
     many = 10
     while time.monotonic() < until:
-        found = within(best.problem, best.lately(many), entries=WHOLE, until=until)
+        forever = until == math.inf
+        found = within(best.problem, best.lately(many), entries=WHOLE, until=None if forever else until,
+                       nodes=NODES // 100 if forever else None)
         if found is not None:
             best.see(found)
         if many >= len(best.taken):
@@ -177,7 +197,7 @@ def _polish(best: _Best, priced: Priced, until: float) -> None:
     priced.sweep(4)
     inner = _allowed(priced, until)
     turn, pace, side, still = 0, 1.0, 0, 0
-    while time.monotonic() < until:
+    while time.monotonic() < until and (until < math.inf or turn < TURNS):
         before = priced.core.cost(inner)
         inner = wide(priced.core, inner, most=WIDE << min(2, still), seed=turn)
         turn += 1

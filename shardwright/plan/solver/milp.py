@@ -3,10 +3,11 @@
     least  Σ_i Σ_s c_i(s) x_is + Σ_(ij) Σ_(S,T) e'_ij(S, T) y_ijST
     with   Σ_s x_is = 1                                              x binary
            Σ_T y_ijST = Σ_(s in S) x_is,  Σ_S y_ijST = Σ_(t in T) x_jt     y >= 0
-           Σ_(living uses u) Σ_s m_u(s) x_is <= limit                at each moment that is a row of its own
+           Σ_(living uses u) Σ_s m_u(s) x_is + Σ_(S,T) m_u(S, T) y_ijST <= limit     at each moment of a row of its own
 
-S, T: classes of states whose edge costs are equal but for a constant, which is added to c; a pair that is forbidden has
-no y. A moment is a row of its own when what lives then is no part of what lives at another, and when it can bind.
+S, T: classes of states whose edge costs are equal but for a constant, which is added to c, and which hold the same
+together with any other; a pair that is forbidden has no y. A moment is a row of its own when what lives then is no part
+of what lives at another, and when it can bind.
 """
 
 from __future__ import annotations
@@ -45,15 +46,17 @@ def moments(problem: Problem) -> list[tuple[int, ...]]:
     return found
 
 
-def _classes(table: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(class by row, constant by row, a row of each class): rows that are equal but for a constant are one class."""
+def _classes(table: np.ndarray, amounts: Sequence[np.ndarray] = ()) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(class by row, constant by row, a row of each class): rows that are equal but for a constant are one class, if
+    those of the further tables are equal as they stand."""
     finite = np.isfinite(table)
     least = np.where(finite, table, np.inf).min(axis=1, initial=np.inf)
     shift = np.where(np.isfinite(least), least, 0.0)
     # to 12 digits of the table's own size: what rounding tells apart is one class all the same
     digits = float(np.abs(table[finite]).max(initial=0.0)) * 1e-12 or 1.0
     level = np.where(finite, np.round((np.where(finite, table, 0.0) - shift[:, None]) / digits), np.inf)
-    _, first, number = np.unique(level, axis=0, return_index=True, return_inverse=True)
+    _, first, number = np.unique(np.concatenate([level, *amounts], axis=1), axis=0, return_index=True,
+                                 return_inverse=True)
     return number.reshape(-1), shift, first
 
 
@@ -75,11 +78,12 @@ class _Rows:
         self.values.extend(values)
 
 
-def milp(problem: Problem, *, seconds: float | None = None) -> Solution:
+def milp(problem: Problem, *, seconds: float | None = None, nodes: int | None = None) -> Solution:
     """The best assignment that keeps the limit, proved by HiGHS.
 
     Args:
-        seconds: after which the best one found is returned, with the bound reached.
+        seconds, nodes: after so much time, or so many nodes of its tree, the best one found is returned, with the bound
+            reached.
 
     Raises:
         NoAssignmentError: where there is none.
@@ -97,19 +101,27 @@ def milp(problem: Problem, *, seconds: float | None = None) -> Solution:
         mine = where[where >= 0].tolist()
         rows.add(1.0, 1.0, mine, [1.0] * len(mine))
     paid: list[float] = []  # by y
-    known: dict[int, tuple] = {}
+    known: dict[tuple[int, ...], tuple] = {}
+    between: dict[tuple[int, int], list[np.ndarray]] = {}  # by edge, the amounts that two nodes decide
+    for use in problem.usages if problem.limit is not None else ():
+        if use.other is not None:
+            between.setdefault((use.node, use.other), []).append(np.asarray(use.amount, float))
+    chosen: dict[tuple[int, int], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}  # of these: the y of each pair
     for (i, j), table in problem.edges.items():
-        if id(table) not in known:
-            by_row, shift, first = _classes(table)
-            by_column, across, second = _classes((table - shift[:, None])[first].T)
+        amounts = between.get((i, j), ())
+        key = (id(table), *map(id, amounts))
+        if key not in known:
+            by_row, shift, first = _classes(table, amounts)
+            by_column, across, second = _classes((table - shift[:, None])[first].T, [some[first].T for some in amounts])
             small = (table - shift[:, None] - across)[np.ix_(first, second)]
-            known[id(table)] = by_row, shift, by_column, across, small
-        by_row, shift, by_column, across, small = known[id(table)]
+            known[key] = by_row, shift, by_column, across, small, first, second
+        by_row, shift, by_column, across, small, first, second = known[key]
         costs[i] = costs[i] + shift
         costs[j] = costs[j] + across
-        if small.size == 1 and np.isfinite(small[0, 0]):
+        if small.size == 1 and np.isfinite(small[0, 0]) and not amounts:
             continue
         number = np.full(small.shape, -1)
+        chosen[i, j] = number, first, second
         allowed = np.isfinite(small)
         number[allowed] = count + len(paid) + np.arange(int(allowed.sum()))
         paid.extend(small[allowed].tolist())
@@ -121,12 +133,22 @@ def milp(problem: Problem, *, seconds: float | None = None) -> Solution:
                     rows.add(0.0, 0.0, both + states, [1.0] * len(both) + [-1.0] * len(states))
     for living in moments(problem) if problem.limit is not None else ():
         held: dict[int, np.ndarray] = {}
+        shared: dict[tuple[int, int], np.ndarray] = {}
         for n in living:
             use = problem.usages[n]
-            held[use.node] = held.get(use.node, 0) + np.asarray(use.amount, float)
+            if use.other is None:
+                held[use.node] = held.get(use.node, 0) + np.asarray(use.amount, float)
+            else:
+                pair = (use.node, use.other)
+                shared[pair] = shared.get(pair, 0) + np.asarray(use.amount, float)
         most = sum(float(amount[column[v] >= 0].max(initial=0.0)) for v, amount in held.items())
+        most += sum(float(amount.max(initial=0.0)) for amount in shared.values())
         if most > problem.limit:
             pairs = [(int(c), float(m)) for v, amount in held.items() for c, m in zip(column[v], amount) if c >= 0]
+            for pair, amount in shared.items():
+                number, first, second = chosen[pair]
+                pairs += [(int(c), float(m)) for c, m in zip(number.ravel(), amount[np.ix_(first, second)].ravel())
+                          if c >= 0 and m]
             unit = max(abs(problem.limit), 1.0)
             rows.add(-highspy.kHighsInf, problem.limit / unit, [c for c, _ in pairs], [m / unit for _, m in pairs])
     objective = np.concatenate([*(own[where >= 0] for own, where in zip(costs, column)), np.array(paid, float)])
@@ -146,6 +168,8 @@ def milp(problem: Problem, *, seconds: float | None = None) -> Solution:
         highs.setOptionValue(option, value)
     if seconds is not None:
         highs.setOptionValue("time_limit", float(seconds))
+    if nodes is not None:
+        highs.setOptionValue("mip_max_nodes", nodes)
     highs.passModel(model)
     highs.run()
     status, info = highs.getModelStatus(), highs.getInfo()

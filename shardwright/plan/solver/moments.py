@@ -1,12 +1,12 @@
 """The moments at which a memory limit matters, and what a plan holds at each.
 
-A moment is a row: Σ_(usages u that live then) m_u(s_node(u)) <= limit. What lives at one moment may be part of what
-lives at another: then only the other is a row. A row that even the greatest states cannot break is none.
+A moment is a row: Σ_(usages u that live then) m_u(s) <= limit. What lives at one moment may be part of what lives at
+another: then only the other is a row. A row that even the greatest states cannot break is none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -35,11 +35,10 @@ def binding(problem: Problem) -> tuple[Problem, np.ndarray]:
     """
     fixed = len(problem.costs)
     uses = [use for use in problem.usages if use.start < use.stop and np.any(use.amount)]
-    allowed = [np.isfinite(own) for own in problem.costs]
     if not uses:
         return replace(problem, usages=(), limit=None), np.empty(0, np.int64)
-    least = np.array([np.min(use.amount[allowed[use.node]], initial=np.inf) for use in uses])
-    most = np.array([np.max(use.amount[allowed[use.node]], initial=-np.inf) for use in uses])
+    extremes = _Extremes(problem)
+    least, most = np.array([extremes.of(use) for use in uses]).T
     start, stop = (np.array([getattr(use, name) for use in uses]) for name in ("start", "stop"))
     varies = most > least
     times = _latest(start, stop)
@@ -47,16 +46,47 @@ def binding(problem: Problem) -> tuple[Problem, np.ndarray]:
     peak = _running(first, last, most, len(times))
     times = times[peak > problem.limit]
     first, last = np.searchsorted(times, start), np.searchsorted(times, stop)
-    merged: dict[tuple[int, int, int], np.ndarray] = {}
-    for use, a, b, moves in zip(uses, first.tolist(), last.tolist(), varies.tolist()):
-        if a < b:
-            key = (use.node if moves else fixed, a, b)
-            amount = np.asarray(use.amount, float) if moves else np.min(use.amount[allowed[use.node]], keepdims=True)
-            merged[key] = merged[key] + amount if key in merged else amount
-    usages = tuple(Usage(v, a, b, amount) for (v, a, b), amount in merged.items())
+    merged: dict[tuple[int, int | None, int, int], np.ndarray] = {}
+    sums: dict[tuple[int, int], tuple[np.ndarray, ...]] = {}  # equal sums of equal amounts are one array
+    for use, a, b, moves, low in zip(uses, first.tolist(), last.tolist(), varies.tolist(), least.tolist()):
+        if a >= b:
+            continue
+        key = (use.node, use.other, a, b) if moves else (fixed, None, a, b)
+        amount = np.array([low]) if not moves else \
+            use.amount if use.amount.dtype == np.float64 else np.asarray(use.amount, float)
+        known = merged.get(key)
+        if known is not None:
+            pair = (id(known), id(amount))
+            if pair not in sums:
+                sums[pair] = (known + amount, known, amount)
+            amount = sums[pair][0]
+        merged[key] = amount
+    usages = tuple(Usage(v, a, b, amount, other=other) for (v, other, a, b), amount in merged.items())
     names = (*problem.names, "what every plan holds") if problem.names else ()
     return replace(problem, costs=(*problem.costs, np.zeros(1)), names=names, usages=usages,
                    limit=problem.limit if usages else None), times
+
+
+class _Extremes:
+    """The least and the most that usages hold in allowed states."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self._allowed = [np.isfinite(own) for own in problem.costs]
+        self._known: dict[tuple, tuple[tuple[float, float], object]] = {}
+
+    def of(self, use: Usage) -> tuple[float, float]:
+        problem = self.problem
+        edge = None if use.other is None else problem.edges[use.node, use.other]
+        key = (id(use.amount), id(edge), *(id(problem.costs[v]) for v in use.nodes))
+        if key not in self._known:
+            if edge is None:
+                some = np.asarray(use.amount)[self._allowed[use.node]]
+            else:
+                allowed = np.isfinite(edge) & self._allowed[use.node][:, None] & self._allowed[use.other]
+                some = np.asarray(use.amount)[allowed]
+            self._known[key] = (float(some.min(initial=np.inf)), float(some.max(initial=-np.inf))), use.amount
+        return self._known[key][0]
 
 
 def _running(first: np.ndarray, last: np.ndarray, amounts: np.ndarray, count: int) -> np.ndarray:
@@ -75,8 +105,11 @@ class Rows:
         count: of the moments.
         limit: at each.
         node, first, last: of each usage its node, and its moments [first, last).
-        amounts: by usage and state, one after the other.
-        offset: where each usage's begin.
+        other, step: of each usage the other node that decides it, and how many states that has; of one that a single
+            node decides: any node, and 0.
+        amounts: the different arrays of amounts, one after the other.
+        array, offset: of each usage, which of these is its own, and where that begins.
+        arrays: these, as they were given.
     """
 
     count: int
@@ -84,22 +117,43 @@ class Rows:
     node: np.ndarray
     first: np.ndarray
     last: np.ndarray
+    other: np.ndarray
+    step: np.ndarray
     amounts: np.ndarray
+    array: np.ndarray
     offset: np.ndarray
+    arrays: tuple[np.ndarray, ...]
 
     @classmethod
     def of(cls, problem: Problem, count: int) -> Rows:
         uses = problem.usages
-        sizes = np.array([len(use.amount) for use in uses], np.int64)
+        place: dict[int, int] = {}
+        arrays: list[np.ndarray] = []
+        which = []
+        for use in uses:
+            if id(use.amount) not in place:
+                place[id(use.amount)] = len(arrays)
+                arrays.append(use.amount)
+            which.append(place[id(use.amount)])
+        sizes = np.array([array.size for array in arrays], np.int64)
         node, first, last = (np.array([getattr(use, name) for use in uses], np.int64)
                              for name in ("node", "start", "stop"))
-        amounts = np.concatenate([np.asarray(use.amount, float) for use in uses]) if uses else np.empty(0)
-        return cls(count, problem.limit, node, first, last, amounts, np.cumsum(sizes) - sizes)
+        other = np.array([use.node if use.other is None else use.other for use in uses], np.int64)
+        step = np.array([0 if use.other is None else use.amount.shape[1] for use in uses], np.int64)
+        amounts = np.concatenate([np.asarray(array, float).ravel() for array in arrays]) if uses else np.empty(0)
+        array = np.array(which, np.int64)
+        return cls(count, problem.limit, node, first, last, other, step, amounts, array,
+                   (np.cumsum(sizes) - sizes)[array], tuple(arrays))
 
     def used(self, states: Sequence[int]) -> np.ndarray:
         """What the states hold at each moment."""
-        held = self.amounts[self.offset + np.asarray(states, np.int64)[self.node]]
-        return _running(self.first, self.last, held, self.count)
+        return _running(self.first, self.last, self.held(states), self.count)
+
+    def held(self, states: Sequence[int]) -> np.ndarray:
+        """What each usage holds."""
+        states = np.asarray(states, np.int64)
+        mine, theirs = states[self.node], states[self.other]
+        return self.amounts[self.offset + np.where(self.step > 0, mine * self.step + theirs, mine)]
 
     @property
     def unit(self) -> float:
@@ -112,24 +166,48 @@ class Rows:
 
     def least(self) -> np.ndarray:
         """What is held at each moment at least: each usage in its least state."""
-        if not len(self.node):
-            return np.zeros(self.count)
-        return _running(self.first, self.last, np.minimum.reduceat(self.amounts, self.offset), self.count)
+        return self._sum([float(np.min(array)) for array in self.arrays])
 
     def most(self) -> np.ndarray:
         """What is held at each moment at most."""
+        return self._sum([float(np.max(array)) for array in self.arrays])
+
+    def _sum(self, by_array: Sequence[float]) -> np.ndarray:
         if not len(self.node):
             return np.zeros(self.count)
-        return _running(self.first, self.last, np.maximum.reduceat(self.amounts, self.offset), self.count)
+        return _running(self.first, self.last, np.array(by_array)[self.array], self.count)
+
+    def prices(self, multipliers: np.ndarray) -> np.ndarray:
+        """What a unit of each usage costs: Σ_t multiplier_t over the moments at which it lives."""
+        total = np.concatenate(([0.0], np.cumsum(multipliers)))
+        return total[self.last] - total[self.first]
 
     def priced(self, costs: Sequence[np.ndarray], multipliers: np.ndarray) -> list[np.ndarray]:
-        """The costs with the memory paid for: Σ_t multiplier_t · m(s) over the moments that a usage lives at."""
-        total = np.concatenate(([0.0], np.cumsum(multipliers)))
-        price = total[self.last] - total[self.first]
-        out = list(costs)
-        ends = np.append(self.offset[1:], len(self.amounts))
-        paid = np.repeat(price, ends - self.offset) * self.amounts
-        for v, a, b, live in zip(self.node.tolist(), self.offset.tolist(), ends.tolist(), (price > 0).tolist()):
-            if live:
-                out[v] = out[v] + paid[a:b]
+        """The costs of the nodes with the memory paid for that they decide alone."""
+        price, out = self.prices(multipliers), list(costs)
+        paid: dict[tuple[int, float], np.ndarray] = {}
+        for n in np.flatnonzero((price > 0) & (self.step == 0)).tolist():
+            key = (int(self.array[n]), float(price[n]))
+            if key not in paid:
+                paid[key] = key[1] * np.asarray(self.arrays[key[0]], float)
+            out[self.node[n]] = out[self.node[n]] + paid[key]
+        return out
+
+    @property
+    def paired(self) -> bool:
+        """Whether two nodes decide any of it."""
+        return bool(self.step.any())
+
+    def priced_edges(self, edges: Mapping[tuple[int, int], np.ndarray], multipliers: np.ndarray
+                     ) -> dict[tuple[int, int], np.ndarray]:
+        """The edges with the memory paid for that two nodes decide; of equal tables and prices one table is made."""
+        price, out = self.prices(multipliers), dict(edges)
+        paid: dict[tuple[int, int, float], tuple[np.ndarray, np.ndarray]] = {}
+        for n in np.flatnonzero((price > 0) & (self.step > 0)).tolist():
+            pair = (int(self.node[n]), int(self.other[n]))
+            table = out[pair]
+            key = (id(table), int(self.array[n]), float(price[n]))
+            if key not in paid:
+                paid[key] = table + key[2] * self.arrays[key[1]], table
+            out[pair] = paid[key][0]
         return out

@@ -10,6 +10,7 @@ more than the limit, in proportion, and falls where they hold less.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -50,6 +51,9 @@ class Priced:
     def price(self, multipliers: np.ndarray) -> None:
         """Look at the problem with these multipliers from now on: `core` and `constant` are at these."""
         self.multipliers = multipliers
+        if self.rows.paired:  # the tables themselves change
+            edges = self.rows.priced_edges(self.problem.edges, multipliers)
+            self.easy = Batched(replace(self.problem, edges=edges), self.order)
         self.core = self.easy.eliminate(self.rows.priced(self.problem.costs, multipliers))
         self.constant = self.easy.constant - float(multipliers.sum()) * self.rows.limit
         self._fresh = False

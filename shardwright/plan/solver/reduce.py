@@ -89,8 +89,14 @@ def restrict(problem: Problem, alive: Sequence[np.ndarray]) -> Restricted:
                 cut[key] = table[np.ix_(numbers[marks[i]], numbers[marks[j]])]
             table = cut[key]
         edges[i, j] = table
-    usages = tuple(use if full[use.node] else Usage(use.node, use.start, use.stop,
-                                                    np.asarray(use.amount)[numbers[marks[use.node]]], use.what)
+
+    def one_of(use: Usage) -> np.ndarray:
+        key = (id(use.amount), *(marks[v] for v in use.nodes))
+        if key not in cut:
+            cut[key] = np.asarray(use.amount)[np.ix_(*(numbers[marks[v]] for v in use.nodes))]
+        return cut[key]
+
+    usages = tuple(use if all(full[v] for v in use.nodes) else replace(use, amount=one_of(use))
                    for use in problem.usages)
     return Restricted(replace(problem, costs=tuple(costs), edges=edges, usages=usages),
                       tuple(numbers[text] for text in marks))
@@ -218,9 +224,11 @@ def undominated(problem: Problem, *, rounds: int = 3) -> Restricted:
     for i, j in problem.edges:
         near[i].append(j)
         near[j].append(i)
-    uses: list[list[np.ndarray]] = [[] for _ in problem.costs]
+    # by node, amounts, along which axis it decides, and who else does
+    uses: list[list[tuple[np.ndarray, int, int | None]]] = [[] for _ in problem.costs]
     for use in problem.usages if problem.limit is not None else ():
-        uses[use.node].append(np.asarray(use.amount))
+        for axis, v in enumerate(use.nodes):
+            uses[v].append((np.asarray(use.amount), axis, None if use.other is None else use.nodes[1 - axis]))
     known: dict[tuple, np.ndarray] = {}  # which states stay, by all that decides it: equal layers decide it once
     held = []  # what that knows by identity
     total = Restricted(problem, tuple(np.arange(len(own)) for own in problem.costs))
@@ -235,7 +243,10 @@ def undominated(problem: Problem, *, rounds: int = 3) -> Restricted:
             tables = [(now.edges[v, u], 0) if v < u else (now.edges[u, v], 1) for u in near[v]]
             if not 1 < len(own) <= MOST_STATES:
                 continue
-            amounts = [amount[total.kept[v]] for amount in uses[v]]
+            amounts = []
+            for amount, axis, other in uses[v]:
+                mine = amount.T[total.kept[v]] if axis else amount[total.kept[v]]
+                amounts += [mine] if other is None else list(mine[:, total.kept[other]].T)
             key = (own.tobytes(), tuple((id(table), axis) for table, axis in tables),
                    *(amount.tobytes() for amount in amounts))
             if key not in known:
@@ -279,13 +290,14 @@ class Core:
 def core(problem: Problem, *, made: Tables | None = None) -> Core:
     """The problem without its nodes of at most two neighbours; where memory is limited, only those that hold none."""
     sizes = [len(own) for own in problem.costs]
-    keep = () if problem.limit is None else {use.node for use in problem.usages}
+    keep = () if problem.limit is None else {v for use in problem.usages for v in use.nodes}
     order = elimination_order(sizes, problem.edges, degree=2, keep=keep)
     gone = eliminate(problem.costs, problem.edges, order, made=made)
     number = {v: n for n, v in enumerate(order.left)}
     edges = {(number[scope[0]], number[scope[1]]): table for scope, table in gone.tables.items() if len(scope) == 2}
     names = tuple(problem.names[v] for v in order.left) if problem.names else tuple(str(v) for v in order.left)
-    usages = tuple(replace(use, node=number[use.node]) for use in problem.usages if use.node in number)
+    usages = tuple(replace(use, node=number[use.node], other=None if use.other is None else number[use.other])
+                   for use in problem.usages if use.node in number)
     inner = Problem(tuple(gone.tables[v,] for v in order.left), edges, names, usages, problem.limit)
     return Core(inner, order.left, gone.constant, gone, len(sizes))
 

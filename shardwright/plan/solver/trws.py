@@ -86,8 +86,8 @@ class Messages:
         self._retained = [0.0] * len(problem.costs)  # min r_v of the last sweep over v, and what was brought since
         self._swept = 0
         tables = {id(table): table for table in (*problem.costs, *problem.edges.values())}
-        self._slack = UNIT * max((float(np.abs(table[np.isfinite(table)]).max(initial=0.0)) for table in tables.values()),
-                                 default=0.0)
+        most = (float(np.abs(table[np.isfinite(table)]).max(initial=0.0)) for table in tables.values())
+        self._slack = UNIT * max(most, default=0.0)
         place = {v: n for n, v in enumerate(self.order)}
         near: list[list[tuple[int, np.ndarray]]] = [[] for _ in self.order]
         for (i, j), table in problem.edges.items():

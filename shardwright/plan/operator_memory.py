@@ -1,0 +1,104 @@
+"""What a graph's operators hold, strategy by strategy: bytes of what they read, leave and save.
+
+    left      of an output, as it is left, its sum completed
+    wanted    of an input, as it is asked for
+    own       what the backward wants that is neither
+
+Which inputs and outputs a backward wants is asked of an operator's first strategy: it is the same for all. Everything
+is worked out once for operators that share their footprints, and is then one object.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from typing import Any
+
+import numpy as np
+
+from ..graph import Op, Value
+from ..layout import Layout
+from .energy import Energy
+from .footprint import Footprint
+from .keeping import Keeps, keeps
+
+__all__ = ["OperatorMemory"]
+
+
+class OperatorMemory:
+    """The operators of an energy.
+
+    Attributes:
+        place: by operator, its number in the program.
+        grads: whether there is a backward.
+        consumers: by value, the operators that read it, each once, with the first place at which it does.
+        made_by: by value, its operator and the number of the output.
+        ends: names of values that are handed out or update a buffer.
+    """
+
+    def __init__(self, energy: Energy) -> None:
+        self.energy, self.graph = energy, energy.described.graph
+        self.place = {op.name: k for k, op in enumerate(self.graph.ops)}
+        self.grads = any(isinstance(v, Value) and v.requires_grad for v in self.graph.outputs)
+        self.consumers = {name: list({op.name: (op, i) for op, i in reversed(readers)}.values())[::-1]
+                          for name, readers in self.graph.consumers().items()}
+        self.made_by = {v.name: (op, k) for op in self.graph.ops
+                        for k, v in enumerate(v for v in op.outputs if v is not None)}
+        self.ends = {v.name for v in self.graph.outputs if isinstance(v, Value)}
+        self.ends |= {v.name for v in self.graph.updates.values()}
+        self._known: dict[Hashable, Any] = {}
+
+    def once(self, key: Hashable, make: Any) -> Any:
+        """Made once; equal arrays are then one object. A key may name an object by its id if that lives as long."""
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
+    def prints(self, op: Op) -> tuple[Footprint, ...]:
+        return self.energy.footprints[op.name]
+
+    def keeps(self, op: Op) -> Keeps:
+        """What an operator's backward needs, as its first strategy has it."""
+        prints = self.prints(op)
+        return self.once(("keeps", id(prints)), lambda: keeps(prints[0]))
+
+    def own(self, op: Op) -> np.ndarray:
+        """Bytes of what is kept that is neither an input nor an output, by strategy."""
+        prints, first = self.prints(op), self.keeps(op)
+
+        def count() -> np.ndarray:
+            plain = [len(p.program) == 1 for p in prints]
+            none = not first.own and plain[0]
+            return np.array([0 if none and one else keeps(p).own for p, one in zip(prints, plain)], dtype=np.float64)
+        return self.once(("own", id(prints)), count)
+
+    def saves_input(self, op: Op, index: int) -> bool:
+        same = {i for i, v in enumerate(op.inputs) if v.name == op.inputs[index].name}
+        return self.grads and bool(same & self.keeps(op).inputs)
+
+    def saves_output(self, op: Op, index: int) -> bool:
+        return self.grads and index in self.keeps(op).outputs
+
+    def is_view(self, op: Op) -> bool:
+        outputs = sum(v is not None for v in op.outputs)
+        return outputs > 0 and len(self.keeps(op).views) == outputs
+
+    def bytes_of(self, value: Value, layout: Layout) -> int:
+        """Of a rank's part of a value, its sum completed."""
+        def count() -> int:
+            layout_ = layout.without_partial()
+            return math.prod(layout_.local_shape(layout_.padded(value.shape))) * value.dtype.itemsize
+        return self.once(("bytes", value.shape, value.dtype, layout), count)
+
+    def left(self, op: Op, index: int, value: Value) -> np.ndarray:
+        """Bytes of an output as it is left, by strategy."""
+        prints = self.prints(op)
+        return self.once(("left", id(prints), index), lambda: np.array(
+            [self.bytes_of(value, p.leaves[index]) for p in prints], dtype=np.float64))
+
+    def wanted(self, op: Op, index: int, value: Value) -> np.ndarray:
+        """Bytes of an input as it is asked for, by strategy."""
+        prints = self.prints(op)
+        return self.once(("wanted", id(prints), index), lambda: np.array(
+            [sum(self.bytes_of(value, want) for want in {use.want for use in p.asks[index]}) for p in prints],
+            dtype=np.float64))
