@@ -75,6 +75,7 @@ class Operator:
     Attributes:
         in_strategy: one entry per tensor input, a tuple of cuts or a `Layout`; None: not marked.
         out_strategy: the same for the outputs, or None.
+        priority: whose wishes its neighbours heed first, in sharding_propagation: those of the lowest number.
         source: the line that gave the strategy.
         recomputed: what `recompute` says of it, or None.
     """
@@ -85,21 +86,30 @@ class Operator:
         self.function = function
         self.in_strategy: tuple | None = None
         self.out_strategy: tuple | None = None
+        self.priority = 0
         self.source = _user_line()
         self.recomputed: Settings | None = None
 
-    def shard(self, in_strategy: tuple | None = None, out_strategy: tuple | None = None) -> Operator:
+    def shard(self, in_strategy: tuple | None = None, out_strategy: tuple | None = None, priority: int = 0) -> Operator:
         """Say how the operator is split. May be repeated: the last call before the first step holds.
 
         Args:
             in_strategy: one entry per tensor input: a tuple with the number of parts of each dim, or a `Layout`.
             out_strategy: one entry per output; without it a partial sum is completed by an all-reduce.
+            priority: as of `shardwright.shard`.
 
         Returns:
             Itself. Whether the strategy fits is checked when the model is planned.
+
+        Raises:
+            SettingError: a priority that is no whole number from 0.
         """
-        self.in_strategy, self.out_strategy = in_strategy, out_strategy
-        self.source = _user_line()
+        source = _user_line()
+        if not isinstance(priority, int) or isinstance(priority, bool) or priority < 0:
+            raise SettingError(f"priority={priority!r}", source=source,
+                               operator=getattr(self.function, "__name__", repr(self.function)), legal="a whole number from 0; marks of lower numbers go first")
+        self.in_strategy, self.out_strategy, self.priority = in_strategy, out_strategy, priority
+        self.source = source
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -155,7 +165,7 @@ class _ModuleMark(Operator):
 
 
 def shard(operator: Callable[..., Any] | nn.Module, in_strategy: tuple | None = None,
-          out_strategy: tuple | None = None) -> Any:
+          out_strategy: tuple | None = None, priority: int = 0) -> Any:
     """Mark how one operator is split.
 
     Args:
@@ -165,23 +175,27 @@ def shard(operator: Callable[..., Any] | nn.Module, in_strategy: tuple | None = 
             strategy speaks of the shapes that the operator sees.
         out_strategy: one entry per output, likewise. None: a partial sum is completed by an all-reduce, and the output
             keeps the cuts that remain.
+        priority: read by the mode sharding_propagation alone. Unmarked operators follow marks of the lowest number
+            first; where one is asked for different cuts, the mark of the lower number has its way, whatever that costs,
+            and the plan's notes name the loser. Among marks of one number the cheaper cut is taken.
 
     Returns:
         For a function an `Operator`, to be called in its place; for a module the module itself, with a method
-        ``shard(in_strategy, out_strategy)`` to mark it anew.
+        ``shard(in_strategy, out_strategy, priority)`` to mark it anew.
 
     Raises:
-        SettingError: not a function and not a module. Strategies are checked when the model is planned.
+        SettingError: not a function and not a module, or a priority that is no whole number from 0. Strategies are
+            checked when the model is planned.
     """
     if isinstance(operator, Operator):
-        return operator.shard(in_strategy, out_strategy)
+        return operator.shard(in_strategy, out_strategy, priority)
     if isinstance(operator, nn.Module):
         held = operator.__dict__.get("shard")
         if not isinstance(held, _ReShard):
             held = _ReShard(_ModuleMark(operator), operator)
             operator.__dict__["shard"] = held
-        return held(in_strategy, out_strategy)
-    return Operator(operator).shard(in_strategy, out_strategy)
+        return held(in_strategy, out_strategy, priority)
+    return Operator(operator).shard(in_strategy, out_strategy, priority)
 
 
 def recompute(target: Any, mp_comm_recompute: bool = True, parallel_optimizer_comm_recompute: bool = False) -> Any:
@@ -215,8 +229,9 @@ class _ReShard:
     def __init__(self, held: _ModuleMark, module: nn.Module) -> None:
         self.mark, self.module = held, module
 
-    def __call__(self, in_strategy: tuple | None = None, out_strategy: tuple | None = None) -> nn.Module:
-        self.mark.shard(in_strategy, out_strategy)
+    def __call__(self, in_strategy: tuple | None = None, out_strategy: tuple | None = None, priority: int = 0
+                 ) -> nn.Module:
+        self.mark.shard(in_strategy, out_strategy, priority)
         return self.module
 
 

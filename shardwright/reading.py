@@ -44,12 +44,14 @@ class MarkUse:
         source: the line that gave them.
         order: ``order[i]`` is the index in `Op.inputs` of the i-th entry of the in_strategy, which stands in the order
             of the user's call.
+        priority: as of `shardwright.shard`.
     """
 
     in_strategy: Any
     out_strategy: Any
     source: str
     order: tuple[int, ...]
+    priority: int = 0
 
 
 def is_users(file: str) -> bool:
@@ -298,7 +300,8 @@ class Reader:
         if name is not None:  # the first call has the bare name
             path = self.unique(name) if id(marked) in self.named else name
             self.named.add(id(marked))
-        self.ops[inside[0]] = replace(op, name=path, mark=MarkUse(marked.in_strategy, marked.out_strategy, marked.source, order))
+        use = MarkUse(marked.in_strategy, marked.out_strategy, marked.source, order, marked.priority)
+        self.ops[inside[0]] = replace(op, name=path, mark=use)
 
     def operator(self, node: torch.fx.Node, target: Any) -> None:
         written = [a for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings, strategies as st
+from torch import nn
 
 import shardwright as sw
 from shardwright.cli import main
@@ -197,6 +198,24 @@ def test_the_command_on_ranks_that_are_there(measured: tuple[list[dict], Path]) 
     assert cluster.name == "through the command"
     check_sane(cluster, 2)
     assert json.loads((folder / "written.json").read_text()) == cluster.to_dict()
+
+
+def test_a_plan_is_priced_by_the_file_that_was_written(measured: tuple[list[dict], Path]) -> None:
+    path = measured[1] / "written.json"
+    net, x = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)), torch.empty(32, 64)
+
+    def planned(cluster: object) -> sw.Plan:
+        return sw.plan(net, (x,), nn.MSELoss(), x, parallel_mode="dynamic_programming", devices=2, cluster=cluster)
+
+    plan = planned(str(path))
+    assert plan.cluster == Cluster.of(path, 2) and plan.cluster.name == "through the command"
+    assert plan.cost == Costs(Cluster.load(path), 2).plan(plan).total > 0 and plan.bound <= plan.cost
+    held = json.loads(path.read_text())
+    slower = held | {"peak": {name: rate / 10 for name, rate in held["peak"].items()},
+                     "overhead": held["overhead"] * 10, "memory_bandwidth": held["memory_bandwidth"] / 10,
+                     "levels": [level | {"latency": level["latency"] * 10, "bandwidth": level["bandwidth"] / 10}
+                                for level in held["levels"]]}
+    assert planned(slower).cost == pytest.approx(10 * plan.cost), "every figure of the file is heeded"
 
 
 def test_every_rank_hears_of_what_cannot_be(measured: tuple[list[dict], Path]) -> None:

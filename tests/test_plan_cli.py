@@ -13,6 +13,8 @@ from torch import nn
 
 import shardwright as sw
 from shardwright import cli
+from shardwright.layout import digits_size
+from shardwright.report.units import size_text
 from shardwright.runtime import init as runtime_init
 from shardwright.scripts import without_weights
 
@@ -105,6 +107,26 @@ def test_a_search_says_how_far_it_is_from_the_best(model: Path, capsys: pytest.C
     assert command("--devices", 8, "--mode", "dynamic_programming", "--output", "best.json", f"{model}:as_tuple") == 0
     plan = sw.Plan.load("best.json")
     assert f"cost {plan.cost:.6g} s, lower bound {plan.bound:.6g} s, gap {plan.gap:.3%}" in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_gpt3_s_width_on_16384_devices(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "wide.py").write_text("from gpt3 import gpt3\n\ndef wide():\n    return gpt3(layers=1)\n")
+    assert command("--devices", 16384, "--cluster", "h200x8x2048", f"{tmp_path / 'wide.py'}:wide") == 0
+    plan, lines = sw.Plan.load("plan.json"), capsys.readouterr().out.splitlines()
+    assert (plan.mode, plan.devices) == ("dynamic_programming", 16384) and 0 <= plan.gap <= 1e-3
+    assert lines[0].startswith("dynamic_programming on 16384 devices of h200x8x2048: ")
+    assert f"gap {plan.gap:.3%}" in lines[2]
+    kinds = plan.memory(0)
+    assert {"parameters", "gradients", "optimizer", "activations"} <= kinds.keys()
+    for kind, count in (*kinds.items(), ("the most at one moment", plan.peak)):
+        line, = (line for line in lines if line.strip().startswith(kind))
+        assert line.split()[-2:] == size_text(count).split()
+    at = next(i for i, line in enumerate(lines) if line.startswith(" communication"))
+    dearest, first = lines[at + 2:at + 12], plan.price.collectives[0]
+    assert any(line.split()[:2] == [first.kind, str(digits_size(first.digits))] and f" {first.phase} " in line
+               and first.operator in line for line in dearest)
+    assert any("InfiniBand" in line and " gradient " in line for line in dearest), "and where they go"
 
 
 def test_settings_go_over_the_function_s(model: Path, capsys: pytest.CaptureFixture) -> None:

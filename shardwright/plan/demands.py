@@ -10,16 +10,18 @@ what goes beyond what was asked for:
     an open sum may be left as slices       its digits cut a dim of the output further: reduce-scatter, not all-reduce
     digits that would repeat the work       cut a factor that the leading operand has not, such as a product's columns
 
-Marks come first, and are left alone. Then what passes layouts through: pointwise operators and views, which contract
-nothing, so that following sends nothing and decides nothing. Products and reductions so have heard both sides when they
-are reached. For one operator, basic comes before aggressive. This order decides who is heard where an operator is asked
-for more than `MOST` cuts, and whom a leading operand is joined by.
+Marks come first, and are left alone. Those of the highest priority, the lowest number, are followed to the end before
+the next are heard: what these ask of an operator that basic propagation has reached must leave it cut as it was asked
+to be, or is outranked, and goes no further. Then comes what passes layouts through: pointwise operators and views,
+which contract nothing, so that following sends nothing and decides nothing. Products and reductions so have heard both
+sides when they are reached. For one operator, basic comes before aggressive. This order decides who is heard where an
+operator is asked for more than `MOST` cuts, and whom a leading operand is joined by.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ..graph import Graph, Op, Value
@@ -27,7 +29,7 @@ from ..layout import Digit, Digits, Layout, beside, complement, digits_size, mer
 from ..rules import Assignment, Bound
 from .decision import Decision
 
-__all__ = ["Demand", "demands_of"]
+__all__ = ["Demand", "demands_of", "ranking", "within"]
 
 #: How many cuts one operator is asked for at most, of those found by basic propagation, and as many by aggressive; not
 #: counting those by which it shares a parameter with a marked one.
@@ -43,12 +45,18 @@ class Demand:
         mark: the name of the marked operator that it comes from.
         via: the operator that handed it on.
         aggressive: it goes beyond what was asked for.
+        priority: of the mark.
+        outranked: a mark of higher priority asks for something else.
+        settled: a marked operator lays out a parameter of this one so, which no priority changes.
     """
 
     assignment: Assignment
     mark: str
     via: str
     aggressive: bool = False
+    priority: int = 0
+    outranked: bool = False
+    settled: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,6 +76,7 @@ class _Offer:
     mark: str
     via: str
     aggressive: bool
+    priority: int = 0
 
 
 def demands_of(graph: Graph, decisions: Mapping[str, Decision], devices: int) -> dict[str, tuple[Demand, ...]]:
@@ -77,6 +86,29 @@ def demands_of(graph: Graph, decisions: Mapping[str, Decision], devices: int) ->
         decisions: of every operator, its rule bound to its shapes; of marked ones, what the mark says.
     """
     return _Propagation(graph, decisions, devices).run()
+
+
+def ranking(demands: Iterable[Demand]) -> tuple[Demand, ...]:
+    """Those of the highest priority among the basic demands to be cut: others may cut further, but not otherwise."""
+    cutting = [d for d in demands if d.assignment.used and not d.aggressive and not d.outranked]
+    first = min((d.priority for d in cutting), default=0)
+    return tuple(d for d in cutting if d.priority == first)
+
+
+def within(some: Assignment, all_: Assignment) -> bool:
+    """Whether an assignment cuts every factor at least as another does, by the same digits."""
+    return all(not mine or _begins(theirs, mine) for mine, theirs in zip(some.digits, all_.digits))
+
+
+def _begins(digits: Digits, start: Digits) -> bool:
+    """Whether `digits`, most major first, begin with `start`."""
+    if digits[:len(start)] == start:
+        return True
+    head, k = start[:-1], len(start) - 1
+    if digits[:k] != head or len(digits) <= k:
+        return False
+    mine, theirs = start[-1], digits[k]   # a longer digit begins with a shorter one where their major ends agree
+    return theirs.span == mine.span and digits_size((theirs,)) % mine.size == 0
 
 
 def passes_through(bound: Bound) -> bool:
@@ -160,23 +192,31 @@ class _Propagation:
                 self.ports.setdefault(value.name, []).append(_Port(op, k, True))
         self.offers: dict[str, dict[Layout, _Offer]] = {}
         self.found: dict[str, dict[int, Demand]] = {}
+        self.outranked: dict[str, dict[str, Demand]] = {}   # by operator, then by mark
+        self.priority = 0                                   # of the marks that are followed now
         self.counts: dict[tuple[str, bool], int] = {}
         # offers on their way: (to one that contracts, aggressive, in the order in which they were sent, to whom, what)
         self.waves: list[tuple[bool, bool, int, _Port, _Offer]] = []
         self.sent = 0
 
     def run(self) -> dict[str, tuple[Demand, ...]]:
-        for op in self.graph.ops:
-            decision = self.decisions[op.name]
-            if op.name in self.marked:
-                self.emit(op, self.forms[op.name].of(decision.assignment), op.name, False)
-            elif op.mark is not None and decision.out is not None:  # its result is marked, how it works is not
-                for k, layout in enumerate(decision.out):
-                    self.send(_Port(op, k, True), _Offer(layout, op.name, op.name, False))
-        while self.waves:
-            *_, port, offer = heapq.heappop(self.waves)
-            self.hear(port, offer)
-        return {name: tuple(found.values()) for name, found in self.found.items()}
+        for self.priority in sorted({op.mark.priority for op in self.graph.ops if op.mark is not None}):
+            for op in self.graph.ops:
+                if op.mark is not None and op.mark.priority == self.priority:
+                    self.begin(op)
+            while self.waves:
+                *_, port, offer = heapq.heappop(self.waves)
+                self.hear(port, offer)
+        return {name: (*found.values(), *self.outranked.get(name, {}).values()) for name, found in self.found.items()}
+
+    def begin(self, op: Op) -> None:
+        """The layouts that a mark asks for."""
+        decision = self.decisions[op.name]
+        if op.name in self.marked:
+            self.emit(op, self.forms[op.name].of(decision.assignment), op.name, False)
+        elif decision.out is not None:  # its result is marked, how it works is not
+            for k, layout in enumerate(decision.out):
+                self.send(_Port(op, k, True), _Offer(layout, op.name, op.name, False, self.priority))
 
     # -- what an operator says --
 
@@ -192,12 +232,16 @@ class _Propagation:
 
     def offer(self, value: Value, layout: Layout, sender: Op, mark: str, aggressive: bool) -> None:
         known = self.offers.setdefault(value.name, {})
-        if layout in known or layout.is_replicated and value.name in self.parameters:
+        if self.heard_of(known.get(layout), aggressive) or layout.is_replicated and value.name in self.parameters:
             return  # a weight that some operator wants whole tells its other users nothing
-        offer = known[layout] = _Offer(layout, mark, sender.name, aggressive)
+        offer = known[layout] = _Offer(layout, mark, sender.name, aggressive, self.priority)
         for port in self.ports[value.name]:
             if port.op is not sender and port.op.name not in self.marked:
                 self.send(port, offer)
+
+    def heard_of(self, earlier: _Offer | Demand | None, aggressive: bool) -> bool:
+        """Whether an offer or demand is no news; it is where marks of higher priority made it but aggressively."""
+        return earlier is not None and (aggressive or not earlier.aggressive or earlier.priority == self.priority)
 
     def send(self, port: _Port, offer: _Offer) -> None:
         self.sent += 1
@@ -243,14 +287,21 @@ class _Propagation:
     def ask(self, op: Op, digits: Mapping[int, Digits], offer: _Offer, aggressive: bool, settled: bool = False) -> None:
         """One more demand, if it is legal, new, and there is room."""
         cut, found = self.forms[op.name].cut(digits), self.found.setdefault(op.name, {})
-        if cut is None or id(cut) in found:
+        if cut is None:
+            return
+        first = () if settled else ranking(found.values())
+        if first and first[0].priority < self.priority and not any(within(d.assignment, cut.assignment) for d in first):
+            self.outranked.setdefault(op.name, {}).setdefault(offer.mark, Demand(
+                cut.assignment, offer.mark, offer.via, aggressive, self.priority, True))
+            return
+        if self.heard_of(found.get(id(cut)), aggressive):
             return
         heard = self.counts.get((op.name, aggressive), 0)
         if not settled:
             if heard >= MOST:
                 return
             self.counts[op.name, aggressive] = heard + 1
-        found[id(cut)] = Demand(cut.assignment, offer.mark, offer.via, aggressive)
+        found[id(cut)] = Demand(cut.assignment, offer.mark, offer.via, aggressive, self.priority, settled=settled)
         self.emit(op, cut, offer.mark, aggressive)
 
 

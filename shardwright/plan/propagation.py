@@ -8,6 +8,9 @@ ask is weighed at once: a conflict is decided by the seconds of the whole step, 
 it, and the price of each. As what `semi_auto` does is among the options, the plan is not dearer than that of the same
 marks there; where the two are near, their programs are compared.
 
+Where marks have several priorities, what a mark above the lowest priority asks of an operator is followed whatever it
+costs: its options are what such marks ask, and what cuts it further.
+
 A search weighs everything that the rules allow; this weighs what follows from the marks: a handful an operator, so that
 the time grows with the operators alone.
 """
@@ -24,12 +27,12 @@ from typing import Any
 from ..cluster import Cluster
 from ..errors import PlanError, SettingError
 from ..graph import Graph, Op, Value
-from ..layout import Digits, Layout, digits_size, overlap
+from ..layout import Layout, overlap
 from ..rules import Assignment, Bound
 from .candidates import Described, Strategy, options_of, strategy_of
 from .costs import Costs
 from .decision import Decision, Feeding
-from .demands import Demand, demands_of
+from .demands import Demand, demands_of, ranking, within
 from .energy import Energy
 from .exact import solve
 from .plan import Plan
@@ -49,7 +52,7 @@ _BASIC, _AGGRESSIVE, _ALONG, _WHOLE = range(4)
 
 def sharding_propagation(graph: Graph, devices: int, fed: Feeding, *, costs: Any = None,
                          on_missing_rule: str = "error", stored: dict[str, Layout] | None = None, uneven: bool = False,
-                         memory: Any = None, hsdp: OptimizerParallel | None = None) -> Decided:
+                         hsdp: OptimizerParallel | None = None) -> Decided:
     """Decide every operator.
 
     Args:
@@ -57,35 +60,39 @@ def sharding_propagation(graph: Graph, devices: int, fed: Feeding, *, costs: Any
         on_missing_rule: "error", or "replicate" to run an operator without a rule whole.
         stored: layouts of parameters that are settled already.
         uneven: dims that their cuts do not divide are padded, where that can be.
-        memory: must be None: propagation follows its marks, whatever memory that takes.
         hsdp: how the other parameters are stored.
 
     Raises:
-        SettingError: no operator is marked, or a limit of memory.
+        SettingError: no operator is marked.
         StrategyError, LayoutError, MissingRuleError: as in `semi_auto`.
     """
     if not any(map(_marked, graph.ops)):
         raise SettingError("sharding_propagation follows marks, and no operator of the model has one",
                            legal='a mark on one operator, such as sw.shard(torch.matmul, ((2, 4), (4, 1))), or a '
                                  'search: parallel_mode="dynamic_programming"')
-    if memory is not None:
-        raise SettingError("sharding_propagation follows marks; it looks for nothing that fits in a limit of memory",
-                           legal='no memory=, or parallel_mode="dynamic_programming"')
     given = dict(on_missing_rule=on_missing_rule, stored=stored, uneven=uneven)
     along, carries = semi_auto(graph, devices, fed, **given)
     asked = demands_of(graph, along, devices)
+    heard = {name: tuple(d for d in demands if not d.outranked) for name, demands in asked.items()}
+    lowest = max(op.mark.priority for op in graph.ops if _marked(op))
+    bound_to = {name: first for name, demands in heard.items()
+                if (first := ranking(demands)) and first[0].priority < lowest}
     search = Search.of(graph, devices, fed, costs or Costs(Cluster.of(None, devices), devices), hsdp=hsdp, **given)
-    made = search.energy(_options(search.described, along, asked))
+    made = search.energy(_options(search.described, along, heard, bound_to))
     try:
         solution = solve(made.problem)
-    except PlanError:  # marks that contradict one another: the router says which
-        return Decided(along, carries)
+    except PlanError:
+        try:  # a priority cannot be kept where other users of a parameter want it otherwise
+            made = search.energy(_options(search.described, along, heard, {}))
+            solution = solve(made.problem)
+        except PlanError:  # marks that contradict one another: the router says which
+            return Decided(along, carries)
     marks = {name: decision for name, decision in along.items() if _settled(decision.op)}
-    decisions = _labelled(graph, made.decisions(solution.states, marks, "search"), along, asked)
-    decisions = _with_losers(made, solution.states, decisions, asked)
+    decisions = _labelled(graph, made.decisions(solution.states, marks, "search"), along, heard)
+    decisions = _with_losers(made, solution.states, decisions, asked, bound_to)
     count = sum(map(len, made.options.values()))
     found = Found(solution.cost, None, len(decisions), count, solution.notes)
-    if solution.cost < NEAR * made.cost({name: strategy_of(decision) for name, decision in along.items()}):
+    if bound_to or solution.cost < NEAR * made.cost({name: strategy_of(decision) for name, decision in along.items()}):
         return Decided(decisions, carries, found)
 
     def price(chosen: dict[str, Decision]) -> float:
@@ -103,22 +110,27 @@ def sharding_propagation(graph: Graph, devices: int, fed: Feeding, *, costs: Any
     return Decided(decisions, carries, found)
 
 
-def _options(described: Described, along: Mapping[str, Decision], asked: Mapping[str, tuple[Demand, ...]]
-             ) -> dict[str, tuple[Strategy, ...]]:
+def _options(described: Described, along: Mapping[str, Decision], asked: Mapping[str, tuple[Demand, ...]],
+             bound_to: Mapping[str, tuple[Demand, ...]]) -> dict[str, tuple[Strategy, ...]]:
     """The strategies of every operator, the preferred first: of those that cost the same the solver takes the first.
     Operators that are alike have the same tuple.
 
     Whole is one only where nothing else may be, or where the other users of a parameter might want it so.
+
+    Args:
+        bound_to: operators that must follow their marks -> the demands of which their cuts must hold one.
     """
     graph, consumers = described.graph, described.graph.consumers()
     several = {op.name for name in graph.parameters for op, _ in consumers.get(name, ()) if len(consumers[name]) > 1}
     settled = {name for name, decision in along.items() if _settled(decision.op)}
     outs = {name: decision.out for name, decision in along.items() if decision.out is not None}
-    ranks = {name: {decision.assignment: _ALONG} for name, decision in along.items()}
+    ranks = {name: {decision.assignment: _ALONG} if _follows(decision.assignment, bound_to.get(name)) else {}
+             for name, decision in along.items()}
     for name, demands in asked.items():
+        first = bound_to.get(name)
         ranks[name] |= {d.assignment: _WHOLE if not d.assignment.used else _AGGRESSIVE if d.aggressive else _BASIC
-                        for d in demands}
-    for name in several - settled:
+                        for d in demands if d.settled or _follows(d.assignment, first)}
+    for name in several - settled - bound_to.keys():
         ranks[name].setdefault(along[name].bound.whole(described.devices), _WHOLE)
     same: dict[tuple[Strategy, ...], tuple[Strategy, ...]] = {}
     out = {}
@@ -127,6 +139,11 @@ def _options(described: Described, along: Mapping[str, Decision], asked: Mapping
         kept = sorted((s for s in strategies if s.assignment in known), key=lambda s: (known[s.assignment], str(s)))
         out[name] = same.setdefault(tuple(kept), tuple(kept))
     return out
+
+
+def _follows(assignment: Assignment, demands: tuple[Demand, ...] | None) -> bool:
+    """Whether an operator that is cut so is cut as one of these asks; None: nothing has to be."""
+    return demands is None or any(within(d.assignment, assignment) for d in demands)
 
 
 def path_from_mark(decisions: Mapping[str, Decision], name: str) -> tuple[str, ...]:
@@ -160,8 +177,8 @@ def _plans(along: Mapping[str, Decision], asked: Mapping[str, tuple[Demand, ...]
 
 def _labelled(graph: Graph, decisions: dict[str, Decision], along: Mapping[str, Decision],
               asked: Mapping[str, tuple[Demand, ...]]) -> dict[str, Decision]:
-    """The decisions with the mark that each comes from: the nearest from which values lie alike up to there, those that
-    lie wholly alike before those that do in part.
+    """The decisions with the mark that each comes from: of the highest priority, the nearest from which values lie alike
+    up to there, those that lie wholly alike before those that do in part.
 
     Where no such chain is left, because those on the way went with another mark, it is the one that asked; an operator
     that is cut as none asked is as `semi_auto` has it.
@@ -172,10 +189,12 @@ def _labelled(graph: Graph, decisions: dict[str, Decision], along: Mapping[str, 
             touching.setdefault(value.name, []).append((op, index, output))
     by_name = {op.name: op for op in graph.ops}
     nearest: dict[str, tuple[str, str]] = {}
-    # (links where only some digits are alike, links, place in the program), the operator, its mark, who handed it on
-    reached = [(0, 0, place, op.name, op.name, "") for place, op in enumerate(graph.ops) if _marked(op)]
+    # (priority, links where only some digits are alike, links, place in the program), operator, its mark, who told it
+    reached = [(op.mark.priority, 0, 0, place, op.name, op.name, "")
+               for place, op in enumerate(graph.ops) if _marked(op)]
+    heapq.heapify(reached)
     while reached:
-        partly, links, place, name, mark, via = heapq.heappop(reached)
+        priority, partly, links, place, name, mark, via = heapq.heappop(reached)
         if name in nearest:
             continue
         nearest[name] = mark, via
@@ -187,7 +206,7 @@ def _labelled(graph: Graph, decisions: dict[str, Decision], along: Mapping[str, 
                 theirs = _layout(decisions[other.name], i, made)
                 if _alike(mine, theirs):
                     same = mine.dims == theirs.dims
-                    heapq.heappush(reached, (partly + (not same), links + 1, place, other.name, mark, name))
+                    heapq.heappush(reached, (priority, partly + (not same), links + 1, place, other.name, mark, name))
     out = {}
     for name, decision in decisions.items():
         demand = next((d for d in asked.get(name, ()) if d.assignment == decision.assignment), None)
@@ -227,7 +246,8 @@ def _alike(one: Layout, other: Layout) -> bool:
 
 
 def _with_losers(found: Energy, states: Sequence[int], decisions: dict[str, Decision],
-                 asked: Mapping[str, tuple[Demand, ...]]) -> dict[str, Decision]:
+                 asked: Mapping[str, tuple[Demand, ...]], bound_to: Mapping[str, tuple[Demand, ...]]
+                 ) -> dict[str, Decision]:
     """The decisions, with a note where marks that did not get their way asked for something else."""
     prices = _Prices(found, states)
     out = dict(decisions)
@@ -235,15 +255,23 @@ def _with_losers(found: Energy, states: Sequence[int], decisions: dict[str, Deci
         if _settled(decision.op):
             continue
         bound, won = decision.bound, decision.assignment
-        lost: dict[str, Assignment] = {}
+        lost: dict[str, Demand] = {}
+        first = ranking(asked.get(name, ()))
+        kept = _follows(won, bound_to.get(name))
         for demand in asked.get(name, ()):
-            if not demand.aggressive and demand.mark != decision.origin and not _within(demand.assignment, won):
-                lost.setdefault(demand.mark, demand.assignment)
+            mine = demand.mark == decision.origin or demand.aggressive and not demand.outranked
+            if (not mine or not kept and demand in first) and not within(demand.assignment, won):
+                lost.setdefault(demand.mark, demand)
         if lost:
             who = f"{decision.origin} asks for" if decision.origin else f"{decision.cause}:"
             said = [f"{name}: {who} {_cuts(bound, won)}, {prices.text(name, won)}: taken"]
-            said += [f"{mark} asks for {_cuts(bound, assignment)}, {prices.text(name, assignment)}"
-                     for mark, assignment in lost.items()]
+            for mark, demand in lost.items():
+                why = prices.text(name, demand.assignment)
+                if demand.outranked:
+                    why = f"after {first[0].mark}: priority {demand.priority} against {first[0].priority}"
+                elif not kept and demand in first:
+                    why = f"which other users of a parameter do not allow, in spite of its priority {demand.priority}"
+                said.append(f"{mark} asks for {_cuts(bound, demand.assignment)}, {why}")
             out[name] = replace(decision, note="; ".join(([decision.note] if decision.note else []) + said))
     return out
 
@@ -251,22 +279,6 @@ def _with_losers(found: Energy, states: Sequence[int], decisions: dict[str, Deci
 def _cuts(bound: Bound, assignment: Assignment) -> str:
     """A strategy in cuts; where another of the same cuts might be meant, the reader finds the digits in the plan."""
     return str(bound.in_strategy(assignment))
-
-
-def _within(some: Assignment, all_: Assignment) -> bool:
-    """Whether an assignment cuts every factor at least as another does, by the same digits."""
-    return all(not mine or _begins(theirs, mine) for mine, theirs in zip(some.digits, all_.digits))
-
-
-def _begins(digits: Digits, start: Digits) -> bool:
-    """Whether `digits`, most major first, begin with `start`."""
-    if digits[:len(start)] == start:
-        return True
-    head, k = start[:-1], len(start) - 1
-    if digits[:k] != head or len(digits) <= k:
-        return False
-    mine, theirs = start[-1], digits[k]   # a longer digit begins with a shorter one where their major ends agree
-    return theirs.span == mine.span and digits_size((theirs,)) % mine.size == 0
 
 
 class _Prices:
