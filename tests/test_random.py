@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from networks import Apply, D, draw, labels
 from one_device import close, parallel, squares
 from ranks import run_ranks
@@ -18,11 +20,11 @@ from torch.utils import _pytree as pytree
 
 import shardwright as sw
 from shardwright.rules.generator import KINDS, PLAIN, device_words, host_words, key
-from shardwright.runtime.random import RandomStream, stream
+from shardwright.runtime.random import RandomStream, of_micro_batch, stream
 
 CROSS_ENTROPY = nn.CrossEntropyLoss()
 X, T = draw(16, 8), labels(16)
-EXACT, FAST = torch.tensor([5, 0, 1]), torch.tensor([5, 0, 0])
+EXACT, FAST = torch.tensor([5, 0, 1, 0]), torch.tensor([5, 0, 0, 0])
 
 mask, numbers = torch.ops.shardwright.mask.default, torch.ops.shardwright.draw.default
 
@@ -70,6 +72,35 @@ def test_a_slice_is_the_slice_of_the_whole(shape: tuple[int, ...], threads: int)
     finally:
         torch.set_num_threads(1)
     assert set(kept.unique().tolist()) <= {0.0, 2.0}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 4), st.sampled_from([(), (3,), (2, 4)]),
+       st.sampled_from([(), (2,)]), st.data())
+def test_micro_batches_draw_the_rows_of_the_whole_batch(count: int, pieces: int, piece: int, minor: tuple[int, ...],
+                                                        major: tuple[int, ...], data: st.DataObject) -> None:
+    """Any slice of any micro-batch: a dim of some pieces, each of which stands beside those of the others."""
+    dim, size = len(major), [*major, pieces * piece, *minor]
+    whole = [*major, pieces * count * piece, *minor]
+    kept = mask(EXACT, [], None, [], whole, whole, 3, 0.7, 2.0, D, None)
+    drawn = numbers(EXACT, [], None, [], whole, whole, 3, "integer", torch.int64, None)
+    begin = [data.draw(st.integers(0, s - 1)) for s in size]
+    length = [data.draw(st.integers(1, s - b)) for s, b in zip(size, begin)]
+    part = tuple(slice(b, b + n) for b, n in zip(begin, length))
+    where = [torch.tensor([b]) for b in begin], None, list(range(len(size))), length, size, 3
+    for k in range(count):
+        seed = of_micro_batch(EXACT, k)
+        mine = (x.unflatten(dim, (pieces, count, piece)).select(dim + 1, k).flatten(dim, dim + 1)[part]
+                for x in (kept, drawn))
+        micro = [dim, count, pieces]
+        assert torch.equal(mask(seed, *where, 0.7, 2.0, D, None, micro), next(mine))
+        assert torch.equal(numbers(seed, *where, "integer", torch.int64, None, micro), next(mine))
+
+
+def test_fast_numbers_differ_between_micro_batches() -> None:
+    def mine(k: int) -> Tensor:
+        return mask(of_micro_batch(FAST, k), [], None, [], [64, 8], [64, 8], 3, 0.5, 1.0, D, None, [0, 3, 2])
+    assert torch.equal(mine(1), mine(1)) and (mine(0) != mine(1)).any() and (mine(1) != mine(2)).any()
 
 
 def deviations(counts: Tensor, expected: Tensor | float) -> float:
@@ -162,7 +193,7 @@ def test_operators_pass_through_torch_compile() -> None:
         return x * PLAIN[mask](seed, [], x.detach(), [], size, size, 0, 0.5, 2.0, x.dtype, None)
     x = X.clone().requires_grad_()
     compiled = torch.compile(dropped, backend="aot_eager", fullgraph=True)
-    for seed in (EXACT, torch.tensor([5, 1, 1])):
+    for seed in (EXACT, torch.tensor([5, 1, 1, 0])):
         close(compiled(seed, x), dropped(seed, x))
         close(torch.autograd.grad(compiled(seed, x).sum(), x), torch.autograd.grad(dropped(seed, x).sum(), x))
 
@@ -174,17 +205,17 @@ def test_calls_are_counted_from_when_torch_was_seeded() -> None:
     mine = RandomStream()
     torch.manual_seed(3)
     first = [mine.draw(True).tolist() for _ in range(3)]
-    assert first == [[3, 0, 1], [3, 1, 1], [3, 2, 1]]
+    assert first == [[3, 0, 1, 0], [3, 1, 1, 0], [3, 2, 1, 0]]
     torch.randn(5)                                  # a loader's
-    assert mine.draw(False).tolist() == [3, 3, 0]
+    assert mine.draw(False).tolist() == [3, 3, 0, 0]
     torch.manual_seed(3)
     assert mine.upcoming() == (3, 0) == mine.upcoming()
     mine.draw(True)
     torch.manual_seed(4)
     torch.randn(5)                                  # before the first call
-    assert mine.draw(True).tolist() == [4, 0, 1]
+    assert mine.draw(True).tolist() == [4, 0, 1, 0]
     torch.manual_seed(-1)
-    assert mine.draw(True).tolist() == [-1, 0, 1]
+    assert mine.draw(True).tolist() == [-1, 0, 1, 0]
 
 
 def test_a_run_goes_on_where_it_was_saved() -> None:
@@ -197,7 +228,7 @@ def test_a_run_goes_on_where_it_was_saved() -> None:
     later.load_state_dict(saved)
     assert [later.draw(True).tolist() for _ in range(2)] == expected
     torch.manual_seed(99)
-    assert later.draw(True).tolist() == [99, 0, 1]
+    assert later.draw(True).tolist() == [99, 0, 1, 0]
 
 
 # -- networks ----------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from . import (  # noqa: F401  (each family registers itself)
     arrange, attention, classes, conv, create, lookup, loss, matmul, moments, norm, normalise, padding, patches,
-    pointwise, pool, random, reduce, resample, scan, scatter, view,
+    pointwise, pool, random, reduce, resample, scan, scatter, send, view,
 )
 from .expand import Builder, expand
 from .notation import Assignment, Bound, Factor, bind, parse

@@ -14,8 +14,17 @@ own generator instead, seeded by the operator and by where the rank's slice begi
 
 The operators take the seed and the positions as tensors in host memory, for the program is the same on every rank:
 
-    seed      (3,): torch.initial_seed(), the number of the call, and whether numbers are exact (1) or fast (0)
+    seed      (4,): torch.initial_seed(), the number of the call, whether numbers are exact (1) or fast (0), and the
+              number k of the micro-batch, 0 where there is one
     starts    for each of `dims`, where this rank's slice begins in the whole tensor (1,); other dims begin at 0
+
+In a program for one of m micro-batches `whole` is the shape for that one, and `micro` is (dim, m, pieces): the dim is
+made of so many pieces, each of n = whole[dim] / pieces rows, which in the whole batch lie m beside each other,
+
+    row j of micro-batch k  ->  row (j div n)·m·n + k·n + j mod n of the whole batch
+
+One piece is a batch that is cut into m; P pieces are one of P parts that ranks feed; and so they are where the batch
+is the minor part of a dim.
 """
 
 from __future__ import annotations
@@ -78,35 +87,51 @@ class Slice:
     Attributes:
         first: the position of its first element.
         run: how many elements neighbour one another in a row.
-        rows: sizes and strides of the dims before, which lead from row to row.
+        rows: how far it is, in each of the dims before, from the first row to each.
+        aligned: whether all rows begin in the same half of a word.
     """
 
-    def __init__(self, starts: Sequence[Tensor], dims: Sequence[int], size: Sequence[int], whole: Sequence[int]
-                 ) -> None:
+    def __init__(self, starts: Sequence[Tensor], dims: Sequence[int], size: Sequence[int], whole: Sequence[int],
+                 micro: Sequence[int] = (), k: int = 0) -> None:
         begin = {d: start.item() for d, start in zip(dims, starts)}
-        self.first, self.run, stride, self.rows = 0, 1, 1, []
+        self.first, self.run, stride = 0, 1, 1
+        self.rows: list[np.ndarray] = []
+        self.aligned = True
         for d in range(len(size) - 1, -1, -1):
-            self.first += begin.get(d, 0) * stride
+            at, count, extent, jumps = begin.get(d, 0), size[d], whole[d], None
+            if micro and d == micro[0]:
+                at, count, jumps = _in_whole_batch(at, count, extent // micro[2], micro[1], k)
+                extent *= micro[1]
+            self.first += at * stride
             if self.run == stride:
-                self.run *= size[d]
-            elif size[d] > 1:
-                self.rows.insert(0, (size[d], stride))
-            stride *= whole[d]
+                self.run *= count
+            elif count > 1:
+                self.rows.insert(0, np.arange(0, count * stride, stride))
+                self.aligned &= stride % 2 == 0
+            if jumps is not None:
+                self.rows.insert(0, jumps * stride)
+                self.aligned &= not (self.rows[0] % 2).any()
+            stride *= extent
 
     def offsets(self) -> np.ndarray:
         """The position of each row's first element."""
         if not self.rows:
             return np.array([self.first])
-        size, stride = self.rows[0]
-        at = np.arange(self.first, self.first + size * stride, stride)
-        for size, stride in self.rows[1:]:
-            at = (at[:, None] + np.arange(0, size * stride, stride)).ravel()
+        at = self.first + self.rows[0]
+        for row in self.rows[1:]:
+            at = (at[:, None] + row).ravel()
         return at
 
-    @property
-    def aligned(self) -> bool:
-        """Whether all rows begin in the same half of a word."""
-        return all(stride % 2 == 0 for _, stride in self.rows)
+
+def _in_whole_batch(at: int, count: int, piece: int, micros: int, k: int) -> tuple[int, int, np.ndarray | None]:
+    """The rows from `at` on of micro-batch k, in the whole batch: the first, how many neighbour one another, and how
+    far it is from the first to each lot of so many; None where there is one lot."""
+    first = at // piece * micros * piece + k * piece + at % piece
+    if at % piece + count <= piece:
+        return first, count, None
+    lot = math.gcd(at, count, piece)
+    rows = np.arange(at, at + count, lot)
+    return first, lot, rows // piece * (micros * piece) + k * piece + rows % piece - first
 
 
 def _words(start: int, step: int, offsets: np.ndarray | int, count: int) -> np.ndarray:
@@ -194,11 +219,12 @@ def _filled(out: Tensor, at: Slice, stream: tuple[int, int], halves: bool, put: 
     return out
 
 
-def _state(seed: Tensor, number: int, at: Slice) -> tuple[tuple[int, int], int | None]:
-    """The stream of an operator, and for fast numbers the seed of torch's generator on this slice."""
-    initial, call, exact = seed.tolist()
-    stream = key(initial & _BITS, call, number)
-    return stream, None if exact else _mixed(stream[0] + (at.first + 1) * stream[1] & _BITS) >> 1
+def _state(seed: Tensor, starts: Sequence[Tensor], dims: Sequence[int], size: Sequence[int], whole: Sequence[int],
+           number: int, micro: Sequence[int]) -> tuple[Slice, tuple[int, int], int | None]:
+    """Where the slice lies, the stream of the operator, and for fast numbers the seed of torch's generator on it."""
+    initial, call, exact, k = seed.tolist()
+    at, stream = Slice(starts, dims, size, whole, micro, k), key(initial & _BITS, call, number)
+    return at, stream, None if exact else _mixed(stream[0] + (at.first + 1) * stream[1] & _BITS) >> 1
 
 
 def _made_on(seed: Tensor, like: Tensor | None, device: torch.device | None) -> torch.device:
@@ -209,9 +235,9 @@ def _made_on(seed: Tensor, like: Tensor | None, device: torch.device | None) -> 
 
 def _mask(seed: Tensor, starts: Sequence[Tensor], like: Tensor | None, dims: Sequence[int], size: Sequence[int],
           whole: Sequence[int], number: int, p: float, value: float, dtype: torch.dtype,
-          device: torch.device | None) -> Tensor:
-    on, at = _made_on(seed, like, device), Slice(starts, dims, size, whole)
-    stream, fast = _state(seed, number, at)
+          device: torch.device | None, micro: Sequence[int] = ()) -> Tensor:
+    on = _made_on(seed, like, device)
+    at, stream, fast = _state(seed, starts, dims, size, whole, number, micro)
     below, number_type = round(p * 2 ** 32) - (1 << 31), _NUMPY.get(dtype) if on.type == "cpu" else None
     simple = fast is None and number_type is not None and -1 << 31 < below < 1 << 31 and at.aligned
     if simple and 0 < math.prod(size) <= 2 * _CHUNK:
@@ -238,11 +264,12 @@ def _mask(seed: Tensor, starts: Sequence[Tensor], like: Tensor | None, dims: Seq
 
 
 def _draw(seed: Tensor, starts: Sequence[Tensor], like: Tensor | None, dims: Sequence[int], size: Sequence[int],
-          whole: Sequence[int], number: int, kind: str, dtype: torch.dtype, device: torch.device | None) -> Tensor:
-    out, at = torch.empty(size, dtype=dtype, device=_made_on(seed, like, device)), Slice(starts, dims, size, whole)
+          whole: Sequence[int], number: int, kind: str, dtype: torch.dtype, device: torch.device | None,
+          micro: Sequence[int] = ()) -> Tensor:
+    out = torch.empty(size, dtype=dtype, device=_made_on(seed, like, device))
     if not out.numel():
         return out
-    stream, fast = _state(seed, number, at)
+    at, stream, fast = _state(seed, starts, dims, size, whole, number, micro)
     if fast is not None:
         generator = torch.Generator(out.device).manual_seed(fast)
         if kind == "integer":
@@ -281,16 +308,17 @@ def _permutation(seed: Tensor, number: int, count: int, dtype: torch.dtype, devi
 
 
 def _choose(seed: Tensor, starts: Sequence[Tensor], weights: Tensor, dims: Sequence[int], whole: Sequence[int],
-            number: int, count: int, replacement: bool) -> Tensor:
+            number: int, count: int, replacement: bool, micro: Sequence[int] = ()) -> Tensor:
     """With replacement: where a uniform number falls among the sums of weights. Without: the `count` largest of
     weight/e with e exponential, which is the order in which they would be drawn one by one."""
     wide = weights.double()
     rows, classes = list(weights.shape[:-1]), weights.shape[-1]
     if not replacement:
         drawn = _draw(seed, starts, weights, dims, [*rows, classes], [*whole, classes], number, "exponential",
-                      torch.float64, None)
+                      torch.float64, None, micro)
         return (wide / drawn).topk(count, dim=-1).indices
-    drawn = _draw(seed, starts, weights, dims, [*rows, count], [*whole, count], number, "uniform", torch.float64, None)
+    drawn = _draw(seed, starts, weights, dims, [*rows, count], [*whole, count], number, "uniform", torch.float64, None,
+                  micro)
     sums = wide.cumsum(-1)
     chosen = torch.searchsorted(sums, drawn * sums[..., -1:], right=True)
     last = (wide > 0).long().mul_(torch.arange(classes, device=wide.device)).amax(-1, keepdim=True)
@@ -318,16 +346,20 @@ def _define(name: str, arguments: str, run, fake) -> None:
     PLAIN[op] = plain
 
 
-def _empty(seed: Tensor, starts, like, dims, size, whole, number, *rest) -> Tensor:
-    return torch.empty(size, dtype=rest[-2], device=_made_on(seed, like, rest[-1]))
+def _empty_mask(seed, starts, like, dims, size, whole, number, p, value, dtype, device, micro=()) -> Tensor:
+    return torch.empty(size, dtype=dtype, device=_made_on(seed, like, device))
+
+
+def _empty_draw(seed, starts, like, dims, size, whole, number, kind, dtype, device, micro=()) -> Tensor:
+    return torch.empty(size, dtype=dtype, device=_made_on(seed, like, device))
 
 
 _WHERE = "Tensor seed, Tensor[] starts, Tensor? like, int[] dims, int[] size, int[] whole, int number"
-_define("mask", f"{_WHERE}, float p, float value, ScalarType dtype, Device? device", _mask, _empty)
-_define("draw", f"{_WHERE}, str kind, ScalarType dtype, Device? device", _draw, _empty)
+_define("mask", f"{_WHERE}, float p, float value, ScalarType dtype, Device? device, int[] micro=[]", _mask, _empty_mask)
+_define("draw", f"{_WHERE}, str kind, ScalarType dtype, Device? device, int[] micro=[]", _draw, _empty_draw)
 _define("permutation", "Tensor seed, int number, int count, ScalarType dtype, Device? device", _permutation,
         lambda seed, number, count, dtype, device: torch.empty(count, dtype=dtype, device=_made_on(seed, None, device)))
 _define("choose", "Tensor seed, Tensor[] starts, Tensor weights, int[] dims, int[] whole, int number, int count, "
-        "bool replacement", _choose,
-        lambda seed, starts, weights, dims, whole, number, count, replacement:
+        "bool replacement, int[] micro=[]", _choose,
+        lambda seed, starts, weights, dims, whole, number, count, replacement, micro=():
         weights.new_empty((*weights.shape[:-1], count), dtype=torch.int64))

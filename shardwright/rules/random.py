@@ -9,7 +9,8 @@
     rrelu            x · (1 where x > 0, else uniform in [lower, upper))
 
 Any dim may be cut; a permutation is made whole, and the classes of a multinomial stay whole. No gradient goes through
-a number. In evaluation, and where nothing is dropped, an operator stays what it is.
+a number. In evaluation, and where nothing is dropped, an operator stays what it is. In a graph of one micro-batch the
+numbers are those of its rows of the whole batch (`Op.micro`).
 """
 
 from __future__ import annotations
@@ -103,6 +104,7 @@ class _Place:
         self.like = b.call(aten.detach.default, like) if like is not None and like.requires_grad else like
         self.dims = [d for d, digits in enumerate(dims) if digits]
         self.starts = [_starts(b, shape[d], dims[d]) for d in self.dims]
+        self.micro = _pieces(op, shape)
 
     @classmethod
     def of(cls, b, op: Op, x: Value) -> _Place:
@@ -115,11 +117,20 @@ class _Place:
 
     def kept(self, p: float, value: float, dtype: torch.dtype) -> Value:
         """`value` with probability p, else 0."""
-        return self.b.call(mask, *self.where, p, value, dtype, self.device)
+        return self.b.call(mask, *self.where, p, value, dtype, self.device, *self.micro)
 
     def numbers(self, kind: str, dtype: torch.dtype) -> Value:
         """One of `generator.KINDS`."""
-        return self.b.call(draw, *self.where, kind, dtype, self.device)
+        return self.b.call(draw, *self.where, kind, dtype, self.device, *self.micro)
+
+
+def _pieces(op: Op, shape: Sequence[int]) -> list[list[int]]:
+    """The last argument of what draws numbers for a tensor of that shape: none where it has none for rows of the batch,
+    as a feature dropout for a batch in one of the dims that share a number."""
+    out = op.outputs[0]
+    assert out is not None
+    has_rows = op.micro is not None and op.micro.dim < len(shape) and shape[op.micro.dim] == out.shape[op.micro.dim]
+    return [list(op.micro)] if op.micro is not None and has_rows else []
 
 
 def _starts(b, size: int, digits: Digits) -> Value:
@@ -277,7 +288,7 @@ def _expand_multinomial(op: Op, bound: Bound, assignment: Assignment) -> Expansi
         rows = b.layouts[weights.name].dims[:-1]
         place = _Place(b, op, weights.shape[:-1], rows, weights)
         return b.call(choose, SEED, place.starts, place.like, place.dims, place.shape, op.number,
-                      op.argument("num_samples"), op.argument("replacement"))
+                      op.argument("num_samples"), op.argument("replacement"), *place.micro)
     return work
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["RandomStream", "stream"]
+__all__ = ["RandomStream", "of_micro_batch", "stream"]
 
 
 class RandomStream:
@@ -33,7 +33,7 @@ class RandomStream:
         return self.seed, self.calls
 
     def draw(self, exact: bool) -> Tensor:
-        """The seed of a call as a tensor in host memory, as `rules.generator` reads it.
+        """The seed of a call as a tensor in host memory, as `rules.generator` reads it: of its first micro-batch.
 
         Args:
             exact: the numbers belong to positions, else to operators and slices.
@@ -41,7 +41,7 @@ class RandomStream:
         seed, call = self.upcoming()
         self.calls += 1
         _use_default_generator()
-        return torch.tensor([seed if seed < 1 << 63 else seed - (1 << 64), call, int(exact)], device="cpu")
+        return torch.tensor([seed if seed < 1 << 63 else seed - (1 << 64), call, int(exact), 0], device="cpu")
 
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` takes."""
@@ -60,6 +60,13 @@ class RandomStream:
             self._new = seed, torch.Generator().manual_seed(seed).get_state()
         if seed != self._seen or torch.equal(torch.get_rng_state(), self._new[1]):
             self.seed, self.calls, self._seen = seed, 0, seed
+
+
+def of_micro_batch(seed: Tensor, micro: int) -> Tensor:
+    """The seed of a call, for another micro-batch."""
+    made = seed.clone()
+    made[3] = micro
+    return made
 
 
 def _use_default_generator() -> None:
