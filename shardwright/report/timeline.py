@@ -1,0 +1,278 @@
+"""A simulated step as a trace for Perfetto or chrome://tracing, and as a picture.
+
+The trace has a process for each group of devices, in it what the group does, what it holds, and where it is asked for
+the operators within. Its times are microseconds, to the nanosecond.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from xml.sax.saxutils import escape, quoteattr
+
+from ..plan.simulate import Moment, Once, Simulation, Span
+from ..schedules import Action
+from .units import size_text, time_text
+
+__all__ = ["KINDS", "headline", "picture", "trace"]
+
+#: What a kind of span is called, and its colour: Okabe and Ito's, told apart by the colour-blind too.
+KINDS = {"F": ("forward", "#56b4e9"), "B": ("backward", "#e69f00"), "I": ("gradients of inputs", "#e69f00"),
+         "W": ("gradients of weights", "#009e73"), "once": ("once a step", "#a6a6a6")}
+
+
+def headline(simulation: Simulation) -> str:
+    """What a step takes, and the bubble's part of it."""
+    made = simulation.schedule
+    if made.stages == 1:
+        return f"{time_text(simulation.total)} a step, without a pipeline"
+    return f"{time_text(simulation.total)} a step, bubble {simulation.bubble:.1%}: {made.name}, {made.stages} " \
+           f"stages on {made.groups} group{'s' * (made.groups > 1)} of devices, " \
+           f"{made.micro_batches} micro-batch{'es' * (made.micro_batches > 1)}"
+
+
+def _kind(span: Span) -> str:
+    return "once" if isinstance(span.action, Once) else span.action.kind
+
+
+def _name(simulation: Simulation, group: int, names: Sequence[str] | None) -> str:
+    return f"group {group}" if names is None else names[group]
+
+
+# -- traces ----------------------------------------------------------------------------------------------------------
+
+
+def trace(simulation: Simulation, names: Sequence[str] | None = None, ranks: Sequence[Sequence[int]] | None = None,
+          operators: Mapping[int, Sequence[Moment]] | None = None) -> dict[str, Any]:
+    """A step in the Trace Event Format: complete events for what is done, counters for bytes.
+
+    Args:
+        names: of the groups.
+        ranks: by group, its ranks: each gets a row; None: one row a group.
+        operators: by stage, what its forward and its backward consist of; drawn below each, stretched to its length.
+    """
+    events: list[dict[str, Any]] = []
+    for group in range(simulation.schedule.groups):
+        named = {"process_name": {"name": _name(simulation, group, names)}, "process_sort_index": {"sort_index": group}}
+        events += [{"ph": "M", "name": what, "pid": group, "args": given} for what, given in named.items()]
+        rows = [(0, "actions")] if ranks is None else [(rank, f"rank {rank}") for rank in ranks[group]]
+        parts = [part for span in simulation.by_group[group] for part in _parts(span, operators or {})]
+        below = max(row for row, _ in rows) + 1
+        events += [{"ph": "M", "name": "thread_name", "pid": group, "tid": row, "args": {"name": name}}
+                   for row, name in (*rows, *([(below, "operators")] if parts else ()))]
+        for row, _ in rows:
+            events += [_event(str(span.action), _kind(span), span.start, span.stop, group, row, span.action._asdict())
+                       for span in simulation.by_group[group]]
+        events += [_event(*part, group, below, {}) for part in parts]
+        events += [{"ph": "C", "name": "memory", "pid": group, "ts": stamp, "args": {"bytes": nbytes}}
+                   for stamp, nbytes in _counts(simulation, group)]
+    return {"traceEvents": events, "displayTimeUnit": "ms",
+            "otherData": {"step seconds": simulation.total, "bubble": simulation.bubble,
+                          "schedule": simulation.schedule.name, "micro-batches": simulation.schedule.micro_batches}}
+
+
+def _stamp(seconds: float) -> float:
+    return round(seconds * 1e6, 3)
+
+
+def _counts(simulation: Simulation, group: int) -> Iterator[tuple[float, float]]:
+    """(microseconds, bytes) of a group, up to the end of the step. A viewer shows the last of several at one time: the
+    most, where it is there for no time, gets a nanosecond."""
+    held: dict[float, list[float]] = {}
+    for seconds, nbytes in simulation.memory(group):
+        held.setdefault(_stamp(seconds), []).append(nbytes)
+    stamps = sorted(held)
+    for stamp, following in zip(stamps, [*stamps[1:], math.inf]):
+        most, last = max(held[stamp]), held[stamp][-1]
+        yield stamp, most
+        if last < most and (after := round(stamp + 1e-3, 3)) < following:
+            yield after, last
+    end = _stamp(simulation.total)
+    if end > stamps[-1] + 1e-3:
+        yield end, held[stamps[-1]][-1]
+
+
+def _event(name: str, kind: str, start: float, stop: float, group: int, row: int, given: dict[str, Any]
+           ) -> dict[str, Any]:
+    begin = _stamp(start)
+    return {"ph": "X", "name": name, "cat": kind, "pid": group, "tid": row, "ts": begin,
+            "dur": round(_stamp(stop) - begin, 3), "args": given}
+
+
+def _parts(span: Span, operators: Mapping[int, Sequence[Moment]]) -> Iterator[tuple[str, str, float, float]]:
+    """The operators of an action: (name, kind, start, stop). Neighbouring moments of one operator are one."""
+    half = {"F": "forward", "B": "backward"}.get(span.action.kind)
+    within = [m for m in operators.get(span.action.stage, ()) if m.half == half]
+    total = math.fsum(m.seconds for m in within)
+    if not total:
+        return
+    scale, done, index = (span.stop - span.start) / total, 0.0, 0
+    while index < len(within):
+        name, start = within[index].operator, done
+        while index < len(within) and within[index].operator == name:
+            done += within[index].seconds
+            index += 1
+        if done > start:
+            stop = min(span.start + done * scale, span.stop)
+            yield name, span.action.kind, min(span.start + start * scale, stop), stop
+
+
+# -- pictures --------------------------------------------------------------------------------------------------------
+
+#: Sizes in pixels: the margin, the height of a row of spans, of what it holds below it, between rows, of the head.
+MARGIN, ROW, HELD, GAP, HEAD = 16, 26, 22, 10, 66
+
+#: Of text, and of that in a span which has little room; how wide a character is of its size.
+FONT, SMALL, WIDE = 11.0, 8.0, 0.58
+
+#: The narrowest and the widest that the time is drawn, and what is wanted for an action of average length.
+NARROW, WIDEST, EACH = 880, 2600, 36
+
+
+def picture(simulation: Simulation, names: Sequence[str] | None = None, title: str | None = None) -> str:
+    """A step as SVG: a row for each group, its spans coloured by kind and labelled where there is room, with the bytes
+    that it holds below; an axis of time; bubble and peaks as text.
+
+    Args:
+        names: of the groups.
+        title: None: `headline`.
+    """
+    return "\n".join(_Picture(simulation, names, title or headline(simulation)).lines()) + "\n"
+
+
+class _Picture:
+    def __init__(self, simulation: Simulation, names: Sequence[str] | None, title: str) -> None:
+        self.simulation, self.title = simulation, title
+        made = simulation.schedule
+        self.groups = range(made.groups)
+        self.names = [_name(simulation, group, names) for group in self.groups]
+        self.memory = [simulation.memory(group) for group in self.groups]
+        self.most = max((simulation.peak(group) for group in self.groups), default=0.0)
+        self.holds = self.most > 0
+        self.pitch = ROW + GAP + (HELD if self.holds else 0)
+        peaks = [f"peak {size_text(simulation.peak(group))}" for group in self.groups]
+        self.labels = list(zip(self.names, peaks if self.holds else [""] * made.groups))
+        self.left = MARGIN + 10 + FONT * WIDE * max((len(text) for pair in self.labels for text in pair), default=0)
+        # As wide as the actions at work at one time, plus the bubble, ask for.
+        actions = max((len(row) for row in simulation.by_group), default=1)
+        self.span = min(max(NARROW, EACH * actions / max(0.05, 1 - simulation.bubble)), WIDEST)
+        self.width = self.left + self.span + MARGIN + 8
+        self.bottom = HEAD + self.pitch * made.groups
+        self.height = self.bottom + 40
+        # Of the stages of a group, by their order: later ones are paler.
+        self.depth = {stage: sum(home == made.placement[stage] for home in made.placement[:stage])
+                      for stage in range(made.stages)}
+
+    def x(self, seconds: float) -> float:
+        return self.left + self.span * seconds / (self.simulation.total or 1.0)
+
+    def lines(self) -> Iterator[str]:
+        yield f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width:.0f}" height="{self.height:.0f}" ' \
+              f'viewBox="0 0 {self.width:.0f} {self.height:.0f}" font-family="Helvetica, Arial, sans-serif" ' \
+              f'font-size="{FONT:g}">'
+        yield f'<path d="M0 0H{self.width:.0f}V{self.height:.0f}H0Z" fill="#ffffff"/>'
+        yield _text(MARGIN, 24, self.title, size=14, weight="bold")
+        yield from self.legend()
+        yield from self.axis()
+        for group in self.groups:
+            yield from self.row(group)
+        yield "</svg>"
+
+    def legend(self) -> Iterator[str]:
+        kinds = [kind for kind in KINDS if any(_kind(span) == kind for span in self.simulation.spans)]
+        x = float(MARGIN)
+        entries = [(KINDS[kind][0], KINDS[kind][1]) for kind in kinds] + [("waits", WAITS)]
+        if max(self.depth.values(), default=0):
+            entries.append(("paler: further stages of the group", ""))
+        if self.holds:
+            entries += [("memory of micro-batches", MEMORY),
+                        (f"always held; the full height is {size_text(self.most)}", ALWAYS)]
+        for text, colour in entries:
+            if colour:
+                yield f'<path d="M{x:.1f} 38h12v12h-12z" fill="{colour}"/>'
+                x += 17
+            yield _text(x, 48, text, fill="#444444")
+            x += FONT * WIDE * len(text) + 18
+
+    def axis(self) -> Iterator[str]:
+        """Lines at round times, with their units."""
+        total = self.simulation.total
+        unit, factor = next(((u, f) for u, f in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)) if total >= f), ("ns", 1e-9))
+        step = _round_step(total / factor, max(2, int(self.span / 90)))
+        count = int(total / factor / step + 1e-9) if total else 0
+        for i in range(count + 1):
+            x = self.x(i * step * factor)
+            yield f'<path d="M{x:.1f} {HEAD - 4}V{self.bottom + 4}" stroke="#dddddd" stroke-width="1"/>'
+            yield _text(x, self.bottom + 18, f"{i * step:g}", anchor="middle", fill="#444444")
+        yield f'<path d="M{self.left:.1f} {self.bottom + 4}H{self.left + self.span:.1f}" stroke="#888888"/>'
+        yield _text(self.left + self.span / 2, self.bottom + 34, f"time in {unit}", anchor="middle", fill="#444444")
+
+    def row(self, group: int) -> Iterator[str]:
+        top = HEAD + self.pitch * group
+        name, peak = self.labels[group]
+        middle = top + (ROW + (HELD if self.holds else 0)) / 2
+        yield _text(self.left - 10, middle - 2 if peak else middle + 4, name, anchor="end", weight="bold")
+        if peak:
+            yield _text(self.left - 10, middle + 12, peak, anchor="end", fill="#444444")
+        yield f'<path d="M{self.left:.1f} {top}h{self.span:.1f}v{ROW}h{-self.span:.1f}z" fill="{WAITS}"/>'
+        for span in self.simulation.by_group[group]:
+            yield from self.box(span, top)
+        if self.holds:
+            yield self.area(group, top + ROW, HELD)
+
+    def box(self, span: Span, top: float) -> Iterator[str]:
+        x, width = self.x(span.start), self.x(span.stop) - self.x(span.start)
+        colour, label = KINDS[_kind(span)][1], str(span.action)
+        later = self.depth[span.action.stage]
+        odd = isinstance(span.action, Action) and span.action.micro % 2
+        colour = _paler(colour, 1 - (1 - 0.12 * odd) * 0.62 ** min(later, 3))
+        edge = ' stroke="#ffffff" stroke-width="0.8"' if width >= 5 else ""
+        said = f"{label}, {KINDS[_kind(span)][0]}: {time_text(span.stop - span.start)} from {time_text(span.start)}"
+        yield f'<rect class="span" x="{x:.2f}" y="{top}" width="{width:.2f}" height="{ROW}" fill="{colour}"{edge}>' \
+              f"<title>{escape(said)}</title></rect>"
+        size = next((size for size in (FONT, SMALL) if width - 2 >= WIDE * size * len(label)), None)
+        if size is not None:
+            yield _text(x + width / 2, top + ROW / 2 + 0.36 * size, label, size=size, anchor="middle")
+
+    def area(self, group: int, top: float, height: float) -> str:
+        """What a group holds, as steps over a ground of nothing."""
+        floor = top + height
+        scale = (height - 2) / self.most
+        points, before = [f"M{self.left:.1f} {floor:.1f}"], ""
+        for seconds, nbytes in self.memory[group]:
+            point = f"H{self.x(seconds):.1f}V{floor - nbytes * scale:.1f}"
+            points += [point] if point != before else []
+            before = point
+        always = self.memory[group][0][1]
+        end = f"H{self.left + self.span:.1f}V{floor:.1f}Z"
+        said = f"memory of {self.names[group]}: peak {size_text(self.simulation.peak(group))}, of which " \
+               f"{size_text(always)} always"
+        return f'<g><title>{escape(said)}</title><path class="memory" d="{"".join(points)}{end}" fill="{MEMORY}"/>' \
+               f'<path d="M{self.left:.1f} {floor - always * scale:.1f}H{self.left + self.span:.1f}V{floor:.1f}' \
+               f'H{self.left:.1f}Z" fill="{ALWAYS}"/></g>'
+
+
+#: Where a group waits; what it holds of micro-batches, and always.
+WAITS, MEMORY, ALWAYS = "#f2f2f2", "#cc79a7", "#ecd3e1"
+
+
+def _paler(colour: str, part: float) -> str:
+    """A colour mixed with so much white."""
+    return "#" + "".join(f"{round(int(colour[i:i + 2], 16) * (1 - part) + 255 * part):02x}" for i in (1, 3, 5))
+
+
+def _round_step(total: float, count: int) -> float:
+    """The least of 1, 2, 5, 10, ... times a power of ten of which at most `count` make up the total."""
+    least = total / count or 1.0
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least * (1 - 1e-9))
+
+
+def _text(x: float, y: float, text: str, *, size: float = FONT, anchor: str = "start", weight: str = "",
+          fill: str = "#111111") -> str:
+    given = {"x": f"{x:.1f}", "y": f"{y:.1f}", "fill": fill}
+    given |= {"font-size": f"{size:.3g}"} if size != FONT else {}
+    given |= {"text-anchor": anchor} if anchor != "start" else {}
+    given |= {"font-weight": weight} if weight else {}
+    return f"<text {' '.join(f'{name}={quoteattr(value)}' for name, value in given.items())}>{escape(text)}</text>"
