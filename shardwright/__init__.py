@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from .layout import Digit, Layout
     from .marks import Operator, no_optimizer_parallel, recompute, shard
     from .parallel import AutoParallel, RecaptureWarning
-    from .plan import Plan, plan
+    from .plan import PipelinePlan, Plan, plan
     from .plan.solver.least_memory import InfeasibleMemoryError
     from .rules import rule
+    from .staging import set_stage
     from .runtime.deferred import no_init_parameters
     from .runtime.init import init, rank, world_size
     from .verify import VerifyReport, verify
@@ -33,9 +34,10 @@ _ROOMS = {
     **dict.fromkeys(("Digit", "Layout"), "layout"),
     **dict.fromkeys(("Operator", "no_optimizer_parallel", "recompute", "shard"), "marks"),
     **dict.fromkeys(("AutoParallel", "RecaptureWarning"), "parallel"),
-    **dict.fromkeys(("Plan", "plan"), "plan"),
+    **dict.fromkeys(("PipelinePlan", "Plan", "plan"), "plan"),
     "InfeasibleMemoryError": "plan.solver.least_memory",
     "rule": "rules",
+    "set_stage": "staging",
     "no_init_parameters": "runtime.deferred",
     **dict.fromkeys(("init", "rank", "world_size"), "runtime.init"),
     "layerwise_parallel": "layerwise",

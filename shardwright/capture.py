@@ -31,6 +31,7 @@ from .normalisation import cumulative_momentum
 from .opaque import collect_functions
 from .reading import Reader, bare, is_users, user_frame
 from .recompute import collect_regions
+from .staging import whole_shape
 from .trees import closed, opened
 
 __all__ = ["WithLoss", "capture"]
@@ -65,7 +66,7 @@ def _fake_state(module: nn.Module, mode: FakeTensorMode, device: torch.device) -
         if id(tensor) not in memo:
             where = device if tensor.device.type == "meta" else tensor.device
             with mode:
-                made = torch.empty(tensor.shape, dtype=tensor.dtype, device=where)
+                made = torch.empty(whole_shape(tensor), dtype=tensor.dtype, device=where)
                 memo[id(tensor)] = (nn.Parameter(made, requires_grad=tensor.requires_grad)
                                     if isinstance(tensor, nn.Parameter) else made)
         return memo[id(tensor)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +18,28 @@ from torch.utils import _pytree as pytree
 
 from .capture import capture
 from .errors import SettingError
+from .graph import Graph
 from .layerwise import check_held, check_mode, one_slice, own_parameters
 from .layout import Layout
 from .marks import stored_whole
 from .ops import for_ranks
-from .plan import MODES, Plan, make_plan
+from .plan import MODES, PipelinePlan, Plan, make_pipeline, make_plan
+from .plan.automatic_pipeline import Automatic
 from .plan.document import Document
 from .plan.hybrid import OwnPrograms, local_inputs
-from .plan.make import optimizer_parallel
+from .plan.make import capture_micro, optimizer_parallel
+from .plan.micro import is_split
 from .plan.storage import OptimizerParallel
 from .recompute import with_policy
 from .runtime.deferred import beginnings
-from .runtime.fusion import Accumulation, Fusion, fusion_of
+from .runtime.fusion import Accumulation, Fusion
 from .runtime.init import Runtime, current
 from .runtime.optimizers import watch_steps
 from .runtime.random import stream
 from .runtime.run import Program, make_program
+from .settings import Settings
 from .settling import global_inputs, implied_devices
+from .staging import Pipelining, staged_modules
 from .trees import opened
 
 __all__ = ["AutoParallel", "RecaptureWarning", "observed"]
@@ -58,7 +63,7 @@ class RecaptureWarning(UserWarning):
     """The model was called with inputs of another shape: it is captured and planned anew for them."""
 
 
-class AutoParallel(nn.Module):
+class AutoParallel(Settings, nn.Module):
     """A model trained on all devices; use it as the model it wraps.
 
     ``state_dict``, ``parameters`` and names are those of the wrapped model. The first call captures and plans it; all
@@ -132,163 +137,12 @@ class AutoParallel(nn.Module):
         self._fusion, self.__dict__["_accumulation"] = Fusion(), Accumulation()
         self.__dict__["_programs"], self.__dict__["_submodules"] = {}, None
         self._hsdp: OptimizerParallel | None = None
+        self._pipeline: Pipelining | None = None
         self._strategies: Document | None = None
         self.__dict__["_strategy_files"] = []
         self._stored: dict[str, Layout] | None = None
         self._used: dict[str, Layout] | None = None
         self._warned, self._kind = False, "cpu"
-
-    # -- settings ---------------------------------------------------------------------------------------------------
-
-    def dataset_strategy(self, strategy: str | tuple) -> AutoParallel:
-        """How the batch is fed.
-
-        Args:
-            strategy: "data_parallel" (default): each process feeds its own part, the whole batch is their
-                concatenation in the order of the ranks. "full_batch": every process feeds the same whole batch. A
-                tuple with one entry per tensor input, a tuple of cuts or a `Layout`: each feeds the slice that this
-                gives it. In the local runtime the one process feeds the whole batch in every case.
-
-        Raises:
-            SettingError: after the first call, or an unknown word.
-        """
-        if isinstance(strategy, str) and strategy not in ("data_parallel", "full_batch"):
-            raise SettingError(f"unknown dataset_strategy {strategy!r}",
-                               legal='"data_parallel", "full_batch", or a tuple with one entry per tensor input')
-        self._dataset_strategy = self._before_first_call("dataset_strategy", strategy)
-        return self
-
-    def enable_gradients_mean(self, enabled: bool = True) -> AutoParallel:
-        """With the loss outside and each rank feeding its own part: whether gradients are those of the mean of the
-        ranks' losses (True; the default of data_parallel) or of their sum. With `loss_fn` it makes no difference.
-
-        Raises:
-            SettingError: after the first call.
-        """
-        self._gradients_mean = self._before_first_call("enable_gradients_mean", bool(enabled))
-        return self
-
-    def parameter_broadcast(self, enabled: bool = True) -> AutoParallel:
-        """In processes, whether parameters and buffers begin with the values that they have on rank 0; otherwise (the
-        default) they must begin alike, and ranks that differ are named in an error. In one process it changes nothing.
-
-        Raises:
-            SettingError: after the first call.
-        """
-        self._broadcast = self._before_first_call("parameter_broadcast", bool(enabled))
-        return self
-
-    def comm_fusion(self, config: dict[str, Any] | None = None, *, allreduce: Any = None, openstate: bool = True
-                    ) -> AutoParallel:
-        """Which gradients are summed over ranks in one collective: they wait for one another, and travel while the
-        backward goes on.
-
-        Args:
-            config: the arguments below as a dict.
-            allreduce: ``{"mode": "auto"}`` (the default): buckets of a size that suits. ``{"mode": "size", "config":
-                25}``, or 25: a bucket is full at 25 MB. ``{"mode": "index", "config": [10, 20]}``, or the list: buckets
-                begin before the parameters of these indices, counted in the order of ``model.parameters()`` among those
-                that are trained.
-            openstate: False: each gradient by itself.
-
-        In one process it changes nothing but what is refused.
-
-        Raises:
-            SettingError: after the first call, an unknown mode or key, or a config that does not fit the mode.
-        """
-        if config is not None:
-            known = {"openstate", "allreduce"}
-            if not isinstance(config, dict) or set(config) - known or allreduce is not None:
-                raise SettingError(f"comm_fusion: unknown config {config!r}", legal='{"openstate": True, "allreduce": '
-                                   '{"mode": "auto"}}: sums of gradients are what is fused')
-            openstate, allreduce = config.get("openstate", openstate), config.get("allreduce")
-        if not isinstance(openstate, bool):
-            raise SettingError(f"comm_fusion: openstate={openstate!r}", legal="True or False")
-        fusion = Fusion() if allreduce is None else fusion_of(allreduce)
-        self._fusion = self._before_first_call("comm_fusion", fusion if openstate else Fusion(limit=0))
-        return self
-
-    def hsdp(self, shard_size: int = -1, threshold: float = 64, optimizer_level: str = "level1") -> AutoParallel:
-        """Optimizer parallel: parameters that several devices hold alike are stored in parts, on top of what operators'
-        own strategies cut; gathered before use, their gradients summed and scattered. What is computed stays the same.
-
-        Args:
-            shard_size: over how many of its replicas a parameter is cut, neighbouring ones; -1: all. The gradient is
-                then summed over the rest.
-            threshold: KB (1024 bytes) of the whole parameter from which on it is cut. One whose slices' dim 0 does not
-                divide stays whole, and the plan says so; so does what `shardwright.no_optimizer_parallel` names.
-            optimizer_level: "level1": parameters and the optimizer's state are cut; under `no_sync` gradients are held
-                whole. "level2": they are cut as well. "level3": weights are not kept from the forward for the backward
-                either, but gathered again. (With `compile` the compiler decides what is kept, and gradients are cut.)
-
-        Raises:
-            SettingError: after the first call, or an unknown value. At the first call: a `shard_size` that does not
-                divide the replicas of a parameter.
-        """
-        self._hsdp = self._before_first_call("hsdp", OptimizerParallel(shard_size, threshold, optimizer_level))
-        return self
-
-    def load_operator_strategy_file(self, path: str | Path) -> AutoParallel:
-        """Split operators as a plan says that was saved: each line is a mark, over what the model's own marks say.
-        Operators without a line are left to the mode; where each has one, the plan is that of the file.
-
-        Args:
-            path: a file that `save_operator_strategy_file` or `Plan.save` wrote, edited or not.
-
-        Raises:
-            SettingError: after the first call, or in a mode that runs operators as they stand.
-            PlanError: no such file, not a plan. At the first call: a plan for another model, other shapes or another
-                number of devices, with the line.
-        """
-        if self.parallel_mode in ("stand_alone", "hybrid_parallel"):
-            raise SettingError(f"load_operator_strategy_file: {self.parallel_mode} runs operators as they stand",
-                               legal=", ".join(m for m in MODES if m not in ("stand_alone", "hybrid_parallel")))
-        self._before_first_call("load_operator_strategy_file", path)
-        self._strategies = Document.read(path)
-        return self
-
-    def save_operator_strategy_file(self, path: str | Path) -> AutoParallel:
-        """Write the plan as a document (`Plan.save`): now, or when it is made, at the first call. In processes the
-        first rank writes.
-
-        Raises:
-            SettingError: there is no such folder.
-            OSError: the file cannot be written.
-        """
-        if not Path(path).absolute().parent.is_dir():
-            raise SettingError(f"save_operator_strategy_file: there is no folder {Path(path).parent}",
-                               legal="a file in a folder that is there")
-        if self._programs:
-            self._write_strategies(self.plan, [path])
-        else:
-            self._strategy_files.append(path)
-        return self
-
-    def _write_strategies(self, plan: Plan, paths: Iterable[str | Path]) -> None:
-        if self._runtime().rank == 0:
-            for path in paths:
-                plan.save(path)
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backwards inside leave the gradients as each rank has them; the next backward outside sums them together with
-        its own, once: as cheap as one backward, and the same gradients as without.
-
-        Between the two they are no gradients yet: an optimizer's step and ``clip_grad_norm_`` are refused (`SettingError`),
-        ``zero_grad`` drops them. Sums that lie inside of the program, such as those of a cut parameter's activations, are
-        taken as ever. In one process, where gradients are whole, it changes nothing.
-        """
-        before, self._accumulation.open = self._accumulation.open, True
-        try:
-            yield
-        finally:
-            self._accumulation.open = before
-
-    def _before_first_call(self, name: str, value: Any) -> Any:
-        if self._programs:
-            raise SettingError(f"{name}() comes too late: the model has been called and planned",
-                               legal=f"{name}() before the first call")
-        return value
 
     # -- running ----------------------------------------------------------------------------------------------------
 
@@ -350,8 +204,12 @@ class AutoParallel(nn.Module):
         parts = runtime.processes and self.parallel_mode != "stand_alone"
         module = _Holder(self.net, self.loss_fn)
         before = next(iter(self._programs.values()), None)
-        plan: Plan | Exception
+        plan: Plan | PipelinePlan
         fed: list[tuple[tuple[int, ...], str]] = []
+        ranks = None
+        if parts:
+            from .runtime.agreement import Agreement  # see runtime/run.py
+            ranks = Agreement(self.parallel_mode, fed)
         try:
             if before is None and parts:
                 from .runtime.parameters import held_layouts  # see runtime/run.py
@@ -363,33 +221,47 @@ class AutoParallel(nn.Module):
                 check_held(module, devices, runtime.processes)
                 whole_args, whole_kwargs = (args, kwargs) if parts else local_inputs(args, kwargs, devices, dataset)
             else:
-                whole_args, whole_kwargs = global_inputs(args, kwargs, devices, dataset) if parts else (args, kwargs)
-            fed = [(tuple(x.shape), str(x.dtype)) for x in pytree.tree_leaves((whole_args, whole_kwargs))
-                   if isinstance(x, torch.Tensor)]
+                whole_args, whole_kwargs = global_inputs(args, kwargs, devices // self._groups(devices), dataset) \
+                    if parts else (args, kwargs)
+            fed += [(tuple(x.shape), str(x.dtype)) for x in pytree.tree_leaves((whole_args, whole_kwargs))
+                    if isinstance(x, torch.Tensor)]
             self._marks_loss_training()
             self._fusion.check(sum(p.requires_grad for p in module.parameters()))
-            with for_ranks(devices), one_slice(module):
-                graph = capture(self.net, whole_args, whole_kwargs, loss_fn=self.loss_fn, device=runtime.device)
+            splits = is_split(whole_args, whole_kwargs)
+
+            def captured(count: int | None) -> tuple[Graph, Graph | None]:
+                with for_ranks(devices), one_slice(module):
+                    made = (capture(self.net, whole_args, whole_kwargs, loss_fn=self.loss_fn, device=runtime.device), None) \
+                        if count is None else capture_micro(self.net, whole_args, whole_kwargs, count,
+                                                            loss_fn=self.loss_fn, device=runtime.device)
+                return with_policy(made[0], self.recompute), made[1]
+
+            automatic = None if self._pipeline is None else Automatic.of(
+                self._pipeline, whole_args, whole_kwargs, captured, None if before is None else before.plan,
+                None if ranks is None else ranks.first, fed_apart=parts and dataset != "full_batch")
+            graph, wide = captured(None if automatic is None else automatic.count)
             devices = devices or (self._strategies.devices if self._strategies is not None
-                                  else implied_devices(self.net, graph))
-            plan = make_plan(with_policy(graph, self.recompute), devices, self.parallel_mode, dataset,
-                             on_missing_rule=self.on_missing_rule, stored=self._stored, used=self._used,
-                             sync_batch_norm=self.sync_batch_norm,
-                             hsdp=optimizer_parallel(self._hsdp, self.net, self.loss_fn),
-                             own=OwnPrograms(own_parameters(module), self.loss_fn is not None) if hybrid else None,
-                             uneven=self.uneven, strategies=self._strategies, cluster=self._cluster, memory=self._memory,
-                             optimizer=self._optimizer, whole=stored_whole(self.net, self.loss_fn))
+                                  else implied_devices(self.net, graph) * self._groups(None))
+            given = dict(on_missing_rule=self.on_missing_rule, stored=self._stored, used=self._used,
+                         sync_batch_norm=self.sync_batch_norm, hsdp=optimizer_parallel(self._hsdp, self.net, self.loss_fn),
+                         uneven=self.uneven, strategies=self._strategies, cluster=self._cluster, memory=self._memory,
+                         optimizer=self._optimizer, whole=stored_whole(self.net, self.loss_fn),
+                         searcher=None if ranks is None else ranks.search)
+            if self._pipeline is not None:
+                plan = make_pipeline(graph, wide, devices, self.parallel_mode, dataset, self._pipeline,
+                                     staged_modules(self.net, dict(self._pipeline.stage_config)), splits,
+                                     automatic=automatic, **given)
+            else:
+                own = OwnPrograms(own_parameters(module), self.loss_fn is not None) if hybrid else None
+                plan = make_plan(graph, devices, self.parallel_mode, dataset, own=own, **given)
         except Exception as error:
-            if not parts:
-                raise
-            plan = error  # the other ranks have to hear of it
-        if parts:
-            from .runtime.processes import agree
-            draws = isinstance(plan, Plan) and plan.routed.seed is not None
+            if ranks is not None:
+                ranks.missed(error)  # the others have to hear of it
+            raise
+        if ranks is not None:
             begin = {} if before is not None or self._broadcast else beginnings(module)
-            agree(plan, fed, {name: value for name, value in begin.items() if name not in own_parameters(module)},
-                  (*stream.upcoming(), self.random) if draws else None, (self._fusion, self._broadcast))
-        assert isinstance(plan, Plan)
+            ranks.agree(plan, {name: value for name, value in begin.items() if name not in own_parameters(module)},
+                        (*stream.upcoming(), self.random) if plan.draws else None, (self._fusion, self._broadcast))
         program = make_program(plan, module, runtime, before=before, fusion=self._fusion,
                                accumulation=self._accumulation, broadcast=self._broadcast, compiled=self.compiled,
                                gradients_mean=self._gradients_mean and self.loss_fn is None)
@@ -400,17 +272,14 @@ class AutoParallel(nn.Module):
             self._used = {name: parameter.layout for name, parameter in plan.parameters.items()}
             self._write_strategies(plan, self._strategy_files)
         if self.save_graphs is not None:
-            ranks = [runtime.rank] if parts else range(devices)
             from .report import write_dumps
-            write_dumps(plan, self.save_graphs, ranks)
+            write_dumps(plan, self.save_graphs, [runtime.rank] if parts else range(devices))
         return program
 
-    def plan_settings(self) -> dict[str, Any]:
-        """What of the settings decides a plan, as `shardwright.plan` takes it."""
-        return {"parallel_mode": self.parallel_mode, "dataset_strategy": self._dataset_strategy,
-                "on_missing_rule": self.on_missing_rule, "sync_batch_norm": self.sync_batch_norm, "hsdp": self._hsdp,
-                "recompute": self.recompute, "uneven": self.uneven, "strategies": self._strategies,
-                "cluster": self._cluster, "memory": self._memory, "optimizer": self._optimizer}
+    def _groups(self, devices: int | None) -> int:
+        """Into how many groups a pipeline cuts the devices, where they can be."""
+        groups = 1 if self._pipeline is None or self._pipeline.stages == "auto" else self._pipeline.stages
+        return groups if devices is None or devices % groups == 0 else 1
 
     def _runtime(self) -> Runtime:
         return current()
@@ -422,7 +291,7 @@ class AutoParallel(nn.Module):
     # -- looking ----------------------------------------------------------------------------------------------------
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> Plan | PipelinePlan:
         """The plan of the latest shapes.
 
         Raises:

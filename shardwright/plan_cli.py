@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from shardwright.scripts import Nothing, arguments_of, first_call, import_module
 
 if TYPE_CHECKING:
     from shardwright.parallel import AutoParallel
-    from shardwright.plan import Plan
+    from shardwright.plan import PipelinePlan, Plan
 
 __all__ = ["add_parser", "diff", "plan", "plan_call"]
 
@@ -57,6 +58,9 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", metavar="SIZE",
                         help='what a device may hold, such as "70GB", or "cluster" for its own')
     parser.add_argument("--hsdp", choices=("level1", "level2", "level3"), help="optimizer parallel, by its level")
+    parser.add_argument("--pipeline", type=pipeline_of, metavar="STAGES[:MICRO[:SCHEDULER]]",
+                        help="into how many stages and micro-batches, and the schedule, such as 4:8:1f1b; which module is "
+                             "in which stage, the target says (default: as the target says)")
     parser.add_argument("--strategies", metavar="PLAN", help="a plan whose operators' strategies hold here too")
     parser.add_argument("--output", type=Path, default=Path("plan.json"), metavar="FILE",
                         help="the plan to write (default: plan.json)")
@@ -64,6 +68,34 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
                         help="build the model with its weights, for a script that looks at them")
     parser.add_argument("--import", action="append", default=[], dest="imports", metavar="MODULE",
                         help="import a module first, which registers operators of yours (may be repeated)")
+
+
+def pipeline_of(text: str) -> dict[str, Any]:
+    """The arguments of `AutoParallel.pipeline` that ``STAGES[:MICRO[:SCHEDULER]]`` gives; a number may be "auto".
+
+    Raises:
+        argparse.ArgumentTypeError: something else.
+    """
+    parts = text.split(":", 2)
+    counts = [part if part == "auto" else int(part) if part.isdecimal() and int(part) else None for part in parts[:2]]
+    if None in counts or len(parts) == 3 and not parts[2]:
+        raise argparse.ArgumentTypeError(f"{text!r} is not STAGES[:MICRO[:SCHEDULER]], such as 4:8:1f1b")
+    return dict(zip(("stages", "micro_batches", "scheduler"), (*counts, *parts[2:])))
+
+
+def _piped(said: Any, asked: dict[str, Any] | None) -> dict[str, Any]:
+    """The setting of a pipeline as a keyword argument: what a target says, and over it what was asked for. Where nobody
+    says how many micro-batches, there are as many as stages."""
+    if asked is None:
+        return {} if said is None else {"pipeline": said}
+    held = {} if said is None else dict(said) if isinstance(said, Mapping) else vars(said)
+    held = {key: value for key, value in held.items() if value is not None}
+    merged = {"micro_batches": asked["stages"]} | held | asked
+    if "scheduler" in asked and asked["scheduler"] != held.get("scheduler"):
+        merged.pop("chunks", None)
+    if merged["stages"] == "auto":
+        merged.pop("stage_config", None)  # where the model is cut is searched too
+    return {"pipeline": merged | {"stage_config": dict(merged.get("stage_config") or ())}}
 
 
 def _with_options_behind(arguments: argparse.Namespace) -> None:
@@ -106,7 +138,7 @@ def plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def planned(arguments: argparse.Namespace) -> Plan:
+def planned(arguments: argparse.Namespace) -> Plan | PipelinePlan:
     """The plan of a script's first call, or of what a function returns."""
     given = {key: value for key, value in (("cluster", arguments.cluster), ("parallel_mode", arguments.mode),
                                            ("memory", arguments.memory), ("strategies", arguments.strategies)) if value}
@@ -117,18 +149,20 @@ def planned(arguments: argparse.Namespace) -> Plan:
         if not arguments.with_weights:
             building.enter_context(without_weights())
         if os.path.isfile(arguments.target):
-            def take(model: AutoParallel, args: tuple, kwargs: dict[str, Any]) -> Plan:
+            def take(model: AutoParallel, args: tuple, kwargs: dict[str, Any]) -> Plan | PipelinePlan:
                 building.close()  # the model is there: capture works on modules of its own
-                return plan_call(model, args, kwargs, devices, **given)
+                piped = _piped(model.plan_settings()["pipeline"], arguments.pipeline)
+                return plan_call(model, args, kwargs, devices, **given | piped)
             return first_call(arguments.target, arguments.script_args, devices, take)
         found = arguments_of(arguments.target, arguments.script_args, "shardwright.plan")
     from shardwright.plan import plan as make
 
+    given |= _piped(found.get("pipeline"), arguments.pipeline)
     return make(**found | given | ({"devices": devices} if devices else {}))
 
 
 def plan_call(model: AutoParallel, args: tuple, kwargs: dict[str, Any] | None = None, devices: int | None = None,
-              **settings: Any) -> Plan:
+              **settings: Any) -> Plan | PipelinePlan:
     """Plan one call of a wrapped model, with its settings.
 
     Args:

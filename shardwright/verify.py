@@ -16,6 +16,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,10 +26,11 @@ from torch.utils import _pytree as pytree
 from .errors import SettingError
 from .first_difference import FirstDifference, difference, find_first_difference, largest
 from .parallel import AutoParallel, observed
-from .plan import Plan
+from .plan import PipelinePlan, Plan
 from .report.verification import Differences, VerifyReport
 from .runtime.deferred import materialize
 from .runtime.init import Runtime, current
+from .runtime.pipeline import PipelineProgram
 from .runtime.random import stream
 from .runtime.run import Program
 from .settling import implied_devices
@@ -43,14 +45,18 @@ TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4}
 #: this part of the largest one.
 FLOOR = 1e-2
 
+#: Operators that use statistics of what they are given, by their plain names, and what a pipeline makes of that.
+_OWN_STATISTICS = ("batch_norm", "instance_norm")
+_OWN_NOTE = "a batch norm that trains normalises each micro-batch by itself, which is not what one device computes"
+
 
 def verify(net: nn.Module, inputs: tuple | Tensor, targets: Any = None, *, loss_fn: Callable[..., Any] | None = None,
            devices: int = 8, parallel_mode: str = "semi_auto", steps: int = 3, dataset_strategy: Any = "full_batch",
            optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
            dtypes: Sequence[torch.dtype] = (torch.float64, torch.float32),
            tolerances: Mapping[torch.dtype, float] | None = None, on_missing_rule: str = "error",
-           kwargs: dict[str, Any] | None = None, uneven: bool = False, cluster: Any = None, memory: Any = None
-           ) -> VerifyReport:
+           kwargs: dict[str, Any] | None = None, uneven: bool = False, cluster: Any = None, memory: Any = None,
+           pipeline: Mapping[str, Any] | None = None) -> VerifyReport:
     """Compare a model under a plan with the same model on one device.
 
     Copies of the model train for a few steps on one batch, in each type: in plain PyTorch, and planned for `devices`
@@ -73,6 +79,8 @@ def verify(net: nn.Module, inputs: tuple | Tensor, targets: Any = None, *, loss_
         tolerances: the largest relative difference that is allowed in a type; default: 1e-10 in float64, 1e-4 in
             float32.
         kwargs: further inputs, by name.
+        pipeline: the arguments of `AutoParallel.pipeline` as a dict; None: no pipeline. The backward then starts from the
+            one loss of what the model returns.
 
     Returns:
         The report: ``.ok``, ``.max_loss_difference``, ``.first_difference``, ``.summary()``, …
@@ -90,8 +98,10 @@ def verify(net: nn.Module, inputs: tuple | Tensor, targets: Any = None, *, loss_
         raise SettingError(f"verify(devices={devices!r})", legal="a whole number of at least 1")
 
     def wrap(twin: nn.Module, loss: Any, runtime: Runtime) -> AutoParallel:
-        return _OnOneMachine(twin, loss, parallel_mode, on_missing_rule=on_missing_rule, sync_batch_norm=True,
-                             uneven=uneven, cluster=cluster, memory=memory, runtime=runtime).dataset_strategy(dataset_strategy)
+        wrapped = _OnOneMachine(twin, loss, parallel_mode, on_missing_rule=on_missing_rule, sync_batch_norm=True,
+                                uneven=uneven, cluster=cluster, memory=memory, runtime=runtime)
+        wrapped.dataset_strategy(dataset_strategy)
+        return wrapped if pipeline is None else wrapped.pipeline(**pipeline)
     return _Verification(net, loss_fn, args, kwargs or {}, wrap, devices, steps, optimizer, dtypes, tolerances).report()
 
 
@@ -219,9 +229,15 @@ class _Verification:
                                legal="a model that copy.deepcopy copies") from error
         return _Twin(net, loss_fn, *closed(pytree.tree_map(cast, opened((self.args, self.kwargs)))))
 
-    def compare(self, dtype: torch.dtype, notes: dict[str, None]) -> tuple[Differences, Plan]:
+    def compare(self, dtype: torch.dtype, notes: dict[str, None]) -> tuple[Differences, Plan | PipelinePlan]:
         one, twin = self.twin(dtype), self.twin(dtype)
         program = self.program(twin)
+        self.loss_of = _loss_of
+        if isinstance(program, PipelineProgram):
+            program.check()
+            self.loss_of = partial(_loss_among, index=program.loss)
+            if any(op.kind in _OWN_STATISTICS for op in program.plan.graph.ops):
+                notes.setdefault(_OWN_NOTE)
         plain = self.train(one, self.on_one_device(one, program))
         leaves, plan = pytree.tree_leaves(opened((twin.args, twin.kwargs))), program.plan
         parallel = self.train(twin, lambda: program(*leaves), catch=True)
@@ -238,13 +254,13 @@ class _Verification:
         return Differences(dtype, loss, gradient[0], parameter[0], gradient[1], parameter[1], self.tolerances[dtype],
                            parallel.failure), plan
 
-    def program(self, twin: _Twin) -> Program:
+    def program(self, twin: _Twin) -> Program | PipelineProgram:
         """The copy, planned. What cannot be planned is the user's to hear."""
         return self.wrap(twin.net, twin.loss_fn, self.runtime)._build(twin.args, twin.kwargs)
 
-    def on_one_device(self, one: _Twin, program: Program) -> Callable[[], Any]:
+    def on_one_device(self, one: _Twin, program: Program | PipelineProgram) -> Callable[[], Any]:
         """The call on one device: in plain PyTorch, or where it draws random numbers, which are ours, planned for one."""
-        if program.plan.routed.seed is None:
+        if not program.plan.draws:
             return one.plain
         alone = _OnOneMachine(one.net, one.loss_fn, "stand_alone", runtime=replace(self.runtime, devices=1))
         return lambda: alone(*one.args, **one.kwargs)
@@ -264,7 +280,7 @@ class _Verification:
                 result = call()
                 leaves = pytree.tree_leaves(opened(result))
                 run.results.append([x.detach().clone() for x in leaves if isinstance(x, Tensor)])
-                loss = _loss_of(result)
+                loss = self.loss_of(result)
                 if loss is not None and loss.requires_grad:
                     loss.backward()
                 if step == 0:
@@ -288,7 +304,7 @@ class _Verification:
         parameters, buffers = twin.named()
         inputs = [x for x in pytree.tree_leaves(opened((twin.args, twin.kwargs))) if isinstance(x, Tensor)]
         self.rewind()
-        return find_first_difference(program, parameters | buffers, inputs, plain, _loss_of, self.tolerances[dtype])
+        return find_first_difference(program, parameters | buffers, inputs, plain, self.loss_of, self.tolerances[dtype])
 
 
 def _values(net: nn.Module, loss_fn: Any, device: torch.device) -> list[tuple[Tensor, Tensor]]:
@@ -315,6 +331,11 @@ def _loss_of(result: Any) -> Tensor | None:
         return tensors[0]
     squares = [x.square().mean() for x in tensors if x.numel()]
     return sum(squares[1:], squares[0]) if squares else None
+
+
+def _loss_among(result: Any, index: int | None) -> Tensor | None:
+    """The loss of a pipeline: that of its results at `index`."""
+    return None if index is None else pytree.tree_leaves(opened(result))[index]
 
 
 def _worst(reference: Mapping[str, Tensor | None], other: Mapping[str, Tensor | None]) -> tuple[float, str]:

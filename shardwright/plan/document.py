@@ -26,16 +26,18 @@ from ..layout import Layout
 from ..reading import MarkUse
 from .decision import Decision, Feeding, batch_dims
 from .document_lines import Line, called, read_lines
-from .document_writing import SCHEMA, digest, fed_by, head_digest
+from .document_writing import PIPELINE_SCHEMA, SCHEMA, digest, fed_by, head_digest
 from .graph_document import fingerprint, read_graph, unpacked
 from .hybrid import OwnPrograms
 from .memory import optimizer_bytes
 from .search import Found
 from .semi_auto import data_parallel, semi_auto
-from .spelling import read_layout
+from .spelling import read_layout, spell_layout
 from .storage import OptimizerParallel
 
 if TYPE_CHECKING:
+    from ..schedules import Schedule
+    from .document_pipeline import PipelineDocument
     from .plan import Plan
 
 __all__ = ["Document", "as_document"]
@@ -60,8 +62,8 @@ class Document:
     parameters: dict[str, Line]
     captured: str
 
-    @classmethod
-    def read(cls, path: str | Path) -> Document:
+    @staticmethod
+    def read(path: str | Path) -> Document | PipelineDocument:
         """Read a document.
 
         Raises:
@@ -81,10 +83,26 @@ class Document:
                             legal="a file that Plan.save wrote") from None
         if not isinstance(words, dict) or "schema" not in words:
             raise PlanError("not a plan: it has no schema", source=str(path), legal="a file that Plan.save wrote")
-        if words["schema"] != SCHEMA or isinstance(words["schema"], bool):
+        schema = PIPELINE_SCHEMA if "pipeline" in words else SCHEMA
+        if words["schema"] != schema or isinstance(words["schema"], bool):
             raise PlanError(f"a plan of schema {words['schema']!r}", source=str(path),
-                            legal=f"schema {SCHEMA}, or the version of Shardwright that wrote it")
-        operators, parameters = (read_lines(path, text, words.pop(section, None), section)
+                            legal=f"schema {schema}, or the version of Shardwright that wrote it")
+        if "pipeline" in words:
+            from .document_pipeline import PipelineDocument  # which reads its stages through this file
+            return PipelineDocument.of(path, text, words)
+        return Document.of(path, text, words)
+
+    @classmethod
+    def of(cls, path: Path, text: str, words: dict[str, Any], number: int = -1) -> Document:
+        """The document of an object.
+
+        Args:
+            number: which of the sections of one name in the text are its own.
+
+        Raises:
+            PlanError: a section that is not there, or two lines for one operator.
+        """
+        operators, parameters = (read_lines(path, text, words.pop(section, None), section, number)
                                  for section in ("operators", "parameters"))
         for line in operators.values() if "open" in words else ():
             line.words.setdefault("open", words["open"])
@@ -160,13 +178,23 @@ class Document:
             raise self.wrong(error.message, error.legal or "") from None
         return given
 
+    @property
+    def stage(self) -> int | None:
+        """Of which stage of a pipeline it is the part, or None."""
+        return self.words.get("stage")
+
+    @property
+    def where(self) -> str:
+        """As errors name it."""
+        return str(self.path) + (f", stage {self.stage}" if self.stage is not None else "")
+
     def wrong(self, message: str, legal: str) -> PlanError:
-        return PlanError(message, source=str(self.path), legal=legal)
+        return PlanError(message, source=self.where, legal=legal)
 
     # -- as a plan of its own --
 
     @cached_property
-    def _held(self) -> dict[str, Any]:
+    def held(self) -> dict[str, Any]:
         """What its last line holds: the graph, and what the other lines said when they were written."""
         try:
             held = unpacked(self.captured)
@@ -183,7 +211,7 @@ class Document:
             PlanError: it is damaged, is another than the head's, or has an operator that is not registered here.
         """
         try:
-            graph = read_graph(self._held["graph"])
+            graph = read_graph(self.held["graph"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise self.wrong(f"the captured graph cannot be read: {type(error).__name__}: {error}",
                              "a file that Plan.save wrote") from None
@@ -200,30 +228,35 @@ class Document:
             PlanError: the first that is not, with its line.
         """
         names = dict.fromkeys(op.name for op in graph.ops)
+        what = "the model" if self.stage is None else f"stage {self.stage} of the model"
         for name, line in self.operators.items():
             if name not in names:
                 near = difflib.get_close_matches(name, names, 3, 0.4)
-                raise PlanError(f"the model has no operator {name!r}: a plan for another model?", source=line.where,
+                raise PlanError(f"{what} has no operator {name!r}: a plan for another model?", source=line.where,
                                 legal=", ".join(near or [*names][:8]))
         for name, line in self.parameters.items():
             if name not in graph.parameters and name not in graph.buffers:
                 near = difflib.get_close_matches(name, [*graph.parameters, *graph.buffers], 3, 0.0)
-                raise PlanError(f"the model has no parameter {name!r}: a plan for another model?", source=line.where,
+                raise PlanError(f"{what} has no parameter {name!r}: a plan for another model?", source=line.where,
                                 legal=", ".join(near) or "no such line")
         if complete and (missing := [name for name in names if name not in self.operators]):
-            raise PlanError(f"the plan has no line for {', '.join(missing[:8])}", source=str(self.path),
+            raise PlanError(f"the plan has no line for {', '.join(missing[:8])}", source=self.where,
                             legal="a line for each operator")
 
-    def plan(self) -> Plan:
+    def plan(self, graph: Graph | None = None, fed: Feeding | None = None) -> Plan:
         """The plan: every line checked, strategies that were edited as marks, everything else worked out anew.
+
+        Args:
+            graph: as `graph` reads it, where that was done.
+            fed: how it is fed, of the stage of a pipeline; None: as the head says.
 
         Raises:
             ShardwrightError: an impossible line, with where it stands and what would be legal.
         """
         from .plan import Plan  # which saves itself through this file
-        graph, devices, mode, hsdp = self.graph(), self.devices, self.mode, self.hsdp
+        graph, devices, mode, hsdp = graph or self.graph(), self.devices, self.mode, self.hsdp
         own = self.own
-        fed = self.fed(graph, devices, mode)
+        fed = fed or self.fed(graph, devices, mode)
         decisions = {}
         for op in graph.ops:
             self.operators[op.name].check(op)
@@ -233,20 +266,20 @@ class Document:
         carries = {} if own is not None else batch_dims(graph, {n: d.bound for n, d in decisions.items()})
         settled = self.settled(graph, devices)
         made = Plan(graph, devices, mode, fed, decisions, carries, settled, hsdp, own, self.cluster,
-                    self.found, self.optimizer)
+                    self.found(fed), self.optimizer)
         try:
             made.routed
         except ShardwrightError as error:
             raise self.unroutable(error, decisions) from None
         # Edited lines, and other costs than were reckoned with then, tell in the seconds of a step.
-        stale = made.found is not None and not math.isclose(made.cost, self._held["found"]["seconds"], rel_tol=1e-9)
+        stale = made.found is not None and not math.isclose(made.cost, self.held["found"]["seconds"], rel_tol=1e-9)
         return replace(made, found=None) if stale else made
 
-    @property
-    def found(self) -> Found | None:
+    def found(self, fed: Feeding) -> Found | None:
         """What the search said of it, where the head is still what it searched for."""
-        held = self._held["found"]
-        if held is None or self._held["said"]["head"] != head_digest(self.words):
+        held = self.held["found"]
+        head = self.words if self.stage is None else self.words | {"dataset_strategy": [*map(spell_layout, fed.inputs)]}
+        if held is None or self.held["said"]["head"] != head_digest(head):
             return None
         told = {key: value for key, value in held.items() if key != "seconds"}
         return Found(**told | {"notes": tuple(held["notes"])})
@@ -255,7 +288,7 @@ class Document:
         """What an operator's line decides: as whoever it was decided then, by a mark if it was edited since."""
         line = self.operators[op.name]
         decision = line.decision(op, devices, on_missing_rule, uneven, own)
-        if digest(op, decision) != self._held["said"]["operators"].get(line.name):
+        if digest(op, decision) != self.held["said"]["operators"].get(line.name):
             return replace(decision, cause="mark")
         said = {key: line.words[key] for key in ("note", "origin", "via") if isinstance(line.words.get(key), str)}
         return replace(decision, **said)
@@ -287,7 +320,7 @@ class Document:
         values = graph.parameters | graph.buffers
         for name, line in self.parameters.items():
             said = line.words.get("storage")
-            if not line.words.get("settled") and said == self._held["said"]["parameters"].get(name):
+            if not line.words.get("settled") and said == self.held["said"]["parameters"].get(name):
                 continue
             try:
                 out[name] = read_layout(said, devices, values[name].shape, self.uneven)
@@ -307,16 +340,25 @@ class Document:
                                  legal='the line without "open"')
             for i, value in enumerate(v for v in decision.op.outputs if v is not None):
                 left[value.name] = set() if decision.out else set(decision.left(i).partial) | opened
-        return type(error)(error.message, operator=error.operator, source=f"{self.path}: {error.source}"
-                           if error.source else str(self.path), strategy=error.strategy, legal=error.legal)
+        return type(error)(error.message, operator=error.operator, source=f"{self.where}: {error.source}"
+                           if error.source else self.where, strategy=error.strategy, legal=error.legal)
 
     # -- on a model --
+
+    def per_stage(self, planned: Schedule, devices: int) -> tuple[Document, ...]:
+        """The documents of the stages of a pipeline.
+
+        Raises:
+            PlanError: always: it is a plan of none.
+        """
+        raise self.wrong(f"the plan is of no pipeline, and {planned.groups} stages are asked for",
+                         "a plan of a pipeline, or no pipeline()")
 
     def renamed(self, graph: Graph) -> Document:
         """The document with operators called as in `graph`, where that has the same ones in the same order: a marked
         operator has another name than the same one without its mark."""
         try:
-            captured = read_graph(self._held["graph"])
+            captured = read_graph(self.held["graph"])
         except (PlanError, ValueError, KeyError, TypeError, AttributeError):
             return self  # what it has to say can be said by names alone
         if _alike(captured) != _alike(graph):
@@ -372,10 +414,11 @@ def _alike(graph: Graph) -> list[tuple[str, str]]:
     return [(op.kind, op.module) for op in graph.ops]
 
 
-def as_document(given: Document | str | os.PathLike | None) -> Document | None:
+def as_document(given: Document | PipelineDocument | str | os.PathLike | None) -> Document | PipelineDocument | None:
     """A document, or that of a path.
 
     Raises:
         PlanError: a file that holds none.
     """
-    return given if given is None or isinstance(given, Document) else Document.read(given)
+    from .document_pipeline import PipelineDocument  # which reads its stages through this file
+    return given if given is None or isinstance(given, (Document, PipelineDocument)) else Document.read(given)

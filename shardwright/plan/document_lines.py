@@ -17,7 +17,7 @@ from .decision import Decision, description
 from .graph_document import recompute_of, types_of
 from .spelling import read_assignment, read_digits, read_layout
 
-__all__ = ["Line", "called", "read_lines"]
+__all__ = ["Line", "called", "read_lines", "section_places"]
 
 
 @dataclass(frozen=True)
@@ -94,11 +94,22 @@ def called(op: Op) -> str | None:
     return op.where["operator"]
 
 
-def read_lines(path: Path, text: str, given: Any, section: str) -> dict[str, Line]:
-    """The lines of a section by name, with where they stand."""
+def section_places(text: str, section: str) -> list[int]:
+    """Where lists and objects of that name begin, as indices of the text."""
+    return [found.start() for found in re.finditer(rf'(?<!\\)"{section}"\s*:\s*[\[{{]', text)]
+
+
+def read_lines(path: Path, text: str, given: Any, section: str, number: int = -1) -> dict[str, Line]:
+    """The lines of a section by name, with where they stand.
+
+    Args:
+        number: which of the sections of that name, where the text has several.
+    """
     if not isinstance(given, list):
         raise PlanError(f"the plan has no {section}", source=str(path), legal="a file that Plan.save wrote")
-    begin = text.count("\n", 0, max(text.rfind(f'"{section}"'), 0))
+    starts = section_places(text, section)
+    start = starts[number] if -len(starts) <= number < len(starts) else 0
+    begin = text.count("\n", 0, start)
     places: dict[str, list[int]] = {}
     for number, line in enumerate(text.split("\n")[begin:], begin + 1):
         for found in re.findall(r'"name":\s*("(?:[^"\\]|\\.)*")', line):

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import ShardwrightError
 from ..graph import Graph, Op
@@ -22,18 +22,49 @@ from .spelling import spell_assignment, spell_digits, spell_layout
 if TYPE_CHECKING:
     from .plan import Plan
 
-__all__ = ["SCHEMA", "dataset_strategy", "digest", "fed_by", "head_digest", "written"]
+__all__ = ["PIPELINE_SCHEMA", "SCHEMA", "Parts", "dataset_strategy", "digest", "fed_by", "fields_of", "head_digest",
+           "parts_of", "section", "written"]
 
 #: The version of the form. It rises when a document of the old form can no longer be read as what it meant.
 SCHEMA = 1
 
+#: Likewise of the form of a pipeline's document.
+PIPELINE_SCHEMA = 2
+
+
+class Parts(NamedTuple):
+    """What a document says of a plan.
+
+    Attributes:
+        head: its fields.
+        operators, parameters: its lines.
+        held: what is packed.
+    """
+
+    head: dict[str, Any]
+    operators: list[dict[str, Any]]
+    parameters: list[dict[str, Any]]
+    held: dict[str, Any]
+
 
 def written(plan: Plan) -> str:
     """A plan as the text of its document: the same text for the same plan."""
+    head, operators, parameters, held = parts_of(plan)
+    parts = fields_of({"schema": SCHEMA} | head, "  ")
+    parts += [section("operators", operators), section("parameters", parameters), f'  "captured": "{packed(held)}"']
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def parts_of(plan: Plan, word: bool = True) -> Parts:
+    """A plan as the parts of its document.
+
+    Args:
+        word: whether how it is fed is written as one word, where one says it.
+    """
     setting = plan.hsdp
     head: dict[str, Any] = {
-        "schema": SCHEMA, "graph": fingerprint(plan.graph), "devices": plan.devices, "mode": plan.mode,
-        "dataset_strategy": dataset_strategy(plan),
+        "graph": fingerprint(plan.graph), "devices": plan.devices, "mode": plan.mode,
+        "dataset_strategy": dataset_strategy(plan) if word else [*map(spell_layout, plan.fed.inputs)],
         "hsdp": None if setting is None else {
             key: sorted(value) if isinstance(value, frozenset) else value for key, value in asdict(setting).items()}}
     if any(d.bound.uneven for d in plan.decisions.values()):
@@ -53,16 +84,20 @@ def written(plan: Plan) -> str:
     said = {"head": head_digest(head),
             "operators": {op.name: digest(op, plan.decisions[op.name]) for op in plan.graph.ops},
             "parameters": {line["name"]: line["storage"] for line in parameters}}
-    graph = packed({"graph": write_graph(plan.graph), "said": said,
-                    "found": None if plan.found is None else asdict(plan.found) | {"seconds": plan.cost}})
-    parts = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
-    parts += [_section("operators", operators), _section("parameters", parameters), f'  "captured": "{graph}"']
-    return "{\n" + ",\n".join(parts) + "\n}\n"
+    return Parts(head, operators, parameters, {
+        "graph": write_graph(plan.graph), "said": said,
+        "found": None if plan.found is None else asdict(plan.found) | {"seconds": plan.cost}})
 
 
-def _section(name: str, lines: Iterable[dict[str, Any]]) -> str:
-    body = ",\n".join("    " + json.dumps(line, ensure_ascii=False) for line in lines)
-    return f'  "{name}": [\n{body}\n  ]' if body else f'  "{name}": []'
+def fields_of(head: Mapping[str, Any], indent: str) -> list[str]:
+    """Fields as text, each on a line."""
+    return [f"{indent}{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
+
+
+def section(name: str, lines: Iterable[dict[str, Any]], indent: str = "  ") -> str:
+    """Lines of a document as text."""
+    body = ",\n".join(f"{indent}  {json.dumps(line, ensure_ascii=False)}" for line in lines)
+    return f'{indent}"{name}": [\n{body}\n{indent}]' if body else f'{indent}"{name}": []'
 
 
 def fed_by(graph: Graph, devices: int, mode: str, strategy: Any) -> Feeding:

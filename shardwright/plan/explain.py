@@ -27,6 +27,7 @@ from .costs import Costs
 from .decision import Decision
 from .energy import Energy
 from .exact import marginals
+from .pipelined import PipelinePlan
 from .plan import Plan, made_by, read_by
 from .recompute import Recomputed
 from .route import Compute, Extreme, Move
@@ -131,6 +132,7 @@ class Explanation:
         strategies: among how many they were found.
         exact: whether `least` and `total` are reached by plans; otherwise they are lower bounds.
         missing: why there are no alternatives, where there are none.
+        stage: of a pipeline, in which it is; `plan` is then that stage's, of one micro-batch.
     """
 
     plan: Plan
@@ -142,6 +144,7 @@ class Explanation:
     strategies: int
     exact: bool
     missing: str | None = None
+    stage: int | None = None
 
     @property
     def seconds(self) -> float:
@@ -154,8 +157,8 @@ class Explanation:
         return next((a.holder for a in self.alternatives if a.alone > 0 and a.holder is not None), None)
 
 
-def explained(plan: Plan, name: str, count: int = 3, memory: float | None = None) -> Explanation:
-    """Explain one operator of a plan.
+def explained(plan: Plan | PipelinePlan, name: str, count: int = 3, memory: float | None = None) -> Explanation:
+    """Explain one operator of a plan; of a pipeline in its stage, for one micro-batch.
 
     Args:
         name: as `Plan.operator` takes it.
@@ -165,6 +168,9 @@ def explained(plan: Plan, name: str, count: int = 3, memory: float | None = None
     Raises:
         PlanError: there is no such operator, or several.
     """
+    if isinstance(plan, PipelinePlan):
+        stage = plan.stage_of(name)
+        return replace(explained(stage.plan, name, count, memory), stage=stage.number)
     name = plan.operator(name).name
     costs = Costs(Cluster.of(plan.cluster, plan.devices), plan.devices)
     decision, shares = plan.decisions[name], shares_of(plan, name, costs)

@@ -24,7 +24,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..errors import PlanError
-from ..graph import Graph, Op, Recompute, Value, values_in
+from ..graph import Graph, Op, Pieces, Recompute, Value, values_in
 from ..opaque import Applied
 
 __all__ = ["dtype_word", "fingerprint", "packed", "read_graph", "recompute_of", "types_of", "unpacked", "write_graph",
@@ -109,6 +109,8 @@ def _op(op: Op) -> dict[str, Any]:
     for name in ("module", "source", "origin", "number"):
         if getattr(op, name):
             out[name] = getattr(op, name)
+    if op.micro is not None:
+        out["micro"] = list(op.micro)
     return out
 
 
@@ -118,6 +120,7 @@ def write_graph(graph: Graph) -> dict[str, Any]:
               for v in side if v is not None}
     for v in (*values_in(graph.outputs), *graph.updates.values()):
         values.setdefault(v.name, v)
+    batch = {} if graph.batch is None else {"batch": graph.batch}
     return {
         "values": {name: _value(v) for name, v in values.items()},
         "inputs": [v.name for v in graph.inputs],
@@ -128,7 +131,7 @@ def write_graph(graph: Graph) -> dict[str, Any]:
         "outputs": [_leaf(x) for x in graph.outputs],
         "updates": {name: v.name for name, v in graph.updates.items()},
         "aliases": graph.aliases,
-        "in_spec": _spec(graph.in_spec), "out_spec": _spec(graph.out_spec)}
+        "in_spec": _spec(graph.in_spec), "out_spec": _spec(graph.out_spec), **batch}
 
 
 def fingerprint(graph: Graph) -> str:
@@ -263,7 +266,8 @@ def read_graph(said: dict[str, Any]) -> Graph:
         outputs = tuple(None if n is None else values[n] for n in op["outputs"])
         source = op.get("source", "")
         ops.append(Op(op["name"], _target_of(op["target"], op["name"], source or None), args, kwargs, inputs, outputs,
-                      op.get("module", ""), source, None, op.get("origin"), op.get("number", 0)))
+                      op.get("module", ""), source, None, op.get("origin"), op.get("number", 0),
+                      micro=Pieces(*op["micro"]) if "micro" in op else None))
     constants = {name: torch.empty(shape, dtype=_leaf_of(dtype, {}), device="meta")
                  for name, (shape, dtype) in said["constants"].items()}
     specs = [None if said[which] is None else pytree.treespec_loads(said[which]) for which in ("in_spec", "out_spec")]
@@ -271,4 +275,4 @@ def read_graph(said: dict[str, Any]) -> Graph:
                  {name: value(*rest) for name, rest in said["parameters"].items()},
                  {name: value(*rest) for name, rest in said["buffers"].items()}, constants, tuple(ops),
                  tuple(_leaf_of(x, values) for x in said["outputs"]), *specs,
-                 {name: values[n] for name, n in said["updates"].items()}, dict(said["aliases"]))
+                 {name: values[n] for name, n in said["updates"].items()}, dict(said["aliases"]), said.get("batch"))

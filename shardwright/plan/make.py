@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,32 +19,45 @@ from ..marks import stored_whole
 from ..ops import COLLECTIVES, for_ranks
 from ..reading import MarkUse
 from ..recompute import with_policy
+from ..staging import Pipelining, pipelining, staged_modules
+from .alike import Alike
+from .automatic import Chosen
+from .automatic_pipeline import UNITS_BY, Automatic, check_automatic
 from .bytes import memory_of
 from .costs import Costs
-from .decision import feeding
+from .decision import Feeding, feeding
 from .document import Document, as_document
 from .dynamic import dynamic_programming
 from .fitting import CUT
+from .handed import Handed
 from .hybrid import OwnPrograms, decided, fed_whole, local_inputs, with_stacked
 from .memory import optimizer_bytes
+from .micro import is_split, micro_inputs, wide_inputs
 from .own_statistics import with_own_statistics
+from .pipelined import PipelinePlan
+from .pipelining import pipeline_plan, schedule_of
 from .plan import Plan
 from .propagation import sharding_propagation
 from .recursive import recursive_programming
 from .search import Decided
 from .semi_auto import data_parallel, semi_auto
 from .storage import OptimizerParallel
+from .unit_prices import recomputed
+from .units import units_of
 
-__all__ = ["MODES", "make_plan", "plan"]
+__all__ = ["FITTING", "MODES", "SEARCHES", "capture_micro", "make_pipeline", "make_plan", "plan"]
+
+#: Who searches: (the graph, what else decides, what searches, how another process makes what was handed to it its own).
+Searcher = Callable[[Graph, Any, Callable[[], Decided], Callable[[Handed], Decided]], Decided]
 
 #: Mode -> the planner: (graph, devices, fed, on_missing_rule=, stored=, uneven=) -> a `Decided`, or its first two entries.
 PLANNERS = {"data_parallel": data_parallel, "semi_auto": semi_auto}
 
-#: Those that weigh what they decide: they are also given costs=, memory= and hsdp=.
+#: Those that weigh what they decide: they are also given costs= and hsdp=.
 SEARCHES = {"sharding_propagation": sharding_propagation, "recursive_programming": recursive_programming,
             "dynamic_programming": dynamic_programming}
 
-#: Those of them that fit a plan into a limit of memory: they are then also given optimizer= and cut=.
+#: Those of them that fit a plan into a limit of memory: they are then also given memory=, optimizer= and cut=.
 FITTING = ("recursive_programming", "dynamic_programming")
 
 #: The modes in which each device has batch-norm statistics of its own, unless asked for those of the whole batch.
@@ -59,7 +72,8 @@ def make_plan(graph: Graph, devices: int, parallel_mode: str, dataset_strategy: 
               sync_batch_norm: bool = False, hsdp: OptimizerParallel | None = None,
               used: dict[str, Layout] | None = None, own: OwnPrograms | None = None, uneven: bool = False,
               cluster: Any = None, memory: Any = None, optimizer: Any = "adam",
-              whole: frozenset[str] = frozenset(), strategies: Document | None = None) -> Plan:
+              whole: frozenset[str] = frozenset(), strategies: Document | None = None,
+              searcher: Searcher | None = None, fed: Feeding | None = None) -> Plan:
     """Plan a captured model; every error that a strategy can cause is raised here.
 
     Args:
@@ -74,6 +88,8 @@ def make_plan(graph: Graph, devices: int, parallel_mode: str, dataset_strategy: 
         optimizer: what keeps state for each parameter: "adam", "momentum", "sgd", or its bytes an element.
         whole: parameters that are never stored cut over their replicas.
         strategies: a plan whose operators' strategies hold here too, over what the model's own marks say.
+        searcher: who searches, in the modes that do, where several processes plan together; None: this one.
+        fed: how the graph is fed, where it is a stage of a pipeline; None: as `dataset_strategy` says.
 
     Raises:
         ShardwrightError: a strategy or a setting that does not fit, with the operator and a legal choice.
@@ -85,11 +101,12 @@ def make_plan(graph: Graph, devices: int, parallel_mode: str, dataset_strategy: 
     if on_missing_rule not in ("error", "replicate"):
         raise SettingError(f"unknown on_missing_rule {on_missing_rule!r}", legal='"error" or "replicate"')
     cluster = Cluster.of(cluster, devices)
-    memory = memory_of(memory, cluster)
+    asked, memory = memory, memory_of(memory, cluster)
     optimizer_bytes(optimizer)  # an optimizer that there is not is said now
-    if memory is not None and parallel_mode not in SEARCHES:
-        raise SettingError(f"memory={memory!r} limits what is searched; {parallel_mode} searches nothing",
-                           legal=", ".join(SEARCHES))
+    if memory is not None and parallel_mode not in FITTING:
+        raise SettingError(f"memory={asked!r} limits what is searched; {parallel_mode} " + (
+            "follows marks, whatever memory that takes" if parallel_mode in SEARCHES else "searches nothing"),
+            legal=f"no memory=, or parallel_mode={' or '.join(map(repr, FITTING))}")
     if strategies is not None and parallel_mode not in (*PLANNERS, *SEARCHES):
         raise SettingError(f"{strategies.path} has strategies of operators, which {parallel_mode} runs as they stand",
                            legal=", ".join((*PLANNERS, *SEARCHES)))
@@ -114,7 +131,7 @@ def make_plan(graph: Graph, devices: int, parallel_mode: str, dataset_strategy: 
                            **placed.where, legal='parallel_mode="hybrid_parallel", or the model without it')
     if parallel_mode in OWN_STATISTICS and not sync_batch_norm:
         graph = with_own_statistics(graph, devices, on_missing_rule)
-    fed = feeding(graph, devices, dataset_strategy)
+    fed = fed or feeding(graph, devices, dataset_strategy)
     given = dict(on_missing_rule=on_missing_rule, stored=used or stored, uneven=uneven)
     planner = SEARCHES.get(parallel_mode) or PLANNERS[parallel_mode]
     if strategies is not None:
@@ -123,10 +140,12 @@ def make_plan(graph: Graph, devices: int, parallel_mode: str, dataset_strategy: 
     if parallel_mode in SEARCHES:
         costs = Costs(cluster, devices)
         if memory is not None:
-            given |= dict(memory=memory)
-            if parallel_mode in FITTING:
-                given |= dict(optimizer=optimizer, cut=replace(CUT, whole=whole))
-        result = planner(graph, devices, fed, costs=costs, hsdp=hsdp, **given)
+            given |= dict(memory=memory, optimizer=optimizer, cut=replace(CUT, whole=whole))
+        find = lambda: Decided(*planner(graph, devices, fed, costs=costs, hsdp=hsdp, **given))  # noqa: E731
+        result = find() if searcher is None else searcher(
+            graph, dict(devices=devices, memory=asked, optimizer=optimizer, hsdp=hsdp, uneven=uneven,
+                        on_missing_rule=on_missing_rule),
+            find, lambda handed: handed.onto(graph, devices, on_missing_rule=on_missing_rule, uneven=uneven))
     else:
         result = planner(graph, devices, fed, **given)
     decisions, carries, found, storage = Decided(*result)
@@ -138,12 +157,96 @@ def make_plan(graph: Graph, devices: int, parallel_mode: str, dataset_strategy: 
     return made
 
 
+def capture_micro(net: nn.Module, args: tuple, kwargs: dict[str, Any], count: int, **given: Any) -> tuple[Graph, Graph | None]:
+    """Capture a model for one micro-batch of the inputs of a whole batch.
+
+    Args:
+        given: as `capture` takes it.
+
+    Returns:
+        Its graph, and that for more rows, which `micro.split` compares it with.
+    """
+    graph = capture(net, *micro_inputs(args, kwargs, count), **given)
+    return graph, capture(net, *wide_inputs(args, kwargs, count), **given) if count > 1 else None
+
+
+def make_pipeline(graph: Graph, wide: Graph | None, devices: int, parallel_mode: str, dataset_strategy: Any, setting: Pipelining,
+                  modules: Mapping[str, int], splits: tuple[bool, ...], *, stored: dict[str, Layout] | None = None,
+                  used: dict[str, Layout] | None = None, automatic: Automatic | None = None, chosen: Chosen | None = None,
+                  **given: Any) -> PipelinePlan:
+    """Plan a captured model as a pipeline: each stage as `make_plan` does.
+
+    Args:
+        graph, wide: of one micro-batch, as `capture_micro` gives them.
+        modules: dotted path -> stage.
+        splits: of the tensor inputs, which are split into micro-batches.
+        automatic: for stages="auto", how they are chosen.
+        chosen: the stages that were.
+        given: as `make_plan` takes it.
+
+    Raises:
+        ShardwrightError: as `make_plan` and `pipeline_plan`.
+    """
+    if parallel_mode not in (*PLANNERS, *SEARCHES):
+        raise SettingError(f"a pipeline in {parallel_mode}", legal=", ".join((*PLANNERS, *SEARCHES)))
+    if setting.stages == "auto" and automatic is not None:
+        check_automatic(setting, modules, given.get("strategies"))
+        return _automatic_pipeline(graph, wide, devices, parallel_mode, dataset_strategy, setting, splits, automatic,
+                                   stored=stored, used=used, **given)
+    if given.get("memory") is not None:
+        raise SettingError(f"memory={given['memory']!r} for a pipeline of given stages", legal='stages="auto", or no memory=')
+    if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
+        raise SettingError(f"a plan is for a whole number of devices, not {devices!r}", legal="devices=8")
+    cluster = Cluster.of(given.pop("cluster", None), devices)
+    marked = any(op.mark is not None for op in graph.ops)  # a stage without any follows the batch
+    counting = {"on_missing_rule": given.get("on_missing_rule", "error"), "cluster": cluster}
+    planned, strategies = schedule_of(setting, devices) if chosen is None else chosen.schedule, given.pop("strategies", None)
+    lines = None if strategies is None else strategies.per_stage(planned, devices)
+
+    def planner(part: Graph, size: int, fed: Feeding, number: int) -> Plan:
+        if number < 0:  # it counts targets: nothing to be decided
+            return make_plan(part, size, "semi_auto", dataset_strategy, fed=fed, **counting)
+        held = {*part.parameters, *part.buffers}
+        mine = [None if all_ is None else {n: layout for n, layout in all_.items() if n in held} for all_ in (stored, used)]
+        follows = parallel_mode != "sharding_propagation" or not marked or any(op.mark for op in part.ops)
+        return make_plan(part, size, parallel_mode if follows else "semi_auto", dataset_strategy, fed=fed, stored=mine[0],
+                         used=mine[1], cluster=cluster, strategies=None if lines is None else lines[number], **given)
+
+    once = Alike(planner, given.get("whole", frozenset())) if chosen is not None and stored is None else planner
+    return pipeline_plan(graph, wide, devices, parallel_mode, dataset_strategy, planned, modules, once, chosen=chosen,
+                         sizes=None if chosen is None else chosen.sizes,
+                         splits=splits, on_missing_rule=given.get("on_missing_rule", "error"),
+                         uneven=given.get("uneven", False), cluster=cluster, optimizer=given.get("optimizer", "adam"))
+
+
+def _automatic_pipeline(graph: Graph, wide: Graph | None, devices: int, parallel_mode: str, dataset: Any,
+                        setting: Pipelining, splits: tuple[bool, ...], automatic: Automatic, *, memory: Any = None,
+                        **given: Any) -> PipelinePlan:
+    """The pipeline whose stages are chosen, as `make_pipeline` makes it of them."""
+    cluster = Cluster.of(given.pop("cluster", None), devices)
+    unit = {name: value for name, value in given.items() if name not in ("stored", "used", "searcher", "strategies")}
+
+    def units_plan(part: Graph, size: int, fed: Feeding) -> Plan:
+        return make_plan(part, size, UNITS_BY.get(parallel_mode, parallel_mode), dataset, fed=fed, cluster=cluster, **unit)
+
+    def piped(chosen: Chosen) -> PipelinePlan:
+        same = chosen.micro_batches == automatic.count
+        mine, wider = (graph, wide) if same else automatic.captured(chosen.micro_batches)
+        mine = recomputed(mine, units_of(mine), chosen.recomputed)
+        return make_pipeline(mine, wider, devices, parallel_mode, dataset, chosen.setting, chosen.modules, splits,
+                             chosen=chosen, cluster=cluster, **given)
+
+    return automatic.run(graph, wide, splits, devices, dataset, cluster, memory_of(memory, cluster), units_plan, piped,
+                         setting.micro_batches)
+
+
 def plan(net: nn.Module, inputs: tuple, loss_fn: Any = None, targets: Any = None, *, parallel_mode: str = "semi_auto",
          devices: int = 8, dataset_strategy: Any = "full_batch", on_missing_rule: str = "error",
          marks: Mapping[str, Any] | None = None, kwargs: dict[str, Any] | None = None,
          sync_batch_norm: bool = False, hsdp: Mapping[str, Any] | OptimizerParallel | None = None,
          recompute: Any = None, uneven: bool = False, cluster: Any = None, memory: Any = None,
-         optimizer: Any = "adam", strategies: Any = None) -> Plan:
+         optimizer: Any = "adam", strategies: Any = None, pipeline: Mapping[str, Any] | None = None
+         ) -> Plan | PipelinePlan:
     """Plan a model without running it: no process group, no devices, nothing allocated.
 
     Args:
@@ -166,6 +269,7 @@ def plan(net: nn.Module, inputs: tuple, loss_fn: Any = None, targets: Any = None
         memory: how much a device may hold, for the modes that search: bytes, "70GB", or "cluster" for its own; None: as
             much as it takes.
         strategies: a file that `Plan.save` wrote: its operators' strategies hold here too.
+        pipeline: the arguments of `AutoParallel.pipeline` as a dict; None: no pipeline.
         optimizer: what keeps state for each parameter, to reckon with its memory: "adam", "momentum", "sgd", or its bytes
             an element.
 
@@ -182,16 +286,27 @@ def plan(net: nn.Module, inputs: tuple, loss_fn: Any = None, targets: Any = None
     if loss_fn is not None:
         inputs = (*inputs, targets)
     check_mode(net, parallel_mode)
-    own = None
+    own, setting, kwargs = None, pipelining(pipeline), kwargs or {}
     if parallel_mode == "hybrid_parallel":
         own = OwnPrograms(own_parameters(net), loss_fn is not None)
-        inputs, kwargs = local_inputs(tuple(inputs), kwargs or {}, devices, dataset_strategy)
-    with for_ranks(devices), one_slice(net):
-        graph = _with_marks(capture(net, tuple(inputs), kwargs, loss_fn=loss_fn), marks or {})
-    return make_plan(with_policy(graph, recompute), devices, parallel_mode, dataset_strategy, on_missing_rule=on_missing_rule,
-                     sync_batch_norm=sync_batch_norm, hsdp=optimizer_parallel(hsdp, net, loss_fn), own=own,
-                     uneven=uneven, cluster=cluster, memory=memory, optimizer=optimizer,
-                     whole=stored_whole(net, loss_fn), strategies=as_document(strategies))
+        inputs, kwargs = local_inputs(tuple(inputs), kwargs, devices, dataset_strategy)
+    splits = is_split(tuple(inputs), kwargs)
+
+    def captured(count: int | None) -> tuple[Graph, Graph | None]:
+        with for_ranks(devices), one_slice(net):
+            made = (capture(net, tuple(inputs), kwargs, loss_fn=loss_fn), None) if count is None else \
+                capture_micro(net, tuple(inputs), kwargs, count, loss_fn=loss_fn)
+        return with_policy(_with_marks(made[0], marks or {}), recompute), made[1]
+
+    automatic = None if setting is None else Automatic.of(setting, tuple(inputs), kwargs, captured)
+    graph, wide = captured(None if automatic is None else automatic.count)
+    given = dict(on_missing_rule=on_missing_rule, sync_batch_norm=sync_batch_norm,
+                 hsdp=optimizer_parallel(hsdp, net, loss_fn), uneven=uneven, cluster=cluster, memory=memory,
+                 optimizer=optimizer, whole=stored_whole(net, loss_fn), strategies=as_document(strategies))
+    if setting is not None:
+        return make_pipeline(graph, wide, devices, parallel_mode, dataset_strategy, setting,
+                             staged_modules(net, dict(setting.stage_config)), splits, automatic=automatic, **given)
+    return make_plan(graph, devices, parallel_mode, dataset_strategy, own=own, **given)
 
 
 def optimizer_parallel(given: Any, net: nn.Module, loss_fn: Any) -> OptimizerParallel | None:

@@ -6,11 +6,12 @@ A value: made once, without a process group, for any number of devices; nothing 
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils import _pytree as pytree
 
@@ -29,6 +30,9 @@ from .recompute import Recomputed, Region, regions_of, started
 from .search import Found
 from .route import Compute, Extreme, Instance, Move, Ref, Routed, route
 from .storage import OptimizerParallel
+
+if TYPE_CHECKING:
+    from .pipelined import PipelinePlan
 
 __all__ = ["Collective", "OperatorPlan", "ParameterPlan", "Plan"]
 
@@ -147,6 +151,11 @@ class Plan:
         if self.own is not None:
             return own_programs(self.graph, self.devices, self.fed, self.own)
         return route(self.graph, self.decisions, self.fed, self.devices, self.carries, self.stored, self.hsdp)
+
+    @property
+    def draws(self) -> bool:
+        """Whether it draws random numbers."""
+        return self.routed.seed is not None
 
     @cached_property
     def regions(self) -> tuple[Region, ...]:
@@ -300,6 +309,24 @@ class Plan:
         return out
 
     @cached_property
+    def gathered_once(self) -> frozenset[str]:
+        """Of the weights that are brought from their storage to their use, those that micro-batches of one step share:
+        they are kept for the backward, and have one use. By the names of the instances that the program gathers."""
+        moves = [i for i in self.routed.instructions if isinstance(i, Move) and i.cause == "parameter"]
+        uses = Counter(i.source.name for i in moves)
+        stored = {i.name for i in self.routed.parameters.values()}
+        dropped = {name for region in self.regions for name in region.dropped}
+        return frozenset(i.target.name for i in moves if _gathers(i) and not i.again and i.target.name not in dropped
+                         and uses[i.source.name] == 1 and i.source.name in stored)
+
+    def once(self, instruction: Any) -> bool:
+        """Whether an instruction is due once a step, however many micro-batches that has: the gather of a weight that they
+        share, and the sum of a gradient over the devices that hold its parameter alike."""
+        if not isinstance(instruction, Move) or instruction.cause != "parameter":
+            return False
+        return instruction.target.name in self.gathered_once or instruction.forward.is_identity
+
+    @cached_property
     def timeline(self) -> Timeline:
         """What a device holds at every moment of a step: each tensor for as long as somebody needs it."""
         return timeline(self, self.optimizer)
@@ -326,10 +353,10 @@ class Plan:
         Path(path).write_text(written(self), encoding="utf-8")
 
     @classmethod
-    def load(cls, path: str | Path) -> Plan:
-        """The plan of a document, without its model: every line is checked, and everything that follows from it worked out
-        anew. It can be looked at, priced and compared; what runs is planned from a model, which takes the document by
-        `AutoParallel.load_operator_strategy_file`.
+    def load(cls, path: str | Path) -> Plan | PipelinePlan:
+        """The plan of a document, be it of a pipeline, without its model: every line is checked, and everything that follows
+        from it worked out anew. It can be looked at, priced and compared; what runs is planned from a model, which takes
+        the document by `AutoParallel.load_operator_strategy_file`.
 
         Raises:
             PlanError: no plan, one of another schema, an operator that is not registered in this process.

@@ -23,6 +23,7 @@ from ..graph import SEED, Graph, Op, Value
 from ..layout import Digits, Layout, beside
 from ..rules import Assignment, Bound, Rule, expand
 from ..rules.registry import local_call
+from .crossing import handed_on
 from .decision import Decision, Feeding, output_layouts
 from .padding import Piece, pad
 from .storage import OptimizerParallel, Stored, stored_layouts
@@ -224,8 +225,7 @@ class Router:
         if any(decision.bound.uneven for decision in self.decisions.values()):
             work = self.pad(work, outputs, updated)
         tensors = [v for v in outputs if isinstance(v, Value)]
-        handed = dict(zip((id(v) for v in tensors), output_layouts(
-            [v for v in graph.outputs if isinstance(v, Value)], self.devices, self.fed, self.carries)))
+        handed = dict(zip((id(v) for v in tensors), self.handed([v for v in graph.outputs if isinstance(v, Value)])))
         self.collect(work, [(v, handed[id(v)]) for v in tensors])
         inputs = tuple(self.make(v, layout) for v, layout in zip(graph.inputs, self.fed.inputs))
         used = {n: self.used(v) for n, v in graph.parameters.items()}
@@ -271,7 +271,7 @@ class Router:
         sources |= {v.name: self.whole(v) for v in graph.buffers.values()}
         sources |= {n: Layout.replicated(self.devices, t.dim()) for n, t in graph.constants.items()}
         places = [i for i, v in enumerate(outputs) if isinstance(v, Value)]
-        layouts = output_layouts([graph.outputs[i] for i in places], self.devices, self.fed, self.carries)
+        layouts = self.handed([graph.outputs[i] for i in places])
         wanted = [(outputs[i], layout) for i, layout in zip(places, layouts)]
         wanted += [(v, self.whole(graph.updates[n])) for n, v in updated.items()]
         made = pad(work, sources, parameters, wanted, self.renamed)
@@ -282,6 +282,18 @@ class Router:
         self.renamed.update(made.handed)
         self.padded, self.notes = made.parameters, made.notes
         return made.work
+
+    def handed(self, values: list[Value]) -> list[Layout]:
+        """The layouts in which results are handed out."""
+        makers = {v.name: (d, k) for d in self.decisions.values()
+                  for k, v in enumerate(v for v in d.op.outputs if v is not None)} if self.fed.kept else {}
+        return [layout or self.left(*makers[v.name], v) for v, layout in
+                zip(values, output_layouts(values, self.devices, self.fed, self.carries))]
+
+    def left(self, decision: Decision, k: int, value: Value) -> Layout:
+        """The layout in which a value goes on to another stage."""
+        made = decision.left(k) if decision.out is None else decision.out[k]
+        return handed_on(made, value.shape, self.fed.kept[value.name])
 
     def now(self, value: Value) -> Value:
         return self.renamed.get(value.name, value)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..cluster import Cluster
 from ..plan.decision import Decision
+from ..plan.document_pipeline_writing import pipeline_dataset_strategy, pipeline_words
 from ..plan.document_writing import dataset_strategy, digest
 from ..plan.explain import opened
 from ..plan.graph_document import types_of
+from ..plan.pipelined import PipelinePlan, StageParameter
 from ..plan.plan import ParameterPlan, Plan
 from ..plan.spelling import spell_assignment, spell_digits, spell_layout
 from .units import size_text, time_text
@@ -30,8 +32,8 @@ class Difference:
         parameters: a line for each parameter that is stored in another way.
     """
 
-    before: Plan
-    after: Plan
+    before: Plan | PipelinePlan
+    after: Plan | PipelinePlan
     settings: tuple[str, ...]
     operators: tuple[str, ...]
     parameters: tuple[str, ...]
@@ -54,19 +56,20 @@ class Difference:
                 f"at most on a device: {size_text(self.before.peak)} -> {size_text(self.after.peak)}")
 
 
-def difference(before: Plan, after: Plan) -> Difference:
-    """Compare two plans, operators and parameters by their names."""
+def difference(before: Plan | PipelinePlan, after: Plan | PipelinePlan) -> Difference:
+    """Compare two plans, operators and parameters by their names. What operators of a pipeline take is that of one
+    micro-batch."""
     return Difference(before, after, tuple(_settings(before, after)), tuple(_operators(before, after)),
                       tuple(_parameters(before, after)))
 
 
-def _settings(before: Plan, after: Plan) -> Iterator[str]:
-    def name(plan: Plan) -> str | None:
+def _settings(before: Plan | PipelinePlan, after: Plan | PipelinePlan) -> Iterator[str]:
+    def name(plan: Plan | PipelinePlan) -> str | None:
         return None if plan.cluster is None else plan.cluster.name
     for what, one, other in (
             ("devices", before.devices, after.devices), ("mode", before.mode, after.mode),
-            ("dataset_strategy", *map(dataset_strategy, (before, after))), ("hsdp", before.hsdp, after.hsdp),
-            ("optimizer", before.optimizer, after.optimizer)):
+            ("dataset_strategy", *map(_fed, (before, after))), ("hsdp", *map(_hsdp, (before, after))),
+            ("optimizer", before.optimizer, after.optimizer), *_pipeline(before, after)):
         if one != other:
             yield f"{what}: {one} -> {other}"
     if _cluster(before) != _cluster(after):
@@ -74,41 +77,105 @@ def _settings(before: Plan, after: Plan) -> Iterator[str]:
             f"cluster: {name(before)}, of other figures"
 
 
-def _cluster(plan: Plan) -> Cluster:
+def _parts(plan: Plan | PipelinePlan) -> dict[int | None, Plan]:
+    """The plans of the stages by number; of a plan that is no pipeline, itself."""
+    return {stage.number: stage.plan for stage in plan.stages} if isinstance(plan, PipelinePlan) else {None: plan}
+
+
+def _fed(plan: Plan | PipelinePlan) -> Any:
+    return pipeline_dataset_strategy(plan) if isinstance(plan, PipelinePlan) else dataset_strategy(plan)
+
+
+def _hsdp(plan: Plan | PipelinePlan) -> Any:
+    """The setting; of stages that have several, all."""
+    found = list(dict.fromkeys(part.hsdp for part in _parts(plan).values()))
+    return found[0] if len(found) == 1 else found
+
+
+def _pipeline(before: Plan | PipelinePlan, after: Plan | PipelinePlan) -> Iterator[tuple[str, Any, Any]]:
+    """What is said of pipelines, of two plans."""
+    one, other = ({} if isinstance(plan, Plan) else pipeline_words(plan) for plan in (before, after))
+    words = {"stages": "groups of devices", "scheduler": "schedule", "micro_batches": "micro-batches",
+             "placement": "groups of the stages", "split": "inputs that are split"}
+    for key, what in words.items():
+        yield what, one.get(key, "no pipeline"), other.get(key, "no pipeline")
+    if one.get("actions") != other.get("actions") and one.get("scheduler") == other.get("scheduler"):
+        yield f"actions of {one['scheduler']}", "as they were", "others"
+    if one and other:
+        yield "devices of the stages", *([part.devices for part in _parts(plan).values()] for plan in (before, after))
+
+
+def _cluster(plan: Plan | PipelinePlan) -> Cluster:
     return Cluster.of(plan.cluster, plan.devices)
 
 
-def _operators(before: Plan, after: Plan) -> Iterator[str]:
-    prices, through = (before.price.by_operator, after.price.by_operator), (opened(before), opened(after))
-    for name, old in before.decisions.items():
-        new = after.decisions.get(name)
+class _Placed(NamedTuple):
+    """An operator where it is.
+
+    Attributes:
+        stage: its number, or None.
+        decision: with the sum that it lets through.
+        seconds: of a step, or of one micro-batch.
+    """
+
+    stage: int | None
+    decision: Decision
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{strategy_text(self.decision)} {time_text(self.seconds)}"
+
+    @property
+    def shapes(self) -> str:
+        """What it is and of which shapes."""
+        return f"{self.decision.op.kind} {types_of(self.decision.op)}"
+
+
+def _placed(plan: Plan | PipelinePlan) -> dict[str, _Placed]:
+    out = {}
+    for number, part in _parts(plan).items():
+        prices, through = part.price.by_operator, opened(part)
+        for name, decision in part.decisions.items():
+            out[name] = _Placed(number, replace(decision, open=through.get(name, ())), prices.get(name, 0.0))
+    return out
+
+
+def _operators(before: Plan | PipelinePlan, after: Plan | PipelinePlan) -> Iterator[str]:
+    olds, news = _placed(before), _placed(after)
+    for name, old in olds.items():
+        new = news.get(name)
         if new is None:
-            yield f"- {name}: {strategy_text(old)} {time_text(prices[0].get(name, 0.0))}"
+            yield f"- {name}: {old}"
             continue
-        types, cost = [types_of(d.op) for d in (old, new)], [time_text(p.get(name, 0.0)) for p in prices]
-        if types[0] != types[1] or old.op.kind != new.op.kind:
-            yield f"~ {name}: {old.op.kind} {types[0]} {cost[0]} -> {new.op.kind} {types[1]} {cost[1]}"
-            continue
-        one, other = (replace(d, open=o.get(name, ())) for d, o in zip((old, new), through))
-        if digest(one.op, one) != digest(other.op, other):
-            yield f"~ {name}: {strategy_text(one)} {cost[0]} -> {strategy_text(other)} {cost[1]}"
-    for name, new in after.decisions.items():
-        if name not in before.decisions:
-            yield f"+ {name}: {strategy_text(new)} {time_text(prices[1].get(name, 0.0))}"
+        stages = {old.stage, new.stage}
+        moved = f"stage {old.stage} -> stage {new.stage}, " if len(stages) > 1 and None not in stages else ""
+        if old.shapes != new.shapes:
+            yield f"~ {name}: {moved}{old.shapes} {time_text(old.seconds)} -> {new.shapes} {time_text(new.seconds)}"
+        elif moved or digest(old.decision.op, old.decision) != digest(new.decision.op, new.decision):
+            yield f"~ {name}: {moved}{old} -> {new}"
+    yield from (f"+ {name}: {new}" for name, new in news.items() if name not in olds)
 
 
-def _parameters(before: Plan, after: Plan) -> Iterator[str]:
+def _parameters(before: Plan | PipelinePlan, after: Plan | PipelinePlan) -> Iterator[str]:
     old, new = before.parameters, after.parameters
     for name in old:
         if name not in new:
             yield f"- parameter {name}: {_stored(old[name])}"
-        elif (old[name].storage, old[name].shape) != (new[name].storage, new[name].shape):
+        elif _place(old[name]) != _place(new[name]):
             yield f"~ parameter {name}: {_stored(old[name])} -> {_stored(new[name])}"
     yield from (f"+ parameter {name}: {_stored(new[name])}" for name in new if name not in old)
 
 
 def _stored(parameter: ParameterPlan) -> str:
-    return f"{list(parameter.shape)} {_layout(spell_layout(parameter.storage))}"
+    on = f" in stage {parameter.stage}, on ranks {parameter.ranks[0]}-{parameter.ranks[-1]}" \
+        if isinstance(parameter, StageParameter) else ""
+    return f"{list(parameter.shape)} {_layout(spell_layout(parameter.storage))}{on}"
+
+
+def _place(parameter: ParameterPlan) -> tuple[Any, ...]:
+    """All that says where it is."""
+    staged = (parameter.stage, parameter.ranks) if isinstance(parameter, StageParameter) else ()
+    return parameter.storage, parameter.shape, *staged
 
 
 def _layout(words: Any) -> str:

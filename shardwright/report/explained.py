@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..plan.explain import Alternative, Explanation, Holder, Row
+from ..plan.pipelined import PipelinePlan
 from ..plan.plan import Plan
 from .difference import strategy_text
 from .planned import summary
@@ -25,23 +26,32 @@ DEAREST = 10
 UNEQUAL = 1e-6
 
 
-def costs(plan: Plan, file: IO[str] | None = None) -> None:
+def costs(plan: Plan | PipelinePlan, file: IO[str] | None = None) -> None:
     """Print what a plan costs and where: totals, bound and gap, the dearest communications and operators."""
     summary(plan, file)
-    part = lambda seconds: f"{seconds / plan.cost:.1%}" if plan.cost else ""  # noqa: E731
-    spent = sorted(((seconds, name) for name, seconds in plan.price.by_operator.items()), reverse=True)
-    table = _table("operator", "op", "strategy", "decided by", "seconds", "part", "called at", right=("seconds", "part"))
-    for seconds, name in spent[:DEAREST]:
-        decision = plan.decisions.get(name)
+    staged = isinstance(plan, PipelinePlan)
+    plans = {stage.number: stage.plan for stage in plan.stages} if staged else {0: plan}
+    whole = sum(each.cost for each in plans.values())
+    part = lambda seconds: f"{seconds / whole:.1%}" if whole else ""  # noqa: E731
+    spent = sorted(((seconds, stage, name) for stage, each in plans.items()
+                    for name, seconds in each.price.by_operator.items()), key=lambda entry: (-entry[0], entry[1:]))
+    table = _table("operator", *(("stage",) if staged else ()), "op", "strategy", "decided by", "seconds", "part",
+                   "called at", right=("stage", "seconds", "part"))
+    for seconds, stage, name in spent[:DEAREST]:
+        decision, number = plans[stage].decisions.get(name), (str(stage),) if staged else ()
         if decision is None:  # what outputs and buffers ask for
-            table.add_row(name, "", "", "", time_text(seconds), part(seconds), "")
+            table.add_row(name, *number, "", "", "", time_text(seconds), part(seconds), "")
         else:
-            table.add_row(*map(Text, (name, decision.op.kind, strategy_text(decision), decision.cause, time_text(seconds),
-                                      part(seconds), decision.op.source)))
+            table.add_row(*map(Text, (name, *number, decision.op.kind, strategy_text(decision), decision.cause,
+                                      time_text(seconds), part(seconds), decision.op.source)))
     if spent[DEAREST:]:
-        seconds = sum(each for each, _ in spent[DEAREST:])
-        table.add_row(f"{len(spent) - DEAREST} others", "", "", "", time_text(seconds), part(seconds), "")
-    _console(file).print(table)
+        seconds = sum(each for each, *_ in spent[DEAREST:])
+        table.add_row(f"{len(spent) - DEAREST} others", *(("",) if staged else ()), "", "", "", time_text(seconds),
+                      part(seconds), "")
+    console = _console(file)
+    console.print(table)
+    if staged:
+        console.print(Text("seconds are those of one micro-batch"))
 
 
 def explanation(said: Explanation, file: IO[str] | None = None) -> None:
@@ -52,7 +62,8 @@ def explanation(said: Explanation, file: IO[str] | None = None) -> None:
     say(f"{op.name} ({op.kind}){f', {op.module}' if op.module else ''}{f', {op.source}' if op.source else ''}: "
         f"{strategy_text(decision)}")
     say(_decided(said))
-    say(f"it costs {time_text(said.seconds)} of {time_text(cost)} a step")
+    say(f"it costs {time_text(said.seconds)} of {time_text(cost)} " + (
+        "a step" if said.stage is None else f"that stage {said.stage} takes with one micro-batch"))
     table = _table("what", "value", "other end", "forward", "backward", "sends", right=("forward", "backward"))
     for share in said.shares:
         table.add_row(*map(Text, (share.what, share.value, share.other, time_text(share.forward),
@@ -76,7 +87,8 @@ def explanation(said: Explanation, file: IO[str] | None = None) -> None:
                                   f"{other.more / said.cost:+.2%}" if said.cost else "", _alone(other),
                                   _held(other))))
     console.print(table)
-    say(f"in all: the whole step, when everything else is chosen anew; alone: when nothing else changes. "
+    whole = "step" if said.stage is None else "stage with one micro-batch"
+    say(f"in all: the whole {whole}, when everything else is chosen anew; alone: when nothing else changes. "
         f"Among {said.strategies} strategies, one line for each way to cut.")
 
 

@@ -11,28 +11,26 @@ function of the plan and the rank alone, and asks for no other rank.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..conversion import Conversion, Step, conversion
-from ..errors import PlanError
 from ..graph import Value
 from ..layout import Layout, group_of
 from ..plan.again import Again
-from ..plan.graph_document import dtype_word
 from ..plan.recompute import Recomputed
-from ..plan.padding import true_slice
+from ..plan.pipelined import PipelinePlan
 from ..plan.plan import Plan, backward_collectives, forward_collectives, made_by, read_by
-from ..plan.route import Compute, Extreme, Instance, Move, Ref
+from ..plan.route import Compute, Extreme, Instance, Move
+from .ir_text import (
+    Numbers, arguments, header, held_lines, layout_text, results_lines, sources, types_text, where, written_line,
+)
 
-__all__ = ["begin_text", "execute_text", "write_dumps"]
+__all__ = ["BEGIN", "Execute", "begin_lines", "begin_text", "execute_text", "write_dumps"]
 
 
-def write_dumps(plan: Plan, directory: str | Path, ranks: Iterable[int]) -> None:
+def write_dumps(plan: Plan | PipelinePlan, directory: str | Path, ranks: Iterable[int]) -> None:
     """Write ``rank_R/step_parallel_begin.ir`` and ``rank_R/execute.ir`` below a directory, which is made if need be.
 
     Files of an earlier plan are replaced. The same plan gives the same bytes.
@@ -43,9 +41,11 @@ def write_dumps(plan: Plan, directory: str | Path, ranks: Iterable[int]) -> None
     Raises:
         PlanError: a rank outside the plan's devices.
     """
+    from .ir_pipeline import staged_texts  # which is made of what is here
     for rank in ranks:
         folder = Path(directory) / f"rank_{rank}"
-        texts = {"step_parallel_begin.ir": begin_text(plan, rank), "execute.ir": execute_text(plan, rank)}
+        texts = {"step_parallel_begin.ir": begin_text(plan, rank), "execute.ir": execute_text(plan, rank)} \
+            if isinstance(plan, Plan) else staged_texts(plan, rank)
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
             (folder / name).write_bytes(text.encode())
@@ -57,28 +57,36 @@ def begin_text(plan: Plan, rank: int) -> str:
     Raises:
         PlanError: a rank outside the plan's devices.
     """
-    graph = plan.graph
-    names = _Numbers(v.name for v in _sources(plan))
-    lines = list(_header(plan, rank, "the user's operators, global shapes"))
-    lines.append("# a word in parentheses at the end says who chose the strategy where no mark did")
+    return "\n".join((*header(plan, rank, "the user's operators, global shapes"), *held_lines(plan, rank),
+                      BEGIN, *begin_lines(plan))) + "\n"
+
+
+#: What a reader of the user's operators has to know.
+BEGIN = "# a word in parentheses at the end says who chose the strategy where no mark did"
+
+
+def begin_lines(plan: Plan) -> list[str]:
+    """The user's operators, a line each, and the results."""
+    graph, lines = plan.graph, []
+    names = Numbers(v.name for v in sources(plan))
     for planned, op in zip(plan.operators, graph.ops, strict=True):
         asked = [f"in_strategy: {planned.in_strategy}"]
         mark = op.mark
         if mark is not None and any(isinstance(entry, Layout) for entry in mark.in_strategy or ()):
-            asked.append(f"in_layout: ({', '.join(map(_layout, planned.in_layouts))})")
+            asked.append(f"in_layout: ({', '.join(map(layout_text, planned.in_layouts))})")
         if mark is not None and mark.out_strategy is not None:
             asked.append(f"out_strategy: {planned.out_strategy}")
-            asked.append(f"out_layout: ({', '.join(map(_layout, planned.out_layouts))})")
+            asked.append(f"out_layout: ({', '.join(map(layout_text, planned.out_layouts))})")
         outs = [v for v in op.outputs if v is not None]
         made = [names.new(v.name) for v in outs] or ["_"]
-        comment = _where(planned.name, planned.module, planned.source)
+        comment = where(planned.name, planned.module, planned.source)
         if planned.cause != "mark":
             comment += f"  ({planned.cause})"
-        lines.append(_line(made, planned.op, _arguments(op.args, op.kwargs, names), ", ".join(asked),
-                           _types([(v, v.shape) for v in op.inputs], [(v, v.shape) for v in outs]), comment))
-    lines += _results([o.name if isinstance(o, Value) else o for o in graph.outputs], graph.outputs,
-                      {n: v.name for n, v in graph.updates.items()}, names)
-    return "\n".join(lines) + "\n"
+        lines.append(written_line(made, planned.op, arguments(op.args, op.kwargs, names), ", ".join(asked),
+                                  types_text([(v, v.shape) for v in op.inputs], [(v, v.shape) for v in outs]), comment))
+    lines += results_lines([o.name if isinstance(o, Value) else o for o in graph.outputs], graph.outputs,
+                           {n: v.name for n, v in graph.updates.items()}, names)
+    return lines
 
 
 def execute_text(plan: Plan, rank: int) -> str:
@@ -87,123 +95,23 @@ def execute_text(plan: Plan, rank: int) -> str:
     Raises:
         PlanError: a rank outside the plan's devices.
     """
-    lines = list(_header(plan, rank, "the program of this rank, local shapes"))
-    return "\n".join(lines + _Execute(plan, rank).run()) + "\n"
-
-
-# -- pieces of text ----------------------------------------------------------------------------------------------------
-
-
-def _header(plan: Plan, rank: int, title: str) -> Iterator[str]:
-    if not 0 <= rank < plan.devices:
-        raise PlanError(f"rank {rank} is outside the {plan.devices} devices")
-    routed = plan.routed
-    yield f"# {title}"
-    yield f"# devices: {plan.devices}, mode: {plan.mode}, rank: {rank}, plan: {plan.fingerprint}"
-    yield "# a layout names, for each dim, the digits of the rank that cut it: size@stride, major first; - is whole"
-    tables = [("input", {i.name: i for i in routed.inputs}), ("parameter", routed.parameters),
-              ("buffer", routed.buffers), ("constant", routed.constants)]
-    for kind, table in tables:
-        for instance in table.values():
-            value, shape = plan.graph.parameters.get(instance.value.name, instance.value), instance.local_shape
-            index = true_slice(instance.layout, value.shape, rank)
-            own = tuple(s.stop - s.start for s in index)
-            part = ", ".join(f"{s.start}:{s.stop}" for s in index)
-            yield (f"# {kind} %{value.name}  {_type(value, value.shape)}  layout {_layout(instance.layout)}  "
-                   f"{'fed' if kind == 'input' else 'stored'} [{part}] = {_type(value, own)}"
-                   + (f", padded to {_type(value, shape)}" if own != shape else "")
-                   + _used(value, routed.used.get(value.name), instance.layout))
-    if routed.seed is not None:
-        yield f"# seed %{routed.seed.value.name}  of the random numbers, drawn at each call, the same on every rank"
-    for alias, name in plan.graph.aliases.items():
-        yield f"# {alias} is {name}"
-    for note in plan.notes:
-        yield f"# note: {note}"
-
-
-def _used(value: Value, used: Layout | None, stored: Layout) -> str:
-    if used is None or used == stored:
-        return ""
-    return f"  used in layout {_layout(used)} = {_type(value, used.local_shape(used.padded(value.shape)))}"
-
-
-def _sources(plan: Plan) -> Iterator[Value]:
-    yield from plan.graph.sources()
-    yield from (i.value for i in plan.routed.constants.values())
-    if plan.routed.seed is not None:
-        yield plan.routed.seed.value
-
-
-def _line(made: Sequence[str], name: str, arguments: Sequence[str], attributes: str, types: str, comment: str) -> str:
-    parts = [f"{', '.join(made)} = {name}({', '.join(arguments)})"]
-    if attributes:
-        parts.append(f"{{{attributes}}}")
-    if types:
-        parts.append(types)
-    return "  ".join(parts) + (f"   # {comment}" if comment else "")
-
-
-def _where(name: str, module: str, source: str) -> str:
-    inside = module and module != name and not name.startswith(module + ".")
-    return "  ".join(filter(None, (f"{name} in {module}" if inside else name, source)))
-
-
-def _type(value: Value, shape: Sequence[int]) -> str:
-    return f"{dtype_word(value.dtype)}{list(shape)}"
-
-
-def _types(before: Sequence[tuple[Value, Sequence[int]]], after: Sequence[tuple[Value, Sequence[int]]]) -> str:
-    left, right = (", ".join(_type(*entry) for entry in side) for side in (before, after))
-    return f"{left} -> {right}" if left else right
-
-
-def _layout(layout: Layout) -> str:
-    return "[" + ", ".join("·".join(map(repr, digits)) or "-" for digits in layout.dims or ()) + "]"
-
-
-class _Numbers(dict):
-    """Name of a value -> how it is written: ``%4`` for what is made, ``%w1`` for what is fed or stored."""
-
-    def __init__(self, sources: Iterable[str]) -> None:
-        super().__init__((name, f"%{name}") for name in sources)
-        self._taken, self._last = set(self.values()), 0
-
-    def number(self) -> str:
-        """The next number; one that is a parameter's name, as in a ParameterList, is left out."""
-        self._last += 1
-        return f"%{self._last}" if f"%{self._last}" not in self._taken else self.number()
-
-    def new(self, name: str) -> str:
-        self[name] = self.number()
-        return self[name]
-
-
-def _arguments(args: tuple, kwargs: dict[str, Any], names: dict[str, str]) -> list[str]:
-    return [_argument(a, names) for a in args] + [f"{k}={_argument(a, names)}" for k, a in kwargs.items()]
-
-
-def _argument(leaf: Any, names: dict[str, str]) -> str:
-    if isinstance(leaf, (Ref, Value)):
-        return names[leaf.name]
-    if isinstance(leaf, (list, tuple)):
-        return "[" + ", ".join(_argument(x, names) for x in leaf) + "]"
-    if isinstance(leaf, torch.dtype):
-        return dtype_word(leaf)
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(leaf))  # no addresses: the same plan gives the same bytes
-
-
-def _results(keys: Sequence[Any], outputs: Sequence[Any], updates: dict[str, str], names: dict[str, str]) -> list[str]:
-    shown = [names[k] if isinstance(o, (Value, Instance)) else _argument(o, names) for k, o in zip(keys, outputs)]
-    return [f"return {', '.join(shown)}"] + [f"update %{name} = {names[made]}" for name, made in updates.items()]
+    return "\n".join((*header(plan, rank, "the program of this rank, local shapes"), *held_lines(plan, rank),
+                      *Execute(plan, rank).run())) + "\n"
 
 
 # -- the program of a rank ---------------------------------------------------------------------------------------------
 
 
-class _Execute:
-    def __init__(self, plan: Plan, rank: int) -> None:
-        self.plan, self.rank = plan, rank
-        self.names = _Numbers(v.name for v in _sources(plan))
+class Execute:
+    """The program of one rank, line by line.
+
+    Args:
+        first: of the ranks of the world, the plan's first.
+    """
+
+    def __init__(self, plan: Plan, rank: int, first: int = 0) -> None:
+        self.plan, self.rank, self.first = plan, rank, first
+        self.names = Numbers(v.name for v in sources(plan))
         self.known: dict[str, Instance] = {}
         for table in (plan.routed.parameters, plan.routed.buffers, plan.routed.constants):
             self.known.update((i.name, i) for i in table.values())
@@ -218,28 +126,35 @@ class _Execute:
         self.region: Any = None                    # the region of which the latest line is
 
     def run(self) -> list[str]:
-        routed = self.plan.routed
-        self.lines.append("# forward")
-        for instruction in routed.instructions:
-            if isinstance(instruction, Compute):
-                self.compute(instruction)
-            else:
-                self.convert(instruction)
-        self.lines += _results([o.name if isinstance(o, Instance) else o for o in routed.outputs], routed.outputs,
-                               {n: i.name for n, i in routed.updates.items()}, self.names)
+        self.forward(self.plan.routed.instructions)
+        self.results()
         self.lines.append("# backward, in the order in which it runs")
         self.backward()
+        self.final()
         return self.lines
 
     # -- forward --
 
+    def forward(self, instructions: Iterable[Any]) -> None:
+        self.lines.append("# forward")
+        for instruction in instructions:
+            if isinstance(instruction, Compute):
+                self.compute(instruction)
+            else:
+                self.convert(instruction)
+
+    def results(self) -> None:
+        routed = self.plan.routed
+        self.lines += results_lines([o.name if isinstance(o, Instance) else o for o in routed.outputs], routed.outputs,
+                                    {n: i.name for n, i in routed.updates.items()}, self.names)
+
     def compute(self, instruction: Compute) -> None:
         op, leaves = instruction.op, read_by(instruction)
-        arguments = _arguments(instruction.args, instruction.kwargs, self.names)
+        read = arguments(instruction.args, instruction.kwargs, self.names)
         made = [self.names.new(o.name) for o in made_by(instruction)] or ["_"]
-        self.lines.append(_line(made, _kind(instruction), arguments, "",
-                                self.types(leaves, [o.name for o in made_by(instruction)]),
-                                _where(instruction.operator, op.module, op.source)))
+        self.lines.append(written_line(made, _kind(instruction), read, "",
+                                       self.types(leaves, [o.name for o in made_by(instruction)]),
+                                       where(instruction.operator, op.module, op.source)))
 
     def convert(self, instruction: Move | Extreme) -> None:
         source, written = instruction.source, self.names[instruction.source.name]
@@ -257,7 +172,7 @@ class _Execute:
 
     def types(self, before: Iterable[str], after: Iterable[str]) -> str:
         sides = [[(self.known[n].value, self.known[n].local_shape) for n in names] for names in (before, after)]
-        return _types(*sides)
+        return types_text(*sides)
 
     def steps(self, steps: Conversion, value: Value, shape: tuple[int, ...], written: str, collectives: Iterator,
               comment: Callable[[Step], str]) -> str:
@@ -266,29 +181,40 @@ class _Execute:
         for step, before, after in zip(steps.steps, shapes, shapes[1:]):
             if step.communicates:
                 collective, digits = next(collectives)
-                attributes = f"ranks: {group_of(self.rank, digits)}, bytes: {collective.bytes}{_details(step)}"
+                attributes = f"ranks: {self.group(digits)}, bytes: {collective.bytes}{_details(step)}"
             else:
                 attributes = _index(step, before, self.rank)
             made = self.names.number()
-            self.lines.append(_line([made], step.kind, [written], attributes,
-                                    _types([(value, before)], [(value, after)]), comment(step)))
+            self.lines.append(written_line([made], step.kind, [written], attributes,
+                                           types_text([(value, before)], [(value, after)]), comment(step)))
             written = made
         return written
+
+    def group(self, digits: Any) -> tuple[int, ...]:
+        """The ranks of the world that a collective joins."""
+        return tuple(self.first + rank for rank in group_of(self.rank, digits))
 
     # -- backward --
 
     def backward(self) -> None:
-        routed = self.plan.routed
+        self.given(self.plan.routed.outputs)
+        self.back(self.plan.backward)
+
+    def given(self, outputs: Iterable[Any], comment: str = "given by the caller; 1 for a loss") -> None:
+        """The gradients that the caller gives."""
         seen: set[str] = set()
-        for output in routed.outputs:
+        for output in outputs:
             if isinstance(output, Instance) and output.value.requires_grad and output.name not in seen:
                 seen.add(output.name)
                 made = self.names.number()
                 types = self.types((), [output.name])
-                self.lines.append(_line([made], "gradient", [self.names[output.name]], "", types,
-                                        "given by the caller; 1 for a loss"))
+                self.lines.append(written_line([made], "gradient", [self.names[output.name]], "", types,
+                                               comment))
                 self.bring(output.name, made)
-        for instruction in self.plan.backward:
+
+    def back(self, instructions: Iterable[Any]) -> None:
+        """The backwards of instructions."""
+        for instruction in instructions:
             if isinstance(instruction, Compute):
                 self.compute_backward(instruction)
             elif isinstance(instruction, Move):
@@ -299,6 +225,9 @@ class _Execute:
                 self.recompute(instruction)
             else:
                 self.extreme_backward(instruction)
+
+    def final(self) -> None:
+        routed = self.plan.routed
         final = [f"{name}: {self.total(i.name)}" for name, i in routed.parameters.items() if i.name in self.gradients]
         self.lines.append(f"gradients {{{', '.join(final)}}}" if final else "# no parameter has a gradient")
 
@@ -310,8 +239,8 @@ class _Execute:
         parts = self.gradients[name]
         if len(parts) > 1:
             made = self.names.number()
-            self.lines.append(_line([made], "add", parts, "", self.types([name] * len(parts), [name]),
-                                    f"gradient of {self.names[name]} from {len(parts)} uses"))
+            self.lines.append(written_line([made], "add", parts, "", self.types([name] * len(parts), [name]),
+                                           f"gradient of {self.names[name]} from {len(parts)} uses"))
             self.gradients[name] = parts = [made]
         return parts[0]
 
@@ -322,10 +251,10 @@ class _Execute:
         made = [self.names.number() for _ in ins]
         for name, gradient in zip(ins, made):
             self.bring(name, gradient)
-        self.lines.append(_line(
+        self.lines.append(written_line(
             made, f"{_kind(instruction)}_backward", arguments, "", self.types(outs, ins),
             f"gradient{'s' * (len(ins) > 1)} of {', '.join(self.names[n] for n in ins)}; "
-            + _where(instruction.operator, instruction.op.module, instruction.op.source)))
+            + where(instruction.operator, instruction.op.module, instruction.op.source)))
 
     def convert_backward(self, instruction: Move) -> None:
         source, target = instruction.source, instruction.target
@@ -365,16 +294,16 @@ class _Execute:
         gradient = self.total(instruction.target.name)
         layout = source.layout
         made = self.names.number()
-        self.lines.append(_line([made], "ties", [self.names[instruction.operand.name], reduced,
-                                                 self.names[instruction.target.name]], "",
-                                self.types([instruction.operand.name, source.name, instruction.target.name],
-                                           [source.name]), f"how many elements attain the {layout.reduction}"))
+        self.lines.append(written_line([made], "ties", [self.names[instruction.operand.name], reduced,
+                                                        self.names[instruction.target.name]], "",
+                                       self.types([instruction.operand.name, source.name, instruction.target.name],
+                                                  [source.name]), f"how many elements attain the {layout.reduction}"))
         of_all = self.steps(conversion(layout.without_partial().with_partial(layout.partial), layout.without_partial()),
                             source.value, source.local_shape, made, backward_collectives(instruction),
                             lambda step: f"gradient of {reduced}: the ties of all ranks")
         shared = self.names.number()
-        self.lines.append(_line([shared], f"{layout.reduction}_backward", [gradient, made, of_all], "",
-                                self.types([source.name] * 3, [source.name]), f"gradient of {reduced}"))
+        self.lines.append(written_line([shared], f"{layout.reduction}_backward", [gradient, made, of_all], "",
+                                       self.types([source.name] * 3, [source.name]), f"gradient of {reduced}"))
         self.bring(source.name, shared)
 
 

@@ -13,6 +13,7 @@ from rich.text import Text
 from ..cluster import Cluster
 from ..layout import digits_size
 from ..plan.costs import PricedCollective
+from ..plan.pipelined import PipelinePlan
 from ..plan.plan import Plan
 from .units import size_text, time_text
 
@@ -22,8 +23,12 @@ __all__ = ["summary"]
 DEAREST, NOTES = 10, 20
 
 
-def summary(plan: Plan, file: IO[str] | None = None) -> None:
-    """Print what a plan costs, for one rank; every rank has as much."""
+def summary(plan: Plan | PipelinePlan, file: IO[str] | None = None) -> None:
+    """Print what a plan costs, for one rank; every rank has as much, but those of other stages of a pipeline."""
+    if isinstance(plan, PipelinePlan):
+        from .pipelined import summary_of_pipeline  # which has more to say
+        summary_of_pipeline(plan, file)
+        return
     console = Console(file=file, highlight=False, soft_wrap=True)
     console = console if console.is_terminal else Console(file=file, highlight=False, width=200)
     price, cluster = plan.price, Cluster.of(plan.cluster, plan.devices)

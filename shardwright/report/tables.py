@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, Any
 
 from rich import box
 from rich.console import Console
@@ -12,17 +12,19 @@ from rich.table import Table
 from rich.text import Text
 
 from ..layout import digits_size
+from ..plan.pipelined import PipelinePlan
 from ..plan.plan import Collective, OperatorPlan, ParameterPlan, Plan
 from .units import size_text
 
-__all__ = ["explain"]
+__all__ = ["UNLIMITED", "explain", "memory_line", "narrow", "parameters", "rows", "table", "total", "wide"]
 
 #: Wide enough for everything: what a table is measured in, and as wide as it needs where no terminal limits it.
 UNLIMITED = 10_000
 
 
-def explain(plan: Plan, file: IO[str] | None = None, width: int | None = None) -> None:
-    """Print a plan: every operator, where it is called, its strategy, local shapes and what is sent for it.
+def explain(plan: Plan | PipelinePlan, file: IO[str] | None = None, width: int | None = None) -> None:
+    """Print a plan: every operator, where it is called, its strategy, local shapes and what is sent for it. Of a pipeline
+    stage by stage, with what crosses.
 
     All numbers are those of the plan's own collectives, for one rank; every rank sends as much.
 
@@ -31,21 +33,24 @@ def explain(plan: Plan, file: IO[str] | None = None, width: int | None = None) -
         width: of the text, in characters; None: the terminal's, or as needed where there is none. Operators that do not
             fit on a line each take several; nothing is cut off.
     """
+    if isinstance(plan, PipelinePlan):
+        from .pipelined import explain_pipeline  # which puts together what is made here
+        explain_pipeline(plan, file, width)
+        return
     sent = plan.collectives(0)
-    rows = _rows(plan, sent)
-    table = _wide(rows)
+    lines = rows(plan, sent)
+    shown = wide(lines)
     console = Console(file=file, width=width, highlight=False)
-    needed = console.measure(table, options=console.options.update(max_width=UNLIMITED)).maximum
+    needed = console.measure(shown, options=console.options.update(max_width=UNLIMITED)).maximum
     if width is None and not console.is_terminal:
         console = Console(file=file, width=max(needed, 100), highlight=False)
     head = f"{plan.mode} on {plan.devices} device{'s' * (plan.devices > 1)}"
     console.print(Text(f"{head}: {len(plan.operators)} operators, plan {plan.fingerprint}"))
-    console.print(table if needed <= console.width else _narrow(rows))
-    console.print(Text(_total(plan, sent)))
+    console.print(shown if needed <= console.width else narrow(lines))
+    console.print(Text(total(plan, sent)))
     if plan.parameters:
-        console.print(_parameters(plan))
-        memory = plan.memory(0)
-        console.print(Text("on a device: " + ", ".join(f"{kind} {size_text(count)}" for kind, count in memory.items())))
+        console.print(parameters(plan))
+        console.print(Text(f"on a device: {memory_line(plan.memory(0))}"))
     for region in plan.regions:
         console.print(Text(f"recomputed in the backward: {region.path} ({', '.join(region.operators)})"))
     for note in plan.notes:
@@ -64,48 +69,62 @@ class _Row:
     backward: str
 
 
-def _rows(plan: Plan, sent: Iterable[Collective]) -> list[_Row]:
+def memory_line(kinds: Mapping[str, int]) -> str:
+    """What a device holds, by kind."""
+    return ", ".join(f"{kind} {size_text(count)}" for kind, count in kinds.items())
+
+
+def rows(plan: Plan, sent: Iterable[Collective], without: Collection[Any] = ()) -> list[_Row]:
+    """A line for each operator.
+
+    Args:
+        sent: the collectives of a rank.
+        without: the targets of operators that have none of their own.
+    """
     of: dict[str, list[Collective]] = {}
     for collective in sent:
         of.setdefault(collective.operator, []).append(collective)
-    rows = []
+    out = []
     again = {name for region in plan.regions for name in region.operators if not plan.decisions[name].op.recompute.keep}
-    for operator in plan.operators:
+    for operator, op in zip(plan.operators, plan.graph.ops, strict=True):
+        if op.target in without:
+            continue
         name = operator.name if operator.op in operator.name else f"{operator.name} ({operator.op})"
         where = " ".join(filter(None, (operator.module, operator.source, "recomputed" * (operator.name in again))))
-        rows.append(_Row(name, where, _strategy(operator), _local(operator), *_traffic(of.pop(operator.name, []))))
+        out.append(_Row(name, where, _strategy(operator), _local(operator), *_traffic(of.pop(operator.name, []))))
     for name, mine in of.items():  # what brings results into the layout in which they are handed out
-        rows.append(_Row(name, "", "", "", *_traffic(mine)))
-    return rows
+        out.append(_Row(name, "", "", "", *_traffic(mine)))
+    return out
 
 
-def _table(*columns: str, right: tuple[str, ...] = (), lines: bool = False) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_lines=lines)
+def table(*columns: str, right: tuple[str, ...] = (), lines: bool = False) -> Table:
+    """An empty table."""
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_lines=lines)
     for name in columns:
-        table.add_column(name, justify="right" if name in right else "left", overflow="fold")
-    return table
+        made.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    return made
 
 
-def _wide(rows: Iterable[_Row]) -> Table:
+def wide(lines: Iterable[_Row]) -> Table:
     """A line for each operator."""
-    table = _table("operator", "where", "strategy", "local shapes", "before", "after", "sent forward", "sent backward",
+    made = table("operator", "where", "strategy", "local shapes", "before", "after", "sent forward", "sent backward",
                    right=("sent forward", "sent backward"))
-    for row in rows:
-        table.add_row(*map(Text, (row.operator, row.where, row.strategy, row.local, row.before, row.after, row.forward,
+    for row in lines:
+        made.add_row(*map(Text, (row.operator, row.where, row.strategy, row.local, row.before, row.after, row.forward,
                                   row.backward)))
-    return table
+    return made
 
 
-def _narrow(rows: Iterable[_Row]) -> Table:
+def narrow(lines: Iterable[_Row]) -> Table:
     """The same for a narrow terminal: a few lines for each operator."""
-    table = _table("operator, where", "strategy, local shapes", "before, after, sent", lines=True)
-    for row in rows:
+    made = table("operator, where", "strategy, local shapes", "before, after, sent", lines=True)
+    for row in lines:
         traffic = [f"before: {row.before}" if row.before else "", f"after: {row.after}" if row.after else "",
                    f"forward {row.forward}" if row.forward != "-" else "",
                    f"backward {row.backward}" if row.backward != "-" else ""]
         cells = (row.operator, row.where), (row.strategy, row.local), traffic
-        table.add_row(*(Text("\n".join(filter(None, cell))) for cell in cells))
-    return table
+        made.add_row(*(Text("\n".join(filter(None, cell))) for cell in cells))
+    return made
 
 
 def _strategy(operator: OperatorPlan) -> str:
@@ -141,32 +160,34 @@ def _names(collectives: list[Collective]) -> str:
     return ", ".join(name if n == 1 else f"{n}x {name}" for name, n in counts.items())
 
 
-def _total(plan: Plan, sent: Iterable[Collective]) -> str:
+def total(plan: Plan, sent: Iterable[Collective], when: str = "in a step") -> str:
+    """What a rank sends, by phase."""
     phases = {"forward": 0, "backward": 0, "gradient": 0}
     for c in sent:
         phases[c.phase] = phases.get(c.phase, 0) + c.sent
     parts = ", ".join(f"{phase} {size_text(count)}" for phase, count in phases.items())
-    return f"a rank sends in a step: {parts}, together {size_text(plan.sent)}"
+    return f"a rank sends {when}: {parts}, together {size_text(plan.sent)}"
 
 
-def _parameters(plan: Plan) -> Table:
+def parameters(plan: Plan) -> Table:
+    """Where parameters lie."""
     cut = plan.hsdp is not None or any(p.storage != p.layout for p in plan.parameters.values())
-    table = _table("parameter", "shape", *(("used as",) if cut else ()), "local shape", "cuts", "stored on a device",
+    made = table("parameter", "shape", *(("used as",) if cut else ()), "local shape", "cuts", "stored on a device",
                    *(("optimizer parallel",) if cut else ()), right=("stored on a device",))
     dtypes = {v.name: v.dtype for v in plan.graph.sources()}
-    total = 0
+    together = 0
     for name, parameter in plan.parameters.items():
         held = plan.graph.aliases.get(name)
         local, nbytes = parameter.local_shape(0), dtypes[parameter.name].itemsize
         for size in local:
             nbytes *= size
-        total += nbytes if held is None else 0
+        together += nbytes if held is None else 0
         used = (_shape(parameter.layout.local_shape(parameter.layout.padded(parameter.shape))),) if cut else ()
-        table.add_row(*map(Text, (name, _shape(parameter.shape), *used, _shape(local), str(parameter.storage.cuts),
+        made.add_row(*map(Text, (name, _shape(parameter.shape), *used, _shape(local), str(parameter.storage.cuts),
                                   size_text(nbytes) if held is None else f"is {held}",
                                   *((_cut(parameter),) if cut else ()))))
-    table.add_row(*map(Text, ("together", "", *(("",) if cut else ()), "", "", size_text(total))), style="bold")
-    return table
+    made.add_row(*map(Text, ("together", "", *(("",) if cut else ()), "", "", size_text(together))), style="bold")
+    return made
 
 
 def _cut(parameter: ParameterPlan) -> str:

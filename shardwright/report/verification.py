@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..plan.pipelined import PipelinePlan
 from ..plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class VerifyReport:
     parallel_mode: str
     steps: int
     notes: tuple[str, ...] = ()
-    plan: Plan | None = field(default=None, repr=False, compare=False)
+    plan: Plan | PipelinePlan | None = field(default=None, repr=False, compare=False)
 
     @property
     def ok(self) -> bool:
@@ -89,7 +90,8 @@ class VerifyReport:
     def summary(self) -> str:
         """The report as text."""
         head = (f"{'ok' if self.ok else 'NOT OK'}: {self.parallel_mode} on {self.devices} "
-                f"device{'s' * (self.devices > 1)} against one device, {self.steps} step{'s' * (self.steps > 1)}")
+                f"device{'s' * (self.devices > 1)}{self._stages} against one device, "
+                f"{self.steps} step{'s' * (self.steps > 1)}")
         rows = [("relative differences", "loss", "gradients", "parameters", "allowed", "")]
         for d in self.differences:
             rows.append((str(d.dtype).removeprefix("torch."), f"{d.loss:.1e}", _named(d.gradient, d.worst_gradient),
@@ -106,6 +108,13 @@ class VerifyReport:
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
 
     __str__ = summary
+
+    @property
+    def _stages(self) -> str:
+        if not isinstance(self.plan, PipelinePlan):
+            return ""
+        made = self.plan.schedule
+        return f" in {made.stages} stages, {made.name}, {made.micro_batches} micro-batches,"
 
 
 def _named(value: float, name: str) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
@@ -17,7 +18,14 @@ from ..conversion_steps import digits_value
 from ..errors import SettingError
 from ..layout import Digits
 
-__all__ = ["Gradient", "Unsummed", "hand_over", "keep_unsummed", "not_summed", "take_unsummed", "unsummed_over"]
+__all__ = ["Gradient", "StageGradient", "Unsummed", "hand_nothing", "hand_over", "keep_unsummed", "not_summed", "of_stage",
+           "take_unsummed", "unsummed_over"]
+
+#: Attribute of a parameter that belongs to a stage of a pipeline.
+_OF_STAGE = "_shardwright_of_stage"
+
+#: Attribute of a parameter that lies on other ranks: its gradient here.
+_NOTHING = "_shardwright_nothing"
 
 #: What optimizers do to a parameter or their state element by element with a gradient, in place.
 _ELEMENTWISE = frozenset({Tensor.add_, Tensor.sub_, Tensor.mul_, Tensor.div_, Tensor.lerp_, Tensor.addcmul_,
@@ -36,6 +44,8 @@ class Gradient(DTensor):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if function in _ELEMENTWISE and _is_empty(args[0]) and not torch.is_grad_enabled():
+            return args[0]  # of a stage elsewhere, most of the time: of those an optimizer has more than of its own
         with torch._C.DisableTorchFunctionSubclass():
             if (function in _ELEMENTWISE or function is Tensor.__setitem__) and _placed_alike(args):
                 # On the slices: a third of what DTensor's dispatch takes.
@@ -54,6 +64,10 @@ class Gradient(DTensor):
         if type(result) is DTensor and not result.requires_grad:  # what is made of a gradient is treated as one: see Rprop
             return Gradient(result._local_tensor, result._spec, requires_grad=False)
         return result
+
+
+def _is_empty(x: Tensor) -> bool:
+    return not getattr(x, "_local_tensor", x).numel()
 
 
 def _placed_alike(args: Sequence[Any]) -> bool:
@@ -78,6 +92,45 @@ def _each(factor: Any, count: int) -> Sequence[Any]:
 
 def _plain(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+class StageGradient(Gradient):
+    """The gradient of a parameter of a pipeline, or of its absence on a rank of another stage: empty there. Its norm is
+    that of the whole parameter on every rank of every stage; all of them must ask for it.
+
+    Attributes:
+        counts: whether this rank says what the norm is: the first of the parameter's stage.
+    """
+
+    __slots__ = ("counts",)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = super().__torch_function__(function, types, args, kwargs)
+        if function is torch.linalg.vector_norm:
+            return _said([result], args[:1])[0]
+        return _said(result, args[0]) if function is torch._foreach_norm else result
+
+
+def _said(norms: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
+    """What those that count say of each norm, on every rank."""
+    said = torch.stack([n if getattr(g, "counts", True) else torch.zeros_like(n) for n, g in zip(norms, gradients)])
+    dist.all_reduce(said)
+    return list(said.unbind())
+
+
+def of_stage(parameter: nn.Parameter, counts: bool) -> None:
+    """Note on a parameter that it belongs to a stage of a pipeline, and whether this rank counts (`StageGradient`)."""
+    setattr(parameter, _OF_STAGE, counts)
+
+
+def _gradient(parameter: nn.Parameter, local: Tensor) -> Gradient:
+    counts = getattr(parameter, _OF_STAGE, None)
+    if counts is None:
+        return Gradient(local, parameter._spec, requires_grad=False)
+    made = StageGradient(local, parameter._spec, requires_grad=False)
+    made.counts = counts
+    return made
 
 
 class Unsummed(Gradient):
@@ -114,11 +167,18 @@ def hand_over(parameter: nn.Parameter, gradient: Tensor, rank: int) -> None:
     if held is None:
         # Not `from_local`, which makes a spec of its own and an autograd node: 61 us against 4. The spec is private:
         # mesh, placements, shape and strides in one, which the gradient shares.
-        parameter.grad = Gradient(gradient, parameter._spec, requires_grad=False)
+        parameter.grad = _gradient(parameter, gradient)
     elif type(held) is Unsummed and not isinstance(held.digits, tuple):
         held.digits.include(held._local_tensor, gradient)
     elif type(held) is not Unsummed or not digits_value(held.digits, rank):
         held._local_tensor.add_(gradient)
+
+
+def hand_nothing(parameter: nn.Parameter) -> None:
+    """Give a parameter that lies on other ranks an empty gradient, as it is empty itself."""
+    if not hasattr(parameter, _NOTHING):
+        setattr(parameter, _NOTHING, _gradient(parameter, torch.empty_like(parameter._local_tensor)))
+    parameter.grad = getattr(parameter, _NOTHING)
 
 
 def keep_unsummed(parameter: nn.Parameter, term: Tensor, digits: Digits, rank: int) -> None:

@@ -7,15 +7,16 @@ while gradients are not summed would take each rank elsewhere.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..errors import SettingError
 
-__all__ = ["replace_noted", "watch_steps"]
+__all__ = ["replace_noted", "set_empty_aside", "watch_steps"]
 
 _REPLACED = "_shardwright_replaced"
 
@@ -35,6 +36,27 @@ def watch_steps(net: nn.Module) -> None:
         if model is not None:
             _look(optimizer, model)
     weakref.finalize(net, register_optimizer_step_pre_hook(look).remove)
+
+
+def set_empty_aside(net: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+    """Let optimizers pass by parameters that are empty on this rank, in each step: of a pipeline's other stages there are
+    many, and each would take as long as one that is there. Their gradients are back after it. Until `net` is gone."""
+    held = [weakref.ref(parameter) for parameter in parameters]
+    aside: list[tuple[nn.Parameter, torch.Tensor]] = []
+
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for parameter in [ref() for ref in held]:
+            if parameter is not None and parameter.grad is not None:
+                aside.append((parameter, parameter.grad))
+                parameter.grad = None
+
+    def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for parameter, gradient in aside:
+            if parameter.grad is None:
+                parameter.grad = gradient
+        aside.clear()
+    weakref.finalize(net, register_optimizer_step_pre_hook(before).remove)
+    weakref.finalize(net, register_optimizer_step_post_hook(after).remove)
 
 
 def _look(optimizer: torch.optim.Optimizer, net: nn.Module) -> None:

@@ -8,7 +8,8 @@ gradients come back is told in `buckets`.
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ..errors import SettingError
 from ..layerwise import is_own
 from ..layout import Digit, Layout
-from ..plan.plan import Plan
+from ..staging import be_elsewhere
 from .buckets import GradientSums
 from .collectives import ProcessGroups
 from .deferred import materialize, substitute
@@ -27,14 +28,17 @@ from .optimizers import replace_noted
 from .own import leaf_of_slice
 from .padded import slice_in_buffer
 
-__all__ = ["ShardedState", "held_layouts", "to_dtensor"]
+__all__ = ["Place", "ShardedState", "held_layouts", "to_dtensor"]
 
 
 def to_dtensor(local: Tensor, layout: Layout, shape: tuple[int, ...], groups: ProcessGroups) -> DTensor:
     """A rank's slice as a DTensor on a mesh whose axes are the layout's digits, in the layout's own order."""
     digits: list[tuple[Digit, Any]] = [(d, Shard(dim)) for dim, ds in enumerate(layout.dims) for d in ds]
     digits += [(d, Replicate()) for d in layout.replicas]
-    ranks = torch.zeros((), dtype=torch.int)
+    if not digits:  # one device
+        mesh = DeviceMesh.from_group(groups.of(()), local.device.type, mesh_dim_names=("alone",))
+        return DTensor.from_local(local, mesh, [Replicate()], run_check=False)
+    ranks = torch.full((), groups.base, dtype=torch.int)
     for digit, _ in digits:  # mesh[c0, c1, …] = Σ c_i · stride_i: several digits on one dim keep their order
         ranks = ranks.unsqueeze(-1) + torch.arange(digit.size, dtype=torch.int) * digit.stride
     names = tuple(f"{digit}" for digit, _ in digits)
@@ -75,20 +79,32 @@ def _of_rank_0(whole: Tensor, device: torch.device) -> Tensor:
     return whole.clone()  # a worker of the process group may still hold the one it has received, which then has no successor
 
 
+class Place(NamedTuple):
+    """Where a parameter lies: its layout, and the groups of the ranks that this speaks of."""
+
+    layout: Layout
+    groups: ProcessGroups
+
+
 class ShardedState:
     """A model's parameters and buffers on one rank.
 
     Args:
-        plan: says where each lies.
+        places: where each parameter lies, by name, of which the whole value is given too; None: not on this rank.
         holder: gives ``named_parameters`` and ``named_buffers`` under the graph's names. Its parameters become
             DTensors, in the model and in every optimizer that holds them.
         broadcast: whether they begin with the values that they have on rank 0.
+
+    Attributes:
+        groups: as the caller gives them, for the model's next program.
+        absent: the parameters that are not on this rank, by name: each an empty tensor.
     """
 
-    def __init__(self, plan: Plan, holder: nn.Module, groups: ProcessGroups, rank: int, device: torch.device,
+    def __init__(self, places: Callable[[str, Tensor], Place | None], holder: nn.Module, groups: Any, device: torch.device,
                  broadcast: bool = False) -> None:
         self.groups = groups
-        layouts = {name: parameter.storage for name, parameter in plan.parameters.items()}
+        self.absent: dict[str, nn.Parameter] = {}
+        self._elsewhere: DeviceMesh | None = None
         parameters = {name for name, _ in holder.named_parameters()}
 
         successors: dict[int, nn.Parameter] = {}
@@ -102,10 +118,15 @@ class ShardedState:
                 whole = _of_rank_0(whole, device)
             if name not in parameters:
                 return whole.to(device)
-            layout = layouts.get(name) or Layout.replicated(plan.devices, whole.dim())
-            local = slice_in_buffer(whole, layout, rank, device)
-            made = to_dtensor(local, layout, tuple(whole.shape), groups)
-            successors[id(old)] = nn.Parameter(made, requires_grad=old.requires_grad)
+            place = places(name, whole)
+            if place is None:
+                made = self._nothing(whole, device)
+                self.absent[name] = successors[id(old)] = nn.Parameter(made, requires_grad=old.requires_grad)
+                be_elsewhere(self.absent[name], whole.shape)
+            else:
+                local = slice_in_buffer(whole, place.layout, place.groups.rank, device)
+                made = to_dtensor(local, place.layout, tuple(whole.shape), place.groups)
+                successors[id(old)] = nn.Parameter(made, requires_grad=old.requires_grad)
             replace_noted(old, name)
             return None
 
@@ -113,16 +134,26 @@ class ShardedState:
         substitute(holder, successors)
         self.buffers = dict(holder.named_buffers())
 
-    def leaves(self, holder: nn.Module, sums: GradientSums) -> dict[str, Tensor]:
-        """Leaves of all parameters for one program.
+    def _nothing(self, whole: Tensor, device: torch.device) -> DTensor:
+        """What a rank has of a parameter that lies elsewhere: a DTensor, since optimizers take no plain tensors beside
+        those."""
+        if self._elsewhere is None:
+            alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+            self._elsewhere = DeviceMesh.from_group(alone, device.type, mesh_dim_names=("elsewhere",))
+        nothing = torch.empty(0, dtype=whole.dtype, device=device)
+        return DTensor.from_local(nothing, self._elsewhere, [Replicate()], run_check=False)
+
+    def leaves(self, holder: nn.Module, sums: GradientSums, names: Collection[str] | None = None) -> dict[str, Tensor]:
+        """Leaves of parameters for one program.
 
         Args:
             sums: what becomes of their gradients.
+            names: of the parameters; None: all.
 
         Raises:
             SettingError: a parameter that was put in later.
         """
-        parameters = dict(holder.named_parameters())
+        parameters = {n: p for n, p in holder.named_parameters() if names is None or n in names}
         for name, parameter in parameters.items():
             if not isinstance(parameter, DTensor) and not is_own(parameter):
                 raise SettingError(f"the parameter {name!r} is another one than at the first call",

@@ -6,20 +6,16 @@ forward and transposed. A local operator costs what it costs in plain PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..conversion import Conversion, conversion
-from ..errors import RuntimeMismatchError
 from ..layout import Digits
 from ..lower import Lowered, extreme, move, sum_of_gradient
-from ..plan.plan import Plan
 from ..plan.route import Extreme, Move
 from .collectives import Bound, ProcessGroups, bind_all
 from .local import plain_function, ties
@@ -27,7 +23,7 @@ from .scattered import Scatter
 from .recompute import Regions, Run, Saver, keep
 from .unkept import Unkept
 
-__all__ = ["ProcessProgram", "agree"]
+__all__ = ["ProcessProgram"]
 
 Steps = tuple[Bound, ...]
 
@@ -152,17 +148,22 @@ class ProcessProgram:
         groups: this rank's process groups.
         compiled: the backend by which ``torch.compile`` compiles it, or None. What is recomputed or
             gathered again in the backward is then the compiler's choice, and gradients are scattered as they come.
+        scatters: whether gradients of parameters that are stored in parts are scattered as they come, in any case.
+        outside: names of gathered weights that come in as they are (`Plan.gathered_once`); the rank gathers them by `gathers`.
 
     Attributes:
         sums: parameter -> over which digits its gradient is summed once it is complete, where the program does not; in the
             order in which gradients come: that of the first use, from the last; of an operator's several, from the last.
         scattered: what becomes of gradients that may be kept whole, of parameters that are stored in parts.
+        gathers: parameter -> what brings it from its storage to its use, for those that are gathered outside.
         module: the bound `torch.fx.GraphModule`: local parameters, buffers, constants, inputs in; outputs, then the new
             values of buffers, out.
     """
 
-    def __init__(self, lowered: Lowered, groups: ProcessGroups, compiled: str | None = None) -> None:
-        self.lowered, self.groups = lowered, groups
+    def __init__(self, lowered: Lowered, groups: ProcessGroups, compiled: str | None = None, scatters: bool = False,
+                 outside: Collection[str] = ()) -> None:
+        self.lowered, self.groups, self._scatters = lowered, groups, scatters
+        self.gathers: dict[str, nn.Module] = {}
         self._eager, self._unkept = not compiled, None
         self.scattered: list[Scatter] = []
         root = nn.Module()
@@ -187,6 +188,9 @@ class ProcessProgram:
                 env[node] = env[node.args[0]]
                 sums.append((min(map(number.__getitem__, node.users), default=0), instruction.source.value.name,
                              instruction.backward.steps[0].digits))
+            elif node.target is move and node.meta["instruction"].target.name in outside:
+                env[node] = env[node.args[0]]
+                self.gathers[node.meta["instruction"].source.value.name] = self._bound(node.meta["instruction"])
             elif node.target is move or node.target is extreme:
                 name = f"convert_{len(root._modules)}"
                 root.add_module(name, self._bound(node.meta["instruction"]))
@@ -238,7 +242,8 @@ class ProcessProgram:
             return ()
         shape, hsdp = instruction.target.local_shape, self.lowered.plan.hsdp
         if instruction.cause == "parameter" and instruction.forward.collectives and instruction.backward.source.partial \
-                and hsdp is not None and hsdp.accumulates_whole and Scatter.fits(instruction.backward) and self._eager:
+                and hsdp is not None and hsdp.accumulates_whole and Scatter.fits(instruction.backward) and self._eager \
+                and not self._scatters:
             self.scattered.append(Scatter(instruction.source.value.name, instruction.backward, shape, self.groups))
             return (self.scattered[-1],)
         return self._steps(instruction.backward, shape)
@@ -253,59 +258,3 @@ def _again(node: torch.fx.Node, target: Callable[..., Any]) -> Callable[[dict[st
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: env[n.name])
         return target(*args, **kwargs)
     return run
-
-
-def agree(planned: Plan | Exception, fed: list[tuple[tuple[int, ...], str]], started: dict[str, Any],
-          seed: tuple[int, int, str] | None = None, settings: Any = None) -> None:
-    """See, before anything runs, that all ranks have made the same plan from the same parameters.
-
-    Args:
-        planned: the plan, or what this rank could not plan for.
-        fed: shape and type of each input of the whole batch.
-        started: what tells the values of each parameter from others.
-        seed: of the program's random numbers, how many calls have drawn before, and the setting `random`.
-        settings: what else must be alike.
-
-    Raises:
-        RuntimeMismatchError: on every rank alike, naming the ranks that differ and in what.
-        Exception: `planned`, where no rank could plan.
-    """
-    failed = f"{type(planned).__name__}: {planned}" if isinstance(planned, Exception) else None
-    mine = (None if failed else planned.fingerprint, fed, started, failed, seed, settings)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    first = everyone[0]
-    inputs = [r for r, other in enumerate(everyone) if other[1] != first[1] and other[1] and first[1]]
-    if inputs:
-        raise RuntimeMismatchError(
-            f"ranks {inputs} feed other inputs than rank 0: {everyone[inputs[0]][1]} against {first[1]} (whole batch)",
-            legal="the same shapes and types on every rank")
-    failures = [r for r, other in enumerate(everyone) if other[3]]
-    if failures and len(failures) < len(everyone):
-        raise RuntimeMismatchError(f"ranks {failures} cannot plan what the others can: {everyone[failures[0]][3]}",
-                                   legal="the same model, marks and settings on every rank")
-    if isinstance(planned, Exception):
-        raise planned
-    plans = [r for r, other in enumerate(everyone) if other[0] != first[0]]
-    if plans:
-        raise RuntimeMismatchError(f"ranks {plans} have planned another program than rank 0",
-                                   legal="the same model, marks and settings on every rank")
-    settled = [r for r, other in enumerate(everyone) if other[5] != first[5]]
-    if settled:
-        raise RuntimeMismatchError(f"ranks {settled} have other settings than rank 0: {everyone[settled[0]][5]} against "
-                                   f"{first[5]}", legal="the same comm_fusion and parameter_broadcast on every rank")
-    seeds = [r for r, other in enumerate(everyone) if other[4] != first[4]]
-    if seeds:
-        raise RuntimeMismatchError(
-            f"ranks {seeds} would draw other random numbers than rank 0: seed, calls so far and setting are "
-            f"{everyone[seeds[0]][4]} against {first[4]}", legal="torch.manual_seed with the same number on every rank, and "
-            "the same calls and setting")
-    for name, value in first[2].items():
-        other = [r for r, e in enumerate(everyone) if not _same(e[2].get(name), value)]
-        if other:
-            raise RuntimeMismatchError(f"the parameter {name!r} starts from other values on ranks {other} than on rank 0",
-                                       legal="the same seed on every rank before the model is built")
-
-
-def _same(a: Any, b: Any) -> bool:
-    return a == b or (a is not None and a != a and b != b)

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..graph import Value
+from ..layout import Layout
 from ..lower import Lowered, lower
+from ..plan.pipelined import PipelinePlan
 from ..plan.plan import Plan
 from ..trees import closed, holds_objects
 from .deferred import materialize
@@ -20,6 +22,8 @@ from .fusion import Accumulation, Fusion
 from .init import Runtime
 from .local import LocalProgram
 from .own import handings, with_rank_dim
+from .pipeline import PipelineProgram
+from .pipeline_local import local_pipeline
 from .random import stream
 from .single import SingleProgram
 
@@ -85,9 +89,9 @@ def _share(output: Tensor, parts: int) -> Tensor:
     return output
 
 
-def make_program(plan: Plan, holder: nn.Module, runtime: Runtime, *, gradients_mean: bool, before: Program | None,
+def make_program(plan: Plan | PipelinePlan, holder: nn.Module, runtime: Runtime, *, gradients_mean: bool, before: Program | None,
                  fusion: Fusion, accumulation: Accumulation, broadcast: bool = False, compiled: str | None = None
-                 ) -> Program:
+                 ) -> Program | PipelineProgram:
     """Lower a plan and put it on the runtime; at the first time parameters come into being as slices.
 
     Args:
@@ -99,8 +103,15 @@ def make_program(plan: Plan, holder: nn.Module, runtime: Runtime, *, gradients_m
         broadcast: in processes, whether parameters and buffers begin with the values of rank 0.
         compiled: the backend by which ``torch.compile`` compiles the program: not where one process plays several devices.
     """
-    lowered = lower(plan)
     _keep_freed_memory()
+    if isinstance(plan, PipelinePlan):
+        if runtime.processes:
+            from .pipeline_processes import process_pipeline  # see `_on_processes`
+            return process_pipeline(plan, holder, runtime, before, fusion, accumulation, broadcast, compiled)
+        if compiled:
+            warnings.warn("compile=True: one process plays all devices, operator by operator, and is not compiled", stacklevel=7)
+        return local_pipeline(plan, holder, runtime.device, before is None)
+    lowered = lower(plan)
     if runtime.processes and plan.devices > 1:
         return _on_processes(lowered, holder, runtime, gradients_mean, before, fusion, accumulation, broadcast, compiled)
     if before is None:
@@ -130,14 +141,16 @@ def _on_processes(lowered: Lowered, holder: nn.Module, runtime: Runtime, gradien
     # DTensor and the rest take a second to import: a program that runs in one process does without.
     from .buckets import GradientSums
     from .collectives import ProcessGroups
-    from .parameters import ShardedState
+    from .parameters import Place, ShardedState
     from .processes import ProcessProgram
 
     plan = lowered.plan
     held = before.held if before is not None else None
     if held is None:
         groups = ProcessGroups(plan.devices, runtime.rank)
-        held = ShardedState(plan, holder, groups, runtime.rank, runtime.device, broadcast)
+        stored = {name: parameter.storage for name, parameter in plan.parameters.items()}
+        held = ShardedState(lambda name, whole: Place(stored.get(name) or Layout.replicated(plan.devices, whole.dim()), groups),
+                            holder, groups, runtime.device, broadcast)
     body = ProcessProgram(lowered, held.groups, compiled)
     leaves = held.leaves(holder, GradientSums(body.sums, held.groups, fusion, accumulation, body.scattered))
     body.attach(dict(holder.named_parameters()))

@@ -1,0 +1,362 @@
+"""A plan's program beside the captured graph, node by node: what either makes, and the gradients that come to it.
+
+    reference   the captured graph on whole tensors, operator by operator, in plain torch
+    program     the plan's local program on all ranks; after each node the ranks' slices are put together and compared
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import ShardwrightError
+from .graph import SEED, Graph, Op, Value, map_values
+from .layout import Layout
+from .lower import lower
+from .plan.decision import Feeding
+from .plan.plan import Plan, made_by
+from .plan.route import Compute, Instance, Move
+from .rules import expand, has_rule
+from .rules.random import run_on_one
+from .runtime.local import LocalProgram
+from .runtime.shards import ReplicasDiffer, assemble
+
+__all__ = ["Comparison", "FirstDifference", "Reference", "call", "difference", "largest"]
+
+
+@dataclass(frozen=True)
+class FirstDifference:
+    """The first thing that a plan does differently.
+
+    Attributes:
+        operator: the operator's name, as in ``plan.operator(name)``; "" for a part of "capture".
+        op: its plain name, such as "matmul".
+        source: ``file.py:41``, the line that calls it.
+        phase: "forward", or "gradient": everything is the same up to the backward.
+        part: "operator": what it computes on slices; "conversion": how a tensor came to it, or its gradient back;
+            "capture": the graph that was captured is not the model.
+        tensor: the value (or, for a gradient, the value or parameter) that differs.
+        difference: the largest difference, relative to the largest value among the operator's output and inputs;
+            infinite where the shapes or the replicas differ, or where it could not run at all.
+        dtype: the type in which it was found.
+        message: what happened, where there is more to say.
+    """
+
+    operator: str
+    op: str
+    source: str
+    phase: str
+    part: str
+    tensor: str
+    difference: float
+    dtype: torch.dtype
+    message: str = ""
+
+    def __str__(self) -> str:
+        if self.part == "capture":
+            how = f", {self.message}" * bool(self.message)
+            return f"the graph as it was captured{how}: {self.tensor} differs by {self.difference:.1e}"
+        name = self.operator if self.op in self.operator else f"{self.operator} ({self.op})"
+        what = f"{self.tensor}" if self.phase == "forward" else f"the gradient of {self.tensor}"
+        by = f"differs by {self.difference:.1e}" if math.isfinite(self.difference) else "is not the same at all"
+        parts = [f"{name}{f', {self.source}' if self.source else ''}: {what} {by}"]
+        if self.part == "conversion":
+            parts.append("in the conversion for it, not in the operator")
+        return "; ".join(parts + [self.message] * bool(self.message))
+
+
+def largest(x: Tensor) -> float:
+    """The largest finite magnitude in a tensor; 0 where there is none."""
+    if x.numel() == 0:
+        return 0.0
+    size = x.detach().abs() if x.is_complex() else x.detach().double().abs()  # as of bools, which have no abs
+    return size.double().nan_to_num(0.0, 0.0, 0.0).max().item()
+
+
+def difference(reference: Tensor, other: Tensor, floor: float = 0.0) -> float:
+    """The largest difference of two tensors, relative to the largest value of either (and at least to `floor`).
+
+    NaN agrees with NaN and an infinity with its like. Infinite where shapes differ, or where just one is NaN.
+    """
+    if reference.shape != other.shape:
+        return math.inf
+    if reference.numel() == 0:
+        return 0.0
+    a, b = (x.detach() if x.is_complex() else x.detach().double() for x in (reference, other))
+    same = (a == b) | (a.isnan() & b.isnan())
+    apart = (a - b).abs().masked_fill(same, 0.0).max().item()
+    if apart == 0.0 or not math.isfinite(apart):
+        return 0.0 if apart == 0.0 else math.inf
+    return apart / max(largest(a), largest(b), floor)
+
+
+class Reference:
+    """The captured graph on whole tensors, one operator after the other."""
+
+    def __init__(self, graph: Graph, state: dict[str, Tensor], inputs: Sequence[Tensor], seed: Tensor) -> None:
+        self.graph = graph
+        self.values: dict[str, Tensor] = {}
+        self.scales: dict[str, float] = {}  # value name -> what a difference of it is measured by
+        for name, value in (*graph.parameters.items(), *graph.buffers.items()):
+            self.values[value.name] = state[name].detach().clone().requires_grad_(value.requires_grad)
+        self.values.update((name, t) for name, t in graph.constants.items())
+        self.values.update((v.name, t) for v, t in zip(graph.inputs, inputs, strict=True))
+        self.values[SEED.name] = seed
+        for op in graph.ops:
+            outs = call(op, self.values)
+            # A difference is what rounding makes of the terms, and those are as large as the inputs.
+            scale = max([0.0, *(largest(self.values[v.name]) for v in op.inputs if v.dtype.is_floating_point)])
+            for value, out in zip(op.outputs, outs):
+                if value is None:
+                    continue
+                if any(out is x for x in self.values.values()):
+                    out = out.view_as(out)  # a tensor of its own, so that each has its own gradient
+                if out.requires_grad:
+                    out.retain_grad()
+                self.values[value.name] = out
+                self.scales[value.name] = max(scale, largest(out))
+        self.outputs = [self.values[o.name] if isinstance(o, Value) else o for o in graph.outputs]
+
+    def gradient(self, name: str) -> Tensor | None:
+        return self.values[name].grad
+
+
+def call(op: Op, values: dict[str, Tensor]) -> Sequence[Any]:
+    """The outputs of an operator on whole tensors."""
+    if torch.Tag.nondeterministic_seeded in getattr(op.target, "tags", ()) and has_rule(op):
+        return run_on_one(op, values)
+    args, kwargs = (map_values(tree, lambda v: values[v.name]) for tree in (op.args, op.kwargs))
+    out = op.target(*args, **kwargs)
+    return out if isinstance(out, (tuple, list)) else (out,)
+
+
+class Comparison:
+    """One program of a plan beside the reference.
+
+    Args:
+        plan: whose program it is.
+        reference: of the same inputs.
+        plans: of which plan each operator of the reference is, where the program is a stage of several; None: of this.
+
+    Attributes:
+        found: the first difference of the forward, or None.
+        last: the last node that ran.
+    """
+
+    def __init__(self, plan: Plan, reference: Reference, tolerance: float, dtype: torch.dtype,
+                 plans: Mapping[str, Plan] | None = None) -> None:
+        self.plan, self.graph, self.reference = plan, reference.graph, reference
+        self.tolerance, self.dtype = tolerance, dtype
+        self.plans = dict.fromkeys(plan.decisions, plan) if plans is None else plans
+        self.ops = {op.name: op for op in self.graph.ops}
+        self.original = _originals(plan)
+        self.padded = {self.original[i.value.name]: torch.Size(i.value.shape) for i in _instances(plan)
+                       if i.value.name in self.original}
+        self.found: FirstDifference | None = None
+        self.last: torch.fx.Node | None = None
+        self.made: dict[str, tuple[Sequence[Tensor], Layout]] = {}  # value name -> its shards, whose gradients are kept
+        self.seen: set[int] = set()
+
+    def failed(self, body: LocalProgram, error: Exception) -> FirstDifference | None:
+        """The operator that could not run: the one after the last that did."""
+        nodes = [n for n in body.lowered.module.graph.nodes if n.op == "call_function"]
+        at = nodes.index(self.last) + 1 if self.last is not None else 0
+        if at >= len(nodes):
+            return None
+        instruction, _ = _of(nodes[at])
+        return self.at(instruction, "forward", math.inf, self.ops.get(instruction.operator),
+                       f"{type(error).__name__}: {error}")
+
+    def at(self, instruction: Any, phase: str, apart: float, op: Op | None, message: str = "") -> FirstDifference:
+        part = "conversion" if isinstance(instruction, Move) else "operator"
+        if op is None:  # a conversion to the layout in which a result is handed out: after the operator that made it
+            op = self.ops.get(getattr(instruction, "producer", ""))
+        made = instruction.target.value.name if not isinstance(instruction, Compute) else instruction.op.name
+        who = (op.name, op.kind, op.source) if op is not None else (instruction.operator, "", "")
+        return FirstDifference(*who, phase, part, self.original.get(made, made), apart, self.dtype, message)
+
+    # -- forward --
+
+    def record(self, node: torch.fx.Node, shards: Any) -> None:
+        self.last = node
+        instruction, instance = _of(node)
+        if instance is None:
+            return
+        name = self.original.get(instance.value.name)
+        if name is None or name not in self.reference.values:
+            return  # inside of an operator that is worked out in several
+        if self.found is None:
+            apart, message = self.compare(name, shards, instance.layout)
+            if apart > self.tolerance:
+                self.found = self.at(instruction, "forward", apart, self.ops.get(instruction.operator), message)
+        self.keep(name, shards, instruction, instance)
+
+    def compare(self, name: str, shards: Sequence[Tensor], layout: Layout) -> tuple[float, str]:
+        try:
+            whole = assemble([s.detach() for s in shards], layout, check=True)
+        except ReplicasDiffer as error:
+            return math.inf, str(error)
+        except (RuntimeError, ShardwrightError) as error:
+            return math.inf, f"the slices do not fit together: {error}"
+        reference = self.reference.values[name]
+        whole = self.true(name, whole)
+        message = "" if whole.shape == reference.shape else \
+            f"it has the shape {tuple(whole.shape)} instead of {tuple(reference.shape)}"
+        return difference(reference, whole, self.reference.scales.get(name, 0.0)), message
+
+    def keep(self, name: str, shards: Sequence[Tensor], instruction: Any, instance: Instance) -> None:
+        """Have the shards of what an operator makes keep their gradients."""
+        if isinstance(instruction, Move) or (isinstance(instruction, Compute) and instance.layout.reduction != "sum"):
+            return  # the gradient of an open maximum is shared out among ranks: the finished one is looked at
+        if not shards[0].requires_grad or id(shards[0]) in self.seen:
+            return
+        self.seen.update(map(id, shards))
+        for shard in shards:
+            shard.retain_grad()
+        self.made[name] = shards, instance.layout.without_partial()
+
+    def true(self, name: str, whole: Tensor) -> Tensor:
+        """A value without the padding of dims that their cuts do not divide."""
+        size, padded = self.reference.values[name].shape, self.padded.get(name)
+        return whole[tuple(slice(s) for s in size)] if padded is not None and whole.shape == padded else whole
+
+    # -- backward --
+
+    def gradients(self, message: str = "") -> FirstDifference | None:
+        """The value, the last in program order, whose gradient differs.
+
+        Args:
+            message: what else happened.
+        """
+        for op in reversed(self.graph.ops):
+            for value in op.outputs:
+                if value is not None and value.name in self.made:
+                    shards, layout = self.made[value.name]
+                    apart, why = self.compare_gradient(value.name, [s.grad for s in shards], layout)
+                    if apart > self.tolerance:
+                        return self.blame(value.name, apart, why or message)
+        return None
+
+    def parameters(self, state: Mapping[str, Tensor], message: str = "") -> FirstDifference | None:
+        """The parameter, that of the last operator first, whose gradient differs.
+
+        Args:
+            state: parameters by the graph's names, with the gradients of the program.
+        """
+        position = {name: max((self.graph.ops.index(op) for op, _ in uses), default=-1)
+                    for name, uses in self.graph.consumers().items()}
+        for name, value in sorted(self.graph.parameters.items(), key=lambda item: -position.get(item[1].name, -1)):
+            if value.requires_grad:
+                whole = Layout.replicated(1, len(value.shape))
+                apart, why = self.compare_gradient(value.name, [state[name].grad], whole)
+                if apart > self.tolerance:
+                    return self.blame(value.name, apart, why or message)
+        return None
+
+    def buffers(self, state: Mapping[str, Tensor]) -> FirstDifference | None:
+        """A buffer that the step leaves with another value; its first user is named."""
+        for name, value in self.graph.buffers.items():
+            after = self.reference.values[self.graph.updates[name].name if name in self.graph.updates else value.name]
+            apart = difference(after, state[name], self.reference.scales.get(value.name, 0.0))
+            if apart > self.tolerance:
+                op = self.graph.consumers()[value.name][0][0]
+                return FirstDifference(op.name, op.kind, op.source, "forward", "operator", name, apart, self.dtype,
+                                       "a buffer, after the step")
+        return None
+
+    def compare_gradient(self, name: str, gradients: list[Tensor | None], layout: Layout) -> tuple[float, str]:
+        expected = self.reference.gradient(name)
+        if all(g is None for g in gradients):
+            return (0.0 if expected is None or not largest(expected) else math.inf), ""
+        shape = next(g for g in gradients if g is not None)
+        try:
+            whole = assemble([torch.zeros_like(shape) if g is None else g for g in gradients], layout, check=True)
+        except ReplicasDiffer as error:
+            return math.inf, str(error)
+        whole = self.true(name, whole)
+        # What cancels to nothing in a gradient is as large as the gradients that it is made of.
+        made_of = [self.reference.gradient(v.name) for op, _ in self.graph.consumers().get(name, ())
+                   for v in op.outputs if v is not None]
+        floor = max((largest(g) for g in made_of if g is not None), default=0.0)
+        return difference(torch.zeros_like(whole) if expected is None else expected, whole, floor), ""
+
+    def blame(self, name: str, apart: float, message: str) -> FirstDifference:
+        """Which use of a value brings it a wrong gradient: an operator that does so alone, else a conversion."""
+        users = [op for op, _ in self.graph.consumers().get(name, ())][::-1]
+        assert users, f"a gradient of {name}, which nothing uses"
+        guilty = next((op for op in users if self.alone(op) > self.tolerance), None)
+        if guilty is None:
+            converted = {i.operator for plan in {id(p): p for p in self.plans.values()}.values() for i in plan.backward
+                         if isinstance(i, Move) and i.backward is not None and i.backward.steps
+                         and self.original.get(i.source.value.name, i.source.value.name) == name}
+            users = [op for op in users if op.name in converted] or users
+            if len(users) > 1:
+                message = "; ".join(filter(None, (message, "or for " + ", ".join(o.name for o in users[1:]))))
+        op = guilty or users[0]
+        return FirstDifference(op.name, op.kind, op.source, "gradient", "operator" if guilty else "conversion", name,
+                               apart, self.dtype, message)
+
+    def alone(self, op: Op) -> float:
+        """How far off the gradients of one operator's inputs are when it is given the right ones of its outputs."""
+        plan, seed = self.plans[op.name], self.reference.values[SEED.name]
+        decision, inputs = plan.decisions[op.name], tuple(dict.fromkeys(op.inputs))
+        outputs = tuple(v for v in op.outputs if v is not None)
+        graph = Graph(inputs, {}, {}, {}, (op,), outputs)
+        wanted = [decision.wanted(op.inputs.index(v)) for v in inputs]
+        fed = Feeding(tuple(w if w.padded(v.shape) == v.shape else Layout.replicated(w.devices, len(v.shape))
+                            for w, v in zip(wanted, inputs)), False)
+        planned = Plan(graph, plan.devices, plan.mode, fed, {op.name: decision}, {})
+
+        def gradients(run: Callable[[list[Tensor]], Sequence[Tensor]]) -> list[Tensor | None]:
+            given = [self.reference.values[v.name].detach().clone().requires_grad_(v.requires_grad) for v in inputs]
+            pairs = [(out, self.reference.gradient(v.name)) for v, out in zip(outputs, run(given))
+                     if out.requires_grad and self.reference.gradient(v.name) is not None]
+            if pairs:
+                torch.autograd.backward([out for out, _ in pairs], [g for _, g in pairs])
+            return [x.grad for x in given]
+
+        def plain(given: list[Tensor]) -> Sequence[Tensor]:
+            outs = call(op, {v.name: x for v, x in zip(inputs, given)} | {SEED.name: seed})
+            return [out for out, v in zip(outs, op.outputs) if v is not None]
+
+        expected = gradients(plain)
+        try:
+            program = LocalProgram(lower(planned))
+            seeds = [seed] if planned.routed.seed is not None else []
+            got = gradients(lambda given: program(*seeds, *given))
+        except Exception:
+            return math.inf
+        arrived = [self.reference.gradient(v.name) for v in outputs]
+        floor = max((largest(g) for g in arrived if g is not None), default=0.0)
+        return max((difference(a, torch.zeros_like(a) if b is None else b, floor)
+                    for a, b in zip(expected, got) if a is not None), default=0.0)
+
+
+def _of(node: torch.fx.Node) -> tuple[Any, Instance | None]:
+    """The instruction of a node of the program, and what the node holds: None while several outputs are one tuple."""
+    instruction = node.meta.get("instruction")
+    if instruction is None:
+        instruction = node.args[0].meta["instruction"]
+    return instruction, node.meta.get("instance")
+
+
+def _instances(plan: Plan) -> Iterator[Instance]:
+    """Everything that operators of a program make, and its parameters."""
+    yield from plan.routed.parameters.values()
+    for instruction in plan.routed.instructions:
+        yield from made_by(instruction)
+
+
+def _originals(plan: Plan) -> dict[str, str]:
+    """Value of the local program -> the value of the captured graph that it is."""
+    out = {v.name: v.name for v in plan.graph.sources()} | {name: name for name in plan.graph.constants}
+    for decision in plan.decisions.values():
+        _, renamed = expand(decision.op, decision.rule, decision.bound, decision.assignment)
+        for old in (v.name for v in decision.op.outputs if v is not None):
+            out.setdefault(renamed[old].name if old in renamed else old, old)
+    return out

@@ -1,0 +1,143 @@
+"""The pieces of a dump's text: what heads it, lines, types, layouts, numbers, arguments."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import PlanError
+from ..graph import Value
+from ..layout import Layout
+from ..plan.graph_document import dtype_word
+from ..plan.padding import true_slice
+from ..plan.pipelined import PipelinePlan
+from ..plan.plan import Plan
+from ..plan.route import Instance, Ref
+
+__all__ = ["Numbers", "arguments", "header", "held_lines", "layout_text", "results_lines", "sources", "types_text",
+           "where", "written_line"]
+
+
+def header(plan: Plan | PipelinePlan, rank: int, title: str) -> Iterator[str]:
+    """What a dump is of.
+
+    Raises:
+        PlanError: a rank outside the plan's devices.
+    """
+    if not 0 <= rank < plan.devices:
+        raise PlanError(f"rank {rank} is outside the {plan.devices} devices")
+    yield f"# {title}"
+    yield f"# devices: {plan.devices}, mode: {plan.mode}, rank: {rank}, plan: {plan.fingerprint}"
+    yield "# a layout names, for each dim, the digits of the rank that cut it: size@stride, major first; - is whole"
+
+
+def held_lines(plan: Plan, rank: int) -> Iterator[str]:
+    """What a rank is fed and has stored, and the plan's notes."""
+    routed = plan.routed
+    tables = [("input", {i.name: i for i in routed.inputs}), ("parameter", routed.parameters),
+              ("buffer", routed.buffers), ("constant", routed.constants)]
+    for kind, table in tables:
+        for instance in table.values():
+            value, shape = plan.graph.parameters.get(instance.value.name, instance.value), instance.local_shape
+            index = true_slice(instance.layout, value.shape, rank)
+            own = tuple(s.stop - s.start for s in index)
+            part = ", ".join(f"{s.start}:{s.stop}" for s in index)
+            yield (f"# {kind} %{value.name}  {_type(value, value.shape)}  layout {layout_text(instance.layout)}  "
+                   f"{'fed' if kind == 'input' else 'stored'} [{part}] = {_type(value, own)}"
+                   + (f", padded to {_type(value, shape)}" if own != shape else "")
+                   + _used(value, routed.used.get(value.name), instance.layout))
+    if routed.seed is not None:
+        yield f"# seed %{routed.seed.value.name}  of the random numbers, drawn at each call, the same on every rank"
+    for alias, name in plan.graph.aliases.items():
+        yield f"# {alias} is {name}"
+    for note in plan.notes:
+        yield f"# note: {note}"
+
+
+def _used(value: Value, used: Layout | None, stored: Layout) -> str:
+    if used is None or used == stored:
+        return ""
+    return f"  used in layout {layout_text(used)} = {_type(value, used.local_shape(used.padded(value.shape)))}"
+
+
+def sources(plan: Plan) -> Iterator[Value]:
+    """What is fed, stored or drawn, and no operator makes."""
+    yield from plan.graph.sources()
+    yield from (i.value for i in plan.routed.constants.values())
+    if plan.routed.seed is not None:
+        yield plan.routed.seed.value
+
+
+def written_line(made: Sequence[str], name: str, arguments: Sequence[str], attributes: str, types: str, comment: str
+                 ) -> str:
+    """``%3 = relu(%2)  {attributes}  types   # comment``."""
+    """``%3 = relu(%2)  {attributes}  types   # comment``."""
+    parts = [f"{', '.join(made)} = {name}({', '.join(arguments)})"]
+    if attributes:
+        parts.append(f"{{{attributes}}}")
+    if types:
+        parts.append(types)
+    return "  ".join(parts) + (f"   # {comment}" if comment else "")
+
+
+def where(name: str, module: str, source: str) -> str:
+    """Which operator a line is of, and where it is called."""
+    inside = module and module != name and not name.startswith(module + ".")
+    return "  ".join(filter(None, (f"{name} in {module}" if inside else name, source)))
+
+
+def _type(value: Value, shape: Sequence[int]) -> str:
+    return f"{dtype_word(value.dtype)}{list(shape)}"
+
+
+def types_text(before: Sequence[tuple[Value, Sequence[int]]], after: Sequence[tuple[Value, Sequence[int]]]) -> str:
+    """``f32[2, 3] -> f32[2]``: values with shapes of their own."""
+    left, right = (", ".join(_type(*entry) for entry in side) for side in (before, after))
+    return f"{left} -> {right}" if left else right
+
+
+def layout_text(layout: Layout) -> str:
+    """``[4@1, -]``: the digits that cut each dim."""
+    return "[" + ", ".join("·".join(map(repr, digits)) or "-" for digits in layout.dims or ()) + "]"
+
+
+class Numbers(dict):
+    """Name of a value -> how it is written: ``%4`` for what is made, ``%w1`` for what is fed or stored."""
+
+    def __init__(self, sources: Iterable[str]) -> None:
+        super().__init__((name, f"%{name}") for name in sources)
+        self._taken, self._last = set(self.values()), 0
+
+    def number(self) -> str:
+        """The next number; one that is a parameter's name, as in a ParameterList, is left out."""
+        self._last += 1
+        return f"%{self._last}" if f"%{self._last}" not in self._taken else self.number()
+
+    def new(self, name: str) -> str:
+        self[name] = self.number()
+        return self[name]
+
+
+def arguments(args: tuple, kwargs: dict[str, Any], names: dict[str, str]) -> list[str]:
+    """An operator's arguments, values by how they are written."""
+    return [_argument(a, names) for a in args] + [f"{k}={_argument(a, names)}" for k, a in kwargs.items()]
+
+
+def _argument(leaf: Any, names: dict[str, str]) -> str:
+    if isinstance(leaf, (Ref, Value)):
+        return names[leaf.name]
+    if isinstance(leaf, (list, tuple)):
+        return "[" + ", ".join(_argument(x, names) for x in leaf) + "]"
+    if isinstance(leaf, torch.dtype):
+        return dtype_word(leaf)
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(leaf))  # no addresses: the same plan gives the same bytes
+
+
+def results_lines(keys: Sequence[Any], outputs: Sequence[Any], updates: dict[str, str], names: dict[str, str]
+                  ) -> list[str]:
+    """What is handed out, and the new values of buffers."""
+    shown = [names[k] if isinstance(o, (Value, Instance)) else _argument(o, names) for k, o in zip(keys, outputs)]
+    return [f"return {', '.join(shown)}"] + [f"update %{name} = {names[made]}" for name, made in updates.items()]

@@ -1,0 +1,271 @@
+"""One step of a pipeline: what its micro-batches compute, send, and leave behind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..errors import SettingError
+from ..plan.pipelined import Transfer
+from ..schedules import Action
+from .pipeline_pieces import pieces, together
+from .random import of_micro_batch, stream
+
+if TYPE_CHECKING:
+    from .pipeline import PipelineProgram, StageBody
+
+__all__ = ["Step"]
+
+
+class Step:
+    """One call of the model: all that its micro-batches leave behind."""
+
+    def __init__(self, program: PipelineProgram, tensors: Sequence[Tensor], trains: bool) -> None:
+        self.program, self.plan, self.trains = program, program.plan, trains
+        self.count = self.plan.micro_batches
+        self.fed = [pieces(x.detach(), self.count, parts) if split else (x.detach(),) * self.count
+                    for x, split, parts in zip(tensors, self.plan.split, program.fed_parts)]
+        self.wanted = [x.requires_grad and trains for x in tensors]
+        self.gathered: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}  # by stage and name, as stored and as used
+        self.leaves = {s: {n: self._leaf(s, n, p) for n, p in body.parameters.items()} for s, body in program.bodies.items()}
+        self.seeds = self._seeds()
+        self.shared: dict[tuple[int, str], Tensor] = {}       # parameters of earlier stages, by stage and name
+        self.inputs: dict[tuple[int, int], list[Tensor]] = {}
+        self.outputs: dict[tuple[int, int], list[Tensor]] = {}
+        self.results: dict[int, list[Tensor]] = {}            # of the model's outputs, by index
+        self.weights: dict[tuple[int, int], Any] = {}         # what is left of a backward in two
+        self.fed_gradients: dict[tuple[int, int], Tensor] = {}
+        self.given = False
+
+    def _leaf(self, s: int, name: str, parameter: Tensor) -> Tensor:
+        """What a stage's program computes on."""
+        leaf = parameter.detach().requires_grad_(parameter.requires_grad and self.trains)
+        gather = self.program.bodies[s].gathers.get(name)
+        if gather is None:
+            return leaf
+        with torch.set_grad_enabled(self.trains):
+            made = gather(leaf)
+        self.gathered[s, name] = leaf, made
+        return made.detach().requires_grad_(leaf.requires_grad)
+
+    def _scatter(self) -> None:
+        """The gradients of gathered parameters, to where these are stored."""
+        for (s, name), (leaf, made) in self.gathered.items():
+            gradient = self.leaves[s][name].grad
+            if gradient is not None:
+                torch.autograd.backward([made], [gradient], inputs=[leaf])
+            self.leaves[s][name] = leaf
+        self.gathered.clear()
+
+    def _seeds(self) -> list[Tensor] | None:
+        """One seed a step; each micro-batch has its number in it."""
+        if not self.plan.draws:
+            return None
+        seed = stream.draw(self.program.exact)
+        return [of_micro_batch(seed, micro) for micro in range(self.count)]
+
+    # -- the schedule --
+
+    def run(self) -> list[Tensor | None]:
+        """Play it.
+
+        Returns:
+            The model's outputs, each put together; None for those of stages that are elsewhere.
+        """
+        program = self.program
+        schedule = self.plan.schedule if self.trains else program.forwards
+        program.link.begin(schedule)
+        for t in self._parameters():
+            if t.source in program.bodies:
+                program.link.send(t, -1, False, program.bodies[t.source].parameters[t.name].detach())
+        for t in self._parameters():
+            if t.target in program.bodies:
+                got = program.link.receive(t, -1, False)
+                self.shared[t.target, t.name] = got.requires_grad_(t.gradient and self.trains)
+        self.totals = {s: self._totals(body) for s, body in program.bodies.items()}
+        for action in program.orders[schedule]:
+            self._play(action)
+        if self.trains:
+            self._scatter()
+            self._share()
+        return [self._joined(i) for i in range(len(self.plan.graph.outputs))]
+
+    def _parameters(self) -> list[Transfer]:
+        return [t for t in self.plan.transfers if t.kind == "parameter"]
+
+    def _play(self, action: Action) -> None:
+        if action.kind == "F":
+            self._forward(action.stage, action.micro)
+        elif action.kind == "B":
+            self._backward(action.stage, action.micro)
+        elif action.kind == "I":
+            self._backward_to_inputs(action.stage, action.micro)
+        else:
+            self._backward_to_weights(action.stage, action.micro)
+
+    def _totals(self, body: StageBody) -> list[Tensor]:
+        """What its targets count over all micro-batches."""
+        if body.counts is None:
+            return []
+        names = [v.name for v in self.plan.graph.inputs]
+        places = [names.index(v.name) for v in body.stage.counts.graph.inputs]
+        with torch.no_grad():
+            each = [body.counts(*(self.fed[i][k] for i in places)) for k in range(self.count)]
+        return [sum(counted[1:], counted[0]) for counted in zip(*each)]
+
+    def _forward(self, s: int, k: int) -> None:
+        program, body = self.program, self.program.bodies[s]
+        graph = body.stage.plan.graph
+        inputs = []
+        for i, (value, source, transfer) in enumerate(zip(graph.inputs, body.stage.sources, program.incoming[s])):
+            if transfer is None:
+                x = self.fed[source.index][k] if source.index < len(self.fed) else self.totals[s][source.index - len(self.fed)]
+                wants = source.index < len(self.fed) and self.wanted[source.index]
+            elif transfer.kind == "parameter":
+                inputs.append(self.shared[s, transfer.name])
+                continue
+            else:
+                x, wants = program.link.receive(transfer, k, False), value.requires_grad and self.trains
+            inputs.append(x.detach().requires_grad_(wants))
+        buffers = body.buffers.values()
+        if body.updates and self.trains:
+            buffers = [b.clone() for b in buffers]  # what a forward has read is still there in its backward
+        seed = [self.seeds[k]] if body.stage.plan.routed.seed is not None else []
+        with torch.set_grad_enabled(self.trains):
+            made = body.run(*self.leaves[s].values(), *buffers, *body.constants, *seed, *inputs)
+        outputs, updates = made[:len(graph.outputs)], made[len(graph.outputs):]
+        with torch.no_grad():
+            for name, value in zip(body.updates, updates, strict=True):
+                body.buffers[name].copy_(value)
+        for index, out in zip(body.stage.results, outputs):
+            self.results.setdefault(index, []).append(out.detach())
+        for name, out in zip(body.stage.sent, outputs[len(body.stage.results):]):
+            for transfer in program.outgoing[s][name]:
+                program.link.send(transfer, k, False, out.detach())
+        if self.trains:
+            self.inputs[s, k], self.outputs[s, k] = inputs, outputs
+
+    # -- backward --
+
+    def _owed(self, s: int, k: int) -> tuple[list[Tensor], list[Tensor]]:
+        """The outputs of a forward that gradients come to, and the gradients."""
+        program, body = self.program, self.program.bodies[s]
+        outputs, gradients = [], []
+        made = self.outputs.pop((s, k))
+        for index, out in zip(body.stage.results, made):
+            if index == program.loss:
+                outputs.append(out)
+                share = 1 if self.plan.micro.joins[index].how == "sum" else self.count
+                gradients.append(torch.full_like(out, 1 / share))
+        for name, out in zip(body.stage.sent, made[len(body.stage.results):]):
+            came = [program.link.receive(t, k, True) for t in program.outgoing[s][name] if t.gradient]
+            if came and out.requires_grad:
+                outputs.append(out)
+                gradients.append(sum(came[1:], came[0]))
+        return outputs, gradients
+
+    def _trained(self, s: int) -> list[Tensor]:
+        """What gathers gradients over all micro-batches."""
+        return [x for x in (*self.leaves[s].values(), *(x for (stage, _), x in self.shared.items() if stage == s))
+                if x.requires_grad]
+
+    def _read(self, s: int, k: int) -> list[Tensor]:
+        """What gathers them in this one."""
+        shared = {id(x) for x in self.shared.values()}
+        return [x for x in self.inputs[s, k] if x.requires_grad and id(x) not in shared]
+
+    def _backward(self, s: int, k: int) -> None:
+        outputs, gradients = self._owed(s, k)
+        if outputs:
+            torch.autograd.backward(outputs, gradients, inputs=[*self._read(s, k), *self._trained(s)])
+        self._return(s, k)
+
+    def _backward_to_inputs(self, s: int, k: int) -> None:
+        outputs, gradients = self._owed(s, k)
+        read = self._read(s, k)
+        # Its name is private. It marks where the ways to weights leave the way to inputs, so that nothing is computed twice.
+        from torch.distributed.pipelining._backward import stage_backward_input
+        if self.program.bodies[s].stage.plan.regions:  # what is computed again is there once: weights have their turn now
+            torch.autograd.backward(outputs, gradients, inputs=[*read, *self._trained(s)])
+        elif read and outputs:
+            with torch.enable_grad():  # it detaches outputs in place, which views cannot be
+                outputs = [o.clone() if o._is_view() else o for o in outputs]
+            _, self.weights[s, k] = stage_backward_input(outputs, gradients, read, iter(self._trained(s)))
+        else:
+            self.weights[s, k] = outputs, gradients
+        self._return(s, k)
+
+    def _backward_to_weights(self, s: int, k: int) -> None:
+        left = self.weights.pop((s, k), None)
+        if isinstance(left, tuple):
+            if left[0]:
+                torch.autograd.backward(*left, inputs=self._trained(s))
+        elif left is not None:
+            from torch.distributed.pipelining._backward import stage_backward_weight
+            stage_backward_weight(iter(self._trained(s)), left)
+
+    def _return(self, s: int, k: int) -> None:
+        """The gradients of what a stage has read, to where it came from."""
+        body = self.program.bodies[s]
+        for x, source, transfer in zip(self.inputs.pop((s, k)), body.stage.sources, self.program.incoming[s]):
+            if transfer is None:
+                if x.grad is not None:
+                    before = self.fed_gradients.get((source.index, k))
+                    self.fed_gradients[source.index, k] = x.grad if before is None else before + x.grad
+            elif transfer.kind == "value" and transfer.gradient:
+                self.program.link.send(transfer, k, True, torch.zeros_like(x) if x.grad is None else x.grad)
+
+    def _share(self) -> None:
+        """What later stages owe to parameters of earlier ones."""
+        program = self.program
+        due = [t for t in self._parameters() if t.gradient]
+        for t in due:
+            if t.target in program.bodies:
+                x = self.shared[t.target, t.name]
+                program.link.send(t, -1, True, torch.zeros_like(x) if x.grad is None else x.grad)
+        for t in due:
+            if t.source in program.bodies:
+                leaf = self.leaves[t.source][t.name]
+                part = program.link.receive(t, -1, True)
+                leaf.grad = program.bodies[t.source].shared(t.name, leaf.grad, part)
+
+    # -- what comes out --
+
+    def _joined(self, index: int) -> Tensor | None:
+        made = self.results.get(index)
+        if made is None:
+            return None
+        how, dim = self.plan.micro.joins[index]
+        if how == "cat":
+            return together(made, dim, self.program.made_parts[index])
+        if how == "same":
+            return made[-1]
+        total = sum(made[1:], made[0])
+        return total / self.count if how == "mean" else total
+
+    def taken(self, gradient: Tensor) -> list[Tensor | None]:
+        """The gradients of all leaves and of the inputs that want one, times that of the loss; once."""
+        if self.given:
+            raise SettingError("the backward of a pipeline's loss for a second time: its gradients have been handed over",
+                               legal="one backward for each call of the model")
+        self.given = True
+        out: list[Tensor | None] = [p.grad for s in self.leaves for p in self.leaves[s].values() if p.requires_grad]
+        for i, wanted in enumerate(self.wanted):
+            if wanted:
+                parts = [self.fed_gradients.get((i, k)) for k in range(self.count)]
+                parts = [torch.zeros_like(self.fed[i][k]) if g is None else g for k, g in enumerate(parts)]
+                out.append(together(parts, 0, self.program.fed_parts[i]) if self.plan.split[i] else
+                           sum(parts[1:], parts[0]))
+        self.leaves.clear()
+        if self.program.absent:
+            from .gradients import hand_nothing  # imports DTensor, which is loaded where parameters are absent
+            for parameter in self.program.absent:
+                if parameter.grad is None:
+                    hand_nothing(parameter)
+        if gradient.device.type == "cpu" and gradient.item() == 1:  # as most are; elsewhere to ask takes longer
+            return out
+        with torch.no_grad():
+            return [None if g is None else g.mul_(gradient) for g in out]

@@ -1,0 +1,216 @@
+"""The settings of a wrapped model: methods of `parallel.AutoParallel`, called before its first call."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .errors import SettingError
+from .plan import MODES, PipelinePlan, Plan
+from .plan.document import Document
+from .plan.storage import OptimizerParallel
+from .runtime.fusion import Fusion, fusion_of
+from .staging import pipelining
+
+if TYPE_CHECKING:
+    from .parallel import AutoParallel
+
+__all__ = ["Settings"]
+
+
+class Settings:
+    """What `AutoParallel` may be told."""
+
+    def dataset_strategy(self, strategy: str | tuple) -> AutoParallel:
+        """How the batch is fed.
+
+        Args:
+            strategy: "data_parallel" (default): each process feeds its own part, the whole batch is their
+                concatenation in the order of the ranks. "full_batch": every process feeds the same whole batch. A
+                tuple with one entry per tensor input, a tuple of cuts or a `Layout`: each feeds the slice that this
+                gives it. In the local runtime the one process feeds the whole batch in every case.
+
+        Raises:
+            SettingError: after the first call, or an unknown word.
+        """
+        if isinstance(strategy, str) and strategy not in ("data_parallel", "full_batch"):
+            raise SettingError(f"unknown dataset_strategy {strategy!r}",
+                               legal='"data_parallel", "full_batch", or a tuple with one entry per tensor input')
+        self._dataset_strategy = self._before_first_call("dataset_strategy", strategy)
+        return self
+
+    def enable_gradients_mean(self, enabled: bool = True) -> AutoParallel:
+        """With the loss outside and each rank feeding its own part: whether gradients are those of the mean of the
+        ranks' losses (True; the default of data_parallel) or of their sum. With `loss_fn` it makes no difference.
+
+        Raises:
+            SettingError: after the first call.
+        """
+        self._gradients_mean = self._before_first_call("enable_gradients_mean", bool(enabled))
+        return self
+
+    def parameter_broadcast(self, enabled: bool = True) -> AutoParallel:
+        """In processes, whether parameters and buffers begin with the values that they have on rank 0; otherwise (the
+        default) they must begin alike, and ranks that differ are named in an error. In one process it changes nothing.
+
+        Raises:
+            SettingError: after the first call.
+        """
+        self._broadcast = self._before_first_call("parameter_broadcast", bool(enabled))
+        return self
+
+    def comm_fusion(self, config: dict[str, Any] | None = None, *, allreduce: Any = None, openstate: bool = True
+                    ) -> AutoParallel:
+        """Which gradients are summed over ranks in one collective: they wait for one another, and travel while the
+        backward goes on.
+
+        Args:
+            config: the arguments below as a dict.
+            allreduce: ``{"mode": "auto"}`` (the default): buckets of a size that suits. ``{"mode": "size", "config":
+                25}``, or 25: a bucket is full at 25 MB. ``{"mode": "index", "config": [10, 20]}``, or the list: buckets
+                begin before the parameters of these indices, counted in the order of ``model.parameters()`` among those
+                that are trained.
+            openstate: False: each gradient by itself.
+
+        In one process it changes nothing but what is refused.
+
+        Raises:
+            SettingError: after the first call, an unknown mode or key, or a config that does not fit the mode.
+        """
+        if config is not None:
+            known = {"openstate", "allreduce"}
+            if not isinstance(config, dict) or set(config) - known or allreduce is not None:
+                raise SettingError(f"comm_fusion: unknown config {config!r}", legal='{"openstate": True, "allreduce": '
+                                   '{"mode": "auto"}}: sums of gradients are what is fused')
+            openstate, allreduce = config.get("openstate", openstate), config.get("allreduce")
+        if not isinstance(openstate, bool):
+            raise SettingError(f"comm_fusion: openstate={openstate!r}", legal="True or False")
+        fusion = Fusion() if allreduce is None else fusion_of(allreduce)
+        self._fusion = self._before_first_call("comm_fusion", fusion if openstate else Fusion(limit=0))
+        return self
+
+    def hsdp(self, shard_size: int = -1, threshold: float = 64, optimizer_level: str = "level1") -> AutoParallel:
+        """Optimizer parallel: parameters that several devices hold alike are stored in parts, on top of what operators'
+        own strategies cut; gathered before use, their gradients summed and scattered. What is computed stays the same.
+
+        Args:
+            shard_size: over how many of its replicas a parameter is cut, neighbouring ones; -1: all. The gradient is
+                then summed over the rest.
+            threshold: KB (1024 bytes) of the whole parameter from which on it is cut. One whose slices' dim 0 does not
+                divide stays whole, and the plan says so; so does what `shardwright.no_optimizer_parallel` names.
+            optimizer_level: "level1": parameters and the optimizer's state are cut; under `no_sync` gradients are held
+                whole. "level2": they are cut as well. "level3": weights are not kept from the forward for the backward
+                either, but gathered again. (With `compile` the compiler decides what is kept, and gradients are cut.)
+
+        Raises:
+            SettingError: after the first call, or an unknown value. At the first call: a `shard_size` that does not
+                divide the replicas of a parameter.
+        """
+        self._hsdp = self._before_first_call("hsdp", OptimizerParallel(shard_size, threshold, optimizer_level))
+        return self
+
+    def pipeline(self, stages: int | str = 2, scheduler: str = "1f1b", micro_batches: int | str | None = None,
+                 stage_config: Mapping[str, int] | None = None, chunks: int | None = None) -> AutoParallel:
+        """Put parts of the model on different devices, and batches through them in pieces.
+
+        Of N devices, stage s has the ranks from s·N/S to (s+1)·N/S; strategies and layouts inside of it speak of these
+        N/S. With ``dataset_strategy("data_parallel")`` ranks at one position in their stages feed the same part of the
+        batch. The batch, the first dim of every tensor input whose first dim is as long as the first's, is split;
+        losses and gradients are those of the whole batch. Batch norms train by the statistics of each micro-batch.
+
+        A pipeline runs forward and backward together: the model needs its loss, by `loss_fn` or in itself, and
+        ``loss.backward()`` hands over gradients that are there already. Under ``torch.no_grad()`` it runs the forward
+        alone, and returns what the model returns.
+
+        Args:
+            stages: how many groups the devices are cut into, or "auto": a search decides where the model is cut, how
+                many devices each stage has, and what is computed again (see `PipelinePlan.alternatives`). Processes
+                then feed the whole batch.
+            scheduler: "1f1b", "gpipe", "interleaved", "zero_bubble", "zbv", or a CSV file with a row for each group of
+                devices and an action in each cell, such as 2F3 (stage 2, forward, micro-batch 3).
+            micro_batches: into how many pieces a batch is split, at least `stages`; with stages="auto" also "auto". None:
+                4, or "auto".
+            stage_config: path of a module -> its stage, besides what `shardwright.set_stage` says.
+            chunks: how many stages each group of devices has: `stages` · `chunks` in all. None: 2 for "interleaved" and
+                "zbv", else 1.
+
+        Raises:
+            SettingError: after the first call, or a value that there is not. At the first call: stages that the model or
+                the devices cannot have.
+        """
+        if micro_batches is None:
+            micro_batches = "auto" if stages == "auto" else 4
+        given = dict(stages=stages, scheduler=scheduler, micro_batches=micro_batches, stage_config=stage_config, chunks=chunks)
+        self._pipeline = self._before_first_call("pipeline", pipelining(given))
+        return self
+
+    def load_operator_strategy_file(self, path: str | Path) -> AutoParallel:
+        """Split operators as a plan says that was saved: each line is a mark, over what the model's own marks say.
+        Operators without a line are left to the mode; where each has one, the plan is that of the file.
+
+        Args:
+            path: a file that `save_operator_strategy_file` or `Plan.save` wrote, edited or not.
+
+        Raises:
+            SettingError: after the first call, or in a mode that runs operators as they stand.
+            PlanError: no such file, not a plan. At the first call: a plan for another model, other shapes or another
+                number of devices, with the line.
+        """
+        if self.parallel_mode in ("stand_alone", "hybrid_parallel"):
+            raise SettingError(f"load_operator_strategy_file: {self.parallel_mode} runs operators as they stand",
+                               legal=", ".join(m for m in MODES if m not in ("stand_alone", "hybrid_parallel")))
+        self._before_first_call("load_operator_strategy_file", path)
+        self._strategies = Document.read(path)
+        return self
+
+    def save_operator_strategy_file(self, path: str | Path) -> AutoParallel:
+        """Write the plan as a document (`Plan.save`): now, or when it is made, at the first call. In processes the
+        first rank writes.
+
+        Raises:
+            SettingError: there is no such folder.
+            OSError: the file cannot be written.
+        """
+        if not Path(path).absolute().parent.is_dir():
+            raise SettingError(f"save_operator_strategy_file: there is no folder {Path(path).parent}",
+                               legal="a file in a folder that is there")
+        if self._programs:
+            self._write_strategies(self.plan, [path])
+        else:
+            self._strategy_files.append(path)
+        return self
+
+    def _write_strategies(self, plan: Plan | PipelinePlan, paths: Iterable[str | Path]) -> None:
+        if self._runtime().rank == 0:
+            for path in paths:
+                plan.save(path)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside leave the gradients as each rank has them; the next backward outside sums them together with
+        its own, once: as cheap as one backward, and the same gradients as without.
+
+        Between the two they are no gradients yet: an optimizer's step and ``clip_grad_norm_`` are refused (`SettingError`),
+        ``zero_grad`` drops them. Sums that lie inside of the program, such as those of a cut parameter's activations, are
+        taken as ever. In one process, where gradients are whole, it changes nothing.
+        """
+        before, self._accumulation.open = self._accumulation.open, True
+        try:
+            yield
+        finally:
+            self._accumulation.open = before
+
+    def _before_first_call(self, name: str, value: Any) -> Any:
+        if self._programs:
+            raise SettingError(f"{name}() comes too late: the model has been called and planned",
+                               legal=f"{name}() before the first call")
+        return value
+
+    def plan_settings(self) -> dict[str, Any]:
+        """What of the settings decides a plan, as `shardwright.plan` takes it."""
+        return {"parallel_mode": self.parallel_mode, "dataset_strategy": self._dataset_strategy,
+                "on_missing_rule": self.on_missing_rule, "sync_batch_norm": self.sync_batch_norm, "hsdp": self._hsdp,
+                "pipeline": self._pipeline, "recompute": self.recompute, "uneven": self.uneven, "strategies": self._strategies,
+                "cluster": self._cluster, "memory": self._memory, "optimizer": self._optimizer}
