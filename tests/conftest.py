@@ -37,8 +37,12 @@ def goldens(shared: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_runtime_of_another_test():
-    """A test that calls `sw.init` does not decide where the next one runs."""
+    """A test that calls `sw.init`, or a command that is told ``--devices``, does not decide where the next one runs."""
+    told = os.environ.get("SHARDWRIGHT_DEVICES")
     yield
+    os.environ.pop("SHARDWRIGHT_DEVICES", None)
+    if told is not None:
+        os.environ["SHARDWRIGHT_DEVICES"] = told
     runtime = sys.modules.get("shardwright.runtime.init")
     if runtime is not None:
         runtime._current.clear()
