@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from .plan import PipelinePlan, Plan, plan
     from .plan.solver.least_memory import InfeasibleMemoryError
     from .rules import rule
-    from .staging import set_stage
     from .runtime.deferred import no_init_parameters
     from .runtime.init import init, rank, world_size
+    from .staging import set_stage
     from .verify import VerifyReport, verify
 
 #: Public name -> the room that it lives in. Loaded when first used: the launcher needs none of torch.

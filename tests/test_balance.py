@@ -22,8 +22,9 @@ from shardwright.capture import capture
 from shardwright.cluster import Cluster, Level
 from shardwright.errors import PlanError, RuntimeMismatchError, SettingError
 from shardwright.plan.alike import Alike
-from shardwright.plan.automatic import Choosing, Chosen, StageChoice, _chains, counts_of, first_count, stands
+from shardwright.plan.automatic import Choosing, _chains, counts_of, first_count, stands
 from shardwright.plan.balance import Way, balance, least_memory
+from shardwright.plan.chosen import Chosen, StageChoice
 from shardwright.plan.handed import graph_digest
 from shardwright.plan.make import capture_micro
 from shardwright.plan.rows import with_rows

@@ -16,25 +16,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..cluster import Cluster
 from ..errors import PlanError, SettingError, ShardwrightError
 from ..graph import Graph
-from ..schedules import Schedule, schedule
-from ..staging import Pipelining
 from .balance import Balanced, Way, balance, least_memory
 from .bytes import words_of
+from .chosen import Alternative, Chosen, StageChoice
 from .decision import Feeding, feeding
 from .handed import Handed
 from .plan import Plan
 from .rows import with_rows
 from .search import Decided
-from .unit_prices import UnitPrices, unit_prices, with_recompute
+from .unit_prices import UnitPrices, all_recomputed, unit_prices
 from .units import units_of
 
-__all__ = ["Alternative", "Choosing", "Chosen", "StageChoice", "first_count"]
+__all__ = ["Choosing", "first_count"]
 
 #: Of S stages, up to how many times S micro-batches.
 MOST_ROUNDS = 16
@@ -48,91 +47,6 @@ Pair = tuple[int, int]
 
 #: Makes the plan that units are priced by: (graph, devices, fed) -> Plan.
 Planner = Callable[[Graph, int, Feeding], Plan]
-
-
-class StageChoice(NamedTuple):
-    """A stage: units [first, last) on so many devices, computed again in the backward or not."""
-
-    first: int
-    last: int
-    devices: int
-    recompute: bool
-
-
-@dataclass(frozen=True)
-class Alternative:
-    """What was priced.
-
-    Attributes:
-        devices: by stage.
-        micro_batches: how many.
-        recomputed: how many of the stages are computed again.
-        seconds: of a step, by the formula of `balance`; None: it cannot be.
-        peak: bytes of the device that holds the most; of what does not fit the least that there is.
-        why: it cannot be.
-    """
-
-    devices: tuple[int, ...]
-    micro_batches: int
-    recomputed: int = 0
-    seconds: float | None = None
-    peak: float | None = None
-    why: str = ""
-
-    @property
-    def stages(self) -> int:
-        """How many stages."""
-        return len(self.devices)
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """What was chosen, and among what.
-
-    Attributes:
-        paths: by unit, its modules.
-        stages: in order.
-        seconds, peak: as of `Alternative`.
-        alternatives: the best first.
-    """
-
-    paths: tuple[tuple[str, ...], ...]
-    stages: tuple[StageChoice, ...]
-    micro_batches: int
-    seconds: float
-    peak: float
-    alternatives: tuple[Alternative, ...]
-
-    @property
-    def modules(self) -> dict[str, int]:
-        """Dotted path -> stage."""
-        return {path: s for s, stage in enumerate(self.stages) for paths in self.paths[stage.first:stage.last]
-                for path in paths if path}
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Devices, by stage."""
-        return tuple(stage.devices for stage in self.stages)
-
-    @property
-    def unequal(self) -> bool:
-        """Whether stages have unequal numbers of devices."""
-        return len(set(self.sizes)) > 1
-
-    @property
-    def setting(self) -> Pipelining:
-        """As a user would ask for it, but for the sizes."""
-        return Pipelining(len(self.stages), "1f1b", self.micro_batches)
-
-    @property
-    def schedule(self) -> Schedule:
-        """Who does what when."""
-        return schedule("1f1b", len(self.stages), self.micro_batches)
-
-    @property
-    def recomputed(self) -> tuple[int, ...]:
-        """The units that are computed again."""
-        return tuple(u for stage in self.stages if stage.recompute for u in range(stage.first, stage.last))
 
 
 def counts_of(rows: int) -> tuple[int, ...]:
@@ -260,7 +174,7 @@ class Choosing:
                 self.priced[pair] = _Priced(searched, plan is None, [unit_prices(searched, self.units, self.cluster)])
             self.equal[pair] = self.cut_equally(pair, math.inf)
             if (self.equal[pair] is None or self.equal[pair].peak > self.memory) and len(self.priced[pair].prices) == 1:
-                again = with_recompute(self.priced[pair].plan, self.units)
+                again = all_recomputed(self.priced[pair].plan, self.units)
                 self.priced[pair].prices.append(unit_prices(again, self.units, self.cluster, recompute=True))
             if self.equal[pair] is None or self.equal[pair].peak > self.memory:
                 self.equal[pair] = self.cut_equally(pair, self.memory)

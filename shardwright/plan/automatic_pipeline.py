@@ -16,7 +16,8 @@ from ..cluster import Cluster
 from ..errors import PlanError, SettingError
 from ..graph import Graph
 from ..staging import Pipelining
-from .automatic import Choosing, Chosen, Planner, counts_of, first_count
+from .automatic import Choosing, Planner, counts_of, first_count
+from .chosen import Chosen
 from .bytes import words_of
 from .micro import rows_of
 

@@ -23,7 +23,7 @@ from ..reading import MarkUse
 from ..recompute import with_policy
 from ..staging import Pipelining, pipelining, staged_modules
 from .alike import Alike
-from .automatic import Chosen
+from .chosen import Chosen
 from .automatic_pipeline import UNITS_BY, Automatic, check_automatic
 from .bytes import memory_of
 from .costs import Costs

@@ -7,7 +7,6 @@ A stage's plan is an ordinary `Plan` of one micro-batch on the stage's own devic
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,10 +19,10 @@ from ..graph import Graph, Value
 from ..layout import Layout, digits_size
 from ..rules.send import send
 from ..schedules import Schedule
-from .automatic import Alternative, Chosen
+from .chosen import Alternative, Chosen
 from .crossing import sender
 from .micro import Micro
-from .plan import Collective, OperatorPlan, ParameterPlan, Plan, backward_collectives, forward_collectives
+from .plan import Collective, OperatorPlan, ParameterPlan, Plan, backward_collectives, forward_collectives, short_hash
 from .route import Instance
 from .stages import Source
 
@@ -317,10 +316,7 @@ class PipelinePlan:
     @cached_property
     def fingerprint(self) -> str:
         """A short hash of everything that all ranks must agree on."""
-        text = hashlib.sha256()
-        for line in self._lines():
-            text.update(line.encode())
-        return text.hexdigest()[:16]
+        return short_hash(self._lines())
 
     def _lines(self) -> Iterator[str]:
         yield f"{self.devices} {self.mode} {self.schedule.placement} {self.split} {self.micro.joins}"

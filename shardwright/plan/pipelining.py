@@ -17,7 +17,7 @@ from ..graph import Graph, Value
 from ..layout import Layout
 from ..schedules import Schedule, schedule
 from ..staging import Pipelining
-from .automatic import Chosen
+from .chosen import Chosen
 from .crossing import arriving, neighbours
 from .decision import Feeding, batch_dims, description, feeding
 from .micro import split

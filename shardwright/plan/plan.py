@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -368,10 +368,7 @@ class Plan:
     @cached_property
     def fingerprint(self) -> str:
         """A short hash of everything that all ranks must agree on."""
-        text = hashlib.sha256()
-        for line in self._lines():
-            text.update(line.encode())
-        return text.hexdigest()[:16]
+        return short_hash(self._lines())
 
     def _lines(self) -> Iterator[str]:
         yield f"{self.devices} {self.mode}" + (f" {self.hsdp.optimizer_level}" if self.hsdp is not None else "")
@@ -383,6 +380,14 @@ class Plan:
             else:
                 yield f"{i.source.name} {i.forward} {i.backward}" + (" again" if getattr(i, "again", False) else "")
         yield from map(str, self.regions)
+
+
+def short_hash(lines: Iterable[str]) -> str:
+    """What tells texts apart, in 16 digits."""
+    text = hashlib.sha256()
+    for line in lines:
+        text.update(line.encode())
+    return text.hexdigest()[:16]
 
 
 def made_by(instruction: Any) -> tuple[Instance, ...]:

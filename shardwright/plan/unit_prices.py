@@ -27,7 +27,7 @@ from .crossing import between
 from .plan import Plan, made_by
 from .units import Units
 
-__all__ = ["UnitPrices", "recomputed", "unit_prices", "with_recompute"]
+__all__ = ["UnitPrices", "all_recomputed", "recomputed", "unit_prices"]
 
 #: What of a plan's memory is there all the time.
 STANDING = ("parameters", "gradients", "optimizer")
@@ -77,7 +77,7 @@ def recomputed(graph: Graph, units: Units, which: Sequence[int]) -> Graph:
         else replace(op, recompute=calls[units.of[op.name]]) for op in graph.ops))
 
 
-def with_recompute(plan: Plan, units: Units) -> Plan:
+def all_recomputed(plan: Plan, units: Units) -> Plan:
     """The plan with all units computed again."""
     graph = recomputed(plan.graph, units, range(len(units)))
     ops = {op.name: op for op in graph.ops}
@@ -90,7 +90,7 @@ def unit_prices(plan: Plan, units: Units, cluster: Cluster, recompute: bool = Fa
     Args:
         plan: of `units.reduced`.
         cluster: of all devices: what crosses between stages goes over its links.
-        recompute: whether it is one `with_recompute`.
+        recompute: whether it is one `all_recomputed`.
     """
     count, last = len(units), len(units) - 1
     unit_of = lambda operator: units.of.get(operator, last)  # noqa: E731

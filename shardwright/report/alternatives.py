@@ -8,7 +8,7 @@ from itertools import groupby
 from rich.table import Table
 from rich.text import Text
 
-from ..plan.automatic import Alternative, Chosen
+from ..plan.chosen import Alternative, Chosen
 from .tables import table
 from .units import size_text, time_text
 
