@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import operator
 import re
+import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,6 +34,7 @@ _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in ')
 _OURS = __file__.rsplit("/", 1)[0] + "/"
 _TORCH = torch.__file__.rsplit("/", 1)[0] + "/"
+_PYTHON = sysconfig.get_path("stdlib") + "/"
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,8 @@ class MarkUse:
 
 
 def is_users(file: str) -> bool:
-    return not file.startswith((_OURS, _TORCH, "<"))
+    """Whether a file is neither ours nor torch's nor Python's own; installed packages may be the user's model."""
+    return not (file.startswith((_OURS, _TORCH, "<")) or file.startswith(_PYTHON) and "-packages/" not in file)
 
 
 def user_frame(frames: list[tuple[str, int]]) -> str:

@@ -131,7 +131,7 @@ def test_the_least_memory_is_the_least_of_all(case):
     if found is not None:
         least = min(held for _, held in everything)
         assert found.peak == pytest.approx(least)
-        assert found.seconds == pytest.approx(min(cost for cost, held in everything if held <= least + 1e-12))
+        assert found.seconds == pytest.approx(min(cost for cost, held in everything if held <= least * (1 + 1e-12)))
 
 
 def test_stages_of_one_device_count_send_to_one_another():

@@ -92,7 +92,10 @@ def least_memory(ways: Sequence[Way], units: int, devices: int, micro_batches: i
     if not ways or units < 1:
         return None
     least = _Search(ways, units, devices, micro_batches, math.inf, stages, stands).least_memory()
-    return None if least is None else balance(ways, units, devices, micro_batches, least, stages=stages, stands=stands)
+    if least is None:
+        return None
+    least *= 1 + 1e-12  # sums that rounding alone tells apart need the same
+    return balance(ways, units, devices, micro_batches, least, stages=stages, stands=stands)
 
 
 class _Search:
