@@ -25,6 +25,7 @@ from .plan import Plan
 from .problem import Problem, Solution
 from .search import Decided, Search
 from .segments import with_recompute
+from .solver.least_memory import InfeasibleMemoryError
 from .storage import OptimizerParallel
 
 __all__ = ["CUT", "fit", "fits"]
@@ -36,7 +37,7 @@ CUT = OptimizerParallel(-1, 0, "level3")
 MOST_TRIES = 4
 
 #: How near to its bound a plan within a limit is near enough: the proof of the rest takes most of the time.
-ENOUGH = 5e-4
+ENOUGH = 1e-3
 
 #: How near, relative to it, the least limit is found where the solver does not name it.
 NEAR = 2e-3
@@ -102,7 +103,10 @@ class _Fitting:
 
     def least(self, error: PlanError | None) -> Decided:
         """The plan that does with the least memory, if that is within the limit."""
-        decided, walked = self.decided(self.bisected(getattr(error, "least", None) or 0.0))
+        states = getattr(error, "states", None)
+        solution = self.bisected(getattr(error, "least", None) or 0.0) if states is None else \
+            Solution(states, cost := self.problem.cost(states), cost)
+        decided, walked = self.decided(solution)
         if walked.peak <= self.limit:
             return decided
         raise self.refused(walked)
@@ -111,6 +115,10 @@ class _Fitting:
         """The solution with the least limit: at `low`, or found by halving what lies between it and what holds more."""
         try:
             return self.solver(replace(self.problem, limit=low))
+        except InfeasibleMemoryError as error:
+            if error.states is not None:
+                return Solution(error.states, cost := self.problem.cost(error.states), cost)
+            best = self.solver(replace(self.problem, limit=None, usages=()))
         except PlanError:
             best = self.solver(replace(self.problem, limit=None, usages=()))
         high = self.held.peak(best.states)

@@ -50,7 +50,7 @@ def cheapest(cuts: Sequence[Cut], limit: float, most: float) -> tuple[np.ndarray
     if not len(active):
         return out, float(costs.min())
     over, columns = over[:, active], len(active)
-    scale = max(float(np.abs(costs).max()), 1e-300)
+    scale = float(np.abs(costs).max()) or most
     model = highspy.HighsLp()
     model.num_col_, model.num_row_ = columns + 1, len(cuts) + 1
     model.sense_ = highspy.ObjSense.kMaximize

@@ -3,7 +3,12 @@
     least limit = min_s max_t used_t(s)
 
 By halving: whether a limit can be kept is asked of HiGHS without any cost; states that keep it show how much less they
-need. Where all amounts are whole numbers the answer is exact once one less cannot be kept.
+need. Where all amounts are whole numbers the answer is exact once one less cannot be kept. A large problem that
+elimination can do is not HiGHS's:
+
+    least limit >= max_λ min_s Σ_t λ_t used_t(s),   λ >= 0, Σ λ = 1
+
+by cutting planes (ascent.py), and states are those of these minima, spliced; the two ends need not meet then.
 """
 
 from __future__ import annotations
@@ -14,14 +19,21 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ...errors import PlanError
+from .ascent import Prices, ascend
 from .milp import NoAssignmentError, milp
 from .moments import Rows, binding
+from .pricing import Cut, Pricing
 from ..problem import Problem
 from .reduce import consistent, reduced
+from .splicing import Splicer
 
 __all__ = ["InfeasibleMemoryError", "LeastMemory", "infeasible", "least_memory"]
 
 SHOWN = 5  # moments that the error names
+LARGE = 1_000  # nodes above which HiGHS is not asked: it may take hours
+EVALUATIONS = 40  # of a large problem, at most
+APART = 1e-2  # how near the two ends of a large problem's least limit are near enough, relative to it
+SPLICED = 8  # of its known states, by what they hold at most, are spliced with one another
 CLOSE = 1e-6  # of the limit: how near the two ends come where amounts are not whole numbers
 
 
@@ -32,15 +44,17 @@ class InfeasibleMemoryError(PlanError):
         moments: that cannot be met: by themselves, or in the plan of the least memory known.
         least: no plan keeps a limit below it.
         enough: a plan keeps this limit; None: none is known.
+        states: of that plan.
     """
 
     moments: tuple[int, ...] = ()
     least: float = 0.0
     enough: float | None = None
+    states: tuple[int, ...] | None = None
 
     def located(self, **where) -> InfeasibleMemoryError:
         out = super().located(**where)
-        out.moments, out.least, out.enough = self.moments, self.least, self.enough
+        out.moments, out.least, out.enough, out.states = self.moments, self.least, self.enough, self.states
         return out
 
 
@@ -88,6 +102,10 @@ def least_memory(problem: Problem, *, seconds: float = 10.0) -> LeastMemory:
     whole = bool((rows.amounts == np.floor(rows.amounts)).all())
     low, high, states = float(rows.least().max(initial=0.0)), None, None
     most = float(rows.most().max(initial=0.0))
+    pricing = Pricing.of(bound, rows) if len(bound.costs) > LARGE else None
+    if pricing is not None:
+        found = _priced(bound, rows, pricing, low)
+        return replace(found, states=tuple(inner.lift(found.states[:-1])))
     trial = low
     while (left := until - time.monotonic()) > 0:
         try:
@@ -106,6 +124,43 @@ def least_memory(problem: Problem, *, seconds: float = 10.0) -> LeastMemory:
         else:
             trial = float(np.floor((low + high) / 2)) if whole else (low + high) / 2
     return LeastMemory(low, high, tuple(inner.lift(states)) if states is not None else None)
+
+
+def _priced(problem: Problem, rows: Rows, pricing: Pricing, low: float) -> LeastMemory:
+    """The least limit of a problem without costs, of `binding`, as near as prices and splicing come to it.
+
+    Args:
+        low: no plan keeps a limit below it.
+    """
+    unit = max(low, 1.0)  # in which limits are said here: with Σ λ · unit = 1, L(λ) = least limit / unit - 1
+    rows = replace(rows, limit=unit)
+    known = Prices(rows.count, unit)
+    ascend(_InUnits(pricing, unit), known, cap=1.0, gap=APART / 4, most=EVALUATIONS)
+    least = max(low, unit * (1.0 + known.bound))
+    best = min(known.cuts, key=lambda cut: cut.used.max())
+    states, enough = best.states, float(best.used.max())
+    near = sorted(known.cuts, key=lambda cut: float(cut.used.max()))[:SPLICED]
+    while enough > (1.0 + APART) * least:
+        trial = (least + enough) / 2
+        splicer = Splicer(problem, replace(rows, limit=trial))
+        found = next((spliced for one in near for other in near if one is not other
+                      and (spliced := splicer.splice(one.states, other.states, np.inf)) is not None), None)
+        if found is None:
+            break
+        states, enough = tuple(found[0]), float(rows.used(found[0]).max())
+    return LeastMemory(least, enough, tuple(states))
+
+
+class _InUnits:
+    """Prices of memory in another unit than bytes: all that `ascend` asks of a `Pricing`."""
+
+    def __init__(self, pricing: Pricing, unit: float) -> None:
+        self.pricing, self.unit = pricing, unit
+
+    def least(self, multipliers: np.ndarray) -> tuple[float, Cut]:
+        value, cut = self.pricing.least(multipliers)
+        # The pricing takes its own limit off, which is another one.
+        return value + float(multipliers.sum()) * (self.pricing.rows.limit - self.unit), cut
 
 
 def infeasible(problem: Problem, *, seconds: float = 10.0) -> InfeasibleMemoryError:
@@ -134,12 +189,14 @@ def infeasible(problem: Problem, *, seconds: float = 10.0) -> InfeasibleMemoryEr
         legal = f"a limit of {found.enough:,.0f}; none below {found.least:,.0f} can be kept"
     error = InfeasibleMemoryError(f"no plan keeps the memory limit of {problem.limit:,.0f}" +
                                   (f"; it cannot be met at {shown}{more}" if shown else ""), legal=legal)
-    error.moments, error.least, error.enough = moments, found.least, found.enough
+    error.moments, error.least, error.enough, error.states = moments, found.least, found.enough, found.states
     return error
 
 
 def _lean(problem: Problem, found: LeastMemory) -> tuple[int, ...]:
     """States that keep the least limit and hold little besides."""
+    if len(problem.costs) > LARGE:
+        return found.states
     inner = consistent(problem)
     bound, times = binding(replace(inner.problem, limit=-1.0))
     rows, ones = Rows.of(bound, len(times)), np.ones(len(times))

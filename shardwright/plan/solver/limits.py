@@ -68,7 +68,10 @@ def solve_limited(problem: Problem, *, seconds: float | None = None, gap: float 
         raise infeasible(problem, seconds=_left(until))
     pricing = Pricing.of(bound, rows) if seconds is None else None
     found = None if pricing is None else priced_search(bound, rows, pricing, gap)
-    if found is not None and (found.gap <= gap or sum(table.size for table in bound.edges.values()) > WHOLE):
+    large = sum(table.size for table in bound.edges.values()) > WHOLE
+    if pricing is not None and found is None and large:
+        return _leanest(problem, infeasible(problem))
+    if found is not None and (found.gap <= gap or large):
         states, least = found.states, found.bound
     elif len(bound.costs) <= MANY:
         less = reduced(bound)
@@ -83,6 +86,19 @@ def solve_limited(problem: Problem, *, seconds: float | None = None, gap: float 
     states = tuple(inner.lift(states[:-1]))
     cost = problem.cost(states)
     return Solution(states, cost, cost if found.bound >= found.cost else min(cost, least), found.notes)
+
+
+def _leanest(problem: Problem, error: InfeasibleMemoryError) -> Solution:
+    """The states of the least memory known, where the limit is not below that after all.
+
+    Raises:
+        InfeasibleMemoryError: it is.
+    """
+    if error.states is None or error.enough is None or error.enough > problem.limit:
+        raise error
+    cost = problem.cost(error.states)
+    bound = sum(float(own.min()) for own in problem.costs) + sum(float(table.min()) for table in problem.edges.values())
+    return Solution(error.states, cost, min(cost, bound), ("the plan of the least memory known; nothing was proved",))
 
 
 def _left(until: float) -> float:

@@ -32,12 +32,14 @@ DIRECT = 2**21  # entries of the joints up to which the whole is its own part
 ROUNDS = 8  # turns
 ROUGH = 1e-2  # how near the first of them comes to a part's best prices; each further one a tenth of that
 EVALUATIONS = 40  # of a part, in a turn
-MOST_PRICE = 1e5  # what the limit's worth of memory may cost at most, in times what is cheapest without a limit
-DEARER = 16.0  # how much more at a time
+FIRST_PRICE = 0.2  # what the limit's worth of memory may cost at first, in times what is cheapest without a limit
+MOST_PRICE = 1e5  # ... at most
+DEARER = 4.0  # how much more at a time
 HIGHER = (1.0, 1.02, 1.05, 1.1, 1.2, 1.4, 2.0, 4.0, 16.0, 256.0)  # times the best prices, to find what keeps the limit
 FEW = 12  # states: a node of no more has all of them in the part
 NEAREST = 8  # of the known states, by what they come to at the best prices, are spliced with one another
-ENTRIES = 2_000  # of the edges, up to which HiGHS is asked to mix known states
+MIXED = 500  # nodes up to which HiGHS is asked to mix known states: it may take minutes over thousands
+ENTRIES = 20_000  # ... and entries of the edges
 NODES = 300  # of its tree
 WINDOWS = 60  # stretches that are chosen anew
 LENGTH = 96  # nodes of a stretch
@@ -73,7 +75,7 @@ class _PricedSearch:
         if self.near:
             return self.solution("exact: what is best without a limit keeps it")
         least = max(abs(self.prices.bound), 1e-300)
-        cap, most = least, MOST_PRICE * least
+        cap, most = FIRST_PRICE * least, MOST_PRICE * least
         direct = self.pricing.work <= DIRECT
         for turn in range(ROUNDS):
             part: Any = self.pricing if direct else _Part(self.problem, self.rows, self.marks())
@@ -83,20 +85,20 @@ class _PricedSearch:
             value = ascend(part, known, cap=cap, gap=near, most=EVALUATIONS)
             for cut in known.cuts:
                 self.offer(cut)
-            before = len(self.known)
             if direct:
                 self.prices = known
             else:
                 self.see(known.multipliers, *self.pricing.least(known.multipliers))
-            if value == np.inf and len(self.known) == before:
+            if value == np.inf:
                 if cap > most:
                     break
                 cap *= DEARER
             elif value < np.inf:
                 if direct or value - self.prices.bound <= max(self.gap / 2, 1e-9) * abs(value):
                     break
-                self.keep(part)
-                self.splice()
+                if value - self.prices.bound <= self.gap * abs(value):
+                    self.keep(part)
+                    self.splice()
                 if self.near:
                     break
         if not self.near:
@@ -104,7 +106,7 @@ class _PricedSearch:
             self.splice()
         if self.states is not None and not self.near:
             self.windows()
-        if not self.near:
+        if not self.near and len(self.problem.costs) <= MIXED:
             self.mix()
         return None if self.states is None else self.solution("prices of memory, each minimised exactly, then splicing")
 
@@ -140,12 +142,13 @@ class _PricedSearch:
             if one and table.shape[small] < table.shape[large]:
                 follows[pair[large]] = True
         seen = np.array(list(self.known))
-        out = []
+        alike: dict[int, np.ndarray] = {}  # by what nodes cost: in equal layers the same operator's
         for v, own in enumerate(problem.costs):
-            mark = np.full(len(own), len(own) <= FEW or neighbours[v] <= 1 or follows[v])
+            mark = alike.setdefault(id(own), np.zeros(len(own), bool))
             mark[seen[:, v]] = True
-            out.append(mark)
-        return out
+        whole = {size: np.ones(size, bool) for size in {len(own) for own in problem.costs}}
+        return [whole[len(own)] if len(own) <= FEW or neighbours[v] <= 1 or follows[v] else alike[id(own)]
+                for v, own in enumerate(problem.costs)]
 
     def splice(self) -> None:
         """Known states that keep the limit with known ones that do not."""
@@ -154,9 +157,15 @@ class _PricedSearch:
         others = [cut for cut in order if (cut.used > limit).any()][:NEAREST]
         if not keep and self.states is not None:
             keep = [self.known[tuple(self.states)]] if tuple(self.states) in self.known else []
-        for inside in keep:
-            for outside in others:
-                self.take(self.splicer.splice(inside.states, outside.states, self.cost))
+        again: list[Sequence[int]] = [cut.states for cut in keep]
+        while again:  # what came out is spliced once more
+            before = self.cost
+            for inside in again:
+                for outside in others:
+                    if self.near:
+                        return
+                    self.take(self.splicer.splice(inside, outside.states, self.cost))
+            again = [self.states] if self.cost < before and self.states is not None else []
 
     def take(self, found: tuple[list[int], float] | None) -> bool:
         if found is None or found[1] >= self.cost:
