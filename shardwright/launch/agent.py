@@ -5,8 +5,10 @@ process group of its own, looks at them, and ends the others when one fails. `el
 no hold on it, so the agent is made here, as `elastic_launch` makes it, with what a run of ours adds:
 
 1. the process ids go to the `Watch`, which tells the first failure from those it causes;
-2. the others get `GRACE` seconds to end, where the engine gives 30 however it is set;
-3. nodes tell each other of failures, and the last barrier cannot outlast one.
+2. the others get `GRACE` seconds to end, and those of a run that is told to end its grace period, where the engine gives
+   30 however it is set;
+3. nodes tell each other of failures, and the last barrier cannot outlast one;
+4. after a failure the workers of all nodes start again, if the run may: with an agent, a watch and logs of their own.
 
 The overridden methods are those that ``SimpleElasticAgent`` leaves to its subclasses, and its loop and last barrier.
 """
@@ -17,7 +19,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +27,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 
-from shardwright.launch.logs import logger
+from shardwright.launch.logs import logger, remove_restarts
 from shardwright.launch.progress import Progress
 from shardwright.launch.rendezvous import NodeFailure, Nodes
 from shardwright.launch.settings import RunSettings
@@ -33,40 +35,48 @@ from shardwright.launch.watch import Watch, WorkerExit
 
 __all__ = ["Outcome", "launch"]
 
-GRACE = 10  # seconds between asking a worker to end and killing it
+GRACE = 10  # seconds between asking a worker to end and killing it, where another has failed
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended on this node. At most one field is set; none of them is success.
+    """How a run, or one attempt at it, ended on this node. At most one of the first three is set; success is none of them.
 
     Args:
         failure: the exit of the first worker that failed here.
         elsewhere: the failure of another node.
         signal: the signal that the launcher was ended with.
+        attempt: how often its workers had been started again.
     """
 
     failure: WorkerExit | None = None
     elsewhere: NodeFailure | None = None
     signal: signal.Signals | None = None
+    attempt: int = 0
+
+    @property
+    def by_a_worker(self) -> bool:
+        """Whether a worker failed, here or elsewhere: then another attempt may do better."""
+        return self.failure is not None or self.elsewhere is not None and self.elsewhere.kind == "worker"
 
 
 class WorkerLogs(LogsSpecs):
     """The engine's description of where output goes: everything of a worker to its one file."""
 
-    def __init__(self, settings: RunSettings) -> None:
-        super().__init__(log_dir=settings.log_dir)
-        self._settings = settings
+    def __init__(self, settings: RunSettings, attempt: int) -> None:
+        super().__init__(log_dir=settings.attempt_dir(attempt))
+        self._settings, self._attempt = settings, attempt
 
     @property
     def root_log_dir(self) -> str:
-        return self._settings.log_dir
+        return self._settings.attempt_dir(self._attempt)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        outputs = {local: self._settings.worker_log(int(env["RANK"])) for local, env in envs.items()}
+        outputs = {local: self._settings.worker_log(int(env["RANK"]), self._attempt) for local, env in envs.items()}
         for env in envs.values():
             # Tracebacks are in the logs. An error file of a launcher outside this one is not ours to write.
             env["TORCHELASTIC_ERROR_FILE"] = ""
+            env["TORCHELASTIC_MAX_RESTARTS"] = str(self._settings.max_restarts)
         # Standard error stays unset here: the worker's command sends it after standard output. The engine would open
         # the file a second time, and the two would write over each other.
         return LogsDest(stdouts=outputs, stderrs=dict.fromkeys(outputs, ""),
@@ -77,7 +87,10 @@ class Agent(LocalElasticAgent):
     """The engine's agent, with a watch on the workers and an ear to the other nodes."""
 
     def __init__(self, spec: WorkerSpec, settings: RunSettings, nodes: Nodes, watch: Watch, progress: Progress) -> None:
-        super().__init__(spec, WorkerLogs(settings))
+        super().__init__(spec, WorkerLogs(settings, nodes.attempt))
+        self._remaining_restarts = 0  # the engine shall not restart: `launch` does
+        self._settings = settings
+        self._grace = GRACE
         self._nodes = nodes
         self._watch = watch
         self._progress = progress
@@ -88,11 +101,15 @@ class Agent(LocalElasticAgent):
             return super()._invoke_run(*arguments)
         except SignalException as stop:
             self._progress.ending(f"got {stop.sigval.name}")
+            self._grace = self._settings.grace_period
+            # At once: a save, if workers make one now, is of all nodes together.
+            self._nodes.tell(128 + stop.sigval, f"got {stop.sigval.name}", kind="signal")
             raise
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         pids = super()._start_workers(worker_group)
-        self._progress.started({worker.global_rank: pids[worker.local_rank] for worker in worker_group.workers})
+        self._progress.started({worker.global_rank: pids[worker.local_rank] for worker in worker_group.workers},
+                               self._nodes.attempt)
         for worker in worker_group.workers:
             self._watch.follow(worker.global_rank, self._pcontext.subprocess_handlers[worker.local_rank].proc)
         return pids
@@ -105,13 +122,16 @@ class Agent(LocalElasticAgent):
             self.elsewhere = self._nodes.heard()
             if self.elsewhere is not None:
                 self._progress.ending(f"node {self.elsewhere.node}: {self.elsewhere.text}")
+                if self.elsewhere.kind == "signal":
+                    self._grace = self._settings.grace_period
+                    self._shutdown()
                 return RunResult(state=WorkerState.FAILED)
         return result
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         try:
             if self._pcontext is not None:
-                self._pcontext.close(death_sig, GRACE)
+                self._pcontext.close(death_sig, self._grace)
             super()._shutdown(death_sig)  # the engine's own helpers; no worker is left that it would wait for
         except SignalException:  # a second Ctrl-C: whoever sends it does not want to wait
             self._watch.kill()
@@ -122,7 +142,8 @@ class Agent(LocalElasticAgent):
 
 
 def launch(settings: RunSettings, progress: Progress, stop_signals: Sequence[signal.Signals]) -> Outcome:
-    """Run the workers of this node until all have finished or one has failed. None is left when it returns or raises.
+    """Run the workers of this node until all have finished, or one has failed and is not to be tried again. None is left
+    when it returns or raises.
 
     Args:
         settings: the run.
@@ -135,15 +156,53 @@ def launch(settings: RunSettings, progress: Progress, stop_signals: Sequence[sig
     for module in ("agent.server.api", "agent.server.local_elastic_agent", "multiprocessing.api"):
         logging.getLogger(f"torch.distributed.elastic.{module}").setLevel(logging.INFO)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(stop.name for stop in stop_signals)
+    nodes = Nodes(settings, progress.say)
+    remove_restarts(settings)
+    before = {stop: signal.getsignal(stop) for stop in stop_signals}
+    came: list[signal.Signals] = []
 
+    def note() -> None:
+        """What follows is short and must not be interrupted; but a signal counts."""
+        for stop in stop_signals:
+            signal.signal(stop, lambda number, frame: came.append(signal.Signals(number)))
+
+    while True:
+        outcome = _attempt(settings, nodes, progress, note)
+        if came and outcome.by_a_worker:
+            outcome = Outcome(signal=came[0], attempt=nodes.attempt)
+        if not outcome.by_a_worker or nodes.attempt == settings.max_restarts:
+            break
+        if outcome.failure is not None:
+            nodes.tell(outcome.failure.code, _reason(outcome.failure), kind="worker")
+        nodes.attempt += 1
+        log_dir = settings.attempt_dir(nodes.attempt)
+        os.makedirs(log_dir, exist_ok=True)
+        progress.say(f"restart {nodes.attempt} of {settings.max_restarts}: all workers start again, logs in {log_dir}")
+        for stop, handler in before.items():
+            signal.signal(stop, handler)
+    if outcome.failure is not None:
+        nodes.tell(outcome.failure.code, _reason(outcome.failure), kind="worker")
+    elif outcome.signal is not None:
+        nodes.tell(128 + outcome.signal, f"got {outcome.signal.name}", kind="signal")
+    if outcome.failure or outcome.signal or outcome.elsewhere:
+        nodes.leave(finished=False)
+    return outcome
+
+
+def _attempt(settings: RunSettings, nodes: Nodes, progress: Progress, note: Callable[[], None]) -> Outcome:
+    """Start the workers of this node once, and see them to their end.
+
+    Args:
+        note: from then on signals are noted, and interrupt nothing.
+    """
     def exited(exit: WorkerExit) -> None:
         logger.info("worker %d ended: %s", exit.rank, exit.cause)
         progress.exited(exit)
 
     watch = Watch(exited)
-    nodes = Nodes(settings, progress.say)
+    # The engine hands the number of its own restarts to the workers.
     spec = WorkerSpec(role="default_role", local_world_size=settings.local_worker_num, rdzv_handler=nodes,
-                      max_restarts=0, entrypoint="/bin/sh", args=_command(settings))
+                      max_restarts=nodes.attempt, entrypoint="/bin/sh", args=_command(settings))
     agent = Agent(spec, settings, nodes, watch, progress)
     stopped = None
     try:
@@ -151,17 +210,14 @@ def launch(settings: RunSettings, progress: Progress, stop_signals: Sequence[sig
     except SignalException as stop:
         stopped = stop.sigval
     finally:
-        for stop in stop_signals:
-            signal.signal(stop, signal.SIG_IGN)  # what follows is short and must not be interrupted
+        note()
         watch.end()
     failure = watch.first_failure if stopped is None and agent.elsewhere is None else None
-    if failure is not None:
-        nodes.tell(failure.code, f"worker {failure.rank} failed ({failure.cause})")
-    elif stopped is not None:
-        nodes.tell(128 + stopped, f"got {stopped.name}")
-    if failure or stopped or agent.elsewhere:
-        nodes.leave(finished=False)
-    return Outcome(failure, agent.elsewhere, stopped)
+    return Outcome(failure, agent.elsewhere, stopped, nodes.attempt)
+
+
+def _reason(failure: WorkerExit) -> str:
+    return f"worker {failure.rank} failed ({failure.cause})"
 
 
 def _command(settings: RunSettings) -> tuple[str, ...]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator
 
-__all__ = ["coordinator_log", "last_lines", "logger"]
+from shardwright.launch.settings import RunSettings
+
+__all__ = ["coordinator_log", "last_lines", "logger", "remove_restarts"]
 
 logger = logging.getLogger("shardwright.launch")
 
@@ -60,3 +63,14 @@ def last_lines(path: str, count: int = 20) -> list[str]:
         return []
     lines = text.rstrip().split("\n") if text.strip() else []
     return [line.rstrip("\r").rpartition("\r")[2] for line in lines[-count:]]
+
+
+def remove_restarts(settings: RunSettings) -> None:
+    """Remove what this node's workers wrote after restarts of an earlier run, lest it be taken for this one's."""
+    names = [re.fullmatch(r"restart_([1-9]\d*)", name) for name in os.listdir(settings.log_dir)]
+    for attempt in [int(name[1]) for name in names if name]:
+        for rank in settings.ranks:
+            with contextlib.suppress(OSError):
+                os.remove(settings.worker_log(rank, attempt))
+        with contextlib.suppress(OSError):  # another node's, or a user's own file, is still there
+            os.rmdir(settings.attempt_dir(attempt))

@@ -69,13 +69,13 @@ class Progress:
             except OSError:
                 pass
 
-    def started(self, pids: Mapping[int, int]) -> None:
+    def started(self, pids: Mapping[int, int], attempt: int = 0) -> None:
         """The workers of this node run; their process ids by global rank."""
         with self._lock:
-            self._running = frozenset(pids)
+            self._running, self._finished, self._failed = frozenset(pids), frozenset(), False
         first = min(pids)
         self.say(f"started {_count(len(pids), 'worker')} (pids {', '.join(map(str, pids.values()))}), "
-                 f"worker {first} writes to {self._settings.worker_log(first)}")
+                 f"worker {first} writes to {self._settings.worker_log(first, attempt)}")
 
     def exited(self, exit: WorkerExit) -> None:
         """One worker ended. After the first failure the others are ended, and only that failure is told."""

@@ -1,16 +1,19 @@
 """How the nodes of a run meet, and how one learns that another failed.
 
 Node 0 listens on ``master_addr:master_port`` and holds a key-value store; the others connect to it; the node ranks are
-given, not found out. That is torchrun's static rendezvous, with four differences that keep it from hanging:
+given, not found out. That is torchrun's static rendezvous, with five differences that keep it from hanging:
 
 1. Waiting is done here, a look every fifth of a second, and not inside the store: Ctrl-C works and a timeout can say
-   how many nodes came.
+   which nodes did not come. The first to give up tells the others.
 2. Port 0 is any free port. The store is asked which it got; there is no moment at which another process could take it.
 3. Two nodes with one rank, or of different sizes, are told so.
 4. When a worker fails, its node writes that into the store, and the other nodes end theirs. A store that does not
    answer counts as a failure of node 0.
+5. Each node counts up in the store while its workers run. Node 0 looks whether the others still do: a host that lost
+   its power or its network tells nobody.
 
-The store stays for the workers: their ``MASTER_ADDR`` and ``MASTER_PORT`` lead to it, as under torchrun.
+The store stays for the workers: their ``MASTER_ADDR`` and ``MASTER_PORT`` lead to it, as under torchrun. Those that are
+started again have a new one, on any free port of node 0: they would find in it what the dead ones have left.
 """
 
 from __future__ import annotations
@@ -37,6 +40,8 @@ LOOK = 0.2  # seconds between two looks at the store, while there is nothing els
 LISTEN = 1.0  # seconds between two looks while workers run
 ANSWER = 10.0  # seconds in which the store must answer
 LEAVE = 5.0  # seconds that node 0 keeps the store for nodes that may not have read their last news
+SILENT = 20.0  # seconds without a sign of life after which a node is lost; ending its workers may take it more than 10
+NAMED = 8  # how many of the missing nodes an error names
 
 T = TypeVar("T")
 
@@ -57,11 +62,13 @@ class NodeFailure:
         node: its rank.
         code: the exit code of the run there.
         text: the reason, as it is shown on other nodes.
+        kind: "worker", one of its workers failed; "signal", it was told to end; "lost", or it is gone.
     """
 
     node: int
     code: int
     text: str
+    kind: str = "lost"
 
 
 class Nodes(RendezvousHandler):
@@ -70,14 +77,20 @@ class Nodes(RendezvousHandler):
     Args:
         settings: the run.
         say: given a line for the user, whenever the number of nodes that have come changes.
+
+    Attributes:
+        attempt: how often the workers have been started again: nodes meet anew for each.
     """
 
     def __init__(self, settings: RunSettings, say: Callable[[str], None]) -> None:
         self._settings = settings
         self._say = say
         self._listened = 0.0
+        self._counts: dict[int, tuple[int, float]] = {}  # of other nodes, each with when it was last seen to change
         self._deadline = time.monotonic() + settings.cluster_time_out
+        self.attempt = 0
         self._server: TCPStore | None = None
+        self._workers: TCPStore | None = None
         self._news: Store | None = None
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -87,13 +100,19 @@ class Nodes(RendezvousHandler):
             LaunchError: if they do not all come in time, or contradict one another.
             SettingError: if the port is taken.
         """
-        settings = self._settings
-        self._server = self._connect()
-        self._news = PrefixStore("shardwright", self._server)
+        settings, attempt = self._settings, self.attempt
+        if self._server is None:
+            self._server = self._connect()
+        self._news = PrefixStore(f"shardwright/{attempt}", self._server)
+        self._counts, self._deadline = {}, time.monotonic() + settings.cluster_time_out
+        if attempt and settings.node_rank == 0:
+            self._workers = TCPStore(settings.master_addr, 0, is_master=True, wait_for_workers=False)
+            self._news.set("port", str(self._workers.port))
         if settings.nodes > 1:
             self._meet(self._news)
-        return RendezvousInfo(PrefixStore("torchelastic", self._server), settings.node_rank, settings.nodes,
-                              RendezvousStoreInfo(settings.master_addr, self._server.port))
+        port = int(self._news.get("port")) if attempt else self._server.port
+        return RendezvousInfo(PrefixStore(f"torchelastic/{attempt}", self._server), settings.node_rank, settings.nodes,
+                              RendezvousStoreInfo(settings.master_addr, port))
 
     def _connect(self) -> TCPStore:
         settings, where = self._settings, f"{self._settings.master_addr}:{self._settings.master_port}"
@@ -143,12 +162,37 @@ class Nodes(RendezvousHandler):
                 if here != told:
                     self._say(f"node {settings.node_rank}: {here} of {settings.nodes} nodes have come")
                     told = here
+                given_up = self.heard(now=True)
+                if given_up is not None:
+                    self._part(news)
+                    raise LaunchError(f"node {given_up.node} gave up waiting: {given_up.text}")
                 if time.monotonic() > self._deadline:
-                    raise LaunchError(f"{here} of {settings.nodes} nodes came within {settings.cluster_time_out} s")
+                    raise LaunchError(self._give_up(news))
                 time.sleep(LOOK)
                 here = self._ask(lambda: news.add("nodes", 0))
         except _NoAnswer as error:
             raise LaunchError(f"{error} while the nodes were meeting") from error
+
+    def _give_up(self, news: Store) -> str:
+        """Say which nodes did not come, here and to those that did."""
+        settings = self._settings
+        missing = self._ask(lambda: [n for n in range(settings.nodes) if not news.check([f"node/{n}"])])
+        more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
+        here = settings.nodes - len(missing)
+        text = (f"node{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing[:NAMED]))}{more} did not come "
+                f"within {settings.cluster_time_out} s, {here} of {settings.nodes} did")
+        self.tell(1, text)
+        self._part(news)
+        return text
+
+    def _part(self, news: Store) -> None:
+        """Leave a meeting that came to nothing. Node 0 keeps the store a moment: those that have come read why."""
+        left = self._ask(lambda: news.add("left", 1))
+        until = time.monotonic() + LEAVE
+        while (self._settings.node_rank == 0 and time.monotonic() < until
+               and left < self._ask(lambda: news.add("nodes", 0))):
+            time.sleep(LOOK)
+            left = self._ask(lambda: news.add("left", 0))
 
     def _ask(self, question: Callable[[], T]) -> T:
         """Put one question to the store, in a thread of its own.
@@ -173,12 +217,12 @@ class Nodes(RendezvousHandler):
             raise _NoAnswer("node 0 is gone") from error
         return answer
 
-    def tell(self, code: int, text: str) -> None:
-        """Let the other nodes know that the run has failed here. The first to say so is believed."""
+    def tell(self, code: int, text: str, node: int | None = None, kind: str = "lost") -> None:
+        """Let the other nodes know that the run has failed here, or on `node`. The first to say so is believed."""
         news = self._news
         if news is None or self._settings.nodes == 1:
             return
-        failure = json.dumps(asdict(NodeFailure(self._settings.node_rank, code, text)))
+        failure = json.dumps(asdict(NodeFailure(self._settings.node_rank if node is None else node, code, text, kind)))
         try:
             self._ask(lambda: news.compare_set("failure", "", failure))
         except _NoAnswer:
@@ -197,11 +241,26 @@ class Nodes(RendezvousHandler):
             return None
         self._listened = time.monotonic()
         try:
-            if not self._ask(lambda: news.check(["failure"])):
-                return None
-            return NodeFailure(**json.loads(self._ask(lambda: news.get("failure"))))
+            if self._ask(lambda: news.check(["failure"])):
+                return NodeFailure(**json.loads(self._ask(lambda: news.get("failure"))))
+            self._ask(lambda: news.add(f"alive/{self._settings.node_rank}", 1))
+            lost = self._lost(news) if self._settings.node_rank == 0 else None
         except _NoAnswer as error:
             return NodeFailure(0, 1, str(error))
+        if lost is not None:
+            self.tell(lost.code, lost.text, node=lost.node)
+        return lost
+
+    def _lost(self, news: Store) -> NodeFailure | None:
+        """On node 0: a node that has come and has not counted up for too long. None leaves before it has told why."""
+        counts = self._ask(lambda: {node: news.add(f"alive/{node}", 0) for node in range(1, self._settings.nodes)})
+        now = time.monotonic()
+        for node, count in counts.items():
+            if self._counts.get(node, (0, now))[0] != count or not count:
+                self._counts[node] = (count, now)
+            elif now - self._counts[node][1] > SILENT:
+                return NodeFailure(node, 1, f"nothing was heard of it for {SILENT:.0f} s")
+        return None
 
     def leave(self, *, finished: bool) -> NodeFailure | None:
         """Wait for the other nodes before this one leaves.

@@ -21,7 +21,7 @@ __all__ = ["add_parser", "run"]
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 WORKER_OPTIONS = ("worker_num", "local_worker_num", "master_addr", "master_port", "node_rank", "log_dir", "join",
-                  "cluster_time_out", "threads")
+                  "cluster_time_out", "threads", "max_restarts", "grace_period")
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -44,6 +44,10 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     option("join", "False leaves the run in the background (default: True)", type=_flag, metavar="True|False")
     option("cluster_time_out", "how long to wait for all nodes (default: 600)", type=_positive, metavar="SECONDS")
     option("threads", "OMP_NUM_THREADS of each worker (default: as set, or 1)", type=_positive, metavar="N")
+    option("max_restarts", "start all workers again after a failure, up to N times (default: 0)", type=_count,
+           metavar="N")
+    option("grace_period", "how long workers may take to save and end after SIGTERM (default: 30)", type=_count,
+           metavar="SECONDS")
     parser.add_argument("script", help="the Python file to run")
     # Everything after the script is the script's, options as well.
     rest = parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help="its arguments, untouched")
@@ -126,10 +130,10 @@ def run_workers(settings: RunSettings) -> int:
             signal.signal(stop, handler)
 
     if outcome.failure is not None:
-        log = settings.worker_log(outcome.failure.rank)
+        log = settings.worker_log(outcome.failure.rank, outcome.attempt)
         lines = last_lines(log) or ["(nothing was written)"]
         print(f"worker {outcome.failure.rank} failed ({outcome.failure.cause}), last lines of {log}:", *lines,
-              f"all logs are in {settings.log_dir}", sep="\n", file=sys.stderr)
+              f"all logs are in {settings.attempt_dir(outcome.attempt)}", sep="\n", file=sys.stderr)
         return outcome.failure.code
     if outcome.elsewhere is not None:
         print(f"the run failed on node {outcome.elsewhere.node}: {outcome.elsewhere.text}; logs of this node are in "
@@ -139,7 +143,8 @@ def run_workers(settings: RunSettings) -> int:
         print(f"ended by {outcome.signal.name}, and the workers with it; logs are in {settings.log_dir}",
               file=sys.stderr)
         return 128 + outcome.signal
-    progress.say(f"all {settings.worker_num} workers finished in {progress.seconds:.1f} s, logs in {settings.log_dir}")
+    progress.say(f"all {settings.worker_num} workers finished in {progress.seconds:.1f} s, logs in "
+                 f"{settings.attempt_dir(outcome.attempt)}")
     return 0
 
 

@@ -28,6 +28,8 @@ class RunSettings:
         log_dir: where ``worker_N.log`` and ``scheduler.log`` are written.
         cluster_time_out: seconds to wait for all nodes to meet.
         threads: ``OMP_NUM_THREADS`` of each worker; None leaves it as it is set, or 1 where it is not.
+        max_restarts: how often all workers are started again after one has failed.
+        grace_period: seconds that workers have to save and end after a signal that ends the run.
     """
 
     script: str
@@ -40,6 +42,8 @@ class RunSettings:
     log_dir: str
     cluster_time_out: int
     threads: int | None
+    max_restarts: int = 0
+    grace_period: int = 30
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> RunSettings:
@@ -77,6 +81,8 @@ class RunSettings:
             log_dir=log_dir,
             cluster_time_out=arguments.cluster_time_out or 600,
             threads=arguments.threads,
+            max_restarts=arguments.max_restarts or 0,
+            grace_period=30 if arguments.grace_period is None else arguments.grace_period,
         )
 
     @property
@@ -90,9 +96,13 @@ class RunSettings:
         first = self.node_rank * self.local_worker_num
         return range(first, first + self.local_worker_num)
 
-    def worker_log(self, rank: int) -> str:
-        """The file that holds the output of the worker with this global rank."""
-        return os.path.join(self.log_dir, f"worker_{rank}.log")
+    def attempt_dir(self, attempt: int) -> str:
+        """Where the workers of an attempt write: the log directory itself, and one in it for each restart."""
+        return os.path.join(self.log_dir, f"restart_{attempt}") if attempt else self.log_dir
+
+    def worker_log(self, rank: int, attempt: int = 0) -> str:
+        """The file that holds the output of the worker with this global rank, before or after so many restarts."""
+        return os.path.join(self.attempt_dir(attempt), f"worker_{rank}.log")
 
     @property
     def scheduler_log(self) -> str:
@@ -102,7 +112,7 @@ class RunSettings:
     def command_line(self) -> list[str]:
         """The arguments of ``shardwright run`` that ask for these settings again."""
         options = ["worker_num", "local_worker_num", "master_addr", "master_port", "node_rank", "log_dir",
-                   "cluster_time_out"]
+                   "cluster_time_out", "max_restarts", "grace_period"]
         if self.threads is not None:
             options.append("threads")
         return [*(f"--{name}={getattr(self, name)}" for name in options), self.script, *self.script_args]
@@ -114,10 +124,16 @@ def check_script(path: str) -> None:
         raise SettingError(f"script {path} is {'not a file' if os.path.exists(path) else 'not found'}")
 
 
-def check_port(port: int) -> None:
+def check_port(port: int, name: str = "--master_port",
+               other: str = "choose another, or 0, for any free one, on a single node") -> None:
     """Raise a SettingError if this machine cannot listen on the port. Any port is fine when it is 0.
 
     Both families are tried: the rendezvous listens on IPv6 and IPv4 together where the machine has both.
+
+    Args:
+        port: the port.
+        name: the option or variable that says it.
+        other: what to do where it is in use.
     """
     for family in (socket.AF_INET, socket.AF_INET6):
         try:
@@ -129,8 +145,7 @@ def check_port(port: int) -> None:
                 probe.bind(("", port))
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                raise SettingError(f"port {port} (--master_port) is in use by another process; choose another, or 0, "
-                                   "for any free one, on a single node") from None
+                raise SettingError(f"port {port} ({name}) is in use by another process; {other}") from None
             if error.errno == errno.EACCES:
-                raise SettingError(f"port {port} (--master_port) is not for this user; those from 1024 are") from None
+                raise SettingError(f"port {port} ({name}) is not for this user; those from 1024 are") from None
             # Anything else is a family that this machine does not have.
