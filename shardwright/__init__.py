@@ -11,12 +11,18 @@ if TYPE_CHECKING:
     from . import ops
     from .cluster import Cluster, Level
     from .errors import (
-        CaptureError, LayoutError, MissingRuleError, PlanError, RuleError, RuntimeMismatchError, SettingError,
-        ShardwrightError, StrategyError,
+        CaptureError, CheckpointError, LayoutError, MissingRuleError, PlanError, RuleError, RuntimeMismatchError, SettingError,
+        ShardwrightError, StrategyError, StuckError,
     )
+    from .checkpoint.callback import CheckpointCallback, CheckpointConfig
+    from .checkpoint.folders import latest_checkpoint
+    from .checkpoint.loading import Restored, load_checkpoint
+    from .checkpoint.offline import load_distributed_checkpoint, rank_list_for_transform, transform_checkpoints
+    from .checkpoint.saving import save_checkpoint
     from .layerwise import layerwise_parallel
     from .layout import Digit, Layout
     from .marks import Operator, no_optimizer_parallel, recompute, shard
+    from .monitor import Monitor
     from .parallel import AutoParallel, RecaptureWarning
     from .plan import PipelinePlan, Plan, plan
     from .plan.solver.least_memory import InfeasibleMemoryError
@@ -28,19 +34,26 @@ if TYPE_CHECKING:
 
 #: Public name -> the room that it lives in. Loaded when first used: the launcher needs none of torch.
 _ROOMS = {
-    **dict.fromkeys(("CaptureError", "LayoutError", "MissingRuleError", "PlanError", "RuleError",
-                     "RuntimeMismatchError", "SettingError", "ShardwrightError", "StrategyError"), "errors"),
+    **dict.fromkeys(("CaptureError", "CheckpointError", "LayoutError", "MissingRuleError", "PlanError", "RuleError",
+                     "RuntimeMismatchError", "SettingError", "ShardwrightError", "StrategyError", "StuckError"), "errors"),
     **dict.fromkeys(("Cluster", "Level"), "cluster"),
     **dict.fromkeys(("Digit", "Layout"), "layout"),
     **dict.fromkeys(("Operator", "no_optimizer_parallel", "recompute", "shard"), "marks"),
     **dict.fromkeys(("AutoParallel", "RecaptureWarning"), "parallel"),
     **dict.fromkeys(("PipelinePlan", "Plan", "plan"), "plan"),
+    "Monitor": "monitor",
     "InfeasibleMemoryError": "plan.solver.least_memory",
     "rule": "rules",
     "set_stage": "staging",
     "no_init_parameters": "runtime.deferred",
     **dict.fromkeys(("init", "rank", "world_size"), "runtime.init"),
     "layerwise_parallel": "layerwise",
+    **dict.fromkeys(("CheckpointCallback", "CheckpointConfig"), "checkpoint.callback"),
+    "latest_checkpoint": "checkpoint.folders",
+    **dict.fromkeys(("Restored", "load_checkpoint"), "checkpoint.loading"),
+    **dict.fromkeys(("load_distributed_checkpoint", "rank_list_for_transform", "transform_checkpoints"),
+                    "checkpoint.offline"),
+    "save_checkpoint": "checkpoint.saving",
     **dict.fromkeys(("VerifyReport", "verify"), "verify"),
 }
 

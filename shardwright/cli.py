@@ -13,12 +13,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from shardwright import calibrate_cli, explain_cli, plan_cli, simulate_cli, solve_cli, verify_cli
+from shardwright import calibrate_cli, checkpoint_cli, explain_cli, plan_cli, simulate_cli, solve_cli, verify_cli
 from shardwright.launch import run
 
 __all__ = ["main"]
 
-COMMANDS = (run, plan_cli, explain_cli, simulate_cli, solve_cli, verify_cli, calibrate_cli)
+COMMANDS = (run, plan_cli, explain_cli, simulate_cli, solve_cli, verify_cli, checkpoint_cli, calibrate_cli)
 
 
 class Parser(argparse.ArgumentParser):

@@ -7,8 +7,8 @@ plan alone, so that every rank raises the same one; nothing has run or been sent
 from __future__ import annotations
 
 __all__ = [
-    "CaptureError", "LayoutError", "MissingRuleError", "PlanError", "RuleError", "RuntimeMismatchError",
-    "SettingError", "ShardwrightError", "StrategyError",
+    "CaptureError", "CheckpointError", "LayoutError", "MissingRuleError", "PlanError", "RuleError",
+    "RuntimeMismatchError", "SettingError", "ShardwrightError", "StrategyError", "StuckError",
 ]
 
 
@@ -74,3 +74,11 @@ class SettingError(ShardwrightError):
 
 class RuntimeMismatchError(ShardwrightError):
     """Ranks that are about to run different programs."""
+
+
+class CheckpointError(ShardwrightError):
+    """A checkpoint that cannot be written, is damaged, or is of something else; its `source` is the file or folder."""
+
+
+class StuckError(ShardwrightError):
+    """Ranks wait for one that does not come."""

@@ -23,12 +23,13 @@ from .layerwise import check_held, check_mode, one_slice, own_parameters
 from .layout import Layout
 from .marks import stored_whole
 from .ops import for_ranks
-from .plan import MODES, PipelinePlan, Plan, make_pipeline, make_plan
+from .plan import MODES, ParameterPlan, PipelinePlan, Plan, make_pipeline, make_plan
 from .plan.automatic_pipeline import Automatic
 from .plan.document import Document
 from .plan.hybrid import OwnPrograms, local_inputs
 from .plan.make import capture_micro, optimizer_parallel
 from .plan.micro import is_split
+from .plan.parameter_strategies import ParameterStrategies
 from .plan.storage import OptimizerParallel
 from .recompute import with_policy
 from .runtime.deferred import beginnings
@@ -104,7 +105,7 @@ class AutoParallel(Settings, nn.Module):
 
     #: What a wrapper holds besides its settings: `shardwright.verify` gives its copies everything else.
     _NOT_SETTINGS = frozenset({*vars(nn.Module()), "net", "loss_fn", "save_graphs", "_programs", "_submodules", "_stored",
-                               "_used", "_warned", "_accumulation", "_kind", "_strategy_files"})
+                               "_used", "_warned", "_accumulation", "_kind", "_strategy_files", "_awaited"})
 
     def __init__(self, net: nn.Module, loss_fn: Callable[..., Any] | None = None, parallel_mode: str = "semi_auto", *,
                  on_missing_rule: str = "error", save_graphs: str | Path | None = None,
@@ -139,7 +140,9 @@ class AutoParallel(Settings, nn.Module):
         self._hsdp: OptimizerParallel | None = None
         self._pipeline: Pipelining | None = None
         self._strategies: Document | None = None
+        self._parameter_strategies: ParameterStrategies | None = None
         self.__dict__["_strategy_files"] = []
+        self.__dict__["_awaited"]: list[Callable[[], None]] = []  # what loads a checkpoint's values, once there are slices
         self._stored: dict[str, Layout] | None = None
         self._used: dict[str, Layout] | None = None
         self._warned, self._kind = False, "cpu"
@@ -162,11 +165,23 @@ class AutoParallel(Settings, nn.Module):
         if program is None:
             self._announce((spec, self._state(), fed))
             program = self._build(args, kwargs)
-            self._programs[spec, self._state(), fed] = program  # the state of now: its parameters may be others
+            key = spec, self._state(), fed  # the state of now: its parameters may be others
+            self._programs[key] = program
+            self._take_loaded(key)
         if torch.is_autocast_enabled(self._kind):
             with torch.autocast(self._kind, enabled=False):  # the program has the casts in it
                 return program(*leaves)
         return program(*leaves)
+
+    def _take_loaded(self, key: tuple) -> None:
+        """Take the values of a checkpoint that was loaded before the first call."""
+        try:
+            while self._awaited:
+                self._awaited[0]()
+                del self._awaited[0]
+        except BaseException:
+            del self._programs[key]  # nothing runs without them
+            raise
 
     def _state(self) -> tuple[tuple, ...]:
         """What of the model's state a captured program depends on: which modules train, which parameters there are and
@@ -196,24 +211,51 @@ class AutoParallel(Settings, nn.Module):
         observer = _OBSERVER.get()
         if observer is not None:
             observer(self, args, kwargs)
+        runtime, module = self._runtime(), _Holder(self.net, self.loss_fn)
+        before = next(iter(self._programs.values()), None)
+        plan = self._planned(args, kwargs, module, before)
+        program = make_program(plan, module, runtime, before=before, fusion=self._fusion,
+                               accumulation=self._accumulation, broadcast=self._broadcast, compiled=self.compiled,
+                               gradients_mean=self._gradients_mean and self.loss_fn is None)
+        program.exact = self.random == "exact"
+        if before is None:
+            watch_steps(self.net)
+            self._stored = {name: parameter.storage for name, parameter in plan.parameters.items()}
+            self._used = {name: parameter.layout for name, parameter in plan.parameters.items()}
+            self._write_strategies(plan)
+        if self.save_graphs is not None:
+            from .report import write_dumps
+            parts = runtime.processes and self.parallel_mode != "stand_alone"
+            write_dumps(plan, self.save_graphs, [runtime.rank] if parts else range(plan.devices))
+        return program
+
+    def _planned(self, args: tuple, kwargs: dict[str, Any], module: _Holder, before: Program | None, *,
+                 runs: bool = True) -> Plan | PipelinePlan:
+        """The plan of a call, on which all ranks agree. Nothing of the model changes.
+
+        Args:
+            before: the program of an earlier call, or None.
+            runs: whether it is about to run, so that ranks must hold the same values too.
+        """
         args, kwargs = opened((args, kwargs))
         runtime = self._runtime()
         self._kind = runtime.device.type
         devices = 1 if self.parallel_mode == "stand_alone" else runtime.devices
         dataset = "full_batch" if self.parallel_mode == "stand_alone" else self._dataset_strategy
         parts = runtime.processes and self.parallel_mode != "stand_alone"
-        module = _Holder(self.net, self.loss_fn)
-        before = next(iter(self._programs.values()), None)
         plan: Plan | PipelinePlan
         fed: list[tuple[tuple[int, ...], str]] = []
         ranks = None
         if parts:
             from .runtime.agreement import Agreement  # see runtime/run.py
+            from .runtime.steps import begin_planning  # likewise
+            begin_planning()
             ranks = Agreement(self.parallel_mode, fed)
         try:
+            stored = self._stored
             if before is None and parts:
                 from .runtime.parameters import held_layouts  # see runtime/run.py
-                self._stored = held_layouts(module)
+                stored = held_layouts(module)
             hybrid = self.parallel_mode == "hybrid_parallel"
             check_mode(module, self.parallel_mode)
             if hybrid:
@@ -240,9 +282,12 @@ class AutoParallel(Settings, nn.Module):
                 self._pipeline, whole_args, whole_kwargs, captured, None if before is None else before.plan,
                 None if ranks is None else ranks.first, fed_apart=parts and dataset != "full_batch")
             graph, wide = captured(None if automatic is None else automatic.count)
-            devices = devices or (self._strategies.devices if self._strategies is not None
-                                  else implied_devices(self.net, graph) * self._groups(None))
-            given = dict(on_missing_rule=self.on_missing_rule, stored=self._stored, used=self._used,
+            files = [file for file in (self._strategies, self._parameter_strategies) if file is not None]
+            devices = devices or (files[0].devices if files else implied_devices(self.net, graph) * self._groups(None))
+            if self._parameter_strategies is not None and before is None:
+                groups = 1 if self._pipeline is None else self._pipeline.stages
+                stored = self._parameter_strategies.onto(graph, devices, groups, stored, self.uneven)
+            given = dict(on_missing_rule=self.on_missing_rule, stored=stored, used=self._used,
                          sync_batch_norm=self.sync_batch_norm, hsdp=optimizer_parallel(self._hsdp, self.net, self.loss_fn),
                          uneven=self.uneven, strategies=self._strategies, cluster=self._cluster, memory=self._memory,
                          optimizer=self._optimizer, whole=stored_whole(self.net, self.loss_fn),
@@ -254,27 +299,17 @@ class AutoParallel(Settings, nn.Module):
             else:
                 own = OwnPrograms(own_parameters(module), self.loss_fn is not None) if hybrid else None
                 plan = make_plan(graph, devices, self.parallel_mode, dataset, own=own, **given)
+            if self._parameter_strategies is not None and before is None:
+                self._parameter_strategies.check_kept(plan)
         except Exception as error:
             if ranks is not None:
                 ranks.missed(error)  # the others have to hear of it
             raise
         if ranks is not None:
-            begin = {} if before is not None or self._broadcast else beginnings(module)
+            begin = {} if before is not None or self._broadcast or self._awaited or not runs else beginnings(module)
             ranks.agree(plan, {name: value for name, value in begin.items() if name not in own_parameters(module)},
-                        (*stream.upcoming(), self.random) if plan.draws else None, (self._fusion, self._broadcast))
-        program = make_program(plan, module, runtime, before=before, fusion=self._fusion,
-                               accumulation=self._accumulation, broadcast=self._broadcast, compiled=self.compiled,
-                               gradients_mean=self._gradients_mean and self.loss_fn is None)
-        program.exact = self.random == "exact"
-        if before is None:
-            watch_steps(self.net)
-            self._stored = {name: parameter.storage for name, parameter in plan.parameters.items()}
-            self._used = {name: parameter.layout for name, parameter in plan.parameters.items()}
-            self._write_strategies(plan, self._strategy_files)
-        if self.save_graphs is not None:
-            from .report import write_dumps
-            write_dumps(plan, self.save_graphs, [runtime.rank] if parts else range(devices))
-        return program
+                        (*stream.upcoming(), self.random) if plan.draws and runs else None, (self._fusion, self._broadcast))
+        return plan
 
     def _groups(self, devices: int | None) -> int:
         """Into how many groups a pipeline cuts the devices, where they can be."""
@@ -301,6 +336,26 @@ class AutoParallel(Settings, nn.Module):
             raise SettingError("there is no plan before the first call",
                                legal="call the model once, or shardwright.plan(net, inputs, …)")
         return list(self._programs.values())[-1].plan
+
+    def infer_layout(self, *args: Any, **kwargs: Any) -> dict[str, ParameterPlan]:
+        """Where each parameter and buffer lies, by name, without a step: the call is planned and does not run. No parameter
+        is cut or made. Files that `save_operator_strategy_file` and `save_param_strategy_file` wait to write are written.
+
+        Args:
+            args, kwargs: what the model would be called with. In processes every rank calls it.
+
+        Returns:
+            By name: the whole ``shape``, the ``layout`` of its use, that of its ``storage``, ``slice(rank)`` and
+            ``local_shape(rank)``.
+
+        Raises:
+            ShardwrightError: whatever cannot be planned.
+        """
+        before = next(iter(self._programs.values()), None)
+        plan = self._planned(args, kwargs, _Holder(self.net, self.loss_fn), before, runs=False)
+        if before is None:
+            self._write_strategies(plan)
+        return plan.parameters
 
     def explain(self, name: str | None = None) -> None:
         """Print the plan as a table: every operator, where it is called, its strategy, layouts and conversions; or one

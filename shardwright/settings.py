@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import SettingError
 from .plan import MODES, PipelinePlan, Plan
 from .plan.document import Document
+from .plan.parameter_strategies import ParameterStrategies
 from .plan.storage import OptimizerParallel
 from .runtime.fusion import Fusion, fusion_of
 from .staging import pipelining
@@ -166,26 +167,61 @@ class Settings:
         return self
 
     def save_operator_strategy_file(self, path: str | Path) -> AutoParallel:
-        """Write the plan as a document (`Plan.save`): now, or when it is made, at the first call. In processes the
-        first rank writes.
+        """Write the plan as a document (`Plan.save`): now, or when it is made, at the first call or by `infer_layout`. In
+        processes the first rank writes.
 
         Raises:
             SettingError: there is no such folder.
             OSError: the file cannot be written.
         """
-        if not Path(path).absolute().parent.is_dir():
-            raise SettingError(f"save_operator_strategy_file: there is no folder {Path(path).parent}",
-                               legal="a file in a folder that is there")
-        if self._programs:
-            self._write_strategies(self.plan, [path])
-        else:
-            self._strategy_files.append(path)
+        self._save_when_planned("save_operator_strategy_file", path, lambda plan: plan.save(path))
         return self
 
-    def _write_strategies(self, plan: Plan | PipelinePlan, paths: Iterable[str | Path]) -> None:
+    def load_param_strategy_file(self, path: str | Path) -> AutoParallel:
+        """Store parameters as a file says. Operators are split as marks and the mode say; what brings a parameter from
+        there to its use is part of the plan, and searches reckon with it. Parameters without a line are stored as the
+        mode and `hsdp` say.
+
+        Args:
+            path: a file that `save_param_strategy_file` wrote, edited or not, or a plan that was saved.
+
+        Raises:
+            SettingError: after the first call, or in a mode in which parameters are stored as they are.
+            PlanError: no such file, or none of this kind. At the first call: a line of a parameter that the model has not,
+                or of another shape or type; another number of devices.
+            LayoutError: a line that no layout of the parameter follows.
+        """
+        if self.parallel_mode in ("stand_alone", "hybrid_parallel"):
+            raise SettingError(f"load_param_strategy_file: {self.parallel_mode} stores parameters as they are",
+                               legal=", ".join(m for m in MODES if m not in ("stand_alone", "hybrid_parallel")))
+        self._before_first_call("load_param_strategy_file", path)
+        self._parameter_strategies = ParameterStrategies.read(path)
+        return self
+
+    def save_param_strategy_file(self, path: str | Path) -> AutoParallel:
+        """Write how each parameter is stored, a line for each (`ParameterStrategies`): now, or when the plan is made, at the
+        first call or by `infer_layout`. In processes the first rank writes. Checkpoints are transformed by it.
+
+        Raises:
+            SettingError: there is no such folder.
+            OSError: the file cannot be written.
+        """
+        self._save_when_planned("save_param_strategy_file", path, lambda plan: ParameterStrategies.of(plan).save(path))
+        return self
+
+    def _save_when_planned(self, name: str, path: str | Path, save: Callable[[Plan | PipelinePlan], None]) -> None:
+        if not Path(path).absolute().parent.is_dir():
+            raise SettingError(f"{name}: there is no folder {Path(path).parent}", legal="a file in a folder that is there")
+        if not self._programs:
+            self._strategy_files.append(save)
+        elif self._runtime().rank == 0:
+            save(self.plan)
+
+    def _write_strategies(self, plan: Plan | PipelinePlan) -> None:
+        """Write the files that wait for a plan."""
         if self._runtime().rank == 0:
-            for path in paths:
-                plan.save(path)
+            for save in self._strategy_files:
+                save(plan)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -213,4 +249,5 @@ class Settings:
         return {"parallel_mode": self.parallel_mode, "dataset_strategy": self._dataset_strategy,
                 "on_missing_rule": self.on_missing_rule, "sync_batch_norm": self.sync_batch_norm, "hsdp": self._hsdp,
                 "pipeline": self._pipeline, "recompute": self.recompute, "uneven": self.uneven, "strategies": self._strategies,
+                "param_strategies": self._parameter_strategies,
                 "cluster": self._cluster, "memory": self._memory, "optimizer": self._optimizer}

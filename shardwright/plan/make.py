@@ -36,6 +36,7 @@ from .hybrid import OwnPrograms, decided, fed_whole, local_inputs, with_stacked
 from .memory import optimizer_bytes
 from .micro import is_split, micro_inputs, wide_inputs
 from .own_statistics import with_own_statistics
+from .parameter_strategies import as_parameter_strategies
 from .pipelined import PipelinePlan
 from .pipelining import pipeline_plan, schedule_of
 from .plan import Plan
@@ -261,8 +262,8 @@ def plan(net: nn.Module, inputs: tuple, loss_fn: Any = None, targets: Any = None
          marks: Mapping[str, Any] | None = None, kwargs: dict[str, Any] | None = None,
          sync_batch_norm: bool = False, hsdp: Mapping[str, Any] | OptimizerParallel | None = None,
          recompute: Any = None, uneven: bool = False, cluster: Any = None, memory: Any = None,
-         optimizer: Any = "adam", strategies: Any = None, pipeline: Mapping[str, Any] | None = None
-         ) -> Plan | PipelinePlan:
+         optimizer: Any = "adam", strategies: Any = None, param_strategies: Any = None,
+         pipeline: Mapping[str, Any] | None = None) -> Plan | PipelinePlan:
     """Plan a model without running it: no process group, no devices, nothing allocated.
 
     Args:
@@ -285,6 +286,7 @@ def plan(net: nn.Module, inputs: tuple, loss_fn: Any = None, targets: Any = None
         memory: how much a device may hold, for the modes that search: bytes, "70GB", or "cluster" for its own; None: as
             much as it takes.
         strategies: a file that `Plan.save` wrote: its operators' strategies hold here too.
+        param_strategies: a file that `AutoParallel.save_param_strategy_file` wrote, or a plan: parameters are stored so.
         pipeline: the arguments of `AutoParallel.pipeline` as a dict; None: no pipeline.
         optimizer: what keeps state for each parameter, to reckon with its memory: "adam", "momentum", "sgd", or its bytes
             an element.
@@ -319,10 +321,18 @@ def plan(net: nn.Module, inputs: tuple, loss_fn: Any = None, targets: Any = None
     given = dict(on_missing_rule=on_missing_rule, sync_batch_norm=sync_batch_norm,
                  hsdp=optimizer_parallel(hsdp, net, loss_fn), uneven=uneven, cluster=cluster, memory=memory,
                  optimizer=optimizer, whole=stored_whole(net, loss_fn), strategies=as_document(strategies))
-    if setting is not None:
-        return make_pipeline(graph, wide, devices, parallel_mode, dataset_strategy, setting,
-                             staged_modules(net, dict(setting.stage_config)), splits, automatic=automatic, **given)
-    return make_plan(graph, devices, parallel_mode, dataset_strategy, own=own, **given)
+    lies = as_parameter_strategies(param_strategies)
+    if lies is not None:
+        if parallel_mode in ("stand_alone", "hybrid_parallel"):
+            raise SettingError(f"{lies.source} has strategies of parameters, which {parallel_mode} stores as they are",
+                               legal=", ".join((*PLANNERS, *SEARCHES)))
+        given["stored"] = lies.onto(graph, devices, 1 if setting is None else setting.stages, None, uneven)
+    made = make_plan(graph, devices, parallel_mode, dataset_strategy, own=own, **given) if setting is None else \
+        make_pipeline(graph, wide, devices, parallel_mode, dataset_strategy, setting,
+                      staged_modules(net, dict(setting.stage_config)), splits, automatic=automatic, **given)
+    if lies is not None:
+        lies.check_kept(made)
+    return made
 
 
 def optimizer_parallel(given: Any, net: nn.Module, loss_fn: Any) -> OptimizerParallel | None:

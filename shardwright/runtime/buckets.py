@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from ..layout import Digits
+from ..layout import Digits, group_of
 from .collectives import ProcessGroups, Scratch, sum_in_turns
 from .fusion import Accumulation, Due, Fusion
 from .gradients import hand_over, keep_unsummed, take_unsummed, unsummed_over
 from .padded import beginning, leaf_of
+from .position import Place, waiting
 from .scattered import Scatter
 
 __all__ = ["GradientSums"]
@@ -38,10 +39,11 @@ class _Bucket:
     Attributes:
         gradients: one entry a parameter, None until it comes.
         missing: how many have not come.
+        place: its sum.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], digits: Digits) -> None:
-        self.parameters, self.digits, self.scratch = parameters, digits, Scratch()
+    def __init__(self, parameters: list[nn.Parameter], digits: Digits, place: Place) -> None:
+        self.parameters, self.digits, self.place, self.scratch = parameters, digits, place, Scratch()
         self.clear()
 
     def clear(self) -> None:
@@ -54,11 +56,12 @@ class _Sum:
 
     Args:
         given: parameters and their gradients on this rank, all of one type.
+        place: where a rank is in it.
     """
 
     def __init__(self, given: list[tuple[nn.Parameter, Tensor]], digits: Digits, groups: ProcessGroups,
-                 scratch: Scratch) -> None:
-        self.parameters = [p for p, _ in given]
+                 scratch: Scratch, place: Place) -> None:
+        self.parameters, self.place = [p for p, _ in given], place
         self.shapes = [g.shape for _, g in given]
         self.complex = given[0][1].is_complex()
         flat = [(torch.view_as_real(g) if self.complex else g).reshape(-1) for _, g in given]
@@ -71,7 +74,8 @@ class _Sum:
         """One turn further, if it is not at the end."""
         if self.result is None:
             try:
-                next(self.turns)
+                with waiting(self.place):
+                    next(self.turns)
             except StopIteration as end:
                 self.result = end.value
 
@@ -119,7 +123,8 @@ class GradientSums:
             if name in trained:
                 due.append(Due(name, out[name].nbytes, (digits, out[name].dtype), trained[name]))
         for names in self._fusion.buckets(due):
-            bucket = _Bucket([parameters[n] for n in names], self._digits[names[0]])
+            digits = self._digits[names[0]]
+            bucket = _Bucket([parameters[n] for n in names], digits, self._place(names, digits))
             self._buckets.append(bucket)
             for place, name in enumerate(names):
                 out[name].register_post_accumulate_grad_hook(partial(self._came, bucket, place))
@@ -193,7 +198,7 @@ class GradientSums:
         given = [(p, g) for p, g in zip(bucket.parameters, bucket.gradients) if g is not None]
         if self._accumulation.kept:
             given = [(p, g + take_unsummed(p) if unsummed_over(p) == bucket.digits else g) for p, g in given]
-        self._travelling.append(_Sum(given, bucket.digits, self._groups, bucket.scratch))
+        self._travelling.append(_Sum(given, bucket.digits, self._groups, bucket.scratch, bucket.place))
         bucket.clear()
         bucket.missing = 0
 
@@ -213,4 +218,10 @@ class GradientSums:
         if isinstance(digits, Scatter):
             hand_over(parameter, digits.part(take_unsummed(parameter)), self._groups.rank)
         elif digits is not None:
-            _Sum([(parameter, take_unsummed(parameter))], digits, self._groups, Scratch()).finish(self._groups.rank)
+            place = self._place(["of a backward under no_sync"], digits)
+            _Sum([(parameter, take_unsummed(parameter))], digits, self._groups, Scratch(), place).finish(self._groups.rank)
+
+    def _place(self, names: Sequence[str], digits: Digits) -> Place:
+        more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+        return Place(f"the sum of gradients, {', '.join(names[:2])}{more}",
+                     tuple(self._groups.base + r for r in group_of(self._groups.rank, digits)), True)

@@ -191,12 +191,18 @@ def materialize(module: nn.Module, keep: Callable[[str, torch.Tensor, torch.Tens
             waiting.setdefault(_storage(tensor), []).append((name, tensor))
         elif real:
             _put(keep, name, tensor, tensor.detach())
+    late = {id(tensor) for entries in waiting.values() for _, tensor in entries}
     for tape in tapes.values():
         _replay(tape, waiting, keep, torch.device(device))
     if waiting:
         names = ", ".join(name for entries in waiting.values() for name, _ in entries)
         raise SettingError(f"parameters on the meta device that nothing initialises: {names}",
                            legal="build the model, and convert it, inside `with sw.no_init_parameters():`")
+    for optimizer in _optimizers() if late else ():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in late and not parameter.is_meta and _is_unmade(optimizer.state.get(parameter, {})):
+                    optimizer.state[parameter] = _made_anew(optimizer, group, parameter)
 
 
 def _replay(tape: _Tape, waiting: dict[int, list[tuple[str, torch.Tensor]]],
@@ -248,20 +254,62 @@ def _replace(old: torch.Tensor, new: torch.Tensor) -> None:
     torch.utils.swap_tensors(old, wrapped)
 
 
-def substitute(module: nn.Module, successors: dict[int, nn.Parameter]) -> None:
+def _optimizers() -> list[torch.optim.Optimizer]:
+    """Those that there are; the types are told apart first, for objects are many."""
+    objects = gc.get_objects()
+    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, torch.optim.Optimizer)}
+    return [x for x in objects if type(x) in kinds]
+
+
+def substitute(module: nn.Module, successors: dict[int, nn.Parameter],
+               cut: Callable[[int, torch.Tensor], torch.Tensor] | None = None) -> None:
     """Put other parameter objects into the place of a model's own, there and in every optimizer that holds them.
 
     Args:
         successors: ``id(old parameter)`` -> the new one. (A tensor cannot become a DTensor in place, as `_replace`
             would have it; so the optimizers that were built before are looked up, once.)
+        cut: ``(id(old parameter), a tensor of its shape) -> what this rank keeps of it``, for what an optimizer has
+            noted for the parameter already, as Adagrad does when it is built; None: all of it.
+
+    Raises:
+        SettingError: an optimizer has noted tensors of another shape.
     """
     for sub in module.modules():
         for name, parameter in sub._parameters.items():
             if parameter is not None and id(parameter) in successors:
                 sub._parameters[name] = successors[id(parameter)]
-    for optimizer in [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]:
+    for optimizer in _optimizers():
         for group in optimizer.param_groups:
             for old in [p for p in group["params"] if id(p) in successors]:
                 if old in optimizer.state:
-                    optimizer.state[successors[id(old)]] = optimizer.state.pop(old)
+                    new, state = successors[id(old)], optimizer.state[old]
+                    optimizer.state[new] = state if cut is None else _cut_state(optimizer, group, old, new, cut)
+                    del optimizer.state[old]
             group["params"] = [successors.get(id(p), p) for p in group["params"]]
+
+
+def _cut_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], old: torch.Tensor, new: nn.Parameter,
+               cut: Callable[[int, torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+    """What an optimizer has noted for a parameter, cut as that is."""
+    state = optimizer.state[old]
+    if _is_unmade(state):
+        return _made_anew(optimizer, group, new)
+    out = dict(state)
+    for key, x in state.items():
+        if isinstance(x, torch.Tensor) and x.dim():
+            if x.shape != old.shape:
+                raise SettingError(f"{type(optimizer).__name__} has noted {key!r} of shape {tuple(x.shape)} for a "
+                                   f"parameter of shape {tuple(old.shape)}, which is cut now",
+                                   legal="an optimizer that is built, or loaded, after the first call")
+            out[key] = cut(id(old), x)
+    return out
+
+
+def _is_unmade(state: dict[str, Any]) -> bool:
+    """Whether something was noted for a parameter that had no values yet."""
+    return any(isinstance(x, torch.Tensor) and x.is_meta for x in state.values())
+
+
+def _made_anew(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+    """What an optimizer notes for a parameter when it is built."""
+    return type(optimizer)([parameter], **{name: group[name] for name in optimizer.defaults}).state[parameter]

@@ -45,7 +45,7 @@ class Fusion:
     """How gradients travel together.
 
     Attributes:
-        limit: bytes at which a bucket is full; 0: every gradient by itself.
+        limit: bytes at which a bucket is full, and from which a gradient travels by itself; 0: all do.
         ends: instead of it, indices of parameters before which a new bucket begins.
     """
 
@@ -79,6 +79,9 @@ class Fusion:
         full: list[tuple[str, ...]] = []
         open_: dict[Hashable, list[Due]] = {}
         for due in gradients:
+            if due.nbytes >= self.limit:  # by itself, as it is: copied into a bucket it would be in memory twice
+                full.append((due.name,))
+                continue
             bucket = open_.setdefault(due.kind, [])
             bucket.append(due)
             if sum(d.nbytes for d in bucket) >= self.limit:

@@ -28,7 +28,7 @@ from .optimizers import replace_noted
 from .own import leaf_of_slice
 from .padded import slice_in_buffer
 
-__all__ = ["Place", "ShardedState", "held_layouts", "to_dtensor"]
+__all__ = ["Place", "ShardedState", "held_layouts", "layout_of", "to_dtensor"]
 
 
 def to_dtensor(local: Tensor, layout: Layout, shape: tuple[int, ...], groups: ProcessGroups) -> DTensor:
@@ -60,16 +60,27 @@ def held_layouts(holder: nn.Module) -> dict[str, Layout]:
     out = {}
     for name, parameter in holder.named_parameters():
         if isinstance(parameter, DTensor):
-            digits = [re.fullmatch(r"(\d+)@(\d+)", axis) for axis in parameter.device_mesh.mesh_dim_names or ()]
-            if not digits or not all(digits):
+            layout = layout_of(parameter)
+            if layout is None:
                 raise SettingError(f"the parameter {name!r} is a DTensor already: {parameter.placements}",
                                    legal="a model that nothing else has distributed")
-            dims: list[list[Digit]] = [[] for _ in parameter.shape]
-            for digit, placement in zip(digits, parameter.placements):
-                if isinstance(placement, Shard):
-                    dims[placement.dim].append(Digit(int(digit[1]), int(digit[2])))
-            out[name] = Layout.of(parameter.device_mesh.size(), dims)
+            out[name] = layout
     return out
+
+
+def layout_of(tensor: DTensor) -> Layout | None:
+    """The layout in which `to_dtensor` made a DTensor of slices, or an operator a result in their manner, on the ranks of its
+    mesh; None: somebody else's."""
+    digits = [re.fullmatch(r"(\d+)@(\d+)", axis) for axis in tensor.device_mesh.mesh_dim_names or ()]
+    if not digits or not all(digits):
+        return None
+    dims: list[list[Digit]] = [[] for _ in tensor.shape]
+    for digit, placement in zip(digits, tensor.placements):
+        if isinstance(placement, Shard):
+            dims[placement.dim].append(Digit(int(digit[1]), int(digit[2])))
+        elif not isinstance(placement, Replicate):
+            return None
+    return Layout.of(tensor.device_mesh.size(), dims)
 
 
 def _of_rank_0(whole: Tensor, device: torch.device) -> Tensor:
@@ -108,6 +119,14 @@ class ShardedState:
         parameters = {name for name, _ in holder.named_parameters()}
 
         successors: dict[int, nn.Parameter] = {}
+        found: dict[int, Place | None] = {}    # where the parameters lie that had the whole before, by their ids
+
+        def cut(old: int, whole: Tensor) -> DTensor:
+            place = found[old]
+            if place is None:
+                return self._nothing(whole, device)
+            local = slice_in_buffer(whole, place.layout, place.groups.rank, device)
+            return to_dtensor(local, place.layout, tuple(whole.shape), place.groups)
 
         def keep(name: str, old: Tensor, whole: Tensor) -> Tensor | None:
             if isinstance(old, DTensor):
@@ -118,20 +137,16 @@ class ShardedState:
                 whole = _of_rank_0(whole, device)
             if name not in parameters:
                 return whole.to(device)
-            place = places(name, whole)
-            if place is None:
-                made = self._nothing(whole, device)
-                self.absent[name] = successors[id(old)] = nn.Parameter(made, requires_grad=old.requires_grad)
-                be_elsewhere(self.absent[name], whole.shape)
-            else:
-                local = slice_in_buffer(whole, place.layout, place.groups.rank, device)
-                made = to_dtensor(local, place.layout, tuple(whole.shape), place.groups)
-                successors[id(old)] = nn.Parameter(made, requires_grad=old.requires_grad)
+            found[id(old)] = places(name, whole)
+            made = successors[id(old)] = nn.Parameter(cut(id(old), whole), requires_grad=old.requires_grad)
+            if found[id(old)] is None:
+                self.absent[name] = made
+                be_elsewhere(made, whole.shape)
             replace_noted(old, name)
             return None
 
         materialize(holder, keep, "cpu")
-        substitute(holder, successors)
+        substitute(holder, successors, cut)
         self.buffers = dict(holder.named_buffers())
 
     def _nothing(self, whole: Tensor, device: torch.device) -> DTensor:

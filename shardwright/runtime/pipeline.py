@@ -118,7 +118,7 @@ class PipelineProgram:
         absent: parameters of other stages, which are empty here, and are given empty gradients.
 
     Attributes:
-        exact: as of `Program`.
+        exact, begin: as of `Program`.
     """
 
     def __init__(self, plan: PipelinePlan, bodies: dict[int, StageBody], link: Link, held: Any = None,
@@ -126,6 +126,7 @@ class PipelineProgram:
                  parts: int = 1) -> None:
         self.plan, self.bodies, self.link, self.held, self.device = plan, bodies, link, held, device
         self.exact, self.absent = True, absent
+        self.begin: Callable[[], None] | None = None
         self.fed_parts, self.made_parts = parts_of(plan, parts)
         self.forwards = forward_only(plan.schedule.placement, plan.micro_batches)
         outputs = plan.graph.outputs
@@ -142,6 +143,8 @@ class PipelineProgram:
                        for sched in (plan.schedule, self.forwards)}
 
     def __call__(self, *leaves: Any) -> Any:
+        if self.begin is not None:
+            self.begin()
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         if self.device is not None:
             tensors = [x.to(self.device) for x in tensors]

@@ -21,6 +21,7 @@ from torch import Tensor
 from ..graph import Value
 from ..plan.pipelined import PipelinePlan, Stage, Transfer
 from ..schedules import Schedule
+from .position import Place, waiting
 
 __all__ = ["Ranks"]
 
@@ -132,17 +133,26 @@ class Ranks:
         while message not in self._posted:
             self._post(peer)
         posted = self._posted.pop(message)
-        posted.work.wait()
+        with waiting(self._place(message, peer)):
+            posted.work.wait()
         self._of[peer].remove(message)
         self._ahead(peer)
         return posted.tensor
+
+    def _place(self, message: _Message, peer: int) -> Place:
+        t, micro = message.transfer, f", micro-batch {message.micro}," if message.micro >= 0 else ""
+        if t is None:
+            return Place(f"output {message.micro} of the model, from rank {peer}", (peer, self.rank))
+        what = f"the {'gradient of ' if message.back else ''}{t.kind} {t.name!r}{micro} of stage {t.source} for stage {t.target}"
+        return Place(what, (peer, self.rank))
 
     def finish(self, results: list[Tensor | None]) -> list[Tensor | None]:
         tells = self._broadcast if self._serialises else self._told_or_heard
         out = [None if home is None else tells(i, home, result)
                for i, (home, result) in enumerate(zip(self._homes, results, strict=True))]
-        for posted in self._sent:
-            posted.work.wait()
+        with waiting(Place("the end of a pipeline's step: what it has sent is to arrive")):
+            for posted in self._sent:
+                posted.work.wait()
         self._sent.clear()
         return out
 

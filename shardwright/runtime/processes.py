@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..conversion import Conversion, conversion
-from ..layout import Digits
+from ..layout import Digits, group_of
 from ..lower import Lowered, extreme, move, sum_of_gradient
 from ..plan.route import Extreme, Move
 from .collectives import Bound, ProcessGroups, bind_all
 from .local import plain_function, ties
+from .position import Place, noted
 from .scattered import Scatter
 from .recompute import Regions, Run, Saver, keep
 from .unkept import Unkept
@@ -165,6 +166,7 @@ class ProcessProgram:
         self.lowered, self.groups, self._scatters = lowered, groups, scatters
         self.gathers: dict[str, nn.Module] = {}
         self._eager, self._unkept = not compiled, None
+        self._lines = {op.name: op.source for op in lowered.plan.graph.ops}
         self.scattered: list[Scatter] = []
         root = nn.Module()
         graph = torch.fx.Graph()
@@ -225,11 +227,12 @@ class ProcessProgram:
             return list(self._call(*local))
 
     def _bound(self, instruction: Move | Extreme) -> nn.Module:
-        forward = self._steps(instruction.forward, instruction.source.local_shape)
+        forward = self._steps(instruction.forward, instruction.source.local_shape, instruction, "forward")
         if isinstance(instruction, Extreme):
             layout = instruction.source.layout
             summed = conversion(layout.without_partial().with_partial(layout.partial), layout.without_partial())
-            return BoundExtreme(forward, self._steps(summed, instruction.source.local_shape), instruction.dims)
+            counts = self._steps(summed, instruction.source.local_shape, instruction, "backward")
+            return BoundExtreme(forward, counts, instruction.dims)
         backward = self._backward(instruction)
         label = str(instruction.forward)
         if not instruction.again or not self._eager:
@@ -245,11 +248,23 @@ class ProcessProgram:
                 and hsdp is not None and hsdp.accumulates_whole and Scatter.fits(instruction.backward) and self._eager \
                 and not self._scatters:
             self.scattered.append(Scatter(instruction.source.value.name, instruction.backward, shape, self.groups))
-            return (self.scattered[-1],)
-        return self._steps(instruction.backward, shape)
+            return noted((self.scattered[-1],), self._place(instruction.backward, instruction, "backward"))
+        return self._steps(instruction.backward, shape, instruction, "backward")
 
-    def _steps(self, steps: Conversion, shape: tuple[int, ...]) -> Steps:
-        return bind_all(steps, shape, self.groups.rank, self.groups)
+    def _steps(self, steps: Conversion, shape: tuple[int, ...], instruction: Move | Extreme, way: str) -> Steps:
+        """A conversion on this rank; what it sends is a place that the rank can be found at, but for a compiler."""
+        bound = bind_all(steps, shape, self.groups.rank, self.groups)
+        return noted(bound, self._place(steps, instruction, way)) if steps.collectives and self._eager else bound
+
+    def _place(self, steps: Conversion, instruction: Move | Extreme, way: str) -> Place:
+        kinds = " and ".join(dict.fromkeys(step.kind for step in steps.collectives))
+        line = self._lines.get(instruction.operator, "")
+        value = instruction.source.value.name
+        of = "" if value == instruction.operator else f" of {value!r}"
+        ranks = sorted({r for step in steps.collectives for r in group_of(self.groups.rank, step.digits)})
+        return Place(f"the {kinds}{of} for operator {instruction.operator!r}{f' ({line})' if line else ''}"
+                     f"{', in its backward,' if way == 'backward' else ''}",
+                     tuple(self.groups.base + r for r in ranks), way == "backward")
 
 
 def _again(node: torch.fx.Node, target: Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:

@@ -41,11 +41,13 @@ class Program:
         body: the runtime's own program: `SingleProgram`, `LocalProgram` or `ProcessProgram`.
         held: the parameters of the processes runtime, for the model's next program; None in the local one.
         exact: whether random numbers belong to positions of whole tensors, or to operators and slices.
+        begin: what begins each call, or None.
     """
 
     def __init__(self, plan: Plan, body: Callable[..., list[Tensor]], state: list[Tensor], updated: list[Tensor],
                  held: ShardedState | None = None, device: torch.device | None = None, mean: bool = False) -> None:
         self.plan, self.body, self.held, self.exact = plan, body, held, True
+        self.begin: Callable[[], None] | None = None
         self._draws = plan.routed.seed is not None
         self._state, self._updated, self._device = state, updated, device
         self._outputs = plan.graph.outputs
@@ -59,6 +61,8 @@ class Program:
             self._handings = [partial(_share, parts=n) if n > 1 else None for n in parts]
 
     def __call__(self, *leaves: Any) -> Any:
+        if self.begin is not None:
+            self.begin()
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         if self._device is not None:
             tensors = [x.to(self._device) for x in tensors]
@@ -107,7 +111,10 @@ def make_program(plan: Plan | PipelinePlan, holder: nn.Module, runtime: Runtime,
     if isinstance(plan, PipelinePlan):
         if runtime.processes:
             from .pipeline_processes import process_pipeline  # see `_on_processes`
-            return process_pipeline(plan, holder, runtime, before, fusion, accumulation, broadcast, compiled)
+            from .steps import counted
+            piped = process_pipeline(plan, holder, runtime, before, fusion, accumulation, broadcast, compiled)
+            piped.begin = counted(plan)
+            return piped
         if compiled:
             warnings.warn("compile=True: one process plays all devices, operator by operator, and is not compiled", stacklevel=7)
         return local_pipeline(plan, holder, runtime.device, before is None)
@@ -143,6 +150,7 @@ def _on_processes(lowered: Lowered, holder: nn.Module, runtime: Runtime, gradien
     from .collectives import ProcessGroups
     from .parameters import Place, ShardedState
     from .processes import ProcessProgram
+    from .steps import counted
 
     plan = lowered.plan
     held = before.held if before is not None else None
@@ -156,5 +164,7 @@ def _on_processes(lowered: Lowered, holder: nn.Module, runtime: Runtime, gradien
     body.attach(dict(holder.named_parameters()))
     state = [leaves[n] for n in lowered.parameters] + [held.buffers[n] for n in lowered.buffers]
     state += [plan.graph.constants[n].to(runtime.device) for n in lowered.constants]
-    return Program(plan, body, state, [held.buffers[n] for n in lowered.updates], held, runtime.device,
-                   gradients_mean and (plan.fed.own_part or plan.own is not None))
+    program = Program(plan, body, state, [held.buffers[n] for n in lowered.updates], held, runtime.device,
+                      gradients_mean and (plan.fed.own_part or plan.own is not None))
+    program.begin = counted(plan)
+    return program

@@ -1,0 +1,170 @@
+"""When to save: every so many steps, every so many minutes.
+
+Minutes are those of rank 0. Ranks ask it rarely: from how long steps have taken they reckon after how many the time can
+have come at the earliest, half of what is left, and ask then; so most steps send nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import SettingError
+from ..runtime.ending import Ending
+from .background import Saving
+from .ranks import Alone, ranks_of_now
+from .saving import save_checkpoint
+
+__all__ = ["CheckpointCallback", "CheckpointConfig"]
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When checkpoints are saved, and how.
+
+    Attributes:
+        path: the folder of the run's checkpoints.
+        every_n_steps: after each step whose number this divides.
+        every_n_minutes: once so long has passed since the last one, or since the beginning.
+        keep_checkpoint_max, integrated_save, asynchronous: as of `save_checkpoint`.
+        on_sigterm: whether SIGTERM, to any rank, saves at the end of the step that is under way and ends all ranks with exit
+            code 143.
+
+    Raises:
+        SettingError: neither steps nor minutes, or a number that is none.
+    """
+
+    path: str | Path
+    every_n_steps: int | None = None
+    every_n_minutes: float | None = None
+    keep_checkpoint_max: int | None = 5
+    integrated_save: bool = True
+    asynchronous: bool = False
+    on_sigterm: bool = True
+
+    def __post_init__(self) -> None:
+        steps, minutes = self.every_n_steps, self.every_n_minutes
+        if not isinstance(self.path, (str, os.PathLike)):
+            raise SettingError(f"CheckpointConfig: path={self.path!r}", legal="the folder of a run's checkpoints")
+        if steps is None and minutes is None:
+            raise SettingError("CheckpointConfig: neither every_n_steps nor every_n_minutes", legal="one of them, or both")
+        if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+            raise SettingError(f"CheckpointConfig: every_n_steps={steps!r}", legal="a whole number from 1")
+        if minutes is not None and (isinstance(minutes, bool) or not isinstance(minutes, (int, float)) or not minutes > 0):
+            raise SettingError(f"CheckpointConfig: every_n_minutes={minutes!r}", legal="a number above 0")
+
+
+class CheckpointCallback:
+    """Saves checkpoints from a loop::
+
+        callback = sw.CheckpointCallback(sw.CheckpointConfig("runs/7", every_n_steps=100), model, optimizer)
+        for step in range(first, last + 1):
+            ...
+            callback.step(step)
+        callback.wait()
+
+    Args:
+        config: when, and how.
+        model, optimizer, schedulers, data: as of `save_checkpoint`.
+    """
+
+    def __init__(self, config: CheckpointConfig, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *,
+                 schedulers: Any = (), data: Any = None) -> None:
+        if not isinstance(config, CheckpointConfig):
+            raise SettingError(f"CheckpointCallback({config!r})", legal='a CheckpointConfig("path", every_n_steps=100)')
+        self.config, self.model, self.optimizer = config, model, optimizer
+        self.schedulers, self.data = schedulers, data
+        self.last: Saving | None = None
+        self._clock: _Clock | None = None
+        self._began = time.monotonic()
+        self._ending: Ending | None = None
+
+    def step(self, step: int, extra: Any = None) -> Saving | None:
+        """Save if it is time to. On processes every rank calls it, after each step.
+
+        Args:
+            step: how many steps have been done.
+            extra: as of `save_checkpoint`.
+
+        Returns:
+            The save, or None.
+
+        Raises:
+            CheckpointError: see `save_checkpoint`.
+            SystemExit: the run was asked to end, and this step is saved.
+        """
+        if self.config.on_sigterm and self._ending is None and threading.current_thread() is threading.main_thread():
+            self._ending = Ending()
+            weakref.finalize(self, self._ending.close)
+        ends = self._ending is not None and self._ending.due(step)
+        saving = self._if_due(step, extra, ends)
+        if ends:
+            self.wait()
+            self._ending.leave()
+        return saving
+
+    def _if_due(self, step: int, extra: Any, ends: bool) -> Saving | None:
+        every = self.config.every_n_steps
+        due = every is not None and step > 0 and step % every == 0
+        if self.config.every_n_minutes is not None:
+            if self._clock is None:
+                self._clock = _Clock(60 * self.config.every_n_minutes, ranks_of_now(), self._began)
+            due |= self._clock.due()
+        if not (due or ends) or self.last is not None and self.last.step == step:
+            return None
+        return self.save(step, extra)
+
+    def save(self, step: int, extra: Any = None) -> Saving:
+        """Save now."""
+        config = self.config
+        self.last = save_checkpoint(self.model, self.optimizer, config.path, step=step, extra=extra, schedulers=self.schedulers,
+                                    data=self.data, integrated_save=config.integrated_save,
+                                    keep_checkpoint_max=config.keep_checkpoint_max, asynchronous=config.asynchronous)
+        if self._clock is not None:
+            self._clock.restart()
+        return self.last
+
+    def wait(self) -> None:
+        """Wait for the last save.
+
+        Raises:
+            CheckpointError: what went wrong with it.
+        """
+        if self.last is not None:
+            self.last.wait()
+
+
+class _Clock:
+    """Tells all ranks alike whether a time has passed on rank 0."""
+
+    def __init__(self, seconds: float, ranks: Alone, began: float) -> None:
+        self.seconds, self.ranks = seconds, ranks
+        self._began = self._asked = began
+        self._left = self._steps = 1  # steps until the next question; those from the last one to it
+
+    def due(self) -> bool:
+        """Whether it has; after each step."""
+        self._left -= 1
+        if self._left:
+            return False
+        now = time.monotonic()
+        rest = self.seconds - (now - self._began)
+        a_step = max((now - self._asked) / self._steps, 1e-9)
+        self._asked = now
+        due, self._steps = self.ranks.from_first((rest <= 0, max(1, min(int(rest / a_step / 2), 1 << 20))))
+        self._left = self._steps
+        return due
+
+    def restart(self) -> None:
+        """Begin anew; on all ranks, after one step."""
+        self._began = time.monotonic()
+        self._left = self._steps = 1
+        self._asked = self._began

@@ -1,0 +1,268 @@
+"""`load_checkpoint`: go on where a checkpoint was taken, under whatever plan and on however many devices.
+
+    manifest, a share of all bytes, names, shapes ── agree ── settings, random state, … ── slices
+
+Nothing is changed before all ranks have found everything sound. The slices come at once where the parameters are what they
+will be; a model that is to be cut into slices takes them at the end of its first planning (`AutoParallel._awaited`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import CheckpointError
+from .background import wait_for_last
+from .filling import Filling
+from .folders import folder_of, steps_in
+from .generators import restore_generators
+from .manifest import MANIFEST, check_files
+from .ranks import Alone, ranks_of_now
+from .reading import HUGGING_FACE, Stored, is_hugging_face
+from .saving import several
+from .state import Subject, state_names
+from .words import from_words
+from .writing import STATE
+
+__all__ = ["Restored", "load_checkpoint"]
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What was loaded.
+
+    Attributes:
+        step: of the run; None of a Hugging Face folder.
+        extra: what was saved as such.
+        path: the folder.
+    """
+
+    step: int | None
+    extra: Any
+    path: Path
+
+
+def load_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, path: str | Path | None = None, *,
+                    step: int | None = None, schedulers: Any = (), data: Any = None, strict: bool = True,
+                    missing_ok: bool = False) -> Restored | None:
+    """Load a checkpoint: under the plan that it was saved with, under another, on another number of devices, into stages of
+    another pipeline, into a plain model. Each rank reads its slices alone, besides its share of the check for damage.
+    On processes every rank calls it.
+
+    Called before the first call of the model, as is usual, it restores settings, schedulers, random state and position at
+    once, and each rank takes its slices when that call has planned them. Under the plan it was saved with a run then goes
+    on to the bit as it would have.
+
+    Args:
+        model: the `AutoParallel`, or a module.
+        optimizer: of the kind and the groups of the one that was saved; None: its state is left out.
+        path: the folder of a run, or of one checkpoint; or of a Hugging Face model (``model.safetensors``, or shards with
+            an index), which is loaded into `model` alone, converted to its dtypes.
+        step: which of the run's; None: the highest.
+        schedulers, data: as they were given to `save_checkpoint`. A position that differs between ranks needs as many as
+            have saved it; so do random states that differ, which otherwise stay as they are.
+        strict: whether the names and dtypes must be those of the model; otherwise those are loaded that are there, and
+            converted.
+        missing_ok: return None where `path` has no checkpoint.
+
+    Raises:
+        CheckpointError: no such checkpoint, with those there are; a damaged or mixed-up file, with its name; another model,
+            with the names and shapes; another optimizer. On every rank alike, before anything is changed.
+    """
+    ranks = ranks_of_now()
+    wait_for_last()
+    folder, error = None, None
+    try:
+        if ranks.rank == 0:
+            folder = _found(path, step, missing_ok)
+    except Exception as raised:
+        error = raised
+    folder = ranks.agreed(error, folder)[0]  # rank 0 says which, as others may look at another moment
+    if folder is None:
+        return None
+    loaded: _Loaded | None = None
+    try:
+        loaded = _Loaded(folder, Subject(model, ranks), optimizer, several(schedulers), data, strict)
+    except Exception as raised:
+        error = raised
+    ids = ranks.agreed(error, None if loaded is None else loaded.id)
+    if len(set(ids)) > 1:
+        raise CheckpointError("ranks see different checkpoints in this place", source=str(folder),
+                              legal="a path in a file system that all hosts share")
+    try:
+        loaded.restore()
+    except Exception as raised:  # of a scheduler's or a sampler's own making
+        error = raised
+    ranks.agreed(error)
+    loaded.fill()
+    return Restored(loaded.step, loaded.extra, folder)
+
+
+def _found(path: Any, step: int | None, missing_ok: bool) -> Path | None:
+    """The folder to load.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise CheckpointError(f"path={path!r}", source="load_checkpoint",
+                              legal="load_checkpoint(model, optimizer, path): the folder of a run or of a checkpoint")
+    path = Path(path)
+    if step is not None and (isinstance(step, bool) or not isinstance(step, int)):
+        raise CheckpointError(f"step={step!r}", source=str(path), legal="a whole number, or None for the highest")
+    if step is None and is_hugging_face(path):
+        return path
+    if step is None and (path / STATE).exists():
+        return path  # of which the manifest is there or missed
+    found = folder_of(path, step)
+    if found is None and not missing_ok:
+        what = "there is no checkpoint in it" if path.is_dir() else "there is no such folder"
+        raise CheckpointError(what if step is None else f"there is no checkpoint of step {step}: {what}", source=str(path),
+                              legal=f"a folder with checkpoints, with a {MANIFEST}, or with {' or '.join(HUGGING_FACE)}")
+    return found
+
+
+class _Loaded:
+    """A checkpoint that was found sound, and fit for a model, on this rank.
+
+    Raises:
+        CheckpointError: it is not.
+    """
+
+    def __init__(self, folder: Path, subject: Subject, optimizer: torch.optim.Optimizer | None, schedulers: Sequence[Any],
+                 data: Any, strict: bool) -> None:
+        self.folder, self.subject, self.optimizer = folder, subject, optimizer
+        self.schedulers, self.data = schedulers, data
+        ranks = subject.ranks
+        self.stored = Stored(folder)
+        manifest = self.stored.manifest
+        if manifest is None:
+            self.id, self.step, self.state = "hugging face", None, {}
+            self.extra = None
+        else:
+            self.id, self.step = manifest.id, manifest.step
+            problems = check_files(folder, manifest, ranks.rank, ranks.world)
+            if folder.name.startswith("step-") and folder in steps_in(folder.parent).values() and \
+                    steps_in(folder.parent).get(manifest.step) != folder:
+                problems.append(f"{MANIFEST}: it is of step {manifest.step}")
+            if problems:
+                more = f", and {len(problems) - 1} more files" if len(problems) > 1 else ""
+                raise CheckpointError(f"the checkpoint is damaged: {problems[0]}{more}",
+                                      source=str(folder / problems[0].partition(":")[0]), legal=_others(folder))
+            self.state = json.loads((folder / STATE).read_bytes())
+            self.extra = from_words(self.state["extra"])
+        self.filling = Filling(subject, self.stored, strict, self.state)
+        self.groups = self._groups() if optimizer is not None else []
+        self.scheduled = self._scheduled()
+        self.position = self._of_rank("data", ranks) if data is not None else None
+        if data is not None and self.position is None:
+            self._wrong("it has no position in the data", "data=None")
+        self.random = self._generators(ranks)
+
+    def restore(self) -> None:
+        """Change what is to be changed beside tensors."""
+        subject = self.subject
+        for group, settings in self.groups:
+            for key, value in settings.items():
+                held = group.get(key)
+                if isinstance(held, torch.Tensor) and isinstance(value, torch.Tensor):
+                    held.copy_(value)
+                else:
+                    group[key] = value
+        for scheduler, state in zip(self.schedulers, self.scheduled):
+            scheduler.load_state_dict(state)
+        if self.position is not None:
+            self.data.load_state_dict(self.position["state"])
+        for name, words in self.state.get("modules", {}).items():
+            if name in subject.extra:
+                subject.extra[name].set_extra_state(from_words(words))
+        restore_generators(self.random)
+
+    def fill(self) -> None:
+        """Fill the tensors, at once or with the first call of the model."""
+        subject, take = self.subject, self.filling.into(self.optimizer)
+        if subject.waits:
+            subject.wrapper._awaited[:] = [take]
+        else:
+            take()
+
+    def _wrong(self, what: str, legal: str) -> None:
+        raise CheckpointError(what, source=str(self.folder), legal=legal)
+
+    def _groups(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Each of the optimizer's groups, with the settings it is to have.
+
+        Raises:
+            CheckpointError: another kind of optimizer, or other groups.
+        """
+        saved, kind = self.state.get("optimizer"), type(self.optimizer).__name__
+        if saved is None:
+            self._wrong(f"it has no state of an optimizer, and the {kind} is to have one", "optimizer=None")
+        if saved["kind"] != kind:
+            keys = sorted({name.rpartition(".")[2] for name in self.stored.names if name.startswith("optimizer.")})
+            self._wrong(f"it has the state of {saved['kind']} ({', '.join(keys) or 'none yet'}), and the optimizer is {kind}",
+                        f"{saved['kind']}, or optimizer=None")
+        names = state_names(self.subject, self.optimizer)
+        mine = [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
+        theirs = [[self.filling.name_here(n) for n in group["parameters"]] for group in saved["groups"]]
+        if [sorted(g) for g in mine] != [sorted(g) for g in theirs]:
+            differs = next((i for i, (a, b) in enumerate(zip(mine, theirs)) if sorted(a) != sorted(b)),
+                           min(len(mine), len(theirs)))
+            here, there = (set(g[differs]) if differs < len(g) else set() for g in (mine, theirs))
+            odd = sorted(here ^ there)[:3]
+            self._wrong(f"its optimizer has {len(theirs)} groups of {[len(g) for g in theirs]} parameters, this one "
+                        f"{len(mine)} of {[len(g) for g in mine]}; group {differs} differs in {', '.join(odd)}",
+                        "the same groups")
+        return [(group, from_words(words["settings"])) for group, words in zip(self.optimizer.param_groups, saved["groups"])]
+
+    def _scheduled(self) -> list[Any]:
+        """The states of the schedulers.
+
+        Raises:
+            CheckpointError: other ones.
+        """
+        if not self.schedulers:
+            return []
+        saved = self.state.get("schedulers", [])
+        mine, theirs = [type(s).__name__ for s in self.schedulers], [s["kind"] for s in saved]
+        if mine != theirs:
+            self._wrong(f"it has the schedulers {theirs}, and {mine} are to be restored", "the same, in the same order")
+        return [from_words(s["state"]) for s in saved]
+
+    def _of_rank(self, key: str, ranks: Alone) -> Any:
+        """What this rank has said of itself.
+
+        Raises:
+            CheckpointError: ranks differ, and there are others now.
+        """
+        saved = self.state.get(key)
+        if saved is None:
+            return None
+        by_rank, states = saved["ranks"], saved["states"]
+        if len(states) > 1 and len(by_rank) != ranks.world:
+            self._wrong(f"the position in the data is each rank's own, of {len(by_rank)} ranks, and there are {ranks.world}",
+                        f"{len(by_rank)} ranks, or data=None")
+        return from_words(states[by_rank[ranks.rank] if len(states) > 1 else 0])
+
+    def _generators(self, ranks: Alone) -> dict[str, Any]:
+        """The random states that this rank goes on with."""
+        saved = self.state.get("random")
+        if saved is None:
+            return {}
+        states = saved["states"]
+        if len(saved["ranks"]) == ranks.world:
+            return from_words(states[saved["ranks"][ranks.rank]])
+        alike = {key: value for key, value in states[0].items() if all(s.get(key) == value for s in states)}
+        return from_words(alike)
+
+
+def _others(folder: Path) -> str:
+    there = [str(step) for step, path in steps_in(folder.parent).items() if path != folder]
+    return f"another checkpoint of the run: step {', '.join(there)}" if there else "a checkpoint that is whole"

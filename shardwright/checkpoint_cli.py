@@ -1,0 +1,158 @@
+"""``shardwright checkpoint``: look at a checkpoint, look for damage in it, merge it, or cut it for other devices.
+
+One process, without a process group or devices; there is never more in memory than the largest tensor takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from shardwright.errors import ShardwrightError
+
+__all__ = ["add_parser", "info", "merge", "transform", "verify"]
+
+#: Exit codes. Of ``verify`` FAILED says that a checkpoint is damaged; WRONG, of all, that there is none.
+DONE, FAILED, WRONG = 0, 1, 2
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Add ``checkpoint`` to the commands."""
+    parser = subparsers.add_parser(
+        "checkpoint", allow_abbrev=False, help="look at checkpoints, verify them, and cut them for other devices",
+        description="Checkpoints without devices. A checkpoint is given by its folder, or by that of a run: then its "
+                    "latest is meant, or that of --step.")
+    commands = parser.add_subparsers(metavar="command", required=True)
+
+    def command(name: str, function: Callable[[argparse.Namespace], int], *paths: str, **said: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, allow_abbrev=False, **said)
+        for path in paths:
+            made.add_argument(path.lower(), type=Path, metavar=path)
+        made.add_argument("--step", type=int, metavar="N", help="which checkpoint of a run (default: the latest)")
+        made.set_defaults(func=function, parser=made)
+        return made
+
+    made = command("info", info, "PATH", help="what a checkpoint holds",
+                   description="What a checkpoint holds: step, kind, plan, files, tensors and how they lay. Exit code 0: "
+                               "there it is, 2: there is none, or its manifest is damaged.")
+    made.add_argument("--json", action="store_true", help="as JSON")
+    command("verify", verify, "PATH", help="look for damage",
+            description="Read every byte of a checkpoint, or of all of a run, and compare it with what was written. Exit "
+                        "code 0: sound, 1: damaged, with the files, 2: there is no checkpoint.")
+    command("merge", merge, "SRC", "DST", help="parts into whole files",
+            description="Make a checkpoint of whole tensors, in the safetensors format, of one in parts. Exit code 0: done, "
+                        "1: it cannot be done, and nothing is left of it.")
+    made = command("transform", transform, "SRC", "DST", help="cut a checkpoint for another plan or number of devices",
+                   description="Make a checkpoint in parts, as the ranks of another plan would have saved it, of any "
+                               "checkpoint or Hugging Face folder. Exit code 0: done, 1: it cannot be done, and nothing is "
+                               "left of it.")
+    made.add_argument("--to", required=True, metavar="PLAN|STRATEGIES|1",
+                      help="a plan that shardwright plan or Plan.save wrote, a file of save_param_strategy_file, or 1: "
+                           "one device")
+    made.add_argument("--import", action="append", default=[], dest="imports", metavar="MODULE",
+                      help="import a module first, which registers operators of yours (may be repeated)")
+
+
+def info(arguments: argparse.Namespace) -> int:
+    """Print what a checkpoint holds, and return the exit code."""
+    from shardwright.checkpoint.transform import opened
+    from shardwright.report.checkpoint import show, words
+
+    try:
+        with opened(arguments.path, arguments.step) as stored:
+            if arguments.json:
+                print(json.dumps(words(stored), indent=1))
+            else:
+                show(stored)
+    except ShardwrightError as error:
+        return _said("info", error, WRONG)
+    return DONE
+
+
+def verify(arguments: argparse.Namespace) -> int:
+    """Look for damage, print what there is, and return the exit code."""
+    from shardwright.checkpoint.manifest import verify as problems_of
+    from shardwright.checkpoint.transform import to_verify
+    from shardwright.report.units import size_text
+
+    try:
+        folders = to_verify(arguments.path, arguments.step)
+    except ShardwrightError as error:
+        return _said("verify", error, WRONG)
+    damaged = False
+    for folder in folders:
+        problems = problems_of(folder)
+        for problem in problems:
+            print(f"{folder}/{problem}", flush=True)
+        if not problems:
+            sizes = [file.stat().st_size for file in folder.iterdir()]
+            print(f"{folder}: sound, {len(sizes)} files, {size_text(sum(sizes))}", flush=True)
+        damaged |= bool(problems)
+    return FAILED if damaged else DONE
+
+
+def merge(arguments: argparse.Namespace) -> int:
+    """Make whole files of parts, and return the exit code."""
+    from shardwright.checkpoint.transform import merge as made
+
+    return _made("merge", arguments, lambda progress: made(arguments.src, arguments.dst, step=arguments.step,
+                                                           progress=progress))
+
+
+def transform(arguments: argparse.Namespace) -> int:
+    """Cut a checkpoint anew, and return the exit code."""
+    from shardwright.checkpoint.transform import transform as made
+    from shardwright.scripts import Nothing, import_modules
+
+    try:
+        import_modules(arguments.imports)
+    except Nothing as error:
+        arguments.parser.error(str(error))
+    return _made("transform", arguments, lambda progress: made(arguments.src, arguments.dst, arguments.to, step=arguments.step,
+                                                               progress=progress))
+
+
+def _made(command: str, arguments: argparse.Namespace, make: Callable[[Any], Path]) -> int:
+    """Make a checkpoint, say how far it is, and return the exit code."""
+    from shardwright.checkpoint import manifest
+    from shardwright.report.units import size_text
+
+    try:
+        with _shown() as progress:
+            folder = make(progress)
+        made = manifest.read(folder)
+    except ShardwrightError as error:
+        return _said(command, error, FAILED)
+    print(f"{folder}: step {made.step}, {made.kind}, {len(made.files)} files, "
+          f"{size_text(sum(file.bytes for file in made.files.values()))}", flush=True)
+    return DONE
+
+
+@contextlib.contextmanager
+def _shown() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar for each thing that is being done; on standard error, and a line for each where that is no terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True, highlight=False)
+    with Progress(TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn(),
+                  console=console, disable=not console.is_terminal) as bars:
+        tasks: dict[str, Any] = {}
+
+        def progress(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total)
+                if not console.is_terminal:
+                    print(f"{what} {total:,} bytes", file=sys.stderr, flush=True)
+            bars.update(tasks[what], completed=done)
+        yield progress
+
+
+def _said(command: str, error: ShardwrightError, code: int) -> int:
+    print(f"shardwright checkpoint {command}: error: {error}", file=sys.stderr)
+    return code

@@ -1,0 +1,75 @@
+"""What a terminal shows of a checkpoint: what it is, its files, its tensors and where they lay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import IO, Any
+
+from rich.console import Console
+from rich.text import Text
+
+from ..checkpoint.reading import Stored
+from ..errors import ShardwrightError
+from ..plan.spelling import read_layout
+from .tables import UNLIMITED, table
+from .units import size_text
+
+__all__ = ["show", "words"]
+
+
+def words(stored: Stored) -> dict[str, Any]:
+    """A checkpoint as JSON: what its manifest says, with the bytes of each tensor."""
+    made = stored.manifest
+    tensors = {name: {"shape": list(e.shape), "dtype": e.dtype, "layout": e.layout, "bytes": e.bytes}
+               for name, e in stored.entries.items()}
+    head: dict[str, Any] = {"path": str(stored.folder), "kind": "Hugging Face"}
+    if made is not None:
+        head |= {"kind": made.kind, "step": made.step, "id": made.id, "model": made.model, "plan": made.plan,
+                 "world": made.world, "files": {name: file.bytes for name, file in made.files.items()}}
+    return head | {"bytes": sum(t["bytes"] for t in tensors.values()), "tensors": tensors}
+
+
+def show(stored: Stored, file: IO[str] | None = None, width: int | None = None) -> None:
+    """Print a checkpoint: a line of what it is, and a table of its tensors, those of the optimizer in one line for each key.
+
+    Args:
+        file: where to print; None: to standard output.
+        width: of the text, in characters; None: the terminal's, or as needed where there is none.
+    """
+    said = words(stored)
+    console = Console(file=file, width=width, highlight=False, soft_wrap=True)
+    head = f"{said['path']}: {said['kind']}"
+    if stored.manifest is not None:
+        head = (f"{said['path']}: step {said['step']}, {said['kind']}, saved by {said['world']} "
+                f"rank{'s' * (said['world'] != 1)}")
+        ids = f"model {said['model']}, plan {said['plan'] or 'none'}, save {said['id']}"
+        head += f"\n{ids}\n{len(said['files'])} files, {size_text(sum(said['files'].values()))}"
+    console.print(Text(head))
+    shown = table("tensor", "shape", "dtype", "cut", "bytes", right=("bytes",))
+    states: dict[str, list[int]] = {}
+    for name, tensor in said["tensors"].items():
+        if name.startswith("optimizer."):
+            states.setdefault(name.rpartition(".")[2], []).append(tensor["bytes"])
+            continue
+        shown.add_row(name, "x".join(map(str, tensor["shape"])) or "scalar", tensor["dtype"], cut(tensor),
+                      size_text(tensor["bytes"]))
+    for key, sizes in states.items():
+        shown.add_row(f"optimizer.*.{key}", f"{len(sizes)} tensors", "", "", size_text(sum(sizes)))
+    shown.add_row("together", f"{len(said['tensors'])} tensors", "", "", size_text(said["bytes"]), style="bold")
+    needed = console.measure(shown, options=console.options.update(max_width=UNLIMITED)).maximum
+    if width is None and not console.is_terminal:
+        console = Console(file=file, width=max(needed, 100), highlight=False)
+    console.print(shown)
+
+
+def cut(tensor: Mapping[str, Any]) -> str:
+    """How a tensor lay: ``2x4 of 8``; on which ranks, where not on all from the first on."""
+    said = tensor["layout"]
+    if said is None:
+        return ""
+    try:
+        cuts = read_layout(said["layout"], said["devices"], tensor["shape"], True).cuts
+    except (ShardwrightError, KeyError, TypeError):
+        return "?"
+    text = f"{'x'.join(map(str, cuts)) or 'whole'} of {said['devices']}"
+    return text + (f" from rank {said['first']}" if said.get("first") else "")
