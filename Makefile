@@ -19,7 +19,7 @@ demo: venv
 	@$(VENV)/bin/python examples/demo.py
 
 test: venv
-	@$(VENV)/bin/python -m pytest tests -n auto --dist worksteal $(ARGS)
+	@$(VENV)/bin/python -m pytest tests -n auto --dist loadfile $(ARGS)
 
 venv: $(STAMP)
 

@@ -1,11 +1,15 @@
 """What every test file shares: threads, hypothesis profiles, the goldens."""
 
+import gc
 import os
 import sys
 from pathlib import Path
 
 # Before torch is imported, and inherited by the worker processes that tests start: a rank is one thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Neither they nor the second process of pytest-xdist compile the package again.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import hypothesis
 import pytest
@@ -46,6 +50,12 @@ def no_runtime_of_another_test():
     runtime = sys.modules.get("shardwright.runtime.init")
     if runtime is not None:
         runtime._current.clear()
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported by now stays, and no collection of garbage walks it again."""
+    gc.collect()
+    gc.freeze()
 
 
 _FIGURES: dict[str, tuple[float, float]] = {}

@@ -5,6 +5,7 @@ Each rank is one thread and one Gloo process. A rank that fails or hangs ends th
 
 from __future__ import annotations
 
+import gc
 import io
 import multiprocessing
 import multiprocessing.connection
@@ -91,6 +92,7 @@ def run_scenarios(rank: int, world: int, scenarios: dict[str, Callable[[int, int
 
 def _rank(rank: int, world: int, port: int, timeout: float, sender: Any, fn: Callable, args: tuple) -> None:
     code = 0
+    gc.freeze()  # what was inherited is not walked, or its pages would be copied: a rank of its own has little to walk
     try:
         torch.set_num_threads(1)
         torch.manual_seed(rank)

@@ -104,16 +104,17 @@ def assignments(bound: Bound, devices: int) -> Iterator[Assignment]:
 def assembled(layout: Layout, slices: list[torch.Tensor], shape: tuple[int, ...], what: str) -> torch.Tensor:
     """The whole tensor of its slices; replicas must agree, and be of the right shape."""
     out = torch.empty(shape, dtype=slices[0].dtype)
+    expected, places = layout.local_shape(shape), [layout.slice(shape, rank) for rank in range(len(slices))]
     for rank, local in enumerate(slices):
-        assert tuple(local.shape) == layout.local_shape(shape), f"{what}: rank {rank} holds {tuple(local.shape)}"
-        out[layout.slice(shape, rank)] = local
+        assert tuple(local.shape) == expected, f"{what}: rank {rank} holds {tuple(local.shape)}"
+        out[places[rank]] = local
     for rank, local in enumerate(slices):
-        assert close(out[layout.slice(shape, rank)], local), f"{what}: replicas differ on rank {rank}"
+        assert close(out[places[rank]], local), f"{what}: replicas differ on rank {rank}"
     return out
 
 
 def close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and torch.allclose(a, b, rtol=1e-9, atol=1e-11, equal_nan=True)
+    return a.dtype == b.dtype and (torch.equal(a, b) or torch.allclose(a, b, rtol=1e-9, atol=1e-11, equal_nan=True))
 
 
 def relaid(source: Layout, target: Layout, slices: list[torch.Tensor], value: Value) -> list[torch.Tensor]:
@@ -187,45 +188,44 @@ class Sliced:
         if not passing:
             self.reduced.update(v.name for v, h in zip(op.inputs, held) if h is not None and h.layout.partial)
         local = local_call(op, described, bound, assignment)
-        ran = Ran(op, bound, assignment, [], [])
-        for rank in range(self.devices):
-            inputs = [self.local_input(i, v, held[i], bound, assignment, rank, bool(passing))
-                      for i, v in enumerate(op.inputs)]
-            ran.inputs.append(inputs)
-            ran.outputs.append(outputs_of(self.call(local, inputs)))
+        by_value = [self.local_inputs(i, v, held[i], bound, assignment, bool(passing)) for i, v in enumerate(op.inputs)]
+        inputs = [[slices[rank] for slices in by_value] for rank in range(self.devices)]
+        ran = Ran(op, bound, assignment, inputs, [outputs_of(made) for made in self.calls(local, inputs)])
         self.ran.append(ran)
         for i, value in enumerate(op.outputs):
             layout = bound.output_layout(i, assignment)
             assert layout.reduction == "sum" or not passing
             layout = layout.with_partial((*layout.partial, *passing), layout.reduction)
-            slices = [outputs[i].detach() for outputs in ran.outputs]
+            slices, shape = [outputs[i].detach() for outputs in ran.outputs], layout.local_shape(value.shape)
             for s in slices:
-                assert tuple(s.shape) == layout.local_shape(value.shape) and s.dtype == value.dtype, \
+                assert tuple(s.shape) == shape and s.dtype == value.dtype, \
                     f"{op.target} made {tuple(s.shape)} {s.dtype} where {layout} of {value.shape} was said"
             self.held[value.name] = Held(layout, slices)
 
-    def local_input(self, i: int, value: Value, held: Held | None, bound: Bound, assignment: Assignment, rank: int,
-                    as_open: bool) -> torch.Tensor:
+    def local_inputs(self, i: int, value: Value, held: Held | None, bound: Bound, assignment: Assignment, as_open: bool
+                     ) -> list[torch.Tensor]:
+        """One input on all ranks."""
         layout = bound.input_layout(i, assignment)
+        places = [layout.slice(value.shape, rank) for rank in range(self.devices)]
         if held is None:
             whole = self.whole.tensors[value.name].detach()
-            local = whole[layout.slice(value.shape, rank)]
+            local = [whole[place] for place in places]
         else:
-            local = (held.slices if as_open else held.completed)[rank].detach()
+            local = [x.detach() for x in (held.slices if as_open else held.completed)]
             if held.layout.is_replicated and not value.requires_grad:  # made from nothing: sliced where it is asked for
-                return local[layout.slice(value.shape, rank)]
+                return [x[place] for x, place in zip(local, places)]
             if held.layout.without_partial() != layout:  # laid otherwise by the expansion
                 assert not as_open, f"{bound.notation.text}: {held.layout}, not {layout}"
-                local = relaid(held.layout.without_partial(), layout, held.completed, value)[rank].detach()
-        return local.clone().requires_grad_() if value.requires_grad else local
+                local = [x.detach() for x in relaid(held.layout.without_partial(), layout, held.completed, value)]
+        return [x.clone().requires_grad_() for x in local] if value.requires_grad else local
 
     @staticmethod
-    def call(local: Any, inputs: list[torch.Tensor]) -> Any:
-        """By position: a value may stand twice, cut in two ways."""
-        following = iter(inputs)
-        args, kwargs = pytree.tree_map(lambda leaf: next(following) if isinstance(leaf, Value) else leaf,
-                                       (local.args, local.kwargs))
-        return local.target(*args, **kwargs)
+    def calls(local: Any, inputs: list[list[torch.Tensor]]) -> Iterator[Any]:
+        """What each rank's call gives. By position: a value may stand twice, cut in two ways."""
+        leaves, spec = pytree.tree_flatten((local.args, local.kwargs))
+        for mine in map(iter, inputs):
+            args, kwargs = pytree.tree_unflatten([next(mine) if isinstance(x, Value) else x for x in leaves], spec)
+            yield local.target(*args, **kwargs)
 
     def outputs(self) -> list[torch.Tensor]:
         """The outputs, completed and put together."""
@@ -278,8 +278,8 @@ class Sliced:
         return out
 
 
-def check(case: Case, devices: int) -> int:
-    """Run a case under every assignment; returns how many cut something.
+def check(case: Case, *counts: int) -> int:
+    """Run a case under every assignment of each of these numbers of devices; returns how many cut something.
 
     Raises:
         AssertionError: whole and sliced differ, with the assignment that shows it.
@@ -288,7 +288,7 @@ def check(case: Case, devices: int) -> int:
     rule = find_rule(whole.op)
     bound = bound_rule(whole.op, rule)
     cut = 0
-    for assignment in assignments(bound, devices):
+    for assignment in (found for devices in counts for found in assignments(bound, devices)):
         for keep_open in (True, False):
             who = f"{bound.notation.text} cut {bound.in_strategy(assignment)} {assignment.digits}"
             sliced = Sliced(whole, rule, bound, assignment, keep_open)

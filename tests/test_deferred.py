@@ -204,3 +204,24 @@ def test_meta_tensors_of_somebody_else_are_an_error() -> None:
         with pytest.raises(sw.SettingError, match="weight.*bias") as raised:
             parallel(make())(draw(16, 8).to(torch.float64))
         assert "no_init_parameters" in raised.value.legal
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_an_optimizer_that_notes_something_of_each_parameter_when_it_is_built(inside: bool) -> None:
+    def adagrad(module: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adagrad(module.parameters(), 0.1, initial_accumulator_value=0.2)
+
+    torch.manual_seed(3)
+    with sw.no_init_parameters():
+        net = MODELS["mlp"]()
+        ours = adagrad(net) if inside else None
+    torch.manual_seed(3)
+    one = MODELS["mlp"]()
+    ours, theirs = ours or adagrad(net), adagrad(one)
+    model = parallel(net, nn.CrossEntropyLoss(), devices=2)
+    for seed in range(2):
+        x, t = draw(8, 8, seed=seed).float(), labels(8, seed=seed)
+        model(x, t).backward(), nn.CrossEntropyLoss()(one(x), t).backward()
+        ours.step(), theirs.step(), ours.zero_grad(), theirs.zero_grad()
+    for p, q in zip(net.parameters(), one.parameters(), strict=True):
+        torch.testing.assert_close(p, q)

@@ -40,6 +40,7 @@ DUE = [Due(name, size, kind, index) for index, (name, size, kind) in reversed(li
     (Fusion(limit=0), ["f", "e", "d", "c", "b", "a"]),
     (Fusion(limit=6), ["f", "ed", "c", "ba"]),
     (Fusion(limit=11), ["fe", "dba", "c"]),
+    (Fusion(limit=4), ["f", "d", "c", "b", "a", "e"]),  # what fills a bucket is not copied into one
     (Fusion(limit=1000), ["fedba", "c"]),
     (Fusion(ends=(3,)), ["fed", "c", "ba"]),
     (Fusion(ends=(1, 5)), ["f", "c", "edb", "a"]),

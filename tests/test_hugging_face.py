@@ -92,9 +92,9 @@ def adamw(parameters) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, 1e-2)
 
 
-@pytest.mark.parametrize("mode", SPLIT)
-@pytest.mark.parametrize(("attention", "padded"), [("sdpa", False), ("sdpa", True), ("eager", True)])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "attention", "padded", "mode"), [  # each two of them together
+    (name, attention, padded, list(SPLIT)[(i + j) % len(SPLIT)]) for i, name in enumerate(MODELS)
+    for j, (attention, padded) in enumerate([("sdpa", False), ("sdpa", True), ("eager", True)])])
 def test_losses_and_gradients_as_on_one_device(name: str, attention: str, padded: bool, mode: str) -> None:
     net, (devices, split) = made(name, attention), SPLIT[mode]
     if mode == "semi_auto":

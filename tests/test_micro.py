@@ -388,7 +388,7 @@ def test_inputs_that_are_not_split_are_the_same_for_all() -> None:
 
 @given(st.lists(st.sampled_from(["mse", "ce", "sum", "same", "rows", "number"]), min_size=1, max_size=4),
        st.sampled_from([2, 4, 8]), st.integers(0, 2 ** 16))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_any_sum_of_losses(terms: list[str], count: int, seed: int) -> None:
     """However what is reduced in one way is added to what is reduced in another."""
     weights = numbers(len(terms), seed=seed).tolist()

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-import subprocess
-import sys
 from functools import lru_cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -90,24 +87,6 @@ def test_the_script_in_eight_processes() -> None:
     losses = [rank[0] for rank in by_rank()]
     assert all(rank == losses[0] for rank in losses), "the loss is the same on every rank, to the bit"
     assert largest_difference(losses[0]) < TOLERANCE
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("launcher", [
-    ["-m", "shardwright", "run", "--worker_num=8", "--log_dir={logs}"],
-    ["-m", "torch.distributed.run", "--nproc-per-node=8", "--master-port=29641", "--redirects=3", "--log-dir={logs}"],
-], ids=["shardwright run", "torchrun"])
-def test_the_script_runs_unchanged(launcher: list[str], tmp_path: Path) -> None:
-    command = [sys.executable, *(part.format(logs=tmp_path) for part in launcher), script.__file__,
-               "--steps", "2", "--dtype", "float64"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    logs = [path.read_text() for path in tmp_path.rglob("*") if path.is_file() and path.name != "scheduler.log"]
-    written = [text for text in logs if "loss is" in text]
-    assert len(written) == 8
-    for text in written:
-        first = float(text.split("loss is")[1].split()[0])
-        assert abs(first - one_device()[0]) < TOLERANCE
 
 
 # -- GPT -----------------------------------------------------------------------------------------------------------------

@@ -242,6 +242,61 @@ def deferred_parameters_come_into_being_as_slices(rank: int, world: int) -> None
 
 
 @scenario
+def what_an_optimizer_has_noted_is_cut_too(rank: int, world: int) -> None:
+    """By Adagrad when it is built, by others in steps before the first call."""
+    for make, early in ((lambda p: torch.optim.Adagrad(p, 0.1, initial_accumulator_value=0.2), 0),
+                        (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), 1),
+                        (lambda p: torch.optim.AdamW(p, 0.01), 2)):
+        net, one = four(), four()
+        ours, theirs = make(net.parameters()), make(one.parameters())
+        for n, optimizer in ((net, ours), (one, theirs)):
+            for x, t in BATCHES[:early]:
+                CROSS_ENTROPY(n(x), t).backward()
+                optimizer.step(), optimizer.zero_grad()
+        model = wrapped(net, CROSS_ENTROPY)
+        for x, t in BATCHES:
+            model(x, t).backward(), CROSS_ENTROPY(one(x), t).backward()
+            ours.step(), theirs.step(), ours.zero_grad(), theirs.zero_grad()
+        close(whole(net.state_dict()), one.state_dict(), type(ours).__name__)
+        for p, q in zip(net.parameters(), one.parameters()):
+            assert ours.state[p].keys() == theirs.state[q].keys()
+            for name, x in ours.state[p].items():
+                close(whole(x), theirs.state[q][name], name)
+                assert not x.dim() or x.to_local().shape == p.to_local().shape
+        assert len(ours.state) == len(theirs.state)
+    net = four()
+    rows = torch.optim.Adafactor(net.parameters())
+    CROSS_ENTROPY(net(X), T).backward(), rows.step()
+    error = raised(lambda: wrapped(net, CROSS_ENTROPY)(X, T))
+    assert isinstance(error, sw.SettingError) and "Adafactor has noted 'row_var' of shape" in str(error)
+
+
+@scenario
+def what_an_optimizer_notes_of_parameters_that_are_yet_to_come(rank: int, world: int) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(5)
+        return nn.Sequential(nn.Linear(8, 16, dtype=D), sw.shard(nn.Linear(16, 8, dtype=D), ((1, 4), (1, 4))))
+
+    def built(net: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adagrad(net.parameters(), 0.1, initial_accumulator_value=0.2)
+
+    for inside in (True, False):
+        one = make()
+        theirs = built(one)
+        with sw.no_init_parameters():
+            net = make()
+            ours = built(net) if inside else None
+        ours = ours or built(net)
+        model = wrapped(net, CROSS_ENTROPY)
+        for x, t in BATCHES:
+            loss, expected = model(x, t), CROSS_ENTROPY(one(x), t)
+            close(loss, expected)
+            loss.backward(), expected.backward()
+            ours.step(), theirs.step(), ours.zero_grad(), theirs.zero_grad()
+        close(whole(net.state_dict()), one.state_dict())
+
+
+@scenario
 def buffers_change_alike(rank: int, world: int) -> None:
     def f(m, x):
         m.count += 1

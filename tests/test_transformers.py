@@ -43,9 +43,9 @@ def adamw(parameters) -> torch.optim.Optimizer:
 # -- the examples' models ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("devices", SPLIT)
-@pytest.mark.parametrize("mode", ["data_parallel", "semi_auto"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "mode", "devices"), [  # each two of them together
+    (name, ("data_parallel", "semi_auto")[(i + j) % 2], devices)
+    for i, name in enumerate(MODELS) for j, devices in enumerate(SPLIT)])
 def test_as_one_device(name: str, mode: str, devices: int) -> None:
     make, mark = MODELS[name]
     net, loss = make(), Loss()

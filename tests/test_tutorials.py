@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-import subprocess
-import sys
 from functools import lru_cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +18,6 @@ import operator_functional
 import operator_objects
 
 SCRIPTS = {m.__name__: m for m in (operator_objects, operator_functional, layout_objects, layout_functional)}
-EXAMPLES = Path(operator_objects.__file__).parent
 STEPS, TOLERANCE = 50, 1e-6
 
 
@@ -73,24 +69,3 @@ def test_eight_processes() -> None:
     for name in SCRIPTS:
         assert all(rank[name] == ranks[0][name] for rank in ranks), "the loss is the same on every rank, to the bit"
         assert largest_difference(ranks[0][name], one_device(name)) < TOLERANCE
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("name", "launcher"), [
-    ("layout_functional", []),
-    ("operator_functional", ["-m", "shardwright", "run", "--devices", "8"]),
-    ("layout_objects", ["-m", "shardwright", "run", "--worker_num=8", "--log_dir={logs}"]),
-    ("operator_objects", ["-m", "torch.distributed.run", "--nproc-per-node=8", "--master-port=29611", "--redirects=3",
-                          "--log-dir={logs}"]),
-])
-def test_a_script_runs_unchanged(name: str, launcher: list[str], tmp_path: Path) -> None:
-    command = [sys.executable, *(part.format(logs=tmp_path) for part in launcher), str(EXAMPLES / f"{name}.py"),
-               "--steps", "2", "--dtype", "float64"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    logs = [path.read_text() for path in tmp_path.rglob("*") if path.is_file() and path.name != "scheduler.log"]
-    written = [text for text in (logs or [done.stdout]) if "loss is" in text]
-    assert len(written) == (8 if logs else 1)
-    for text in written:
-        first = float(text.split("loss is")[1].split()[0])
-        assert abs(first - one_device(name)[0]) < TOLERANCE

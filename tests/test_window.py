@@ -53,8 +53,7 @@ def test_random_sizes(before, after, scaled, target) -> None:
         arguments = sized if "nearest" in str(target) else (sized[0], False, sized[1])
     assume(int(before * (arguments[-1] or [1.0])[0]) > 0)
     case = Case(0, target, (numbers(1, 1, before), *arguments), {})
-    check(case, 2)
-    check(case, 4)
+    check(case, 2, 4)
 
 
 @settings(max_examples=80)
