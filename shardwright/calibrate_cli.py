@@ -117,7 +117,8 @@ def _start(arguments: argparse.Namespace) -> int:
     code = run.run(argparse.Namespace(
         script=str(Path(__file__).with_name("__main__.py")), script_args=script_args, devices=None, join=None,
         worker_num=devices, local_worker_num=None, master_addr=None, master_port=None, node_rank=None,
-        log_dir=arguments.log_dir, cluster_time_out=None, threads=None, parser=arguments.parser))
+        log_dir=arguments.log_dir, cluster_time_out=None, threads=None, max_restarts=None, grace_period=None,
+        parser=arguments.parser))
     if code == 0:
         print(_summary(Cluster.load(arguments.output), arguments.output))
     return code

@@ -427,7 +427,8 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
         layout = sw.Layout.from_cuts(devices, cuts)
         return ParameterStrategies(devices, {n: Storage(tuple(t.shape), "float32", layout) for n, t in tensors.items()}, {})
 
-    assert more_memory(lambda: bytearray(os.urandom(largest))) > largest  # it is measured
+    # It is measured; some of it may fit into what the process has had and given back.
+    assert more_memory(lambda: bytearray(os.urandom(16 * largest))) > 8 * largest
     for took in (more_memory(lambda: transform(tmp_path / "face", tmp_path / "eight", lying(8, (8, 1)))),
                  more_memory(lambda: transform(tmp_path / "eight", tmp_path / "four", lying(4, (1, 4)))),
                  more_memory(lambda: transform(tmp_path / "four", tmp_path / "one", 1)),

@@ -14,8 +14,8 @@
 
 The estimate is that of `memory.timeline` where nothing is converted or dropped, but that a view of what is kept may
 count once more. It is above where a value is dropped, for longer than need be, and where an inner one is sent that is
-not dropped after all, or sent twice on its way; and may be a little below where one is converted that a single operator
-reads, whose two ends are not counted at the same moment.
+not dropped after all, or sent twice on its way; and may be a little below in the forward where one is converted that a
+single operator reads, whose two ends are not counted at the same moment.
 """
 
 from __future__ import annotations
@@ -229,6 +229,9 @@ class _Holder:
         if self.grads and value.requires_grad and (readers or ends):
             start = self.count + 1 if ends else self.back(last) + 1
             self.use(node, start, self.back(here) + 1, left, "backward")
+            if shared is None and not ends and not self.memory.is_view(readers[0][0]):  # on its way it is there twice
+                self.use((node, self.energy.operators[readers[0][0].name]), start - 1, start, self.keeping.sent_back(value),
+                         "backward")
         if shared is not None:
             self.copies(value, shared, readers)
             self.held_for_several(value, shared, here, min(places), self.end if ends else last + 1)
@@ -342,6 +345,8 @@ class _Holder:
             at = [number[node] for node in nodes]
             if len(at) == 2 and at[0] > at[1]:
                 at, amount = at[::-1], self.turned(amount)
+            if len(at) == 2 and (at[0], at[1]) not in edges:
+                edges[at[0], at[1]] = self.memory.once(("zeros", amount.shape), lambda: np.zeros(amount.shape))
             usages.append(Usage(at[0], start, stop, amount, what, at[1] if len(at) == 2 else None))
         moved = {name: {v: number[node] for v, node in getattr(energy, name).items()}
                  for name in ("operators", "parameters", "shared")}

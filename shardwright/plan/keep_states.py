@@ -16,6 +16,7 @@ dropped in the same segment of the program.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -180,14 +181,26 @@ class KeepStates:
         memory = self.memory
         if value.name not in self._inner or not self.runs_again(memory.made_by[value.name][0]):
             return None
-        (op, k), ((reader, i),) = memory.made_by[value.name], memory.consumers[value.name]
-        prints, asks = memory.prints(op), memory.prints(reader)
 
         def count(left: Layout, want: Layout | None) -> float:
             if want is None or left == want or left.partial:
                 return 0.0
             there, here = memory.bytes_of(value, left), memory.bytes_of(value, want)
             return float(here * (here == there))
+        return self._of_both(value, "resent", count)
+
+    def sent_back(self, value: Value) -> np.ndarray:
+        """Bytes of the gradient of a value that one operator reads, as its maker takes it, where the reader's is in another
+        layout: by state of who makes and of who reads it."""
+        def count(left: Layout, want: Layout | None) -> float:
+            return 0.0 if left.without_partial() == want else float(self.memory.bytes_of(value, left))
+        return self._of_both(value, "sent back", count)
+
+    def _of_both(self, value: Value, what: str, count: Callable[[Layout, Layout | None], float]) -> np.ndarray:
+        """By state of who makes and of who reads a value: a number of how it is left and how it is asked for."""
+        memory = self.memory
+        (op, k), ((reader, i),) = memory.made_by[value.name], memory.consumers[value.name]
+        prints, asks = memory.prints(op), memory.prints(reader)
 
         def make() -> np.ndarray:
             lefts = {left: n for n, left in enumerate(dict.fromkeys(p.leaves[k] for p in prints))}
@@ -195,7 +208,7 @@ class KeepStates:
             table = np.array([[count(left, want) for want in wants] for left in lefts])
             return np.ascontiguousarray(table[[lefts[p.leaves[k]] for p in prints]]
                                         [:, [wants[_want(p.asks[i])] for p in asks]])
-        return memory.once(("resent", id(prints), k, id(asks), i, value.shape, value.dtype), make)
+        return memory.once((what, id(prints), k, id(asks), i, value.shape, value.dtype), make)
 
     def _chain(self, name: str) -> None:
         """What the operators read that run again has to be there."""

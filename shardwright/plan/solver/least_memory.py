@@ -30,8 +30,8 @@ from .splicing import Splicer
 __all__ = ["InfeasibleMemoryError", "LeastMemory", "infeasible", "least_memory"]
 
 SHOWN = 5  # moments that the error names
-LARGE = 1_000  # nodes above which HiGHS is not asked: it may take hours
-EVALUATIONS = 40  # of a large problem, at most
+LARGE = 300_000  # entries of the edges above which HiGHS is not asked: it may take hours
+EVALUATIONS = 16  # of a large problem, at most
 APART = 1e-2  # how near the two ends of a large problem's least limit are near enough, relative to it
 SPLICED = 8  # of its known states, by what they hold at most, are spliced with one another
 CLOSE = 1e-6  # of the limit: how near the two ends come where amounts are not whole numbers
@@ -73,6 +73,10 @@ class LeastMemory:
     states: tuple[int, ...] | None
 
 
+def _large(problem: Problem) -> bool:
+    return sum(table.size for table in problem.edges.values()) > LARGE
+
+
 def _fits(problem: Problem, limit: float, seconds: float) -> tuple[int, ...]:
     """States that keep the limit.
 
@@ -102,7 +106,7 @@ def least_memory(problem: Problem, *, seconds: float = 10.0) -> LeastMemory:
     whole = bool((rows.amounts == np.floor(rows.amounts)).all())
     low, high, states = float(rows.least().max(initial=0.0)), None, None
     most = float(rows.most().max(initial=0.0))
-    pricing = Pricing.of(bound, rows) if len(bound.costs) > LARGE else None
+    pricing = Pricing.of(bound, rows) if _large(bound) else None
     if pricing is not None:
         found = _priced(bound, rows, pricing, low)
         return replace(found, states=tuple(inner.lift(found.states[:-1])))
@@ -134,8 +138,10 @@ def _priced(problem: Problem, rows: Rows, pricing: Pricing, low: float) -> Least
     """
     unit = max(low, 1.0)  # in which limits are said here: with Σ λ · unit = 1, L(λ) = least limit / unit - 1
     rows = replace(rows, limit=unit)
-    known = Prices(rows.count, unit)
-    ascend(_InUnits(pricing, unit), known, cap=1.0, gap=APART / 4, most=EVALUATIONS)
+    known, in_units = Prices(rows.count, unit), _InUnits(pricing, unit)
+    even = np.full(rows.count, 1.0 / (unit * rows.count))
+    known.see(even, *in_units.least(even))  # what holds little everywhere
+    ascend(in_units, known, cap=1.0, gap=APART / 4, most=EVALUATIONS)
     least = max(low, unit * (1.0 + known.bound))
     best = min(known.cuts, key=lambda cut: cut.used.max())
     states, enough = best.states, float(best.used.max())
@@ -195,7 +201,7 @@ def infeasible(problem: Problem, *, seconds: float = 10.0) -> InfeasibleMemoryEr
 
 def _lean(problem: Problem, found: LeastMemory) -> tuple[int, ...]:
     """States that keep the least limit and hold little besides."""
-    if len(problem.costs) > LARGE:
+    if _large(problem):
         return found.states
     inner = consistent(problem)
     bound, times = binding(replace(inner.problem, limit=-1.0))
