@@ -27,9 +27,7 @@ KINDS: dict[str, dict[str, bool]] = {"plain": {}, "tied": {"tied": True}, "skip"
 # -- every schedule ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "kind", "micro_batches"), [
-    *product(SHAPES, ("plain", "tied", "skip"), (4,)),
-    *((name, ("plain", "tied", "skip")[(i + count) % 3], count) for i, name in enumerate(SHAPES) for count in (1, 2))])
+@pytest.mark.parametrize(("name", "kind", "micro_batches"), [*product(SHAPES, ("plain", "tied", "skip"), (1, 2, 4))])
 def test_every_schedule(name: str, kind: str, micro_batches: int, tmp_path: Path) -> None:
     given = setting(name, micro_batches, tmp_path)
     model = assert_pipeline_as_one_device(Chain(**KINDS[kind]), batches(), given, loss_fn=nn.MSELoss(),
