@@ -194,15 +194,18 @@ def test_modules_that_call_each_other_in_turns_are_one_unit():
     assert units_of(graph_of(Turns(), torch.randn(4, 8))).paths == (("a", "b"), ("c",))
 
 
+class Bare(nn.Module):
+    """No modules of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x):
+        return (x @ self.w).relu() @ self.w
+
+
 def test_a_model_without_modules_is_one_unit():
-    class Bare(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.w = nn.Parameter(torch.randn(8, 8))
-
-        def forward(self, x):
-            return (x @ self.w).relu() @ self.w
-
     units = units_of(graph_of(Bare(), torch.randn(4, 8)))
     assert len(units) == 1 and set(units.of.values()) == {0}
 
@@ -312,14 +315,6 @@ def test_bad_settings_are_named(given, words):
 
 
 def test_a_model_that_cannot_be_cut_stays_whole():
-    class Bare(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.w = nn.Parameter(torch.randn(8, 8))
-
-        def forward(self, x):
-            return (x @ self.w).relu() @ self.w
-
     x = torch.randn(16, 8)
     plan = sw.plan(Bare(), (x,), nn.MSELoss(), x, devices=8, cluster=CLUSTER, parallel_mode="recursive_programming",
                    pipeline=dict(stages="auto", micro_batches="auto"))
