@@ -1,7 +1,7 @@
 """The two networks with their collectives written by hand: what a patient user of torch.distributed would write.
 
-The same collectives in the same order as ours, forward and backward, for these two networks and eight ranks alone. They
-come in two forms, and the faster one counts:
+The collectives of our conversions in their order, forward and backward, for these two networks and eight ranks alone (of
+which our runtime joins some on their way: see `joined` and `SumInTurns`). They come in two forms, and the faster one counts:
 
     Natural     the collective of that name
     Exchanges   small messages through all-to-alls, which Gloo has faster than its other collectives

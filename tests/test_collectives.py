@@ -1,15 +1,20 @@
 """Steps on real Gloo processes: what a bound step sends is what `convert_shards` computes."""
 
+import math
+import random
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shardwright.conversion import conversion, through
 from shardwright.layout import Digit, Layout
 from shardwright.runtime import collectives
 from shardwright.runtime.collectives import ProcessGroups, bind_all
+from shardwright.runtime.joined import _composed as composed
 from shardwright.runtime.shards import convert_shards
 
 from ranks import RankFailed, run_ranks
@@ -37,6 +42,9 @@ PAIRS = {
     "permute": (((A,), (B,), ()), ((B,), (A,), ()), ()),
     "permute_partly": (((A,), (B,), ()), ((), (A,), (B,)), ()),
     "permute_within": (((A, B), (), ()), ((B, A), (), ()), ()),
+    "all_to_all_and_gather": (((), (), (ALL,)), ((A,), (), ()), ()),
+    "all_to_all_and_gather_minor": (((), (), (B, A)), ((A,), (), ()), ()),
+    "all_to_all_and_gather_beside": (((), (A,), (B,)), ((), (), (A,)), ()),
     "several": (((A,), (), ()), ((), (), (B, A)), (B,)),
 }
 
@@ -181,6 +189,122 @@ def test_a_sum_and_a_slice_are_one_exchange():
         shards = [local(source, (8, 4, 12), r) for r in range(WORLD)]
         for rank, expected in enumerate(convert_shards(found, shards, stepwise=True)):
             assert torch.equal(results[rank][name, partial, limit], expected), (name, partial, limit)
+
+
+def pairs_of_exchange_and_gather(count):
+    """Random conversions on 8 ranks in which an all-gather follows an all-to-all of equal pieces."""
+    draw = random.Random(0)
+    while count:
+        digits = draw.choice([(2, 2, 2), (4, 2), (2, 4)])
+        strides = [math.prod(digits[k + 1:]) for k in range(len(digits))]
+        spread = [[[], [], []], [[], [], []]]
+        for size, stride in zip(digits, strides):
+            for dims in spread:
+                if (dim := draw.randrange(4)) < 3:
+                    dims[dim].insert(draw.randrange(len(dims[dim]) + 1), Digit(size, stride))
+        source, target = (Layout.of(8, dims) for dims in spread)
+        found = conversion(source, target)
+        if any((one.kind, two.kind) == ("all_to_all", "all_gather") and not one.permuted
+               for one, two in zip(found.steps, found.steps[1:])):
+            count -= 1
+            yield found
+
+
+def exchanged_and_gathered(rank, world):
+    out = []
+    for found in pairs_of_exchange_and_gather(40):
+        x = local(found.source, (8, 16, 24), rank)
+        joined, apart = [], []
+        for results, collectives.GATHERED_PIECES in ((joined, 1 << 20), (apart, 0)):
+            groups = ProcessGroups(world, rank)
+            assert len(bind_all(found, x.shape, rank, groups)) < len(found.steps)
+            results.append(convert(found, x, rank, groups))
+            results.append(convert(found, x.transpose(0, 1).contiguous().transpose(0, 1), rank, groups))
+        out.append((joined, apart))
+    return out
+
+
+def test_an_all_to_all_and_an_all_gather_are_one_exchange():
+    results = run_ranks(exchanged_and_gathered, 8)
+    for number, found in enumerate(pairs_of_exchange_and_gather(40)):
+        shards = [local(found.source, (8, 16, 24), r) for r in range(8)]
+        for rank, expected in enumerate(convert_shards(found, shards, stepwise=True)):
+            for got in (t for way in results[rank][number] for t in way):
+                assert torch.equal(got, expected), (str(found), rank)
+
+
+@given(st.data())
+def test_two_arrangements_are_one_where_they_nest(data):
+    sizes = data.draw(st.lists(st.sampled_from((1, 2, 3, 4)), min_size=1, max_size=4))
+    perm = data.draw(st.permutations(range(len(sizes))))
+    x = torch.arange(math.prod(sizes)).view(sizes).permute(perm)
+    second, left = [], x.numel()
+    while left > 1:
+        second.append(data.draw(st.sampled_from([d for d in range(2, left + 1) if left % d == 0])))
+        left //= second[-1]
+    order = data.draw(st.permutations(range(len(second))))
+    once = composed(tuple(sizes), tuple(perm), tuple(second), tuple(order))
+    expected = x.reshape(second).permute(order).flatten()
+    if once is not None:
+        assert torch.equal(torch.arange(x.numel()).view(once[0]).permute(once[1]).flatten(), expected)
+    assert once is not None or tuple(x.shape) != tuple(second)
+
+
+def ended(turns):
+    try:
+        while True:
+            next(turns)
+    except StopIteration as end:
+        return end.value
+
+
+def sums_that_ride(rank, world):
+    """By what comes between two turns of a sum: its term, the sum, how many exchanges were others', whether it was taken
+    along by one of them, and whether it still waits at its end."""
+    groups = ProcessGroups(world, rank)
+    gathered = conversion(Layout.of(WORLD, ((ALL,), ())), Layout.of(WORLD, ((), ())))
+    other = conversion(Layout.of(WORLD, ((A,), ())), Layout.of(WORLD, ((), ())))
+    count, exchange = [0], collectives._exchange
+
+    def counted(*args, **kwargs):
+        count[0] += 1
+        return exchange(*args, **kwargs)
+
+    def gather(found, dtype=torch.float32):
+        whole = torch.arange(96).view(12, 8).to(dtype)
+        got = convert(found, whole[found.source.slice((12, 8), rank)], rank, groups)
+        assert torch.equal(got, whole), (rank, found)
+    collectives._exchange = counted
+    torch.manual_seed(rank)
+    out = {}
+    for name, between in (("together", lambda: gather(gathered)), ("nothing", lambda: None),
+                          ("another type", lambda: gather(gathered, torch.float64)),
+                          ("other ranks", lambda: gather(other))):
+        x, sums = torch.randn(1000), collectives.SumInTurns((ALL,), groups)
+        kept = x.clone()
+        turns, count[0] = sums(x, True), 0
+        next(turns)
+        between()
+        taken = not groups.seen((ALL,)).riders
+        out[name] = kept, ended(turns), count[0], taken, bool(groups.seen((ALL,)).riders)
+    collectives._exchange = exchange
+    turns = collectives.SumInTurns((ALL,), groups)(torch.zeros(3), True)
+    next(turns)
+    assert groups.seen((ALL,)).riders
+    collectives.SumInTurns((ALL,), groups).forget()
+    assert not groups.seen((ALL,)).riders
+    gather(gathered)
+    return out
+
+
+def test_a_short_sum_travels_with_the_next_gather_of_its_ranks():
+    results = run_ranks(sums_that_ride, WORLD)
+    for name, exchanges in (("together", 1), ("nothing", 0), ("another type", 1), ("other ranks", 1)):
+        terms = [results[r][name][0] for r in range(WORLD)]
+        for r in range(WORLD):
+            _, got, count, taken, waits = results[r][name]
+            assert torch.equal(got, ((terms[0] + terms[1]) + terms[2]) + terms[3]), (name, r)
+            assert (count, taken, waits) == (exchanges, name == "together", False), (name, r)
 
 
 def two_stages(rank, world):

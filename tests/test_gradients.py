@@ -168,9 +168,9 @@ def events(step: Callable[[], Any]) -> list[tuple[str, int]]:
     out: list[tuple[str, int]] = []
     kept = buckets._Sum.__init__, buckets.GradientSums._came
 
-    def start(self: Any, given: list, *args: Any) -> None:
-        out.append(("start", len(given)))
-        kept[0](self, given, *args)
+    def start(self: Any, parameters: list, *args: Any) -> None:
+        out.append(("start", len(parameters)))
+        kept[0](self, parameters, *args)
 
     def came(self: Any, *args: Any) -> None:
         out.append(("came", 1))

@@ -3,14 +3,14 @@
 A program computes on plain leaves that share the storage of the DTensor parameters. Gradients that are to be summed over
 the same ranks are laid one after the other into a bucket; when its last one has come the sum is started, and the backward
 goes on while it travels. Buckets start in one order on all ranks, and whenever one does those before it take their next
-turn (`sum_in_turns`). At the end of the backward all are finished; those that not all gradients have reached, since the
+turn (`SumInTurns`); a short one may wait to travel with a conversion. At the end of the backward all are finished; those that not all gradients have reached, since the
 loss does not depend on every parameter, are then summed as they are, which is alike on all ranks as their program is.
 The gradients handed over are views of the bucket: no copy is made after the sum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from ..layout import Digits, group_of
-from .collectives import ProcessGroups, Scratch, sum_in_turns
+from .collectives import ProcessGroups, SumInTurns
 from .fusion import Accumulation, Due, Fusion
 from .gradients import hand_over, keep_unsummed, take_unsummed, unsummed_over
 from .padded import beginning, leaf_of
@@ -40,10 +40,14 @@ class _Bucket:
         gradients: one entry a parameter, None until it comes.
         missing: how many have not come.
         place: its sum.
+        rides: whether a conversion follows with which it may travel.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], digits: Digits, place: Place) -> None:
-        self.parameters, self.digits, self.place, self.scratch = parameters, digits, place, Scratch()
+    def __init__(self, parameters: list[nn.Parameter], digits: Digits, groups: ProcessGroups, place: Place, rides: bool
+                 ) -> None:
+        self.parameters, self.digits, self.place, self.rides = parameters, digits, place, rides
+        self.shapes = [p._local_tensor.shape for p in parameters]
+        self.sums = SumInTurns(digits, groups)
         self.clear()
 
     def clear(self) -> None:
@@ -55,18 +59,19 @@ class _Sum:
     """The sum of some gradients, under way.
 
     Args:
-        given: parameters and their gradients on this rank, all of one type.
+        parameters: whose, and their gradients on this rank, all of one type.
         place: where a rank is in it.
+        rides: as `SumInTurns` has it.
     """
 
-    def __init__(self, given: list[tuple[nn.Parameter, Tensor]], digits: Digits, groups: ProcessGroups,
-                 scratch: Scratch, place: Place) -> None:
-        self.parameters, self.place = [p for p, _ in given], place
-        self.shapes = [g.shape for _, g in given]
-        self.complex = given[0][1].is_complex()
-        flat = [(torch.view_as_real(g) if self.complex else g).reshape(-1) for _, g in given]
+    def __init__(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], sums: SumInTurns, place: Place,
+                 rides: bool = False) -> None:
+        self.parameters, self.place = parameters, place
+        self.shapes = [g.shape for g in gradients]
+        self.complex = gradients[0].is_complex()
+        flat = [(torch.view_as_real(g) if self.complex else g).reshape(-1) for g in gradients]
         self.sizes = [len(f) for f in flat]
-        self.turns = sum_in_turns(flat[0] if len(flat) == 1 else torch.cat(flat), digits, groups, scratch)
+        self.turns = sums(flat[0] if len(flat) == 1 else torch.cat(flat), rides)
         self.result: Tensor | None = None
         self.turn()
 
@@ -83,7 +88,8 @@ class _Sum:
         """To the end, and the gradients to their parameters."""
         while self.result is None:
             self.turn()
-        for parameter, shape, flat in zip(self.parameters, self.shapes, self.result.split(self.sizes)):
+        parts = self.result.split(self.sizes) if len(self.sizes) > 1 else (self.result,)
+        for parameter, shape, flat in zip(self.parameters, self.shapes, parts):
             gradient = torch.view_as_complex(flat.view(*shape, 2)) if self.complex else flat.view(shape)
             hand_over(parameter, gradient, rank)
 
@@ -98,12 +104,13 @@ class GradientSums:
         fusion: which gradients travel together.
         accumulation: whether they are summed in this backward, shared by all programs of a model.
         scattered: of parameters that are stored in parts, what the program itself does with a gradient.
+        followed: parameters after whose gradient the backward's next conversion gathers over the ranks of its sum.
     """
 
     def __init__(self, digits: dict[str, Digits], groups: ProcessGroups, fusion: Fusion, accumulation: Accumulation,
-                 scattered: Sequence[Scatter] = ()) -> None:
+                 scattered: Sequence[Scatter] = (), followed: Collection[str] = ()) -> None:
         self._digits, self._groups, self._fusion, self._accumulation = digits, groups, fusion, accumulation
-        self._scattered = scattered
+        self._scattered, self._followed = scattered, followed
         self._buckets: list[_Bucket] = []
         self._next = 0                    # the bucket that is to start next
         self._backward = -1
@@ -124,7 +131,8 @@ class GradientSums:
                 due.append(Due(name, out[name].nbytes, (digits, out[name].dtype), trained[name]))
         for names in self._fusion.buckets(due):
             digits = self._digits[names[0]]
-            bucket = _Bucket([parameters[n] for n in names], digits, self._place(names, digits))
+            bucket = _Bucket([parameters[n] for n in names], digits, self._groups, self._place(names, digits),
+                             names[-1] in self._followed)
             self._buckets.append(bucket)
             for place, name in enumerate(names):
                 out[name].register_post_accumulate_grad_hook(partial(self._came, bucket, place))
@@ -159,9 +167,9 @@ class GradientSums:
         """The hook of a leaf whose gradient is to be summed."""
         gradient, leaf.grad = leaf.grad, None
         self.note_backward()
-        bucket.gradients[place] = beginning(gradient, bucket.parameters[place]._local_tensor.shape)
+        bucket.gradients[place] = beginning(gradient, bucket.shapes[place])
         bucket.missing -= 1
-        if not self._accumulation.open:
+        if not bucket.missing and not self._accumulation.open:
             while self._next < len(self._buckets) and not self._buckets[self._next].missing:
                 self._start(self._buckets[self._next])
                 self._next += 1
@@ -171,7 +179,7 @@ class GradientSums:
         for bucket in self._buckets:
             bucket.clear()
             if self._travelling:  # since a backward that ended in an error: what is under way still has its memory
-                bucket.scratch = Scratch()
+                bucket.sums.forget()
         self._travelling.clear()
         _at_the_end(self._finish)
 
@@ -195,10 +203,14 @@ class GradientSums:
     def _start(self, bucket: _Bucket) -> None:
         for started in self._travelling:
             started.turn()
-        given = [(p, g) for p, g in zip(bucket.parameters, bucket.gradients) if g is not None]
+        parameters, gradients = bucket.parameters, bucket.gradients
+        if bucket.missing:
+            parameters = [p for p, g in zip(parameters, gradients) if g is not None]
+            gradients = [g for g in gradients if g is not None]
         if self._accumulation.kept:
-            given = [(p, g + take_unsummed(p) if unsummed_over(p) == bucket.digits else g) for p, g in given]
-        self._travelling.append(_Sum(given, bucket.digits, self._groups, bucket.scratch, bucket.place))
+            gradients = [g + take_unsummed(p) if unsummed_over(p) == bucket.digits else g
+                         for p, g in zip(parameters, gradients)]
+        self._travelling.append(_Sum(parameters, gradients, bucket.sums, bucket.place, bucket.rides))
         bucket.clear()
         bucket.missing = 0
 
@@ -219,7 +231,7 @@ class GradientSums:
             hand_over(parameter, digits.part(take_unsummed(parameter)), self._groups.rank)
         elif digits is not None:
             place = self._place(["of a backward under no_sync"], digits)
-            _Sum([(parameter, take_unsummed(parameter))], digits, self._groups, Scratch(), place).finish(self._groups.rank)
+            _Sum([parameter], [take_unsummed(parameter)], SumInTurns(digits, self._groups), place).finish(self._groups.rank)
 
     def _place(self, names: Sequence[str], digits: Digits) -> Place:
         more = f" and {len(names) - 2} more" if len(names) > 2 else ""

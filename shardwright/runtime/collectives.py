@@ -33,9 +33,10 @@ from torch import Tensor
 from ..conversion import Conversion, Step
 from ..conversion_steps import Geometry, digits_value
 from ..layout import Digits, digits_size, group_of, groups, merge
+from .joined import exchanged_and_gathered, joined_digits, reduced_slice
 from .shards import reduce_terms
 
-__all__ = ["Bound", "ProcessGroups", "Scratch", "bind", "bind_all", "sum_in_turns"]
+__all__ = ["Bound", "ProcessGroups", "SumInTurns", "bind", "bind_all"]
 
 # Bytes from which two ranks on Gloo swap what they have, instead of exchanging two pieces each, one with itself. Eight
 # processes in pairs on 2 cores, ms, as an exchange and as a swap (and Gloo's own all-reduce):
@@ -49,6 +50,9 @@ SWAPPED = 32 << 10
 GATHERED_TERMS = 1 << 20
 # Received bytes up to which an all-gather on Gloo is an all-to-all; past it the n copies to send cost more (8 x 1 MiB).
 GATHERED_COPIES = 8 << 20
+# Received bytes up to which an all-to-all and an all-gather on Gloo are one exchange: eight processes, of 4 and of 2, take 0.7
+# of the two at 16 KiB, 0.6 at 256 KiB, 0.9 at 2 and at 8 MiB.
+GATHERED_PIECES = 8 << 20
 
 # torch.ops._c10d_functional is private. It is what torch.distributed's public functional collectives call, which take
 # no group by name; names, unlike groups, are constants to torch.compile.
@@ -70,13 +74,17 @@ class ProcessGroups:
                  exchanges: bool | None = None) -> None:
         self.devices, self.rank, self.base, self.timeout = devices, rank, base, timeout
         self.exchanges = dist.get_backend() == "gloo" if exchanges is None else exchanges
-        self._groups: dict[Digits, dist.ProcessGroup] = {}
+        self._groups: dict[Digits, _Group] = {}
 
     def of(self, digits: Digits) -> dist.ProcessGroup:
         """The group of the ranks that differ from this one in `digits` alone."""
+        return self.seen(digits).group
+
+    def seen(self, digits: Digits) -> _Group:
+        """The same, as this rank sees it."""
         key = merge(sorted(digits, key=lambda d: -d.stride))
         if key not in self._groups:
-            self._groups[key] = self._make(key)
+            self._groups[key] = _Group(self._make(key), digits_size(key), digits_value(key, self.rank), self.exchanges)
         return self._groups[key]
 
     def _make(self, digits: Digits) -> dist.ProcessGroup:
@@ -106,7 +114,7 @@ def bind(step: Step, local_shape: tuple[int, ...], rank: int, groups: ProcessGro
     geometry = step.geometry(shape)
     if step.kind == "slice":
         return _slice(geometry, rank)
-    group = _Group(groups.of(step.digits), step.size, step.position(rank), groups.exchanges)
+    group = groups.seen(step.digits)
     if step.kind == "all_reduce":
         return _all_reduce(group, step.reduction)
     if step.kind == "reduce_scatter":
@@ -123,7 +131,7 @@ def bind(step: Step, local_shape: tuple[int, ...], rank: int, groups: ProcessGro
 
 
 def bind_all(steps: Conversion, shape: tuple[int, ...], rank: int, groups: ProcessGroups) -> tuple[Bound, ...]:
-    """The steps of a conversion on one rank, in their order; an all-reduce and the slice after it may be one.
+    """The steps of a conversion on one rank, in their order; two of them may be one exchange (`joined`).
 
     Args:
         shape: of the rank's local tensor.
@@ -132,17 +140,33 @@ def bind_all(steps: Conversion, shape: tuple[int, ...], rank: int, groups: Proce
         LayoutError: a dim that does not divide.
     """
     out: list[Bound] = []
-    last: Step | None = None
+    last: tuple[Step, tuple[int, ...]] | None = None    # the step before, and the shape before it, where they may be joined
     for step, before in zip(steps.steps, steps.local_shapes(tuple(shape))):
-        if step.kind == "slice" and last is not None and last.kind == "all_reduce" and groups.exchanges:
-            members = group_of(rank, last.digits)
-            slices = [_slice(step.geometry(before), r) for r in members]
-            group = _Group(groups.of(last.digits), last.size, last.position(rank), True)
-            out[-1] = _reduced_slice(group, last.reduction, slices, step.geometry(before).after, out[-1])
+        joined = _joined(*last, step, before, rank, groups, out[-1]) if last is not None and groups.exchanges else None
+        if joined is not None:
+            out[-1], last = joined, None
         else:
             out.append(bind(step, before, rank, groups))
-        last = step
+            last = step, before
     return tuple(out)
+
+
+def _joined(first: Step, shape: tuple[int, ...], second: Step, between: tuple[int, ...], rank: int, groups: ProcessGroups,
+            bound: Bound) -> Bound | None:
+    """Two steps as one exchange, if they can be; `bound`: the first of them."""
+    geometry = second.geometry(between)
+    if first.kind == "all_reduce" and second.kind == "slice":
+        group = groups.seen(first.digits)
+        numbers = [digits_value(second.moved, r) for r in group_of(rank, first.digits)]
+        slices = {n: _slice(geometry, r) for n, r in zip(numbers, group_of(rank, first.digits))}
+        return reduced_slice(slices, numbers, group.position, partial(_exchange, group),
+                             partial(_reduced, reduction=first.reduction), geometry.after, bound, lambda: GATHERED_TERMS)
+    digits = joined_digits(first, second)
+    if digits is None:
+        return None
+    group = groups.seen(digits)
+    return exchanged_and_gathered(first, second, shape, partial(_exchange, group), (bound, bind(second, between, rank, groups)),
+                                  lambda: GATHERED_PIECES)
 
 
 def _slice(geometry: Geometry, rank: int) -> Bound:
@@ -190,11 +214,26 @@ class _Group:
         position: of this rank among them.
         exchanges: whether steps are to be made of all-to-alls.
         name: by which functional collectives know the group.
+        riders: sums that wait for an exchange of the group to travel with.
     """
 
     def __init__(self, group: dist.ProcessGroup, size: int, position: int, exchanges: bool) -> None:
         self.group, self.size, self.position, self.exchanges = group, size, position, exchanges
         self.name = group.group_name
+        self.riders: list[_Rider] = []
+
+
+class _Rider:
+    """What is to be summed, and travels with the next all-gather of its group.
+
+    Attributes:
+        terms: everybody's, stacked, once they have come.
+    """
+
+    __slots__ = ("terms", "x")
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.terms = x, None
 
 
 def _exchange(group: _Group, x: Tensor, sends: Sequence[int] = (), receives: Sequence[int] = ()) -> Tensor:
@@ -229,6 +268,11 @@ def _gather(group: _Group) -> Bound:
 
     def gather(x: Tensor) -> Tensor:
         size = x.nbytes if exchanges else 0
+        if group.riders and n * size <= GATHERED_COPIES and group.riders[0].x.dtype == x.dtype:
+            rider = group.riders.pop()
+            received = _exchange(group, torch.cat((x, rider.x) * n)).view(n, -1)
+            rider.terms = received[:, len(x):]
+            return received[:, :len(x)].reshape(-1)
         if exchanges and n == 2 and size >= SWAPPED:
             other = _swap(group, x)
             return torch.cat((other, x) if position else (x, other))
@@ -288,72 +332,70 @@ def _all_reduce(group: _Group, reduction: str) -> Bound:
     return all_reduce
 
 
-def _reduced_slice(group: _Group, reduction: str, slices: Sequence[Bound], after: tuple[int, ...], whole: Bound) -> Bound:
-    """An all-reduce and a slice: every rank is sent the terms of its own slice, a fraction of all, and adds up those.
+class SumInTurns:
+    """Sums over the ranks that differ in `digits`, one after the other, each in turns: between two of them a collective is
+    under way. Ranks that share groups take the turns of all their sums in one order.
 
-    Args:
-        slices: the slice of every rank of the group.
-        after: the shape of a slice.
-        whole: the all-reduce.
+    What is freed and allocated anew in each step costs its pages: a sum keeps its memory for the next one of its length.
     """
-    n, mine, numel = group.size, slices[group.position], group.size * math.prod(after)
 
-    def reduced_slice(x: Tensor) -> Tensor:
-        if numel * x.element_size() > GATHERED_TERMS:
-            return mine(whole(x))
-        terms = _exchange(group, torch.cat([piece(x).reshape(-1) for piece in slices]))
-        return _reduced(terms.view(n, *after), reduction)
-    return reduced_slice
-
-
-class Scratch:
-    """Memory that several sums use, one after the other: what is freed and allocated anew in each step costs its pages."""
-
-    def __init__(self) -> None:
+    def __init__(self, digits: Digits, groups: ProcessGroups) -> None:
+        self._group = groups.seen(digits)
         self._held: dict[str, Tensor] = {}
 
-    def __call__(self, name: str, numel: int, like: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, rides: bool = False) -> Generator[None, None, Tensor]:
+        """The sum of everybody's `x`, flat and not complex. `x` is written to, and may be what is returned.
+
+        Args:
+            rides: an all-gather over the same ranks is likely to come before the next turn: a short sum travels with it.
+        """
+        group, n, numel = self._group, self._group.size, len(x)
+        if not group.exchanges:
+            work = dist.all_reduce(x, group=group.group, async_op=True)
+            yield
+            work.wait()
+            return x
+        if n == 2:
+            received, counts = self._scratch("received", numel, x), [0, 0]
+            counts[1 - group.position] = numel
+            work = group.group.alltoall_base(received, x, counts, counts)
+            yield
+            work.wait()
+            return x.add_(received)
+        once = n * x.nbytes <= GATHERED_TERMS
+        if once and rides and not group.riders:
+            rider = _Rider(x)
+            group.riders.append(rider)
+            yield
+            if rider.terms is not None:
+                return _reduced(rider.terms, "sum")
+            group.riders.remove(rider)
+        whole = torch.cat((x,) * n) if once else torch.cat((x, x.new_zeros(-numel % n))) if numel % n else x
+        terms = self._scratch("terms", len(whole), x)
+        work = group.group.alltoall_base(terms, whole, [], [])
+        yield
+        work.wait()
+        piece = _reduced(terms.view(n, -1), "sum")
+        if once:
+            return piece
+        received = whole  # which has been sent
+        if received.nbytes <= GATHERED_COPIES:
+            copies = torch.cat((piece,) * n, out=terms)
+            work = group.group.alltoall_base(received, copies, [], [])
+        else:
+            work = dist.all_gather_into_tensor(received, piece.contiguous(), group=group.group, async_op=True)
+        yield
+        work.wait()
+        return received[:numel]
+
+    def forget(self) -> None:
+        """Leave the memory to a sum that is still under way after an error, and let nothing of it travel with others."""
+        self._held = {}
+        self._group.riders.clear()
+
+    def _scratch(self, name: str, numel: int, like: Tensor) -> Tensor:
         """An uninitialised flat tensor of the type of `like`; the same one whenever the same is asked for."""
         held = self._held.get(name)
         if held is None or held.numel() != numel or held.dtype != like.dtype or held.device != like.device:
             held = self._held[name] = like.new_empty(numel)
         return held
-
-
-def sum_in_turns(x: Tensor, digits: Digits, groups: ProcessGroups, scratch: Scratch) -> Generator[None, None, Tensor]:
-    """The sum of everybody's `x`, flat and not complex, in turns: between two of them a collective is under way.
-
-    Ranks that share groups take the turns of all their sums in one order. `x` is written to, and may be what is returned.
-    """
-    group = _Group(groups.of(digits), digits_size(digits), digits_value(digits, groups.rank), groups.exchanges)
-    n, numel = group.size, len(x)
-    if not group.exchanges:
-        work = dist.all_reduce(x, group=group.group, async_op=True)
-        yield
-        work.wait()
-        return x
-    if n == 2:
-        received, counts = scratch("received", numel, x), [0, 0]
-        counts[1 - group.position] = numel
-        work = group.group.alltoall_base(received, x, counts, counts)
-        yield
-        work.wait()
-        return x.add_(received)
-    once = n * x.nbytes <= GATHERED_TERMS
-    whole = torch.cat((x,) * n) if once else torch.cat((x, x.new_zeros(-numel % n))) if numel % n else x
-    terms = scratch("terms", len(whole), x)
-    work = group.group.alltoall_base(terms, whole, [], [])
-    yield
-    work.wait()
-    piece = _reduced(terms.view(n, -1), "sum")
-    if once:
-        return piece
-    received = whole  # which has been sent
-    if received.nbytes <= GATHERED_COPIES:
-        copies = torch.cat((piece,) * n, out=terms)
-        work = group.group.alltoall_base(received, copies, [], [])
-    else:
-        work = dist.all_gather_into_tensor(received, piece.contiguous(), group=group.group, async_op=True)
-    yield
-    work.wait()
-    return received[:numel]

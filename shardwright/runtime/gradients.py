@@ -41,16 +41,18 @@ class Gradient(DTensor):
     gradients which lie on different meshes."""
 
     __slots__ = ()
+    is_sparse = False  # optimizers ask it of every gradient, which took a dispatch
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if function in _ELEMENTWISE and _is_empty(args[0]) and not torch.is_grad_enabled():
-            return args[0]  # of a stage elsewhere, most of the time: of those an optimizer has more than of its own
-        with torch._C.DisableTorchFunctionSubclass():
-            if (function in _ELEMENTWISE or function is Tensor.__setitem__) and _placed_alike(args):
-                # On the slices: a third of what DTensor's dispatch takes.
-                function(*[a._local_tensor if isinstance(a, DTensor) else a for a in args], **(kwargs or {}))
+        if (function in _ELEMENTWISE or function is Tensor.__setitem__) and not torch.is_grad_enabled():
+            local = _locals(args)
+            if local is not None:  # a third of what DTensor's dispatch takes
+                # Most empty ones are of a stage elsewhere: of those an optimizer has more than of its own.
+                if local[0].numel():
+                    function(*local, **(kwargs or {}))
                 return args[0]
+        with torch._C.DisableTorchFunctionSubclass():
             if function in _FUSED:
                 return function(*pytree.tree_map_only(DTensor, _local, args),
                                 **pytree.tree_map_only(DTensor, _local, kwargs or {}))
@@ -66,20 +68,21 @@ class Gradient(DTensor):
         return result
 
 
-def _is_empty(x: Tensor) -> bool:
-    return not getattr(x, "_local_tensor", x).numel()
-
-
-def _placed_alike(args: Sequence[Any]) -> bool:
-    """Whether all tensors are DTensors of one placement, or single numbers, and no gradient is recorded."""
+def _locals(args: Sequence[Any]) -> list[Any] | None:
+    """The slices of DTensors that have one placement, and single numbers as they are; None: not all are such."""
     spec = getattr(args[0], "_spec", None)
-    return spec is not None and not torch.is_grad_enabled() and all(
-        _places(a) == (spec.mesh, spec.placements) for a in args[1:] if isinstance(a, Tensor) and a.dim())
-
-
-def _places(x: Tensor) -> tuple | None:
-    spec = getattr(x, "_spec", None)
-    return spec and (spec.mesh, spec.placements)
+    if spec is None:
+        return None
+    out = []
+    for a in args:
+        if isinstance(a, Tensor):
+            theirs = getattr(a, "_spec", None)
+            if theirs is not spec and a.dim() and \
+                    (theirs is None or (theirs.mesh, theirs.placements) != (spec.mesh, spec.placements)):
+                return None
+            a = a if theirs is None else a._local_tensor
+        out.append(a)
+    return out
 
 
 def _local(x: DTensor) -> Tensor:

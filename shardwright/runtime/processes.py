@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..conversion import Conversion, conversion
-from ..layout import Digits, group_of
+from ..layout import Digits, group_of, merge
 from ..lower import Lowered, extreme, move, sum_of_gradient
 from ..plan.route import Extreme, Move
 from .collectives import Bound, ProcessGroups, bind_all
@@ -27,6 +27,9 @@ from .unkept import Unkept
 __all__ = ["ProcessProgram"]
 
 Steps = tuple[Bound, ...]
+
+# Elements up to which a copy takes less than a function of Python in the backward.
+SHORT = 1 << 10
 
 
 class _Convert(torch.autograd.Function):
@@ -77,9 +80,13 @@ class BoundMove(nn.Module):
         self.forward_steps, self.backward_steps, self.label = forward_steps, backward_steps, label
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.requires_grad and torch.is_grad_enabled():
-            return _Convert.apply(x, self.forward_steps, self.backward_steps)
-        return _run(x, self.forward_steps)
+        if not x.requires_grad or not torch.is_grad_enabled():
+            return _run(x, self.forward_steps)
+        if not self.backward_steps and x.numel() <= SHORT:
+            y = x.clone()  # whose backward is in the library: most of the time a loss
+            y.detach().copy_(_run(x.detach(), self.forward_steps))
+            return y
+        return _Convert.apply(x, self.forward_steps, self.backward_steps)
 
     __call__ = forward  # without a module's hooks, of which it has none
 
@@ -155,6 +162,7 @@ class ProcessProgram:
     Attributes:
         sums: parameter -> over which digits its gradient is summed once it is complete, where the program does not; in the
             order in which gradients come: that of the first use, from the last; of an operator's several, from the last.
+        followed: of these the parameters after whose gradient the backward's next conversion gathers over the same digits.
         scattered: what becomes of gradients that may be kept whole, of parameters that are stored in parts.
         gathers: parameter -> what brings it from its storage to its use, for those that are gathered outside.
         module: the bound `torch.fx.GraphModule`: local parameters, buffers, constants, inputs in; outputs, then the new
@@ -212,7 +220,9 @@ class ProcessProgram:
             root.add_module("regions", BoundRegions(regions.again(lambda n: _again(n, targets[n]))))
         self.module = torch.fx.GraphModule(root, graph)
         self._call = torch.compile(self.module, dynamic=False, backend=compiled) if compiled else self.module.forward
-        self.sums = {name: digits for _, name, digits in sorted(reversed(sums), key=lambda use: -use[0])}
+        ordered = sorted(reversed(sums), key=lambda use: -use[0])
+        self.sums = {name: digits for _, name, digits in ordered}
+        self.followed = [name for use, name, digits in ordered if _gathers_next(lowered, use, digits)]
 
     def attach(self, parameters: Mapping[str, Tensor]) -> None:
         """To the parameters whose local tensors will come in."""
@@ -265,6 +275,16 @@ class ProcessProgram:
         return Place(f"the {kinds}{of} for operator {instruction.operator!r}{f' ({line})' if line else ''}"
                      f"{', in its backward,' if way == 'backward' else ''}",
                      tuple(self.groups.base + r for r in ranks), way == "backward")
+
+
+def _gathers_next(lowered: Lowered, use: int, digits: Digits) -> bool:
+    """Whether the first conversion that communicates in a backward after that of node `use` gathers over `digits`."""
+    for node in reversed(list(lowered.module.graph.nodes)[:use]):
+        backward = node.meta["instruction"].backward if node.target is move else None
+        if backward is not None and backward.collectives and sum_of_gradient(node.args[0]) is not node:
+            first = backward.steps[0]
+            return first.kind == "all_gather" and first.digits == merge(digits)
+    return False
 
 
 def _again(node: torch.fx.Node, target: Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:
