@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -215,6 +216,17 @@ def test_sigterm_of_the_launcher_ends_the_workers(tmp_path):
     assert ended.code == 128 + signal.SIGTERM
     assert "ended by SIGTERM, and the workers with it" in ended.out and "failed" not in ended.out
     assert not any(alive(pid) for pid in ended.pids)
+
+
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="there is no setpriv (util-linux) on this machine")
+def test_workers_do_not_outlive_a_launcher_that_is_killed(tmp_path):
+    launcher = start(tmp_path, "--worker_num=2", WORKER, "sleep")
+    launcher.wait_for("to the output stream", rank=0)
+    launcher.wait_for("to the output stream", rank=1)
+    launcher.process.kill()
+    pids = launcher.end().pids
+    assert len(pids) == 2
+    wait_until(lambda: not any(alive(pid) for pid in pids), "the workers to end")
 
 
 def test_a_second_ctrl_c_does_not_wait_for_stubborn_workers(tmp_path):

@@ -8,7 +8,8 @@ no hold on it, so the agent is made here, as `elastic_launch` makes it, with wha
 2. the others get `GRACE` seconds to end, and those of a run that is told to end its grace period, where the engine gives
    30 however it is set;
 3. nodes tell each other of failures, and the last barrier cannot outlast one;
-4. after a failure the workers of all nodes start again, if the run may: with an agent, a watch and logs of their own.
+4. after a failure the workers of all nodes start again, if the run may: with an agent, a watch and logs of their own;
+5. a worker is told to end when the launcher is killed.
 
 The overridden methods are those that ``SimpleElasticAgent`` leaves to its subclasses, and its loop and last barrier.
 """
@@ -17,7 +18,9 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -226,6 +229,18 @@ def _command(settings: RunSettings) -> tuple[str, ...]:
     The shell is there for ``2>&1`` alone: one file, one position in it, lines in the order they were written. It is
     replaced by Python at once, so process ids and signals are the worker's own.
     """
-    command = ("-c", 'exec "$@" 2>&1', "sh", sys.executable, "-u", settings.script, *settings.script_args)
+    command = ("-c", 'exec "$@" 2>&1', "sh", *_ends_with_its_parent(), sys.executable, "-u", settings.script,
+               *settings.script_args)
     # The engine replaces ${local_rank} and the like in arguments; a script's arguments are its own.
     return tuple(part.replace("$", "$$") for part in command)
+
+
+def _ends_with_its_parent() -> tuple[str, ...]:
+    """What goes before a command that is to get SIGTERM when the launcher dies without a word (SIGKILL, say): util-linux's
+    ``setpriv``. Nothing, where there is none that can: the workers then go on until they fail by themselves."""
+    tool = shutil.which("setpriv")
+    if tool is None:
+        return ()
+    prefix = (tool, "--pdeathsig", "TERM")
+    tried = subprocess.run([*prefix, "true"], stdin=subprocess.DEVNULL, capture_output=True)
+    return prefix if tried.returncode == 0 else ()

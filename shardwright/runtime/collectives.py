@@ -58,6 +58,9 @@ GATHERED_PIECES = 8 << 20
 # no group by name; names, unlike groups, are constants to torch.compile.
 _ops = torch.ops._c10d_functional
 
+# torch 2.13 has renamed it, and warns of the older name.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class ProcessGroups:
     """The process groups of one rank, made when first asked for: all ranks must ask for the same ones in one order.
@@ -383,7 +386,7 @@ class SumInTurns:
             copies = torch.cat((piece,) * n, out=terms)
             work = group.group.alltoall_base(received, copies, [], [])
         else:
-            work = dist.all_gather_into_tensor(received, piece.contiguous(), group=group.group, async_op=True)
+            work = _all_gather_single(received, piece.contiguous(), group=group.group, async_op=True)
         yield
         work.wait()
         return received[:numel]
