@@ -95,6 +95,29 @@ def test_training_goes_on_to_the_bit(tmp_path: Path, number: int) -> None:
         assert same(dict(model.state_dict()), dict(after))
 
 
+def test_state_that_is_there_keeps_its_memory(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = torch.optim.Adam(net.parameters(), 0.01)
+    train(net, optimizer, 0, 2)
+    sw.save_checkpoint(net, optimizer, tmp_path, step=2)
+    held = {p: dict(optimizer.state[p]) for p in net.parameters()}
+    expected = copy.deepcopy(optimizer.state_dict()["state"])
+    train(net, optimizer, 2, 3)
+    fits, wide, cut, *_ = net.parameters()
+    optimizer.state[wide]["exp_avg"] = optimizer.state[wide]["exp_avg"].float()
+    optimizer.state[cut]["exp_avg"] = torch.zeros(*cut.shape, 2, dtype=D)[..., 0]
+    del optimizer.state[fits]["exp_avg_sq"]
+    versions = {p: state["exp_avg"]._version for p, state in optimizer.state.items()}
+    sw.load_checkpoint(net, optimizer, tmp_path)
+    assert same(optimizer.state_dict()["state"], expected)
+    for p, state in optimizer.state.items():
+        assert (state["exp_avg"] is held[p]["exp_avg"]) == (p is not wide and p is not cut)
+        assert (state["exp_avg_sq"] is held[p]["exp_avg_sq"]) == (p is not fits)
+        assert state["exp_avg"].dtype == D and state["exp_avg"].is_contiguous()
+        assert p is wide or p is cut or state["exp_avg"]._version > versions[p], "autograd is told"
+
+
 def test_under_other_plans_and_without_one(tmp_path: Path) -> None:
     plain = Net()
     optimizer = sgd(plain)

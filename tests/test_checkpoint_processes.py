@@ -28,7 +28,7 @@ from ranks import run_ranks, run_scenarios
 from torch import Tensor, nn
 
 import shardwright as sw
-from shardwright.checkpoint import manifest, whole_files, writing
+from shardwright.checkpoint import joining, manifest, whole_files, writing
 from shardwright.checkpoint.ranks import Ranks
 from shardwright.checkpoint.reading import Stored
 from shardwright.errors import CheckpointError
@@ -227,6 +227,10 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
             saving = sw.save_checkpoint(model, optimizer, path, step=3, integrated_save=whole, asynchronous=True)
             refused("No space left", lambda: sw.save_checkpoint(model, optimizer, path, step=4))
             setattr(module, name, kept)
+        words = writing.to_words
+        writing.to_words = words if rank != 2 else lambda value: 1 / 0
+        refused("ZeroDivisionError: division by zero (on rank 2)", lambda: sw.save_checkpoint(model, optimizer, path, step=3))
+        writing.to_words = words
         dist.barrier()
         assert {p.name for p in path.iterdir()} == before, "no new checkpoint, and nothing left of it"
         dist.barrier()
@@ -236,6 +240,45 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
         refused("object, which cannot be saved (on rank 3)",
                 lambda: sw.save_checkpoint(model, optimizer, path, step=3, data=state))
         assert {p.name for p in path.iterdir()} == before
+
+    def rows_of_several_ranks(rank: int, world: int) -> None:
+        model, written = known("rows and columns"), []
+        optimizer, path = sgd(model), folder / "joined"
+        sw.load_checkpoint(model, optimizer, of("rows and columns")[1])
+        kept, run = (joining._LARGE, joining._SHORT, joining._STEP), whole_files.WholeFiles.write_run
+        # One matrix is cut in columns: 16 rows of 128 bytes, of which a rank has 32, joined in two steps.
+        joining._LARGE, joining._SHORT, joining._STEP = 1, 32, 3 * 128
+
+        def noted(files: Any, part: Path, name: str, first: int, rows: Tensor) -> None:
+            written.append((name, first, rows.numel()))
+            run(files, part, name, first, rows)
+        whole_files.WholeFiles.write_run = noted
+        try:
+            saving = save(model, optimizer, path, True)
+            said: list[Any] = [None] * world
+            dist.all_gather_object(said, written)
+            for name in ("model.layers.1.weight", "optimizer.layers.1.weight.momentum_buffer"):
+                runs = sorted(r[1:] for theirs in said for r in theirs if r[0] == name)
+                assert runs == [(32 * i, 32) for i in range(8)], name
+                assert all(len([r for r in theirs if r[0] == name]) == 2 for theirs in said), "each rank a share"
+            assert all("layers.1.weight" in r[0] for theirs in said for r in theirs), "the others are in rows already"
+            expected = Stored(of("rows and columns")[0] / "step-00000002")
+            stored = Stored(saving.wait())
+            assert all(torch.equal(stored.read(name), expected.read(name)) for name in expected.names)
+            assert rank or manifest.verify(saving.path) == []
+            dist.barrier()
+
+            def full(*args: Any) -> None:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "the file")
+            if rank == 2:
+                whole_files.WholeFiles.write_run = full
+            for asynchronous in (False, True):
+                refused("No space left on device (on rank 2)", lambda: sw.save_checkpoint(
+                    model, optimizer, path, step=3, asynchronous=asynchronous).wait())
+            assert os.listdir(path) == ["step-00000002"]
+        finally:
+            whole_files.WholeFiles.write_run = run
+            joining._LARGE, joining._SHORT, joining._STEP = kept
 
     def damage_is_the_same_for_all(rank: int, world: int) -> None:
         copy = folder / "damaged"
@@ -255,6 +298,15 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
         assert error.source.endswith("__3_0.distcp")
         assert all(torch.equal(p.to_local(), before[n]) for n, p in model.named_parameters())
         assert torch.equal(torch.get_rng_state(), state) and optimizer.param_groups[0]["lr"] == 7.0 != seed
+        for file in sorted(p.name for p in (of("rows and columns")[1] / "step-00000002").iterdir()):  # of every rank's share
+            if rank == 0:
+                shutil.rmtree(copy), shutil.copytree(of("rows and columns")[1], copy)
+                path = copy / "step-00000002" / file
+                path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
+            dist.barrier()
+            assert refused(file, lambda: sw.load_checkpoint(model, optimizer, copy)).source.endswith(file)
+            dist.barrier()
+        assert all(torch.equal(p.to_local(), before[n]) for n, p in model.named_parameters())
 
     def two_hosts(rank: int, world: int) -> None:
         model = known("rows and columns")
@@ -291,7 +343,7 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
 
     return {f.__name__: f for f in (same_plan, before_the_first_call, another_plan, optimizers, in_the_background,
                                     reads_its_slices_alone, uneven, slices_of_ones_own, one_rank_cannot_write,
-                                    damage_is_the_same_for_all, two_hosts, seeds_and_positions)}
+                                    rows_of_several_ranks, damage_is_the_same_for_all, two_hosts, seeds_and_positions)}
 
 
 def on_ranks(rank: int, world: int, folder: Path) -> dict[str, str | None]:

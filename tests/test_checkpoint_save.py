@@ -23,7 +23,7 @@ from networks import D, draw
 from torch import nn
 
 import shardwright as sw
-from shardwright.checkpoint import background, callback, folders, manifest, saving, whole_files, writing
+from shardwright.checkpoint import background, callback, folders, joining, manifest, saving, whole_files, writing
 from shardwright.checkpoint.digests import BLOCK, digest, shares
 from shardwright.checkpoint.reading import Stored
 from shardwright.checkpoint.words import from_words, to_words
@@ -321,9 +321,10 @@ LEAVES = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=
                    st.complex_numbers(allow_nan=False), st.sampled_from([torch.float32, torch.bool, torch.device("cpu")]))
 KEYS = st.one_of(st.text(max_size=8), st.integers(), st.booleans(), st.tuples(st.integers()),
                  st.sampled_from(["tuple", "dict", "tensor", "array", "float", "bytes", "shape"]))
+SETS = st.sets(st.integers(), max_size=3).map(lambda s: set(sorted(s, key=repr)))  # of one order, on which their repr depends
 VALUES = st.recursive(LEAVES, lambda inner: st.one_of(
     st.lists(inner, max_size=3), st.lists(inner, max_size=3).map(tuple), st.dictionaries(KEYS, inner, max_size=3),
-    st.sets(st.integers(), max_size=3), st.lists(st.integers(), max_size=4).map(collections.Counter)), max_leaves=10)
+    SETS, st.lists(st.integers(), max_size=4).map(collections.Counter)), max_leaves=10)
 
 
 @hypothesis.given(VALUES)
@@ -340,6 +341,25 @@ def test_tensors_and_arrays_come_back_too() -> None:
     assert all(torch.equal(a, b) and a.dtype == b.dtype and a.shape == b.shape for a, b in zip(back["t"], given["t"]))
     assert np.array_equal(back["a"], given["a"]) and back["a"].dtype == np.uint32 and back["n"] == 2.5
     assert math.isnan(from_words(json.loads(json.dumps(to_words(math.nan)))))
+
+
+def test_which_boxes_are_joined() -> None:
+    shapes = {"columns": (6, 2**13), "blocks": (4, 2**14), "last": (2, 3, 2**14), "long": (6, 2**17), "rows": (8, 2**13)}
+    tensors = {name: (shape, "float32", None) for name, shape in shapes.items()}
+    said = [{"columns": ((0, 2**11 * r), (6, 2**11)),
+             "blocks": ((2 * (r // 2), 2**13 * (r % 2)), (2, 2**13)),
+             "last": ((0, 0, 2**12 * r), (2, 3, 2**12)),
+             "long": ((0, 2**15 * r), (6, 2**15)),  # 128 KiB
+             "rows": ((2 * r, 0), (2, 2**13))} for r in range(4)]
+    joints = joining.joints_of(tensors, said)
+    assert [(j.name, j.ranks, j.dims, j.first, j.rows) for j in joints] == [
+        ("columns", (0, 1, 2, 3), 1, 0, 6), ("blocks", (0, 1), 1, 0, 2), ("blocks", (2, 3), 1, 2, 2),
+        ("last", (0, 1, 2, 3), 2, 0, 6)]
+    for joint in joints:
+        shares = [joint.share(number, step) for number in range(len(joint.ranks)) for step in range(joint.steps)]
+        assert [row for share in shares for row in range(*share)] == list(range(joint.rows)), "each row once"
+    del said[2]["columns"]
+    assert "columns" not in {j.name for j in joining.joints_of(tensors, said)}, "rows of which a part is not there"
 
 
 @hypothesis.given(st.dictionaries(st.sampled_from("abcd"), st.integers(0, 5 * BLOCK)), st.integers(1, 7))

@@ -113,7 +113,8 @@ class Filling:
                 if local is None or there is None:
                     continue
                 called = there.removeprefix("model.")
-                made = {key: self._state(f"optimizer.{called}.{key}", key, parameter, place, local, group)
+                kept = optimizer.state.get(parameter, {})
+                made = {key: self._state(f"optimizer.{called}.{key}", key, parameter, place, local, group, kept.get(key))
                         for key in self._states.get(called, ())}
                 made |= {key: from_words(value) for key, value in scalars.get(there, {}).items()}
                 if made:
@@ -121,8 +122,10 @@ class Filling:
                 else:
                     optimizer.state.pop(parameter, None)
 
-    def _state(self, name: str, key: str, parameter: Tensor, place: Place, local: Tensor, group: Mapping[str, Any]) -> Tensor:
-        """A tensor of an optimizer's state: as the parameter lies, where it has its shape."""
+    def _state(self, name: str, key: str, parameter: Tensor, place: Place, local: Tensor, group: Mapping[str, Any],
+               kept: Any) -> Tensor:
+        """A tensor of an optimizer's state: as the parameter lies, where it has its shape; in the memory of the one that is
+        there, `kept`, where it fits."""
         from torch.distributed.tensor import DTensor  # a second to import, and of use to processes alone
         shape, dtype = self.stored.shape(name), self.stored.dtype(name)
         if not shape and (place.shape or key in _NUMBERS):
@@ -131,6 +134,9 @@ class Filling:
             self.stored.read_into(made, name)
             return made
         if shape == place.shape:
+            if _as_it_lies(kept, parameter, dtype):
+                self._fill(kept.to_local() if isinstance(kept, DTensor) else kept.view(local.shape), name, place)
+                return kept
             made = torch.empty_like(local, dtype=dtype, memory_format=torch.contiguous_format)
             self.stored.read_into(made, name, place.box)
             if isinstance(parameter, DTensor):
@@ -142,6 +148,23 @@ class Filling:
             from torch.distributed.tensor import Replicate
             return DTensor.from_local(made, parameter.device_mesh, [Replicate()] * parameter.device_mesh.ndim, run_check=False)
         return made
+
+
+def _as_it_lies(kept: Any, parameter: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a value of an optimizer's state is a tensor of this dtype that lies as its parameter does, in memory without
+    gaps: fresh memory takes longer than the reading."""
+    from torch.distributed.tensor import DTensor
+    if not isinstance(kept, Tensor) or isinstance(kept, DTensor) != isinstance(parameter, DTensor):
+        return False
+    if isinstance(kept, DTensor):
+        if (kept.device_mesh, kept.placements) != (parameter.device_mesh, parameter.placements):
+            return False
+        local = kept.to_local(), parameter.to_local()
+    else:
+        local = kept, parameter
+    return local[0].shape == local[1].shape and kept.shape == parameter.shape and local[0].is_contiguous() and \
+        (kept.dtype, kept.device, kept.layout) == (dtype, parameter.device, torch.strided) and not kept.requires_grad and \
+        local[0].data_ptr() != local[1].data_ptr()
 
 
 def _bare(name: str) -> str:

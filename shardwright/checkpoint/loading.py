@@ -1,6 +1,6 @@
 """`load_checkpoint`: go on where a checkpoint was taken, under whatever plan and on however many devices.
 
-    manifest, a share of all bytes, names, shapes ── agree ── settings, random state, … ── slices
+    manifest, a share of all bytes ── agree ── names, shapes ── agree ── settings, random state, … ── slices
 
 Nothing is changed before all ranks have found everything sound. The slices come at once where the parameters are what they
 will be; a model that is to be cut into slices takes them at the end of its first planning (`AutoParallel._awaited`).
@@ -87,9 +87,14 @@ def load_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer | None = 
     folder = ranks.agreed(error, folder)[0]  # rank 0 says which, as others may look at another moment
     if folder is None:
         return None
-    loaded: _Loaded | None = None
+    stored, loaded = None, None
     try:
-        loaded = _Loaded(folder, Subject(model, ranks), optimizer, several(schedulers), data, strict)
+        stored = _sound(folder, ranks)
+    except Exception as raised:
+        error = raised
+    ranks.agreed(error)  # before anybody makes sense of what another has found damaged
+    try:
+        loaded = _Loaded(stored, Subject(model, ranks), optimizer, several(schedulers), data, strict)
     except Exception as raised:
         error = raised
     ids = ranks.agreed(error, None if loaded is None else loaded.id)
@@ -129,34 +134,47 @@ def _found(path: Any, step: int | None, missing_ok: bool) -> Path | None:
     return found
 
 
+def _sound(folder: Path, ranks: Alone) -> Stored:
+    """A checkpoint, of which this rank's share of all bytes is as it was written.
+
+    Raises:
+        CheckpointError: it is not.
+    """
+    stored = Stored(folder)
+    manifest = stored.manifest
+    if manifest is None:
+        return stored
+    problems = check_files(folder, manifest, ranks.rank, ranks.world)
+    if folder.name.startswith("step-") and folder in steps_in(folder.parent).values() and \
+            steps_in(folder.parent).get(manifest.step) != folder:
+        problems.append(f"{MANIFEST}: it is of step {manifest.step}")
+    if problems:
+        more = f", and {len(problems) - 1} more files" if len(problems) > 1 else ""
+        raise CheckpointError(f"the checkpoint is damaged: {problems[0]}{more}",
+                              source=str(folder / problems[0].partition(":")[0]), legal=_others(folder))
+    return stored
+
+
 class _Loaded:
-    """A checkpoint that was found sound, and fit for a model, on this rank.
+    """A checkpoint that was found sound on all ranks, and fit for a model, on this rank.
 
     Raises:
         CheckpointError: it is not.
     """
 
-    def __init__(self, folder: Path, subject: Subject, optimizer: torch.optim.Optimizer | None, schedulers: Sequence[Any],
+    def __init__(self, stored: Stored, subject: Subject, optimizer: torch.optim.Optimizer | None, schedulers: Sequence[Any],
                  data: Any, strict: bool) -> None:
-        self.folder, self.subject, self.optimizer = folder, subject, optimizer
+        self.stored, self.folder = stored, stored.folder
+        self.subject, self.optimizer = subject, optimizer
         self.schedulers, self.data = schedulers, data
         ranks = subject.ranks
-        self.stored = Stored(folder)
-        manifest = self.stored.manifest
+        manifest = stored.manifest
         if manifest is None:
             self.id, self.step, self.state = "hugging face", None, {}
             self.extra = None
         else:
             self.id, self.step = manifest.id, manifest.step
-            problems = check_files(folder, manifest, ranks.rank, ranks.world)
-            if folder.name.startswith("step-") and folder in steps_in(folder.parent).values() and \
-                    steps_in(folder.parent).get(manifest.step) != folder:
-                problems.append(f"{MANIFEST}: it is of step {manifest.step}")
-            if problems:
-                more = f", and {len(problems) - 1} more files" if len(problems) > 1 else ""
-                raise CheckpointError(f"the checkpoint is damaged: {problems[0]}{more}",
-                                      source=str(folder / problems[0].partition(":")[0]), legal=_others(folder))
-            self.state = json.loads((folder / STATE).read_bytes())
+            self.state = json.loads((self.folder / STATE).read_bytes())
             self.extra = from_words(self.state["extra"])
         self.filling = Filling(subject, self.stored, strict, self.state)
         self.groups = self._groups() if optimizer is not None else []

@@ -8,6 +8,7 @@ error on all.
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -100,11 +101,22 @@ class Ranks(Alone):
         """Fill host memory with the bytes that a rank sends."""
         self._talked(dist.recv, tensor, src=rank, group=self.group)
 
+    def trade(self, sent: Iterable[tuple[Tensor, int]], received: Iterable[tuple[Tensor, int]]) -> Callable[[], None]:
+        """Begin to send tensors in host memory to ranks, and to fill others with what ranks send; what is called then waits
+        for all of it. None of them may be changed until then."""
+        begun = [self._talked(dist.irecv, tensor, src=rank, group=self.group) for tensor, rank in received if tensor.numel()]
+        begun += [self._talked(dist.isend, tensor, dst=rank, group=self.group) for tensor, rank in sent if tensor.numel()]
+
+        def finish() -> None:
+            for work in begun:
+                self._talked(work.wait)
+        return finish
+
     @staticmethod
-    def _talked(collective: Any, *args: Any, **kwargs: Any) -> None:
+    def _talked(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
             with torch.device("cpu"):  # Gloo's own tensors, whatever the default device is
-                collective(*args, **kwargs)
+                return collective(*args, **kwargs)
         except RuntimeError as error:
             raise CheckpointError(f"a rank does not answer: {error}", legal="all ranks save and load together") from error
 

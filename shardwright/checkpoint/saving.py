@@ -139,8 +139,7 @@ def _collected(subject: Subject, optimizer: torch.optim.Optimizer | None, path: 
     state["schedulers"] = [{"kind": type(s).__name__, "state": words(s.state_dict(), type(s).__name__)} for s in schedulers]
     state["modules"] = {name: words(module.get_extra_state(), name) for name, module in subject.extra.items()}
     state["tied"] = subject.aliases
-    own = {"random": {key: to_words(value) for key, value in generators().items()},
-           "data": None if data is None else {"state": words(data.state_dict(), type(data).__name__)}}
+    position = None if data is None else {"state": words(data.state_dict(), type(data).__name__)}
     texts, config = {}, getattr(subject.net, "config", None)
     if whole and hasattr(subject.net, "save_pretrained") and hasattr(config, "to_json_string"):
         texts[CONFIG] = config.to_json_string().encode()  # with it Hugging Face reads the folder
@@ -152,5 +151,5 @@ def _collected(subject: Subject, optimizer: torch.optim.Optimizer | None, path: 
     if ranks.rank == 0:
         said["id"] = new_id()
         folders.begin(path, step, said["id"])
-    return Job(ranks, path, step, whole, keep, list(subject.tensors), subject.aliases, subject.plan, written, said, own, state,
-               texts)
+    return Job(ranks, path, step, whole, keep, list(subject.tensors), subject.aliases, subject.plan, written, said,
+               generators(), position, state, texts)

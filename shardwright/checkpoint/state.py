@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,9 @@ from ..plan.spelling import spell_layout
 from ..staging import whole_shape
 from .manifest import word_of
 from .ranks import Alone
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 __all__ = ["Box", "Held", "Place", "Subject", "state_names"]
 
@@ -109,6 +112,7 @@ class Subject:
         self.tensors: dict[str, Tensor] = {}
         self.aliases: dict[str, str] = {}
         self.extra: dict[str, nn.Module] = {}
+        self._places: dict[tuple[Any, ...], Place] = {}
         loss = self.wrapper.loss_fn if self.wrapper is not None else None
         names: dict[int, str] = {}
         for prefix, module in (("model.", self.net), *((("loss_fn.", loss),) if isinstance(loss, nn.Module) else ())):
@@ -167,7 +171,39 @@ class Subject:
             layout = Layout.of(world, ((Digit(world, 1),),) + ((),) * tensor.dim())
             box = (slice(self.ranks.rank, self.ranks.rank + 1), *map(slice, [0] * tensor.dim(), tensor.shape))
             return Place(shape, layout, 0, True, box, (self.ranks.rank,)), tensor.detach().unsqueeze(0)
-        return place_of(name, tensor, self.ranks, *self._said(name, tensor))
+        return self.place_of(name, tensor, *self._said(name, tensor))
+
+    def place_of(self, name: str, tensor: Tensor, layout: Layout | None, first: int = 0, own: bool = False
+                 ) -> tuple[Place, Tensor]:
+        """Where a tensor lies, and what is here of it.
+
+        Args:
+            layout, first, own: of a plain tensor, which every rank has whole.
+
+        Raises:
+            CheckpointError: a DTensor of somebody else's.
+        """
+        from torch.distributed.tensor import DTensor  # a second to import, and of use to processes alone
+        if not isinstance(tensor, DTensor):
+            box = tuple(map(slice, [0] * tensor.dim(), tensor.shape))
+            return Place(tuple(tensor.shape), layout, first, own, box, (first if self.ranks.world > 1 else 0,)), tensor.detach()
+        key = tensor.device_mesh, tensor.placements, tensor.shape
+        if key not in self._places:
+            self._places[key] = self._of_slices(name, tensor)
+        with torch.no_grad():  # with gradients each of the two would go through the dispatch of DTensors
+            return self._places[key], tensor.to_local().detach()
+
+    def _of_slices(self, name: str, tensor: DTensor) -> Place:
+        from ..runtime.parameters import layout_of
+        mesh = tensor.device_mesh
+        layout = Layout.replicated(1, tensor.dim()) if mesh.size() == 1 else layout_of(tensor)
+        if layout is None:
+            raise CheckpointError(f"a DTensor of somebody else's making: {tensor.placements} on {mesh}", source=name,
+                                  legal="a model that shardwright alone has distributed")
+        first = int(mesh.mesh.min())
+        here = self.ranks.rank - first
+        holders = tuple(first + r for r in group_of(here, layout.replicas))
+        return Place(tuple(tensor.shape), layout, first, False, true_slice(layout, tensor.shape, here), holders)
 
     def _apart(self, tensor: Tensor) -> bool:
         """Whether each rank has its own slice here, unstacked."""
@@ -183,33 +219,6 @@ class Subject:
             return None, 0, False
         ranks = getattr(planned, "ranks", None)
         return planned.storage.without_partial(), 0 if ranks is None else ranks.start, False
-
-
-def place_of(name: str, tensor: Tensor, ranks: Alone, layout: Layout | None, first: int = 0, own: bool = False
-             ) -> tuple[Place, Tensor]:
-    """Where a tensor lies, and what is here of it.
-
-    Args:
-        layout, first, own: of a plain tensor, which every rank has whole.
-
-    Raises:
-        CheckpointError: a DTensor of somebody else's.
-    """
-    from torch.distributed.tensor import DTensor  # a second to import, and of use to processes alone
-    if not isinstance(tensor, DTensor):
-        box = tuple(map(slice, [0] * tensor.dim(), tensor.shape))
-        return Place(tuple(tensor.shape), layout, first, own, box, (first if ranks.world > 1 else 0,)), tensor.detach()
-    from ..runtime.parameters import layout_of
-    mesh = tensor.device_mesh
-    layout = Layout.replicated(1, tensor.dim()) if mesh.size() == 1 else layout_of(tensor)
-    if layout is None:
-        raise CheckpointError(f"a DTensor of somebody else's making: {tensor.placements} on {mesh}", source=name,
-                              legal="a model that shardwright alone has distributed")
-    first = int(mesh.mesh.min())
-    here = ranks.rank - first
-    holders = tuple(first + r for r in group_of(here, layout.replicas))
-    return Place(tuple(tensor.shape), layout, first, False, true_slice(layout, tensor.shape, here), holders), \
-        tensor.detach().to_local()
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------
@@ -261,7 +270,7 @@ def _state(subject: Subject, called: str, value: Tensor, parameter: Tensor, plac
     from torch.distributed.tensor import DTensor
     dtype = word_of(value.dtype)
     if isinstance(value, DTensor):
-        return Held(called, dtype, *place_of(called, value, subject.ranks, None))
+        return Held(called, dtype, *subject.place_of(called, value, None))
     if value.shape == parameter.shape and value.dim() and not isinstance(parameter, DTensor):
         stacks = place.own and subject.ranks.world > 1
         return Held(called, dtype, place, value.detach().unsqueeze(0) if stacks else value.detach())
@@ -273,4 +282,4 @@ def _state(subject: Subject, called: str, value: Tensor, parameter: Tensor, plac
                               source=called, legal="a state of the parameter's shape")
     devices = place.layout.devices if place.layout is not None else None
     layout = Layout.replicated(devices, value.dim()) if devices is not None else None
-    return Held(called, dtype, *place_of(called, value, subject.ranks, layout, place.first))
+    return Held(called, dtype, *subject.place_of(called, value, layout, place.first))

@@ -3,7 +3,8 @@
     model.safetensors        the model's, under their own names       loss_fn.safetensors       the loss's, if it has any
     optimizer.safetensors    under <parameter>.<key of its state>
 
-A box of rows is one run of bytes in the file; one that is cut in a later dim is as many as it has rows.
+A box of rows is one run of bytes in the file; one that is cut in a later dim is as many as it has rows, unless ranks bring
+theirs together first (`joining`).
 """
 
 from __future__ import annotations
@@ -106,6 +107,19 @@ class WholeFiles:
         finally:
             for handle in handles.values():
                 os.close(handle)
+
+    def write_run(self, folder: Path, name: str, first: int, tensor: Tensor) -> None:
+        """Write neighbouring elements of a tensor, from element `first` on. Not yet through to the disk.
+
+        Raises:
+            OSError: the disk is full, …
+        """
+        file, place = self._places[name]
+        handle = os.open(folder / file, os.O_WRONLY | os.O_CREAT, 0o666)
+        try:
+            _put(handle, memory_of(tensor), place + first * tensor.itemsize)
+        finally:
+            os.close(handle)
 
     def _write(self, handle: int, name: str, place: int, starts: Sequence[int], tensor: Tensor) -> None:
         shape, dtype, _ = self._tensors[name]

@@ -21,11 +21,13 @@ from ..plan import PipelinePlan, Plan
 from . import folders
 from .boxes import Written
 from .digests import digest, shares
+from .joining import Joint, joined, joints_of, scattered
 from .manifest import Entry, File, Manifest, model_fingerprint
 from .manifest import write as write_manifest
 from .part_files import Item, PartFile, entries_of, write_metadata
 from .ranks import Alone
 from .whole_files import WholeFiles
+from .words import to_words
 
 __all__ = ["CONFIG", "Described", "Job", "PLAN", "STATE", "located", "sealed"]
 
@@ -106,7 +108,8 @@ class Job:
         order: the names of the model's tensors.
         written: the boxes that this rank writes.
         said: what it tells the others of itself.
-        own: what of the state is each rank's own, as words.
+        random: the states of this rank's `generators`.
+        data: this rank's position in the data, as words.
         state: the rest of it, of which rank 0's is written.
         texts: file -> what rank 0 writes into it besides.
         tensors: those of all ranks.
@@ -124,7 +127,8 @@ class Job:
     plan: Plan | PipelinePlan | None
     written: list[Written]
     said: dict[str, Any]
-    own: dict[str, Any]
+    random: dict[str, Any]
+    data: dict[str, Any] | None
     state: dict[str, Any]
     texts: dict[str, bytes]
     tensors: Described = field(default_factory=dict)
@@ -161,11 +165,8 @@ class Job:
         everything = {name: described for other in said for name, described in other["tensors"].items()}
         self.tensors = {name: everything[name] for name in sorted(everything, key=place)}
         self.remote = {rank: other["boxes"] for rank, other in enumerate(said) if "boxes" in other}
-        own = self.ranks.gathered(self.own)
-        if self.ranks.rank == 0:
-            if self.state["optimizer"] is not None:
-                self.state["optimizer"]["scalars"] = {k: v for other in said for k, v in other["scalars"].items()}
-            self.state |= {key: _by_rank([states[key] for states in own]) for key in self.own}
+        if self.state["optimizer"] is not None:
+            self.state["optimizer"]["scalars"] = {k: v for other in said for k, v in other["scalars"].items()}
 
     def write(self) -> None:
         """Write the checkpoint.
@@ -174,6 +175,7 @@ class Job:
             CheckpointError: on all ranks, what one of them could not.
         """
         try:
+            self._gather()
             entries, files = self._write_whole() if self.whole else self._write_parts()
             self._each(lambda: self._finish(entries, files) if self.ranks.rank == 0 else None)
         except Exception:
@@ -181,6 +183,16 @@ class Job:
             raise
         finally:
             self.written = []
+
+    def _gather(self) -> None:
+        """Bring to rank 0 what is each rank's own."""
+        own: dict[str, Any] = {}
+        try:
+            own = {"random": {key: to_words(value) for key, value in self.random.items()}, "data": self.data}
+        except Exception as error:  # it is raised where the others hear of it
+            self.failed = self.failed or located(error, self.part)
+        states = self.ranks.gathered(own)
+        self.state |= {key: _by_rank([theirs.get(key) for theirs in states]) for key in ("random", "data") if states}
 
     def give_up(self) -> None:
         """Remove what there is of it."""
@@ -207,13 +219,15 @@ class Job:
         ranks, rank = self.ranks, self.ranks.rank
         near = [r for r in range(ranks.world) if not ranks.remote(r)]
         files = WholeFiles(self.tensors, self.id, self.step, self.aliases)
+        joints = [] if ranks.world == 1 or self.remote else joints_of(self.tensors, ranks.exchanged(scattered(self.written)))
+        shared = {joint.name for joint in joints if rank in joint.ranks}
 
         def write() -> None:
             if rank in near or self.failed is not None:
                 self._look()
                 if rank == 0:
                     files.begin(self.part)
-                files.write(self.part, ((w.name, w.starts, w.tensor.cpu()) for w in self.written))
+                files.write(self.part, ((w.name, w.starts, w.tensor.cpu()) for w in self.written if w.name not in shared))
 
         def check() -> dict[str, list[tuple[int, str]]]:
             mine: dict[str, list[tuple[int, str]]] = {}
@@ -224,6 +238,8 @@ class Job:
             return mine
 
         self._each(write)
+        if joints:
+            self._each(lambda: self._join(files, joints))
         if self.remote:
             self._each(lambda: self._carry(files))
         blocks: dict[str, list[tuple[int, str]]] = {name: [] for name in files.sizes}
@@ -232,6 +248,18 @@ class Job:
                 blocks[name] += some
         return files.entries, {name: File(size, "".join(text for _, text in sorted(blocks[name])))
                                for name, size in files.sizes.items()}
+
+    def _join(self, files: WholeFiles, joints: list[Joint]) -> None:
+        """Write boxes that are short runs in the file together with the ranks that have the rest of their rows."""
+        failed: OSError | None = None
+        for name, first, rows in joined(joints, {w.name: w.tensor for w in self.written}, self.ranks):
+            try:
+                if failed is None:
+                    files.write_run(self.part, name, first, rows)
+            except OSError as error:
+                failed = error  # the others go on sending
+        if failed is not None:
+            raise failed
 
     def _carry(self, files: WholeFiles) -> None:
         """Bring boxes of other hosts to rank 0, which writes them: of two hosts that write into one page of a file each may
