@@ -1,5 +1,7 @@
 """What the exact solver is made of: orders, reductions, sweeps, descent."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from energies import SHAPES, assignments, held_most, layered, random_energy, with_usages
@@ -7,10 +9,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from shardwright.errors import PlanError
+from shardwright.plan.solver import elimination
 from shardwright.plan.solver.descent import descend
 from shardwright.plan.solver.elimination import eliminate, elimination_order
 from shardwright.plan.problem import Problem
 from shardwright.plan.solver.reduce import consistent, core, interned, reduced, restrict, undominated
+from shardwright.plan.solver.sweeps import Sweeps, colours
 from shardwright.plan.solver.trws import Messages, trws
 
 small = st.builds(random_energy, st.integers(0, 10**6), st.sampled_from(SHAPES), st.integers(1, 6), st.integers(1, 4),
@@ -183,3 +187,67 @@ def test_descent_finds_its_way_out_of_what_is_forbidden():
     assert problem.cost(states) == np.inf
     found = descend(problem, states, most=100)
     assert problem.cost(found) < np.inf
+
+
+@settings(max_examples=80, deadline=None)
+@given(small, st.integers(1, 6))
+def test_sweeps_of_a_colour_at_once_are_those_of_its_nodes_one_by_one(problem, iterations):
+    try:
+        problem = consistent(problem).problem
+    except PlanError:
+        assume(False)
+    together = Sweeps(problem)
+    number = colours(len(problem.costs), list(problem.edges))
+    assert all(number[i] != number[j] for i, j in problem.edges)
+    alone = Messages(problem, np.argsort(number, kind="stable").tolist())
+    truth = least(problem)
+    together.best = truth
+    for _ in range(iterations):
+        states = together.states()
+        assert together.sweep() == pytest.approx(alone.sweep(), rel=1e-9, abs=1e-9)
+        assert problem.cost(states) == pytest.approx(problem.cost(alone.states))
+    for states in assignments(problem):
+        if problem.cost(states) <= truth < np.inf:
+            assert all(mark[s] for mark, s in zip(together.alive, states))
+
+
+def test_sweeps_give_up_what_costs_too_much():
+    problem = random_energy(5, "dense", 12, 6, whole=False)
+    sweeps = Sweeps(problem)
+    sweeps.best = problem.cost(descend(problem, sweeps.states().tolist()))
+    for _ in range(30):
+        sweeps.sweep()
+    assert sum(int(mark.sum()) for mark in sweeps.alive) < sum(len(own) for own in problem.costs)
+
+
+def test_sweeps_go_on_with_other_costs():
+    problem = random_energy(5, "dense", 12, 6, whole=False)
+    near = replace(problem, costs=tuple(1.01 * own for own in problem.costs))
+    sweeps, fresh = Sweeps(problem), Sweeps(near)
+    for _ in range(10):
+        sweeps.sweep()
+    sweeps.load(near)
+    assert sweeps.sweep() > fresh.sweep()
+    found = descend(near, sweeps.states().tolist())
+    assert sweeps.bound <= near.cost(found)
+
+
+def test_a_state_that_all_neighbours_forbid_spoils_no_bound():
+    table = np.array([[1.0, np.inf], [2.0, np.inf]])
+    sweeps = Sweeps(Problem((np.zeros(2), np.zeros(2), np.array([3.0, 4.0])), {(0, 1): table, (1, 2): np.ones((2, 2)),
+                                                                              (0, 2): np.ones((2, 2))}))
+    for _ in range(5):
+        sweeps.sweep()
+    assert sweeps.bound == pytest.approx(6.0) and sweeps.states().tolist() == [0, 0, 0]
+
+
+def test_a_joint_made_in_blocks_is_the_same(monkeypatch):
+    problem = random_energy(3, "dense", 6, 5, whole=False)
+    order = elimination_order([len(own) for own in problem.costs], problem.edges)
+    at_once = eliminate(problem.costs, problem.edges, order)
+    monkeypatch.setattr(elimination, "AT_ONCE", 1)
+    for block in (1, 7, 40):
+        monkeypatch.setattr(elimination, "BLOCK", block)
+        found = eliminate(problem.costs, problem.edges, order)
+        assert found.constant == at_once.constant
+        assert found.complete([0] * len(problem.costs)) == at_once.complete([0] * len(problem.costs))

@@ -35,6 +35,7 @@ from .facts import SPARSE, Facts
 __all__ = ["MOST", "Eliminated", "Order", "Tables", "eliminate", "elimination_order", "shared_work"]
 
 MOST = 2**24  # entries of a joint: 128 MiB where it is made at once, about 50 ms
+BLOCK = 2**14  # entries of what is left that are made at once, where it is made state by state: 128 KiB; measured
 AT_ONCE = 2**18  # entries of a joint up to which it is made at once, not state by state: 2 MiB; measured
 
 Scope = tuple[int, ...]  # nodes, ascending
@@ -302,13 +303,30 @@ def _least(parts: Sequence[tuple[tuple[int, ...], np.ndarray]], dims: int, facts
         for table in tables[1:]:
             joint = joint + table
         return joint.min(axis=0)
-    least, joint = np.full(shape[1:], np.inf), np.empty(shape[1:])
-    for state in range(shape[0]):
+    least = np.empty(shape[1:])
+    rows = max(1, BLOCK // math.prod(shape[2:]))
+    for first in range(0, shape[1], rows):
+        part = slice(first, first + rows)
+        _by_state([table if table.shape[1] == 1 else table[:, part] for table in tables], least[part])
+    return least
+
+
+def _by_state(tables: Sequence[np.ndarray], least: np.ndarray) -> None:
+    """The least of a joint over its first dim, state by state.
+
+    Args:
+        tables: two or more, the smallest first.
+        least: where to.
+    """
+    joint = np.empty(least.shape)
+    for state in range(max(len(table) for table in tables)):
         part = tables[0][state]
         for table in tables[1:-1]:
             part = part + table[state]
-        np.minimum(least, np.add(part, tables[-1][state], out=joint), out=least)
-    return least
+        if state == 0:
+            np.add(part, tables[-1][state], out=least)
+        else:
+            np.minimum(least, np.add(part, tables[-1][state], out=joint), out=least)
 
 
 def _by_group(tables: Sequence[np.ndarray], dims: int, dim: int, which: np.ndarray) -> np.ndarray:

@@ -33,6 +33,8 @@ __all__ = ["InfeasibleMemoryError", "solve_limited"]
 SECONDS = 60.0  # to look for the least limit, where no time is given
 TURNS = 200  # of the multipliers, and of a search; where no time is given, of the largest problems too
 NODES = 20_000  # of HiGHS's tree, where no time is given
+SWEEPS = 8  # at each of the multipliers
+LAST = 20  # ... at those that a search begins at
 WIDE = 2**12  # entries of a joint in a search among all nodes
 SPARE = 0.05  # of the time, for the last of the searches and what comes after it
 STILL = 3  # searches that find nothing, after which one begins elsewhere
@@ -142,10 +144,10 @@ def _search(problem: Problem, rows: Rows, until: float, gap: float) -> Solution:
     best = _Best(problem, rows)
     large = len(problem.costs) > MANY
     entries = sum(table.size for table in problem.edges.values())
-    share = 0.5 if large else 0.3  # of the time for the multipliers
+    share = 0.3  # of the time for the multipliers
     turn = 0
     while time.monotonic() < start + share * (until - start):
-        best.see(ascent.advance(2 if large else 3))
+        best.see(ascent.advance(SWEEPS))
         turn += 1
         if best.states is not None and best.cost - priced.bound <= 1e-9 * abs(best.cost):
             return Solution(tuple(best.states), best.cost, best.cost, ("exact: the bound meets the cost",))
@@ -210,7 +212,7 @@ def _polish(best: _Best, priced: Priced, until: float) -> None:
     """
     rows, left = priced.rows, np.array(priced.order.left)
     priced.price(priced.best)
-    priced.sweep(4)
+    priced.sweep(LAST)
     inner = _allowed(priced, until)
     turn, pace, side, still = 0, 1.0, 0, 0
     while time.monotonic() < until and (until < math.inf or turn < TURNS):
@@ -219,7 +221,7 @@ def _polish(best: _Best, priced: Priced, until: float) -> None:
         turn += 1
         still = 0 if priced.core.cost(inner) < before - 1e-4 * abs(before) else still + 1
         if still > STILL:
-            priced.sweep(3)
+            priced.sweep(LAST)
             other = _allowed(priced, until)
             for _ in range(3):
                 other = wide(priced.core, other, seed=turn)
@@ -243,7 +245,7 @@ def _polish(best: _Best, priced: Priced, until: float) -> None:
 
 def _allowed(priced: Priced, until: float) -> list[int]:
     """What the sweeps took, made allowed where it is not."""
-    states = priced.messages.states.tolist()
+    states = priced.messages.states().tolist()
     if not np.isfinite(priced.core.cost(states)):
         states = descend(priced.core, states, patience=2, until=until)
     return states

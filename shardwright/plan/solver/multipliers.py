@@ -2,7 +2,7 @@
 
     bound(λ) = min_s [cost(s) + Σ_t λ_t (used_t(s) - limit)],   λ >= 0
 
-The inner minimum has no limit: nodes of at most two neighbours are eliminated, the rest is swept (trws.py), which
+The inner minimum has no limit: nodes of at most two neighbours are eliminated, the rest is swept (sweeps.py), which
 bounds it from below; the messages are kept from one λ to the next. λ grows where the states that the sweep takes hold
 more than the limit, in proportion, and falls where they hold less.
 """
@@ -18,11 +18,13 @@ from .batched import Batched
 from .elimination import elimination_order
 from .moments import Rows
 from ..problem import Problem
-from .trws import Messages
+from .sweeps import Sweeps
 
 __all__ = ["Ascent", "Priced"]
 
 
+FIRST = 20  # sweeps before there is any price
+FIXING = 20  # sweeps that look which states may be part of something as good as what is known
 NEAR = 0.1  # of the limit: how far below the fullest moment one may be to have a price at first
 
 
@@ -45,7 +47,7 @@ class Priced:
         self.multipliers = self.best = np.zeros(rows.count)
         self.bound = -np.inf
         self.easy = Batched(problem, self.order)
-        self._messages: Messages | None = None
+        self._messages: Sweeps | None = None
         self._fresh = False
 
     def price(self, multipliers: np.ndarray) -> None:
@@ -59,13 +61,13 @@ class Priced:
         self._fresh = False
 
     @property
-    def messages(self) -> Messages:
+    def messages(self) -> Sweeps:
         """Of the core; kept from one price to the next."""
-        if not self._fresh:
-            messages = Messages(self.core)
-            if self._messages is not None:
-                messages.start_from(self._messages)
-            self._messages, self._fresh = messages, True
+        if self._messages is None:
+            self._messages = Sweeps(self.core)
+        elif not self._fresh:
+            self._messages.load(self.core)
+        self._fresh = True
         return self._messages
 
     def sweep(self, times: int = 1) -> float:
@@ -88,7 +90,7 @@ class Priced:
         """Which states (bool, by node) may be part of an assignment that keeps the limit and costs at most so much."""
         self.price(self.best)
         self.messages.best = cost - self.constant
-        self.sweep(5)
+        self.sweep(FIXING)
         out = [np.ones(len(own), bool) for own in self.problem.costs]
         for v, mark in zip(self.order.left, self.messages.alive):
             out[v] = mark
@@ -111,7 +113,7 @@ class Ascent:
         least = rows.least() / rows.unit
         near = np.maximum(least - least.max() + NEAR, 0.0) ** 2
         priced.price(np.zeros(rows.count))
-        self._scale = max(abs(priced.sweep(5)), 1.0) / rows.unit
+        self._scale = max(abs(priced.sweep(FIRST)), 1.0) / rows.unit
         priced.price(near / near.sum() * self._scale)
 
     def advance(self, sweeps: int) -> list[int]:
@@ -122,7 +124,7 @@ class Ascent:
         """
         priced = self.priced
         now = priced.sweep(sweeps)
-        states = priced.lift(priced.messages.states)
+        states = priced.lift(priced.messages.states())
         over = priced.rows.over(states)
         self._over = over if self._over is None else 0.6 * self._over + 0.4 * over
         multipliers = priced.multipliers

@@ -191,12 +191,6 @@ class Messages:
                 edges[(u, v) if u < v else (v, u)] = left.T if u < v else left
         return own, edges
 
-    def start_from(self, other: Messages) -> None:
-        """Take the messages of a problem with the same nodes, states and edges, and other costs."""
-        for new, old in zip(self._sides, other._sides):
-            for a, b in zip(new, old):
-                a.incoming = b.incoming
-
     def cut(self, problem: Problem, kept: Sequence[np.ndarray]) -> Messages:
         """The messages of the same problem with fewer states (see reduce.Restricted), from where these are.
 
