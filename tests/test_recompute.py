@@ -366,7 +366,8 @@ def test_gathered_weights() -> None:
         assert {c.op for c in gathers} == {"all_gather"} and len(gathers) > 10
         if level == "level1":
             assert not any(c.again for c in (*plain.collectives(0), *kept_.collectives(0)))
-            assert less < held and plan.memory(0)["gathered"] < kept_.memory(0)["gathered"] == plain.memory(0)["gathered"]
+            # In one process a gathered weight is a view of the whole one, kept or not.
+            assert less == held and plan.memory(0)["gathered"] < kept_.memory(0)["gathered"] == plain.memory(0)["gathered"]
 
 
 # -- how it is asked for -----------------------------------------------------------------------------------------------

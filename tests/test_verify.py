@@ -251,12 +251,12 @@ def test_a_conversion_is_told_from_the_operator(monkeypatch, phase):
     import shardwright.runtime.local as local
     right = local.convert_shards
 
-    def wrong(conversion, shards):
-        result = right(conversion, shards)
+    def wrong(conversion, shards, how):
+        result = right(conversion, shards, how)
         backward = sys._getframe(1).f_code.co_name == "backward"
         there = conversion.target.cuts == ((8, 1) if backward else (1, 8))
         hit = there and any(s.kind == "all_to_all" for s in conversion.steps) and backward == (phase == "gradient")
-        return [2 * x for x in result] if hit else result
+        return 2 * result if hit else result
 
     monkeypatch.setattr(local, "convert_shards", wrong)
     first = found(Net(torch.tanh, ((1, 8),))).first_difference
@@ -277,10 +277,11 @@ def test_a_graph_that_is_not_the_model_is_told_apart():
 
 
 def test_tolerances_are_for_the_caller_to_say():
-    net, x = Net(torch.tanh, ((2, 4),)), torch.randn(16, 16)
-    report = sw.verify(net, x, dtypes=(torch.float32,), tolerances={torch.float32: 1e-12})
+    inputs, label = batch()
+    exact = {"loss_fn": nn.CrossEntropyLoss(), "dtypes": (torch.float32,), "tolerances": {torch.float32: 1e-12}}
+    report = sw.verify(operator_functional.Network(), inputs, label, **exact)
     assert not report.ok and report.headline.dtype == torch.float32
-    assert sw.verify(net, x, dtypes=(torch.bfloat16,)).ok
+    assert sw.verify(Net(torch.tanh, ((2, 4),)), torch.randn(16, 16), dtypes=(torch.bfloat16,)).ok
 
 
 @pytest.mark.parametrize("settings, message", [

@@ -1,15 +1,16 @@
 """The local runtime: all ranks in one process, in lockstep, operator by operator.
 
-A value is the list of its shards, one a rank. The user sees whole parameters: scattering one hands each rank its slice,
-and the backward of that takes the ranks' gradients together again, checking that replicas agree. So a laptop runs a
-plan for eight or sixty-four devices without a launcher, and runs the same conversions, forward and backward, as eight
-or sixty-four processes would.
+A value is all ranks' shards in one tensor (`stacked`), so that an operator is one call for all of them. The user sees
+whole parameters, of which the ranks' slices are a view. So a laptop runs a plan for eight or sixty-four devices without
+a launcher, and runs the same conversions, forward and backward, as eight or sixty-four processes would. Where ranks
+should hold the same thing but need not, because each has worked on it in its own way, it is there for every rank, and
+seen to agree when it comes together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,67 +20,73 @@ from ..conversion import Conversion, conversion
 from ..layout import Layout
 from ..lower import Lowered, extreme, move, sum_of_gradient
 from ..plan.padding import amounts
-from ..plan.route import Extreme, Move
-from ..rules.generator import PLAIN
-from .products import products
+from ..plan.route import Extreme, Instance, Move
+from .calls import Call, plain_function
 from .recompute import Regions, keep
-from .shards import assemble, convert_shards, scatter
+from .shards import assemble, scatter
+from .shards import convert_shards as convert_list
+from .stacked import Axes, RankShape, converting, union
 from .unkept import Unkept
 
-__all__ = ["LocalProgram"]
+__all__ = ["LocalProgram", "plain_function", "ties"]
 
-Shards = list[Tensor]
+
+def convert_shards(conversion: Conversion, x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+    """All ranks' shards in the target's layout; `run` does so. Every conversion of a program passes here."""
+    return run(x)
 
 
 class _Scatter(torch.autograd.Function):
-    """Whole tensor -> every rank's slice. Backward: the ranks' slices of the gradient -> the whole gradient.
-
-    The slices of the gradient may be terms of sums: `gradient` is the layout in which they come.
-    """
+    """Whole tensor -> every rank's slice. Backward: the ranks' slices of the gradient -> the whole gradient; replicas
+    have to agree."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, layout: Layout, gradient: Layout) -> tuple[Tensor, ...]:
-        ctx.layout = gradient
-        return _distinct(scatter(whole, layout), (whole,))
+    def forward(ctx: Any, whole: Tensor, layout: Layout, axes: Axes) -> Tensor:
+        ctx.layout, ctx.axes = layout, axes
+        return axes.stack(scatter(whole, layout), axes.sizes)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return assemble(list(gradients), ctx.layout, check=True), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return assemble(ctx.axes.shards(gradient, ctx.axes.sizes), ctx.layout, check=True), None, None
 
 
 class _Assemble(torch.autograd.Function):
     """Every rank's slice -> the whole tensor. Backward: the gradient's slices."""
 
     @staticmethod
-    def forward(ctx: Any, layout: Layout, *shards: Tensor) -> Tensor:
-        ctx.layout = layout
-        whole = assemble(list(shards), layout)
-        return whole.view_as(whole) if any(whole is s for s in shards) else whole
+    def forward(ctx: Any, x: Tensor, layout: Layout, axes: Axes, held: RankShape) -> Tensor:
+        ctx.layout, ctx.axes, ctx.held = layout, axes, held
+        return assemble(axes.shards(x, held), layout)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *scatter(gradient, ctx.layout)
+        return ctx.axes.stack(scatter(gradient, ctx.layout), ctx.held), None, None, None
+
+
+class _Ways(NamedTuple):
+    """A conversion and its transpose, with what does them."""
+
+    forward: Conversion
+    backward: Conversion | None
+    run: Callable[[Tensor], Tensor]
+    back: Callable[[Tensor], Tensor] | None
 
 
 class _Convert(torch.autograd.Function):
-    """A conversion and its transpose. A value that is whole on every rank is one tensor, on either side."""
+    """A conversion and its transpose."""
 
     @staticmethod
-    def forward(ctx: Any, forward: Conversion, backward: Conversion, one_in: bool, one_out: bool, *tensors: Tensor
-                ) -> Tensor | tuple[Tensor, ...]:
-        ctx.conversion, ctx.one_in, ctx.one_out = backward, one_in, one_out
-        devices = forward.source.devices
-        results = convert_shards(forward, list(tensors) * devices if one_in else list(tensors))
-        return _distinct(results[:1], tensors)[0] if one_out else _distinct(results, tensors)
+    def forward(ctx: Any, x: Tensor, ways: _Ways) -> Tensor:
+        ctx.ways = ways
+        made = convert_shards(ways.forward, x, ways.run)
+        return made.view_as(made) if made is x else made
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        devices = ctx.conversion.source.devices
-        results = convert_shards(ctx.conversion, list(gradients) * devices if ctx.one_out else list(gradients))
-        return None, None, None, None, *(results[:1] if ctx.one_in else results)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return convert_shards(ctx.ways.backward, gradient, ctx.ways.back), None
 
 
 class _Extreme(torch.autograd.Function):
@@ -90,23 +97,19 @@ class _Extreme(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, instruction: Extreme, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        reduced, operands = tensors[:count], tensors[count:]
-        results = convert_shards(instruction.forward, list(reduced))
-        ctx.instruction = instruction
-        ctx.save_for_backward(*reduced, *operands, *results)
-        return _distinct(results, tensors)
+    def forward(ctx: Any, reduced: Tensor, operand: Tensor, dims: tuple[int, ...], ways: _Ways) -> Tensor:
+        ctx.dims, ctx.ways = dims, ways
+        result = convert_shards(ways.forward, reduced, ways.run)
+        ctx.save_for_backward(reduced, operand, result)
+        return result
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        n = len(gradients)
-        reduced, operands, results = (ctx.saved_tensors[i * n:(i + 1) * n] for i in range(3))
-        held = [ties(x, m, y, ctx.instruction.dims) for x, m, y in zip(operands, reduced, results)]
-        source = ctx.instruction.source.layout
-        total = convert_shards(conversion(source.without_partial().with_partial(source.partial),
-                                          source.without_partial()), [h.to(g.dtype) for h, g in zip(held, gradients)])
-        return None, None, *(g * h / t for g, h, t in zip(gradients, held, total)), *([None] * n)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        reduced, operand, result = ctx.saved_tensors
+        held = ties(operand, reduced, result, ctx.dims).to(gradient.dtype)
+        total = convert_shards(ctx.ways.backward, held, ctx.ways.back)
+        return gradient * held / total, None, None, None
 
 
 def ties(operand: Tensor, reduced: Tensor, result: Tensor, dims: Sequence[int]) -> Tensor:
@@ -117,23 +120,8 @@ def ties(operand: Tensor, reduced: Tensor, result: Tensor, dims: Sequence[int]) 
     return torch.where(reduced == result, count, torch.zeros_like(count))
 
 
-def _distinct(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Autograd tells the outputs of a function apart by object: aliases where two are one, or one is an input."""
-    seen = {id(x) for x in inputs}
-    out = []
-    for x in results:
-        if id(x) in seen:
-            x = x.view_as(x)
-        seen.add(id(x))
-        out.append(x)
-    return tuple(out)
-
-
 class LocalProgram:
     """A lowered program, run for all ranks at once.
-
-    A value is the list of its shards. One that is whole on every rank, and that every rank uses alike, is one tensor: what
-    all ranks would do in the same way with the same thing is done once.
 
     Args:
         lowered: the program.
@@ -143,33 +131,30 @@ class LocalProgram:
     """
 
     def __init__(self, lowered: Lowered) -> None:
-        self.lowered, self.devices = lowered, lowered.plan.devices
+        self.lowered = lowered
         self.record: Callable[[torch.fx.Node, Any], None] | None = None
         nodes = list(lowered.module.graph.nodes)
+        self.axes = Axes.of_layouts(lowered.plan.devices, _layouts(nodes))
         self._slots = {node: i for i, node in enumerate(nodes)}
-        self._one: dict[torch.fx.Node, bool] = {}
+        self._held: dict[torch.fx.Node, RankShape] = {}
+        self._terms: dict[torch.fx.Node, RankShape] = {}
+        self._gradients: dict[torch.fx.Node, Layout] = {}
+        self._ways: dict[torch.fx.Node, _Ways] = {}
         for node in nodes[:-1]:
-            self._one[node] = self._is_one(node)
-        regions = Regions(lowered, self._slots.__getitem__)
-        # Where parts are computed again, what is saved of a call has to be known one by one.
-        self._products = {} if regions.regions else {n: p for n, p in products(lowered).items() if not self._one[n]}
-        whole = {p.matrix for p in self._products.values()}
-        self._passed = {p.passed for p in self._products.values()} - {None}
-        self._summed = {sole: n for n in nodes if n.op == "placeholder" and not self._one[n]
-                        for sole in [sum_of_gradient(n)] if sole is not None}
-        gradients = {n: sole.meta["instruction"].backward.source for sole, n in self._summed.items()}
-        self._padded = {self._slots[n]: amounts(true, instance.value.shape) for n in nodes if n.op == "placeholder"
-                        for instance in [n.meta["instance"]] if instance.value.name in lowered.plan.graph.parameters
-                        for true in [lowered.plan.graph.parameters[instance.value.name].shape]
-                        if true != instance.value.shape}
-        self._placeholders = [
-            (self._slots[n], self._one[n] or n in whole, n.meta["instance"].layout, gradients.get(n, n.meta["instance"].layout))
-            for n in nodes if n.op == "placeholder"]
+            self._lay(node)
+        # What reads a value that is there once sums its gradients.
+        self._passed = {sole for n in nodes if n.op == "placeholder"
+                        for sole in [sum_of_gradient(n)] if sole in self._terms}
+        parameters = lowered.plan.graph.parameters
+        self._padded = {self._slots[n]: amounts(parameters[v.name].shape, v.shape)
+                        for n in nodes if n.op == "placeholder" for v in [n.meta["instance"].value]
+                        if v.name in parameters and parameters[v.name].shape != v.shape}
+        self._placeholders = [(self._slots[n], self._scattering(n)) for n in nodes if n.op == "placeholder"]
         self._unkept = Unkept()
-        self._regions = regions
+        self._regions = Regions(lowered, self._slots.__getitem__)
         self._begin = self._regions.again(self._step)
         self._steps = [(n, self._slots[n], self._saving(n, self._step(n))) for n in nodes if n.op == "call_function"]
-        self._outputs = [(self._slots[n], self._one[n], n.meta["instance"].layout) for n in nodes[-1].args[0]]
+        self._outputs = [(self._slots[n], self._assembling(n)) for n in nodes[-1].args[0]]
         self._frees = _last_uses(nodes, self._slots)
         self._keeps = not any(n.target is move and n.meta["instruction"].again for n in nodes)
 
@@ -187,37 +172,103 @@ class LocalProgram:
     def _run(self, whole: tuple[Tensor, ...]) -> list[Tensor]:
         env: list[Any] = [None] * len(self._slots)
         env.append(self._begin() if self._regions.regions and torch.is_grad_enabled() else None)
-        for (slot, one, layout, gradient), tensor in zip(self._placeholders, whole, strict=True):
+        for (slot, cut), tensor in zip(self._placeholders, whole, strict=True):
             if slot in self._padded:
                 tensor = torch.nn.functional.pad(tensor, self._padded[slot])
-            # Where no two ranks hold the same gradient, autograd itself sums the terms and joins the slices.
-            env[slot] = tensor if one else _Scatter.apply(tensor, layout, gradient) \
-                if gradient.replicas and tensor.requires_grad else scatter(tensor, layout)
+            env[slot] = tensor if cut is None else cut(tensor)
         record = self.record
         for (node, slot, step), free in zip(self._steps, self._frees):
             env[slot] = step(env)
             if record is not None and node not in self._passed:
-                record(node, [env[slot]] * self.devices if self._one[node] else env[slot])
+                env[slot] = self._recorded(record, node, env[slot])
             for dead in free:
                 env[dead] = None
-        return [env[slot] if one else _Assemble.apply(layout, *env[slot]) if env[slot][0].requires_grad
-                else assemble(env[slot], layout) for slot, one, layout in self._outputs]
+        return [env[slot] if join is None else join(env[slot]) for slot, join in self._outputs]
 
-    def _is_one(self, node: torch.fx.Node) -> bool:
-        """Whether a node's value is one tensor for all ranks."""
+    def _recorded(self, record: Callable[[torch.fx.Node, Any], None], node: torch.fx.Node, value: Any) -> Any:
+        """Show a value to who records, shard by shard; what goes on is made of these shards, so that they get gradients."""
+        axes, held = self.axes, self._held[node]
+        if not isinstance(value, Tensor):
+            record(node, list(zip(*(axes.shards(x, held) if isinstance(x, Tensor) else [x] * axes.devices
+                                    for x in value))))
+            return value
+        parts = axes.unbind(value, held)
+        record(node, [parts[k] for k in axes.places(held)])
+        return axes.joined(parts, held)
+
+    # -- where each value lies --
+
+    def _lay(self, node: torch.fx.Node) -> None:
+        """Along which axes a value differs, and in which layout its gradient comes."""
+        axes, instance = self.axes, node.meta.get("instance")
+        if instance is not None:
+            self._gradients[node] = instance.layout.without_partial()
         if node.op == "placeholder":
-            return node.meta["instance"].layout.is_replicated
-        instruction = node.meta.get("instruction")
-        if instruction is None:  # an output of an operator that has several
-            return self._one[node.args[0]]
-        if node.target is move:
-            # The ranks' gradients of it are terms of a sum: each rank has a copy of its own.
-            summed = instruction.backward is not None and bool(instruction.backward.source.partial)
-            return instruction.target.layout.is_replicated and not summed
-        if node.target is extreme:
-            return instruction.target.layout.is_replicated
-        made = [o.layout.is_replicated for o in instruction.outputs if o is not None]
-        return all(made) and all(self._one[a] for a in node.all_input_nodes)
+            self._held[node] = axes.along(instance.layout.carried)
+        elif node.target is move or node.target is extreme:
+            self._ways[node], self._held[node] = (self._conversion if node.target is move else self._extremes)(node)
+        elif "instruction" not in node.meta:  # an output of an operator that has several
+            self._held[node] = self._held[node.args[0]]
+        else:
+            terms = [self._terms.get(a, ()) for a in node.all_input_nodes if a.meta["instance"].value.requires_grad]
+            self._held[node] = union(*(self._held[a] for a in node.all_input_nodes), *terms)
+
+    def _conversion(self, node: torch.fx.Node) -> tuple[_Ways, RankShape]:
+        instruction: Move = node.meta["instruction"]
+        source, target = instruction.source, instruction.target
+        forward, backward, axes = instruction.forward, instruction.backward, self.axes
+        before, after = self._held[node.args[0]], axes.along(target.layout.carried + target.layout.partial)
+        run, back = converting(axes, forward.source, forward.target, before, after, source.local_shape), None
+        if run is not None and backward is not None:
+            back = converting(axes, backward.source, backward.target, after, before, target.local_shape, summed=True,
+                              alike=target.layout.partial)
+        if run is None or back is None and backward is not None:
+            run, after = self._listed(forward, before, axes.sizes), axes.sizes
+            back = None if backward is None else self._listed(backward, after, before)
+        elif backward is not None:
+            self._gradients[node] = backward.source
+            self._terms[node] = axes.along(backward.source.partial)
+        return _Ways(forward, backward, run, back), after
+
+    def _extremes(self, node: torch.fx.Node) -> tuple[_Ways, RankShape]:
+        instruction: Extreme = node.meta["instruction"]
+        source, layout, axes = instruction.source.layout, instruction.target.layout, self.axes
+        terms = source.without_partial().with_partial(source.partial)
+        total = conversion(terms, source.without_partial())
+        after, local = axes.along(layout.carried), instruction.source.local_shape
+        before = union(*(self._held[a] for a in node.args), after)
+        run = converting(axes, source, layout, before, after, local)
+        back = converting(axes, terms, source.without_partial(), before, after, local)
+        if run is None or back is None:
+            before = after = axes.sizes
+            run, back = self._listed(instruction.forward, before, after), self._listed(total, before, after)
+        return _Ways(instruction.forward, total, run, back), after
+
+    def _listed(self, found: Conversion, held: RankShape, wanted: RankShape) -> Callable[[Tensor], Tensor]:
+        """A conversion shard by shard."""
+        axes = self.axes
+        return lambda x: axes.stack(convert_list(found, axes.shards(x, held)), wanted)
+
+    def _scattering(self, node: torch.fx.Node) -> Callable[[Tensor], Tensor] | None:
+        """What makes a value of a whole tensor; None: that is one."""
+        instance: Instance = node.meta["instance"]
+        layout, shape, axes = instance.layout, instance.value.shape, self.axes
+        if layout.is_replicated:
+            return None
+        cut = converting(axes, Layout.replicated(axes.devices, len(shape)), layout, (), self._held[node], tuple(shape))
+        return cut or (lambda whole: _Scatter.apply(whole, layout, axes))
+
+    def _assembling(self, node: torch.fx.Node) -> Callable[[Tensor], Tensor] | None:
+        """What makes a whole tensor of a value; None: it is one."""
+        instance: Instance = node.meta["instance"]
+        layout, held, axes = instance.layout, self._held[node], self.axes
+        if layout.is_replicated and not held:
+            return None
+        join = converting(axes, layout, Layout.replicated(axes.devices, len(instance.value.shape)), held, (),
+                          instance.local_shape)
+        return join or (lambda x: _Assemble.apply(x, layout, axes, held))
+
+    # -- what each node does --
 
     def _saving(self, node: torch.fx.Node, step: Callable[[list], Any]) -> Callable[[list], Any]:
         """A node's step, and around it what recomputation keeps and drops; the call's regions are last in `env`."""
@@ -237,103 +288,56 @@ class LocalProgram:
         return run
 
     def _step(self, node: torch.fx.Node) -> Callable[[Any], Any]:
-        if node in self._products:
-            return self._products[node].step(node, self._slots, self._one, self.devices)
+        slots = self._slots
         if node in self._passed:
-            slot = self._slots[node.args[0]]
-            return lambda env: env[slot]
-        if node in self._summed:
-            slot = self._slots[self._summed[node]]
+            slot = slots[node.args[0]]
             return lambda env: env[slot]
         if node.target is move:
             return self._move(node)
         if node.target is extreme:
             return self._extreme(node)
-        return self._compute(node)
+        if "instruction" not in node.meta:
+            base, index = slots[node.args[0]], node.args[1]
+            return lambda env: env[base][index]
+        return Call(node, self.axes, self._held, self._terms, self._gradients, slots).step()
 
     def _move(self, node: torch.fx.Node) -> Callable[[list], Any]:
         instruction: Move = node.meta["instruction"]
-        source, forward, backward = self._slots[node.args[0]], instruction.forward, instruction.backward
-        one_in, one_out, devices = self._one[node.args[0]], self._one[node], self.devices
+        source, ways = self._slots[node.args[0]], self._ways[node]
 
         def run(env: list) -> Any:
-            tensors = (env[source],) if one_in else env[source]
-            if backward is not None and torch.is_grad_enabled() and tensors[0].requires_grad:
-                return _Convert.apply(forward, backward, one_in, one_out, *tensors)
-            results = convert_shards(forward, list(tensors) * devices if one_in else list(tensors))
-            return results[0] if one_out else results
-        return self._gathering(instruction, source, one_in, run) if instruction.again else run
+            x = env[source]
+            if ways.backward is not None and torch.is_grad_enabled() and x.requires_grad:
+                return _Convert.apply(x, ways)
+            return convert_shards(ways.forward, x, ways.run)
+        return self._gathering(instruction, source, ways, run) if instruction.again else run
 
-    def _gathering(self, instruction: Move, source: int, one_in: bool, run: Callable[[list], Any]
+    def _gathering(self, instruction: Move, source: int, ways: _Ways, run: Callable[[list], Any]
                    ) -> Callable[[list], Any]:
         """A weight's conversion whose result is not kept for the backward."""
-        name, forward, devices = instruction.source.value.name, instruction.forward, self.devices
+        name = instruction.source.value.name
 
         def gather(env: list) -> Any:
-            made = run(env)
-            stored = [x.detach() for x in ((env[source],) * devices if one_in else env[source])]
-            self._unkept.note(name, stored, made if isinstance(made, (list, tuple)) else [made],
-                              lambda: convert_shards(forward, stored))
+            made, stored = run(env), env[source].detach()
+            self._unkept.note(name, [stored], [made], lambda: [convert_shards(ways.forward, stored, ways.run)])
             return made
         return gather
 
     def _extreme(self, node: torch.fx.Node) -> Callable[[list], Any]:
         instruction: Extreme = node.meta["instruction"]
+        ways, held = self._ways[node], union(*(self._held[a] for a in (*node.args, node)))
         reduced, operand = (self._slots[a] for a in node.args)
-        one, layout = self._one[node], instruction.target.layout
-
-        def run(env: list) -> Any:
-            results = _Extreme.apply(instruction, self.devices, *env[reduced], *env[operand])
-            return _Assemble.apply(layout, *results) if one else results
-        return run
-
-    def _compute(self, node: torch.fx.Node) -> Callable[[list], Any]:
-        """The operator on every rank's shards, as one comprehension written for this call: ``[f(x, y, k) for …]``."""
-        names: dict[str, Any] = {"f": plain_function(node)}
-        shards: dict[torch.fx.Node, str] = {}
-
-        def written(a: Any) -> str:
-            if isinstance(a, torch.fx.Node):
-                if self._one[a]:
-                    # Else autograd would add up what every rank takes for the whole gradient.
-                    assert self._one[node] or not a.meta["instance"].value.requires_grad, f"{a} in {node}"
-                    return f"env[{self._slots[a]}]"
-                return shards.setdefault(a, f"x{len(shards)}")
-            if isinstance(a, (list, tuple)):
-                inner = "".join(written(e) + ", " for e in a)
-                return f"[{inner}]" if isinstance(a, list) else f"({inner})"
-            name = f"k{len(names)}"
-            names[name] = a
-            return name
-
-        call = ", ".join([*map(written, node.args), *(f"{k}={written(a)}" for k, a in node.kwargs.items())])
-        if self._one[node]:
-            return eval(f"lambda env: f({call})", names)
-        if not shards:
-            loop = f"_ in range({self.devices})"
-        elif len(shards) == 1:
-            loop = f"x0 in env[{self._slots[next(iter(shards))]}]"
-        else:
-            loop = f"{', '.join(shards.values())} in zip({', '.join(f'env[{self._slots[n]}]' for n in shards)})"
-        return eval(f"lambda env: [f({call}) for {loop}]", names)
+        shapes = [(*held, *instance.local_shape) for instance in (instruction.source, instruction.operand)]
+        dims = tuple(len(held) + d for d in instruction.dims)
+        return lambda env: _Extreme.apply(env[reduced].expand(shapes[0]), env[operand].expand(shapes[1]), dims, ways)
 
 
-def plain_function(node: torch.fx.Node) -> Any:
-    """What a node calls, without the Python layer of its overload object: ``torch.relu`` for ``aten.relu.default``; and
-    ``torch.mm`` for a matmul of two matrices, which is what that comes to; our random operators as plain functions.
-
-    Only where that name means this function in `torch` itself, for code that fx writes calls it by its name:
-    ``torch.broadcast_tensors`` takes its tensors one by one.
-    """
-    target = PLAIN.get(node.target, node.target)
-    if target is torch.ops.aten.matmul.default and all(len(a.meta["instance"].value.shape) == 2 for a in node.args):
-        return torch.mm
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or \
-            target._overloadname != "default" or any(a.kwarg_only for a in target._schema.arguments):
-        return target
-    name = target.overloadpacket.__name__
-    function = getattr(torch._C._VariableFunctions, name, None)
-    return function if function is not None and getattr(torch, name, None) == function else target
+def _layouts(nodes: Sequence[torch.fx.Node]) -> list[Layout]:
+    """All layouts of a program's values."""
+    out = [n.meta["instance"].layout for n in nodes if "instance" in n.meta]
+    out += [n.meta["instruction"].backward.source for n in nodes
+            if n.target is move and n.meta["instruction"].backward is not None]
+    return out
 
 
 def _last_uses(nodes: list[torch.fx.Node], slots: dict[torch.fx.Node, int]) -> list[list[int]]:

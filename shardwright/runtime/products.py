@@ -1,127 +1,191 @@
-"""Products with a parameter, for all ranks in one process: their gradients come together in the whole parameter at once.
+"""Products of matrices for all ranks at once, each as one product of larger matrices.
 
-    forward     y_r = x_r · w[slice of r]
-    backward    the gradient's slice of r += x_rᵀ · g_r, written where it lies in the whole
+    y[R, …, m, n] = Σ_k x[X, …, m, k] · w[W, …, k, n]          R: along which of its axes x or w differs
 
-Autograd by itself makes a gradient a rank, adds up those of one slice and joins the slices: two more passes over all of it,
-which take a fifth of a step of small networks. Sums are taken in ascending order of the ranks.
+An axis of the ranks is one more index: of the rows where only x differs along it, of the columns where only w does, of
+a batch where both do, and of the contraction where the gradient of an operand is a sum of the ranks' terms. So what
+stands beside one another in a whole tensor is multiplied as on one device, and a gradient is written once, summed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..conversion_steps import digits_value
-from ..lower import Lowered, move, sum_of_gradient
-
-__all__ = ["Product", "products"]
+__all__ = ["MATRICES", "product"]
 
 aten = torch.ops.aten
 
-#: Operator -> which of its arguments is the matrix, and whether that comes transposed.
-_MATRIX = {aten.matmul.default: (1, False), aten.mm.default: (1, False), aten.linear.default: (1, True)}
+#: Operator -> whether its second operand comes transposed.
+MATRICES = {aten.matmul.default: False, aten.mm.default: False, aten.bmm.default: False, aten.linear.default: True}
+
+#: How many shapes of operands a product remembers.
+REMEMBERED = 16
+
+Labels = tuple[int, ...]
+#: Shape and strides.
+Like = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-class Product(NamedTuple):
-    """A call whose matrix is a parameter that nothing else reads.
+def product(axes: int, x: tuple[bool, int], w: tuple[bool, int], transposed: bool
+            ) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    """x · w + bias on tensors with leading axes for the ranks.
 
-    Attributes:
-        matrix: the parameter's placeholder.
-        passed: the conversion between the two, which sums the gradient and has nothing to do now; None: there is none.
+    Args:
+        axes: how many these are.
+        x, w: whether each has them, and the number of its other dims, at least 2.
+        transposed: w comes as n × k.
     """
+    batch = max(x[1], w[1]) - 2
+    ranks, leading = tuple(range(axes)), tuple(range(axes, axes + batch))
+    m, k, n = (axes + batch + i for i in range(3))
 
-    matrix: torch.fx.Node
-    passed: torch.fx.Node | None
+    def labels(operand: tuple[bool, int], matrix: Labels) -> Labels:
+        return ranks * operand[0] + leading[batch - (operand[1] - 2):] + matrix
+    left, right, out = labels(x, (m, k)), labels(w, (n, k) if transposed else (k, n)), (*ranks, *leading, m, n)
+    spec = _Spec(Contraction(left, right, out), Contraction(out, right, left),
+                 Contraction(out, left, right) if transposed else Contraction(left, out, right), transposed)
+
+    def run(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+        return _Product.apply(spec, x, w, bias)
+    return run
+
+
+class _Spec(NamedTuple):
+    forward: Contraction
+    of_x: Contraction
+    of_w: Contraction
     transposed: bool
 
-    def step(self, node: torch.fx.Node, slots: Mapping[torch.fx.Node, int], one: Mapping[torch.fx.Node, bool],
-             devices: int) -> Callable[[list], Any]:
-        """What the call does on the whole parameter and all ranks' shards of the rest."""
-        layout, value = self.matrix.meta["instance"].layout, self.matrix.meta["instance"].value
-        gradient = layout if self.passed is None else self.passed.meta["instruction"].backward.source
-        each = [layout.slice(value.shape, rank) for rank in range(devices)]
-        owed = [not digits_value(gradient.replicas, rank) for rank in range(devices)]  # what replicas have counts once
-        slices = tuple((s, owed[r], s not in [t for t, o in zip(each[:r], owed) if o]) for r, s in enumerate(each))
-        matrix, operand = slots[self.passed or self.matrix], node.args[0]
-        bias = node.args[2] if len(node.args) > 2 and node.args[2] is not None else None
-        at = [slots[n] for n in (operand, bias) if n is not None]
-        whole = [one[n] for n in (operand, bias) if n is not None]
 
-        def run(env: list) -> Any:
-            rest = [t for slot, single in zip(at, whole) for t in ([env[slot]] * devices if single else env[slot])]
-            return list(_Products.apply(env[matrix], slices, self.transposed, *rest))
-        return run
-
-
-class _Products(torch.autograd.Function):
-    """The operands of all ranks, then their biases, if there are any; `slices`: of each rank, whether its term
-    of the gradient counts, and whether it is the first of these."""
+class _Product(torch.autograd.Function):
 
     @staticmethod
-    def forward(ctx: Any, matrix: Tensor, slices: tuple, transposed: bool, *rest: Tensor) -> tuple[Tensor, ...]:
-        count = len(slices)
-        operands, biases = rest[:count], rest[count:]
-        ctx.slices, ctx.transposed, ctx.biases = slices, transposed, len(biases)
-        ctx.save_for_backward(matrix, *operands)
-        if not transposed:
-            return tuple(x @ matrix[s] for x, (s, _, _) in zip(operands, slices))
-        return tuple(torch.nn.functional.linear(x, matrix[s], b) for x, (s, _, _), b in
-                     zip(operands, slices, biases or (None,) * count))
+    def forward(ctx: Any, spec: _Spec, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        _, of_x, of_w, _ = ctx.needs_input_grad
+        ctx.spec, ctx.bias = spec, None if bias is None else bias.shape
+        ctx.like = (x.shape, x.stride()), (w.shape, w.stride())
+        ctx.save_for_backward(x if of_w else None, w if of_x else None)
+        return spec.forward(x, w, bias=bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        matrix, *operands = ctx.saved_tensors
-        count = len(operands)
-        wanted = ctx.needs_input_grad
-        out: list[Tensor | None] = [None] * (count + ctx.biases)
-        for r, ((s, _, _), g) in enumerate(zip(ctx.slices, gradients)):
-            if wanted[3 + r]:
-                out[r] = g @ matrix[s] if ctx.transposed else g @ matrix[s].T
-            if ctx.biases and wanted[3 + count + r]:
-                out[count + r] = g.flatten(0, -2).sum(0) if g.dim() > 1 else g
-        total = _gradient(matrix, operands, gradients, ctx.slices, ctx.transposed) if wanted[0] else None
-        return total, None, None, *out
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, w = ctx.saved_tensors
+        spec, (_, of_x, of_w, of_bias) = ctx.spec, ctx.needs_input_grad
+        pair = (gradient, x) if spec.transposed else (x, gradient)
+        return (None, spec.of_x(gradient, w, ctx.like[0]) if of_x else None,
+                spec.of_w(*pair, ctx.like[1]) if of_w else None, gradient.sum_to_size(ctx.bias) if of_bias else None)
 
 
-def _gradient(matrix: Tensor, operands: list[Tensor], gradients: tuple[Tensor, ...], slices: tuple, transposed: bool
-              ) -> Tensor:
-    """The gradient of the whole matrix."""
-    total = torch.empty_like(matrix)
-    for x, g, (s, owed, first) in zip(operands, gradients, slices):
-        if not owed:
-            continue
-        if x.dim() != 2:
-            x, g = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
-        left, right = (g.T, x) if transposed else (x.T, g)
-        if first:
-            torch.mm(left, right, out=total[s])
-        else:
-            total[s].addmm_(left, right)
-    return total
+class Contraction:
+    """A product of two tensors, summed over the labels that the result lacks.
+
+    Labels number the dims. A dim of size 1 has its label for nothing; one of stride 0 that the result keeps is worked
+    on once, and stands there with stride 0.
+
+    Args:
+        left, right, out: the labels of the dims.
+    """
+
+    def __init__(self, left: Labels, right: Labels, out: Labels) -> None:
+        self.left, self.right, self.out = left, right, out
+        self._known: dict[tuple, Callable[[Tensor, Tensor], Tensor]] = {}
+
+    def __call__(self, left: Tensor, right: Tensor, like: Like | None = None, bias: Tensor | None = None) -> Tensor:
+        """The result.
+
+        Args:
+            like: a shape for it, and strides according to which it lies in memory, where possible.
+            bias: is added, its dims aligned on the right.
+        """
+        key = (left.shape, left.stride(), right.shape, right.stride(), like,
+               None if bias is None else (bias.shape, bias.stride()))
+        run = self._known.get(key)
+        if run is None:
+            if len(self._known) >= REMEMBERED:
+                self._known.clear()
+            run = self._known[key] = self._planned(left, right, like, bias)
+        return run(left, right, bias)
+
+    def _planned(self, left: Tensor, right: Tensor, like: Like | None, bias: Tensor | None
+                 ) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+        out = self.out if like is None else tuple(k for k, size in zip(self.out, like[0]) if size != 1)
+        held = [dict(zip(labels, x.shape)) for labels, x in ((self.left, left), (self.right, right))]
+        shape = tuple(like[0]) if like is not None else tuple(
+            sizes.pop() if len(sizes := {h[k] for h in held if k in h} - {1}) == 1 else 1 for k in self.out)
+        if not left.numel() or not right.numel():
+            return lambda left, right, bias: left.new_zeros(shape) if bias is None else left.new_zeros(shape) + bias
+        a, b = (_extents(x.shape, x.stride(), labels, out) for x, labels in ((left, self.left), (right, self.right)))
+        alone = [[labels.index(k) for k in x if k not in y and k not in out]
+                 for labels, x, y in ((self.left, a, b), (self.right, b, a))]
+        if any(alone):  # summed before it is multiplied
+            return lambda left, right, bias: self(
+                *(x.sum(dims, True) if dims else x for x, dims in zip((left, right), alone)), like, bias)
+        memory = _extents(*like, self.out, ()) if like is not None else {}
+
+        def order(labels: Sequence[int], held: dict[int, tuple[int, int]]) -> list[int]:
+            return sorted(labels, key=lambda k: (memory if k in memory and memory[k][1] else held)[k][1], reverse=True)
+        large = a if left.numel() > right.numel() else b
+        batch = order([k for k in a if k in b and k in out], large)
+        summed_over = sorted((k for k in a if k in b and k not in out), key=lambda k: large[k][1], reverse=True)
+        rows, columns = order([k for k in a if k not in b], a), order([k for k in b if k not in a], b)
+        get_left, get_right = _grouped(a, (batch, rows, summed_over)), _grouped(b, (batch, summed_over, columns))
+        sizes = a | b
+        made = _strides([*batch, *rows, *columns], sizes)
+        # Some kernels take a dim of size 1 and stride 0 for one that is expanded, and are slow.
+        stride = tuple(made.get(k, 0 if size > 1 else 1) for k, size in zip(self.out, shape))
+        multiply, multiply_and_add = (torch.bmm, torch.baddbmm) if batch else (torch.mm, torch.addmm)
+        added = _extents(bias.shape, bias.stride(), self.out[-bias.dim():], ()) if bias is not None else {}
+        if any(k not in batch and k not in columns for k in added):
+            return lambda left, right, bias: multiply(get_left(left), get_right(right)).as_strided(shape, stride) + bias
+        given = {k: (sizes[k][0], added[k][1] if k in added else 0) for k in (*batch, *columns)}
+        get_bias = _grouped(given, (batch, (), columns))
+
+        def run(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
+            made = multiply(get_left(left), get_right(right)) if bias is None else \
+                multiply_and_add(get_bias(bias), get_left(left), get_right(right))
+            return made.as_strided(shape, stride)
+        return run
 
 
-def products(lowered: Lowered) -> dict[torch.fx.Node, Product]:
-    """The calls of a program that may be done so: of a matrix that is a parameter with one use, stored as it is used."""
-    graph, out = lowered.plan.graph, {}
-    for node in lowered.module.graph.nodes:
-        if node.op != "call_function" or node.target not in _MATRIX:
-            continue
-        place, transposed = _MATRIX[node.target]
-        held, passed = node.args[place], None
-        if held.target is move and len(held.users) == 1 and sum_of_gradient(held.args[0]) is held:
-            held, passed = held.args[0], held
-        instance = held.meta.get("instance")
-        parameter = None if held.op != "placeholder" else graph.parameters.get(instance.value.name)
-        rest = [a for i, a in enumerate(node.args) if i != place and isinstance(a, torch.fx.Node)]
-        if parameter is None or len(held.users) != 1 or not parameter.requires_grad or len(parameter.shape) != 2 or \
-                parameter.shape != instance.value.shape or held in rest or len(instance.value.shape) != 2 or \
-                node.args[0] is held or instance.layout.partial or node.kwargs:
-            continue
-        out[node] = Product(held, passed, transposed)
+def _extents(shape: Sequence[int], strides: Sequence[int], labels: Labels, out: Labels) -> dict[int, tuple[int, int]]:
+    """Label -> (size, stride) of the dims that count."""
+    return {k: (size, stride) for k, size, stride in zip(labels, shape, strides)
+            if size != 1 and (stride or k not in out)}
+
+
+def _strides(labels: Sequence[int], sizes: dict[int, tuple[int, int]]) -> dict[int, int]:
+    """Of a contiguous tensor of these dims."""
+    out, stride = {}, 1
+    for k in reversed(labels):
+        out[k] = stride
+        stride *= sizes[k][0]
     return out
+
+
+def _grouped(held: dict[int, tuple[int, int]], groups: tuple[Sequence[int], ...]) -> Callable[[Tensor], Tensor]:
+    """A tensor as a matrix, or a batch of them: each group of labels is one dim, and the first none if it is empty."""
+    groups = groups if groups[0] else groups[1:]
+    split = [[held[k] for k in group] for group in groups]
+    shape = [math.prod(size for size, _ in group) for group in split]
+    merged = [_merged(group) for group in split]
+    if None not in merged:
+        strides = list(merged)
+        return lambda x: x.as_strided(shape, strides)
+    sizes, strides = zip(*(pair for group in split for pair in group))
+    return lambda x: x.as_strided(sizes, strides).reshape(shape)
+
+
+def _merged(group: Sequence[tuple[int, int]]) -> int | None:
+    """The stride of dims as one; None where they do not lie so."""
+    if not group:
+        return 1
+    if any(a[1] != b[0] * b[1] for a, b in zip(group, group[1:])):
+        return None
+    return group[-1][1]

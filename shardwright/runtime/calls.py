@@ -1,0 +1,323 @@
+"""An operator's call for all ranks at once, on values whose leading axes are the digits of the rank (`stacked`).
+
+    element by element    the call itself: axes of size 1 broadcast, like dims
+    a product             `products`
+    sizes, numbers of dims among the arguments: with the axes before them, or counted from the last dim
+    dim 0 may be split    the ranks' slices beside one another along it: that this is the same is what a rule says
+    else                  a call for each shard that differs, the results stacked
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
+
+from ..layout import Digit, Layout
+from ..plan.route import Compute
+from ..rules import bound_rule, find_rule
+from ..rules.generator import PLAIN
+from ..rules.registry import POINTWISE
+from .products import MATRICES, product
+from .shards import check_replicas
+from .stacked import Axes, RankShape, union
+
+__all__ = ["Call", "plain_function"]
+
+aten = torch.ops.aten
+
+#: Operator -> the arguments that number dims of its first tensor.
+DIMS = {
+    aten.softmax.int: ("dim",), aten.log_softmax.int: ("dim",), aten.sum.dim_IntList: ("dim",),
+    aten.mean.dim: ("dim",), aten.amax.default: ("dim",), aten.amin.default: ("dim",), aten.cumsum.default: ("dim",),
+    aten.transpose.int: ("dim0", "dim1"), aten.select.int: ("dim",),
+    aten.slice.Tensor: ("dim",), aten.narrow.default: ("dim",), aten.unbind.int: ("dim",), aten.chunk.default: ("dim",),
+    aten.split.Tensor: ("dim",), aten.split_with_sizes.default: ("dim",), aten.cat.default: ("dim",),
+    aten.stack.default: ("dim",),
+}
+#: Operators whose second argument is the shape of the result.
+SHAPES = (aten.reshape.default, aten.expand.default)
+
+
+class Call:
+    """A node of a program, called for all ranks.
+
+    Args:
+        held: along which axes each value differs.
+        terms: along which axes its consumers' gradients are terms of a sum, though it is there once: what broadcasts
+            it sums them.
+        gradients: its gradient's layout.
+        slots: where each value stands in the `env` of a step.
+    """
+
+    def __init__(self, node: torch.fx.Node, axes: Axes, held: Mapping[torch.fx.Node, RankShape],
+                 terms: Mapping[torch.fx.Node, RankShape], gradients: Mapping[torch.fx.Node, Layout],
+                 slots: Mapping[torch.fx.Node, int]) -> None:
+        self.node, self.axes, self.held, self.slots = node, axes, held, slots
+        self.terms, self.gradients = terms, gradients
+        self.operands = list(node.all_input_nodes)
+        self.out = held[node]
+        self.instruction: Compute = node.meta["instruction"]
+        self.names: dict[str, Any] = {}
+
+    def step(self) -> Callable[[list], Any]:
+        """``env -> value``: a tensor with axes for the ranks, or a tuple of them."""
+        for way in (self._once, self._product, self._elementwise, self._with_shape, self._with_dims,
+                    self._side_by_side):
+            made = way()
+            if made is not None:
+                return made
+        return self._one_by_one()
+
+    # -- the ways --
+
+    def _once(self) -> Callable[[list], Any] | None:
+        """All ranks do the same."""
+        return None if self.out else self._written(plain_function(self.node))
+
+    def _product(self) -> Callable[[list], Any] | None:
+        node = self.node
+        if node.target not in MATRICES or len(node.args) < 2 or node.kwargs or \
+                min(map(self._dims, node.args[:2])) < 2 or self._value(node.args[0]).dtype.is_complex:
+            return None
+        x, w = ((bool(self._shape(a)), self._dims(a)) for a in node.args[:2])
+        return self._written(product(len(self.axes.sizes), x, w, MATRICES[node.target]), max(x[1], w[1]), node.args[2:])
+
+    def _elementwise(self) -> Callable[[list], Any] | None:
+        rule = find_rule(self.instruction.op)
+        if rule is None or rule.notation is not POINTWISE.notation or rule.localize is not None:
+            return None
+        dims = max(map(self._dims, self.operands))
+        alike = len({self._value(a).dtype for a in self.operands}) == 1 and not dims
+        if not alike and any(not self._dims(a) and self._shape(a) for a in self.operands):
+            return None  # a number has rights of its own: it counts less than other tensors when types meet
+        if self.node.target is aten.copy.default and self._shape(self.operands[0]) != self.out:
+            return None
+        return self._written(plain_function(self.node), dims, self.operands)
+
+    def _with_shape(self) -> Callable[[list], Any] | None:
+        """The shape of the result is an argument."""
+        node = self.node
+        if node.target not in SHAPES or self._shape(self.operands[0]) != self.out:
+            return None
+        shape = [*self.out, *node.args[1]]
+        aligned = self.operands if node.target is aten.expand.default else ()
+        return self._written(plain_function(node), len(node.args[1]), aligned, args=(node.args[0], shape))
+
+    def _with_dims(self) -> Callable[[list], Any] | None:
+        """Dims are counted from the last."""
+        node = self.node
+        if any(self._shape(a) != self.out for a in self.operands) or len(set(map(self._dims, self.operands))) > 1:
+            return None
+        dims = self._dims(self.operands[0]) + (node.target is aten.stack.default)
+        back = lambda d: (d % dims) - dims  # noqa: E731
+        if node.target in (aten.sum.default, aten.mean.default) and dims:
+            target = aten.sum.dim_IntList if node.target is aten.sum.default else aten.mean.dim
+            return self._written(target, args=(*node.args, list(range(-dims, 0))))
+        if node.target is aten.permute.default:
+            n = len(self.out)
+            return self._written(torch.permute, args=(node.args[0], [*range(n), *(n + d % dims for d in node.args[1])]))
+        if node.target not in DIMS or not dims:
+            return None
+        names = [a.name for a in node.target._schema.arguments]
+        args, kwargs = list(node.args), dict(node.kwargs)
+        for name in DIMS[node.target]:
+            place = names.index(name)
+            given = args[place] if place < len(args) else \
+                kwargs.get(name, node.target._schema.arguments[place].default_value)
+            changed = list(range(-dims, 0)) if given in (None, []) else \
+                [back(d) for d in given] if isinstance(given, (list, tuple)) else back(given)
+            if place < len(args):
+                args[place] = changed
+            else:
+                kwargs[name] = changed
+        return self._written(plain_function(node), args=tuple(args), kwargs=kwargs)
+
+    def _side_by_side(self) -> Callable[[list], Any] | None:
+        """Along dim 0, where that is one factor that may be split, the results keep it there, and of the operands those
+        alone have it that differ."""
+        op, node = self.instruction.op, self.node
+        rule = find_rule(op)
+        if rule is None or rule.localize is not None or not isinstance(node.target, torch._ops.OpOverload) or \
+                node.target.namespace != "aten" or len(op.inputs) != len(self._tensors()) or \
+                any(v is None for v in op.outputs):
+            return None
+        bound = bound_rule(op, rule)
+        spread = [i for i, a in enumerate(self._tensors()) if self._shape(a)]
+        first = {bound.inputs[i][0] if bound.inputs[i] else () for i in spread} | \
+            {dims[0] if dims else () for dims in bound.outputs}
+        if len(first) != 1 or len(factor := first.pop()) != 1 or not bound.factors[factor[0]].splittable or \
+                bound.factors[factor[0]].size == 1 or \
+                any(self._shape(self._tensors()[i]) != self.out for i in spread) or \
+                any(factor[0] in dim for i, dims in enumerate(bound.inputs) if i not in spread for dim in dims) or \
+                any(factor[0] in dim for i in spread for dim in bound.inputs[i][1:]):
+            return None
+        split = bound.cut_by(self._count(), {factor[0]: (Digit(self._count(), 1),)})
+        if rule.expand is not None and rule.expand(op, bound, split) is not None:
+            return None
+        for a in self.operands:
+            if self._shape(a):
+                size, *rest = self._local(a)
+                self.names[f"s{self.slots[a]}"] = (size * self._count(), *rest)
+        out = self.out
+        apart = lambda made: made.view(*out, -1, *made.shape[1:])  # noqa: E731
+        return self._written(plain_function(node), side=True, after=apart)
+
+    def _one_by_one(self) -> Callable[[list], Any]:
+        """A call for each shard that differs."""
+        axes, out, node = self.axes, self.out, self.node
+        count, firsts = self._count(), {}
+        for rank, place in enumerate(axes.places(out)):
+            firsts.setdefault(place, rank)
+        ranks = [firsts[k] for k in range(count)]
+        parts = [(self._get(a), self._shape(a), [axes.places(self._shape(a))[r] for r in ranks]) for a in self.operands]
+        function = plain_function(node)
+        names: dict[str, Any] = {"f": function}
+        texts = {a: f"x{i}" for i, a in enumerate(self.operands)}
+        call = self._text(names, texts.__getitem__, node.args, node.kwargs)
+        each = eval(f"lambda {', '.join(texts.values())}: f({call})", names)
+        several = "instance" not in node.meta
+
+        def run(env: list) -> Any:
+            shards = []
+            for get, shape, places in parts:
+                held = axes.unbind(get(env), shape)
+                shards.append([held[k] for k in places])
+            made = [each(*x) for x in zip(*shards)] if shards else [each() for _ in ranks]
+            if not several:
+                return axes.joined(made, out)
+            return tuple(axes.joined(x, out) if isinstance(x[0], Tensor) else x[0] for x in zip(*made))
+        return run
+
+    # -- what they share --
+
+    def _value(self, a: torch.fx.Node) -> Any:
+        return a.meta["instance"].value
+
+    def _local(self, a: torch.fx.Node) -> tuple[int, ...]:
+        return a.meta["instance"].local_shape
+
+    def _dims(self, a: torch.fx.Node) -> int:
+        return len(self._value(a).shape)
+
+    def _count(self) -> int:
+        return math.prod(self.out)
+
+    def _tensors(self) -> list[torch.fx.Node]:
+        """The operands in the order of the call, one that stands twice twice."""
+        return [a for a in pytree.tree_leaves((self.node.args, self.node.kwargs)) if isinstance(a, torch.fx.Node)]
+
+    def _checked(self, a: torch.fx.Node) -> RankShape | None:
+        """How an operand comes of which ranks that hold the same should have the same gradient, though they work on it
+        each in its own way; None: there are no such ranks."""
+        held, terms = (s[a] if s.get(a) else (1,) * len(self.out) for s in (self.held, self.terms))
+        shape = union(h if h > 1 or t > 1 else out for h, t, out in zip(held, terms, self.out))
+        return shape if self._value(a).requires_grad and shape != self.held[a] else None
+
+    @cached_property
+    def _expanded(self) -> torch.fx.Node | None:
+        """An operand to be given axes that none has: the terms of its gradient are all the same."""
+        if union(*(self._checked(a) or self.held[a] for a in self.operands)) == self.out:
+            return None
+        return next(a for a in self.operands if union(self.held[a], self.terms.get(a, ())) != self.held[a])
+
+    def _shape(self, a: torch.fx.Node) -> RankShape:
+        """Along which axes an operand comes in full."""
+        return self.out if a is self._expanded else self._checked(a) or self.held[a]
+
+    def _get(self, a: torch.fx.Node) -> Callable[[list], Tensor]:
+        """``env -> operand``."""
+        return eval(f"lambda env: {self._operand(a, self.names)}", self.names)
+
+    def _operand(self, a: torch.fx.Node, names: dict[str, Any]) -> str:
+        text = f"env[{self.slots[a]}]"
+        if checked := self._checked(a):
+            names["alike"] = Alike.apply
+            names[f"c{self.slots[a]}"] = (self.axes, self.held[a], checked, self.gradients[a])
+            text = f"alike({text}, *c{self.slots[a]})"
+        return f"{text}.expand({(*self.out, *self._local(a))})" if a is self._expanded else text
+
+    def _written(self, function: Any, dims: int = 0, aligned: Any = (), *, args: tuple | None = None,
+                 kwargs: dict[str, Any] | None = None, side: bool = False, after: Any = None) -> Callable[[list], Any]:
+        """One call, written out.
+
+        Args:
+            dims: with so many dims beside the axes come those that are `aligned`.
+            side: with the ranks' slices side by side along dim 0.
+            after: what is done to each result.
+        """
+        names = self.names
+        names["f"] = function
+
+        def written(a: torch.fx.Node) -> str:
+            text, shape = self._operand(a, names), self._shape(a)
+            if side and shape:
+                return f"{text}.reshape(s{self.slots[a]})"
+            if a in aligned and shape and self._dims(a) < dims:
+                return f"{text}.view({(*shape, *[1] * (dims - self._dims(a)), *self._local(a))})"
+            return text
+        call = self._text(names, written, self.node.args if args is None else args,
+                          self.node.kwargs if kwargs is None else kwargs)
+        made = eval(f"lambda env: f({call})", names)
+        if after is None:
+            return made
+        if "instance" in self.node.meta:
+            return lambda env: after(made(env))
+        return lambda env: tuple(map(after, made(env)))
+
+    @staticmethod
+    def _text(names: dict[str, Any], written: Callable[[torch.fx.Node], str], args: tuple, kwargs: dict[str, Any]
+              ) -> str:
+        """Arguments as they stand in code; what is no tensor gets a name."""
+        def text(a: Any) -> str:
+            if isinstance(a, torch.fx.Node):
+                return written(a)
+            if isinstance(a, (list, tuple)):
+                inner = "".join(text(e) + ", " for e in a)
+                return f"[{inner}]" if isinstance(a, list) else f"({inner})"
+            name = f"k{len(names)}"
+            names[name] = a
+            return name
+        return ", ".join([*map(text, args), *(f"{k}={text(a)}" for k, a in kwargs.items())])
+
+
+class Alike(torch.autograd.Function):
+    """What ranks hold alike, for each of them. Backward: their gradients have to agree."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axes: Axes, held: RankShape, out: RankShape, gradient: Layout) -> Tensor:
+        ctx.axes, ctx.held, ctx.out, ctx.gradient = axes, held, out, gradient
+        return x.expand(*out, *x.shape[len(held):])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        check_replicas(ctx.axes.shards(gradient, ctx.out), ctx.gradient)
+        for k, (size, has) in enumerate(zip(ctx.out, ctx.held or (1,) * len(ctx.out))):
+            if size > has:
+                gradient = gradient.narrow(k, 0, 1)
+        return gradient.reshape((*ctx.held, *gradient.shape[len(ctx.out):])), None, None, None, None
+
+
+def plain_function(node: torch.fx.Node) -> Any:
+    """What a node calls, without the Python layer of its overload object: ``torch.relu`` for ``aten.relu.default``; and
+    ``torch.mm`` for a matmul of two matrices, which is what that comes to; our random operators as plain functions.
+
+    Only where that name means this function in `torch` itself, for code that fx writes calls it by its name:
+    ``torch.broadcast_tensors`` takes its tensors one by one.
+    """
+    target = PLAIN.get(node.target, node.target)
+    if target is torch.ops.aten.matmul.default and all(len(a.meta["instance"].value.shape) == 2 for a in node.args):
+        return torch.mm
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or \
+            target._overloadname != "default" or any(a.kwarg_only for a in target._schema.arguments):
+        return target
+    name = target.overloadpacket.__name__
+    function = getattr(torch._C._VariableFunctions, name, None)
+    return function if function is not None and getattr(torch, name, None) == function else target
