@@ -52,6 +52,49 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def of_ones_own(devices: int) -> tuple[sw.AutoParallel, torch.optim.Optimizer]:
+    """A model of which each rank has a weight of its own, and all have the same bias."""
+    sw.init(devices=devices)
+    net = torch.nn.Linear(8, 8, dtype=torch.float64)
+    with torch.no_grad():
+        net.bias.fill_(0.5)
+    net.weight = sw.layerwise_parallel(lambda rank: torch.linspace(-1, 1 + rank, 64, dtype=torch.float64).view(8, 8))
+    model = sw.AutoParallel(net, torch.nn.MSELoss(), "hybrid_parallel").dataset_strategy("full_batch")
+    return model, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+
+def test_slices_that_are_each_ranks_own_are_those_of_as_many_ranks(tmp_path):
+    x, y = torch.ones(8, 8, dtype=torch.float64), torch.zeros(8, 8, dtype=torch.float64)
+
+    def steps(model: sw.AutoParallel, optimizer: torch.optim.Optimizer, count: int) -> list[float]:
+        out = []
+        for _ in range(count):
+            loss = model(x, y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            out.append(loss.item())
+        return out
+
+    def strategies(devices: int) -> Path:
+        path = tmp_path / f"{devices}.json"
+        of_ones_own(devices)[0].save_param_strategy_file(path).infer_layout(x, y)
+        return path
+    model, optimizer = of_ones_own(4)
+    steps(model, optimizer, 2)
+    sw.save_checkpoint(model, optimizer, tmp_path / "run", step=2)
+    later = steps(model, optimizer, 2)
+    moved = transform(tmp_path / "run", tmp_path / "four", strategies(4))
+    model, optimizer = of_ones_own(4)
+    sw.load_checkpoint(model, optimizer, moved)
+    assert steps(model, optimizer, 2) == later
+    with pytest.raises(CheckpointError, match=r"'weight' is \[4, 8, 8\] in it and \[2, 8, 8\] in them"):
+        transform(tmp_path / "run", tmp_path / "two", strategies(2))
+    assert not (tmp_path / "two").exists()
+    with pytest.raises(CheckpointError, match="'weight' is the slices of 4 ranks, each its own"):
+        sw.load_checkpoint(*of_ones_own(2), tmp_path / "run")
+
+
 def plan_of(name: str, devices: int, folder: Path) -> Path:
     """The plan of a model of `PLANS`, saved."""
     path = folder / "plan.json"

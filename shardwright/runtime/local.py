@@ -21,14 +21,14 @@ from ..layout import Layout
 from ..lower import Lowered, extreme, move, sum_of_gradient
 from ..plan.padding import amounts
 from ..plan.route import Extreme, Instance, Move
-from .calls import Call, plain_function
+from .calls import Call
 from .recompute import Regions, keep
 from .shards import assemble, scatter
 from .shards import convert_shards as convert_list
 from .stacked import Axes, RankShape, converting, union
 from .unkept import Unkept
 
-__all__ = ["LocalProgram", "plain_function", "ties"]
+__all__ = ["LocalProgram", "ties"]
 
 
 def convert_shards(conversion: Conversion, x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
@@ -207,6 +207,8 @@ class LocalProgram:
             self._held[node] = axes.along(instance.layout.carried)
         elif node.target is move or node.target is extreme:
             self._ways[node], self._held[node] = (self._conversion if node.target is move else self._extremes)(node)
+            if node in self._terms and sum_of_gradient(node.args[0]) is node:
+                self._held[node] = self._held[node.args[0]]  # it is passed by
         elif "instruction" not in node.meta:  # an output of an operator that has several
             self._held[node] = self._held[node.args[0]]
         else:

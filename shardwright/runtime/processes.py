@@ -18,7 +18,8 @@ from ..layout import Digits, group_of, merge
 from ..lower import Lowered, extreme, move, sum_of_gradient
 from ..plan.route import Extreme, Move
 from .collectives import Bound, ProcessGroups, bind_all
-from .local import plain_function, ties
+from .calls import plain_function
+from .local import ties
 from .position import Place, noted
 from .scattered import Scatter
 from .recompute import Regions, Run, Saver, keep

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..lower import Lowered, extreme, move
-from .local import plain_function
+from .calls import plain_function
 
 __all__ = ["SingleProgram"]
 
