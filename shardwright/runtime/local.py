@@ -220,10 +220,13 @@ class LocalProgram:
         source, target = instruction.source, instruction.target
         forward, backward, axes = instruction.forward, instruction.backward, self.axes
         before, after = self._held[node.args[0]], axes.along(target.layout.carried + target.layout.partial)
-        run, back = converting(axes, forward.source, forward.target, before, after, source.local_shape), None
+        # In programs of the ranks' own an open sum is what each has: its gradients need not be alike.
+        own, run, back = self.lowered.plan.own is not None, None, None
+        if not own or forward.is_identity:
+            run = converting(axes, forward.source, forward.target, before, after, source.local_shape)
         if run is not None and backward is not None:
             back = converting(axes, backward.source, backward.target, after, before, target.local_shape, summed=True,
-                              alike=target.layout.partial)
+                              alike=() if own else target.layout.partial)
         if run is None or back is None and backward is not None:
             run, after = self._listed(forward, before, axes.sizes), axes.sizes
             back = None if backward is None else self._listed(backward, after, before)
