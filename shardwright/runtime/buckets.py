@@ -1,11 +1,12 @@
 """From the leaves that a program computes on to the gradients of the parameters: sums over ranks, in buckets.
 
-A program computes on plain leaves that share the storage of the DTensor parameters. Gradients that are to be summed over
-the same ranks are laid one after the other into a bucket; when its last one has come the sum is started, and the backward
-goes on while it travels. Buckets start in one order on all ranks, and whenever one does those before it take their next
-turn (`SumInTurns`); a short one may wait to travel with a conversion. At the end of the backward all are finished; those that not all gradients have reached, since the
-loss does not depend on every parameter, are then summed as they are, which is alike on all ranks as their program is.
-The gradients handed over are views of the bucket: no copy is made after the sum.
+A program computes on plain leaves that share the storage of the DTensor parameters. Gradients that are to be summed
+over the same ranks are laid one after the other into a bucket; when its last one has come the sum is started, and the
+backward goes on while it travels. Buckets start in one order on all ranks, and whenever one does those before it take
+their next turn (`SumInTurns`); a short one may wait to travel with a conversion. At the end of the backward all are
+finished; those that not all gradients have reached, since the loss does not depend on every parameter, are then summed
+as they are, which is alike on all ranks as their program is. The gradients handed over are views of the bucket: no copy
+is made after the sum.
 """
 
 from __future__ import annotations
