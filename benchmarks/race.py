@@ -85,14 +85,17 @@ def race(rank: int, world: int, make: Callable[[str], Contender], check: Check, 
 
 
 def timed(entry: Contender) -> float:
-    """The seconds of one step; of a short one alone the median of several in a row, for what the others have left in the
-    caches would count."""
-    seconds = []
+    """The seconds of one step; of a short one alone, which has all cores, the median of several in a row, for what the
+    others have left in the caches would count."""
+    seconds, threads = [], torch.get_num_threads()
+    if entry.alone:
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
     while True:
         start = time.perf_counter()
         entry.step()
         seconds.append(time.perf_counter() - start)
         if not entry.alone or sum(seconds) > SECONDS_ALONE:
+            torch.set_num_threads(threads)
             return statistics.median(seconds)
 
 
