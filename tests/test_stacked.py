@@ -217,3 +217,21 @@ def test_replicas_that_were_worked_on_apart_have_to_agree():
     once = torch.randn(3, dtype=D, requires_grad=True)
     made = Alike.apply(once, axes, (), (1, 2), Layout.replicated(4, 1))
     assert torch.equal(torch.autograd.grad(made, once, torch.ones_like(made))[0], torch.ones(3, dtype=D))
+
+
+@pytest.mark.parametrize("ignored", [-100, 2])
+def test_a_loss_of_rows_is_summed_for_each_rank(ignored):
+    """The second rank's rows are all ignored where class 2 is."""
+    sw.init(devices=4)
+    target = torch.tensor([0, 1, 2, 2, 2, 1, 0, 1])
+    nets = [torch.nn.Linear(6, 3, dtype=torch.float64) for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    x = torch.linspace(-1, 1, 48, dtype=torch.float64).view(8, 6)
+    loss_fn = torch.nn.CrossEntropyLoss(ignore_index=ignored)
+    model = sw.AutoParallel(nets[0], loss_fn=loss_fn, parallel_mode="data_parallel").dataset_strategy("full_batch")
+    losses = model(x, target), loss_fn(nets[1](x), target)
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-12, atol=0)
+    for ours, theirs in zip(nets[0].parameters(), nets[1].parameters()):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-10, atol=1e-14)

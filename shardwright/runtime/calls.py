@@ -4,6 +4,7 @@
     a product             `products`
     sizes, numbers of dims among the arguments: with the axes before them, or counted from the last dim
     dim 0 may be split    the ranks' slices beside one another along it: that this is the same is what a rule says
+    a loss of rows        the same, row by row, and a sum for each rank
     else                  a call for each shard that differs, the results stacked
 """
 
@@ -23,6 +24,7 @@ from ..layout import Digit, Layout
 from ..plan.route import Compute
 from ..rules import bound_rule, find_rule
 from ..rules.generator import PLAIN
+from ..rules.loss import SUM
 from ..rules.registry import POINTWISE
 from .products import MATRICES, product
 from .shards import check_replicas
@@ -69,7 +71,7 @@ class Call:
     def step(self) -> Callable[[list], Any]:
         """``env -> value``: a tensor with axes for the ranks, or a tuple of them."""
         for way in (self._once, self._product, self._elementwise, self._with_shape, self._with_dims,
-                    self._side_by_side):
+                    self._side_by_side, self._sums_of_rows):
             made = way()
             if made is not None:
                 return made
@@ -161,13 +163,26 @@ class Call:
         split = bound.cut_by(self._count(), {factor[0]: (Digit(self._count(), 1),)})
         if rule.expand is not None and rule.expand(op, bound, split) is not None:
             return None
-        for a in self.operands:
-            if self._shape(a):
-                size, *rest = self._local(a)
-                self.names[f"s{self.slots[a]}"] = (size * self._count(), *rest)
+        self._lay_beside()
         out = self.out
         apart = lambda made: made.view(*out, -1, *made.shape[1:])  # noqa: E731
         return self._written(plain_function(node), side=True, after=apart)
+
+    def _sums_of_rows(self) -> Callable[[list], Any] | None:
+        """A loss summed over rows and how many rows count: of all ranks' rows, then a sum for each rank."""
+        node, out = self.node, self.out
+        if node.target is not aten.nll_loss_forward.default or any(self._shape(a) != out for a in self.operands):
+            return None
+        scores, target, weight, reduction, ignored = node.args
+        if weight is not None or reduction != SUM or self._dims(scores) != 2:
+            return None
+        self._lay_beside()
+
+        def sums(scores: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+            losses = torch.nn.functional.nll_loss(scores, target, ignore_index=ignored, reduction="none")
+            counted = (target != ignored).view(*out, -1).sum(-1).to(scores.dtype)
+            return losses.view(*out, -1).sum(-1), counted
+        return self._written(sums, side=True, args=(scores, target), kwargs={})
 
     def _one_by_one(self) -> Callable[[list], Any]:
         """A call for each shard that differs."""
@@ -242,6 +257,13 @@ class Call:
             names[f"c{self.slots[a]}"] = (self.axes, self.held[a], checked, self.gradients[a])
             text = f"alike({text}, *c{self.slots[a]})"
         return f"{text}.expand({(*self.out, *self._local(a))})" if a is self._expanded else text
+
+    def _lay_beside(self) -> None:
+        """Name the shapes in which operands have the ranks' slices beside one another along dim 0."""
+        for a in self.operands:
+            if self._shape(a):
+                size, *rest = self._local(a)
+                self.names[f"s{self.slots[a]}"] = (size * self._count(), *rest)
 
     def _written(self, function: Any, dims: int = 0, aligned: Any = (), *, args: tuple | None = None,
                  kwargs: dict[str, Any] | None = None, side: bool = False, after: Any = None) -> Callable[[list], Any]:
