@@ -15,7 +15,7 @@ import pytest
 import safetensors.torch
 import torch
 from checkpoints import CROSS_ENTROPY, PLANS, Net, adamw, alike, sgd, train
-from networks import D, draw
+from networks import D
 from torch import nn
 from torch.optim import lr_scheduler
 

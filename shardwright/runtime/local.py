@@ -32,7 +32,10 @@ __all__ = ["LocalProgram", "ties"]
 
 
 def convert_shards(conversion: Conversion, x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
-    """All ranks' shards in the target's layout; `run` does so. Every conversion of a program passes here."""
+    """All ranks' shards in the target's layout; `run` does so.
+
+    Every conversion of a program passes here, so that a test can make one wrong and see that `verify` names it.
+    """
     return run(x)
 
 

@@ -217,7 +217,6 @@ class _Part:
         first = restrict(problem, alive)
         self._steps = [first, consistent(first.problem)]
         inner = self._steps[-1].problem
-        self._rows, self._whole, self._problem = rows, rows, problem
         found = Pricing.of(inner, Rows.of(inner, rows.count))
         if found is None:
             raise PlanError("a part of the problem is larger than the whole")
