@@ -15,7 +15,9 @@ from shardwright.layout import Digit, Layout
 from shardwright.runtime import collectives
 from shardwright.runtime.collectives import ProcessGroups, bind_all
 from shardwright.runtime.joined import _composed as composed
+from shardwright.runtime.scratch import Scratch
 from shardwright.runtime.shards import convert_shards
+from shardwright.runtime.sums import SumInTurns
 
 from ranks import RankFailed, run_ranks
 
@@ -143,7 +145,11 @@ def types_and_sizes(rank, world, swapped):
         torch.manual_seed(rank)
         x = torch.randn(numel, 1, 1)  # rounds: the order of the sum shows
         scattered[label] = (x, convert(conversion(source, target), x, rank, groups))
-    return out, scattered
+    collectives.RING = 0
+    rings = [(x, convert(conversion(source, target), x, rank, groups),
+              ended(SumInTurns((ALL,), groups)(x.flatten().clone())))
+             for x in (torch.randn(1001, 1, 1), torch.randn(1001, 1, 1, dtype=torch.float64))]
+    return out, scattered, rings
 
 
 @pytest.mark.parametrize("swapped", [0, collectives.SWAPPED])
@@ -160,6 +166,12 @@ def test_reductions_types_and_sizes(swapped):
         in_order = ((terms[0] + terms[1]) + terms[2]) + terms[3]
         for rank in range(WORLD):
             assert torch.equal(results[rank][1][label][1], in_order), f"{label}: not in the order of the ranks"
+    for number in range(len(results[0][2])):
+        total = sum(results[r][2][number][0] for r in range(WORLD))
+        for rank in range(WORLD):
+            _, converted, in_turns = results[rank][2][number]
+            torch.testing.assert_close(converted, total)
+            assert torch.equal(converted, results[0][2][number][1]) and torch.equal(in_turns, converted.flatten()), rank
 
 
 SLICED = {"within": ((A,), (), ()), "beside": ((A,), (B,), ()), "all": ((), (B, A), ())}
@@ -251,11 +263,9 @@ def test_two_arrangements_are_one_where_they_nest(data):
 
 
 def ended(turns):
-    try:
-        while True:
-            next(turns)
-    except StopIteration as end:
-        return end.value
+    while (total := next(turns)) is None:
+        pass
+    return total
 
 
 def sums_that_ride(rank, world):
@@ -280,7 +290,7 @@ def sums_that_ride(rank, world):
     for name, between in (("together", lambda: gather(gathered)), ("nothing", lambda: None),
                           ("another type", lambda: gather(gathered, torch.float64)),
                           ("other ranks", lambda: gather(other))):
-        x, sums = torch.randn(1000), collectives.SumInTurns((ALL,), groups)
+        x, sums = torch.randn(1000), SumInTurns((ALL,), groups)
         kept = x.clone()
         turns, count[0] = sums(x, True), 0
         next(turns)
@@ -288,10 +298,10 @@ def sums_that_ride(rank, world):
         taken = not groups.seen((ALL,)).riders
         out[name] = kept, ended(turns), count[0], taken, bool(groups.seen((ALL,)).riders)
     collectives._exchange = exchange
-    turns = collectives.SumInTurns((ALL,), groups)(torch.zeros(3), True)
+    turns = SumInTurns((ALL,), groups)(torch.zeros(3), True)
     next(turns)
     assert groups.seen((ALL,)).riders
-    collectives.SumInTurns((ALL,), groups).forget()
+    SumInTurns((ALL,), groups).forget()
     assert not groups.seen((ALL,)).riders
     gather(gathered)
     return out
@@ -377,3 +387,19 @@ def test_a_rank_that_fails_hangs_or_dies_is_reported():
         run_ranks(hangs, WORLD, timeout=2.0)
     with pytest.raises(RankFailed, match="rank 3 died with exit code 7|rank [012]:"):
         run_ranks(dies, WORLD)
+
+
+def test_sums_share_the_memory_that_they_receive_into():
+    scratch, like = Scratch(), torch.zeros(0)
+    first = scratch.take(10, like)
+    second = scratch.take(4, like)
+    assert first.data_ptr() != second.data_ptr()      # both are under way
+    scratch.give(first)
+    assert scratch.take(8, like) is first
+    other = scratch.take(4, like.double())
+    assert other.dtype == torch.float64 and other.numel() >= 4
+    scratch.give(second)
+    larger = scratch.take(20, like)
+    assert larger.numel() >= 20
+    scratch.give(larger)
+    assert scratch.take(20, like) is larger and scratch.take(1, like) is not second  # which was too small, and is gone

@@ -32,7 +32,7 @@ def stack(layers: int = 4) -> nn.Sequential:
 
 # -- what travels together ---------------------------------------------------------------------------------------------
 
-DUE = [Due(name, size, kind, index) for index, (name, size, kind) in reversed(list(enumerate(
+DUE = [Due(name, size, kind, index, 8) for index, (name, size, kind) in reversed(list(enumerate(
     [("a", 4, "f"), ("b", 4, "f"), ("c", 8, "d"), ("d", 4, "f"), ("e", 2, "f"), ("f", 9, "f")])))]
 
 
@@ -47,6 +47,12 @@ DUE = [Due(name, size, kind, index) for index, (name, size, kind) in reversed(li
 ], ids=str)
 def test_buckets(fusion: Fusion, expected: list[str]) -> None:
     assert ["".join(bucket) for bucket in fusion.buckets(DUE)] == expected
+
+
+@pytest.mark.parametrize("ranks, expected", [(2, ["c", "b", "a"]), (3, ["b", "ca"]), (8, ["cba"])])
+def test_what_few_ranks_sum_travels_alone(ranks: int, expected: list[str]) -> None:
+    due = [Due(name, size * (1 << 20), "f", index, ranks) for index, (name, size) in enumerate(zip("cba", (2, 3, 2)))]
+    assert ["".join(bucket) for bucket in Fusion().buckets(due)] == expected
 
 
 def test_comm_fusion_is_read() -> None:

@@ -3,7 +3,7 @@
     operator      = max(flops / peak of its type, bytes / memory bandwidth) + overhead · launches; nothing for a view
     launches      = 1 forward, one for each input's gradient backward
     conversion    = Σ over its steps of the time of a collective (see `collective_costs`); a slice costs nothing
-    gradient sum  = bytes / bucket · the time of an all-reduce of a bucket: gradients travel together
+    gradient sum  = bytes / bucket · the time of an all-reduce of a bucket: gradients travel together, but large ones
     forward       = Σ over instructions
     backward      = Σ over those that a gradient reaches, what is gathered or computed again among them
     step          = micro-batches · (forward + backward of the rest) + what is done once
@@ -39,9 +39,9 @@ __all__ = ["Costs", "Price", "PricedCollective"]
 
 Shapes = Sequence[tuple[int, ...]]
 
-# Bytes that gradients make up together before they are summed: the runtime's own choice (`runtime.fusion`, where the
-# figures are).
-BUCKET = 8 << 20
+# Bytes that gradients make up together before they are summed, and those, for each of the ranks, from which one travels by
+# itself: the runtime's own choice (`runtime.fusion`, where the figures are).
+BUCKET, ALONE = 8 << 20, 1 << 20
 
 
 @dataclass(frozen=True)
@@ -181,8 +181,8 @@ class Costs:
 
     def stored(self, conversion: Conversion, nbytes: float) -> float:
         """Seconds of a conversion of a parameter from how it is stored, or of its gradient back. A mere sum of a
-        gradient travels with others: its part of a bucket's time."""
-        return sum(step.seconds(nbytes, _bucket(conversion)) for step in self.sends(conversion))
+        gradient travels with others, if it is not large: its part of a bucket's time."""
+        return sum(step.seconds(nbytes, _bucket(conversion, step, nbytes)) for step in self.sends(conversion))
 
     def sends(self, conversion: Conversion) -> tuple[_Sent, ...]:
         """The collectives of a conversion, with what part of the whole tensor a rank puts into each."""
@@ -288,9 +288,10 @@ class Costs:
         return _Pricing(self, plan, micro_batches).run()
 
 
-def _bucket(gradient: Conversion) -> float:
-    """The bytes in which a parameter's gradient travels: a bucket's, if it is summed and no more."""
-    return float(BUCKET) if [step.kind for step in gradient.steps] == ["all_reduce"] else 0.0
+def _bucket(gradient: Conversion, sent: _Sent, nbytes: float) -> float:
+    """The bytes in which a parameter's gradient travels: a bucket's, if it is summed and no more, and not large; 0: its own."""
+    alone = nbytes * sent.fraction >= digits_size(sent.digits) * ALONE
+    return float(BUCKET) if not alone and [step.kind for step in gradient.steps] == ["all_reduce"] else 0.0
 
 
 def _kind(step: Step) -> tuple[str, int]:
@@ -353,7 +354,7 @@ class _Pricing:
         sent = 0.0
         for step in self.costs.sends(conversion) if conversion is not None else ():
             nbytes = ran.source.value.nbytes
-            price = step.seconds(nbytes, _bucket(conversion) if phase == "gradient" else 0.0)
+            price = step.seconds(nbytes, _bucket(conversion, step, nbytes) if phase == "gradient" else 0.0)
             operator = _causing(step, ran) if forwards else ran.operator
             self.collectives.append(PricedCollective(step.kind, step.digits, nbytes * step.fraction, price * times,
                                                      phase, operator))

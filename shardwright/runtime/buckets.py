@@ -18,13 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from ..layout import Digits, group_of
-from .collectives import ProcessGroups, SumInTurns
+from ..layout import Digits, digits_size, group_of
+from .collectives import ProcessGroups
 from .fusion import Accumulation, Due, Fusion
 from .gradients import hand_over, keep_unsummed, take_unsummed, unsummed_over
 from .padded import beginning, leaf_of
 from .position import Place, waiting
 from .scattered import Scatter
+from .sums import SumInTurns
 
 __all__ = ["GradientSums"]
 
@@ -71,7 +72,7 @@ class _Sum:
         self.shapes = [g.shape for g in gradients]
         self.complex = gradients[0].is_complex()
         flat = [(torch.view_as_real(g) if self.complex else g).reshape(-1) for g in gradients]
-        self.sizes = [len(f) for f in flat]
+        self.sizes = [f.numel() for f in flat]
         self.turns = sums(flat[0] if len(flat) == 1 else torch.cat(flat), rides)
         self.result: Tensor | None = None
         self.turn()
@@ -79,11 +80,8 @@ class _Sum:
     def turn(self) -> None:
         """One turn further, if it is not at the end."""
         if self.result is None:
-            try:
-                with waiting(self.place):
-                    next(self.turns)
-            except StopIteration as end:
-                self.result = end.value
+            with waiting(self.place):
+                self.result = next(self.turns)
 
     def finish(self, rank: int) -> None:
         """To the end, and the gradients to their parameters."""
@@ -129,7 +127,7 @@ class GradientSums:
             out[name].requires_grad_(parameter.requires_grad)
         for name, digits in self._digits.items():
             if name in trained:
-                due.append(Due(name, out[name].nbytes, (digits, out[name].dtype), trained[name]))
+                due.append(Due(name, out[name].nbytes, (digits, out[name].dtype), trained[name], digits_size(digits)))
         for names in self._fusion.buckets(due):
             digits = self._digits[names[0]]
             bucket = _Bucket([parameters[n] for n in names], digits, self._groups, self._place(names, digits),

@@ -5,9 +5,10 @@
 
 Where collectives are a library's (NCCL, HCCL, MPI) they are the functional ones, which torch.compile traces. On Gloo
 everything is made of all-to-alls: a reduce-scatter is one and a local sum, an all-gather one that sends everybody the
-same, an all-reduce of something small a gather and a local sum, of something larger a reduce-scatter and a gather. Two
-ranks swap what they have. Of an all-reduce that a slice follows every rank is sent the terms of its slice alone.
-Sums are then taken in ascending order of the ranks, as in the local runtime: all replicas have the same bits.
+same, an all-reduce of something small a gather and a local sum, of something larger a reduce-scatter and a gather, of
+several MiB Gloo's own ring. Two ranks swap what they have. Of an all-reduce that a slice follows every rank is sent the terms
+of its slice alone. Sums are then taken in ascending order of the ranks, as in the local runtime, but in the ring: all
+replicas have the same bits everywhere.
 
 Why, measured with 8, 4 and 2 Gloo processes of one thread on 2 cores, ms (all_to_all through the group's own method
 takes 0.19 ms on 2 ranks where the functional one takes 0.5, and 0.8 where it takes 1.1 on 4):
@@ -22,7 +23,7 @@ takes 0.19 ms on 2 ranks where the functional one takes 0.5, and 0.8 where it ta
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 
@@ -34,9 +35,10 @@ from ..conversion import Conversion, Step
 from ..conversion_steps import Geometry, digits_value
 from ..layout import Digits, digits_size, group_of, groups, merge
 from .joined import exchanged_and_gathered, joined_digits, reduced_slice
+from .scratch import Scratch
 from .shards import reduce_terms
 
-__all__ = ["Bound", "ProcessGroups", "SumInTurns", "bind", "bind_all"]
+__all__ = ["Bound", "Group", "ProcessGroups", "Rider", "bind", "bind_all", "reduced", "rings"]
 
 # Bytes from which two ranks on Gloo swap what they have, instead of exchanging two pieces each, one with itself. Eight
 # processes in pairs on 2 cores, ms, as an exchange and as a swap (and Gloo's own all-reduce):
@@ -53,13 +55,22 @@ GATHERED_COPIES = 8 << 20
 # Received bytes up to which an all-to-all and an all-gather on Gloo are one exchange: eight processes, of 4 and of 2, take 0.7
 # of the two at 16 KiB, 0.6 at 256 KiB, 0.9 at 2 and at 8 MiB.
 GATHERED_PIECES = 8 << 20
+# Bytes, for each of the ranks and each of them again, of numbers of 32 or 64 bits, from which more than two ranks on Gloo leave
+# an all-reduce to its own, a ring: its turns are many, but each has a part of the bytes. Eight processes on 2 loaded cores,
+# all together and in fours, ms, as a reduce-scatter and a gather and as a ring:
+#     MiB a rank     8 ranks        4 ranks
+#              1     18.4  25.6     21.6  17.1
+#              2     29.6  34.2     35.0  24.6
+#              4     52.8  47.7     69.1  45.5
+#              6     72.2  66.4    105.3  48.7
+RING = 64 << 10
 
 # torch.ops._c10d_functional is private. It is what torch.distributed's public functional collectives call, which take
 # no group by name; names, unlike groups, are constants to torch.compile.
 _ops = torch.ops._c10d_functional
 
 # torch 2.13 has renamed it, and warns of the older name.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class ProcessGroups:
@@ -71,23 +82,27 @@ class ProcessGroups:
         base: the world's rank of the first of them (a pipeline stage's, say).
         timeout: after which a collective on a group made here fails; None: the default group's.
         exchanges: whether steps are to be made of all-to-alls; None: on Gloo.
+
+    Attributes:
+        scratch: what sums receive into.
     """
 
     def __init__(self, devices: int, rank: int, base: int = 0, timeout: timedelta | None = None,
                  exchanges: bool | None = None) -> None:
         self.devices, self.rank, self.base, self.timeout = devices, rank, base, timeout
         self.exchanges = dist.get_backend() == "gloo" if exchanges is None else exchanges
-        self._groups: dict[Digits, _Group] = {}
+        self._groups: dict[Digits, Group] = {}
+        self.scratch = Scratch()
 
     def of(self, digits: Digits) -> dist.ProcessGroup:
         """The group of the ranks that differ from this one in `digits` alone."""
         return self.seen(digits).group
 
-    def seen(self, digits: Digits) -> _Group:
+    def seen(self, digits: Digits) -> Group:
         """The same, as this rank sees it."""
         key = merge(sorted(digits, key=lambda d: -d.stride))
         if key not in self._groups:
-            self._groups[key] = _Group(self._make(key), digits_size(key), digits_value(key, self.rank), self.exchanges)
+            self._groups[key] = Group(self._make(key), digits_size(key), digits_value(key, self.rank), self.exchanges)
         return self._groups[key]
 
     def _make(self, digits: Digits) -> dist.ProcessGroup:
@@ -160,10 +175,9 @@ def _joined(first: Step, shape: tuple[int, ...], second: Step, between: tuple[in
     geometry = second.geometry(between)
     if first.kind == "all_reduce" and second.kind == "slice":
         group = groups.seen(first.digits)
-        numbers = [digits_value(second.moved, r) for r in group_of(rank, first.digits)]
-        slices = {n: _slice(geometry, r) for n, r in zip(numbers, group_of(rank, first.digits))}
-        return reduced_slice(slices, numbers, group.position, partial(_exchange, group),
-                             partial(_reduced, reduction=first.reduction), geometry.after, bound, lambda: GATHERED_TERMS)
+        return reduced_slice(_slices(geometry, group_of(rank, first.digits)), _slice(geometry, rank), group.size,
+                             partial(_exchange, group), partial(reduced, reduction=first.reduction), geometry.after, bound,
+                             lambda: GATHERED_TERMS)
     digits = joined_digits(first, second)
     if digits is None:
         return None
@@ -192,6 +206,32 @@ def _slice(geometry: Geometry, rank: int) -> Bound:
     return narrow
 
 
+def _slices(geometry: Geometry, ranks: Sequence[int]) -> Callable[[Tensor], list[Tensor]]:
+    """Those of several ranks, flat."""
+    if geometry.cuts is not None:
+        each = {r: _slice(geometry, r) for r in ranks}
+        return lambda x: [each[r](x).reshape(-1) for r in ranks]
+    view, chosen = geometry.pre_view, geometry.select[::-1]
+    axes = [axis for axis, _ in chosen]
+    sizes = [view[axis] for axis in axes]
+    order = (*axes, *(axis for axis in range(len(view)) if axis not in axes))
+    permuted = None if order == tuple(range(len(view))) else order
+    rows = []
+    for r in ranks:  # the slices in the order of the axes, the last one moving first
+        row = 0
+        for size, (_, digit) in zip(sizes, chosen):
+            row = row * size + digit.value(r)
+        rows.append(row)
+    count = math.prod(sizes)
+
+    def slices(x: Tensor) -> list[Tensor]:
+        if permuted is not None:
+            x = x.reshape(view).permute(permuted)
+        pieces = x.reshape(count, -1).unbind(0)
+        return [pieces[row] for row in rows]
+    return slices
+
+
 def _shaped(geometry: Geometry, run: Bound) -> Bound:
     """`run` takes the pieces to send, flat, one after the other, and gives those received likewise."""
     pre_view, pre_perm, after = geometry.pre_view, geometry.pre_perm, geometry.after
@@ -209,7 +249,7 @@ def _shaped(geometry: Geometry, run: Bound) -> Bound:
     return shaped
 
 
-class _Group:
+class Group:
     """A process group as one of its ranks sees it.
 
     Attributes:
@@ -223,10 +263,10 @@ class _Group:
     def __init__(self, group: dist.ProcessGroup, size: int, position: int, exchanges: bool) -> None:
         self.group, self.size, self.position, self.exchanges = group, size, position, exchanges
         self.name = group.group_name
-        self.riders: list[_Rider] = []
+        self.riders: list[Rider] = []
 
 
-class _Rider:
+class Rider:
     """What is to be summed, and travels with the next all-gather of its group.
 
     Attributes:
@@ -239,7 +279,7 @@ class _Rider:
         self.x, self.terms = x, None
 
 
-def _exchange(group: _Group, x: Tensor, sends: Sequence[int] = (), receives: Sequence[int] = ()) -> Tensor:
+def _exchange(group: Group, x: Tensor, sends: Sequence[int] = (), receives: Sequence[int] = ()) -> Tensor:
     """Pieces to the ranks of the group, pieces from them; `x` is contiguous.
 
     Args:
@@ -259,13 +299,13 @@ def _exchange(group: _Group, x: Tensor, sends: Sequence[int] = (), receives: Seq
     return _ops.wait_tensor(_ops.all_to_all_single(x, list(receives) or equal, list(sends) or equal, group.name))
 
 
-def _swap(group: _Group, x: Tensor) -> Tensor:
+def _swap(group: Group, x: Tensor) -> Tensor:
     """What the other one of two ranks has for its `x`, which is flat."""
     counts = (0, len(x)) if group.position == 0 else (len(x), 0)
     return _exchange(group, x, counts, counts)
 
 
-def _gather(group: _Group) -> Bound:
+def _gather(group: Group) -> Bound:
     """Flat -> everybody's, one after the other."""
     n, position, exchanges = group.size, group.position, group.exchanges
 
@@ -274,8 +314,8 @@ def _gather(group: _Group) -> Bound:
         if group.riders and n * size <= GATHERED_COPIES and group.riders[0].x.dtype == x.dtype:
             rider = group.riders.pop()
             received = _exchange(group, torch.cat((x, rider.x) * n)).view(n, -1)
-            rider.terms = received[:, len(x):]
-            return received[:, :len(x)].reshape(-1)
+            rider.terms = received.narrow(1, len(x), received.shape[1] - len(x))
+            return received.narrow(1, 0, len(x)).reshape(-1)
         if exchanges and n == 2 and size >= SWAPPED:
             other = _swap(group, x)
             return torch.cat((other, x) if position else (x, other))
@@ -285,7 +325,7 @@ def _gather(group: _Group) -> Bound:
     return gather
 
 
-def _reduce_scatter(group: _Group, reduction: str) -> Bound:
+def _reduce_scatter(group: Group, reduction: str) -> Bound:
     """Flat pieces -> this rank's, reduced."""
     n, position, exchanges = group.size, group.position, group.exchanges
 
@@ -295,11 +335,11 @@ def _reduce_scatter(group: _Group, reduction: str) -> Bound:
         x = x.view(n, -1)
         if n == 2 and x.nbytes >= 2 * SWAPPED:
             return _both(_swap(group, x[1 - position]), x[position], reduction)
-        return _reduced(_exchange(group, x), reduction)
+        return reduced(_exchange(group, x), reduction)
     return reduce_scatter
 
 
-def _reduced(terms: Tensor, reduction: str) -> Tensor:
+def reduced(terms: Tensor, reduction: str) -> Tensor:
     """The sum, max or min of the ranks' terms, stacked, taken in their order."""
     n, *shape = terms.shape
     if reduction != "sum" or n > 16 or terms.dtype not in (torch.float32, torch.float64):
@@ -311,12 +351,17 @@ def _reduced(terms: Tensor, reduction: str) -> Tensor:
     return terms.sum(0)
 
 
+def rings(n: int, x: Tensor) -> bool:
+    """Whether `n` ranks on Gloo sum their `x` in a ring."""
+    return n > 2 and x.nbytes >= n * n * RING and x.dtype in (torch.float32, torch.float64)
+
+
 def _both(received: Tensor, x: Tensor, reduction: str) -> Tensor:
     """The sum, max or min of two ranks' terms: of two the order cannot matter."""
     return received.add_(x) if reduction == "sum" else reduce_terms((received, x), reduction)
 
 
-def _all_reduce(group: _Group, reduction: str) -> Bound:
+def _all_reduce(group: Group, reduction: str) -> Bound:
     n, exchanges = group.size, group.exchanges
     if not exchanges:
         return lambda x: _ops.wait_tensor(_ops.all_reduce(x, reduction, group.name))
@@ -328,77 +373,10 @@ def _all_reduce(group: _Group, reduction: str) -> Bound:
         if n == 2 and size >= SWAPPED:
             return _both(_swap(group, x), x, reduction).view(shape)
         if n * size <= GATHERED_TERMS:
-            return _reduced(gather(x).view(n, *shape), reduction)
+            return reduced(gather(x).view(n, *shape), reduction)
+        if rings(n, x):
+            return _ops.wait_tensor(_ops.all_reduce(x, reduction, group.name)).view(shape)
         short = -len(x) % n
         whole = torch.cat((x, x.new_zeros(short))) if short else x
         return gather(reduce_scatter(whole))[:len(x)].view(shape)
     return all_reduce
-
-
-class SumInTurns:
-    """Sums over the ranks that differ in `digits`, one after the other, each in turns: between two of them a collective is
-    under way. Ranks that share groups take the turns of all their sums in one order.
-
-    What is freed and allocated anew in each step costs its pages: a sum keeps its memory for the next one of its length.
-    """
-
-    def __init__(self, digits: Digits, groups: ProcessGroups) -> None:
-        self._group = groups.seen(digits)
-        self._held: dict[str, Tensor] = {}
-
-    def __call__(self, x: Tensor, rides: bool = False) -> Generator[None, None, Tensor]:
-        """The sum of everybody's `x`, flat and not complex. `x` is written to, and may be what is returned.
-
-        Args:
-            rides: an all-gather over the same ranks is likely to come before the next turn: a short sum travels with it.
-        """
-        group, n, numel = self._group, self._group.size, len(x)
-        if not group.exchanges:
-            work = dist.all_reduce(x, group=group.group, async_op=True)
-            yield
-            work.wait()
-            return x
-        if n == 2:
-            received, counts = self._scratch("received", numel, x), [0, 0]
-            counts[1 - group.position] = numel
-            work = group.group.alltoall_base(received, x, counts, counts)
-            yield
-            work.wait()
-            return x.add_(received)
-        once = n * x.nbytes <= GATHERED_TERMS
-        if once and rides and not group.riders:
-            rider = _Rider(x)
-            group.riders.append(rider)
-            yield
-            if rider.terms is not None:
-                return _reduced(rider.terms, "sum")
-            group.riders.remove(rider)
-        whole = torch.cat((x,) * n) if once else torch.cat((x, x.new_zeros(-numel % n))) if numel % n else x
-        terms = self._scratch("terms", len(whole), x)
-        work = group.group.alltoall_base(terms, whole, [], [])
-        yield
-        work.wait()
-        piece = _reduced(terms.view(n, -1), "sum")
-        if once:
-            return piece
-        received = whole  # which has been sent
-        if received.nbytes <= GATHERED_COPIES:
-            copies = torch.cat((piece,) * n, out=terms)
-            work = group.group.alltoall_base(received, copies, [], [])
-        else:
-            work = _all_gather_single(received, piece.contiguous(), group=group.group, async_op=True)
-        yield
-        work.wait()
-        return received[:numel]
-
-    def forget(self) -> None:
-        """Leave the memory to a sum that is still under way after an error, and let nothing of it travel with others."""
-        self._held = {}
-        self._group.riders.clear()
-
-    def _scratch(self, name: str, numel: int, like: Tensor) -> Tensor:
-        """An uninitialised flat tensor of the type of `like`; the same one whenever the same is asked for."""
-        held = self._held.get(name)
-        if held is None or held.numel() != numel or held.dtype != like.dtype or held.device != like.device:
-            held = self._held[name] = like.new_empty(numel)
-        return held

@@ -17,7 +17,11 @@ __all__ = ["Accumulation", "Due", "Fusion", "fusion_of"]
 #     MiB          0.25    1    2    4    8   16   32   64
 #     2 processes   143  137  134  133  131  134  155  153
 #     4 processes   399  381  397  385  396  527  861  842
+# (before gradients travelled alone, and long sums in a ring)
 AUTO = 8 << 20
+# Bytes for each of the ranks that sum it, from which a gradient travels by itself: the pieces that ranks send each other are
+# then long enough, and a copy into a bucket takes longer than another start (`RING` in `collectives` has the times).
+ALONE = 1 << 20
 
 LEGAL = '{"mode": "auto"}, {"mode": "size", "config": 25} (MB a bucket), or {"mode": "index", "config": [10, 20]} ' \
         "(parameters before which a new bucket begins)"
@@ -32,12 +36,14 @@ class Due:
         nbytes: of the gradient on one rank.
         kind: gradients of another kind (other ranks, another type) cannot travel with it.
         index: of the parameter among those that are trained, in the model's order.
+        ranks: over how many it is summed.
     """
 
     name: str
     nbytes: int
     kind: Hashable
     index: int
+    ranks: int
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,8 @@ class Fusion:
     """How gradients travel together.
 
     Attributes:
-        limit: bytes at which a bucket is full, and from which a gradient travels by itself; 0: all do.
+        limit: bytes at which a bucket is full, and from which a gradient travels by itself, if `ALONE` does not say so
+            before; 0: all do.
         ends: instead of it, indices of parameters before which a new bucket begins.
     """
 
@@ -79,7 +86,7 @@ class Fusion:
         full: list[tuple[str, ...]] = []
         open_: dict[Hashable, list[Due]] = {}
         for due in gradients:
-            if due.nbytes >= self.limit:  # by itself, as it is: copied into a bucket it would be in memory twice
+            if due.nbytes >= min(self.limit, due.ranks * ALONE):  # as it is: in a bucket it would be in memory twice
                 full.append((due.name,))
                 continue
             bucket = open_.setdefault(due.kind, [])

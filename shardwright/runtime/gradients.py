@@ -43,6 +43,9 @@ class Gradient(DTensor):
     __slots__ = ()
     is_sparse = False  # optimizers ask it of every gradient, which took a dispatch
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: DTensor's own does nothing either, behind wrappers that take as long as all the rest."""
+
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if (function in _ELEMENTWISE or function is Tensor.__setitem__) and not torch.is_grad_enabled():

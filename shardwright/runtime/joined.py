@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from operator import mul
 
@@ -22,26 +22,25 @@ __all__ = ["exchanged_and_gathered", "joined_digits", "reduced_slice"]
 Exchange = Callable[[Tensor], Tensor]
 
 
-def reduced_slice(slices: Mapping[int, Exchange], numbers: Sequence[int], position: int, exchange: Exchange,
+def reduced_slice(slices: Callable[[Tensor], Sequence[Tensor]], mine: Exchange, ranks: int, exchange: Exchange,
                   reduce: Exchange, after: tuple[int, ...], whole: Exchange, limit: Callable[[], int]) -> Exchange:
     """An all-reduce and a slice.
 
     Args:
-        slices: by a number of their own.
-        numbers: the slice of every rank of the group, of which this rank has a `position`.
+        slices: those of every rank of the group, flat.
+        mine: the slice of this rank.
+        ranks: how many they are.
         exchange: equal pieces, flat, one after the other, to all ranks of the group; gives theirs.
         reduce: adds up stacked terms.
         after: the shape of a slice.
         whole: the all-reduce, for more received bytes than `limit` says.
     """
-    numel, mine = len(numbers) * math.prod(after), slices[numbers[position]]
+    numel = ranks * math.prod(after)
 
     def run(x: Tensor) -> Tensor:
         if numel * x.element_size() > limit():
             return mine(whole(x))
-        pieces = {number: piece(x).reshape(-1) for number, piece in slices.items()}
-        terms = exchange(torch.cat([pieces[number] for number in numbers]))
-        return reduce(terms.view(len(numbers), *after))
+        return reduce(exchange(torch.cat(slices(x))).view(ranks, *after))
     return run
 
 
