@@ -13,7 +13,7 @@ import shardwright as sw
 from shardwright.conversion import conversion, transpose
 from shardwright.errors import LayoutError
 from shardwright.layout import Digit, Layout, overlap
-from shardwright.runtime.calls import Alike
+from shardwright.runtime.calls import Alike, plain_function
 from shardwright.runtime.products import product
 from shardwright.runtime.shards import ReplicasDiffer, convert_shards
 from shardwright.runtime.stacked import Axes, converting, union
@@ -235,3 +235,17 @@ def test_a_loss_of_rows_is_summed_for_each_rank(ignored):
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-12, atol=0)
     for ours, theirs in zip(nets[0].parameters(), nets[1].parameters()):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-10, atol=1e-14)
+
+
+def test_a_function_of_torch_is_the_overload_it_stands_for():
+    x, few = torch.rand(4, 6), torch.arange(5.0)
+    aten = torch.ops.aten
+    for target, args in [(aten.bernoulli.Tensor, (x, x.round())), (aten.div.Tensor, (x, 3)), (aten.sum.dim_IntList, (x, [1], True)),
+                         (aten.log_softmax.int, (x, 1)), (aten.std.dim, (x, [1], False, True)), (aten.max.dim, (x, 1)),
+                         (aten.masked_fill.Scalar, (x, x > 0.5, 1.0)), (aten.searchsorted.Scalar, (few, 2.0)),
+                         (aten.where.self, (x > 0.5, x, -x)), (aten.squeeze.dim, (x[:1], 0)), (aten.var_mean.dim, (x, [0]))]:
+        node = torch.fx.Graph().call_function(target)
+        expected, got = target(*args), plain_function(node)(*args)
+        several = isinstance(expected, tuple)
+        for one, other in zip(*(expected, got) if several else ([expected], [got]), strict=True):
+            assert torch.equal(one, other), target

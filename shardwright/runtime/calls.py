@@ -43,6 +43,8 @@ DIMS = {
     aten.split.Tensor: ("dim",), aten.split_with_sizes.default: ("dim",), aten.cat.default: ("dim",),
     aten.stack.default: ("dim",),
 }
+#: Overloads that functions of `torch` tell by their arguments.
+PARSED = frozenset({"default", "Tensor", "Scalar", "int", "dim", "dim_IntList", "Tensor_Scalar", "self"})
 #: Operators whose second argument is the shape of the result.
 SHAPES = (aten.reshape.default, aten.expand.default)
 
@@ -331,14 +333,16 @@ def plain_function(node: torch.fx.Node) -> Any:
     """What a node calls, without the Python layer of its overload object: ``torch.relu`` for ``aten.relu.default``; and
     ``torch.mm`` for a matmul of two matrices, which is what that comes to; our random operators as plain functions.
 
-    Only where that name means this function in `torch` itself, for code that fx writes calls it by its name:
-    ``torch.broadcast_tensors`` takes its tensors one by one.
+    Only where that name means this function in `torch` itself, for code that fx writes calls it by its name
+    (``torch.broadcast_tensors`` takes its tensors one by one), and where its arguments tell the overload. An overload object
+    takes 6 us a call longer.
     """
     target = PLAIN.get(node.target, node.target)
     if target is torch.ops.aten.matmul.default and all(len(a.meta["instance"].value.shape) == 2 for a in node.args):
         return torch.mm
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or \
-            target._overloadname != "default" or any(a.kwarg_only for a in target._schema.arguments):
+            target._overloadname not in PARSED or not isinstance(target._schema.arguments[0].type, torch.TensorType) or \
+            target is aten.bernoulli.Tensor:  # which `torch.bernoulli` does not know
         return target
     name = target.overloadpacket.__name__
     function = getattr(torch._C._VariableFunctions, name, None)
