@@ -64,7 +64,8 @@ def recursive_programming(graph: Graph, devices: int, fed: Feeding, *, costs: An
         try:
             return recursion.run(memory, hope)
         except PlanError:
-            continue  # too much was left to the levels below
+            if not recursion.hoped:
+                raise  # with less it is the same
     return recursion.run(memory, HOPES[-1])
 
 
@@ -74,6 +75,8 @@ class _Recursion:
     def __init__(self, search: Search, optimizer: Any, cut: OptimizerParallel) -> None:
         self.search, self.described, self.optimizer, self.cut = search, search.described, optimizer, cut
         self.grown: dict[tuple, tuple[Assignment, ...]] = {}
+        #: Whether a level above the last kept its limit in the latest run: less hope would have asked it for less.
+        self.hoped = False
 
     def run(self, memory: float | None = None, hope: float = 0.0) -> Decided:
         """Go through the levels.
@@ -83,7 +86,7 @@ class _Recursion:
             hope: what the levels below are counted on for: to cut what is held by r^hope, where r are the devices that
                 they tell apart.
         """
-        assigned, decided = self.beginning(), None
+        assigned, decided, self.hoped = self.beginning(), None, False
         levels = self.levels() or (None,)
         rest, strategies, notes = self.described.devices, 0, []
         for digit in levels:
@@ -96,7 +99,8 @@ class _Recursion:
                 if memory is not None:
                     state = optimizer_bytes(self.optimizer)
                     made = holding(made, self.search.fed, self.search.carries, memory * rest ** hope, state).energy
-                solution = _nearest(made.problem)
+                solution, kept = _nearest(made.problem)
+                self.hoped |= kept
                 decided = self.search.decided(made, solution, "search")
                 if solution.gap:
                     notes.append(f"the level of {digit} may be up to {solution.gap:.2%} dearer than the best of its "
@@ -146,20 +150,20 @@ class _Recursion:
         return options_among(self.described, among, self.search.fixed, self.search.outs)
 
 
-def _nearest(problem: Problem) -> Solution:
-    """The best that keeps the limit; where none does, of what holds least, if that is known: it is the last level that has
-    to fit, and that says what does not.
+def _nearest(problem: Problem) -> tuple[Solution, bool]:
+    """The best that keeps the limit, and whether there is one; where none does, of what holds least, if that is known: it
+    is the last level that has to fit, and that says what does not.
 
     Raises:
         PlanError: nothing is allowed, whatever the memory.
     """
     try:
-        return solve(problem)
+        return solve(problem), True
     except PlanError as error:
         if problem.limit is None:
             raise
         least = getattr(error, "least", None)
-        return solve(replace(problem, limit=least, usages=problem.usages if least is not None else ()))
+        return solve(replace(problem, limit=least, usages=problem.usages if least is not None else ())), False
 
 
 def _grown(bound: Bound, before: Assignment, digit: Digit) -> Iterator[Assignment]:

@@ -17,7 +17,7 @@ from dataclasses import replace
 import numpy as np
 
 from ...errors import PlanError
-from .descent import descend
+from .descent import GRACE, descend
 from .least_memory import InfeasibleMemoryError, infeasible
 from .local_search import wide, within
 from .milp import NoAssignmentError, milp
@@ -57,7 +57,8 @@ def solve_limited(problem: Problem, *, seconds: float | None = None, gap: float 
     """
     from ..exact import solve
 
-    until = math.inf if seconds is None else time.monotonic() + seconds
+    # What is under way at the end may take `GRACE` longer.
+    until = math.inf if seconds is None else time.monotonic() + seconds - min(GRACE, SPARE * seconds)
     inner = consistent(problem)
     bound, times = binding(inner.problem)
     if bound.limit is None:

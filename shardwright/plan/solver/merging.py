@@ -106,6 +106,9 @@ def merged(problem: Problem, into: Mapping[int, int]) -> Merged:
 
     edges: dict[tuple[int, int], np.ndarray] = {}
     for (i, j), table in problem.edges.items():
+        if i not in index and j not in index:
+            edges[i, j] = table
+            continue
         if target[i] == target[j]:
             continue
         table, pair = spread(table, (i, j)), (target[i], target[j])
@@ -117,6 +120,9 @@ def merged(problem: Problem, into: Mapping[int, int]) -> Merged:
         edges[pair] = table
     usages = []
     for use in problem.usages:
+        if use.node not in index and use.other not in index:
+            usages.append(use)
+            continue
         nodes = tuple(target[v] for v in use.nodes)
         amount = np.asarray(use.amount)
         if len(nodes) == 2 and nodes[0] == nodes[1]:

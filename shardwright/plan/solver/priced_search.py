@@ -112,11 +112,17 @@ class _PricedSearch:
 
     def keep(self, part: Any) -> None:
         """States that keep the limit: those that are least at higher prices than the best ones."""
+        spliced = False
         for times in HIGHER:
             if any((cut.used <= self.rows.limit).all() for cut in self.known.values()) and times > 2.0:
                 break
             _, cut = part.least(times * self.prices.multipliers)
             self.offer(cut)
+            if not spliced and (cut.used <= self.rows.limit).all():
+                self.splice()  # the cheapest of them is often enough
+                spliced = True
+            if self.near:
+                break
 
     def see(self, multipliers: np.ndarray, value: float, cut: Cut) -> None:
         """What the whole comes to at these prices."""

@@ -96,8 +96,8 @@ def restrict(problem: Problem, alive: Sequence[np.ndarray]) -> Restricted:
             cut[key] = np.asarray(use.amount)[np.ix_(*(numbers[marks[v]] for v in use.nodes))]
         return cut[key]
 
-    usages = tuple(use if all(full[v] for v in use.nodes) else replace(use, amount=one_of(use))
-                   for use in problem.usages)
+    usages = tuple(use if full[use.node] and (use.other is None or full[use.other]) else
+                   Usage(use.node, use.start, use.stop, one_of(use), use.what, use.other) for use in problem.usages)
     return Restricted(replace(problem, costs=tuple(costs), edges=edges, usages=usages),
                       tuple(numbers[text] for text in marks))
 
