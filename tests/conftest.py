@@ -52,6 +52,25 @@ def no_runtime_of_another_test():
         runtime._current.clear()
 
 
+#: Files whose tests take longest together, the longest first: handed out at the end, one of them would keep one process
+#: of pytest-xdist busy while the others have nothing left to do. Another order costs time alone.
+LONGEST = ("examples_launched", "recursive", "processes", "random_networks", "pipeline_processes", "restarts",
+           "balance", "recompute", "failures", "checkpoint_processes", "launch", "pipeline_hybrid", "hosts",
+           "contest", "resnet", "calibrate", "one_search", "durability", "limits", "gradients", "mpirun", "loops",
+           "compiled", "hsdp", "tutorials", "collectives", "micro", "pipeline_errors", "conv", "models_processes")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False  # pytest-xdist would hand out the files of most tests first
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files of `LONGEST` come first; others, and the tests of each, stay in their order."""
+    places = {f"test_{name}": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
+
 def pytest_collection_finish() -> None:
     """What has been imported by now stays, and no collection of garbage walks it again."""
     gc.collect()
