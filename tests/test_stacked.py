@@ -12,8 +12,10 @@ from torch import nn
 import shardwright as sw
 from shardwright.conversion import conversion, transpose
 from shardwright.errors import LayoutError
+from shardwright.graph import Op, Value
 from shardwright.layout import Digit, Layout, overlap
 from shardwright.runtime.calls import Alike, plain_function
+from shardwright.runtime.leading import leading
 from shardwright.runtime.products import product
 from shardwright.runtime.shards import ReplicasDiffer, convert_shards
 from shardwright.runtime.stacked import Axes, converting, union
@@ -119,6 +121,12 @@ def test_a_view_moves_nothing():
 # -- products ----------------------------------------------------------------------------------------------------------
 
 
+def factors(x, w, transposed=False, batch=0):
+    """What `product` is told of matrices, or batches of them."""
+    lead, m, k, n = [(i,) for i in range(batch)], (batch,), (batch + 1,), (batch + 2,)
+    return (x, [*lead, m, k]), (w, [*lead, n, k] if transposed else [*lead, k, n]), [*lead, m, n]
+
+
 @given(st.data())
 @settings(max_examples=150, deadline=None)
 def test_a_product_is_that_of_torch(data):
@@ -143,7 +151,7 @@ def test_a_product_is_that_of_torch(data):
     if data.draw(st.booleans()):
         b = torch.randn([*(s if not bare_w and w.shape[i] > 1 and w.stride(i) and data.draw(st.booleans()) else 1
                            for i, s in enumerate(axes)), *[1] * len(batch), 1, 6], dtype=D, generator=generator)
-    made = product(len(axes), (not bare_x, len(batch) + 2), (not bare_w, len(batch) + 2), transposed)(x, w, b)
+    made = product(len(axes), *factors(not bare_x, not bare_w, transposed, len(batch)))(x, w, b)
     expected = x @ (w.mT if transposed else w)
     expected = expected if b is None else expected + b
     rank = [1] * (len(axes) + len(batch) + 2 - expected.dim())
@@ -161,7 +169,7 @@ def test_a_products_gradient_is_the_whole_parameter_s():
     """Cut by columns over the ranks that share the rows: one product of whole matrices, written where it belongs."""
     w = torch.randn(8, 12, dtype=D, requires_grad=True)
     x = torch.randn(2, 1, 3, 8, dtype=D)
-    product(2, (True, 2), (True, 2), False)(x, w.view(8, 4, 3).permute(1, 0, 2).unsqueeze(0)).sum().backward()
+    product(2, *factors(True, True))(x, w.view(8, 4, 3).permute(1, 0, 2).unsqueeze(0)).sum().backward()
     torch.testing.assert_close(w.grad, x.sum((0, 1, 2)).unsqueeze(1).expand(8, 12))
     assert w.grad.is_contiguous()
 
@@ -170,7 +178,7 @@ def test_a_products_gradient_is_the_whole_parameter_s():
 def test_a_product_of_nothing(transposed):
     x = torch.empty(2, 0, 3, dtype=D, requires_grad=True)
     w = torch.randn((4, 3) if transposed else (3, 4), dtype=D, requires_grad=True)
-    made = product(1, (True, 2), (False, 2), transposed)(x, w)
+    made = product(1, *factors(True, False, transposed))(x, w)
     assert made.shape == (2, 0, 4)
     made.sum().backward()
     assert w.grad.shape == w.shape and not w.grad.any() and x.grad.shape == x.shape
@@ -249,3 +257,66 @@ def test_a_function_of_torch_is_the_overload_it_stands_for():
         several = isinstance(expected, tuple)
         for one, other in zip(*(expected, got) if several else ([expected], [got]), strict=True):
             assert torch.equal(one, other), target
+
+
+class Products(nn.Module):
+    """Products of every kind, with dims of size 1 and without."""
+
+    def forward(self, x, v):
+        y = torch.einsum("nti,nsi->nts", x, x) @ torch.einsum("nsd,od,o->nso", x, v, v[:, 0])
+        z = torch.einsum("ntd,oe->dn", x, v) + torch.tensordot(x, v, ([2], [1])).sum((1, 2)) + torch.inner(x, v).amax((1, 2))
+        return y, z, torch.matmul(x, v[0]), torch.outer(x[:, 0, 0], v[:, 0]), torch.einsum("nii->ni", y[:, :, :4]), x[:1] @ v.T
+
+
+@pytest.mark.parametrize("matrix", [(4, 2), (2, 4), (8, 1)])
+def test_products_of_every_kind(matrix):
+    torch.manual_seed(0)
+    assert_as_one_device(Products(), (torch.randn(8, 4, 8, dtype=D), torch.randn(4, 8, dtype=D)))
+
+
+class Turned(nn.Module):
+    """Operators whose arguments number dims from either end, or give shapes."""
+
+    def forward(self, x):
+        n, t, h, d = x.shape
+        y = x.permute(0, 2, -1, 1).flatten(2).unflatten(-1, (d, t)).flip(-1).roll(1, 2).movedim(1, 3)
+        y = y.diagonal(0, -2, -1).sort(-1)[0].unsqueeze(1).expand(n, t, d, -1).narrow(-1, 0, h)
+        z = x.cumsum(1).topk(2, dim=2)[0].prod(2, keepdim=True) + x.logsumexp((1, 2), keepdim=True) + y.amin(2, keepdim=True)
+        z = torch.stack([z, z.squeeze(2).unsqueeze(2)], -1).tril(1).select(-1, 1).repeat(1, 1, 2, 1).swapaxes(1, -1)
+        w = z.norm(dim=(1, 2)).sum() + x.mean() + torch.diff(x, dim=1).max(dim=1)[0].sum() + x.argmax(1).sum()
+        return torch.cat([z.chunk(2, 1)[0], z.split([1, d - 1], 1)[1]], 1).split(2, 2)[0], w, F.pad(y, (1, 0)).gather(
+            2, y.argsort(2)[..., :1].clamp(max=d - 1)), F.glu(x, -1), x.view(n, -1).std(1)
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_dims_counted_from_either_end(devices):
+    torch.manual_seed(0)
+    assert_as_one_device(Turned(), (torch.randn(8, 4, 4, 4, dtype=D),), devices=devices)
+
+
+@pytest.mark.parametrize(("target", "args", "led", "expected"), [
+    ("softmax.int", ("x", 1), "x", ("x", -1)),
+    ("stack.default", (["x", "x"], 0), "x", (["x", "x"], -3)),
+    ("sum.default", ("x",), "x", ("x", [-2, -1])),
+    ("expand.default", ("x", [4, -1]), "x", ("x", [2, 3, 4, -1])),
+    ("layer_norm.default", ("x", [4], "w", "w"), "x", ("x", [4], "w", "w")),
+    ("layer_norm.default", ("x", [4], "w", "w"), "xw", None),                              # a weight for each rank
+    ("batch_norm.default", ("x", "w", "w", "w", "w", False, 0.1, 1e-5, False), "x", None),  # channels would be rows
+    ("group_norm.default", ("x", 2, "w", "w"), "x", None),
+    ("nll_loss_nd.default", ("x", "t", None, 0), "xt", None),                               # classes would be rows
+    ("squeeze.default", ("x",), "x", ("x",)),
+    ("t.default", ("x",), "x", None),
+    ("embedding.default", ("x", "t"), "xt", None),
+    ("embedding.default", ("x", "t"), "t", ("x", "t")),
+    ("bernoulli.default", ("x",), "x", None),
+])
+def test_only_where_a_rule_keeps_more_dims_apart(target, args, led, expected):
+    """As many rows as channels or classes: shapes alone do not tell."""
+    named = {"x": Value("x", (4, 4), D), "w": Value("w", (4,), D), "t": Value("t", (4,), torch.int64)}
+    def values(a):
+        return [*map(values, a)] if isinstance(a, list) else named.get(a, a) if isinstance(a, str) else a
+    packet, overload = target.split(".")
+    inputs = [v for a in args for v in (values(a) if isinstance(a, list) else [values(a)]) if isinstance(v, Value)]
+    made = leading(Op("op", getattr(getattr(torch.ops.aten, packet), overload), tuple(map(values, args)), {},
+                      tuple(inputs), ()), [v.name in led for v in inputs], (2, 3))
+    assert (None if made is None else made.args) == (None if expected is None else tuple(map(values, expected)))

@@ -179,18 +179,22 @@ def _einsum(op: Op) -> str:
     return _product(inputs, [f"{n}out!" if n in twice else n for n in out], first=order)
 
 
-register((aten.matmul.default,), Rule(_matmul, neutral=0))
-register((aten.mm.default,), Rule("m k, k n -> m n", neutral=0))
-register((aten.bmm.default,), Rule("b m k, b k n -> b m n", neutral=0))
-register((aten.mv.default,), Rule("m k, k -> m", neutral=0))
+def _of_two(op: Op) -> bool:
+    return len(op.inputs) == 2
+
+
+register((aten.matmul.default,), Rule(_matmul, neutral=0, product=True))
+register((aten.mm.default,), Rule("m k, k n -> m n", neutral=0, product=True))
+register((aten.bmm.default,), Rule("b m k, b k n -> b m n", neutral=0, product=True))
+register((aten.mv.default,), Rule("m k, k -> m", neutral=0, product=True))
 register((aten.dot.default, aten.vdot.default), Rule("k, k -> ", neutral=0))
-register((aten.outer.default, aten.ger.default), Rule("m, n -> m n"))
-register((aten.inner.default,), Rule(_inner, neutral=0))
-register((aten.tensordot.default,), Rule(_tensordot, neutral=0))
+register((aten.outer.default, aten.ger.default), Rule("m, n -> m n", product=True))
+register((aten.inner.default,), Rule(_inner, neutral=0, product=True))
+register((aten.tensordot.default,), Rule(_tensordot, neutral=0, product=True))
 register((aten.linalg_multi_dot.default, aten.chain_matmul.default), Rule(_chain, neutral=0))
 register((aten.kron.default,), Rule(_kron))
 register((linear_part,), Rule(_linear_part, neutral=0))
-register((aten.linear.default,), Rule(_linear, expand=_expand_linear, neutral=0))
+register((aten.linear.default,), Rule(_linear, expand=_expand_linear, neutral=0, product=True))
 register((aten.bilinear.default,), Rule(_bilinear, expand=_expand_bilinear, neutral=0))
 register((aten.addmm.default,),
          Rule(_added("m k", "k n", "m n"), expand=_expand_added(_called(aten.mm.default), "k"), neutral=0))
@@ -201,4 +205,4 @@ register((aten.addmv.default,),
 register((aten.addr.default,), Rule(_added("m", "n", "m n")))
 register((aten.addbmm.default,),
          Rule(_added("b m k", "b k n", "m n"), expand=_expand_added(_summed_bmm, "bk"), neutral=0))
-register((aten.einsum.default,), Rule(_einsum, neutral=0))
+register((aten.einsum.default,), Rule(_einsum, neutral=0, product=_of_two))

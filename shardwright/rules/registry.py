@@ -50,6 +50,8 @@ class Rule:
             ``(op, bound, assignment) -> function or None``; the function takes a builder and returns the outputs.
         neutral: what may stand in the padding of contracted dims of its inputs and adds nothing to its outputs, or a
             function of the operator call that says so; None: such dims are not padded.
+        product: each element of the output is a sum, over the contracted factors, of products of the elements of two
+            inputs, to which a third one is added, if there is one; or a function of the operator call that says so.
     """
 
     notation: str | Callable[[Op], str | tuple[str, dict[str, int]]]
@@ -59,6 +61,7 @@ class Rule:
     localize: Callable[[Op, Bound, Assignment], Local] | None = None
     expand: Callable[[Op, Bound, Assignment], Expansion | None] | None = None
     neutral: float | Callable[[Op], float | None] | None = None
+    product: bool | Callable[[Op], bool] = False
 
     def filling(self, op: Op) -> float | None:
         """What adds nothing where this call contracts it; None where nothing is sure not to."""
@@ -67,6 +70,10 @@ class Rule:
     def is_linear(self, op: Op) -> bool:
         """Whether open sums may pass through this call."""
         return self.linear(op) if callable(self.linear) else self.linear
+
+    def is_product(self, op: Op) -> bool:
+        """Whether this call multiplies two inputs, and no more."""
+        return self.product(op) if callable(self.product) else self.product
 
 
 #: Writes an operator's work as simpler operators: takes a builder, returns the outputs' values.

@@ -2,10 +2,10 @@
 
     element by element    the call itself: axes of size 1 broadcast, like dims
     a product             `products`
-    sizes, numbers of dims among the arguments: with the axes before them, or counted from the last dim
+    dims, a shape among the arguments: with the axes as more dims, where a rule keeps those apart (`leading`)
     dim 0 may be split    the ranks' slices beside one another along it: that this is the same is what a rule says
     a loss of rows        the same, row by row, and a sum for each rank
-    else                  a call for each shard that differs, the results stacked
+    else                  with the axes as more dims, or a call for each shard that differs, the results stacked
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
+from ..graph import Op, Value
 from ..layout import Digit, Layout
 from ..plan.route import Compute
 from ..rules import bound_rule, find_rule
 from ..rules.generator import PLAIN
 from ..rules.loss import SUM
 from ..rules.registry import POINTWISE
-from .products import MATRICES, product
+from .leading import leading, told_of_dims
+from .products import product
 from .shards import check_replicas
 from .stacked import Axes, RankShape, union
 
@@ -34,19 +36,8 @@ __all__ = ["Call", "plain_function"]
 
 aten = torch.ops.aten
 
-#: Operator -> the arguments that number dims of its first tensor.
-DIMS = {
-    aten.softmax.int: ("dim",), aten.log_softmax.int: ("dim",), aten.sum.dim_IntList: ("dim",),
-    aten.mean.dim: ("dim",), aten.amax.default: ("dim",), aten.amin.default: ("dim",), aten.cumsum.default: ("dim",),
-    aten.transpose.int: ("dim0", "dim1"), aten.select.int: ("dim",),
-    aten.slice.Tensor: ("dim",), aten.narrow.default: ("dim",), aten.unbind.int: ("dim",), aten.chunk.default: ("dim",),
-    aten.split.Tensor: ("dim",), aten.split_with_sizes.default: ("dim",), aten.cat.default: ("dim",),
-    aten.stack.default: ("dim",),
-}
 #: Overloads that functions of `torch` tell by their arguments.
 PARSED = frozenset({"default", "Tensor", "Scalar", "int", "dim", "dim_IntList", "Tensor_Scalar", "self"})
-#: Operators whose second argument is the shape of the result.
-SHAPES = (aten.reshape.default, aten.expand.default)
 
 
 class Call:
@@ -72,8 +63,8 @@ class Call:
 
     def step(self) -> Callable[[list], Any]:
         """``env -> value``: a tensor with axes for the ranks, or a tuple of them."""
-        for way in (self._once, self._product, self._elementwise, self._with_shape, self._with_dims,
-                    self._side_by_side, self._sums_of_rows):
+        for way in (self._once, self._product, self._elementwise, self._told_of_dims, self._side_by_side,
+                    self._sums_of_rows, self._with_more_dims):
             made = way()
             if made is not None:
                 return made
@@ -86,12 +77,20 @@ class Call:
         return None if self.out else self._written(plain_function(self.node))
 
     def _product(self) -> Callable[[list], Any] | None:
-        node = self.node
-        if node.target not in MATRICES or len(node.args) < 2 or node.kwargs or \
-                min(map(self._dims, node.args[:2])) < 2 or self._value(node.args[0]).dtype.is_complex:
+        op, tensors = self.instruction.op, self._tensors()
+        rule = find_rule(op)
+        if rule is None or not rule.is_product(op) or self.node.target != op.target or \
+                len(tensors) != len(op.inputs) or any(self._value(a).dtype.is_complex for a in tensors):
             return None
-        x, w = ((bool(self._shape(a)), self._dims(a)) for a in node.args[:2])
-        return self._written(product(len(self.axes.sizes), x, w, MATRICES[node.target]), max(x[1], w[1]), node.args[2:])
+        bound = bound_rule(op, rule)
+        x, w, *added = bound.inputs
+        out = bound.outputs[0]
+        if any(len(dim) > 1 for dims in (x, w, out) for dim in dims) or not all(f.splittable for f in bound.factors) or \
+                any(dims != out[len(out) - len(dims):] for dims in added):
+            return None
+        led = [bool(self._shape(a)) for a in tensors]
+        return self._written(product(len(self.axes.sizes), (led[0], x), (led[1], w), out), len(out), tensors[2:],
+                             args=tuple(tensors), kwargs={})
 
     def _elementwise(self) -> Callable[[list], Any] | None:
         rule = find_rule(self.instruction.op)
@@ -105,43 +104,29 @@ class Call:
             return None
         return self._written(plain_function(self.node), dims, self.operands)
 
-    def _with_shape(self) -> Callable[[list], Any] | None:
-        """The shape of the result is an argument."""
-        node = self.node
-        if node.target not in SHAPES or self._shape(self.operands[0]) != self.out:
-            return None
-        shape = [*self.out, *node.args[1]]
-        aligned = self.operands if node.target is aten.expand.default else ()
-        return self._written(plain_function(node), len(node.args[1]), aligned, args=(node.args[0], shape))
+    def _told_of_dims(self) -> Callable[[list], Any] | None:
+        """Dims or a shape are among the arguments."""
+        return self._with_more_dims() if told_of_dims(self.node.target) else None
 
-    def _with_dims(self) -> Callable[[list], Any] | None:
-        """Dims are counted from the last."""
-        node = self.node
-        if any(self._shape(a) != self.out for a in self.operands) or len(set(map(self._dims, self.operands))) > 1:
+    def _with_more_dims(self) -> Callable[[list], Any] | None:
+        """The axes are more dims before all others."""
+        node, tensors = self.node, self._tensors()
+        if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten" or \
+                any(self._shape(a) not in ((), self.out) for a in tensors):
             return None
-        dims = self._dims(self.operands[0]) + (node.target is aten.stack.default)
-        back = lambda d: (d % dims) - dims  # noqa: E731
-        if node.target in (aten.sum.default, aten.mean.default) and dims:
-            target = aten.sum.dim_IntList if node.target is aten.sum.default else aten.mean.dim
-            return self._written(target, args=(*node.args, list(range(-dims, 0))))
-        if node.target is aten.permute.default:
-            n = len(self.out)
-            return self._written(torch.permute, args=(node.args[0], [*range(n), *(n + d % dims for d in node.args[1])]))
-        if node.target not in DIMS or not dims:
+        broadcast = node.target is aten.expand.default
+        dims = len(node.args[1]) if broadcast else 0
+        values = {a: Value(a.name, (1,) * (dims - self._dims(a)) + tuple(self._local(a)), self._value(a).dtype)
+                  for a in tensors}
+        nodes = {value.name: a for a, value in values.items()}
+        args, kwargs = pytree.tree_map_only(torch.fx.Node, values.__getitem__, (tuple(node.args), dict(node.kwargs)))
+        made = leading(Op(node.name, node.target, args, kwargs, tuple(values[a] for a in tensors), ()),
+                       tuple(bool(self._shape(a)) for a in tensors), self.out)
+        if made is None:
             return None
-        names = [a.name for a in node.target._schema.arguments]
-        args, kwargs = list(node.args), dict(node.kwargs)
-        for name in DIMS[node.target]:
-            place = names.index(name)
-            given = args[place] if place < len(args) else \
-                kwargs.get(name, node.target._schema.arguments[place].default_value)
-            changed = list(range(-dims, 0)) if given in (None, []) else \
-                [back(d) for d in given] if isinstance(given, (list, tuple)) else back(given)
-            if place < len(args):
-                args[place] = changed
-            else:
-                kwargs[name] = changed
-        return self._written(plain_function(node), args=tuple(args), kwargs=kwargs)
+        args, kwargs = pytree.tree_map_only(Value, lambda v: nodes[v.name], (made.args, made.kwargs))
+        function = plain_function(node) if made.target is node.target else made.target
+        return self._written(function, dims, tensors if broadcast else (), args=args, kwargs=kwargs)
 
     def _side_by_side(self) -> Callable[[list], Any] | None:
         """Along dim 0, where that is one factor that may be split, the results keep it there, and of the operands those

@@ -11,45 +11,41 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["MATRICES", "product"]
-
-aten = torch.ops.aten
-
-#: Operator -> whether its second operand comes transposed.
-MATRICES = {aten.matmul.default: False, aten.mm.default: False, aten.bmm.default: False, aten.linear.default: True}
+__all__ = ["product"]
 
 #: How many shapes of operands a product remembers.
 REMEMBERED = 16
 
 Labels = tuple[int, ...]
+#: For each dim its factor, none where it broadcasts.
+Dims = Sequence[tuple[int, ...]]
+Operand = tuple[bool, Dims]
 #: Shape and strides.
 Like = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def product(axes: int, x: tuple[bool, int], w: tuple[bool, int], transposed: bool
-            ) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
-    """x · w + bias on tensors with leading axes for the ranks.
+def product(axes: int, x: Operand, w: Operand, out: Dims) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    """x · w + bias on tensors with leading axes for the ranks; the bias has dims aligned on the right.
 
     Args:
         axes: how many these are.
-        x, w: whether each has them, and the number of its other dims, at least 2.
-        transposed: w comes as n × k.
+        x, w: whether each has them, and the factors of its other dims.
+        out: the factors of the result's.
     """
-    batch = max(x[1], w[1]) - 2
-    ranks, leading = tuple(range(axes)), tuple(range(axes, axes + batch))
-    m, k, n = (axes + batch + i for i in range(3))
-
-    def labels(operand: tuple[bool, int], matrix: Labels) -> Labels:
-        return ranks * operand[0] + leading[batch - (operand[1] - 2):] + matrix
-    left, right, out = labels(x, (m, k)), labels(w, (n, k) if transposed else (k, n)), (*ranks, *leading, m, n)
-    spec = _Spec(Contraction(left, right, out), Contraction(out, right, left),
-                 Contraction(out, left, right) if transposed else Contraction(left, out, right), transposed)
+    last = max((f for dims in (x[1], w[1], out) for dim in dims for f in dim), default=0)
+    ranks, fresh = tuple(range(axes)), count(axes + last + 1)
+    left, right, made = (ranks * led + tuple(axes + dim[0] if dim else next(fresh) for dim in dims)
+                         for led, dims in (x, w, (True, out)))
+    turned = next((k in made for k in right[axes * w[0]:] if k not in left or k not in made), False)
+    spec = _Spec(Contraction(left, right, made), Contraction(made, right, left),
+                 Contraction(made, left, right) if turned else Contraction(left, made, right), turned)
 
     def run(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
         return _Product.apply(spec, x, w, bias)
@@ -60,7 +56,7 @@ class _Spec(NamedTuple):
     forward: Contraction
     of_x: Contraction
     of_w: Contraction
-    transposed: bool
+    turned: bool  # the rows of w's gradient are the result's columns
 
 
 class _Product(torch.autograd.Function):
@@ -78,7 +74,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, w = ctx.saved_tensors
         spec, (_, of_x, of_w, of_bias) = ctx.spec, ctx.needs_input_grad
-        pair = (gradient, x) if spec.transposed else (x, gradient)
+        pair = (gradient, x) if spec.turned else (x, gradient)
         return (None, spec.of_x(gradient, w, ctx.like[0]) if of_x else None,
                 spec.of_w(*pair, ctx.like[1]) if of_w else None, gradient.sum_to_size(ctx.bias) if of_bias else None)
 
