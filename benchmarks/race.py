@@ -34,6 +34,9 @@ __all__ = ["Check", "Contender", "Figure", "Results", "ROOT", "Spread", "run_rac
 
 SECONDS_ALONE = 0.05
 
+# A process that is forked from one whose OpenMP has had threads hangs when it wants some too, as a contender alone does.
+torch.set_num_threads(1)
+
 
 # -- contenders --------------------------------------------------------------------------------------------------------
 

@@ -5,12 +5,15 @@ Each rank is one thread and one Gloo process. A rank that fails or hangs ends th
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import io
 import multiprocessing
 import multiprocessing.connection
 import os
+import signal
 import socket
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -21,11 +24,15 @@ import torch
 import torch.distributed as dist
 
 
+#: Seconds after which something is taken to hang, on the slowest and busiest of machines.
+PATIENCE = 900.0
+
+
 class RankFailed(AssertionError):
     """A rank raised, died or did not finish in time; the message holds its traceback."""
 
 
-def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = PATIENCE) -> list[Any]:
     """Run ``fn(rank, world, *args)`` on `world` ranks of a Gloo group; each rank's result, by rank.
 
     Args:
@@ -34,14 +41,15 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 6
         timeout: seconds for all of it.
 
     Raises:
-        RankFailed: with the traceback of the rank that failed first.
+        RankFailed: with the traceback of the rank that failed first, or where those stand that hang.
     """
     context = multiprocessing.get_context("fork")
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         port = held.getsockname()[1]
     pipes = [context.Pipe(duplex=False) for _ in range(world)]
-    ranks = [context.Process(target=_rank, args=(r, world, port, timeout, pipes[r][1], fn, args), daemon=True)
+    stands = [tempfile.TemporaryFile("w+") for _ in range(world)]
+    ranks = [context.Process(target=_rank, args=(r, world, port, timeout, pipes[r][1], stands[r], fn, args), daemon=True)
              for r in range(world)]
     for process, (_, sender) in zip(ranks, pipes):
         process.start()
@@ -53,7 +61,8 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 6
         while waiting:
             ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise RankFailed(f"ranks {sorted(waiting.values())} did not finish in {timeout} s")
+                raise RankFailed(f"ranks {sorted(waiting.values())} did not finish in {timeout} s\n"
+                                 + "\n".join(_where(r, ranks[r], stands[r]) for r in sorted(waiting.values())))
             for receiver in ready:
                 rank = waiting.pop(receiver)
                 try:
@@ -74,6 +83,19 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 6
             process.join()
         for receiver, _ in pipes:
             receiver.close()
+        for file in stands:
+            file.close()
+
+
+def _where(rank: int, process: Any, file: Any) -> str:
+    """Where the threads of a rank stand."""
+    os.kill(process.pid, signal.SIGUSR1)
+    until = time.monotonic() + 5
+    while not (told := os.stat(file.fileno()).st_size) and time.monotonic() < until:
+        time.sleep(0.05)
+    time.sleep(0.05)  # all of it
+    file.seek(0)
+    return f"rank {rank}:\n{file.read() if told else 'says nothing'}"
 
 
 def run_scenarios(rank: int, world: int, scenarios: dict[str, Callable[[int, int], None]]) -> dict[str, str | None]:
@@ -90,8 +112,9 @@ def run_scenarios(rank: int, world: int, scenarios: dict[str, Callable[[int, int
     return results
 
 
-def _rank(rank: int, world: int, port: int, timeout: float, sender: Any, fn: Callable, args: tuple) -> None:
+def _rank(rank: int, world: int, port: int, timeout: float, sender: Any, stands: Any, fn: Callable, args: tuple) -> None:
     code = 0
+    faulthandler.register(signal.SIGUSR1, file=stands)
     gc.freeze()  # what was inherited is not walked, or its pages would be copied: a rank of its own has little to walk
     try:
         torch.set_num_threads(1)

@@ -409,7 +409,7 @@ def rank_of(rank, world):
 
 
 def test_ranks_choose_alike_and_train_as_one_device_does():
-    found = run_ranks(rank_of, 4, timeout=240)
+    found = run_ranks(rank_of, 4)
     assert len({(stages, fingerprint) for _, stages, fingerprint in found}) == 1
     assert len(found[0][1]) > 1
     assert max(worst for worst, _, _ in found) < 1e-10
@@ -425,5 +425,5 @@ def parts_of(rank, world):
 
 
 def test_ranks_that_feed_their_own_parts_are_told_to_feed_the_whole():
-    found = run_ranks(parts_of, 2, timeout=120)
+    found = run_ranks(parts_of, 2)
     assert all('dataset_strategy("full_batch")' in words for words in found)

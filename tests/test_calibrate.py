@@ -24,7 +24,7 @@ from shardwright.plan.costs import ALONE, BUCKET, Costs
 from shardwright.runtime import calibrate, fusion
 from shardwright.runtime.calibrate import KINDS, Timing, fit, levels_of
 
-from ranks import run_ranks
+from ranks import PATIENCE, run_ranks
 
 DEVICES = 8
 SIZES = (4 << 10, 64 << 10, 512 << 10, 4 << 20, 16 << 20)
@@ -135,7 +135,7 @@ def on_ranks(rank: int, world: int, folder: str) -> dict:
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict], Path]:
     folder = tmp_path_factory.mktemp("calibrate")
-    return run_ranks(on_ranks, 2, str(folder), timeout=120), folder
+    return run_ranks(on_ranks, 2, str(folder)), folder
 
 
 def check_sane(cluster: Cluster, devices: int) -> None:
@@ -174,7 +174,7 @@ def on_two_hosts(rank: int, world: int) -> tuple[dict, list]:
 
 
 def test_hosts_are_a_level_of_their_own() -> None:
-    everyone = run_ranks(on_two_hosts, 4, timeout=120)
+    everyone = run_ranks(on_two_hosts, 4)
     assert all(cluster == everyone[0][0] for cluster, _ in everyone)
     cluster, asked = Cluster.of(everyone[0][0], 4), everyone[0][1]
     assert cluster.name == "host0"
@@ -231,7 +231,7 @@ def test_every_rank_hears_of_what_cannot_be(measured: tuple[list[dict], Path]) -
 
 def command(*arguments: object, cwd: Path) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-m", "shardwright", "calibrate", *map(str, arguments)], cwd=cwd,
-                          timeout=150, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+                          timeout=PATIENCE, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
 @pytest.mark.long

@@ -266,5 +266,5 @@ def _on_ranks(rank: int, world: int, folder: str, expected: str) -> Any:
 
 def test_on_ranks(run: Path, tmp_path: Path) -> None:
     torch.save(whole(run / "step-00000002"), tmp_path / "values")
-    losses = run_ranks(_on_ranks, 2, str(run), str(tmp_path / "values"), timeout=240)
+    losses = run_ranks(_on_ranks, 2, str(run), str(tmp_path / "values"))
     assert losses[0] == losses[1]

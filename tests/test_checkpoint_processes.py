@@ -421,7 +421,7 @@ BARE_LOSS: list[float] = []
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, str | None]]]:
     folder = tmp_path_factory.mktemp("checkpoints")
-    return folder, run_ranks(on_ranks, WORLD, folder, timeout=500)
+    return folder, run_ranks(on_ranks, WORLD, folder)
 
 
 @pytest.mark.parametrize("name", list(scenarios_of(Path())))
@@ -445,7 +445,7 @@ def test_of_four_ranks_on_two_on_one_process_and_without_us(four: tuple[Path, li
     sw.save_checkpoint(model, optimizer, folder / "local", step=2, extra={"step": 2})
     expected = train(model, optimizer, *LATER)
     BARE_LOSS[:] = [stored_as_hugging_face(folder / "hugging face")]
-    for rank, (results, gone_on) in enumerate(run_ranks(on_two_ranks, 2, folder, timeout=300)):
+    for rank, (results, gone_on) in enumerate(run_ranks(on_two_ranks, 2, folder)):
         assert not any(results.values()), f"rank {rank}: {results}"
         for losses in gone_on.values():
             alike(losses, expected)

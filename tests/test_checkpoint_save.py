@@ -20,6 +20,7 @@ import safetensors.torch
 import torch
 from checkpoints import PLANS, Net, sgd, train
 from networks import D, draw
+from ranks import PATIENCE
 from torch import nn
 
 import shardwright as sw
@@ -235,10 +236,10 @@ def test_the_end_of_the_interpreter_waits_for_it(tmp_path: Path) -> None:
               "writing.Job.write = lambda job: (time.sleep(0.5), write(job))\n"
               "sw.save_checkpoint(torch.nn.Linear(2, 2), path=sys.argv[1], step=1, asynchronous=True)\n"
               "writing.Job.write = None\n")
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=PATIENCE)
     assert not done.returncode and manifest.verify(sw.latest_checkpoint(tmp_path)) == []
     failed = script.replace("(time.sleep(0.5), write(job))", "1 / 0").replace("writing.Job.write = None\n", "")
-    done = subprocess.run([sys.executable, "-c", failed, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", failed, str(tmp_path)], capture_output=True, text=True, timeout=PATIENCE)
     assert "the checkpoint in the background was not written: " in done.stderr and "division by zero" in done.stderr
 
 

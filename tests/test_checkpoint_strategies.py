@@ -376,7 +376,7 @@ def _on_ranks(rank: int, world: int, folder: str) -> Any:
 
 
 def test_in_processes(tmp_path: Path) -> None:
-    told = run_ranks(_on_ranks, 2, str(tmp_path), timeout=240)
+    told = run_ranks(_on_ranks, 2, str(tmp_path))
     assert all(t == told[0] for t in told)
     assert told[0][0] == pytest.approx(model_of(net=Marked(None, None, None))(draw(16, 8), labels(16)).item(), abs=1e-12)
 

@@ -181,7 +181,7 @@ def test_parts_are_those_that_ranks_save(run: Path, tmp_path: Path) -> None:
     """The same boxes in the same files, and ranks go on from them."""
     for name in REAL:
         transform(run / "step-00000003", tmp_path / f"{name} transformed", plan_of(name, 4, tmp_path))
-    for losses in run_ranks(_on_ranks, 4, str(tmp_path), timeout=240):
+    for losses in run_ranks(_on_ranks, 4, str(tmp_path)):
         for name in REAL:
             alike(losses[name], json.loads((run / "losses.json").read_text()))
     for name in REAL:

@@ -383,7 +383,7 @@ def dies(rank, world):
 def test_a_rank_that_fails_hangs_or_dies_is_reported():
     with pytest.raises(RankFailed, match="(?s)rank 2.*ValueError: the third rank"):
         run_ranks(fails, WORLD)
-    with pytest.raises(RankFailed, match="did not finish|timeout|Timed out|timed out"):
+    with pytest.raises(RankFailed, match="(?s)did not finish.*rank 1:.*in hangs|timeout|Timed out|timed out"):
         run_ranks(hangs, WORLD, timeout=2.0)
     with pytest.raises(RankFailed, match="rank 3 died with exit code 7|rank [012]:"):
         run_ranks(dies, WORLD)

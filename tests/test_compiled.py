@@ -99,7 +99,7 @@ def on_ranks(rank: int, world: int) -> dict[str, str | None]:
 @pytest.fixture(scope="module")
 def results() -> list[dict[str, str | None]]:
     torch.compile(torch.relu, backend=COMPILER)(torch.ones(1))  # its imports: once here, and not in every rank
-    return run_ranks(on_ranks, WORLD, timeout=300)
+    return run_ranks(on_ranks, WORLD)
 
 
 @pytest.mark.parametrize("name", CASES)

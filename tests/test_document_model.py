@@ -172,7 +172,7 @@ def test_in_processes(tmp_path: Path) -> None:
     plan.save(tmp_path / "plan.json")
     sw.plan(Marked(None, None, None), (draw(32, 8),), nn.CrossEntropyLoss(), labels(32), devices=4).save(
         tmp_path / "other.json")
-    ranks = run_ranks(in_processes, 4, str(tmp_path), timeout=120.0)
+    ranks = run_ranks(in_processes, 4, str(tmp_path))
     local = trained(None)[1]
     for rank, (losses, _, shape, exists, said) in enumerate(ranks):
         assert losses == pytest.approx(local, abs=1e-10)

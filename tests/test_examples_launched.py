@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ranks import PATIENCE
 from test_pipeline_hybrid import one_device as hybrid_on_one_device
 from test_tutorials import TOLERANCE, one_device
 
@@ -36,7 +37,7 @@ def test_scripts_run_unchanged(names: list[str], launcher: list[str], tmp_path: 
     scripts = [str(EXAMPLES / f"{name}.py") for name in names]
     command = [sys.executable, *(part.format(logs=tmp_path) for part in launcher),
                *(scripts if len(scripts) == 1 else [IN_TURN, *scripts, "--"]), "--steps", "2", "--dtype", "float64"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     logs = [path.read_text() for path in tmp_path.rglob("*") if path.is_file() and path.name != "scheduler.log"]
     written = [text for text in (logs or [done.stdout]) if "loss is" in text]

@@ -31,7 +31,7 @@ from shardwright.runtime.stuck import Seen, not_moving, spelled
 
 WORLD = 4
 PATIENCE = 4.0    # seconds that a rank waits for another, once it has become impatient
-DEADLINE = 60.0   # seconds in which all ranks of a scenario must have ended
+DEADLINE = 300.0   # seconds in which all ranks of a scenario must have ended
 AT_ONCE = 6       # scenarios
 
 #: Each runs on every rank, all of them at once in processes of their own, and is to end them all.

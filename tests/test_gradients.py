@@ -446,7 +446,7 @@ def results() -> dict[int, list[dict[str, str | None]]]:
     net = stack()
     sw.init(devices=2)
     sw.AutoParallel(net, nn.MSELoss())(*BATCHES[0]).backward()      # what a first capture loads, before the fork
-    return {world: run_ranks(run_scenarios, world, SCENARIOS, timeout=200.0) for world in (2, 4)}
+    return {world: run_ranks(run_scenarios, world, SCENARIOS) for world in (2, 4)}
 
 
 @pytest.mark.parametrize("world", [2, 4])

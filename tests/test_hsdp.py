@@ -418,4 +418,4 @@ def warm() -> None:
 
 
 def test_on_four_ranks(warm) -> None:
-    run_ranks(in_processes, 4, timeout=120.0)
+    run_ranks(in_processes, 4)

@@ -384,7 +384,7 @@ def test_the_tutorial_on_two_ranks() -> None:
 
 
 def test_programs_on_four_ranks() -> None:
-    run_ranks(programs_on_ranks, RANKS, timeout=200.0)
+    run_ranks(programs_on_ranks, RANKS)
 
 
 def test_a_copy_keeps_no_mark_of_an_attribute() -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from ranks import PATIENCE
 
 from shardwright.cli import main
 from shardwright.launch.logs import last_lines
@@ -23,7 +24,6 @@ from shardwright.launch.watch import Watch, WorkerExit
 
 SCRIPTS = Path(__file__).parent / "launch_scripts"
 WORKER = str(SCRIPTS / "worker.py")
-PATIENCE = 90  # seconds that a launcher of a test may take on a busy machine, its import of torch included
 
 
 @dataclass

@@ -115,7 +115,7 @@ def every_optimizer(rank, world):
 
 
 def test_optimizers_on_slices():
-    results = run_ranks(every_optimizer, DEVICES, timeout=240)
+    results = run_ranks(every_optimizer, DEVICES)
     expected = {}
     for optimizer in OPTIMIZERS:
         plain = net()
@@ -190,7 +190,7 @@ def scaled_on_slices(rank, world):
 def test_scaled_losses_on_slices():
     plain = net()
     expected = scaled(alone(plain), list(plain.parameters()), (2,))
-    for losses, scale in run_ranks(scaled_on_slices, DEVICES, timeout=240):
+    for losses, scale in run_ranks(scaled_on_slices, DEVICES):
         close(losses, expected[0])
         assert scale == expected[1]
 
@@ -260,7 +260,7 @@ def test_compiled_on_slices():
     torch.compile(torch.relu, backend="aot_eager")(torch.ones(1))  # its imports: once here, and not in every rank
     plain = net()
     expected = train(alone(plain), list(plain.parameters()), "AdamW")
-    for losses in run_ranks(compiled_losses, DEVICES, timeout=300):
+    for losses in run_ranks(compiled_losses, DEVICES):
         close(losses, expected, 1e-10)
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 from launch_scripts import train
+from ranks import PATIENCE
 
 TRAIN = Path(train.__file__)
-PATIENCE = 300  # seconds, on a busy machine
 
 
 @pytest.fixture(scope="module")

@@ -226,7 +226,7 @@ def a_rank_that_cannot_take_what_it_is_handed(rank: int, world: int) -> None:
 def results() -> list[dict[str, str | None]]:
     sw.init(devices=4)  # what a first search loads, before the ranks are forked
     sw.AutoParallel(Marked(None, None, None), CROSS_ENTROPY, SEARCH).dataset_strategy("full_batch")(X, T).backward()
-    return run_ranks(run_scenarios, 4, SCENARIOS, timeout=150.0)
+    return run_ranks(run_scenarios, 4, SCENARIOS)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

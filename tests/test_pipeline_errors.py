@@ -194,7 +194,7 @@ def on_a_rank(rank: int, world: int) -> dict[str, str]:
 
 @lru_cache(maxsize=None)
 def by_rank() -> list[dict[str, str]]:
-    return run_ranks(on_a_rank, WORLD, timeout=120)
+    return run_ranks(on_a_rank, WORLD)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -234,6 +234,6 @@ def caught(rank: int, world: int, what: Callable[[int, int], None]) -> str:
     (one_rank_is_refused, "ranks [3] cannot plan what the others can"),
 ])
 def test_ranks_that_disagree(what: Callable, words: str) -> None:
-    errors = run_ranks(caught, WORLD, what, timeout=60)
+    errors = run_ranks(caught, WORLD, what)
     assert all(words in error for error in errors[:3])
     assert words in errors[3] or "stage 7, of 2" in errors[3]  # its own error is nearer

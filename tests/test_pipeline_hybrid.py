@@ -79,7 +79,7 @@ def both(rank: int, world: int) -> tuple[list[float], list[torch.Tensor]]:
 
 @lru_cache(maxsize=None)
 def by_rank() -> list[tuple[list[float], list[torch.Tensor]]]:
-    return run_ranks(both, 8, timeout=300.0)
+    return run_ranks(both, 8)
 
 
 @pytest.mark.long

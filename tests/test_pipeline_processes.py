@@ -390,7 +390,7 @@ def on_four_ranks(rank: int, world: int) -> dict[str, str | None]:
 def results() -> list[dict[str, str | None]]:
     ONE[:] = [dropped_on_one_device()]
     torch.compile(torch.relu, backend="aot_eager")(torch.ones(1))  # its imports: once here, and not in every rank
-    return run_ranks(on_four_ranks, WORLD, timeout=600.0)
+    return run_ranks(on_four_ranks, WORLD)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -418,5 +418,5 @@ def dies(rank: int, world: int) -> None:
 
 def test_when_a_rank_dies_the_run_ends() -> None:
     with pytest.raises(RankFailed) as failed:
-        run_ranks(dies, WORLD, timeout=90.0)
+        run_ranks(dies, WORLD)
     assert "rank 3 died with exit code 7" in str(failed.value) or "Connection" in str(failed.value)

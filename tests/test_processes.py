@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import run_ranks, run_scenarios
+from ranks import PATIENCE, run_ranks, run_scenarios
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
@@ -509,7 +509,7 @@ def warm() -> None:
 
 @pytest.fixture(scope="module")
 def results(warm) -> list[dict[str, str | None]]:
-    return run_ranks(run_scenarios, 4, SCENARIOS, timeout=150.0)
+    return run_ranks(run_scenarios, 4, SCENARIOS)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -565,7 +565,7 @@ def test_when_a_rank_dies_the_others_end(warm) -> None:
     for process in ranks:
         process.start()
     try:
-        ranks[1].join(60)
+        ranks[1].join(PATIENCE)
         assert ranks[1].exitcode == 3
         began = time.monotonic()
         ranks[0].join(30)
@@ -581,11 +581,10 @@ def test_when_a_rank_dies_the_others_end(warm) -> None:
 @pytest.mark.long
 def test_a_launcher_ends_the_others_and_says_who_died(tmp_path) -> None:
     script = Path(__file__).parent / "launch_scripts" / "train_and_die.py"
-    began = time.monotonic()
     done = subprocess.run([sys.executable, "-m", "shardwright", "run", "--worker_num=3", f"--log_dir={tmp_path}",
-                           str(script)], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+                           str(script)], capture_output=True, text=True, timeout=PATIENCE, cwd=tmp_path)
     assert done.returncode == 3, done.stdout + done.stderr
     assert "worker 1 failed" in done.stderr and "step 1" in (tmp_path / "worker_1.log").read_text()
     logs = [(tmp_path / f"worker_{rank}.log").read_text() for rank in range(3)]
     assert all("step 1\n" in log and "step 3\n" not in log for log in logs)
-    assert time.monotonic() - began < 90
+    assert time.time() - float((tmp_path / "worker_1.log").read_text().split("dies at ")[1]) < 30

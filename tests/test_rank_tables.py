@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launch_scripts import train
 from test_environment import OMPI, TORCHRUN
+from ranks import PATIENCE
 from test_launch import free_port
 from torch import nn
 
@@ -280,7 +281,7 @@ def run_table(environs: list[dict[str, str]], folder: Path, *timeouts: float) ->
     for process in ranks:
         process.start()
     try:
-        return dict(answers.get(timeout=120) for _ in ranks)
+        return dict(answers.get(timeout=PATIENCE) for _ in ranks)
     except queue.Empty:
         pytest.fail(f"ranks that did not answer; exit codes {[process.exitcode for process in ranks]}")
     finally:

@@ -556,4 +556,4 @@ def on_a_rank(rank: int, world: int) -> None:
 
 
 def test_in_processes() -> None:
-    run_ranks(on_a_rank, 4, timeout=120)
+    run_ranks(on_a_rank, 4)

@@ -6,7 +6,7 @@ import re
 import signal
 
 import pytest
-from test_launch import PATIENCE, SCRIPTS, Ended, alive, free_port, run, start, wait_until
+from test_launch import SCRIPTS, Ended, alive, free_port, run, start, wait_until
 
 RESUME, TRAIN, SAVES = (str(SCRIPTS / name) for name in ("resume.py", "train_and_resume.py", "save_at_the_end.py"))
 SUM = sum(step * step for step in range(10))
@@ -84,7 +84,7 @@ def losses(text: str) -> dict[int, str]:
 def test_a_run_goes_on_from_its_last_checkpoint_and_saves_when_it_is_told_to_end(tmp_path):
     launcher = start(tmp_path, "--worker_num=2", "--max_restarts=2", TRAIN, "checkpoints")
     again = tmp_path / "log_output" / "restart_1" / "worker_0.log"
-    wait_until(lambda: again.exists() and "step 9 " in again.read_text(), "step 9 of the second attempt", 2 * PATIENCE)
+    wait_until(lambda: again.exists() and "step 9 " in again.read_text(), "step 9 of the second attempt")
     launcher.process.terminate()
     ended = launcher.end()
     assert ended.code == 128 + signal.SIGTERM, ended.out

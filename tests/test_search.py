@@ -294,7 +294,7 @@ def test_processes_each_find_the_same_plan_and_train_as_one_device_does() -> Non
         optimizer.step()
         optimizer.zero_grad()
         expected.append(value.item())
-    for losses in run_ranks(on_a_rank, 4, timeout=120):
+    for losses in run_ranks(on_a_rank, 4):
         assert losses == pytest.approx(expected, rel=1e-5)
 
 

@@ -65,7 +65,7 @@ def all_four(rank: int, world: int) -> dict[str, list[float]]:
 
 @pytest.mark.long
 def test_eight_processes() -> None:
-    ranks = run_ranks(all_four, 8, timeout=300.0)
+    ranks = run_ranks(all_four, 8)
     for name in SCRIPTS:
         assert all(rank[name] == ranks[0][name] for rank in ranks), "the loss is the same on every rank, to the bit"
         assert largest_difference(ranks[0][name], one_device(name)) < TOLERANCE

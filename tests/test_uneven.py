@@ -409,7 +409,7 @@ def _steps(rank: int, world: int) -> list[tuple]:
 
 
 def test_processes_hold_what_there_is() -> None:
-    held = run_ranks(_steps, 4, timeout=120.0)
+    held = run_ranks(_steps, 4)
     for mine in held:
         assert all(local == planned for _, local, planned in mine)
     rows = [{name: local[0] for name, local, _ in mine} for mine in held]
