@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from shardwright.errors import PlanError
 from shardwright.plan.solver.bounding import _Search, bounded
-from shardwright.plan.solver.elimination import Tables, elimination_order, shared_work
+from shardwright.plan.solver.elimination import shared_work
+from shardwright.plan.solver.order import elimination_order
+from shardwright.plan.solver.tables import Tables
 from shardwright.plan.exact import marginals, milp, min_marginals, solve
 from shardwright.plan.solver.milp import moments
 from shardwright.plan.problem import Problem, Usage

@@ -9,9 +9,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from shardwright.errors import PlanError
-from shardwright.plan.solver import elimination
+from shardwright.plan.solver import tables
 from shardwright.plan.solver.descent import descend
-from shardwright.plan.solver.elimination import eliminate, elimination_order
+from shardwright.plan.solver.elimination import Script, eliminate
+from shardwright.plan.solver.order import elimination_order
 from shardwright.plan.problem import Problem
 from shardwright.plan.solver.reduce import consistent, core, interned, reduced, restrict, undominated
 from shardwright.plan.solver.sweeps import Sweeps, colours
@@ -61,6 +62,22 @@ def test_what_elimination_leaves_is_the_least_over_what_is_gone(problem, data):
         assert left == pytest.approx(cost)
         assert problem.cost(gone.complete(states)) == pytest.approx(cost)
         assert [states[v] for v in sorted(keep)] == list(at)
+
+
+@settings(max_examples=40, deadline=None)
+@given(small, st.integers(0, 99))
+def test_a_script_serves_other_costs_of_the_same_nodes(problem, seed):
+    random = np.random.default_rng(seed)
+    sizes = [len(own) for own in problem.costs]
+    order = elimination_order(sizes, problem.edges)
+    script = Script(sizes, problem.edges, order)
+    for _ in range(2):
+        costs = [random.integers(0, 9, size).astype(float) for size in sizes]
+        edges = {pair: random.integers(0, 9, table.shape).astype(float) for pair, table in problem.edges.items()}
+        found, again = script.run(costs, edges), eliminate(costs, edges, order)
+        other = replace(problem, costs=tuple(costs), edges=edges)
+        states = found.complete([0] * len(sizes))
+        assert found.constant == again.constant == other.cost(states) == min(map(other.cost, assignments(other)))
 
 
 def test_a_chain_is_halved_and_not_walked():
@@ -245,9 +262,9 @@ def test_a_joint_made_in_blocks_is_the_same(monkeypatch):
     problem = random_energy(3, "dense", 6, 5, whole=False)
     order = elimination_order([len(own) for own in problem.costs], problem.edges)
     at_once = eliminate(problem.costs, problem.edges, order)
-    monkeypatch.setattr(elimination, "AT_ONCE", 1)
+    monkeypatch.setattr(tables, "AT_ONCE", 1)
     for block in (1, 7, 40):
-        monkeypatch.setattr(elimination, "BLOCK", block)
+        monkeypatch.setattr(tables, "BLOCK", block)
         found = eliminate(problem.costs, problem.edges, order)
         assert found.constant == at_once.constant
         assert found.complete([0] * len(problem.costs)) == at_once.complete([0] * len(problem.costs))

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from shardwright.errors import PlanError
 from shardwright.plan.solver import limits
 from shardwright.plan.solver.batched import Batched
-from shardwright.plan.solver.elimination import eliminate, elimination_order
+from shardwright.plan.solver.elimination import eliminate
+from shardwright.plan.solver.order import elimination_order
 from shardwright.plan.solver.least_memory import least_memory
 from shardwright.plan.solver.limits import InfeasibleMemoryError, solve_limited
 from shardwright.plan.solver.local_search import wide

@@ -11,7 +11,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from shardwright.plan.problem import Problem, Usage
-from shardwright.plan.solver.elimination import Tables, eliminate, elimination_order
+from shardwright.plan.solver.elimination import eliminate
+from shardwright.plan.solver.order import elimination_order
+from shardwright.plan.solver.tables import Tables
 from shardwright.plan.solver.facts import Facts
 from shardwright.plan.solver.limits import solve_limited
 from shardwright.plan.solver.merging import candidates, merged

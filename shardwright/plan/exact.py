@@ -17,11 +17,14 @@ import numpy as np
 
 from .solver.bounding import bounded, eliminated
 from .solver.contradiction import contradiction
-from .solver.elimination import Tables, eliminate, elimination_order
+from .solver.elimination import eliminate
+from .solver.order import elimination_order
+from .solver.tables import Tables
 from .solver.milp import milp
 from .problem import Problem, Solution
 from .solver.reduce import consistent, interned
 from .solver.trws import Messages
+from .uncollected import uncollected
 
 __all__ = ["Marginals", "marginals", "milp", "min_marginals", "solve"]
 
@@ -29,6 +32,7 @@ SECONDS = 60.0  # for a problem that cannot be eliminated at once, where the cal
 PROVED = 1e-9  # relative: what is as near as that to its bound is the best, but for rounding
 
 
+@uncollected()
 def solve(problem: Problem, *, seconds: float | None = None, merge: bool = False, gap: float = PROVED) -> Solution:
     """The best assignment.
 

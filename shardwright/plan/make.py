@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -45,6 +43,7 @@ from .recursive import recursive_programming
 from .search import Decided
 from .semi_auto import data_parallel, semi_auto
 from .storage import OptimizerParallel
+from .uncollected import uncollected
 from .unit_prices import recomputed
 from .units import units_of
 
@@ -243,20 +242,7 @@ def _automatic_pipeline(graph: Graph, wide: Graph | None, devices: int, parallel
                          setting.micro_batches)
 
 
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """While a plan is made, cycles are not looked for: what is made lives on, and all of it would be walked again and again
-    (GPT-3 with stages="auto": 58 s without, 65 s with)."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
-
-
-@_uncollected()
+@uncollected()
 def plan(net: nn.Module, inputs: tuple, loss_fn: Any = None, targets: Any = None, *, parallel_mode: str = "semi_auto",
          devices: int = 8, dataset_strategy: Any = "full_batch", on_missing_rule: str = "error",
          marks: Mapping[str, Any] | None = None, kwargs: dict[str, Any] | None = None,

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .elimination import Order
 from ..problem import Problem
+from .order import Order
 
 __all__ = ["Batched"]
 

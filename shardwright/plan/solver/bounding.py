@@ -18,11 +18,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from ...errors import PlanError
-from .descent import descend
-from .elimination import Eliminated, Tables, eliminate, elimination_order, shared_work
-from .milp import milp
 from ..problem import Problem, Solution
+from .descent import descend
+from .elimination import Eliminated, eliminate, shared_work
+from .milp import milp
+from .order import elimination_order
 from .reduce import Reduced, Restricted, Wiped, arcs, reduced, restrict
+from .tables import Tables
 from .trws import ROUNDING, Messages
 
 __all__ = ["bounded", "eliminated"]

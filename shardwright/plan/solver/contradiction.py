@@ -12,8 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from ...errors import PlanError
-from .elimination import eliminate, elimination_order
 from ..problem import Problem
+from .elimination import eliminate
+from .order import elimination_order
 from .reduce import Wiped, arcs, restrict
 
 __all__ = ["contradiction"]

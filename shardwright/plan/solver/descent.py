@@ -12,8 +12,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .elimination import eliminate, elimination_order
 from ..problem import Problem
+from .elimination import eliminate
+from .order import elimination_order
 
 __all__ = ["descend"]
 

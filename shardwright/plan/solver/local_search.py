@@ -14,11 +14,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from ...errors import PlanError
-from .elimination import Tables, eliminate, elimination_order
+from ..problem import Problem
+from .elimination import eliminate
 from .milp import milp
 from .moments import binding
-from ..problem import Problem
+from .order import elimination_order
 from .reduce import reduced, restrict
+from .tables import Tables
 
 __all__ = ["wide", "within"]
 

@@ -14,10 +14,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from .batched import Batched
-from .elimination import elimination_order
-from .moments import Rows
 from ..problem import Problem
+from .batched import Batched
+from .moments import Rows
+from .order import elimination_order
 from .sweeps import Sweeps
 
 __all__ = ["Ascent", "Priced"]

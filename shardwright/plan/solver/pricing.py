@@ -12,11 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .elimination import Order, Tables, eliminate, elimination_order, shared_work
+from ..problem import Problem
+from .elimination import Script, shared_work
 from .facts import Facts
 from .merging import Merged, candidates, merged
 from .moments import Rows
-from ..problem import Problem
+from .order import Order, elimination_order
+from .tables import Tables
 
 __all__ = ["Cut", "Pricing"]
 
@@ -52,6 +54,7 @@ class Pricing:
     def __init__(self, problem: Problem, rows: Rows, merges: Merged, order: Order, facts: Facts) -> None:
         self.problem, self.rows = problem, rows
         self._merged, self._order, self.facts = merges, order, facts
+        self._script = Script([len(own) for own in merges.problem.costs], merges.problem.edges, order)
         self._inside = Rows.of(merges.problem, rows.count)
 
     @classmethod
@@ -92,7 +95,7 @@ class Pricing:
         """
         inner, rows = self._merged.problem, self._inside
         costs, edges = rows.priced(inner.costs, multipliers), rows.priced_edges(inner.edges, multipliers)
-        gone = eliminate(costs, edges, self._order, made=Tables(self.facts))
+        gone = self._script.run(costs, edges, made=Tables(self.facts))
         cut = self.cut(self._merged.lift(gone.complete([0] * len(inner.costs))))
         return gone.constant - float(multipliers.sum()) * self.rows.limit, cut
 

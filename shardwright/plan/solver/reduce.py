@@ -21,8 +21,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .elimination import Eliminated, Tables, eliminate, elimination_order
 from ..problem import Problem, Usage
+from .elimination import Eliminated, eliminate
+from .order import elimination_order
+from .tables import Tables
 
 __all__ = ["Core", "Reduced", "Restricted", "Wiped", "arcs", "consistent", "core", "interned", "reduced", "restrict",
            "undominated"]
@@ -86,20 +88,25 @@ def restrict(problem: Problem, alive: Sequence[np.ndarray]) -> Restricted:
         if not (full[i] and full[j]):
             key = (id(table), marks[i], marks[j])
             if key not in cut:
-                cut[key] = table[np.ix_(numbers[marks[i]], numbers[marks[j]])]
+                cut[key] = _among(table, (numbers[marks[i]], numbers[marks[j]]))
             table = cut[key]
         edges[i, j] = table
 
     def one_of(use: Usage) -> np.ndarray:
         key = (id(use.amount), *(marks[v] for v in use.nodes))
         if key not in cut:
-            cut[key] = np.asarray(use.amount)[np.ix_(*(numbers[marks[v]] for v in use.nodes))]
+            cut[key] = _among(np.asarray(use.amount), [numbers[marks[v]] for v in use.nodes])
         return cut[key]
 
     usages = tuple(use if full[use.node] and (use.other is None or full[use.other]) else
                    Usage(use.node, use.start, use.stop, one_of(use), use.what, use.other) for use in problem.usages)
     return Restricted(replace(problem, costs=tuple(costs), edges=edges, usages=usages),
                       tuple(numbers[text] for text in marks))
+
+
+def _among(table: np.ndarray, numbers: Sequence[np.ndarray]) -> np.ndarray:
+    """The entries of these rows, and columns."""
+    return table[numbers[0]] if len(numbers) == 1 else table[numbers[0][:, None], numbers[1]]
 
 
 @dataclass(frozen=True)

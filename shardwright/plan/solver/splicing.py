@@ -13,9 +13,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .elimination import Tables, eliminate, elimination_order
-from .moments import Rows
 from ..problem import Problem
+from .elimination import eliminate
+from .moments import Rows
+from .order import elimination_order
+from .tables import Tables
 
 __all__ = ["Splicer"]
 
