@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import shardwright as sw
 from networks import Apply, D, draw
 from one_device import close, parallel
-from shardwright.runtime.fusion import AUTO, Due, Fusion, fusion_of
+from shardwright.runtime.fusion import ALONE, AUTO, Due, Fusion, fusion_of
 
 BATCHES = [(draw(8, 8, seed=s), draw(8, 8, seed=s + 10)) for s in range(3)]
 
@@ -51,7 +51,7 @@ def test_buckets(fusion: Fusion, expected: list[str]) -> None:
 
 @pytest.mark.parametrize("ranks, expected", [(2, ["c", "b", "a"]), (3, ["b", "ca"]), (8, ["cba"])])
 def test_what_few_ranks_sum_travels_alone(ranks: int, expected: list[str]) -> None:
-    due = [Due(name, size * (1 << 20), "f", index, ranks) for index, (name, size) in enumerate(zip("cba", (2, 3, 2)))]
+    due = [Due(name, size * ALONE, "f", index, ranks) for index, (name, size) in enumerate(zip("cba", (2, 3, 2)))]
     assert ["".join(bucket) for bucket in Fusion().buckets(due)] == expected
 
 

@@ -41,7 +41,7 @@ Shapes = Sequence[tuple[int, ...]]
 
 # Bytes that gradients make up together before they are summed, and those, for each of the ranks, from which one travels by
 # itself: the runtime's own choice (`runtime.fusion`, where the figures are).
-BUCKET, ALONE = 8 << 20, 1 << 20
+BUCKET, ALONE = 16 << 20, 2 << 20
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,16 @@ __all__ = ["Accumulation", "Due", "Fusion", "fusion_of"]
 
 # Bytes of a bucket where the user leaves it to us. Ours, ms a step of 8 layers of 1024×1024 (32 MiB of gradients), Gloo
 # processes of one thread on 2 shared cores, by MiB of a bucket (benchmarks/data_parallel.py --buckets --only mlp):
-#     MiB          0.25    1    2    4    8   16   32   64
-#     2 processes   143  137  134  133  131  134  155  153
-#     4 processes   399  381  397  385  396  527  861  842
-# (before gradients travelled alone, and long sums in a ring)
-AUTO = 8 << 20
+#     MiB          0.25    1    2    4    8   16   32   64   DDP
+#     2 processes    64   61   65   63   68   64   71   71    63
+#     4 processes   149  143  142  143  133  130  145  146   132
+#     8 processes   332  340  332  346  282  262  290  294   257
+# (none alone but those of a bucket's size)
+AUTO = 16 << 20
 # Bytes for each of the ranks that sum it, from which a gradient travels by itself: the pieces that ranks send each other are
-# then long enough, and a copy into a bucket takes longer than another start (`RING` in `collectives` has the times).
-ALONE = 1 << 20
+# then long enough, and a copy into a bucket takes longer than another start (`RING` in `collectives` has the times). With
+# half of it, gradients of 4 MiB among four went alone, and a step took 146 ms instead of 130.
+ALONE = 2 << 20
 
 LEGAL = '{"mode": "auto"}, {"mode": "size", "config": 25} (MB a bucket), or {"mode": "index", "config": [10, 20]} ' \
         "(parameters before which a new bucket begins)"
