@@ -390,7 +390,9 @@ class Reader:
         meta = node.meta.get("val")
         metas = list(meta) if isinstance(meta, (tuple, list)) else [meta]
         if any(isinstance(s, _SYMBOLIC) for m in metas for s in (m.shape if isinstance(m, torch.Tensor) else (m,))):
-            raise CaptureError(f"what {target} gives depends on the values of tensors", source=_source(node) or None,
+            on = [tuple(v.shape) for v in values_in((args, kwargs))]
+            raise CaptureError(f"what {target} gives, called on {on}, depends on the values of tensors",
+                               operator=node.name, source=_source(node) or None,
                                legal="shapes and numbers that do not depend on the values of tensors")
         wish = target.__name__ if isinstance(target, Applied) else node.name
         flowing = target.differentiable if isinstance(target, Applied) else (True,) * len(metas)

@@ -266,6 +266,9 @@ def test_one_parameter_in_two_layouts(second) -> None:
         assert line_of(Shared.forward, text) in message
     assert "first" in message and ("second" in message or second is None)
     assert "(4, 1)" in message and str((second or ((8, 1), (1, 1)))[1]) in message and raised.value.legal
+    error = raised.value
+    assert error.operator and error.source == line_of(Shared.forward, "the second use")
+    assert all(text in error.strategy for text in ("first ((2, 4), (4, 1))", f"second {second}" if second else "first"))
     sw.plan(Shared(((2, 4), (4, 1)), ((2, 4), (4, 1))), (X,), devices=8)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from ranks import PATIENCE
+from test_launch import free_port
 from test_pipeline_hybrid import one_device as hybrid_on_one_device
 from test_tutorials import TOLERANCE, one_device
 
@@ -17,6 +18,7 @@ import operator_objects
 EXAMPLES = Path(operator_objects.__file__).parent
 IN_TURN = str(Path(__file__).parent / "launch_scripts" / "in_turn.py")
 HYBRID = "multi_dimensional_hybrid"
+ALL = ["operator_objects", "operator_functional", "layout_objects", "layout_functional", HYBRID]
 
 
 def first_loss(name: str) -> float:
@@ -28,14 +30,15 @@ def first_loss(name: str) -> float:
 @pytest.mark.parametrize(("names", "launcher"), [
     (["layout_functional"], []),
     (["operator_functional"], ["-m", "shardwright", "run", "--devices", "8"]),
-    (["layout_objects", HYBRID], ["-m", "shardwright", "run", "--worker_num=8", "--log_dir={logs}"]),
-    (["operator_objects", HYBRID], ["-m", "torch.distributed.run", "--nproc-per-node=8", "--master-port=29611",
-                                    "--redirects=3", "--log-dir={logs}"]),
+    (ALL, ["-m", "shardwright", "run", "--worker_num=8", "--local_worker_num=8", "--master_addr=127.0.0.1",
+           "--master_port={port}", "--join=True", "--log_dir={logs}"]),
+    (ALL, ["-m", "torch.distributed.run", "--nproc-per-node=8", "--master-port={port}", "--redirects=3",
+           "--log-dir={logs}"]),
 ], ids=["python", "one process", "shardwright run", "torchrun"])
 def test_scripts_run_unchanged(names: list[str], launcher: list[str], tmp_path: Path) -> None:
     """Several in one world of workers, whose start takes the longest."""
     scripts = [str(EXAMPLES / f"{name}.py") for name in names]
-    command = [sys.executable, *(part.format(logs=tmp_path) for part in launcher),
+    command = [sys.executable, *(part.format(logs=tmp_path, port=free_port()) for part in launcher),
                *(scripts if len(scripts) == 1 else [IN_TURN, *scripts, "--"]), "--steps", "2", "--dtype", "float64"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -442,6 +442,37 @@ def alike_on_all(error: Exception, world: int) -> None:
     assert len(set(texts)) == 1, texts
 
 
+class Wrong(nn.Module):
+    """A model that cannot be planned, as `forward` has it."""
+
+    def __init__(self, forward: Callable[[nn.Module, torch.Tensor], torch.Tensor], **marks: Any) -> None:
+        super().__init__()
+        self.w, self.does = nn.Parameter(draw(8, 8)), forward
+        for name, mark in marks.items():
+            setattr(self, name, sw.shard(torch.matmul, mark))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.does(self, x)
+
+
+WRONG = [
+    (sw.PlanError, "wanted in two layouts", Wrong(lambda m, x: m.b(m.a(x, m.w), m.w), a=((2, 2), (2, 1)), b=((1, 4), (4, 1)))),
+    (sw.LayoutError, "8 devices", Wrong(lambda m, x: m.a(x, m.w),
+                                        a=(sw.Layout((8,), ("a",))("a", "None"), sw.Layout((8,), ("a",))("None", "None")))),
+    (sw.MissingRuleError, "linalg_inv", Wrong(lambda m, x: x @ torch.linalg.inv(m.w))),
+    (sw.CaptureError, "data-dependent", Wrong(lambda m, x: x @ m.w if x.sum() > 0 else x)),
+    (sw.CaptureError, "values of tensors", Wrong(lambda m, x: x * x.sum().item())),
+]
+
+
+@scenario
+def what_cannot_be_planned_is_the_same_error_on_every_rank(rank: int, world: int) -> None:
+    for kind, says, net in WRONG:
+        error = raised(lambda: wrapped(net)(X))
+        assert isinstance(error, kind) and says in str(error) and error.legal and "test_processes.py" in str(error), error
+        alike_on_all(error, world)
+
+
 @scenario
 def mistakes_are_the_same_on_every_rank(rank: int, world: int) -> None:
     for marks in ((((2, 2), (4, 1)),), (((4, 4), (4, 1)),), (((3, 1), (1, 1)),), (None, ((5, 1),))):

@@ -203,17 +203,35 @@ def table(plan: sw.Plan, width: int | None = None) -> str:
 def test_the_table_shows_operators_traffic_and_parameters(tutorial):
     text = table(tutorial)
     rows = {line.split()[0]: re.split(r"\s{2,}", line.strip()) for line in text.splitlines() if line.strip()}
-    assert rows["matmul1"] == ["matmul1", line_of("self.matmul1("), "((2, 4), (4, 1))", "16x196 196x512 -> 16x512",
-                               "all_reduce/4", "48 KiB", "392 KiB"]
-    assert rows["matmul2"][4:] == ["all_to_all/4", "reduce_scatter/8", "62 KiB", "14 KiB"]
+    assert rows["matmul1"] == ["matmul1", line_of("self.matmul1("), "((2, 4), (4, 1))",
+                               "[2@4, 4@1] [4@1, -] -> [2@4, -]", "16x196 196x512 -> 16x512", "all_reduce/4", "48 KiB", "392 KiB"]
+    assert rows["matmul2"][5:] == ["all_to_all/4", "reduce_scatter/8", "62 KiB", "14 KiB"]
     assert rows["matmul_2"][2] == "((8, 1), (1, 1)) batch"
-    assert rows["w1"] == ["w1", "784x512", "196x512", "(4, 1)", "392 KiB"]
+    assert rows["w1"] == ["w1", "784x512", "196x512", "(4, 1)", "[4@1, -]", "392 KiB"]
     sent = {phase: sum(c.sent for c in tutorial.collectives(0) if c.phase == phase)
             for phase in ("forward", "backward", "gradient")}
     assert sum(sent.values()) == tutorial.sent
     assert (f"a rank sends in a step: forward {sent['forward'] / 1024:.0f} KiB, backward {sent['backward'] / 1024:.0f} "
             f"KiB, gradient {sent['gradient'] / 1024:.0f} KiB, together {tutorial.sent / 1024:.0f} KiB") in text
     assert "\x1b" not in text
+
+
+class Product(nn.Module):
+    def __init__(self, strategy):
+        super().__init__()
+        self.w, self.product = nn.Parameter(torch.zeros(8, 8)), sw.shard(torch.matmul, strategy)
+
+    def forward(self, x):
+        return self.product(x, self.w)
+
+
+def test_the_table_tells_layouts_of_equal_cuts_apart():
+    layout, x = sw.Layout((2, 2, 2), ("dp", "sp", "mp")), torch.zeros(16, 8)
+    texts = []
+    for strategy in [((2, 4), (4, 1)), (layout("mp", ("sp", "dp")), layout(("sp", "dp"), "None"))]:
+        texts.append(table(sw.plan(Product(strategy), (x,), devices=8)))
+    for text, shown in zip(texts, ("[2@4, 4@1] [4@1, -] -> [2@4, -]", "[2@1, 2@2·2@4] [2@2·2@4, -] -> [2@1, -]")):
+        assert "((2, 4), (4, 1))" in text and shown in text
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])

@@ -62,7 +62,7 @@ def test_explain_shows_each_stage_and_what_crosses() -> None:
 
 def test_explain_fits_a_narrow_terminal() -> None:
     text = shown(explain, planned(), width=90)
-    assert max(map(len, text.splitlines())) <= 90 and "strategy, local shapes" in text
+    assert max(map(len, text.splitlines())) <= 90 and "layouts, local shapes" in text
 
 
 def test_a_model_explains_itself(capsys: pytest.CaptureFixture) -> None:

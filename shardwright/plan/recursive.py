@@ -162,8 +162,8 @@ def _nearest(problem: Problem) -> tuple[Solution, bool]:
     except PlanError as error:
         if problem.limit is None:
             raise
-        least = getattr(error, "least", None)
-        return solve(replace(problem, limit=least, usages=problem.usages if least is not None else ())), False
+        enough = getattr(error, "enough", None)  # what a plan is known to keep: below it there may be none
+        return solve(replace(problem, limit=enough, usages=problem.usages if enough is not None else ())), False
 
 
 def _grown(bound: Bound, before: Assignment, digit: Digit) -> Iterator[Assignment]:

@@ -18,7 +18,7 @@ from ..rules.send import send
 from .alternatives import alternatives_of, cuts_of
 from .planned import DEAREST, NOTES
 from .simulated import COLUMNS, LINES
-from .tables import UNLIMITED, memory_line, narrow, parameters, rows, table, total, wide
+from .tables import LEGEND, UNLIMITED, memory_line, narrow, parameters, rows, table, total, wide
 from .timeline import headline
 from .units import size_text, time_text
 
@@ -54,6 +54,7 @@ def explain_pipeline(plan: PipelinePlan, file: IO[str] | None = None, width: int
     say(f"{plan.mode} on {plan.devices} devices: {_scheduled(plan)}, {len(plan.operators)} operators, plan "
         f"{plan.fingerprint}")
     say_chosen(plan, console)
+    say(LEGEND)
     for stage in plan.stages:
         say(f"stage {stage.number} on rank{'s' * (stage.devices > 1)} {ranks_text(stage.ranks)}, one micro-batch")
         number = stage.number

@@ -14,16 +14,19 @@ from rich.text import Text
 from ..layout import digits_size
 from ..plan.pipelined import PipelinePlan
 from ..plan.plan import Collective, OperatorPlan, ParameterPlan, Plan
+from .ir_text import layout_text
 from .units import size_text
 
-__all__ = ["UNLIMITED", "explain", "memory_line", "narrow", "parameters", "rows", "table", "total", "wide"]
+__all__ = ["LEGEND", "UNLIMITED", "explain", "memory_line", "narrow", "parameters", "rows", "table", "total", "wide"]
 
 #: Wide enough for everything: what a table is measured in, and as wide as it needs where no terminal limits it.
 UNLIMITED = 10_000
+#: What the digits of a layout mean.
+LEGEND = "layouts by dim: 4@2 cuts into 4 parts, of which rank r has number r // 2 % 4; - keeps the dim whole"
 
 
 def explain(plan: Plan | PipelinePlan, file: IO[str] | None = None, width: int | None = None) -> None:
-    """Print a plan: every operator, where it is called, its strategy, local shapes and what is sent for it. Of a pipeline
+    """Print a plan: every operator, where it is called, its strategy, layouts, local shapes and what is sent. Of a pipeline
     stage by stage, with what crosses.
 
     All numbers are those of the plan's own collectives, for one rank; every rank sends as much.
@@ -47,6 +50,7 @@ def explain(plan: Plan | PipelinePlan, file: IO[str] | None = None, width: int |
     head = f"{plan.mode} on {plan.devices} device{'s' * (plan.devices > 1)}"
     console.print(Text(f"{head}: {len(plan.operators)} operators, plan {plan.fingerprint}"))
     console.print(shown if needed <= console.width else narrow(lines))
+    console.print(Text(LEGEND))
     console.print(Text(total(plan, sent)))
     if plan.parameters:
         console.print(parameters(plan))
@@ -62,6 +66,7 @@ class _Row:
     operator: str
     where: str
     strategy: str
+    layouts: str
     local: str
     before: str
     after: str
@@ -91,9 +96,9 @@ def rows(plan: Plan, sent: Iterable[Collective], without: Collection[Any] = ()) 
             continue
         name = operator.name if operator.op in operator.name else f"{operator.name} ({operator.op})"
         where = " ".join(filter(None, (operator.module, operator.source, "recomputed" * (operator.name in again))))
-        out.append(_Row(name, where, _strategy(operator), _local(operator), *_traffic(of.pop(operator.name, []))))
+        out.append(_Row(name, where, _strategy(operator), _layouts(operator), _local(operator), *_traffic(of.pop(operator.name, []))))
     for name, mine in of.items():  # what brings results into the layout in which they are handed out
-        out.append(_Row(name, "", "", "", *_traffic(mine)))
+        out.append(_Row(name, "", "", "", "", *_traffic(mine)))
     return out
 
 
@@ -107,22 +112,22 @@ def table(*columns: str, right: tuple[str, ...] = (), lines: bool = False) -> Ta
 
 def wide(lines: Iterable[_Row]) -> Table:
     """A line for each operator."""
-    made = table("operator", "where", "strategy", "local shapes", "before", "after", "sent forward", "sent backward",
+    made = table("operator", "where", "strategy", "layouts", "local shapes", "before", "after", "sent forward", "sent backward",
                    right=("sent forward", "sent backward"))
     for row in lines:
-        made.add_row(*map(Text, (row.operator, row.where, row.strategy, row.local, row.before, row.after, row.forward,
-                                  row.backward)))
+        made.add_row(*map(Text, (row.operator, row.where, row.strategy, row.layouts, row.local, row.before, row.after,
+                                  row.forward, row.backward)))
     return made
 
 
 def narrow(lines: Iterable[_Row]) -> Table:
     """The same for a narrow terminal: a few lines for each operator."""
-    made = table("operator, where", "strategy, local shapes", "before, after, sent", lines=True)
+    made = table("operator, where", "strategy, layouts, local shapes", "before, after, sent", lines=True)
     for row in lines:
         traffic = [f"before: {row.before}" if row.before else "", f"after: {row.after}" if row.after else "",
                    f"forward {row.forward}" if row.forward != "-" else "",
                    f"backward {row.backward}" if row.backward != "-" else ""]
-        cells = (row.operator, row.where), (row.strategy, row.local), traffic
+        cells = (row.operator, row.where), (row.strategy, row.layouts, row.local), traffic
         made.add_row(*(Text("\n".join(filter(None, cell))) for cell in cells))
     return made
 
@@ -130,6 +135,11 @@ def narrow(lines: Iterable[_Row]) -> Table:
 def _strategy(operator: OperatorPlan) -> str:
     text = str(operator.in_strategy)
     return text if operator.cause == "mark" else f"{text} {operator.cause}"
+
+
+def _layouts(operator: OperatorPlan) -> str:
+    ins, outs = (" ".join(map(layout_text, side)) for side in (operator.in_layouts, operator.out_layouts))
+    return f"{ins} -> {outs}"
 
 
 def _local(operator: OperatorPlan) -> str:
@@ -172,7 +182,7 @@ def total(plan: Plan, sent: Iterable[Collective], when: str = "in a step") -> st
 def parameters(plan: Plan) -> Table:
     """Where parameters lie."""
     cut = plan.hsdp is not None or any(p.storage != p.layout for p in plan.parameters.values())
-    made = table("parameter", "shape", *(("used as",) if cut else ()), "local shape", "cuts", "stored on a device",
+    made = table("parameter", "shape", *(("used as",) if cut else ()), "local shape", "cuts", "layout", "stored on a device",
                    *(("optimizer parallel",) if cut else ()), right=("stored on a device",))
     dtypes = {v.name: v.dtype for v in plan.graph.sources()}
     together = 0
@@ -184,9 +194,9 @@ def parameters(plan: Plan) -> Table:
         together += nbytes if held is None else 0
         used = (_shape(parameter.layout.local_shape(parameter.layout.padded(parameter.shape))),) if cut else ()
         made.add_row(*map(Text, (name, _shape(parameter.shape), *used, _shape(local), str(parameter.storage.cuts),
-                                  size_text(nbytes) if held is None else f"is {held}",
+                                  layout_text(parameter.storage), size_text(nbytes) if held is None else f"is {held}",
                                   *((_cut(parameter),) if cut else ()))))
-    made.add_row(*map(Text, ("together", "", *(("",) if cut else ()), "", "", size_text(together))), style="bold")
+    made.add_row(*map(Text, ("together", "", *(("",) if cut else ()), "", "", "", size_text(together))), style="bold")
     return made
 
 
