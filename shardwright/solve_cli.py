@@ -23,6 +23,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--output", metavar="FILE", help="write the choice: a JSON list of strategy numbers")
     parser.add_argument("--solver", choices=("exact", "milp"), default="exact",
                         help="exact: elimination, bounds and local search (default); milp: all of it by HiGHS")
+    parser.add_argument("--merge", action="store_true",
+                        help="take tables of equal values for one table, so that repeated blocks are computed once (exact)")
     parser.set_defaults(func=solve, parser=parser)
 
 
@@ -45,8 +47,10 @@ def solve(arguments: argparse.Namespace) -> int:
     try:
         contest = read_contest(arguments.problem)
         left = max(0.1, arguments.seconds - (time.monotonic() - start))
-        solver = exact.milp if arguments.solver == "milp" else exact.solve
-        solution = solver(contest.problem, seconds=left)
+        if arguments.solver == "milp":
+            solution = exact.milp(contest.problem, seconds=left)
+        else:
+            solution = exact.solve(contest.problem, seconds=left, merge=arguments.merge)
         if arguments.output:
             write_assignment(arguments.output, contest.assignment(solution.states))
     except ShardwrightError as error:

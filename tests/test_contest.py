@@ -84,6 +84,14 @@ def test_solve_writes_the_assignment_and_says_cost_bound_and_gap(tmp_path, capsy
         assert "cost 4\n" in text and "bound 4\n" in text and "gap 0 %" in text
 
 
+def test_repeated_blocks_are_merged_when_asked(tmp_path, capsys):
+    given = contest([[5, 1], [0, 7], [5, 1]], [((0, 1), [1, 3, 0, 2]), ((1, 2), [1, 3, 0, 2])])
+    for words, notes in (((), 0), (("--merge",), 1)):
+        assert main(["solve", str(written(tmp_path / "p.json", given)), "--seconds", "20", *words]) == 0
+        text = capsys.readouterr().out
+        assert "cost 5\n" in text and text.count("merged: 2 edges have 1 different tables") == notes
+
+
 def test_a_limit_that_nothing_keeps_is_said_with_the_least(tmp_path, capsys):
     given = contest([[0, 1]], [], [[8, 6]], limit=5)
     assert main(["solve", str(written(tmp_path / "p.json", given)), "--seconds", "5"]) == 1

@@ -227,6 +227,21 @@ def test_memory_holds_it() -> None:
     assert rows and "memory: the" in text(said)
 
 
+def test_a_plan_that_was_searched_within_a_limit(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Read again; without the limit, what others would cost in all is a bound."""
+    net = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8))
+    given = dict(inputs=(torch.zeros(64, 16),), parallel_mode=MODE, devices=2)
+    limit = 0.8 * sw.plan(net, **given).peak
+    plan = sw.plan(net, memory=limit, **given)
+    assert plan.peak <= limit
+    plan.save(tmp_path / "plan.json")
+    said = explained(sw.Plan.load(tmp_path / "plan.json"), "linear")
+    assert said.missing is None and len(said.alternatives) == 3
+    assert cli.main(["explain", str(tmp_path / "plan.json"), "linear"]) == 0
+    out = capsys.readouterr().out
+    assert "at least" in out and "alternative" in out
+
+
 def test_an_out_strategy_is_kept() -> None:
     plan = sw.plan(Marked(out=((4, 2),)), (draw(16, 8),), parallel_mode=MODE, devices=8, cluster=slow_devices(8))
     said = explained(plan, "matmul2")

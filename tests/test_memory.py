@@ -18,7 +18,7 @@ import shardwright as sw
 from one_device import assert_as_one_device
 from shardwright.capture import capture
 from shardwright.cluster import Cluster
-from shardwright.plan import Plan, fitting
+from shardwright.plan import Plan
 from shardwright.plan.bytes import memory_of, words_of
 from shardwright.plan.costs import Costs
 from shardwright.plan.decision import feeding
@@ -27,7 +27,6 @@ from shardwright.plan.exact import solve
 from shardwright.plan.holding import holding
 from shardwright.plan.memory import optimizer_bytes, timeline
 from shardwright.plan.solver.milp import milp
-from shardwright.plan.problem import Solution
 from shardwright.plan.search import Search
 from shardwright.plan.segments import segments_of, with_recompute
 
@@ -75,16 +74,6 @@ def marks(count: int, devices: int, bias: bool = False) -> dict:
     names = [f"linear{'_' + str(k) if k else ''}" for k in range(count)]
     acts = [f"gelu{'_' + str(k) if k else ''}" for k in range(count - 1)]
     return {n: ((devices, 1), (1, 1), *([(1,)] if bias else [])) for n in names} | {n: ((devices, 1),) for n in acts}
-
-
-def oracle(problem, **_) -> Solution:
-    return milp(problem) if problem.limit is not None else solve(problem)
-
-
-@pytest.fixture
-def proved(monkeypatch) -> None:
-    """Problems with a limit are solved by the oracle."""
-    monkeypatch.setattr(fitting, "solve", oracle)
 
 
 def searched(net, args, devices: int, loss_fn=None, limit: float = 1e18):
@@ -281,13 +270,13 @@ def plan_of(net, args, devices: int, **options) -> Plan:
     return sw.plan(net, args, devices=devices, parallel_mode="dynamic_programming", **options)
 
 
-def test_what_fits_is_as_without_a_limit(proved) -> None:
+def test_what_fits_is_as_without_a_limit() -> None:
     net, args = mlp(16, 32, 8), (torch.randn(64, 16),)
     free, wide = plan_of(net, args, 2), plan_of(net, args, 2, memory="cluster")
     assert wide.cost == free.cost == pytest.approx(wide.bound) and not wide.regions and wide.hsdp is None
 
 
-def test_parameters_are_cut_where_only_that_fits(proved) -> None:
+def test_parameters_are_cut_where_only_that_fits() -> None:
     net, args = mlp(64, 64, 64, 64), (torch.randn(8, 64),)
     given = {"marks": marks(3, 4)}
     free = plan_of(net, args, 4, **given)
@@ -301,7 +290,7 @@ def test_parameters_are_cut_where_only_that_fits(proved) -> None:
     assert len([p for p in least.parameters.values() if p.storage != p.layout]) == 3
 
 
-def test_operators_run_again_where_only_that_fits(proved) -> None:
+def test_operators_run_again_where_only_that_fits() -> None:
     net, args = mlp(8, 8, 8, 8, 8), (torch.randn(1024, 8),)
     given = {"marks": marks(4, 2)}
     free = plan_of(net, args, 2, **given)
@@ -310,7 +299,7 @@ def test_operators_run_again_where_only_that_fits(proved) -> None:
     assert plan.cost <= plan.found.cost * (1 + 1e-9)
 
 
-def test_the_cheapest_of_all_plans(proved) -> None:
+def test_the_cheapest_of_all_plans() -> None:
     """Every way to store the weights and to run operators again, made and measured one by one. Not among them, as the
     search has it: the first product again, whose backward does not want its weight, and two again, one of which reads
     the other's from another segment of the program."""
@@ -349,7 +338,7 @@ def test_the_same_as_the_oracle() -> None:
         assert ours.cost == pytest.approx(theirs.cost, rel=1e-6)
 
 
-def test_a_limit_that_no_plan_keeps(proved) -> None:
+def test_a_limit_that_no_plan_keeps() -> None:
     net, args = mlp(16, 32, 8), (torch.randn(64, 16),)
     with pytest.raises(sw.PlanError, match="no plan fits in 4.00 KB") as error:
         plan_of(net, args, 2, memory="4KB")
@@ -361,7 +350,7 @@ def test_a_limit_that_no_plan_keeps(proved) -> None:
         plan_of(net, args, 2, memory=0.98 * least)
 
 
-def test_losses_are_as_on_one_device(proved) -> None:
+def test_losses_are_as_on_one_device() -> None:
     torch.manual_seed(1)
     batches = [(torch.randn(64, 8, dtype=D),) for _ in range(2)]
     net = mlp(8, 32, 32, 8, bias=True, dtype=D)
@@ -374,7 +363,7 @@ def test_losses_are_as_on_one_device(proved) -> None:
     assert model.plan.peak <= 1.02 * least and model.plan.regions and model.plan.hsdp is not None
 
 
-def test_a_document_says_it_all(proved, tmp_path) -> None:
+def test_a_document_says_it_all(tmp_path) -> None:
     net, args = mlp(64, 64, 64, 64), (torch.randn(256, 64),)
     free = plan_of(net, args, 2, marks=marks(3, 2))
     plan = plan_of(net, args, 2, marks=marks(3, 2), memory=0.8 * free.peak)

@@ -109,6 +109,33 @@ def test_a_search_says_how_far_it_is_from_the_best(model: Path, capsys: pytest.C
     assert f"cost {plan.cost:.6g} s, lower bound {plan.bound:.6g} s, gap {plan.gap:.3%}" in capsys.readouterr().out
 
 
+def test_a_search_keeps_the_memory_or_says_the_least(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "few.py").write_text("import torch\nfrom torch import nn\n\ndef few():\n    return nn.Sequential("
+                                     "nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8)), (torch.zeros(64, 16),)\n")
+    words = ("--devices", 2, "--mode", "dynamic_programming", f"{tmp_path / 'few.py'}:few")
+    assert command("--memory", "4KB", *words) == 1
+    error = capsys.readouterr().err
+    assert "no plan fits in 4.00 KB" in error and "backward of linear" in error
+    least = int(error.split("memory=")[1].split()[0])
+    for memory, limit in ((least, least), ("cluster", sw.Cluster.of("cpu", 2).memory)):
+        assert command("--memory", memory, *words) == 0
+        assert sw.Plan.load("plan.json").peak <= limit
+    assert command("--memory", int(0.98 * least), *words) == 1
+
+
+@pytest.mark.long
+def test_gpt3_on_1024_devices_of_a_file_within_their_memory(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    cluster = sw.Cluster.of("h200x8x128")
+    cluster.save(tmp_path / "h200x128.json")
+    (tmp_path / "few.py").write_text("from gpt3 import gpt3\n\ndef few():\n    return gpt3(layers=2)\n")
+    assert command("--devices", 1024, "--cluster", tmp_path / "h200x128.json", "--memory", "60GB",
+                   f"{tmp_path / 'few.py'}:few") == 0
+    plan, out = sw.Plan.load("plan.json"), capsys.readouterr().out
+    assert (plan.mode, plan.devices) == ("dynamic_programming", 1024) and 0 <= plan.gap <= 1e-3
+    assert plan.peak <= 60e9 < cluster.memory and f"gap {plan.gap:.3%}" in out
+    assert "InfiniBand" in out and size_text(plan.peak) in out
+
+
 @pytest.mark.long
 def test_gpt3_s_width_on_16384_devices(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "wide.py").write_text("from gpt3 import gpt3\n\ndef wide():\n    return gpt3(layers=1)\n")
