@@ -12,6 +12,7 @@ on to. No step sends or asks anything while no signal has come.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import signal
 import threading
@@ -99,6 +100,9 @@ class Ending:
     def leave(self) -> NoReturn:
         """End this process with exit code 143."""
         self.close()
+        # A thread of Gloo's that lets go of the last collective's tensors once the interpreter is going brings the process
+        # down (exit code 134, rarely): when all that the user does at the end is done, its threads are ended.
+        atexit.register(_let_go)
         raise SystemExit(ENDED)
 
     def _any_asked(self) -> bool:
@@ -152,3 +156,9 @@ class Ending:
         with waiting(Place("the end of the run, as a signal asks", key="ending")):
             ranks.wait("ending/last")
         return int(ranks.store.get("ending/last"))
+
+
+def _let_go() -> None:
+    """Of the other ranks, where nothing is under way any more."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
