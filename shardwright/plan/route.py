@@ -176,8 +176,8 @@ def wanted_in_two(parameter: Value, one: tuple[Layout, Op], other: tuple[Layout,
     (first, a), (second, b) = one, other
     marked = [op for op in (a, b) if op.mark is not None and op.mark.in_strategy is not None]
     return PlanError(
-        f"the parameter {parameter.name!r} {parameter.shape} is wanted in two layouts: {a.name} ({a.source}) asks for cuts "
-        f"{first.cuts} [{first}], {b.name} ({b.source}) for {second.cuts} [{second}]", operator=b.name, source=b.source or None,
+        f"the parameter {parameter.name!r} {parameter.shape} is wanted in two layouts: {a.name} ({a.source}) asks for "
+        f"cuts {first.cuts} [{first}], {b.name} ({b.source}) for {second.cuts} [{second}]", operator=b.name, source=b.source or None,
         strategy=", ".join(f"{op.name} {op.mark.in_strategy!r}" for op in marked) or None,
         legal=f"one layout on both, e.g. {first.cuts} for the parameter in {b.name}")
 

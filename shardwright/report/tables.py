@@ -96,7 +96,8 @@ def rows(plan: Plan, sent: Iterable[Collective], without: Collection[Any] = ()) 
             continue
         name = operator.name if operator.op in operator.name else f"{operator.name} ({operator.op})"
         where = " ".join(filter(None, (operator.module, operator.source, "recomputed" * (operator.name in again))))
-        out.append(_Row(name, where, _strategy(operator), _layouts(operator), _local(operator), *_traffic(of.pop(operator.name, []))))
+        out.append(_Row(name, where, _strategy(operator), _layouts(operator), _local(operator),
+                        *_traffic(of.pop(operator.name, []))))
     for name, mine in of.items():  # what brings results into the layout in which they are handed out
         out.append(_Row(name, "", "", "", "", *_traffic(mine)))
     return out
@@ -112,8 +113,8 @@ def table(*columns: str, right: tuple[str, ...] = (), lines: bool = False) -> Ta
 
 def wide(lines: Iterable[_Row]) -> Table:
     """A line for each operator."""
-    made = table("operator", "where", "strategy", "layouts", "local shapes", "before", "after", "sent forward", "sent backward",
-                   right=("sent forward", "sent backward"))
+    made = table("operator", "where", "strategy", "layouts", "local shapes", "before", "after", "sent forward",
+                 "sent backward", right=("sent forward", "sent backward"))
     for row in lines:
         made.add_row(*map(Text, (row.operator, row.where, row.strategy, row.layouts, row.local, row.before, row.after,
                                   row.forward, row.backward)))

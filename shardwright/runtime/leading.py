@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from ..graph import Op, Value
 from ..layout import Digit
-from ..rules import Bound, bound_rule, find_rule
+from ..rules import bound_rule, find_rule
 
 __all__ = ["leading", "told_of_dims"]
 
