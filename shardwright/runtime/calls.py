@@ -106,9 +106,13 @@ class Call:
 
     def _told_of_dims(self) -> Callable[[list], Any] | None:
         """Dims or a shape are among the arguments."""
-        return self._with_more_dims() if told_of_dims(self.node.target) else None
+        return self._longer if told_of_dims(self.node.target) else None
 
     def _with_more_dims(self) -> Callable[[list], Any] | None:
+        return self._longer
+
+    @cached_property
+    def _longer(self) -> Callable[[list], Any] | None:
         """The axes are more dims before all others."""
         node, tensors = self.node, self._tensors()
         if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten" or \

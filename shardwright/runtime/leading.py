@@ -50,7 +50,7 @@ def leading(op: Op, led: Sequence[bool], sizes: tuple[int, ...]) -> Op | None:
         if not _keeps_apart(plain, asked, led) or \
                 [v.shape for v in longer.outputs] != [(*sizes, *v.shape) for v in plain.outputs]:
             return None
-    except Exception:  # whatever torch, or a rule, says of a call with such shapes
+    except Exception:  # of any kind, by a function of shapes or a rule that does not know these: another way is taken
         return None
     return _longer(told, sizes)
 
