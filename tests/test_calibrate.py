@@ -20,7 +20,7 @@ from shardwright.cli import main
 from shardwright.cluster import Cluster, Level
 from shardwright.errors import SettingError
 from shardwright.layout import Digit
-from shardwright.plan.costs import ALONE, BUCKET, Costs
+from shardwright.plan.costs import PIECE, BUCKET, Costs
 from shardwright.runtime import calibrate, fusion
 from shardwright.runtime.calibrate import KINDS, Timing, fit, levels_of
 
@@ -99,16 +99,17 @@ def test_ranks_that_make_no_levels_are_named(hosts: list[str]) -> None:
 
 def test_gradients_that_are_summed_travel_in_the_runtimes_buckets() -> None:
     """Measured steps show it: 32 sums of small gradients do not take 32 latencies."""
-    assert (BUCKET, ALONE) == (fusion.AUTO, fusion.ALONE)
+    assert (BUCKET, PIECE) == (fusion.AUTO, fusion.PIECE)
+    full = min(BUCKET, DEVICES * PIECE)
     costs = costs_of(1e-3, 3e8)
     over = Digit(DEVICES, 1)
-    for nbytes in (4, 4096, BUCKET):
+    for nbytes in (4, 4096, full):
         summed = calibrate._conversion("all_reduce", DEVICES, over)
-        assert costs.stored(summed, nbytes) == pytest.approx(nbytes / BUCKET * costs.conversion(summed, BUCKET))
-    assert costs.stored(summed, 4 * BUCKET) == pytest.approx(costs.conversion(summed, 4 * BUCKET))
+        assert costs.stored(summed, nbytes) == pytest.approx(nbytes / full * costs.conversion(summed, full))
+    assert costs.stored(summed, 4 * full) == pytest.approx(costs.conversion(summed, 4 * full))
     few = calibrate._conversion("all_reduce", DEVICES, Digit(2, 1))  # a large one of few ranks does so by itself
-    assert costs.stored(few, 2 * ALONE) == pytest.approx(costs.conversion(few, 2 * ALONE))
-    assert costs.stored(few, 2 * ALONE - 4) < costs.conversion(few, 2 * ALONE - 4) - 5e-4
+    assert costs.stored(few, 2 * PIECE) == pytest.approx(costs.conversion(few, 2 * PIECE))
+    assert costs.stored(few, PIECE) == pytest.approx(costs.conversion(few, 2 * PIECE) / 2)
     scattered = calibrate._conversion("reduce_scatter", DEVICES, over)  # as optimizer parallel does: each by itself
     assert costs.stored(scattered, 4096) == costs.conversion(scattered, 4096) > 1e-3
 

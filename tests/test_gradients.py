@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import shardwright as sw
 from networks import Apply, D, draw
 from one_device import close, parallel
-from shardwright.runtime.fusion import ALONE, AUTO, Due, Fusion, fusion_of
+from shardwright.runtime.fusion import PIECE, AUTO, Due, Fusion, fusion_of
 
 BATCHES = [(draw(8, 8, seed=s), draw(8, 8, seed=s + 10)) for s in range(3)]
 
@@ -51,12 +51,18 @@ def test_buckets(fusion: Fusion, expected: list[str]) -> None:
 
 @pytest.mark.parametrize("ranks, expected", [(2, ["c", "b", "a"]), (3, ["b", "ca"]), (8, ["cba"])])
 def test_what_few_ranks_sum_travels_alone(ranks: int, expected: list[str]) -> None:
-    due = [Due(name, size * ALONE, "f", index, ranks) for index, (name, size) in enumerate(zip("cba", (2, 3, 2)))]
-    assert ["".join(bucket) for bucket in Fusion().buckets(due)] == expected
+    due = [Due(name, size * PIECE, "f", index, ranks) for index, (name, size) in enumerate(zip("cba", (2, 3, 2)))]
+    assert ["".join(bucket) for bucket in Fusion(AUTO).buckets(due)] == expected
+
+
+@pytest.mark.parametrize("ranks, expected", [(2, ["ef", "cd", "ab"]), (4, ["cdef", "ab"]), (8, ["abcdef"])])
+def test_a_bucket_of_few_ranks_is_full_sooner(ranks: int, expected: list[str]) -> None:
+    due = [Due(name, PIECE, "f", index, ranks) for index, name in reversed(list(enumerate("abcdef")))]
+    assert ["".join(sorted(bucket)) for bucket in Fusion().buckets(due)] == expected
 
 
 def test_comm_fusion_is_read() -> None:
-    for given, made in [("auto", Fusion(AUTO)), ({"mode": "auto"}, Fusion(AUTO)), ({"mode": "auto", "config": None}, Fusion()),
+    for given, made in [("auto", Fusion()), ({"mode": "auto"}, Fusion()), ({"mode": "auto", "config": None}, Fusion()),
                         ({"mode": "size", "config": 2}, Fusion(2 << 20)), (0.5, Fusion(1 << 19)),
                         ({"mode": "index", "config": [2, 5]}, Fusion(ends=(2, 5))), ([3], Fusion(ends=(3,)))]:
         assert fusion_of(given) == made

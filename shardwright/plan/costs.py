@@ -39,9 +39,9 @@ __all__ = ["Costs", "Price", "PricedCollective"]
 
 Shapes = Sequence[tuple[int, ...]]
 
-# Bytes that gradients make up together before they are summed, and those, for each of the ranks, from which one travels by
-# itself: the runtime's own choice (`runtime.fusion`, where the figures are).
-BUCKET, ALONE = 16 << 20, 2 << 20
+# Bytes that gradients make up together before they are summed, and those, for each of the ranks, that are enough: the runtime's
+# own choice (`runtime.fusion`, where the figures are).
+BUCKET, PIECE = 16 << 20, 2 << 20
 
 
 @dataclass(frozen=True)
@@ -290,8 +290,9 @@ class Costs:
 
 def _bucket(gradient: Conversion, sent: _Sent, nbytes: float) -> float:
     """The bytes in which a parameter's gradient travels: a bucket's, if it is summed and no more, and not large; 0: its own."""
-    alone = nbytes * sent.fraction >= digits_size(sent.digits) * ALONE
-    return float(BUCKET) if not alone and [step.kind for step in gradient.steps] == ["all_reduce"] else 0.0
+    full = min(BUCKET, digits_size(sent.digits) * PIECE)
+    alone = nbytes * sent.fraction >= full
+    return float(full) if not alone and [step.kind for step in gradient.steps] == ["all_reduce"] else 0.0
 
 
 def _kind(step: Step) -> tuple[str, int]:

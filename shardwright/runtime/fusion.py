@@ -20,10 +20,11 @@ __all__ = ["Accumulation", "Due", "Fusion", "fusion_of"]
 #     8 processes   332  340  332  346  282  262  290  294   257
 # (none alone but those of a bucket's size)
 AUTO = 16 << 20
-# Bytes for each of the ranks that sum it, from which a gradient travels by itself: the pieces that ranks send each other are
-# then long enough, and a copy into a bucket takes longer than another start (`RING` in `collectives` has the times). With
-# half of it, gradients of 4 MiB among four went alone, and a step took 146 ms instead of 130.
-ALONE = 2 << 20
+# Bytes for each of the ranks that sum it, at which a bucket is full before that, and from which a gradient travels by itself:
+# the pieces that ranks send each other are then long enough, and a copy into a bucket takes longer than another start (`RING`
+# in `collectives` has the times). With half of it, gradients of 4 MiB among four went alone, and a step took 146 ms instead of
+# 130. A bucket lies in memory three times: its gradients, together, and what has come.
+PIECE = 2 << 20
 
 LEGAL = '{"mode": "auto"}, {"mode": "size", "config": 25} (MB a bucket), or {"mode": "index", "config": [10, 20]} ' \
         "(parameters before which a new bucket begins)"
@@ -53,12 +54,12 @@ class Fusion:
     """How gradients travel together.
 
     Attributes:
-        limit: bytes at which a bucket is full, and from which a gradient travels by itself, if `ALONE` does not say so
-            before; 0: all do.
+        limit: bytes at which a bucket is full, and from which a gradient travels by itself; 0: all do. None: `AUTO`, and
+            no more than `PIECE` for each rank.
         ends: instead of it, indices of parameters before which a new bucket begins.
     """
 
-    limit: int = AUTO
+    limit: int | None = None
     ends: tuple[int, ...] | None = None
 
     def check(self, trained: int) -> None:
@@ -88,12 +89,14 @@ class Fusion:
         full: list[tuple[str, ...]] = []
         open_: dict[Hashable, list[Due]] = {}
         for due in gradients:
-            if due.nbytes >= min(self.limit, due.ranks * ALONE):  # as it is: in a bucket it would be in memory twice
+            pieces = due.ranks * PIECE
+            limit = min(AUTO, pieces) if self.limit is None else self.limit
+            if due.nbytes >= min(limit, pieces):  # as it is: in a bucket it would be in memory twice
                 full.append((due.name,))
                 continue
             bucket = open_.setdefault(due.kind, [])
             bucket.append(due)
-            if sum(d.nbytes for d in bucket) >= self.limit:
+            if sum(d.nbytes for d in bucket) >= limit:
                 full.append(tuple(d.name for d in open_.pop(due.kind)))
         return (*full, *(tuple(d.name for d in bucket) for bucket in open_.values()))
 

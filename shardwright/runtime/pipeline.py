@@ -24,6 +24,7 @@ from ..graph import Value
 from ..plan.pipelined import PipelinePlan, Stage, Transfer
 from ..schedules import Schedule, forward_only
 from ..trees import closed, holds_objects
+from .freed import freed
 from .pipeline_pieces import parts_of
 from .pipeline_step import Step
 
@@ -145,6 +146,7 @@ class PipelineProgram:
     def __call__(self, *leaves: Any) -> Any:
         if self.begin is not None:
             self.begin()
+        freed.step()
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         if self.device is not None:
             tensors = [x.to(self.device) for x in tensors]

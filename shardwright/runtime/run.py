@@ -18,6 +18,7 @@ from ..plan.pipelined import PipelinePlan
 from ..plan.plan import Plan
 from ..trees import closed, holds_objects
 from .deferred import materialize
+from .freed import freed
 from .fusion import Accumulation, Fusion
 from .init import Runtime
 from .local import LocalProgram
@@ -63,6 +64,7 @@ class Program:
     def __call__(self, *leaves: Any) -> Any:
         if self.begin is not None:
             self.begin()
+        freed.step()
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         if self._device is not None:
             tensors = [x.to(self._device) for x in tensors]
@@ -107,7 +109,7 @@ def make_program(plan: Plan | PipelinePlan, holder: nn.Module, runtime: Runtime,
         broadcast: in processes, whether parameters and buffers begin with the values of rank 0.
         compiled: the backend by which ``torch.compile`` compiles the program: not where one process plays several devices.
     """
-    _keep_freed_memory()
+    freed.planned()
     if isinstance(plan, PipelinePlan):
         if runtime.processes:
             from .pipeline_processes import process_pipeline  # see `_on_processes`
@@ -131,16 +133,6 @@ def make_program(plan: Plan | PipelinePlan, holder: nn.Module, runtime: Runtime,
         warnings.warn("compile=True: one process plays all devices, operator by operator, and is not compiled", stacklevel=7)
     body = SingleProgram(lowered, compiled) if single else LocalProgram(lowered)
     return Program(plan, body, state, [named[n] for n in lowered.updates])
-
-
-def _keep_freed_memory() -> None:
-    """Let the C library keep what a step frees, for the next step.
-
-    glibc returns freed memory to the kernel above a threshold that it raises to the largest block it has seen freed, at
-    most 32 MiB; below it a step of many shards pays for its pages anew each time (measured on the tutorial network, eight
-    devices in one process: 730 page faults a step, a third of its time, against 15). The block is never touched.
-    """
-    torch.empty(31 << 20, dtype=torch.uint8)
 
 
 def _on_processes(lowered: Lowered, holder: nn.Module, runtime: Runtime, gradients_mean: bool, before: Program | None,

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import highspy
 import numpy as np
 
 from .pricing import Cut
@@ -43,6 +42,7 @@ class Prices:
 
 def cheapest(cuts: Sequence[Cut], limit: float, most: float) -> tuple[np.ndarray, float]:
     """λ and θ of the linear program; the price of the limit's worth of memory is at most `most`."""
+    import highspy  # see `milp`
     over = np.array([(cut.used - limit) / max(limit, 1.0) for cut in cuts])
     active = np.flatnonzero((over > 0).any(axis=0))
     out = np.zeros(over.shape[1])

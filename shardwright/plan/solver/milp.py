@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import highspy
 import numpy as np
 
 from ...errors import PlanError
@@ -89,6 +88,7 @@ def milp(problem: Problem, *, seconds: float | None = None, nodes: int | None = 
         NoAssignmentError: where there is none.
         PlanError: where none was found in time.
     """
+    import highspy  # 4 MiB of each process that trains, and most plans need no linear program
     costs = [np.where(np.isfinite(own), own, 0.0).astype(float) for own in problem.costs]
     column: list[np.ndarray] = []  # by node and state: the number of its x, -1 where forbidden
     count = 0

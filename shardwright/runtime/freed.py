@@ -1,0 +1,50 @@
+"""What becomes of host memory that a step has freed.
+
+glibc returns freed memory to the kernel above a threshold that it raises to the largest block it has seen freed, at most
+32 MiB; below it a step of many shards pays for its pages anew each time. Kept, the heap grows instead: a block of a tensor
+lies between small ones that outlive it, and is not found again for the next tensor of its size, which needs some bytes more
+until it is aligned. So both: freed memory is kept from step to step, and now and then all of it is given back.
+
+Measured: the tutorial network, eight devices in one process: 730 page faults a step, a third of its time, and 15 with freed
+memory kept. A GPT of 17 million parameters on eight processes: 320 MiB a process after its first step and 1,010 after 60;
+given back, 290 and at most 380.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+
+import torch
+
+__all__ = ["freed"]
+
+#: Seconds from one time that memory is given back to the next, twice as many each time until they are the latter: the pages
+#: that come anew cost some 20 ms, and the first steps leave the most.
+FIRST, LAST = 0.5, 16.0
+
+
+class _Freed:
+    """The C library's free memory in this process."""
+
+    def __init__(self) -> None:
+        self._give_back: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
+        self._due, self._pause, self._fresh = 0.0, FIRST, True
+
+    def planned(self) -> None:
+        """A program has been planned and is about to make its first step."""
+        torch.empty(31 << 20, dtype=torch.uint8)  # raises the threshold, and is never touched
+        self._fresh = True
+
+    def step(self) -> None:
+        """A step begins, when the least is in use: what is free goes back if it is time to."""
+        if self._fresh:
+            self._due, self._pause, self._fresh = 0.0, FIRST, False
+        elif (now := time.monotonic()) >= self._due:
+            self._due, self._pause = now + self._pause, min(2 * self._pause, LAST)
+            if self._give_back is not None:
+                self._give_back(0)
+
+
+freed = _Freed()
