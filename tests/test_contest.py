@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import re
+import time
 
 import numpy as np
 import pytest
@@ -160,8 +162,43 @@ def test_contest_instances_at_their_optimum(name, best, tmp_path):
     assert main(["solve", str(path), "--seconds", "60", "--output", str(out)]) == 0
     given, states = json.loads(gzip.decompress(path.read_bytes())), json.loads(out.read_text())
     assert direct(given, states) == best
-    nodes, change = given["problem"]["nodes"], np.zeros(1000)
-    for usage, (start, stop), state in zip(nodes["usages"], nodes["intervals"], states):
-        change[start] += usage[state] if start < stop else 0
-        change[stop] -= usage[state] if start < stop else 0
-    assert change.cumsum().max() <= given["problem"]["usage_limit"]
+    assert fullest(given, states) <= given["problem"]["usage_limit"]
+
+
+def fullest(given: dict, states) -> int:
+    """The memory at the fullest moment, counted moment by moment."""
+    nodes = given["problem"]["nodes"]
+    change = [0] * (1 + max(stop for _, stop in nodes["intervals"]))
+    for usage, (start, stop), state in zip(nodes["usages"], nodes["intervals"], states, strict=True):
+        if start < stop:
+            change[start] += usage[state]
+            change[stop] -= usage[state]
+    return max(itertools.accumulate(change))
+
+
+def best_known(name: str) -> int:
+    """The least of the values that the instances' README has of one: its costs stand after its nodes and edges."""
+    lines = (SHARED / "iopddl/README.md").read_text().splitlines()
+    line, = (line for line in lines if line.startswith(f"| {name} |"))
+    _, _, *values = (int(number.replace(",", "")) for number in re.findall(r"\d+(?:,\d{3})+", line))
+    return min(values)
+
+
+@pytest.mark.long
+def test_an_instance_of_65_335_nodes_in_a_few_seconds(tmp_path, capsys, monkeypatch):
+    """Not proved and not the best, but legal, with its true cost, and a bound that is one."""
+    monkeypatch.setattr(time, "monotonic", time.process_time)  # seconds of its own, however busy the machine is
+    path, out = SHARED / "iopddl/asplos-2025-iopddl-P.json.gz", tmp_path / "out.json"
+    assert main(["solve", str(path), "--seconds", "25", "--output", str(out)]) == 0
+    said = dict(line.split(" ", 1) for line in capsys.readouterr().out.splitlines())
+    cost, bound = (int(said[name].replace(",", "")) for name in ("cost", "bound"))
+    given, states = json.loads(gzip.decompress(path.read_bytes())), json.loads(out.read_text())
+    problem = given["problem"]
+    assert len(states) == len(problem["nodes"]["costs"]) == 65_335
+    assert all(0 <= state < len(own) for state, own in zip(states, problem["nodes"]["costs"], strict=True))
+    assert cost == direct(given, states) < BIG, "as printed, and nothing of it is forbidden"
+    assert fullest(given, states) <= problem["usage_limit"]
+    best = best_known("P")
+    assert 0 < bound <= best and bound <= cost, "whose assignment keeps the limit too"
+    assert float(said["gap"].rstrip(" %")) == pytest.approx(100 * (cost - bound) / cost, rel=1e-3)
+    assert cost < 2 * best

@@ -21,7 +21,7 @@ import shardwright as sw
 from shardwright import cli
 from shardwright.plan.candidates import strategy_of
 from shardwright.plan.exact import solve
-from shardwright.plan.explain import explained, opened, shares_of
+from shardwright.plan.explain import _Neighbourhood, explained, opened, shares_of
 from shardwright.plan.costs import Costs
 from shardwright.plan.problem import Problem
 from shardwright.plan.search import Search
@@ -212,7 +212,7 @@ def test_memory_holds_it() -> None:
     plan = planned("wide")
     limit = plan.timeline.peak
     said = explained(plan, "linear", 8, limit)
-    assert not said.exact and all(a.row is None for a in explained(plan, "linear", 8).alternatives)
+    assert said.exact and all(a.row is None for a in explained(plan, "linear", 8).alternatives)
     rows = 0
     for other in said.alternatives:
         if math.isinf(other.alone):
@@ -224,22 +224,18 @@ def test_memory_holds_it() -> None:
             rows += 1
             assert other.row.held == walked.peak and other.row.limit == limit
             assert other.row.moment.removeprefix("the forward of ").removeprefix("the backward of ") in walked.moments
-    assert rows and "memory: the" in text(said)
+    assert rows and "does not fit" in text(said)
 
 
-def test_a_plan_that_was_searched_within_a_limit(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """Read again; without the limit, what others would cost in all is a bound."""
-    net = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8))
-    given = dict(inputs=(torch.zeros(64, 16),), parallel_mode=MODE, devices=2)
-    limit = 0.8 * sw.plan(net, **given).peak
-    plan = sw.plan(net, memory=limit, **given)
-    assert plan.peak <= limit
-    plan.save(tmp_path / "plan.json")
-    said = explained(sw.Plan.load(tmp_path / "plan.json"), "linear")
-    assert said.missing is None and len(said.alternatives) == 3
-    assert cli.main(["explain", str(tmp_path / "plan.json"), "linear"]) == 0
-    out = capsys.readouterr().out
-    assert "at least" in out and "alternative" in out
+def test_a_plan_that_cannot_be_compared_says_why() -> None:
+    """It has a strategy that is none of the search's."""
+    plan = planned("mlp")
+    neighbourhood = _Neighbourhood(plan, "relu", Costs(plan.cluster, plan.devices), None)
+    assert neighbourhood.missing() is None
+    options = neighbourhood.made.options
+    lost = tuple(s for s in options["linear"] if s != neighbourhood.chosen["linear"])
+    neighbourhood.made = replace(neighbourhood.made, options=options | {"linear": lost})
+    assert neighbourhood.missing() == f"the strategy of linear is not among the {len(lost)} of the search"
 
 
 def test_an_out_strategy_is_kept() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from shardwright.capture import capture
+from shardwright.plan import demands
 from shardwright.plan.demands import demands_of, within
 from shardwright.rules import assignment_of, bound_rule
 
@@ -118,6 +119,89 @@ def test_a_mark_of_low_priority_has_its_way_where_no_other_asks() -> None:
     plan = planned(Apart(), X, X)
     assert [o.in_strategy[0] for o in plan.operators if o.op == "tanh"] == [ROWS, COLUMNS]
     assert [d.origin for d in plan.decisions.values() if d.op.kind == "tanh"] == ["one", "two"]
+
+
+# -- user priority, then the kind of operator, then basic or aggressive --
+
+
+def asked_of(plan: sw.Plan, kind: str) -> list[tuple]:
+    """What the first operator of a kind is asked for, as it was heard: the mark, the cuts, how."""
+    found = next(d for d in plan.decisions.values() if d.op.kind == kind)
+    return [(d.mark, found.bound.in_strategy(d.assignment)[0], "aggressive" if d.aggressive else "basic", d.outranked)
+            for d in demands_of(plan.graph, plan.decisions, 8)[found.op.name]]
+
+
+@pytest.mark.parametrize("most", [demands.MOST, 1])
+def test_user_priority_comes_before_the_kind_of_operator(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes through a product, which has heard the other side first, is followed before what would flow straight
+    in, if its mark has the priority; even where an operator listens to one of them alone."""
+    class Net(nn.Module):
+        def __init__(self, far: int, near: int) -> None:
+            super().__init__()
+            self.far = sw.shard(torch.relu, (A("None", "a"),), priority=far)
+            self.near = sw.shard(torch.tanh, (A("a", "None"),), priority=near)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.near(torch.neg(x @ self.far(y)))
+
+    monkeypatch.setattr(demands, "MOST", most)
+    plan = planned(Net(0, 1), X, X)
+    assert asked_of(plan, "neg") == [("far", COLUMNS, "basic", False), ("near", ROWS, "basic", True)]
+    assert plan.operator("neg").in_strategy == (COLUMNS,) and plan.decisions["neg"].origin == "far"
+    assert any("near asks for ((8, 1),), after far: priority 1 against 0" in note for note in plan.notes)
+    other = planned(Net(1, 0), X, X)
+    assert other.operator("neg").in_strategy == (ROWS,) and other.decisions["neg"].origin == "near"
+
+
+def test_the_kind_of_operator_comes_before_basic_or_aggressive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one aggressive demand is heard, it is the one that pointwise operators have passed on, however far, and not
+    that of a product which has heard its mark basically and stands next to it."""
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.passed_on = sw.shard(torch.matmul, ((1, 8), (8, 1)))      # its open sum may be left as columns
+            self.next_to = sw.shard(torch.relu, (AB("None", "a"),))        # four devices to spare for a product's rows
+
+        def forward(self, x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+            return torch.neg(torch.exp(torch.sin(self.passed_on(x, w)))) @ self.next_to(v)
+
+    monkeypatch.setattr(demands, "MOST", 1)
+    with torch.device("meta"):  # rows that eight devices cannot share
+        plan = planned(Net(), torch.empty(1020, 1024), torch.empty(1024, 8192), torch.empty(8192, 1024))
+    assert asked_of(plan, "neg") == [("passed_on", (1, 1), "basic", False),
+                                     ("passed_on", COLUMNS, "aggressive", False)]
+    assert plan.operator("neg").in_strategy == (COLUMNS,) and plan.decisions["neg"].origin == "passed_on"
+    product = plan.operators[-1]
+    assert product.in_strategy == ((4, 1), (1, 2)), "what the product itself is asked for aggressively, by the other"
+
+
+def test_basic_comes_before_aggressive() -> None:
+    """Two marks ask for columns, the earlier one aggressively: they count as asked for basically, and so hold against a
+    third mark of lower priority, whose rows would be cheaper."""
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.open = sw.shard(torch.matmul, ((1, 8), (8, 1)))
+            self.asks = sw.shard(torch.relu, (A("None", "a"),))
+            self.lower = sw.shard(torch.tanh, (A("a", "None"),), priority=1)
+
+        def forward(self, x: Tensor, w: Tensor) -> tuple:
+            y = self.open(x, w)
+            for _ in range(3):
+                y = y + y.sum(1, keepdim=True)     # dear where the columns are cut
+            return self.asks(y), self.lower(y)
+
+    plan = planned(Net(), X, X)
+    asked = asked_of(plan, "add")
+    assert [entry for entry in asked if entry[1] == COLUMNS] == [("asks", COLUMNS, "basic", False)]
+    assert ("open", ROWS, "aggressive", False) in asked and asked.index(("asks", COLUMNS, "basic", False)) < \
+        asked.index(("open", ROWS, "aggressive", False))
+    assert cuts(plan) == {COLUMNS} and {d.origin for d in adds(plan)} == {"asks"}
+    net = Net()
+    sw.shard(net.lower, (A("a", "None"),), priority=0)
+    sw.shard(net.asks, (A("None", "a"),), priority=1)
+    cheaper = planned(net, X, X)
+    assert cuts(cheaper) == {ROWS} and cheaper.cost < plan.cost
 
 
 class Twice(nn.Module):

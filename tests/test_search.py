@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +24,10 @@ from shardwright.plan.plan import Plan
 from shardwright.plan.problem import Solution
 from shardwright.plan.search import Search
 from shardwright.plan.semi_auto import semi_auto
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
+
+import gpt  # noqa: E402
 
 SEARCHING = ("recursive_programming", "dynamic_programming")
 
@@ -64,9 +70,18 @@ def block():
     return Block(), (torch.randn(8, 6, 32),), nn.MSELoss(), torch.randn(8, 6, 32)
 
 
+def over_classes(outputs, targets):
+    return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+
 def tied():
-    return (Tied(), (torch.randint(64, (8, 6)),), lambda out, t: F.cross_entropy(out.flatten(0, 1), t.flatten()),
-            torch.randint(64, (8, 6)))
+    return Tied(), (torch.randint(64, (8, 6)),), over_classes, torch.randint(64, (8, 6))
+
+
+def small_gpt(layers: int = 1):
+    """The example's GPT, whose embedding is its head's weight."""
+    net = gpt.GPT(vocabulary=48, length=6, layers=layers, width=24, heads=4)
+    return net, (torch.randint(48, (12, 6)),), over_classes, torch.randint(48, (12, 6))
 
 
 def convolutions():
@@ -75,7 +90,7 @@ def convolutions():
             (torch.randn(8, 3, 8, 8),), nn.CrossEntropyLoss(), torch.randint(4, (8,)))
 
 
-MODELS = {"mlp": mlp, "block": block, "tied": tied, "convolutions": convolutions}
+MODELS = {"mlp": mlp, "block": block, "tied": tied, "convolutions": convolutions, "gpt": small_gpt}
 
 #: A cluster on which these little models are worth cutting: slow devices, quick links.
 QUICK = {"schema": 1, "name": "quick links", "memory": 16e9, "memory_bandwidth": 1e9, "overhead": 1e-9,
@@ -183,12 +198,39 @@ def test_the_exact_search_proves_its_plan_and_no_other_planner_is_cheaper(name: 
         assert exact.cost <= other.cost * (1 + 1e-9), (mode, exact.cost, other.cost)
 
 
+#: `data_parallel` has each device normalise by its own part's statistics: of convolutions that is another computation.
+BATCH_SPLIT = [name for name in MODELS if name != "convolutions"]
+
+
+@pytest.mark.parametrize("name", BATCH_SPLIT)
+@pytest.mark.parametrize("fed", ("full_batch", "data_parallel"))
+def test_nor_is_splitting_the_batch_alone(name: str, fed: str) -> None:
+    """Parameters whole, the batch split, however it is fed; all by the same costs."""
+    exact = planned(name, "dynamic_programming", dataset_strategy=fed)
+    split = planned(name, "data_parallel", dataset_strategy=fed)
+    assert all(p.layout.is_replicated for p in split.parameters.values())
+    assert any(max(map(max, o.in_strategy), default=1) == 4 for o in split.operators if o.in_strategy), "it is split"
+    assert exact.cost < split.cost and exact.bound <= split.cost
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("devices", (2, 4, 6))
 def test_the_exact_search_equals_the_oracle(name: str, devices: int) -> None:
     search = searched(name, devices)
     problem = search.energy(search.options()).problem
     assert solve(problem).cost == pytest.approx(milp(problem).cost, rel=1e-7)
+
+
+@pytest.mark.parametrize("devices", (2, pytest.param(4, marks=pytest.mark.long)))
+def test_so_it_does_of_a_network_of_300_operators(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thirteen layers, captured and priced as any model."""
+    monkeypatch.setitem(MODELS, "gpt", lambda: small_gpt(13))
+    search = searched("gpt", devices)
+    assert 290 <= len(search.described.graph.ops) <= 300
+    problem = search.energy(search.options()).problem
+    found, truth = solve(problem), milp(problem)
+    assert found.cost == found.bound == pytest.approx(truth.cost, rel=1e-7)
+    assert problem.cost(found.states) == pytest.approx(found.cost)
 
 
 def test_marks_stay_and_are_named_as_the_cause() -> None:
@@ -202,9 +244,15 @@ def test_marks_stay_and_are_named_as_the_cause() -> None:
     assert free.cost <= plan.cost
 
 
-@pytest.mark.parametrize("name", ("mlp", "block"))
+#: One mark on each model, beside what the batch alone would do.
+MARKS = {"mlp": {"linear_1": ((1, 4), (1, 4), (1,))}, "block": {"linear_4": ((2, 1, 1), (2, 1), (2,))},
+         "tied": {"linear": ((2, 1, 1), (2, 1), (2,))}, "convolutions": {"linear": ((1, 4), (1, 4), (1,))},
+         "gpt": {"linear_4": ((2, 1, 1), (2, 1), (2,))}}
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_no_plan_that_follows_the_same_marks_is_cheaper(name: str) -> None:
-    marks = {"mlp": {"linear_1": ((1, 4), (1, 4), (1,))}, "block": {"linear_4": ((2, 1, 1), (2, 1), (2,))}}[name]
+    marks = MARKS[name]
     exact = planned(name, "dynamic_programming", marks=marks)
     for mode in ("sharding_propagation", "recursive_programming", "semi_auto"):
         other = planned(name, mode, marks=marks)

@@ -14,26 +14,23 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..cluster import Cluster
 from ..errors import LayoutError, PlanError, ShardwrightError
 from ..graph import Graph, Op
 from ..layout import Layout
 from ..reading import MarkUse
 from .decision import Decision, Feeding, batch_dims
-from .document_lines import Line, called, read_lines
+from .document_head import Head
+from .document_lines import Line, called, field_line, read_lines
 from .document_writing import PIPELINE_SCHEMA, SCHEMA, digest, fed_by, head_digest
 from .graph_document import fingerprint, read_graph, unpacked
-from .hybrid import OwnPrograms
-from .memory import optimizer_bytes
 from .search import Found
 from .semi_auto import data_parallel, semi_auto
 from .spelling import read_layout, spell_layout
-from .storage import OptimizerParallel
 
 if TYPE_CHECKING:
     from ..schedules import Schedule
@@ -47,17 +44,14 @@ Planner = Callable[..., tuple[dict[str, Decision], dict[str, int]]]
 
 
 @dataclass(frozen=True)
-class Document:
+class Document(Head):
     """A plan's document as it was read.
 
     Attributes:
-        words: the fields of its head.
         operators, parameters: its lines by name.
         captured: the graph, packed.
     """
 
-    path: Path
-    words: dict[str, Any]
     operators: dict[str, Line]
     parameters: dict[str, Line]
     captured: str
@@ -109,87 +103,8 @@ class Document:
         captured = words.pop("captured", None)
         if not isinstance(captured, str):
             raise PlanError("the plan has no captured graph", source=str(path), legal="a file that Plan.save wrote")
-        return cls(path, words, operators, parameters, captured)
-
-    # -- its head --
-
-    @property
-    def devices(self) -> int:
-        """How many devices it is for."""
-        devices = self.words.get("devices")
-        if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
-            raise self.wrong(f"devices: {devices!r}", "a whole number of at least 1")
-        return devices
-
-    @property
-    def uneven(self) -> bool:
-        """Whether cuts need not divide."""
-        return self.words.get("uneven") is True
-
-    @property
-    def mode(self) -> str:
-        """Its parallel mode."""
-        from .make import MODES  # which imports what a document is read into
-        if self.words.get("mode") not in MODES:
-            raise self.wrong(f"mode: {self.words.get('mode')!r}", ", ".join(MODES))
-        return self.words["mode"]
-
-    @property
-    def cluster(self) -> Cluster | None:
-        """What it is priced for."""
-        given = self.words.get("cluster")
-        return None if given is None else Cluster.from_dict(given, f"{self.path}: cluster")
-
-    @property
-    def hsdp(self) -> OptimizerParallel | None:
-        """Its setting of optimizer parallel."""
-        given = self.words.get("hsdp")
-        if given is None:
-            return None
-        known = {f.name for f in fields(OptimizerParallel)}
-        if not isinstance(given, dict) or set(given) - known:
-            raise self.wrong(f"hsdp: {given!r}", f"an object with {', '.join(sorted(known))}")
-        try:
-            return OptimizerParallel(**{k: frozenset(v) if isinstance(v, list) else v for k, v in given.items()})
-        except (TypeError, ShardwrightError) as error:
-            raise self.wrong(getattr(error, "message", f"hsdp: {given!r}"), getattr(error, "legal", None) or
-                             "the settings of AutoParallel.hsdp") from None
-
-    @property
-    def own(self) -> OwnPrograms | None:
-        """What there is to know of programs that are each rank's own."""
-        given = self.words.get("own")
-        if (given is None) != (self.mode != "hybrid_parallel"):
-            raise self.wrong(f"own: {given!r} in {self.mode}", "it goes with hybrid_parallel")
-        if given is None:
-            return None
-        if not isinstance(given, dict) or not isinstance(given.get("parameters"), list) or \
-                not all(isinstance(name, str) for name in given["parameters"]):
-            raise self.wrong(f"own: {given!r}", '{"parameters": [], "loss": true}')
-        return OwnPrograms(frozenset(given["parameters"]), given.get("loss") is True)
-
-    @property
-    def optimizer(self) -> Any:
-        """Whose state is reckoned with."""
-        given = self.words.get("optimizer", "adam")
-        try:
-            optimizer_bytes(given)
-        except ShardwrightError as error:
-            raise self.wrong(error.message, error.legal or "") from None
-        return given
-
-    @property
-    def stage(self) -> int | None:
-        """Of which stage of a pipeline it is the part, or None."""
-        return self.words.get("stage")
-
-    @property
-    def where(self) -> str:
-        """As errors name it."""
-        return str(self.path) + (f", stage {self.stage}" if self.stage is not None else "")
-
-    def wrong(self, message: str, legal: str) -> PlanError:
-        return PlanError(message, source=self.where, legal=legal)
+        lines = {} if words.get("memory") is None else {"memory": field_line(text, "memory", words["memory"])}
+        return cls(path, words, operators, parameters, captured, lines=lines)
 
     # -- as a plan of its own --
 
@@ -265,18 +180,24 @@ class Document:
         graph = graph.with_ops(tuple(decision.op for decision in decisions.values()))
         carries = {} if own is not None else batch_dims(graph, {n: d.bound for n, d in decisions.items()})
         settled = self.settled(graph, devices)
+        memory, found = self.memory, self.found(fed)
         made = Plan(graph, devices, mode, fed, decisions, carries, settled, hsdp, own, self.cluster,
-                    self.found(fed), self.optimizer)
+                    optimizer=self.optimizer)
         try:
             made.routed
         except ShardwrightError as error:
             raise self.unroutable(error, decisions) from None
+        limit = memory if found is None else found.limit
         # Edited lines, and other costs than were reckoned with then, tell in the seconds of a step.
-        stale = made.found is not None and not math.isclose(made.cost, self.held["found"]["seconds"], rel_tol=1e-9)
-        return replace(made, found=None) if stale else made
+        if found is not None and not math.isclose(made.cost, self.held["found"]["seconds"], rel_tol=1e-9):
+            found = None
+        if found is None and limit is not None:  # what was proved is so no longer; what the plan is to keep still is
+            found = Found(made.cost, None, len(decisions), 0, (), limit)
+        return replace(made, found=found)
 
     def found(self, fed: Feeding) -> Found | None:
-        """What the search said of it, where the head is still what it searched for."""
+        """What the search said of it, where the head is still what it searched for. Documents that do not say "memory"
+        say the limit only here."""
         held = self.held["found"]
         head = self.words if self.stage is None else self.words | {"dataset_strategy": [*map(spell_layout, fed.inputs)]}
         if held is None or self.held["said"]["head"] != head_digest(head):

@@ -17,7 +17,7 @@ from .decision import Decision, description
 from .graph_document import recompute_of, types_of
 from .spelling import read_assignment, read_digits, read_layout
 
-__all__ = ["Line", "called", "read_lines", "section_places"]
+__all__ = ["Line", "called", "field_line", "read_lines", "section_places"]
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,18 @@ def called(op: Op) -> str | None:
 def section_places(text: str, section: str) -> list[int]:
     """Where lists and objects of that name begin, as indices of the text."""
     return [found.start() for found in re.finditer(rf'(?<!\\)"{section}"\s*:\s*[\[{{]', text)]
+
+
+def field_line(text: str, name: str, value: Any) -> int:
+    """In which line of a text a field of this value stands; the first, where several are alike."""
+    decoder = json.JSONDecoder()
+    for found in re.finditer(rf'(?<!\\)"{name}"\s*:\s*', text):
+        try:
+            if repr(decoder.raw_decode(text, found.end())[0]) == repr(value):
+                return text.count("\n", 0, found.start()) + 1
+        except ValueError:
+            continue  # within a string
+    return 1
 
 
 def read_lines(path: Path, text: str, given: Any, section: str, number: int = -1) -> dict[str, Line]:

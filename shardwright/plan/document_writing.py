@@ -74,6 +74,9 @@ def parts_of(plan: Plan, word: bool = True) -> Parts:
     if plan.own is not None:
         head["own"] = {"parameters": sorted(plan.own.parameters), "loss": plan.own.loss}
     head["optimizer"] = plan.optimizer
+    if plan.found is not None and plan.found.limit is not None:
+        limit = plan.found.limit
+        head["memory"] = int(limit) if float(limit).is_integer() else limit
     head["cluster"] = None if plan.cluster is None else plan.cluster.to_dict()
     head["total"] = {"seconds": plan.cost, "bound": plan.bound, "gap": plan.gap, "memory": plan.memory(0),
                      "peak": plan.peak}
@@ -148,6 +151,8 @@ def head_digest(head: Mapping[str, Any]) -> str:
     """Of what the head says that a search depended on."""
     keys = ("graph", "devices", "dataset_strategy", "hsdp", "uneven", "optimizer", "cluster")
     said = [head.get(key) for key in keys]
+    if head.get("memory") is not None:  # only then: documents from before there was such a field have this digest without
+        said.append(head["memory"])
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:8]
 
 

@@ -2,8 +2,10 @@
 
     minimise the energy of `energy.py` over all strategies of `candidates.py` and those that the quicker planners chose
 
-With a limit of memory, what is best without one is taken where it fits; otherwise what is recomputed and how parameters are
-stored is searched too (`fitting.py`).
+With a limit of memory, what is best without one is taken where it fits. Otherwise what is recomputed and how parameters
+are stored is searched too (`fitting.py`), and the recursion's strategies within the limit are among the others. The
+recursion's plan is taken where it is cheaper still: no other planner's is ever priced below this one's. But of networks
+above `RECURSED` operators the recursion within a limit is not made, which takes as long again as the search.
 
 The plan comes with the least price that any other of them has in this energy (`Found.bound`); where its own is that, it
 is the best of them, as the energy prices plans.
@@ -11,14 +13,17 @@ is the best of them, as the energy prices plans.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from ..errors import PlanError
 from ..graph import Graph
 from ..layout import Layout
 from .decision import Feeding
 from .exact import solve
-from .fitting import CUT, fit, fits
+from .fitting import CUT, TooLittleMemoryError, fit, fits, limited
 from .propagation import sharding_propagation
 from .recursive import recursive_programming
 from .search import Decided, Search
@@ -26,6 +31,9 @@ from .semi_auto import semi_auto
 from .storage import OptimizerParallel
 
 __all__ = ["dynamic_programming"]
+
+#: Operators of a network up to which the recursion within a limit of memory is made besides.
+RECURSED = 600
 
 
 def dynamic_programming(graph: Graph, devices: int, fed: Feeding, *, costs: Any, on_missing_rule: str = "error",
@@ -48,13 +56,51 @@ def dynamic_programming(graph: Graph, devices: int, fed: Feeding, *, costs: Any,
     search = Search.of(graph, devices, fed, costs, on_missing_rule=on_missing_rule, stored=stored, uneven=uneven,
                        hsdp=hsdp).check()
     given = dict(on_missing_rule=on_missing_rule, stored=stored, uneven=uneven)
-    known = [semi_auto(graph, devices, fed, **given)[0],
-             recursive_programming(graph, devices, fed, costs=costs, hsdp=hsdp, **given).decisions]
+    recursion = partial(recursive_programming, graph, devices, fed, costs=costs, hsdp=hsdp, **given)
+    recursed = recursion()
+    known = [semi_auto(graph, devices, fed, **given)[0], recursed.decisions]
     if any(op.mark is not None for op in graph.ops):
         known.append(sharding_propagation(graph, devices, fed, costs=costs, hsdp=hsdp, **given).decisions)
-    options = search.options(known)
-    free = search.energy(options, known)
+    free = search.energy(search.options(known), known)
     decided = search.decided(free, solve(free.problem), "search")
-    if memory is None or fits(search, decided, memory, optimizer):
-        return decided._replace(found=replace(decided.found, limit=memory))
-    return fit(search, search.energy(options, known, cut=cut), memory, optimizer)
+    if memory is None:
+        return decided
+    decided, fitting = limited(decided, memory), fits(search, decided, memory, optimizer)
+    if fitting and fits(search, recursed, memory, optimizer):
+        return decided
+    within = None
+    if len(graph.ops) <= RECURSED:
+        within = _tried(lambda: recursion(memory=memory, optimizer=optimizer, cut=cut, free=recursed))
+    if fitting:
+        return _cheaper(decided, within)
+    if isinstance(within, Decided):
+        known.append(within.decisions)
+    made = search.energy(search.options(known), known, cut=cut)
+    return _cheaper(_tried(lambda: fit(search, made, memory, optimizer)), within)
+
+
+def _tried(plan: Callable[[], Decided]) -> Decided | TooLittleMemoryError:
+    try:
+        return plan()
+    except TooLittleMemoryError as error:
+        return error
+
+
+def _cheaper(found: Decided | TooLittleMemoryError, other: Decided | TooLittleMemoryError | None) -> Decided:
+    """What the search found, or what the recursion did within the same limit, where that is cheaper: a search ends near
+    its bound, and reckons with less than the limit where its plans would be above it.
+
+    Raises:
+        PlanError: neither fits. It names the least memory of both.
+    """
+    if not isinstance(other, Decided):
+        if isinstance(found, Decided):
+            return found
+        nearest = found if other is None else min(found, other, key=lambda error: error.least)
+        raise PlanError(nearest.message, legal=nearest.legal)
+    bound = found.found.bound if isinstance(found, Decided) else found.bound
+    if isinstance(found, Decided) and found.found.cost <= other.found.cost:
+        return found
+    note = "of the recursion over the device count: the search found nothing as cheap within the limit"
+    return other._replace(found=replace(other.found, bound=None if bound is None else min(bound, other.found.cost),
+                                        notes=(note,)))

@@ -1,7 +1,8 @@
 """Why an operator is split as it is: what it costs, what else it could be, and what holds it there.
 
-    in all(s)  = min over plans in which the operator has strategy s, of the energy   (`exact.marginals`: all others choose)
-    alone(s)   = the energy of this plan with s in the place of its strategy          (no other operator changes)
+    in all(s)  = min over plans in which the operator has strategy s, of the energy  (`exact.marginals`: others choose)
+                 within a limit of memory, of those that keep it                     (`explain_memory`)
+    alone(s)   = the energy of this plan with s in the place of its strategy         (no other operator changes)
     holder(s)  = the value whose edges become most dearer in `alone`, and who is at their other ends
 
 The energy is that of the search (`energy.py`), over the same strategies and those of the plan; a plan that was not
@@ -18,49 +19,28 @@ from typing import Any
 import numpy as np
 
 from ..cluster import Cluster
-from ..errors import PlanError
 from ..graph import Op
 from ..layout import Digits
-from .again import Again
 from .candidates import Strategy, strategy_of
 from .costs import Costs
 from .decision import Decision
 from .energy import Energy
 from .exact import marginals
+from .explain_memory import Priced, Row, Within, as_given, row_above
+from .explain_shares import Share, shares_of
+from .fitting import ENOUGH
 from .pipelined import PipelinePlan
 from .plan import Plan, made_by, read_by
-from .recompute import Recomputed
-from .route import Compute, Extreme, Move
+from .route import Compute
 from .search import Search
 
 __all__ = ["Alternative", "Explanation", "Holder", "Row", "Share", "explained", "opened", "shares_of"]
 
+#: How many other ways to cut are searched within a limit of memory at most, where no more alternatives are asked for.
+MOST_TRIED = 12
 
-@dataclass(frozen=True)
-class Share:
-    """A part of what an operator costs in a step. What is sent between two operators is a share of both.
-
-    Attributes:
-        what: "computing"; "inside": what is sent while it works; "asked": what brings an input to it; "handed on": what
-            brings an output to who asks for it, or completes its sum; "weights": what brings a parameter from where it is
-            stored, and sums its gradient.
-        value: which value; "" for computing.
-        other: the operator at the other end, "" where there is none.
-        sends: the collectives, forward, then backward, such as "all_reduce(8@1)".
-        forward, backward: seconds.
-    """
-
-    what: str
-    value: str
-    other: str
-    sends: tuple[str, ...]
-    forward: float
-    backward: float
-
-    @property
-    def seconds(self) -> float:
-        """Forward and backward."""
-        return self.forward + self.backward
+#: How much less one price has to be than another, relative to it, to be less.
+LESS = 1e-9
 
 
 @dataclass(frozen=True)
@@ -68,8 +48,8 @@ class Holder:
     """What makes a strategy dearer where nothing else changes.
 
     Attributes:
-        value: the value that would have to be converted, a parameter or an operator's output; "": the operator's own work
-            and what it is fed.
+        value: the value that would have to be converted, a parameter or an operator's output; "": the operator's own
+            work and what it is fed.
         operators: who is at its other end.
         marked: those of them that a mark keeps.
         more: seconds that it takes more; infinite where it cannot be.
@@ -82,32 +62,23 @@ class Holder:
 
 
 @dataclass(frozen=True)
-class Row:
-    """A moment at which a device would hold more than it may.
-
-    Attributes:
-        moment: the half of the step, and which operator is at work.
-        held: bytes.
-        limit: bytes.
-    """
-
-    moment: str
-    held: float
-    limit: float
-
-
-@dataclass(frozen=True)
 class Alternative:
     """Another strategy of an operator.
 
     Attributes:
         decision: it.
-        total: seconds of the best plan in which the operator has it.
+        total: seconds of the best plan in which the operator has it and which keeps the limit of memory, where there is
+            one; infinite where none does.
         more: how much that is above this plan; below 0 where it is better.
         alone: how much dearer this plan is with it and no other change; infinite where that cannot be.
         holder: what makes it so.
-        row: where memory is limited, the moment at which this plan would hold most with it and no other change, if that is
-            above the limit.
+        row: where memory is limited, the moment at which this plan would hold most with it and no other change, if that
+            is above the limit.
+        bound: where memory is limited, the search's lower bound of `total`: below it where that plan was not proved the
+            best.
+        aside: where memory is limited, seconds of the best plan with it if it were not.
+        over: the moment at which that plan would hold most, if that is above the limit.
+        refused: why no plan with it fits, where none does.
     """
 
     decision: Decision
@@ -116,6 +87,15 @@ class Alternative:
     alone: float
     holder: Holder | None
     row: Row | None = None
+    bound: float | None = None
+    aside: float | None = None
+    over: Row | None = None
+    refused: str = ""
+
+    @property
+    def proved(self) -> bool:
+        """Within a limit, whether no plan with it is better than `total`."""
+        return self.bound is None or self.bound >= self.total * (1 - LESS)
 
 
 @dataclass(frozen=True)
@@ -127,11 +107,15 @@ class Explanation:
         shares: what it costs.
         cost: seconds of a step of this plan, as the search prices it.
         least: of the best plan in which the operator keeps its strategy.
-        alternatives: the best, one for each way to cut that differs; of a marked operator, those that it had without the
-            mark.
+        alternatives: the best, one for each way to cut that differs; of a marked operator, those that it had without
+            the mark. Within a limit of memory also those that are cheaper without it, and fit in no plan; these last.
         strategies: among how many they were found.
         exact: whether `least` and `total` are reached by plans; otherwise they are lower bounds.
         missing: why there are no alternatives, where there are none.
+        limit: bytes that a device may hold, in this plan and all others; None: memory was not looked at.
+        over: the moment at which this plan itself holds most, if that is above the limit.
+        held: what the operator would be without the limit, where that is another way to cut, and what keeps it from it.
+        tried: how many other ways to cut were searched within the limit, the cheapest without it; of how many.
         stage: of a pipeline, in which it is; `plan` is then that stage's, of one micro-batch.
     """
 
@@ -145,6 +129,10 @@ class Explanation:
     exact: bool
     missing: str | None = None
     stage: int | None = None
+    limit: float | None = None
+    over: Row | None = None
+    held: Alternative | None = None
+    tried: tuple[int, int] = (0, 0)
 
     @property
     def seconds(self) -> float:
@@ -153,7 +141,7 @@ class Explanation:
 
     @property
     def holder(self) -> Holder | None:
-        """What holds it where it is: that of the best alternative which is dearer alone; None: nothing, or a `row`."""
+        """What holds it where it is: that of the best alternative which is dearer alone; None: nothing, or memory."""
         return next((a.holder for a in self.alternatives if a.alone > 0 and a.holder is not None), None)
 
 
@@ -177,55 +165,11 @@ def explained(plan: Plan | PipelinePlan, name: str, count: int = 3, memory: floa
     if plan.own is not None:
         return Explanation(plan, decision, shares, plan.cost, plan.cost, (), 1, True,
                            f"in {plan.mode} every operator runs as it stands")
-    try:
-        neighbourhood = _Neighbourhood(plan, name, costs, memory)
-        return neighbourhood.explanation(shares, count)
-    except PlanError as error:
-        return Explanation(plan, decision, shares, plan.cost, plan.cost, (), 1, True, error.message)
-
-
-def shares_of(plan: Plan, name: str, costs: Costs) -> tuple[Share, ...]:
-    """What an operator costs, by parts, the dearest first. What several ask for and is sent once is a share of the first
-    of them."""
-    routed = plan.routed
-    known = {i.name: i for table in (routed.parameters, routed.buffers, routed.constants) for i in table.values()}
-    known |= {i.name: i for i in (*routed.inputs, *((routed.seed,) if routed.seed is not None else ()))}
-    for instruction in routed.instructions:
-        known |= {o.name: o for o in made_by(instruction)}
-    sums: dict[tuple[str, str, str], list[Any]] = {}
-    for half, instructions in enumerate((routed.instructions, plan.backward)):
-        for instruction in instructions:
-            ran, again = instruction, isinstance(instruction, (Again, Recomputed))
-            if again:
-                ran = instruction.move if isinstance(instruction, Again) else instruction.instruction
-            key = _part(ran, name)
-            if key is None:
-                continue
-            entry = sums.setdefault(key, [[], 0.0, 0.0])
-            entry[1 + half] += costs.backward(instruction, known) if half else costs.forward(instruction, known)
-            if isinstance(ran, Compute):
-                continue
-            conversion = ran.forward if not half or again or isinstance(ran, Extreme) else ran.backward
-            if conversion is not None:
-                entry[0] += [f"{s.kind}({'·'.join(map(repr, s.digits))})" for s in costs.sends(conversion)]
-    shares = (Share(*key, tuple(sends), forward, backward) for key, (sends, forward, backward) in sums.items())
-    return tuple(sorted((s for s in shares if s.seconds or s.what == "computing"), key=lambda s: -s.seconds))
-
-
-def _part(instruction: Any, name: str) -> tuple[str, str, str] | None:
-    """Of which share of the operator an instruction is: what, value, other."""
-    if isinstance(instruction, Compute):
-        return ("computing", "", "") if instruction.operator == name else None
-    value = instruction.source.value.name
-    if isinstance(instruction, Extreme):
-        return ("inside", value, "") if instruction.operator == name else None
-    assert isinstance(instruction, Move)
-    if instruction.cause == "parameter":
-        return ("weights", value, "") if instruction.operator == name else None
-    if instruction.producer == name:
-        other = "" if instruction.operator == name else instruction.operator
-        return "handed on", value, other
-    return ("asked", value, instruction.producer) if instruction.operator == name else None
+    neighbourhood = _Neighbourhood(plan, name, costs, memory)
+    missing = neighbourhood.missing()
+    if missing is not None:
+        return Explanation(plan, decision, shares, plan.cost, plan.cost, (), 1, True, missing)
+    return neighbourhood.explanation(shares, count)
 
 
 def opened(plan: Plan) -> dict[str, Digits]:
@@ -251,61 +195,119 @@ class _Neighbourhood:
         self.search = Search.of(graph, plan.devices, plan.fed, costs, on_missing_rule="replicate", stored=plan.stored,
                                 uneven=uneven, hsdp=plan.hsdp)
         self.passing = opened(plan)
-        decisions = {n: replace(d, open=self.passing[n]) for n, d in plan.decisions.items()}
-        self.made: Energy = self.search.energy(self.search.options([decisions]), [decisions])
-        self.chosen: dict[str, Strategy] = {n: strategy_of(d) for n, d in decisions.items()}
+        self.decisions = {n: replace(d, open=self.passing[n]) for n, d in plan.decisions.items()}
+        self.made: Energy = self.search.energy(self.search.options([self.decisions]), [self.decisions])
+        self.chosen: dict[str, Strategy] = {n: strategy_of(d) for n, d in self.decisions.items()}
         self.problem, self.node = self.made.problem, self.made.operators[name]
-        self.states = self.made.states(self.chosen)
-        self.cost = self.problem.cost(self.states)
+
+    @cached_property
+    def states(self) -> tuple[int, ...]:
+        """The plan's."""
+        return self.made.states(self.chosen)
+
+    @cached_property
+    def cost(self) -> float:
+        """The plan's, as the energy has it."""
+        return self.problem.cost(self.states)
+
+    def missing(self) -> str | None:
+        """Why the plan cannot be compared with others: it is none of those that the search may choose."""
+        for name, strategy in self.chosen.items():
+            if strategy not in self.made.options[name]:
+                return f"the strategy of {name} is not among the {len(self.made.options[name])} of the search"
+        return None if np.isfinite(self.cost) else "the search allows no plan like this one, and has no price for it"
 
     def _mark(self, op: Op, decision: Decision) -> Any:
-        """What is kept of a mark: nothing where the plan does not keep it, as in data_parallel; of the operator itself the
-        out_strategy, for how it is cut is what is asked about."""
+        """What is kept of a mark: nothing where the plan does not keep it, as in data_parallel; of the operator itself
+        the out_strategy, for how it is cut is what is asked about."""
         if op.mark is None or decision.cause != "mark" and decision.out is None:
             return None
         return replace(op.mark, in_strategy=None) if op.name == self.name else op.mark
 
     def explanation(self, shares: tuple[Share, ...], count: int) -> Explanation:
+        """The explanation, of alternatives within the limit where there is one."""
+        if self.limit is not None:
+            return self._limited(shares, count, self.limit)
         options = self.made.options[self.name]
         whole = marginals(self.problem, self.node)
+        forms = self._forms(options, whole.costs)
         own = options.index(self.chosen[self.name])
-        bound = self.plan.decisions[self.name].bound
-        seen = {self._form(bound, options[own])}
-        alternatives: list[Alternative] = []
-        for state in np.argsort(whole.costs, kind="stable"):
-            form = self._form(bound, options[state])
-            if len(alternatives) == count or not np.isfinite(whole.costs[state]):
-                break
-            if form not in seen:
-                seen.add(form)
-                alternatives.append(self._alternative(options[state], float(whole.costs[state])))
-        exact = whole.exact and self.limit is None  # what others choose is not asked whether it fits
+        forms.pop(self._form(options[own]))
+        alternatives = [self._alternative(options[states[0]], float(whole.costs[states[0]]), self.cost)
+                        for states in [*forms.values()][:count]]
         return Explanation(self.plan, self.plan.decisions[self.name], shares, self.cost, float(whole.costs[own]),
-                           tuple(alternatives), len(options), exact)
+                           tuple(alternatives), len(options), whole.exact)
 
-    @staticmethod
-    def _form(bound: Any, strategy: Strategy) -> tuple:
+    def _limited(self, shares: tuple[Share, ...], count: int, limit: float) -> Explanation:
+        """The explanation where all plans are to keep a limit."""
+        found, within = self.plan.found, self._within(limit)
+        cost = self.cost if found is None else found.cost
+        options = within.free.options[self.name]
+        whole = marginals(within.free.problem, within.free.operators[self.name])
+        forms = {form: [options[s] for s in states] for form, states in self._forms(options, whole.costs).items()}
+        mine = forms.pop(self._form(self.chosen[self.name]))
+        searched = found is not None and found.limit == limit and found.bound is not None
+        own = within.aside(mine) if searched else within.priced(mine)
+        fitting: list[Alternative] = []
+        refused: list[Alternative] = []
+        tried = 0
+        for strategies in forms.values():
+            least = float(whole.costs[options.index(strategies[0])])
+            if tried >= max(count, MOST_TRIED) or \
+                    len(fitting) >= count and fitting[count - 1].total * (1 - ENOUGH) <= least:
+                break  # what is left is better by no more than the search itself leaves open
+            tried += 1
+            priced = within.priced(strategies)
+            made = self._alternative(priced.strategy, priced.total, cost, priced)
+            (refused if made.refused else fitting).append(made)
+            fitting.sort(key=lambda a: a.total)
+        first = min((*fitting, *refused), key=lambda a: a.aside, default=None)
+        held = first if first is not None and first.over is not None and first.aside < own.aside * (1 - LESS) else None
+        fitting = fitting[:count]
+        most = fitting[-1].total if len(fitting) == count else np.inf
+        shown = (*fitting, *[a for a in refused if a.aside < most][:count])
+        return Explanation(self.plan, self.plan.decisions[self.name], shares, cost, cost if searched else own.total,
+                           shown, len(options), True, limit=limit, over=row_above(self.plan.timeline, limit), held=held,
+                           tried=(tried, len(forms)))
+
+    def _within(self, limit: float) -> Within:
+        """The search within a limit. What such a search decided for the plan beside strategies is chosen anew."""
+        graph, hsdp = as_given(self.plan)
+        marks = {op.name: op.mark for op in self.search.described.graph.ops}
+        graph = graph.with_ops(tuple(replace(op, mark=marks[op.name]) for op in graph.ops))
+        search = replace(self.search, described=replace(self.search.described, graph=graph), hsdp=hsdp)
+        free = replace(self.made, described=search.described) if hsdp == self.plan.hsdp else \
+            search.energy(search.options([self.decisions]), [self.decisions])
+        return Within(self.plan, self.name, search, self.decisions, free, limit)
+
+    def _forms(self, options: tuple[Strategy, ...], costs: np.ndarray) -> dict[tuple, list[int]]:
+        """The ways to cut, the cheapest first, and the states of each."""
+        out: dict[tuple, list[int]] = {}
+        for state in np.argsort(costs, kind="stable"):
+            if np.isfinite(costs[state]):
+                out.setdefault(self._form(options[state]), []).append(int(state))
+        return out
+
+    def _form(self, strategy: Strategy) -> tuple:
         """What of a strategy a reader tells apart: not which of several ranks that are alike hold what."""
+        bound = self.plan.decisions[self.name].bound
         return bound.in_strategy(strategy.assignment), bound.out_cuts(strategy.assignment), strategy.open
 
-    def _alternative(self, strategy: Strategy, total: float) -> Alternative:
+    def _alternative(self, strategy: Strategy, total: float, cost: float, priced: Priced | None = None) -> Alternative:
         states = self.made.states(self.chosen | {self.name: strategy})
         alone = self.problem.cost(states) - self.cost
         decision = self.search.described.decided(self.plan.decisions[self.name].op, strategy, "search")
-        return Alternative(decision, total, total - self.cost, alone, self._holder(states) if alone > 0 else None,
+        made = Alternative(decision, total, total - cost, alone, self._holder(states) if alone > 0 else None,
                            self._row(decision) if np.isfinite(alone) else None)
+        return made if priced is None else replace(made, bound=priced.bound, aside=priced.aside, over=priced.over,
+                                                   refused=priced.refused)
 
     def _row(self, decision: Decision) -> Row | None:
         """The moment of most memory, if it is above the limit, of the plan with this decision."""
         if self.limit is None:
             return None
-        changed = {n: replace(d, open=self.passing[n]) for n, d in self.plan.decisions.items()} | {self.name: decision}
-        walked = replace(self.plan, decisions=changed).timeline
-        totals = walked.totals()
-        at = max(range(len(totals)), key=totals.__getitem__)
-        if totals[at] <= self.limit:
-            return None
-        return Row(f"the {'forward' if at < walked.forward else 'backward'} of {walked.moments[at]}", totals[at], self.limit)
+        changed = self.decisions | {self.name: decision}
+        return row_above(replace(self.plan, decisions=changed).timeline, self.limit)
 
     def _holder(self, states: tuple[int, ...]) -> Holder:
         """What becomes most dearer from the plan's states to these."""

@@ -28,13 +28,15 @@ from .segments import with_recompute
 from .solver.least_memory import InfeasibleMemoryError
 from .storage import OptimizerParallel
 
-__all__ = ["CUT", "fit", "fits"]
+__all__ = ["CUT", "ENOUGH", "TooLittleMemoryError", "fit", "fits", "limited"]
 
 #: How parameters may be stored to save memory: cut over all replicas, gathered again in the backward or kept till then.
 CUT = OptimizerParallel(-1, 0, "level3")
 
-#: How often a problem is solved again with less, because its plan's peak is above the limit.
-MOST_TRIES = 4
+#: How often a problem is solved, with less because its plan's peak is above the limit, or with more because nothing keeps that.
+MOST_TRIES = 6
+#: By how much of the limit a peak may be above it for that much to be taken off; if by more, all is taken to be too little.
+SLIGHTLY = 0.1
 
 #: How near to its bound a plan within a limit is near enough: the proof of the rest takes most of the time.
 ENOUGH = 1e-3
@@ -43,6 +45,23 @@ ENOUGH = 1e-3
 NEAR = 2e-3
 
 Solver = Callable[[Problem], Solution]
+
+
+class TooLittleMemoryError(PlanError):
+    """A limit of memory in which no plan was found that fits.
+
+    Attributes:
+        least: bytes a device, with which one does.
+        bound: what those that the search may choose from are priced at least within the limit; None: not known.
+    """
+
+    least: float = float("inf")
+    bound: float | None = None
+
+    def located(self, **where: Any) -> TooLittleMemoryError:
+        out = super().located(**where)
+        out.least, out.bound = self.least, self.bound
+        return out
 
 
 def fit(search: Search, made: Energy, limit: float, optimizer: Any = "adam", cause: str = "search",
@@ -60,7 +79,8 @@ def fit(search: Search, made: Energy, limit: float, optimizer: Any = "adam", cau
         What was decided; its decisions' operators and its storage are what keeps the limit.
 
     Raises:
-        PlanError: no plan fits. It names the moments that cannot be met, and the least memory with which one does.
+        TooLittleMemoryError: no plan fits. It names the moments that cannot be met, and the least memory with which one
+            does.
     """
     held = holding(made, search.fed, search.carries, limit, optimizer_bytes(optimizer))
     return _Fitting(search, held, limit, optimizer, cause, solver or partial(solve, gap=ENOUGH)).run()
@@ -73,6 +93,11 @@ def fits(search: Search, decided: Decided, limit: float, optimizer: Any = "adam"
     return plan.peak <= limit
 
 
+def limited(decided: Decided, limit: float) -> Decided:
+    """A plan that was found without a limit, as one within it."""
+    return decided._replace(found=replace(decided.found, limit=limit))
+
+
 class _Fitting:
     def __init__(self, search: Search, held: Holding, limit: float, optimizer: Any, cause: str, solver: Solver) -> None:
         self.search, self.held, self.limit, self.optimizer = search, held, limit, optimizer
@@ -80,22 +105,27 @@ class _Fitting:
         self.problem = held.energy.problem
 
     def run(self) -> Decided:
-        target = self.limit
+        target, refused = self.limit, None
+        low, high = 0.0, self.limit  # below the one nothing was found, and what keeps the other is too much
         for _ in range(MOST_TRIES):
             try:
                 solution = self.solver(replace(self.problem, limit=target))
             except PlanError as error:
                 self.seldom(error)
-                return self.least(error)
+                refused, low = error, target
+                if target == self.limit:
+                    break
+                target = (low + high) / 2
+                continue
             if self.bound is None:
                 self.bound = solution.bound
             decided, walked = self.decided(solution)
             if walked.peak <= self.limit:
                 return decided
-            target -= walked.peak - self.limit
-            if target <= 0:
-                break
-        return self.least(None)
+            high, over = target, walked.peak - self.limit
+            less = target - over if over < SLIGHTLY * self.limit else target * self.limit / walked.peak
+            target = less if less > low else (low + high) / 2
+        return self.least(refused)
 
     def seldom(self, error: PlanError) -> None:
         """An error that is not about memory is raised again: the marks contradict one another."""
@@ -145,7 +175,7 @@ class _Fitting:
         found = replace(made.found, limit=self.limit) if made.found is not None else None
         return made._replace(decisions=decisions, found=found, hsdp=hsdp), plan.timeline
 
-    def refused(self, walked: Timeline) -> PlanError:
+    def refused(self, walked: Timeline) -> TooLittleMemoryError:
         totals = walked.totals()
         over = sorted((t for t, total in enumerate(totals) if total > self.limit), key=lambda t: -totals[t])
         said: dict[str, float] = {}
@@ -155,6 +185,10 @@ class _Fitting:
         rows = [f"{name}: {words_of(total)}" for name, total in said.items()]
         rows = rows[:3] + ([f"and {len(rows) - 3} more"] if len(rows) > 3 else [])
         kinds = ", ".join(f"{kind} {words_of(count)}" for kind, count in walked.kinds.items())
-        return PlanError(f"no plan fits in {words_of(self.limit)} a device. The one that does with least holds more at "
-                         f"{len(over)} moments: {'; '.join(rows)}. At the first of these it holds {kinds}",
-                         legal=f"memory={int(-(-walked.peak // 1))} ({words_of(walked.peak)}) or more, or more devices")
+        fits = "fits" if self.bound is None else "was found that fits"  # the search reckons with less than the program holds
+        error = TooLittleMemoryError(
+            f"no plan {fits} in {words_of(self.limit)} a device. The one that does with least holds more at "
+            f"{len(over)} moments: {'; '.join(rows)}. At the first of these it holds {kinds}",
+            legal=f"memory={int(-(-walked.peak // 1))} ({words_of(walked.peak)}) or more, or more devices")
+        error.least, error.bound = walked.peak, self.bound
+        return error

@@ -8,8 +8,9 @@ What was chosen on a level stays and shapes shrink by it; the digits of further 
 comes. An operator has a handful of states on a level, so the search is linear in operators and logarithmic in devices.
 To give a digit to none is always allowed: no level makes the plan dearer than the level before it left it.
 
-With a memory limit, a level may hold as much more as the levels below it can still cut: r devices that they tell apart
-hold r times the limit together. The last level has to fit. Where it cannot, the levels above it are given less.
+With a memory limit, what it finds without one is taken where it fits. Otherwise a level may hold as much more as the
+levels below it can still cut: r devices that they tell apart hold r times the limit together. The last level has to
+fit. Where it cannot, the levels above it are given less.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ..rules import Assignment, Bound
 from .candidates import atoms_of, options_among
 from .decision import Feeding
 from .exact import solve
-from .fitting import CUT, fit
+from .fitting import CUT, TooLittleMemoryError, fit, fits, limited
 from .holding import holding
 from .memory import optimizer_bytes
 from .problem import Problem, Solution
@@ -36,12 +37,14 @@ __all__ = ["recursive_programming"]
 
 #: How much the levels below are counted on to cut, the most first; see `_Recursion.run`.
 HOPES = (1.0, 0.5, 0.0)
+#: How near to its bound a level within a limit is near enough: it is a step on the way to a plan of which nothing is proved.
+NEAR = 1e-2
 
 
 def recursive_programming(graph: Graph, devices: int, fed: Feeding, *, costs: Any, on_missing_rule: str = "error",
                           stored: dict[str, Layout] | None = None, uneven: bool = False, memory: float | None = None,
                           hsdp: OptimizerParallel | None = None, optimizer: Any = "adam",
-                          cut: OptimizerParallel = CUT) -> Decided:
+                          cut: OptimizerParallel = CUT, free: Decided | None = None) -> Decided:
     """Decide every operator that no mark decides.
 
     Args:
@@ -50,20 +53,25 @@ def recursive_programming(graph: Graph, devices: int, fed: Feeding, *, costs: An
             computed again in the backward, and where `hsdp` is None parameters may be stored cut over their replicas.
         optimizer: with memory, what keeps state for each parameter: see `memory.optimizer_bytes`.
         cut: with memory, how parameters may be stored.
+        free: with memory, what this finds without a limit, where it is known already.
 
     Raises:
         StrategyError, LayoutError, MissingRuleError: as `semi_auto`.
-        PlanError: marks that no plan can keep, or no plan within the memory.
+        PlanError: marks that no plan can keep, or (`TooLittleMemoryError`) no plan within the memory.
     """
     search = Search.of(graph, devices, fed, costs, on_missing_rule=on_missing_rule, stored=stored, uneven=uneven,
                        hsdp=hsdp).check()
     recursion = _Recursion(search, optimizer, cut)
+    if free is None:
+        free = recursion.run()
     if memory is None:
-        return recursion.run()
+        return free
+    if fits(search, free, memory, optimizer):
+        return limited(free, memory)
     for hope in HOPES[:-1]:
         try:
             return recursion.run(memory, hope)
-        except PlanError:
+        except TooLittleMemoryError:
             if not recursion.hoped:
                 raise  # with less it is the same
     return recursion.run(memory, HOPES[-1])
@@ -88,7 +96,7 @@ class _Recursion:
         """
         assigned, decided, self.hoped = self.beginning(), None, False
         levels = self.levels() or (None,)
-        rest, strategies, notes = self.described.devices, 0, []
+        rest, strategies, gaps = self.described.devices, 0, {}
         for digit in levels:
             rest //= digit.size if digit is not None else 1
             made = self.search.energy(self.options(assigned, digit), () if decided is None else (decided.decisions,),
@@ -103,13 +111,14 @@ class _Recursion:
                 self.hoped |= kept
                 decided = self.search.decided(made, solution, "search")
                 if solution.gap:
-                    notes.append(f"the level of {digit} may be up to {solution.gap:.2%} dearer than the best of its "
-                                 "strategies")
+                    gaps[digit] = solution.gap
             assigned = {name: decision.assignment for name, decision in decided.decisions.items()}
             strategies += decided.found.strategies
         assert decided is not None and decided.found is not None
+        notes = (f"the levels of {', '.join(map(str, gaps))} may each be up to {max(gaps.values()):.2%} dearer than "
+                 "the best of its strategies",) if gaps else ()
         # What is best on each level need not be the best of all: nothing is proved of the whole.
-        return decided._replace(found=replace(decided.found, bound=None, strategies=strategies, notes=tuple(notes)))
+        return decided._replace(found=replace(decided.found, bound=None, strategies=strategies, notes=notes))
 
     def levels(self) -> tuple[Digit, ...]:
         """The digits of the levels, the outermost first: all primes."""
@@ -151,19 +160,20 @@ class _Recursion:
 
 
 def _nearest(problem: Problem) -> tuple[Solution, bool]:
-    """The best that keeps the limit, and whether there is one; where none does, of what holds least, if that is known: it
-    is the last level that has to fit, and that says what does not.
+    """The best that keeps the limit, to within `NEAR`, and whether there is one; where none does, of what holds
+    least, if that is known: it is the last level that has to fit, and that says what does not.
 
     Raises:
         PlanError: nothing is allowed, whatever the memory.
     """
     try:
-        return solve(problem), True
+        return solve(problem, gap=NEAR), True
     except PlanError as error:
         if problem.limit is None:
             raise
         enough = getattr(error, "enough", None)  # what a plan is known to keep: below it there may be none
-        return solve(replace(problem, limit=enough, usages=problem.usages if enough is not None else ())), False
+        least = replace(problem, limit=enough, usages=problem.usages if enough is not None else ())
+        return solve(least, gap=NEAR), False
 
 
 def _grown(bound: Bound, before: Assignment, digit: Digit) -> Iterator[Assignment]:

@@ -69,7 +69,8 @@ def _settings(before: Plan | PipelinePlan, after: Plan | PipelinePlan) -> Iterat
     for what, one, other in (
             ("devices", before.devices, after.devices), ("mode", before.mode, after.mode),
             ("dataset_strategy", *map(_fed, (before, after))), ("hsdp", *map(_hsdp, (before, after))),
-            ("optimizer", before.optimizer, after.optimizer), *_pipeline(before, after)):
+            ("optimizer", before.optimizer, after.optimizer),
+            ("memory", *map(_memory, (before, after))), *_pipeline(before, after)):
         if one != other:
             yield f"{what}: {one} -> {other}"
     if _cluster(before) != _cluster(after):
@@ -90,6 +91,13 @@ def _hsdp(plan: Plan | PipelinePlan) -> Any:
     """The setting; of stages that have several, all."""
     found = list(dict.fromkeys(part.hsdp for part in _parts(plan).values()))
     return found[0] if len(found) == 1 else found
+
+
+def _memory(plan: Plan | PipelinePlan) -> str:
+    """The limit within which it was searched; of stages that have several, all."""
+    limits = [None if part.found is None else part.found.limit for part in _parts(plan).values()]
+    said = ["no limit" if limit is None else f"{limit:.15g} bytes a device" for limit in dict.fromkeys(limits)]
+    return ", ".join(said)
 
 
 def _pipeline(before: Plan | PipelinePlan, after: Plan | PipelinePlan) -> Iterator[tuple[str, Any, Any]]:

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..plan.explain import Alternative, Explanation, Holder, Row
+from ..plan.explain_memory import row_above
 from ..plan.pipelined import PipelinePlan
 from ..plan.plan import Plan
 from .difference import strategy_text
@@ -49,6 +50,13 @@ def costs(plan: Plan | PipelinePlan, file: IO[str] | None = None) -> None:
         table.add_row(f"{len(spent) - DEAREST} others", *(("",) if staged else ()), "", "", "", time_text(seconds),
                       part(seconds), "")
     console = _console(file)
+    for number, each in plans.items():
+        limit = None if each.found is None else each.found.limit
+        if limit is not None:
+            over = row_above(each.timeline, limit)
+            which, kept = f"stage {number}" if staged else "it", over is None
+            console.print(Text(f"{which} was searched within {size_text(limit)} a device" +
+                               ("" if kept else f", which it does not keep: {_row(over)}")))
     console.print(table)
     if staged:
         console.print(Text("seconds are those of one micro-batch"))
@@ -69,27 +77,53 @@ def explanation(said: Explanation, file: IO[str] | None = None) -> None:
         table.add_row(*map(Text, (share.what, share.value, share.other, time_text(share.forward),
                                   time_text(share.backward), ", ".join(share.sends))))
     console.print(table)
+    if said.over is not None:
+        say(f"this plan itself does not fit: {_row(said.over)}")
     if said.missing is not None:
         say(f"no alternatives: {said.missing}")
         return
     if abs(said.cost - cost) > UNEQUAL * cost:
         say(f"the search prices this plan at {time_text(said.cost)}: what is sent once for several is paid by each")
-    if said.least < said.cost * (1 - UNEQUAL):
+    if math.isinf(said.least):
+        say("no plan in which it keeps this strategy fits")
+    elif said.least < said.cost * (1 - UNEQUAL):
         say(f"the best plan in which it keeps this strategy takes {time_text(said.least)}")
     if not said.alternatives:
         say("there is no other way to cut it")
         return
-    at_least = "" if said.exact else "at least "
-    total = f"{at_least}in all"
+    total = "in all" if said.exact else "at least in all"
     table = _table("alternative", total, "more", "alone", "held by", right=(total, "more", "alone"))
     for other in said.alternatives:
-        table.add_row(*map(Text, (strategy_text(other.decision), time_text(other.total),
-                                  f"{other.more / said.cost:+.2%}" if said.cost else "", _alone(other),
+        table.add_row(*map(Text, (strategy_text(other.decision), _total(other), _more(other, said.cost), _alone(other),
                                   _held(other))))
     console.print(table)
+    for other in said.alternatives:
+        if other.refused:
+            say(f"{strategy_text(other.decision)} does not fit: {other.refused}")
     whole = "step" if said.stage is None else "stage with one micro-batch"
-    say(f"in all: the whole {whole}, when everything else is chosen anew; alone: when nothing else changes. "
+    anew = "chosen anew"
+    if said.limit is not None:
+        anew += f" within {size_text(said.limit)} a device, with what is recomputed and how parameters are stored"
+    say(f"in all: the whole {whole}, when everything else is {anew}; alone: when nothing else changes. "
         f"Among {said.strategies} strategies, one line for each way to cut.")
+    tried, others = said.tried
+    if tried < others:
+        say(f"Of {others} other ways to cut, the {tried} that cost least without the limit were searched within it.")
+    if not all(other.proved for other in said.alternatives):
+        say("from ... to: no plan within the limit takes less than the one, and one was found that takes the other.")
+
+
+def _total(other: Alternative) -> str:
+    """What a whole step takes with it."""
+    if math.isinf(other.total):
+        return "does not fit"
+    if other.proved or other.bound is None:
+        return time_text(other.total)
+    return f"from {time_text(other.bound)} to {time_text(other.total)}"
+
+
+def _more(other: Alternative, cost: float) -> str:
+    return f"{other.more / cost:+.2%}" if cost and not math.isinf(other.more) else ""
 
 
 def _decided(said: Explanation) -> str:
@@ -101,19 +135,31 @@ def _decided(said: Explanation) -> str:
     words = {"search": "the search decided", "batch": "along the batch", "follow": "it follows its input",
              "whole": "whole on every device", "propagated": f"it follows the mark on {decision.origin}"}
     text = words.get(decision.cause, decision.cause)
-    row, holder = next((a.row for a in said.alternatives if a.row is not None), None), said.holder
-    by = [*([] if row is None else [_row(row)]), *([] if holder is None else [_holder(holder)])]
+    by = [] if said.held is None else [_memory(said.held)]
+    by += [] if said.holder is None else [_holder(said.holder)]
     return f"{text}; held there by {', and by '.join(by)}" if by else text
+
+
+def _memory(held: Alternative) -> str:
+    """What keeps an operator from what it would be without the limit."""
+    assert held.over is not None and held.aside is not None
+    return (f"memory: without the limit {strategy_text(held.decision)} would do, in all {time_text(held.aside)}, but "
+            f"then {_row(held.over)}")
 
 
 def _held(other: Alternative) -> str:
     """What keeps the operator from another strategy."""
-    words = [] if other.row is None else [_row(other.row)]
+    words = []
+    if other.over is not None and other.aside is not None:
+        words.append(f"memory: in all {time_text(other.aside)} without the limit, but {_row(other.over)}")
+    elif other.row is not None:
+        words.append(f"memory, alone: {_row(other.row)}")
     return "; ".join([*words, *([] if other.holder is None else [_holder(other.holder)])])
 
 
 def _row(row: Row) -> str:
-    return f"memory: {row.moment} would hold {size_text(row.held)} of {size_text(row.limit)}"
+    above = f"{size_text(row.held - row.limit)} above {size_text(row.limit)}"
+    return f"{row.moment} would hold {size_text(row.held)}, {above}"
 
 
 def _holder(holder: Holder) -> str:
@@ -128,7 +174,10 @@ def _holder(holder: Holder) -> str:
 
 
 def _alone(other: Alternative) -> str:
-    return "cannot be" if math.isinf(other.alone) else f"{'-' if other.alone < 0 else '+'}{time_text(abs(other.alone))}"
+    if math.isinf(other.alone):
+        return "cannot be"
+    sign, large = "-" if other.alone < 0 else "+", "" if other.row is None else ", does not fit"
+    return f"{sign}{time_text(abs(other.alone))}{large}"
 
 
 def _console(file: IO[str] | None) -> Console:

@@ -3,17 +3,19 @@
     least limit = min_s max_t used_t(s)
 
 By halving: whether a limit can be kept is asked of HiGHS without any cost; states that keep it show how much less they
-need. Where all amounts are whole numbers the answer is exact once one less cannot be kept. A large problem that
-elimination can do is not HiGHS's:
+need. Where all amounts are whole numbers the answer is exact once one less cannot be kept. Where elimination can do the
+problem the two ends are brought near to one another first,
 
     least limit >= max_λ min_s Σ_t λ_t used_t(s),   λ >= 0, Σ λ = 1
 
-by cutting planes (ascent.py), and states are those of these minima, spliced; the two ends need not meet then.
+by cutting planes (ascent.py), and states are those of these minima, spliced; a large problem is not HiGHS's at all, and
+the two ends need not meet then.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -31,7 +33,10 @@ __all__ = ["InfeasibleMemoryError", "LeastMemory", "infeasible", "least_memory"]
 
 SHOWN = 5  # moments that the error names
 LARGE = 300_000  # entries of the edges above which HiGHS is not asked: it may take hours
-EVALUATIONS = 16  # of a large problem, at most
+QUICK = 2**23  # entries of all joints up to which prices narrow a smaller one down before HiGHS is asked
+ROUNDING = 1e-9  # relative, of a bound by prices
+MOST_WORK = 2**28  # entries of all joints above which a large one is not priced at every moment: no two tables are equal then
+EVALUATIONS = 16  # at prices, at most
 APART = 1e-2  # how near the two ends of a large problem's least limit are near enough, relative to it
 SPLICED = 8  # of its known states, by what they hold at most, are spliced with one another
 CLOSE = 1e-6  # of the limit: how near the two ends come where amounts are not whole numbers
@@ -106,12 +111,18 @@ def least_memory(problem: Problem, *, seconds: float = 10.0) -> LeastMemory:
     whole = bool((rows.amounts == np.floor(rows.amounts)).all())
     low, high, states = float(rows.least().max(initial=0.0)), None, None
     most = float(rows.most().max(initial=0.0))
-    pricing = Pricing.of(bound, rows) if _large(bound) else None
-    if pricing is not None:
+    pricing, large = Pricing.of(bound, rows), _large(bound)
+    if large and (pricing is None or pricing.work > MOST_WORK):
+        return LeastMemory(low, None, None)
+    if pricing is not None and (large or pricing.work <= QUICK):
         found = _priced(bound, rows, pricing, low)
-        return replace(found, states=tuple(inner.lift(found.states[:-1])))
-    trial = low
-    while (left := until - time.monotonic()) > 0:
+        if large:
+            return replace(found, states=tuple(inner.lift(found.states[:-1])))
+        if np.isfinite(free.cost(found.states[:-1])):  # what is left between the two ends is HiGHS's
+            low, high, states = found.least * (1.0 - ROUNDING), found.enough, found.states[:-1]
+            low = float(np.ceil(low)) if whole else low
+    trial = low if high is None or not whole else high - 1.0  # such states are often those of the least limit
+    while (left := until - time.monotonic()) > 0 and (high is None or high > low):
         try:
             states = _fits(free, trial, left)
             high = float(rows.used((*states, 0)).max(initial=0.0))
@@ -169,13 +180,19 @@ class _InUnits:
         return value + float(multipliers.sum()) * (self.pricing.rows.limit - self.unit), cut
 
 
-def infeasible(problem: Problem, *, seconds: float = 10.0) -> InfeasibleMemoryError:
+def infeasible(problem: Problem, *, seconds: float = 10.0, known: Sequence[int] | None = None) -> InfeasibleMemoryError:
     """The error for a problem whose limit nothing keeps.
 
     Args:
         seconds: to look for the least limit.
+        known: states that hold little.
     """
     found = least_memory(problem, seconds=seconds)
+    if known is not None:
+        bound, times = binding(replace(problem, limit=-1.0))
+        held = float(Rows.of(bound, len(times)).used((*known, 0)).max(initial=0.0))
+        if found.enough is None or held < found.enough:
+            found = LeastMemory(found.least, held, tuple(known))
     bound, times = binding(replace(problem, limit=-1.0))
     rows = Rows.of(bound, len(times))
     held = rows.least()

@@ -70,10 +70,10 @@ def solve_limited(problem: Problem, *, seconds: float | None = None, gap: float 
     if over.any():
         raise infeasible(problem, seconds=_left(until))
     pricing = Pricing.of(bound, rows) if seconds is None else None
-    found = None if pricing is None else priced_search(bound, rows, pricing, gap)
+    found, leanest = (None, None) if pricing is None else priced_search(bound, rows, pricing, gap)
     large = sum(table.size for table in bound.edges.values()) > WHOLE
-    if pricing is not None and found is None and large:
-        return _leanest(problem, infeasible(problem))
+    if leanest is not None and found is None and large:
+        return _leanest(problem, infeasible(problem, known=inner.lift(leanest.states[:-1])))
     if found is not None and (found.gap <= gap or large):
         states, least = found.states, found.bound
     elif len(bound.costs) <= MANY:

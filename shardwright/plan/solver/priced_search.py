@@ -45,15 +45,17 @@ WINDOWS = 60  # stretches that are chosen anew
 LENGTH = 96  # nodes of a stretch
 
 
-def priced_search(problem: Problem, rows: Rows, pricing: Pricing, gap: float) -> Solution | None:
-    """States that keep the limit, and a bound; None where none were found.
+def priced_search(problem: Problem, rows: Rows, pricing: Pricing, gap: float) -> tuple[Solution | None, Cut]:
+    """States that keep the limit, and a bound, or None where none were found; and of all states that were seen those that
+    hold least at their fullest moment.
 
     Args:
         problem, rows: of `moments.binding`, consistent.
         pricing: its own.
         gap: how far from the bound, relative to it, the cost may be for the search to end.
     """
-    return _PricedSearch(problem, rows, pricing, gap).run()
+    search = _PricedSearch(problem, rows, pricing, gap)
+    return search.run(), min(search.known.values(), key=lambda cut: cut.used.max())
 
 
 class _PricedSearch:

@@ -1,0 +1,144 @@
+"""Within a memory limit too, no planner finds a plan cheaper than the exact search, nor one where that finds none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+import shardwright as sw
+from shardwright.capture import capture
+from shardwright.errors import PlanError
+from shardwright.plan import dynamic
+from shardwright.plan.candidates import strategy_of
+from shardwright.plan.costs import Costs
+from shardwright.plan.decision import feeding
+from shardwright.plan.dynamic import dynamic_programming
+from shardwright.plan.fitting import TooLittleMemoryError, fits
+from shardwright.plan.recursive import recursive_programming
+from shardwright.plan.search import Decided, Search
+from test_search import MODELS, cluster
+
+DEVICES = 4
+
+
+def chain():
+    """Layers of one width, whose activations are most of what is held."""
+    return (nn.Sequential(*(layer for _ in range(2) for layer in (nn.Linear(16, 16), nn.GELU()))),
+            (torch.randn(64, 16),), nn.MSELoss(), torch.randn(64, 16))
+
+
+NETS = {name: MODELS[name] for name in ("mlp", "tied", "convolutions")} | {"chain": chain}
+
+
+class Case:
+    """A model, its plans without a limit, and the least memory in which the recursion finds one."""
+
+    def __init__(self, name: str) -> None:
+        net, inputs, loss, targets = NETS[name]()
+        graph = capture(net, (*inputs, targets), None, loss_fn=loss)
+        self.given = graph, DEVICES, feeding(graph, DEVICES, "full_batch")
+        self.costs = Costs(cluster(DEVICES), DEVICES)
+        self.search = Search.of(*self.given[:2], self.given[2], self.costs)
+        self.free, self.recursed = self.of(dynamic_programming), self.of(recursive_programming)
+        with pytest.raises(TooLittleMemoryError) as refused:
+            self.of(recursive_programming, memory=1.0)
+        self.least = refused.value.least
+        self.most = max(self.peak(self.free), self.least)
+
+    def of(self, planner, **given) -> Decided:
+        return planner(*self.given, costs=self.costs, **given)
+
+    def peak(self, decided: Decided) -> float:
+        return self.plan(decided).peak
+
+    def plan(self, decided: Decided) -> sw.Plan:
+        graph, devices, fed = self.given
+        ops = {name: decision.op for name, decision in decided.decisions.items()}
+        graph = graph.with_ops(tuple(ops[op.name] for op in graph.ops))  # with what is computed again
+        return sw.Plan(graph, devices, "", fed, decided.decisions, decided.carries, None, decided.hsdp,
+                       cluster=self.costs.cluster, found=decided.found)
+
+    def limit(self, share: float) -> float:
+        return self.least + share * (self.most - self.least)
+
+
+@cache
+def case(name: str) -> Case:
+    torch.manual_seed(0)
+    return Case(name)
+
+
+@pytest.mark.parametrize("name, share", [
+    *((name, share) for name in ("mlp", "chain") for share in (0.95, 0.8, 0.6, 0.0)),
+    ("tied", 0.6), ("tied", 0.0), ("convolutions", 0.6)])
+def test_no_other_planner_is_cheaper_within_a_limit(name: str, share: float) -> None:
+    given = case(name)
+    limit = given.limit(share)
+    exact, other = given.of(dynamic_programming, memory=limit), given.of(recursive_programming, memory=limit)
+    for decided in (exact, other):
+        assert given.peak(decided) <= limit and decided.found.limit == limit
+    assert exact.found.cost <= other.found.cost
+    assert given.plan(exact).cost <= given.plan(other).cost * (1 + 1e-9)
+    assert exact.found.bound is None or exact.found.bound <= exact.found.cost
+
+
+@pytest.mark.parametrize("name", ("mlp", "tied"))
+def test_a_limit_that_does_not_bind_changes_neither(name: str) -> None:
+    given = case(name)
+    for planner, free in ((dynamic_programming, given.free), (recursive_programming, given.recursed)):
+        wide = given.of(planner, memory=1e12)
+        assert wide.found.cost == free.found.cost and wide.found.limit == 1e12 and free.found.limit is None
+        assert {n: strategy_of(d) for n, d in wide.decisions.items()} == \
+            {n: strategy_of(d) for n, d in free.decisions.items()}
+
+
+def test_a_search_that_ends_with_a_dearer_plan_gives_way(monkeypatch) -> None:
+    """The bound stays: the gap that is reported falls with the cost."""
+    given, real, weak = case("mlp"), dynamic.fit, []
+    limit = given.limit(0.5)
+
+    def dearer(search, made, memory, optimizer):
+        found = real(search, made, memory, optimizer)
+        weak.append(found._replace(found=replace(found.found, cost=1.1 * found.found.cost)))
+        return weak[-1]
+
+    monkeypatch.setattr(dynamic, "fit", dearer)
+    found = given.of(dynamic_programming, memory=limit).found
+    other = given.of(recursive_programming, memory=limit).found
+    assert found.cost == other.cost < weak[0].found.cost and "recursion" in found.notes[0]
+    assert found.bound == min(weak[0].found.bound, found.cost)
+
+
+def test_a_search_that_finds_none_gives_way(monkeypatch) -> None:
+    given = case("mlp")
+    limit = given.limit(0.5)
+
+    def none(*_):
+        raise TooLittleMemoryError("no plan fits", legal="more")
+
+    monkeypatch.setattr(dynamic, "fit", none)
+    found = given.of(dynamic_programming, memory=limit)
+    assert found.found.cost == given.of(recursive_programming, memory=limit).found.cost and given.peak(found) <= limit
+
+
+def test_what_the_recursion_chooses_within_the_limit_may_be_chosen(monkeypatch) -> None:
+    given, real, seen = case("mlp"), dynamic.fit, []
+    monkeypatch.setattr(dynamic, "fit", lambda search, made, *rest: seen.append(made) or real(search, made, *rest))
+    limit = given.limit(0.5)
+    given.of(dynamic_programming, memory=limit)
+    recursion = given.of(recursive_programming, memory=limit)
+    assert all(strategy_of(decision) in seen[0].options[name] for name, decision in recursion.decisions.items())
+
+
+def test_where_neither_fits_the_least_memory_of_both_is_named() -> None:
+    given = case("mlp")
+    with pytest.raises(PlanError, match="no plan fits") as refused:
+        given.of(dynamic_programming, memory=0.1 * given.least)
+    least = int(refused.value.legal.split("memory=")[1].split()[0])
+    assert least <= given.least
+    found = given.of(dynamic_programming, memory=least)
+    assert given.peak(found) <= least and not fits(given.search, given.free, least)
