@@ -65,6 +65,7 @@ class KeepStates:
         self.remade: dict[str, tuple[Op, ...]] = {}
         self.edges: dict[tuple[Any, Any], np.ndarray] = {}
         self._inner = {name for name in memory.made_by if self._is_inner(name)}
+        self._as_left: set[str] = set()  # values that are kept for their maker alone: what is sent of them is not
         for op in memory.graph.ops:
             for k, value in enumerate(v for v in op.outputs if v is not None):
                 if memory.grads and value.name not in memory.ends and memory.consumers.get(value.name) and \
@@ -135,6 +136,8 @@ class KeepStates:
             (reader, i), = memory.consumers[value.name]
             asks = memory.prints(reader)
             states = self._states_of_one(op, k, reader, i, value, mine, bool(savers), droppable)
+            if mine and not savers:
+                self._as_left.add(value.name)
             self._edge(node, name, memory.once(("kept-made", states, id(prints), k, value.shape), lambda: np.array(
                 [[self._fits_made(value, s, p.leaves[k]) for s in states] for p in prints])))
             self._edge(name, self.energy.operators[reader.name], memory.once(
@@ -218,10 +221,14 @@ class KeepStates:
                     continue
                 maker, _ = self.memory.made_by[value.name]
                 near = self.segments[maker.name] == self.segments[op.name]
-                before, after = self.states[value.name], self.states[name]
-                table = self.memory.once(("chain", before, after, near), lambda: np.array(
-                    [[math.inf if a.how == DROPPED and (b.how == ABSENT or b.how == DROPPED and not near) else 0.0
-                      for a in after] for b in before]))
+                before, after, sent = self.states[value.name], self.states[name], value.name in self._as_left
+
+                def there(b: Keeping) -> bool:
+                    if b.how == DROPPED:
+                        return near
+                    return b.how == KEPT and not (sent and b.layout is None)
+                table = self.memory.once(("chain", before, after, near, sent), lambda: np.array(
+                    [[0.0 if a.how != DROPPED or there(b) else math.inf for a in after] for b in before]))
                 if table.any():
                     self._edge(("kept", value.name), ("kept", name), table)
 
@@ -269,7 +276,7 @@ class KeepStates:
             wants = dict.fromkeys(_want(p.asks[i]) for p in asks)
             both = [layout for layout in left if layout in wants and not layout.partial]
             out = [Keeping(KEPT)] if mine or theirs else [Keeping(ABSENT), Keeping(KEPT)]
-            if mine and theirs:
+            if mine:  # it is one tensor for both, or for what runs again
                 out += [Keeping(KEPT, layout, memory.bytes_of(value, layout)) for layout in both]
             if droppable:
                 out += [Keeping(DROPPED, layout, memory.bytes_of(value, layout)) for layout in both]
