@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import shardwright as sw
@@ -17,7 +18,9 @@ from shardwright.plan.candidates import strategy_of
 from shardwright.plan.costs import Costs
 from shardwright.plan.decision import feeding
 from shardwright.plan.dynamic import dynamic_programming
-from shardwright.plan.fitting import TooLittleMemoryError, fits
+from shardwright.plan.fitting import TooLittleMemoryError, _Fitting, fits
+from shardwright.plan.memory import Timeline
+from shardwright.plan.problem import Solution
 from shardwright.plan.recursive import recursive_programming
 from shardwright.plan.search import Decided, Search
 from test_search import MODELS, cluster
@@ -142,3 +145,35 @@ def test_where_neither_fits_the_least_memory_of_both_is_named() -> None:
     assert least <= given.least
     found = given.of(dynamic_programming, memory=least)
     assert given.peak(found) <= least and not fits(given.search, given.free, least)
+
+
+class Attention(nn.Module):
+    """By heads, and then not: what is sent to the last product is not what the attention's backward keeps."""
+
+    def __init__(self, width: int = 32, heads: int = 4) -> None:
+        super().__init__()
+        self.heads, self.norm = heads, nn.LayerNorm(width)
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        split = (f(h).unflatten(2, (self.heads, -1)).transpose(1, 2) for f in (self.query, self.key, self.value))
+        return x + self.out(F.scaled_dot_product_attention(*split).transpose(1, 2).flatten(2))
+
+
+def test_what_runs_again_reads_what_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = nn.Sequential(*(Attention() for _ in range(3)))
+    for block in net:
+        sw.shard(block.out, ((2, 1, 1), (1, 1)))
+    given = dict(devices=8, cluster="h100x8", parallel_mode="dynamic_programming")
+    free, seen = sw.plan(net, (torch.randn(16, 32, 32),), **given), []
+    decided = _Fitting.decided
+
+    def spied(self: _Fitting, solution: Solution) -> tuple[Decided, Timeline]:
+        made = decided(self, solution)
+        seen.append((made[1].peak, self.held.peak(solution.states)))
+        return made
+    monkeypatch.setattr(_Fitting, "decided", spied)
+    plan = sw.plan(net, (torch.randn(16, 32, 32),), memory=0.9 * free.peak, **given)
+    assert plan.peak <= 0.9 * free.peak and seen
+    assert all(held <= reckoned for held, reckoned in seen)

@@ -112,9 +112,9 @@ class _Fitting:
                 solution = self.solver(replace(self.problem, limit=target))
             except PlanError as error:
                 self.seldom(error)
+                if target == self.limit or refused is not None:  # what nothing keeps takes long to tell
+                    return self.least(error)
                 refused, low = error, target
-                if target == self.limit:
-                    break
                 target = (low + high) / 2
                 continue
             if self.bound is None:
