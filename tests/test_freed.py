@@ -32,10 +32,15 @@ def test_memory_is_given_back_after_the_first_step_and_then_ever_more_rarely(mon
         now[0] += 0.25
         model(x)
     pauses = [b - a for a, b in zip(given, given[1:])]
-    assert pauses[:5] == [FIRST * 2**k for k in range(5)]
-    assert set(pauses[5:]) == {LAST}
+    assert pauses[:5] == [FIRST[0] * 2**k for k in range(5)]
+    assert set(pauses[5:]) == {LAST[0]}
     given.clear()
+    for _ in range(64):  # long steps
+        now[0] += 100.0
+        model(x)
+    assert [b - a for a, b in zip(given, given[1:])] == [100.0 * LAST[1]] * 3
     model(x)
+    given.clear()
     model(torch.ones(8, 4))  # another program is planned: it begins anew
     model(torch.ones(8, 4))
     assert given == [now[0]]
