@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.errors import PlanError
+from shardwright.plan.solver import least_memory as least_memories
 from shardwright.plan.solver import limits
 from shardwright.plan.solver.batched import Batched
 from shardwright.plan.solver.elimination import eliminate
@@ -214,3 +215,22 @@ def test_least_memory_is_the_least(seed):
     assert np.isfinite(problem.cost(found.states))
     assert oracle(replace(problem, limit=found.enough)) is not None
     assert oracle(replace(problem, limit=found.enough - 1)) is None
+
+
+@pytest.mark.parametrize("seed", [0, 2, 5])
+def test_a_large_problem_that_nothing_keeps_names_the_leanest_states_it_saw(seed, monkeypatch):
+    """It is priced at no more moments than the search needs: the whole of them takes too much memory."""
+    monkeypatch.setattr(limits, "WHOLE", 0)
+    monkeypatch.setattr(least_memories, "LARGE", 0)
+    monkeypatch.setattr(least_memories, "MOST_WORK", 0)
+    problem = layered(seed, 4, 3)
+    least = least_memories.infeasible(problem).least
+    bound, times = binding(replace(problem, limit=-1.0))
+    rows = Rows.of(bound, len(times))
+    refused = replace(problem, limit=float(rows.least().max()))  # each moment by itself can be met
+    assert oracle(refused) is None, "but not all at once"
+    with pytest.raises(InfeasibleMemoryError) as caught:
+        solve_limited(refused)
+    error = caught.value
+    assert error.least == least <= refused.limit < error.enough == peak(problem, error.states)
+    assert np.isfinite(problem.cost(error.states))

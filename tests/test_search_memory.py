@@ -18,9 +18,10 @@ from shardwright.plan.candidates import strategy_of
 from shardwright.plan.costs import Costs
 from shardwright.plan.decision import feeding
 from shardwright.plan.dynamic import dynamic_programming
-from shardwright.plan.fitting import TooLittleMemoryError, _Fitting, fits
+from shardwright.plan.exact import solve
+from shardwright.plan.fitting import CUT, MOST_TRIES, TooLittleMemoryError, _Fitting, fit, fits
 from shardwright.plan.memory import Timeline
-from shardwright.plan.problem import Solution
+from shardwright.plan.problem import Problem, Solution
 from shardwright.plan.recursive import recursive_programming
 from shardwright.plan.search import Decided, Search
 from test_search import MODELS, cluster
@@ -145,6 +146,47 @@ def test_where_neither_fits_the_least_memory_of_both_is_named() -> None:
     assert least <= given.least
     found = given.of(dynamic_programming, memory=least)
     assert given.peak(found) <= least and not fits(given.search, given.free, least)
+
+
+def test_of_a_large_network_the_recursion_is_not_made_within_the_limit(monkeypatch) -> None:
+    given, calls, real = case("mlp"), [], dynamic.recursive_programming
+    monkeypatch.setattr(dynamic, "recursive_programming", lambda *a, **k: calls.append(k.get("memory")) or real(*a, **k))
+    monkeypatch.setattr(dynamic, "RECURSED", len(given.given[0].ops) - 1)
+    limit = given.limit(0.5)
+    assert given.peak(given.of(dynamic_programming, memory=limit)) <= limit and calls == [None]
+    with pytest.raises(PlanError, match="no plan fits"):
+        given.of(dynamic_programming, memory=1.0)
+    monkeypatch.setattr(dynamic, "RECURSED", len(given.given[0].ops))
+    given.of(dynamic_programming, memory=limit)
+    assert calls == [None, None, None, limit]
+
+
+def test_a_limit_is_tried_again_between_what_holds_too_much_and_what_nothing_keeps() -> None:
+    """As where the search reckons with less than a plan holds."""
+    given, asked = case("mlp"), []
+    limit = given.limit(0.5)
+    made = given.search.energy(given.search.options([given.free.decisions]), [given.free.decisions], cut=CUT)
+
+    def solver(problem: Problem) -> Solution:
+        if problem.limit is not None:
+            asked.append(problem.limit)
+            if len(asked) == 1:
+                return solve(replace(problem, limit=None, usages=()))  # which does not fit
+            if len(asked) == 2:
+                raise PlanError("nothing keeps it")
+        return solve(problem)
+
+    found = fit(given.search, made, limit, solver=solver)
+    assert given.peak(found) <= limit == asked[0] and asked[1] < asked[2] < asked[0] and len(asked) == 3
+
+    def never(problem: Problem) -> Solution:
+        asked.append(problem.limit)
+        return solve(replace(problem, limit=None, usages=()))
+
+    asked.clear()
+    with pytest.raises(TooLittleMemoryError, match="no plan was found that fits") as refused:
+        fit(given.search, made, limit, solver=never)
+    assert refused.value.least > limit and all(a > b for a, b in zip(asked, asked[1:MOST_TRIES]))
 
 
 class Attention(nn.Module):

@@ -5,7 +5,8 @@
 With a limit of memory, what is best without one is taken where it fits. Otherwise what is recomputed and how parameters
 are stored is searched too (`fitting.py`), and the recursion's strategies within the limit are among the others. The
 recursion's plan is taken where it is cheaper still: no other planner's is ever priced below this one's. But of networks
-above `RECURSED` operators the recursion within a limit is not made, which takes as long again as the search.
+above `RECURSED` operators the recursion within a limit is not made: each of its levels is a problem as large as the
+search's.
 
 The plan comes with the least price that any other of them has in this energy (`Found.bound`); where its own is that, it
 is the best of them, as the energy prices plans.
