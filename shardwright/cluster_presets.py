@@ -67,8 +67,9 @@ PRESETS: dict[str, tuple[Cluster, Level]] = {
 # 16 GB, as laptops commonly have. Assumed: half of the bandwidth for what goes from process to process, for all
 # together, as it is written and read.
 _CORES, _FLOPS, _MEMORY_BANDWIDTH, _MEMORY = 8, 8 * 32 * 3.3e9, 89.6e9, 16e9
-# Seconds for one exchange between two Gloo processes: measured, the smallest in the table of runtime/collectives.py.
-_GLOO = 200e-6
+# Seconds for one meeting of two processes on two cores: measured, an all-reduce of 32 bytes through memory that they share
+# (`runtime/same_host.py`) takes 45 us, and 87 on four ranks.
+_MEETING = 45e-6
 # Seconds for one operator of PyTorch on a processor. Assumed: of the order of a call from Python to a kernel, and
 # below `_LAUNCH`, for there is nothing to launch. What a machine takes, `shardwright calibrate` measures.
 _CALL = 2e-6
@@ -76,7 +77,7 @@ _CALL = 2e-6
 
 def _laptop(devices: int) -> Cluster:
     """A laptop's processor as so many devices, each with its share of cores and memory."""
-    return Cluster("cpu", (Level("shared memory", devices, _MEMORY_BANDWIDTH / 2, _GLOO, shared=True),),
+    return Cluster("cpu", (Level("shared memory", devices, _MEMORY_BANDWIDTH / 2, _MEETING, shared=True),),
                    _MEMORY / devices, {"float32": _FLOPS / devices, "float64": _FLOPS / 2 / devices},
                    _MEMORY_BANDWIDTH / devices, _CALL)
 

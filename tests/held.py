@@ -35,7 +35,8 @@ LEVELS = ("none", "level1", "level2", "level3")
 
 
 class Alive(TorchDispatchMode):
-    """The memory of the tensors that operators have made and that are still alive.
+    """The memory of the tensors that operators have made and that are still alive; not that through which ranks send, which
+    is the transport's, and mapped.
 
     Attributes:
         peak: the largest sum after an operator, since it was last set.
@@ -53,7 +54,8 @@ class Alive(TorchDispatchMode):
         for x in pytree.tree_leaves((args, result)):
             if isinstance(x, Tensor) and not isinstance(x, DTensor):
                 storage = x.untyped_storage()
-                if storage.device.type != "meta" and storage._cdata not in self._memory:  # fake ones of a capture
+                fake, mapped = storage.device.type == "meta", not storage.resizable()  # fake ones of a capture
+                if not fake and not mapped and storage._cdata not in self._memory:
                     self._memory[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self.peak = max(self.peak, self.now())
         return result

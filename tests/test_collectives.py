@@ -1,4 +1,4 @@
-"""Steps on real Gloo processes: what a bound step sends is what `convert_shards` computes."""
+"""Steps on real Gloo processes: what a bound step sends is what `convert_shards` computes. By memory: test_same_host."""
 
 import math
 import random
@@ -69,8 +69,8 @@ def convert(found, x, rank, groups):
     return x
 
 
-def every_pair(rank, world, exchanges):
-    groups = ProcessGroups(world, rank, exchanges=exchanges)
+def every_pair(rank, world, exchanges, share=False):
+    groups = ProcessGroups(world, rank, exchanges=exchanges, share=share)
     out = {}
     for name in PAIRS:
         for shape in ((8, 4, 12), (8, 8, 4)):
@@ -124,7 +124,7 @@ def test_the_pairs_hold_every_kind_of_step():
 
 def types_and_sizes(rank, world, swapped):
     collectives.SWAPPED = swapped
-    groups = ProcessGroups(world, rank)
+    groups = ProcessGroups(world, rank, share=False)
     out = {}
     for name in ("all_reduce", "all_reduce_of_a_slice", "reduce_scatter_two_dims"):
         for reduction in ("max", "min"):
@@ -144,12 +144,14 @@ def types_and_sizes(rank, world, swapped):
         collectives.GATHERED_TERMS, collectives.GATHERED_COPIES = limits
         torch.manual_seed(rank)
         x = torch.randn(numel, 1, 1)  # rounds: the order of the sum shows
-        scattered[label] = (x, convert(conversion(source, target), x, rank, groups))
+        scattered[label] = (x, convert(conversion(source, target), x, rank, groups),
+                            ended(SumInTurns((ALL,), groups)(x.flatten().clone())))
+    pair = ended(SumInTurns((A,), groups)(x.flatten().clone()))
     collectives.RING = 0
     rings = [(x, convert(conversion(source, target), x, rank, groups),
               ended(SumInTurns((ALL,), groups)(x.flatten().clone())))
              for x in (torch.randn(1001, 1, 1), torch.randn(1001, 1, 1, dtype=torch.float64))]
-    return out, scattered, rings
+    return out, scattered, rings, pair
 
 
 @pytest.mark.parametrize("swapped", [0, collectives.SWAPPED])
@@ -165,7 +167,10 @@ def test_reductions_types_and_sizes(swapped):
         terms = [results[r][1][label][0] for r in range(WORLD)]
         in_order = ((terms[0] + terms[1]) + terms[2]) + terms[3]
         for rank in range(WORLD):
-            assert torch.equal(results[rank][1][label][1], in_order), f"{label}: not in the order of the ranks"
+            for got in results[rank][1][label][1:]:
+                assert torch.equal(got.flatten(), in_order.flatten()), f"{label}: not in the order of the ranks"
+    for rank in range(WORLD):
+        assert torch.equal(results[rank][3], (terms[rank % 2] + terms[rank % 2 + 2]).flatten())
     for number in range(len(results[0][2])):
         total = sum(results[r][2][number][0] for r in range(WORLD))
         for rank in range(WORLD):
@@ -186,7 +191,7 @@ def reduced_and_sliced(rank, world):
             found = through(source, source.without_partial(), Layout.of(WORLD, target))
             assert [step.kind for step in found.steps] == ["all_reduce", "slice"]
             for collectives.GATHERED_TERMS in (0, 1 << 20):
-                steps = bind_all(found, (8, 4, 12), rank, groups := ProcessGroups(world, rank))
+                steps = bind_all(found, (8, 4, 12), rank, groups := ProcessGroups(world, rank, share=False))
                 assert len(steps) == 1 and groups.exchanges
                 x = local(source, (8, 4, 12), rank)
                 out[name, partial, collectives.GATHERED_TERMS] = steps[0](x)
@@ -228,7 +233,7 @@ def exchanged_and_gathered(rank, world):
         x = local(found.source, (8, 16, 24), rank)
         joined, apart = [], []
         for results, collectives.GATHERED_PIECES in ((joined, 1 << 20), (apart, 0)):
-            groups = ProcessGroups(world, rank)
+            groups = ProcessGroups(world, rank, share=False)
             assert len(bind_all(found, x.shape, rank, groups)) < len(found.steps)
             results.append(convert(found, x, rank, groups))
             results.append(convert(found, x.transpose(0, 1).contiguous().transpose(0, 1), rank, groups))
@@ -271,7 +276,7 @@ def ended(turns):
 def sums_that_ride(rank, world):
     """By what comes between two turns of a sum: its term, the sum, how many exchanges were others', whether it was taken
     along by one of them, and whether it still waits at its end."""
-    groups = ProcessGroups(world, rank)
+    groups = ProcessGroups(world, rank, share=False)
     gathered = conversion(Layout.of(WORLD, ((ALL,), ())), Layout.of(WORLD, ((), ())))
     other = conversion(Layout.of(WORLD, ((A,), ())), Layout.of(WORLD, ((), ())))
     count, exchange = [0], collectives._exchange

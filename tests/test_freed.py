@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import resource
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.runtime import freed as freed_memory
-from shardwright.runtime.freed import FIRST, LAST, freed
+from shardwright.runtime.freed import BLOCK, FIRST, LAST, TOP, freed
 
 
 def planned() -> tuple[sw.AutoParallel, torch.Tensor]:
@@ -44,6 +45,33 @@ def test_memory_is_given_back_after_the_first_step_and_then_ever_more_rarely(mon
     model(torch.ones(8, 4))  # another program is planned: it begins anew
     model(torch.ones(8, 4))
     assert given == [now[0]]
+
+
+def faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="the C library is not glibc")
+def test_what_a_step_frees_is_there_for_the_next() -> None:
+    planned()[0](torch.ones(4, 4))
+    before = 0
+    for _ in range(3):
+        before = faults()
+        blocks = [torch.ones(6 << 20) for _ in range(8)]    # 24 MiB each: 49,152 pages
+        del blocks
+    assert faults() - before < 5_000
+
+
+@pytest.mark.parametrize("name, value, chosen", [
+    ("MALLOC_TRIM_THRESHOLD_", "131072", True), ("MALLOC_MMAP_THRESHOLD_", "131072", True), ("OTHER", "1", False),
+    ("GLIBC_TUNABLES", "glibc.malloc.tcache_count=0:glibc.malloc.trim_threshold=1", True),
+    ("GLIBC_TUNABLES", "glibc.malloc.tcache_count=0", False)])
+def test_thresholds_of_the_environment_stay(monkeypatch: pytest.MonkeyPatch, name: str, value: str, chosen: bool) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(freed, "_set", lambda what, value: asked.append((what, value)))
+    monkeypatch.setenv(name, value)
+    freed.planned()
+    assert asked == ([] if chosen or freed._give_back is None else [(-3, BLOCK), (-1, TOP)])
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="the C library is not glibc")

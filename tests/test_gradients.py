@@ -6,6 +6,7 @@ What two and four ranks do runs on real ones, started once for all scenarios.
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -233,10 +234,11 @@ def long_gradients_and_odd_ones(rank: int, world: int) -> None:
         net.ps = nn.ParameterList([nn.Parameter(torch.ones(s, dtype=dtype)) for s in shapes])
         net.forward = lambda x: sum(((p * (i + 1)).sum() * x).sum() for i, p in enumerate(net.ps))
         x = torch.arange(1, 1 + world, dtype=torch.float32)[rank:rank + 1].to(dtype)
-        for limits in (None, (1 << 10, 1 << 8)):   # as large ones go: a scatter, a sum, a gather
-            kept = collectives.GATHERED_TERMS, collectives.GATHERED_COPIES
-            if limits:
-                collectives.GATHERED_TERMS, collectives.GATHERED_COPIES = limits
+        kept = collectives.GATHERED_TERMS, collectives.GATHERED_COPIES
+        # Through memory; by Gloo; by Gloo as large ones go: a scatter, a sum, a gather.
+        for share, limits in (("1", kept), ("0", kept), ("0", (1 << 10, 1 << 8))):
+            os.environ["SHARDWRIGHT_SHARED_MEMORY"] = share
+            collectives.GATHERED_TERMS, collectives.GATHERED_COPIES = limits
             model = wrapped(net, on_missing_rule="replicate").dataset_strategy("data_parallel").enable_gradients_mean(False)
             out = model(x)
             (out.real if dtype.is_complex else out).backward()
@@ -246,6 +248,7 @@ def long_gradients_and_odd_ones(rank: int, world: int) -> None:
                 assert p.grad.dtype == dtype and p.grad.shape == p.shape
                 assert torch.equal(p.grad.to_local(), torch.full(shapes[i], whole, dtype=dtype)), (dtype, i)
             net.zero_grad()
+    del os.environ["SHARDWRIGHT_SHARED_MEMORY"]
 
 
 @scenario

@@ -28,6 +28,7 @@ from one_device import assert_as_one_device, close
 from shardwright.report import explain
 from shardwright.report.ir import begin_text, execute_text
 from shardwright.runtime import local
+from shardwright.runtime.same_host import SameHost
 
 X, T = draw(16, 8), labels(16)
 GIVEN = draw(16, 8).requires_grad_()  # without which torch's reentrant checkpoints lose the weights' gradients
@@ -509,16 +510,27 @@ def test_what_changes_in_between_is_noticed() -> None:
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
-class _Sent(TorchDispatchMode):
-    """Notes the collectives that a process takes part in."""
+class _Sent:
+    """Notes the collectives that a process takes part in: those through memory that the ranks of a host share."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.count = 0
+        self._kept = {way: getattr(SameHost, way) for way in ("all_reduce", "exchange", "gather", "reduce_scatter")}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        self.count += func.namespace == "c10d"
-        return func(*args, **(kwargs or {}))
+    def __enter__(self) -> _Sent:
+        for way, collective in self._kept.items():
+            setattr(SameHost, way, self._counted(collective))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for way, collective in self._kept.items():
+            setattr(SameHost, way, collective)
+
+    def _counted(self, collective: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any) -> Any:
+            self.count += 1
+            return collective(*args)
+        return counted
 
 
 def on_a_rank(rank: int, world: int) -> None:

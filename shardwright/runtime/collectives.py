@@ -3,12 +3,13 @@
     bound = bind(step, x.shape, rank, groups)      once: plain ints, and the process group; `bind_all`: several steps
     x = bound(x)                                   every time; no autograd here
 
-Where collectives are a library's (NCCL, HCCL, MPI) they are the functional ones, which torch.compile traces. On Gloo
-everything is made of all-to-alls: a reduce-scatter is one and a local sum, an all-gather one that sends everybody the
-same, an all-reduce of something small a gather and a local sum, of something larger a reduce-scatter and a gather, of
-several MiB Gloo's own ring. Two ranks swap what they have. Of an all-reduce that a slice follows every rank is sent the terms
-of its slice alone. Sums are then taken in ascending order of the ranks, as in the local runtime, but in the ring: all
-replicas have the same bits everywhere.
+Where collectives are a library's (NCCL, HCCL, MPI) they are the functional ones, which torch.compile traces. Where they would
+be Gloo's, ranks of one host do them through memory that they share (`same_host`). What is left to Gloo, groups of several
+hosts, what torch.compile has traced, hosts without such memory, is made of all-to-alls: a reduce-scatter is one and a local
+sum, an all-gather one that sends everybody the same, an all-reduce of something small a gather and a local sum, of something
+larger a reduce-scatter and a gather, of several MiB Gloo's own ring. Two ranks swap what they have. Of an all-reduce that a
+slice follows every rank is sent the terms of its slice alone. Sums are then taken in ascending order of the ranks, as in the
+local runtime, but in the ring: all replicas have the same bits everywhere.
 
 Why, measured with 8, 4 and 2 Gloo processes of one thread on 2 cores, ms (all_to_all through the group's own method
 takes 0.19 ms on 2 ranks where the functional one takes 0.5, and 0.8 where it takes 1.1 on 4):
@@ -23,6 +24,7 @@ takes 0.19 ms on 2 ranks where the functional one takes 0.5, and 0.8 where it ta
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -34,7 +36,9 @@ from torch import Tensor
 from ..conversion import Conversion, Step
 from ..conversion_steps import Geometry, digits_value
 from ..layout import Digits, digits_size, group_of, groups, merge
+from .init import TORCH_WAITS, current
 from .joined import exchanged_and_gathered, joined_digits, reduced_slice
+from .same_host import SameHost
 from .scratch import Scratch
 from .shards import reduce_terms
 
@@ -82,15 +86,18 @@ class ProcessGroups:
         base: the world's rank of the first of them (a pipeline stage's, say).
         timeout: after which a collective on a group made here fails; None: the default group's.
         exchanges: whether steps are to be made of all-to-alls; None: on Gloo.
+        share: whether ranks of one host then do them through memory that they share; None: unless the environment has
+            SHARDWRIGHT_SHARED_MEMORY=0.
 
     Attributes:
         scratch: what sums receive into.
     """
 
     def __init__(self, devices: int, rank: int, base: int = 0, timeout: timedelta | None = None,
-                 exchanges: bool | None = None) -> None:
+                 exchanges: bool | None = None, share: bool | None = None) -> None:
         self.devices, self.rank, self.base, self.timeout = devices, rank, base, timeout
         self.exchanges = dist.get_backend() == "gloo" if exchanges is None else exchanges
+        self.share = os.environ.get("SHARDWRIGHT_SHARED_MEMORY") != "0" if share is None else share
         self._groups: dict[Digits, Group] = {}
         self.scratch = Scratch()
 
@@ -102,7 +109,12 @@ class ProcessGroups:
         """The same, as this rank sees it."""
         key = merge(sorted(digits, key=lambda d: -d.stride))
         if key not in self._groups:
-            self._groups[key] = Group(self._make(key), digits_size(key), digits_value(key, self.rank), self.exchanges)
+            made, size, position = self._make(key), digits_size(key), digits_value(key, self.rank)
+            host = None
+            if self.exchanges and size > 1:
+                wait = self.timeout or timedelta(seconds=current().timeout * TORCH_WAITS)
+                host = SameHost.of(made, size, position, wait, self.share)
+            self._groups[key] = Group(made, size, position, self.exchanges, host)
         return self._groups[key]
 
     def _make(self, digits: Digits) -> dist.ProcessGroup:
@@ -139,13 +151,9 @@ def bind(step: Step, local_shape: tuple[int, ...], rank: int, groups: ProcessGro
         return _shaped(geometry, _reduce_scatter(group, step.reduction))
     if step.kind == "all_gather":
         return _shaped(geometry, _gather(group))
-    sends, receives = (), ()
-    if geometry.pieces != step.size:
-        piece = math.prod(shape) // geometry.pieces
-        to, source = step.partners(rank)
-        sends = tuple(piece if r in to else 0 for r in range(step.size))
-        receives = tuple(piece if r in source else 0 for r in range(step.size))
-    return _shaped(geometry, partial(_exchange, group, sends=sends, receives=receives))
+    if geometry.pieces == step.size:
+        return _shaped(geometry, partial(_exchange, group))
+    return _shaped(geometry, _routed(group, step, geometry.pieces, math.prod(shape) // geometry.pieces, rank))
 
 
 def bind_all(steps: Conversion, shape: tuple[int, ...], rank: int, groups: ProcessGroups) -> tuple[Bound, ...]:
@@ -176,8 +184,8 @@ def _joined(first: Step, shape: tuple[int, ...], second: Step, between: tuple[in
     if first.kind == "all_reduce" and second.kind == "slice":
         group = groups.seen(first.digits)
         return reduced_slice(_slices(geometry, group_of(rank, first.digits)), _slice(geometry, rank), group.size,
-                             partial(_exchange, group), partial(reduced, reduction=first.reduction), geometry.after, bound,
-                             lambda: GATHERED_TERMS)
+                             _reduce_scatter(group, first.reduction), geometry.after, bound,
+                             lambda: GATHERED_TERMS if group.host is None else math.inf)
     digits = joined_digits(first, second)
     if digits is None:
         return None
@@ -256,14 +264,19 @@ class Group:
         size: how many ranks.
         position: of this rank among them.
         exchanges: whether steps are to be made of all-to-alls.
+        host: what does them where all ranks are on one host, or None.
         name: by which functional collectives know the group.
         riders: sums that wait for an exchange of the group to travel with.
     """
 
-    def __init__(self, group: dist.ProcessGroup, size: int, position: int, exchanges: bool) -> None:
-        self.group, self.size, self.position, self.exchanges = group, size, position, exchanges
+    def __init__(self, group: dist.ProcessGroup, size: int, position: int, exchanges: bool, host: SameHost | None = None) -> None:
+        self.group, self.size, self.position, self.exchanges, self.host = group, size, position, exchanges, host
         self.name = group.group_name
         self.riders: list[Rider] = []
+
+    def through_memory(self, x: Tensor) -> SameHost | None:
+        """What does a collective of `x` on one host, if it can."""
+        return self.host if x.is_cpu and not torch.compiler.is_compiling() else None
 
 
 class Rider:
@@ -285,6 +298,8 @@ def _exchange(group: Group, x: Tensor, sends: Sequence[int] = (), receives: Sequ
     Args:
         sends, receives: numbers of elements, for a flat `x`; empty: all pieces are equal.
     """
+    if not receives and (host := group.through_memory(x)) is not None:
+        return host.exchange(x)
     if x.is_complex():  # Gloo's all_to_all knows no complex numbers
         pairs = torch.view_as_real(x).reshape(-1)
         pairs = _exchange(group, pairs, [2 * n for n in sends], [2 * n for n in receives])
@@ -299,6 +314,20 @@ def _exchange(group: Group, x: Tensor, sends: Sequence[int] = (), receives: Sequ
     return _ops.wait_tensor(_ops.all_to_all_single(x, list(receives) or equal, list(sends) or equal, group.name))
 
 
+def _routed(group: Group, step: Step, pieces: int, piece: int, rank: int) -> Bound:
+    """An all-to-all in which each rank sends so many pieces, not to all."""
+    to, source = step.partners(rank)
+    sends = tuple(piece if r in to else 0 for r in range(step.size))
+    receives = tuple(piece if r in source else 0 for r in range(step.size))
+    ranks = group_of(rank, step.digits)
+    sources = [(r, step.partners(ranks[r])[0].index(group.position)) for r in source]
+
+    def exchange(x: Tensor) -> Tensor:
+        host = group.through_memory(x)
+        return _exchange(group, x, sends, receives) if host is None else host.exchange(x, pieces, sources)
+    return exchange
+
+
 def _swap(group: Group, x: Tensor) -> Tensor:
     """What the other one of two ranks has for its `x`, which is flat."""
     counts = (0, len(x)) if group.position == 0 else (len(x), 0)
@@ -310,6 +339,8 @@ def _gather(group: Group) -> Bound:
     n, position, exchanges = group.size, group.position, group.exchanges
 
     def gather(x: Tensor) -> Tensor:
+        if (host := group.through_memory(x)) is not None:
+            return host.gather(x)
         size = x.nbytes if exchanges else 0
         if group.riders and n * size <= GATHERED_COPIES and group.riders[0].x.dtype == x.dtype:
             rider = group.riders.pop()
@@ -330,6 +361,8 @@ def _reduce_scatter(group: Group, reduction: str) -> Bound:
     n, position, exchanges = group.size, group.position, group.exchanges
 
     def reduce_scatter(x: Tensor) -> Tensor:
+        if (host := group.through_memory(x)) is not None:
+            return host.reduce_scatter(x, reduction)
         if not exchanges:
             return _ops.wait_tensor(_ops.reduce_scatter_tensor(x, reduction, n, group.name))
         x = x.view(n, -1)
@@ -370,6 +403,8 @@ def _all_reduce(group: Group, reduction: str) -> Bound:
     def all_reduce(x: Tensor) -> Tensor:
         shape, size = x.shape, x.nbytes
         x = x.reshape(-1)
+        if (host := group.through_memory(x)) is not None:
+            return host.all_reduce(x, reduction).view(shape)
         if n == 2 and size >= SWAPPED:
             return _both(_swap(group, x), x, reduction).view(shape)
         if n * size <= GATHERED_TERMS:

@@ -22,16 +22,15 @@ __all__ = ["exchanged_and_gathered", "joined_digits", "reduced_slice"]
 Exchange = Callable[[Tensor], Tensor]
 
 
-def reduced_slice(slices: Callable[[Tensor], Sequence[Tensor]], mine: Exchange, ranks: int, exchange: Exchange,
-                  reduce: Exchange, after: tuple[int, ...], whole: Exchange, limit: Callable[[], int]) -> Exchange:
+def reduced_slice(slices: Callable[[Tensor], Sequence[Tensor]], mine: Exchange, ranks: int,
+                  reduce_scatter: Exchange, after: tuple[int, ...], whole: Exchange, limit: Callable[[], float]) -> Exchange:
     """An all-reduce and a slice.
 
     Args:
         slices: those of every rank of the group, flat.
         mine: the slice of this rank.
         ranks: how many they are.
-        exchange: equal pieces, flat, one after the other, to all ranks of the group; gives theirs.
-        reduce: adds up stacked terms.
+        reduce_scatter: equal pieces, flat, one after the other; gives this rank's, reduced.
         after: the shape of a slice.
         whole: the all-reduce, for more received bytes than `limit` says.
     """
@@ -40,7 +39,7 @@ def reduced_slice(slices: Callable[[Tensor], Sequence[Tensor]], mine: Exchange, 
     def run(x: Tensor) -> Tensor:
         if numel * x.element_size() > limit():
             return mine(whole(x))
-        return reduce(exchange(torch.cat(slices(x))).view(ranks, *after))
+        return reduce_scatter(torch.cat(slices(x))).view(after)
     return run
 
 
@@ -57,7 +56,7 @@ def exchanged_and_gathered(first: Step, second: Step, shape: tuple[int, ...], ex
 
     Args:
         shape: of the local tensor before the two.
-        exchange: as in `reduced_slice`, over `joined_digits`.
+        exchange: equal pieces, flat, one after the other, to all ranks of `joined_digits`; gives theirs.
         apart: the two by themselves, for more received bytes than `limit` says.
     """
     digits = joined_digits(first, second)

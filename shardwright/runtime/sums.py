@@ -35,7 +35,11 @@ class SumInTurns:
             rides: an all-gather over the same ranks is likely to come before the next turn: a short sum travels with it.
         """
         group, n, numel = self._group, self._group.size, len(x)
-        if not group.exchanges or rings(n, x):
+        host = group.through_memory(x)
+        if host is not None:
+            yield   # others need not have come here yet
+            yield host.all_reduce(x, "sum", x)
+        elif not group.exchanges or rings(n, x):
             work = dist.all_reduce(x, group=group.group, async_op=True)
             yield
             work.wait()

@@ -1,0 +1,229 @@
+"""Memory that ranks of one host share, and a barrier in it.
+
+    page 0          a nonce, the semaphores of the barrier, what each rank says that it does
+    rows            two for each rank, that ranks write in turn: a round is to write one's row, to meet, to read the others'
+
+A row is written again two rounds later. By then all have met once more, which they do when they have read: nobody waits to
+be told that a row was read.
+
+The barrier, of POSIX semaphores that processes share: all but one find a ticket and sleep each on a semaphore of its own;
+who finds none is the last, puts the tickets back, and wakes the others. So every rank but the last sleeps once, which is what
+counts where ranks are more than cores.
+
+Who dies lets go of a lock on the file, which the kernel sees to: those that wait look for that once a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+import secrets
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["HostMemory"]
+
+_FOLDER = "/dev/shm"
+_PAGE = mmap.PAGESIZE
+# Where in page 0. A semaphore takes 32 bytes at most (glibc and musl, 64-bit); apart, as they are written by turns.
+_LINE = 64
+_NONCE, _TICKETS, _OWN = slice(0, 16), _LINE, 2 * _LINE
+_KINDS = {kind: number for number, kind in enumerate(("all-gather", "all-reduce", "reduce-scatter", "all-to-all"))}
+_LOOK = 1.0     # seconds between two looks for ranks that have died
+
+
+class HostMemory:
+    """What one rank sees of memory that all ranks of a group share; made by `of`.
+
+    Attributes:
+        rows: bytes, (2, ranks, `row_bytes`): the rows of the even and of the odd rounds.
+        round: 0 or 1, which rows are to be written next.
+    """
+
+    def __init__(self, file: int, ranks: int, position: int, row_bytes: int, timeout: timedelta) -> None:
+        self._ranks, self._position, self._timeout = ranks, position, timeout.total_seconds()
+        self._file, head = file, _head(ranks)
+        self._memory = mmap.mmap(file, head + 2 * ranks * row_bytes)
+        with torch.inference_mode(False):
+            self.rows = torch.frombuffer(self._memory, dtype=torch.uint8, offset=head).view(ranks, 2, row_bytes).transpose(0, 1)
+        self.round, self._broken = 0, False
+        weakref.finalize(self, os.close, file)  # which also lets go of the lock
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._tickets = ctypes.c_void_p(start + _TICKETS)
+        own = [ctypes.c_void_p(start + _OWN + k * _LINE) for k in range(ranks)]
+        self._mine, self._others = own[position], [s for k, s in enumerate(own) if k != position]
+        said = _OWN + ranks * _LINE
+        self._said = memoryview(self._memory)[said:said + 2 * ranks * 8].cast("q")
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup, ranks: int, position: int, row_bytes: int, timeout: timedelta, wanted: bool = True
+           ) -> HostMemory | None:
+        """For a group whose ranks are all on one host; None on all of them where they are not, where one does not want it, or
+        where the host has no such memory left. All ranks of the group call it.
+
+        Args:
+            row_bytes: of a row, whole pages.
+            timeout: how long a rank waits for others.
+        """
+        made, file = None, None
+        if wanted and position == 0 and _calls is not None:
+            with contextlib.suppress(OSError):
+                made = _made(_head(ranks) + 2 * ranks * row_bytes, ranks)
+        try:
+            path, nonce = _all(group, ranks, made[1:] if made else ("", b""))[0]
+            if wanted:
+                file = made[0] if made else _opened(path, nonce)
+            if file is not None and not _reserved(file, ranks, position, row_bytes):
+                os.close(file)
+                file = None
+            everywhere = all(_all(group, ranks, file is not None))
+        finally:
+            if made:
+                os.unlink(made[1])
+        if everywhere:
+            return cls(file, ranks, position, row_bytes, timeout)
+        if file is not None:
+            os.close(file)
+        return None
+
+    def meet(self, kind: str, nbytes: int) -> int:
+        """Wait for all ranks; gives the round whose rows they have written.
+
+        Args:
+            kind, nbytes: of the collective that they come for, the same on all.
+
+        Raises:
+            RuntimeError: a rank has died, does not come, or comes for another collective.
+        """
+        if self._broken:
+            raise RuntimeError("a collective of these ranks has failed before, and they can have no other")
+        self._broken, k, what = True, self.round, nbytes * len(_KINDS) + _KINDS[kind]
+        said, at = self._said, k * self._ranks
+        said[at + self._position] = what
+        if _calls.sem_trywait(self._tickets):     # none is left: this rank is the last
+            for _ in self._others:
+                _calls.sem_post(self._tickets)
+            for other in self._others:
+                _calls.sem_post(other)
+        else:
+            self._sleep()
+        for position in range(self._ranks):
+            if said[at + position] != what:
+                raise RuntimeError(f"ranks come for different collectives: of {self._ranks} number {self._position} for "
+                                   f"{_spelled(what)}, number {position} for {_spelled(said[at + position])}; do they run "
+                                   "the same program?")
+        self._broken, self.round = False, 1 - k
+        return k
+
+    def _sleep(self) -> None:
+        """Until the last rank has come."""
+        begun = time.monotonic()
+        while not _woken(self._mine, _LOOK):
+            if time.monotonic() - begun > self._timeout:
+                raise RuntimeError(f"the {self._ranks} ranks of a collective have not all come for {self._timeout:.0f} s")
+            gone = next((k for k in range(self._ranks) if k != self._position and not self._lives(k)), None)
+            if gone is not None:
+                if _woken(self._mine, 0.0):     # it had come before it ended
+                    return
+                raise RuntimeError(f"the process of number {gone} of the {self._ranks} ranks of a collective has ended")
+
+    def _lives(self, position: int) -> bool:
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, position)
+        except OSError:
+            return True
+        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, position)
+        return False
+
+
+def _all(group: dist.ProcessGroup, ranks: int, mine: Any) -> list[Any]:
+    out = [None] * ranks
+    with torch.device("cpu"):
+        dist.all_gather_object(out, mine, group=group)
+    return out
+
+
+def _spelled(what: int) -> str:
+    return f"an {list(_KINDS)[what % len(_KINDS)]} of {what // len(_KINDS)} bytes"
+
+
+def _head(ranks: int) -> int:
+    return -(-(_OWN + ranks * (_LINE + 2 * 8)) // _PAGE) * _PAGE
+
+
+def _made(nbytes: int, ranks: int) -> tuple[int, str, bytes]:
+    """A new file: its descriptor, path and nonce, with its semaphores."""
+    file, path = tempfile.mkstemp(prefix="shardwright-", dir=_FOLDER)
+    try:
+        os.ftruncate(file, nbytes)
+        os.posix_fallocate(file, 0, _head(ranks))   # what is not there would end the process when it is written
+        nonce = secrets.token_bytes(16)
+        with mmap.mmap(file, _head(ranks)) as head:
+            head[_NONCE] = nonce
+            start = ctypes.c_char.from_buffer(head)
+            for offset, value in ((_TICKETS, ranks - 1), *((_OWN + k * _LINE, 0) for k in range(ranks))):
+                _calls.sem_init(ctypes.c_void_p(ctypes.addressof(start) + offset), 1, value)
+            del start
+    except OSError:
+        os.close(file)
+        os.unlink(path)
+        raise
+    return file, path, nonce
+
+
+def _opened(path: str, nonce: bytes) -> int | None:
+    """The file of another rank, if this host has it."""
+    if not path or _calls is None:
+        return None
+    try:
+        file = os.open(path, os.O_RDWR)
+    except OSError:
+        return None
+    if os.pread(file, 16, 0) == nonce:
+        return file
+    os.close(file)
+    return None
+
+
+def _reserved(file: int, ranks: int, position: int, row_bytes: int) -> bool:
+    """Whether there is memory for this rank's rows: the rank asks for them itself, so that they are near to it."""
+    try:
+        os.posix_fallocate(file, _head(ranks) + 2 * position * row_bytes, 2 * row_bytes)
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, position)
+    except OSError:
+        return False
+    return True
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
+
+
+def _woken(semaphore: ctypes.c_void_p, seconds: float) -> bool:
+    """Sleeps; whether somebody has posted. A signal ends the sleep, and is handled when this returns."""
+    until = time.clock_gettime(_CLOCK) + seconds
+    at = _Timespec(int(until), int(until % 1 * 1e9))
+    return _wait(semaphore, ctypes.byref(at)) == 0
+
+
+def _on_the_clock(sem_clockwait: Callable[..., int]) -> Callable[..., int]:
+    return lambda semaphore, until: sem_clockwait(semaphore, time.CLOCK_MONOTONIC, until)
+
+
+# With the interpreter's lock held, for what returns at once, and without, for what sleeps.
+_calls = ctypes.PyDLL(None) if sys.platform.startswith("linux") and sys.maxsize > 1 << 32 and os.path.isdir(_FOLDER) else None
+if _calls is not None:
+    _CLOCK, _wait = time.CLOCK_REALTIME, ctypes.CDLL(None).sem_timedwait
+    with contextlib.suppress(AttributeError):   # a clock that nobody sets, where the C library has it
+        _CLOCK, _wait = time.CLOCK_MONOTONIC, _on_the_clock(ctypes.CDLL(None).sem_clockwait)

@@ -1,0 +1,251 @@
+"""Collectives of one host through memory that its ranks share."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_collectives import ALL, PAIRS, WORLD, A, assert_as_in_one_process, convert, ended, every_pair, layouts, local
+
+from shardwright.conversion import conversion
+from shardwright.runtime import collectives, host_memory, same_host
+from shardwright.runtime.collectives import ProcessGroups
+from shardwright.runtime.same_host import SameHost
+from shardwright.runtime.shards import convert_shards
+from shardwright.runtime.sums import SumInTurns
+
+from ranks import RankFailed, run_ranks
+
+pytestmark = pytest.mark.skipif(host_memory._calls is None, reason="ranks share memory on Linux alone")
+WAIT = timedelta(seconds=60)
+FILES = Path("/dev/shm")
+
+
+def through_memory(rank: int, world: int, chunk: int) -> dict[Any, torch.Tensor]:
+    same_host.CHUNK = chunk
+    if chunk < 1 << 20:
+        same_host.SHORT = 0
+    sent = []
+    kept = ProcessGroups.seen
+
+    def seen(self: ProcessGroups, digits: Any) -> Any:
+        group = kept(self, digits)
+        assert group.host is not None
+        sent.append(group)
+        return group
+    ProcessGroups.seen = seen
+    collectives._ops = None     # who asks for a collective of the library's fails
+    dist.ProcessGroup.alltoall_base = lambda *a, **k: pytest.fail("Gloo was asked")
+    found = every_pair(rank, world, None, True)
+    assert sent
+    return found
+
+
+@pytest.mark.parametrize("chunk", [1 << 20, 512])   # 512: several rounds, the last of them shorter
+def test_every_kind_of_step(chunk: int) -> None:
+    assert_as_in_one_process(run_ranks(through_memory, WORLD, chunk))
+
+
+def types(rank: int, world: int) -> dict[Any, torch.Tensor]:
+    groups, out = ProcessGroups(world, rank, share=True), {}
+    for name in ("all_reduce", "all_reduce_of_a_slice", "reduce_scatter_two_dims"):
+        for reduction in ("sum", "max", "min"):
+            for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.int8, torch.bool):
+                for shape in ((4, 4, 4), (64, 64, 68)):
+                    source, target = layouts(name, reduction)
+                    out[name, reduction, dtype, shape] = convert(conversion(source, target),
+                                                                 local(source, shape, rank, dtype), rank, groups)
+    for name in ("all_gather", "permute", "all_to_all"):
+        for dtype in (torch.bool, torch.int32, torch.bfloat16, torch.complex64, torch.complex128):
+            source, target = layouts(name)
+            out[name, "sum", dtype, (4, 4, 4)] = convert(conversion(source, target), local(source, (4, 4, 4), rank, dtype),
+                                                         rank, groups)
+    return out
+
+
+def test_reductions_and_types() -> None:
+    results = run_ranks(types, WORLD)
+    for name, reduction, dtype, shape in results[0]:
+        source, target = layouts(name, reduction)
+        shards = [local(source, shape, r, dtype) for r in range(WORLD)]
+        for rank, expected in enumerate(convert_shards(conversion(source, target), shards, stepwise=True)):
+            got = results[rank][name, reduction, dtype, shape]
+            assert got.dtype == dtype and torch.equal(got, expected), (name, reduction, dtype, shape)
+
+
+LENGTHS = (1, 3, 15, 16, 17, 63, 64, 65, 127, 128, 129, 257, 1000, 4099)
+
+
+def of_many_lengths(rank: int, world: int) -> list[tuple[torch.Tensor, ...]]:
+    same_host.CHUNK, same_host.SHORT = 512, 0   # 128 numbers a round
+    groups, out = ProcessGroups(world, rank, share=True), []
+    group = groups.seen(layouts("all_reduce")[0].partial)
+    torch.manual_seed(rank)
+    for length in LENGTHS:
+        x = torch.randn(length)
+        before = x.clone()
+        summed, gathered = group.host.all_reduce(x, "sum"), group.host.gather(x)
+        mine = group.host.reduce_scatter(torch.cat((x,) * world), "sum")
+        assert torch.equal(x, before)
+        in_turns = ended(SumInTurns((ALL,), groups)(x.clone()))
+        same = group.host.all_reduce(x, "sum", x)
+        assert same is x
+        out.append((before, summed, mine, in_turns, x, gathered))
+    return out
+
+
+def test_sums_of_any_length_are_taken_in_the_order_of_the_ranks() -> None:
+    results = run_ranks(of_many_lengths, WORLD)
+    for number, length in enumerate(LENGTHS):
+        terms = [results[r][number][0] for r in range(WORLD)]
+        in_order = ((terms[0] + terms[1]) + terms[2]) + terms[3]
+        for rank in range(WORLD):
+            *_, gathered = results[rank][number]
+            assert torch.equal(gathered, torch.cat(terms)), (length, rank)
+            for way, got in enumerate(results[rank][number][1:-1]):
+                assert torch.equal(got, in_order), (length, rank, way)
+
+
+def groups_side_by_side(rank: int, world: int) -> bool:
+    """Ranks of two groups meet by turns, and at unlike paces."""
+    groups = ProcessGroups(world, rank, share=True)
+    pairs, everybody = groups.seen((A,)), groups.seen((ALL,))
+    for turn in range(300):
+        if (turn + rank) % 7 == 0:
+            time.sleep(0.001)
+        x = torch.full((1 + turn * 7,), float(rank + turn))
+        assert torch.equal(pairs.host.all_reduce(x, "sum"), torch.full_like(x, 2.0 * (rank % 2) + 2 + 2 * turn))
+        assert torch.equal(everybody.host.gather(x).view(world, -1)[:, 0], torch.arange(4.0) + turn)
+    return True
+
+
+def test_groups_that_meet_by_turns() -> None:
+    assert all(run_ranks(groups_side_by_side, WORLD))
+
+
+def files() -> set[str]:
+    return {p.name for p in FILES.glob("shardwright-*")}
+
+
+def not_shared(rank: int, world: int, why: str) -> tuple[bool, set[str], torch.Tensor]:
+    if why == "not wanted by one" and rank == 2:
+        os.environ["SHARDWRIGHT_SHARED_MEMORY"] = "0"
+    if why == "no memory for one" and rank == 1:
+        host_memory._reserved = lambda *a: False
+    if why == "no memory at all":
+        host_memory._FOLDER = "/dev/null/none"
+    if why == "another host" and rank == 3:
+        host_memory._opened = lambda path, nonce: None
+    if why == "another file of the name" and rank == 3:
+        opened = host_memory._opened
+        host_memory._opened = lambda path, nonce: opened(path, b"0" * 16)
+    groups = ProcessGroups(world, rank)
+    source, target = layouts("all_reduce")
+    got = convert(conversion(source, target), local(source, (4, 4, 4), rank), rank, groups)
+    return groups.seen((ALL,)).host is None, files(), got
+
+
+@pytest.mark.parametrize("why", ["not wanted by one", "no memory for one", "no memory at all", "another host",
+                                 "another file of the name"])
+def test_all_ranks_leave_it_to_gloo(why: str) -> None:
+    before = files()
+    results = run_ranks(not_shared, WORLD, why)
+    source, target = layouts("all_reduce")
+    shards = [local(source, (4, 4, 4), r) for r in range(WORLD)]
+    expected = convert_shards(conversion(source, target), shards, stepwise=True)
+    for rank, (alone, left, got) in enumerate(results):
+        assert alone and left <= before and torch.equal(got, expected[rank])
+
+
+def leaves_nothing(rank: int, world: int) -> tuple[set[str], int, int]:
+    before = len(os.listdir("/proc/self/fd"))
+    groups = ProcessGroups(world, rank, share=True)
+    groups.seen((ALL,)).host.gather(torch.ones(4))
+    held, left = len(os.listdir("/proc/self/fd")) - before, files()
+    del groups
+    return left, held, len(os.listdir("/proc/self/fd")) - before
+
+
+def test_no_file_and_no_descriptor_is_left() -> None:
+    before = files()
+    for left, held, after in run_ranks(leaves_nothing, WORLD):
+        assert left <= before and held == 2 and after == 0
+
+
+def failing(rank: int, world: int, how: str) -> tuple[str, float, str]:
+    host = SameHost.of(dist.group.WORLD, world, rank, timedelta(seconds=2.5))
+    host.gather(torch.ones(3))
+    begun = time.monotonic()
+    pid = os.fork() if how == "a child" and rank == 1 else -1   # which holds the files of its parent
+    if pid == 0:
+        time.sleep(20)
+        os._exit(0)
+    if rank == 1:
+        if how in ("killed", "a child"):
+            dist.barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "silent":
+            time.sleep(6)
+            return "", 0.0, ""
+    elif how in ("killed", "a child"):
+        dist.barrier()
+    calls: dict[int, Callable[[], Any]] = {1: lambda: host.all_reduce(torch.ones(3), "sum")} if how == "another" else \
+        {1: lambda: host.gather(torch.ones(5))} if how == "longer" else {}
+    said = ["", ""]
+    for k in range(2):
+        try:
+            calls.get(rank, lambda: host.gather(torch.ones(3)))()
+        except RuntimeError as error:
+            said[k] = str(error)
+    return said[0], time.monotonic() - begun, said[1]
+
+
+@pytest.mark.parametrize("how, message", [
+    ("silent", "have not all come for 2 s"),
+    ("another", r"of 4 number 0 for an all-gather of 12 bytes, number 1 for an all-reduce of 12 bytes"),
+    ("longer", r"of 4 number 0 for an all-gather of 12 bytes, number 1 for an all-gather of 20 bytes")])
+def test_ranks_that_do_not_come_or_come_for_something_else(how: str, message: str) -> None:
+    results = run_ranks(failing, WORLD, how)
+    assert re.search(message, results[0][0]), results
+    assert "has failed before" in results[0][2]     # what was written then is not taken for something else
+
+
+@pytest.mark.parametrize("how", ["killed", "a child"])
+def test_the_end_of_a_rank_is_noticed(how: str) -> None:
+    with pytest.raises(RankFailed, match="rank 1 died with exit code -9|process of number 1 of the 4 ranks"):
+        run_ranks(told_of_death, WORLD, how)
+
+
+def told_of_death(rank: int, world: int, how: str) -> None:
+    said, seconds, _ = failing(rank, world, how)
+    assert "process of number 1 of the 4 ranks of a collective has ended" in said and seconds < 2.4, (said, seconds)
+    time.sleep(1)
+    raise RuntimeError(said)
+
+
+def interrupted(rank: int, world: int) -> list[int]:
+    """Signals that come while a rank waits are handled, and it waits on."""
+    host, handled = SameHost.of(dist.group.WORLD, world, rank, WAIT), []
+    signal.signal(signal.SIGALRM, lambda *a: handled.append(1))
+    if rank:
+        signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
+    else:
+        time.sleep(1.0)
+    total = host.all_reduce(torch.ones(3), "sum")
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    assert total[0] == world
+    return handled
+
+
+def test_signals_while_a_rank_waits() -> None:
+    results = run_ranks(interrupted, WORLD)
+    assert all(len(handled) >= 5 for handled in results[1:])
