@@ -23,7 +23,8 @@ from torch import Tensor
 from ranks import run_ranks
 from shardwright.conversion import Conversion, conversion
 from shardwright.layout import Digit, Layout
-from shardwright.runtime.collectives import ProcessGroups, bind_all
+from shardwright.runtime.collectives import bind_all
+from shardwright.runtime.process_groups import ProcessGroups
 
 WORLD, GROUPS = 8, (8, 4, 2)
 KIBIBYTES = (4, 64, 512, 4096, 16384)

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from shardwright.conversion import conversion, through
 from shardwright.layout import Digit, Layout
-from shardwright.runtime import collectives
-from shardwright.runtime.collectives import ProcessGroups, bind_all
+from shardwright.runtime import transport
+from shardwright.runtime.collectives import bind_all
 from shardwright.runtime.joined import _composed as composed
+from shardwright.runtime.process_groups import ProcessGroups
 from shardwright.runtime.scratch import Scratch
 from shardwright.runtime.shards import convert_shards
 from shardwright.runtime.sums import SumInTurns
@@ -100,7 +101,7 @@ def test_every_kind_of_step_by_all_to_alls():
 
 
 def every_pair_by_swaps(rank, world):
-    collectives.SWAPPED = 0
+    transport.SWAPPED = 0
     return every_pair(rank, world, None)
 
 
@@ -123,7 +124,7 @@ def test_the_pairs_hold_every_kind_of_step():
 
 
 def types_and_sizes(rank, world, swapped):
-    collectives.SWAPPED = swapped
+    transport.SWAPPED = swapped
     groups = ProcessGroups(world, rank, share=False)
     out = {}
     for name in ("all_reduce", "all_reduce_of_a_slice", "reduce_scatter_two_dims"):
@@ -141,20 +142,20 @@ def types_and_sizes(rank, world, swapped):
     scattered = {}
     for label, numel, limits in (("gathered", 1 << 10, (1 << 20, 8 << 20)), ("padded", 1001, (0, 8 << 20)),
                                  ("scattered", 1 << 10, (0, 8 << 20)), ("native", 1 << 10, (0, 0))):
-        collectives.GATHERED_TERMS, collectives.GATHERED_COPIES = limits
+        transport.GATHERED_TERMS, transport.GATHERED_COPIES = limits
         torch.manual_seed(rank)
         x = torch.randn(numel, 1, 1)  # rounds: the order of the sum shows
         scattered[label] = (x, convert(conversion(source, target), x, rank, groups),
                             ended(SumInTurns((ALL,), groups)(x.flatten().clone())))
     pair = ended(SumInTurns((A,), groups)(x.flatten().clone()))
-    collectives.RING = 0
+    transport.RING = 0
     rings = [(x, convert(conversion(source, target), x, rank, groups),
               ended(SumInTurns((ALL,), groups)(x.flatten().clone())))
              for x in (torch.randn(1001, 1, 1), torch.randn(1001, 1, 1, dtype=torch.float64))]
     return out, scattered, rings, pair
 
 
-@pytest.mark.parametrize("swapped", [0, collectives.SWAPPED])
+@pytest.mark.parametrize("swapped", [0, transport.SWAPPED])
 def test_reductions_types_and_sizes(swapped):
     results = run_ranks(types_and_sizes, WORLD, swapped)
     for (name, reduction, dtype) in results[0][0]:
@@ -190,11 +191,11 @@ def reduced_and_sliced(rank, world):
             source = Layout.of(WORLD, ((), (), ()), partial)
             found = through(source, source.without_partial(), Layout.of(WORLD, target))
             assert [step.kind for step in found.steps] == ["all_reduce", "slice"]
-            for collectives.GATHERED_TERMS in (0, 1 << 20):
+            for transport.GATHERED_TERMS in (0, 1 << 20):
                 steps = bind_all(found, (8, 4, 12), rank, groups := ProcessGroups(world, rank, share=False))
                 assert len(steps) == 1 and groups.exchanges
                 x = local(source, (8, 4, 12), rank)
-                out[name, partial, collectives.GATHERED_TERMS] = steps[0](x)
+                out[name, partial, transport.GATHERED_TERMS] = steps[0](x)
     return out
 
 
@@ -232,7 +233,7 @@ def exchanged_and_gathered(rank, world):
     for found in pairs_of_exchange_and_gather(40):
         x = local(found.source, (8, 16, 24), rank)
         joined, apart = [], []
-        for results, collectives.GATHERED_PIECES in ((joined, 1 << 20), (apart, 0)):
+        for results, transport.GATHERED_PIECES in ((joined, 1 << 20), (apart, 0)):
             groups = ProcessGroups(world, rank, share=False)
             assert len(bind_all(found, x.shape, rank, groups)) < len(found.steps)
             results.append(convert(found, x, rank, groups))
@@ -279,7 +280,7 @@ def sums_that_ride(rank, world):
     groups = ProcessGroups(world, rank, share=False)
     gathered = conversion(Layout.of(WORLD, ((ALL,), ())), Layout.of(WORLD, ((), ())))
     other = conversion(Layout.of(WORLD, ((A,), ())), Layout.of(WORLD, ((), ())))
-    count, exchange = [0], collectives._exchange
+    count, exchange = [0], transport.exchange
 
     def counted(*args, **kwargs):
         count[0] += 1
@@ -289,7 +290,7 @@ def sums_that_ride(rank, world):
         whole = torch.arange(96).view(12, 8).to(dtype)
         got = convert(found, whole[found.source.slice((12, 8), rank)], rank, groups)
         assert torch.equal(got, whole), (rank, found)
-    collectives._exchange = counted
+    transport.exchange = counted
     torch.manual_seed(rank)
     out = {}
     for name, between in (("together", lambda: gather(gathered)), ("nothing", lambda: None),
@@ -302,7 +303,7 @@ def sums_that_ride(rank, world):
         between()
         taken = not groups.seen((ALL,)).riders
         out[name] = kept, ended(turns), count[0], taken, bool(groups.seen((ALL,)).riders)
-    collectives._exchange = exchange
+    transport.exchange = exchange
     turns = SumInTurns((ALL,), groups)(torch.zeros(3), True)
     next(turns)
     assert groups.seen((ALL,)).riders

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_collectives import ALL, PAIRS, WORLD, A, assert_as_in_one_process, convert, ended, every_pair, layouts, local
+from test_collectives import ALL, WORLD, A, assert_as_in_one_process, convert, ended, every_pair, layouts, local
 
 from shardwright.conversion import conversion
-from shardwright.runtime import collectives, host_memory, same_host
-from shardwright.runtime.collectives import ProcessGroups
+from shardwright.runtime import host_memory, same_host, transport
+from shardwright.runtime.process_groups import ProcessGroups
 from shardwright.runtime.same_host import SameHost
 from shardwright.runtime.shards import convert_shards
 from shardwright.runtime.sums import SumInTurns
@@ -43,7 +43,7 @@ def through_memory(rank: int, world: int, chunk: int) -> dict[Any, torch.Tensor]
         sent.append(group)
         return group
     ProcessGroups.seen = seen
-    collectives._ops = None     # who asks for a collective of the library's fails
+    transport._ops = None     # who asks for a collective of the library's fails
     dist.ProcessGroup.alltoall_base = lambda *a, **k: pytest.fail("Gloo was asked")
     found = every_pair(rank, world, None, True)
     assert sent

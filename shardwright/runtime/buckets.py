@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from ..layout import Digits, digits_size, group_of
-from .collectives import ProcessGroups
 from .fusion import Accumulation, Due, Fusion
 from .gradients import hand_over, keep_unsummed, take_unsummed, unsummed_over
 from .padded import beginning, leaf_of
 from .position import Place, waiting
+from .process_groups import ProcessGroups
 from .scattered import Scatter
 from .sums import SumInTurns
 

@@ -29,8 +29,9 @@ from ..conversion import Conversion, conversion
 from ..errors import SettingError
 from ..layout import Digit, Layout
 from ..plan.costs import Costs
-from .collectives import ProcessGroups, bind_all
+from .collectives import bind_all
 from .init import Runtime
+from .process_groups import ProcessGroups
 
 __all__ = ["Timing", "calibrate", "fit", "levels_of"]
 

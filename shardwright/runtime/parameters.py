@@ -22,11 +22,11 @@ from ..layerwise import is_own
 from ..layout import Digit, Layout
 from ..staging import be_elsewhere
 from .buckets import GradientSums
-from .collectives import ProcessGroups
 from .deferred import materialize, substitute
 from .optimizers import replace_noted
 from .own import leaf_of_slice
 from .padded import slice_in_buffer
+from .process_groups import ProcessGroups
 
 __all__ = ["Place", "ShardedState", "held_layouts", "layout_of", "to_dtensor"]
 

@@ -16,7 +16,6 @@ from ..layout import Layout
 from ..lower import Lowered, lower
 from ..plan.pipelined import PipelinePlan, Stage
 from .buckets import GradientSums
-from .collectives import ProcessGroups
 from .fusion import Accumulation, Fusion
 from .gradients import of_stage
 from .init import Runtime
@@ -24,6 +23,7 @@ from .optimizers import set_empty_aside
 from .parameters import Place, ShardedState
 from .pipeline import PipelineProgram, StageBody
 from .pipeline_link import Ranks
+from .process_groups import ProcessGroups
 from .processes import ProcessProgram
 
 __all__ = ["process_pipeline"]

@@ -17,10 +17,11 @@ from ..conversion import Conversion, conversion
 from ..layout import Digits, group_of, merge
 from ..lower import Lowered, extreme, move, sum_of_gradient
 from ..plan.route import Extreme, Move
-from .collectives import Bound, ProcessGroups, bind_all
+from .collectives import Bound, bind_all
 from .calls import plain_function
 from .local import ties
 from .position import Place, noted
+from .process_groups import ProcessGroups
 from .scattered import Scatter
 from .recompute import Regions, Run, Saver, keep
 from .unkept import Unkept

@@ -139,7 +139,7 @@ def _on_processes(lowered: Lowered, holder: nn.Module, runtime: Runtime, gradien
                   fusion: Fusion, accumulation: Accumulation, broadcast: bool, compiled: str | None) -> Program:
     # DTensor and the rest take a second to import: a program that runs in one process does without.
     from .buckets import GradientSums
-    from .collectives import ProcessGroups
+    from .process_groups import ProcessGroups
     from .parameters import Place, ShardedState
     from .processes import ProcessProgram
     from .steps import counted

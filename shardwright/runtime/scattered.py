@@ -18,8 +18,9 @@ from ..conversion import Conversion, conversion
 from ..conversion_search import refine
 from ..conversion_steps import digits_value
 from ..layout import Digit, Digits
-from .collectives import ProcessGroups, bind_all
+from .collectives import bind_all
 from .gradients import Unsummed, take_unsummed, unsummed_over
+from .process_groups import ProcessGroups
 
 if TYPE_CHECKING:
     from .buckets import GradientSums

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..layout import Digits
-from . import collectives
-from .collectives import ProcessGroups, Rider, reduced, rings
+from . import transport
+from .process_groups import ProcessGroups, Rider
+from .transport import reduced, rings
 
 __all__ = ["SumInTurns"]
 
@@ -53,7 +54,7 @@ class SumInTurns:
             x.add_(received)
             self._scratch.give(memory)
             yield x
-        elif n * x.nbytes <= collectives.GATHERED_TERMS:
+        elif n * x.nbytes <= transport.GATHERED_TERMS:
             yield from self._gathered(x, rides)
         else:
             yield from self._scattered(x)
@@ -89,11 +90,11 @@ class SumInTurns:
         yield
         work.wait()
         piece, received = reduced(terms.view(n, -1), "sum"), whole  # which has been sent
-        if received.nbytes <= collectives.GATHERED_COPIES:
+        if received.nbytes <= transport.GATHERED_COPIES:
             copies = torch.cat((piece,) * n, out=terms)
             work = group.group.alltoall_base(received, copies, [], [])
         else:
-            work = collectives.all_gather_single(received, piece.contiguous(), group=group.group, async_op=True)
+            work = transport.all_gather_single(received, piece.contiguous(), group=group.group, async_op=True)
         yield
         work.wait()
         self._scratch.give(memory)
