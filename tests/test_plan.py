@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwright as sw
+from shardwright.plan.search import Found
 
 
 class Tutorial(nn.Module):
@@ -173,3 +175,13 @@ def test_a_sum_with_a_bias_is_reduce_scattered_too() -> None:
     plan = sw.plan(Net(), (torch.randn(16, 16),), devices=8)
     forward = [c for c in plan.collectives(0) if c.phase == "forward" and c.operator != "output"]
     assert [(c.op, c.ranks, c.operator) for c in forward] == [("reduce_scatter", (0, 1, 2, 3), "down")]
+
+
+def test_no_more_is_proved_than_the_search_has_proved() -> None:
+    sw.init(devices=2)
+    net = nn.Linear(4, 4)
+    sw.shard(net, ((2, 1), (1, 1)))
+    plan = sw.plan(net, (torch.ones(4, 4),), devices=2)
+    for factor, bound, expected in ((2.0, 1.5, 0.25), (1.0, 0.75, 0.25), (0.5, 0.25, 0.75), (2.0, 2.0, 0.0)):
+        found = Found(factor * plan.cost, bound * plan.cost, 1, 1)
+        assert replace(plan, found=found).gap == pytest.approx(expected), factor

@@ -81,6 +81,16 @@ def test_the_whole_of_gpt3_on_1024_devices_of_a_file(tmp_path: Path, capsys: pyt
 
 
 @pytest.mark.long
+def test_the_whole_of_gpt3_within_the_memory_of_a_device(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """What the search reckons with is what the program holds: else it is asked for less, and ends further from its bound."""
+    limit = sw.Cluster.of("h200x8x128").memory
+    plan = written_plan(tmp_path / "script.py", 96, capsys, "--devices", 1024, "--cluster", "h200x8x128", "--memory",
+                        "cluster")
+    assert plan.devices == 1024 and plan.found.limit == limit and 0.98 * limit < plan.peak <= limit
+    assert plan.bound < plan.cost and plan.gap <= 1e-3 and plan.regions and plan.hsdp is not None
+
+
+@pytest.mark.long
 def test_a_script_s_gpt3_on_16384_devices(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Two of its layers; within the memory of a device."""
     limit = sw.Cluster.of("h200x8x2048").memory

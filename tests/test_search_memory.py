@@ -20,6 +20,7 @@ from shardwright.plan.decision import feeding
 from shardwright.plan.dynamic import dynamic_programming
 from shardwright.plan.exact import solve
 from shardwright.plan.fitting import CUT, MOST_TRIES, TooLittleMemoryError, _Fitting, fit, fits
+from shardwright.plan.holding import holding
 from shardwright.plan.memory import Timeline
 from shardwright.plan.problem import Problem, Solution
 from shardwright.plan.recursive import recursive_programming
@@ -219,3 +220,25 @@ def test_what_runs_again_reads_what_was_sent(monkeypatch: pytest.MonkeyPatch) ->
     plan = sw.plan(net, (torch.randn(16, 32, 32),), memory=0.9 * free.peak, **given)
     assert plan.peak <= 0.9 * free.peak and seen
     assert all(held <= reckoned for held, reckoned in seen)
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.norm, self.up, self.down, self.drop = nn.LayerNorm(width), nn.Linear(width, width), nn.Linear(width, width), \
+            nn.Dropout(0.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+def test_what_gives_its_input_back_runs_again_with_what_reads_it() -> None:
+    """A dropout of nothing is no view by its schema: left out, what it gives back would be kept."""
+    net = nn.Sequential(*(Residual() for _ in range(2)))
+    graph = capture(net, (torch.randn(64, 16), torch.randn(64, 16)), None, loss_fn=nn.MSELoss())
+    fed = feeding(graph, 2, "full_batch")
+    search = Search.of(graph, 2, fed, Costs(cluster(2), 2))
+    held = holding(search.energy(search.options(), cut=CUT), fed, search.carries, 1e12, 8.0)
+    dropouts = {op.name for op in graph.ops if "dropout" in op.name}
+    again = [names for names in held.remade.values() if any(name.startswith("add") for name in names)]
+    assert again and all(dropouts & set(names) for names in again)

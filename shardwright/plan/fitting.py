@@ -2,9 +2,9 @@
 
     minimise the energy with what is kept (`holding`) within a limit; check the plan's own peak (`memory.timeline`)
 
-The problem reckons with each tensor at one end of a conversion at a time, the program with both: where its peak is
-above the limit, the problem is solved again with so much less, at last with the least that it can do with. So a plan
-that is given fits; and if none is, the least memory that is named is that of a plan which was made.
+The problem may reckon with a little less than the program holds (`holding`): where the program's peak is above the
+limit, the problem is solved again with so much less, at last with the least that it can do with. So a plan that is
+given fits; and if none is, the least memory that is named is that of a plan which was made.
 """
 
 from __future__ import annotations

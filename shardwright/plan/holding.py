@@ -11,11 +11,13 @@
     dropped     what is made again: from the backward of the end of its segment
     gathered    a parameter that is stored cut: from its first use to its last backward, or only around either
     backward    gradients of inputs while an operator's backward runs; of an output from its last reader's on
+    inside      what an operator of several instructions makes on the way, and its gradients (`inside.py`)
 
 The estimate is that of `memory.timeline` where nothing is converted or dropped, but that a view of what is kept may
 count once more. It is above where a value is dropped, for longer than need be, and where an inner one is sent that is
-not dropped after all, or sent twice on its way; and may be a little below in the forward where one is converted that a
-single operator reads, whose two ends are not counted at the same moment.
+not dropped after all, or sent twice on its way. It may be a little below where one is converted in the forward that a
+single operator reads, which is no view, whose two ends are not counted at the same moment; and where a weight that is
+gathered for the backward only is gathered earlier there, for what runs again.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from .energy import Energy
 from .keep_states import DROPPED, KEPT, Keeping, KeepStates
 from .operator_memory import OperatorMemory
 from .problem import Problem, Usage
+from .recompute import hands_on
 from .segments import segments_of
 from .storage import OptimizerParallel
 
@@ -48,7 +51,8 @@ class Holding:
         kept: by value, the node of what is kept of it.
         states: by value, that node's states.
         segments: by operator, the segment of the program that it is in.
-        remade: by value that may be dropped, the operators that then run again; a view comes with what it views.
+        remade: by value that may be dropped, the operators that then run again; what `recompute.hands_on` says of comes
+            with what it views.
     """
 
     energy: Energy
@@ -190,7 +194,14 @@ class _Holder:
         grads = self.grads
         if grads:
             self.use(node, here, self.back(here) + 1, self.memory.own(op), "activations")
+        forward, backward = self.memory.inside(op)
+        self.use(node, here, here + 1, forward, "activations")
+        if grads:
+            self.use(node, self.back(here), self.back(here) + 1, backward, "backward")
         if self.memory.is_view(op):
+            for index, value in enumerate(op.inputs):
+                if grads and value.requires_grad and value.name in self.energy.shared:
+                    self.use(node, self.back(here), self.back(here) + 1, self.memory.wanted(op, index, value), "backward")
             return
         for value, index in {v.name: (v, i) for i, v in reversed(list(enumerate(op.inputs)))}.values():
             if value.name not in self.memory.made_by:
@@ -232,6 +243,8 @@ class _Holder:
             if shared is None and not ends and not self.memory.is_view(readers[0][0]):  # on its way it is there twice
                 self.use((node, self.energy.operators[readers[0][0].name]), start - 1, start, self.keeping.sent_back(value),
                          "backward")
+        if shared is None and not ends and readers and self.memory.is_view(readers[0][0]):
+            self.viewed(op, k, value, readers[0][0])
         if shared is not None:
             self.copies(value, shared, readers)
             self.held_for_several(value, shared, here, min(places), self.end if ends else last + 1)
@@ -249,6 +262,15 @@ class _Holder:
             (reader, _), = readers
             self.use((node, self.energy.operators[reader.name]), last + (not self.memory.is_view(reader)),
                      self.back(last), resent, "activations")
+
+    def viewed(self, op: Op, k: int, value: Value, view: Op) -> None:
+        """What a view reads: both ends of a conversion to it are there while it is sent, and the gradient of what it reads
+        with that of what it makes, or with that of what was sent."""
+        nodes, at = (self.energy.operators[op.name], self.energy.operators[view.name]), self.place[view.name]
+        if not self.memory.saves_output(op, k):
+            self.use(nodes, at, at + 1, self.keeping.sent(value), "activations")
+        if self.grads and value.requires_grad:
+            self.use(nodes, self.back(at), self.back(at) + 1, self.keeping.viewed_back(value), "backward")
 
     def held_for_several(self, value: Value, node: int, here: int, first: int, stop: int) -> None:
         states = self.energy.shares[value.name]
@@ -351,7 +373,8 @@ class _Holder:
         moved = {name: {v: number[node] for v, node in getattr(energy, name).items()}
                  for name in ("operators", "parameters", "shared")}
         made = Problem(tuple(costs), edges, tuple(names), tuple(usages), self.limit)
-        views = {op.name for op in self.graph.ops if self.memory.is_view(op)}
+        # a dropout of nothing gives back its input too, but no region takes it along: it has to be said
+        views = {op.name for op in self.graph.ops if self.memory.is_view(op) and hands_on(op.target)}
         remade = {v: tuple(op.name for op in ops if op.name not in views) for v, ops in self.keeping.remade.items()}
         nodes = {v: number["kept", v] for v in kept}
         return Holding(replace(energy, problem=made, **moved), nodes, kept, self.segments, remade)

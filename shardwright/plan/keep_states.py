@@ -199,6 +199,20 @@ class KeepStates:
             return 0.0 if left.without_partial() == want else float(self.memory.bytes_of(value, left))
         return self._of_both(value, "sent back", count)
 
+    def sent(self, value: Value) -> np.ndarray:
+        """Bytes of a value that one operator reads, as its maker leaves it, where it is sent to that reader: by state of
+        who makes and of who reads it."""
+        return self._of_both(value, "sent", lambda left, want: 0.0 if left == want else
+                             float(self.memory.bytes_of(value, left)))
+
+    def viewed_back(self, value: Value) -> np.ndarray:
+        """Bytes of the gradient of a value that a view reads, the larger one of its two ends where it is sent: by state of
+        who makes and of who reads it."""
+        def count(left: Layout, want: Layout | None) -> float:
+            ends = {left.without_partial()} | ({want} if want is not None else set())
+            return float(max(self.memory.bytes_of(value, layout) for layout in ends))
+        return self._of_both(value, "viewed back", count)
+
     def _of_both(self, value: Value, what: str, count: Callable[[Layout, Layout | None], float]) -> np.ndarray:
         """By state of who makes and of who reads a value: a number of how it is left and how it is asked for."""
         memory = self.memory

@@ -17,9 +17,9 @@ from ..graph import SEED
 from ..layout import Layout
 from .footprint import Footprint
 from .route import Compute, Instance, Move, Ref
-from .saved import saved_by
+from .saved import Saved, saved_by
 
-__all__ = ["Keeps", "keeps", "saved_inputs"]
+__all__ = ["Keeps", "keeps", "saved_inputs", "saved_inside"]
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,13 @@ def saved_inputs(footprints: Sequence[Footprint]) -> frozenset[int]:
     return keeps(footprints[0]).inputs
 
 
+def saved_inside(footprint: Footprint) -> tuple[Saved, ...]:
+    """What each of its instructions saves."""
+    return _saved(_Program(footprint))
+
+
 @lru_cache(maxsize=1 << 16)
-def _keeps(program: _Program) -> Keeps:
+def _saved(program: _Program) -> tuple[Saved, ...]:
     footprint = program.footprint
     fed = {i.name: i for i in footprint.fed}
     others = {}
@@ -81,10 +86,19 @@ def _keeps(program: _Program) -> Keeps:
         others.update((o.name, o) for o in made if o is not None)
     routed = SimpleNamespace(inputs=tuple(fed.values()), parameters={}, buffers={}, constants={},
                              seed=_seed(footprint, {*fed, *others}), instructions=footprint.program)
+    return tuple(saved_by(routed))  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=1 << 16)
+def _keeps(program: _Program) -> Keeps:
+    footprint = program.footprint
+    fed = {i.name: i for i in footprint.fed}
+    others = {o.name: o for i in footprint.program for o in (i.outputs if isinstance(i, Compute) else (i.target,))
+              if o is not None}
     root = {name: name for name in fed}
     out: set[str] = set()
     own = 0
-    for i, saved in zip(footprint.program, saved_by(routed)):  # type: ignore[arg-type]
+    for i, saved in zip(footprint.program, _saved(program)):
         views = dict(saved.views)
         if isinstance(i, Move) and not i.forward.steps:
             views[i.target.name] = i.source.name

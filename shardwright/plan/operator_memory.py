@@ -3,6 +3,7 @@
     left      of an output, as it is left, its sum completed
     wanted    of an input, as it is asked for
     own       what the backward wants that is neither
+    inside    what is there beyond all these, forward and backward, while the operator's own instructions run
 
 Which inputs and outputs a backward wants is asked of an operator's first strategy: it is the same for all. Everything
 is worked out once for operators that share their footprints, and is then one object.
@@ -20,6 +21,7 @@ from ..graph import Op, Value
 from ..layout import Layout
 from .energy import Energy
 from .footprint import Footprint
+from .inside import inside
 from .keeping import Keeps, keeps
 
 __all__ = ["OperatorMemory"]
@@ -71,6 +73,17 @@ class OperatorMemory:
             none = not first.own and plain[0]
             return np.array([0 if none and one else keeps(p).own for p, one in zip(prints, plain)], dtype=np.float64)
         return self.once(("own", id(prints)), count)
+
+    def inside(self, op: Op) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes that are there while it runs beyond what it reads, leaves and keeps, in the forward and in the backward: of
+        operators of several instructions, by strategy."""
+        prints = self.prints(op)
+        given = frozenset(i for i, v in enumerate(op.inputs) if v.name not in self.made_by)
+
+        def count() -> tuple[np.ndarray, np.ndarray]:
+            found = np.array([inside(p, given) for p in prints], dtype=np.float64)
+            return np.ascontiguousarray(found[:, 0]), np.ascontiguousarray(found[:, 1])
+        return self.once(("inside", id(prints), given), count)
 
     def saves_input(self, op: Op, index: int) -> bool:
         same = {i for i, v in enumerate(op.inputs) if v.name == op.inputs[index].name}

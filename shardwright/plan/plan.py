@@ -270,9 +270,13 @@ class Plan:
 
     @property
     def bound(self) -> float | None:
-        """What any other plan is priced at least by the search that made this one (`Found.bound`), and never above `cost`;
-        None: nothing was proved."""
-        return None if self.found is None or self.found.bound is None else min(self.found.bound, self.cost)
+        """What any other plan is priced at least by the search that made this one (`Found.bound`); None: nothing was proved.
+        Where the search prices this plan above `cost`, as much below `cost` as its bound is below its own price: the search
+        has proved no more."""
+        if self.found is None or self.found.bound is None:
+            return None
+        above = self.found.cost > self.cost
+        return min(self.found.bound * self.cost / self.found.cost, self.cost) if above else min(self.found.bound, self.cost)
 
     @property
     def gap(self) -> float | None:

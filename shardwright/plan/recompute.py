@@ -20,7 +20,7 @@ from ..graph import Graph, Recompute
 from .route import Compute, Extreme, Instance, Move, Ref, Routed
 from .saved import saved_by
 
-__all__ = ["Recomputed", "Region", "regions_of", "started"]
+__all__ = ["Recomputed", "Region", "hands_on", "regions_of", "started"]
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class _Regions:
 
     def single(self, call: int) -> bool:
         """Whether a region is one operator, views aside."""
-        computes = {i.operator for i in self.instructions if isinstance(i, Compute) and not _is_view(i)
+        computes = {i.operator for i in self.instructions if isinstance(i, Compute) and not hands_on(i.target)
                     and i.operator in self.said and self.said[i.operator].call == call}
         return len(computes) == 1
 
@@ -139,7 +139,7 @@ class _Regions:
 
     def follows(self, instruction: Any, reads: tuple[str, ...]) -> int | None:
         """The region whose results a conversion or a view hands on: dropped with them, where they are dropped everywhere."""
-        if isinstance(instruction, Compute) and not _is_view(instruction) or not reads:
+        if isinstance(instruction, Compute) and not hands_on(instruction.target) or not reads:
             return None
         calls = {self.member[self.maker[n]] if n in self.maker else None for n in reads}
         call = calls.pop()
@@ -196,7 +196,7 @@ class _Regions:
         return call
 
 
-def _is_view(instruction: Compute) -> bool:
-    """Whether what an operator makes may lie in the memory of its one input."""
-    schema = getattr(instruction.target, "_schema", None)
+def hands_on(target: Any) -> bool:
+    """Whether what an operator makes may lie in the memory of its one input, as its schema says."""
+    schema = getattr(target, "_schema", None)
     return schema is not None and len(schema.returns) == 1 and schema.returns[0].alias_info is not None

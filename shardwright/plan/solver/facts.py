@@ -10,10 +10,32 @@ from collections.abc import Mapping
 
 import numpy as np
 
-__all__ = ["FEW", "SPARSE", "Facts"]
+__all__ = ["FEW", "SPARSE", "Facts", "slices"]
 
 FEW = 0.5  # the share of different columns up to which a table is worth going through by these
 SPARSE = 0.25  # the share of finite entries up to which a table is worth going through by what it allows
+SAMPLE = 8  # entries along each further dim that are looked at first, to tell slices apart
+
+
+def slices(table: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray | None]:
+    """A table with each different slice along a dim once, and which of these each one was; the table itself and None where
+    few are equal. Nothing is remembered: it is for large tables that are made and gone."""
+    rows = np.moveaxis(table, axis, 0)
+    some = rows[(slice(None), *(slice(None, None, max(1, size // SAMPLE)) for size in rows.shape[1:]))]
+    alike: dict[bytes, list[int]] = {}
+    first: list[int] = []
+    which = np.empty(len(rows), np.int64)
+    for n, row in enumerate(some):
+        found = alike.setdefault(row.tobytes(), [])
+        same = next((k for k in found if np.array_equal(rows[first[k]], rows[n])), None)
+        if same is None:
+            same = len(first)
+            first.append(n)
+            found.append(same)
+            if len(first) > FEW * len(rows):
+                return table, None
+        which[n] = same
+    return np.ascontiguousarray(table.take(first, axis=axis)), which
 
 
 class Facts:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .facts import SPARSE, Facts
+from .facts import SPARSE, Facts, slices
 
 __all__ = ["Shapes", "Tables"]
 
@@ -68,6 +68,11 @@ class Tables:
                 few, which = self.facts.columns(table, where.index(alone[0]))
                 if which is not None:
                     table, spread[alone[0]] = few, which
+            elif len(where) > 2 and table.size > AT_ONCE:
+                for dim in alone:
+                    table, which = slices(table, where.index(dim))
+                    if which is not None:
+                        spread[dim] = which
             out.append((where, table))
         least = _least(out, dims, self.facts)
         for dim, which in spread.items():
@@ -85,27 +90,29 @@ class Tables:
 
 def _least(parts: Sequence[tuple[tuple[int, ...], np.ndarray]], dims: int, facts: Facts) -> np.ndarray:
     """Tables.least, computed."""
-    aligned: list[tuple[frozenset[int], np.ndarray]] = []  # the dims it has; with all of them, the one that goes first
+    # the dims it has; with all of them, the one that goes first; whether it is a copy, which may be added to in place
+    aligned: list[tuple[frozenset[int], np.ndarray, bool]] = []
     for where, table in parts:
         by_dim = sorted(range(len(where)), key=where.__getitem__)
         shape = [1] * (dims + 1)
         for axis in by_dim:
             shape[where[axis] + 1] = table.shape[axis]
-        aligned.append((frozenset(where), np.ascontiguousarray(table.transpose(by_dim)).reshape(shape)))
+        turned = np.ascontiguousarray(table.transpose(by_dim))
+        aligned.append((frozenset(where), turned.reshape(shape), turned.base is None))
     pairs = [(facts.share(table), where, n) for n, (where, table) in enumerate(parts) if len(where) == 2 and dims > 1]
     found = min(pairs, key=lambda entry: entry[0], default=(1.0, (), -1))
     if found[0] <= SPARSE:
         found = found[0], found[1], aligned[found[2]][1]
     aligned.sort(key=lambda part: -part[1].size)
-    joined: list[tuple[frozenset[int], np.ndarray]] = []
-    for has, table in aligned:  # a table within another is added there: that is less to do than in the joint
-        for n, (more, larger) in enumerate(joined):
+    joined: list[tuple[frozenset[int], np.ndarray, bool]] = []
+    for has, table, own in aligned:  # a table within another is added there: that is less to do than in the joint
+        for n, (more, larger, mine) in enumerate(joined):
             if has <= more:
-                joined[n] = more, larger + table
+                joined[n] = more, np.add(larger, table, out=larger if mine else None), True
                 break
         else:
-            joined.append((has, table))
-    tables = [table for _, table in sorted(joined, key=lambda part: part[1].size)]
+            joined.append((has, table, own))
+    tables = [table for _, table, _ in sorted(joined, key=lambda part: part[1].size)]
     if len(tables) == 1:
         return tables[0].min(axis=0)
     if found[0] <= SPARSE:
