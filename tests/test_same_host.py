@@ -82,7 +82,7 @@ def test_reductions_and_types() -> None:
             assert got.dtype == dtype and torch.equal(got, expected), (name, reduction, dtype, shape)
 
 
-LENGTHS = (1, 3, 15, 16, 17, 63, 64, 65, 127, 128, 129, 257, 1000, 4099)
+LENGTHS = (0, 1, 3, 15, 16, 17, 63, 64, 65, 127, 128, 129, 257, 1000, 4099)
 
 
 def of_many_lengths(rank: int, world: int) -> list[tuple[torch.Tensor, ...]]:
@@ -95,6 +95,7 @@ def of_many_lengths(rank: int, world: int) -> list[tuple[torch.Tensor, ...]]:
         before = x.clone()
         summed, gathered = group.host.all_reduce(x, "sum"), group.host.gather(x)
         mine = group.host.reduce_scatter(torch.cat((x,) * world), "sum")
+        assert torch.equal(group.host.exchange(torch.cat((x,) * world)), gathered)
         assert torch.equal(x, before)
         in_turns = ended(SumInTurns((ALL,), groups)(x.clone()))
         same = group.host.all_reduce(x, "sum", x)

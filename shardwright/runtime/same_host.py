@@ -82,9 +82,10 @@ class SameHost:
             pieces: of which `x` is made, alike and one after the other; as many on every rank. 0: one for each rank.
             sources: which ranks' pieces this one receives, and which of theirs; none: its own one of each.
         """
-        sent = x.view(pieces or self._ranks, -1)
+        pieces = pieces or self._ranks
+        sent = x.view(pieces, len(x) // pieces)
         out = x.new_empty(len(sources) or self._ranks, sent.shape[1])
-        chunk = CHUNK // len(sent) // x.element_size()
+        chunk = CHUNK // pieces // x.element_size()
         for start in range(0, sent.shape[1], chunk):
             part = sent[:, start:start + chunk]
             length = part.shape[1]
@@ -98,7 +99,7 @@ class SameHost:
 
     def reduce_scatter(self, x: Tensor, reduction: str) -> Tensor:
         """This rank's piece of the sum, max or min of everybody's `x`."""
-        sent = x.view(self._ranks, -1)
+        sent = x.view(self._ranks, len(x) // self._ranks)
         out, chunk = x.new_empty(sent.shape[1]), CHUNK // self._ranks // x.element_size()
         for start in range(0, len(out), chunk):
             part = sent[:, start:start + chunk]
