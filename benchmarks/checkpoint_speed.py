@@ -191,8 +191,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     console, results = Console(), Results()
     for devices in args.devices:
         with console.status(f"{devices} processes"), tempfile.TemporaryDirectory(dir=args.folder) as folder:
-            by_rank = run_ranks(partial(race, megabytes=args.megabytes, rounds=5 if args.quick else args.rounds, folder=Path(folder)),
-                                devices, timeout=7200)
+            rounds = 5 if args.quick else args.rounds
+            by_rank = run_ranks(partial(race, megabytes=args.megabytes, rounds=rounds, folder=Path(folder)), devices, timeout=7200)
         for section, times in by_rank[0].items():
             results.times[f"{section}, {devices} processes"] = {
                 name: [1e3 * max(t) for t in zip(*(r[section][name] for r in by_rank))] for name in times}

@@ -95,7 +95,7 @@ def read_extra(text: str) -> Extra:
 
 
 def torch_operator(call: Recorded, extra: Extra) -> Any:
-    """The PyTorch function that is the operator; None where the next issue brings its rule."""
+    """The PyTorch function that is the operator."""
     flags = call.kwargs
     if call.name in ("MatMul", "BatchMatMul"):
         if flags.get("transpose_a"):
@@ -121,7 +121,7 @@ def torch_operator(call: Recorded, extra: Extra) -> Any:
         "Concat": lambda *parts: torch.cat(parts, *call.args),
         "Conv2D": lambda x, w: F.conv2d(x, w, padding=flags["pad_mode"]),
         "MaxPool": lambda x: F.max_pool2d(x, *call.args[:2], ceil_mode=True),  # "same" pads on the right
-    }.get(call.name)
+    }[call.name]
 
 
 class OnParameters(nn.Module):

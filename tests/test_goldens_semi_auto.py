@@ -17,7 +17,6 @@ from one_device import assert_as_one_device
 
 FOLDER = SHARED / "goldens" / "semi_auto"
 CASES = {c["case"]: c for c in json.loads((FOLDER / "operators.json").read_text())["cases"]}
-NEXT_ISSUE = "needs a rule that real models bring: embedding, concatenation"
 HONOURED = {"op_matmul_out_invalid": "one more conversion brings the output to the layout that was asked for",
             "op_layernorm_axis_split": "the statistics of the parts are put together"}
 
@@ -32,25 +31,14 @@ def golden_sent(collectives: list[dict], devices: int) -> float:
     return sum(sent_by_golden(c, devices) for c in collectives if not c["kind"].startswith("gradient sum"))
 
 
-def mark(case: str, wanted: bool) -> object:
-    return pytest.param(case, id=case, marks=[] if wanted else
-                        [pytest.mark.xfail(strict=True, raises=sw.MissingRuleError, reason=NEXT_ISSUE)])
-
-
-def known(case: dict) -> bool:
-    return torch_operator(read_call(case["call"]), read_extra(case["extra"])) is not None
-
-
 ONE_OPERATOR = [c for c in CASES.values() if c["kind"].startswith("one operator")]
 
 
-@pytest.mark.parametrize("name", [mark(c["case"], known(c)) for c in ONE_OPERATOR])
+@pytest.mark.parametrize("name", [c["case"] for c in ONE_OPERATOR])
 def test_one_operator(name: str) -> None:
     case = CASES[name]
     call, extra = read_call(case["call"]), read_extra(case["extra"])
     function = torch_operator(call, extra)
-    if function is None:
-        raise sw.MissingRuleError(f"{call.name} has no rule yet")
     if call.name == "Gather":
         call.out_strategy = left_by_gather(case)
     net = OnParameters(function, eval(case["shapes"]), call, extra.dtypes)

@@ -82,8 +82,8 @@ def _joined(first: Step, shape: tuple[int, ...], second: Step, between: tuple[in
     if digits is None:
         return None
     group = groups.seen(digits)
-    return exchanged_and_gathered(first, second, shape, partial(transport.exchange, group), (bound, bind(second, between, rank, groups)),
-                                  lambda: transport.GATHERED_PIECES)
+    return exchanged_and_gathered(first, second, shape, partial(transport.exchange, group),
+                                  (bound, bind(second, between, rank, groups)), lambda: transport.GATHERED_PIECES)
 
 
 def _slice(geometry: Geometry, rank: int) -> Bound:

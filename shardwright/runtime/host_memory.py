@@ -149,7 +149,7 @@ class HostMemory:
 
 def _all(group: dist.ProcessGroup, ranks: int, mine: Any) -> list[Any]:
     out = [None] * ranks
-    with torch.device("cpu"):
+    with torch.device("cpu"):   # Gloo's own tensors, whatever the default device is
         dist.all_gather_object(out, mine, group=group)
     return out
 
