@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import signal
@@ -250,3 +251,32 @@ def interrupted(rank: int, world: int) -> list[int]:
 def test_signals_while_a_rank_waits() -> None:
     results = run_ranks(interrupted, WORLD)
     assert all(len(handled) >= 5 for handled in results[1:])
+
+
+def first_to_end(rank: int, world: int) -> float:
+    """Rank 0 comes last, and takes long to wake rank 3; by then rank 1 has done all that it had to do, and is gone."""
+    host = SameHost.of(dist.group.WORLD, world, rank, WAIT)
+    host.all_reduce(torch.ones(3), "sum")
+    if rank == 0:
+        time.sleep(0.5)
+        real, posts = host_memory._calls, []
+
+        class Slow:
+            sem_trywait = real.sem_trywait
+
+            def sem_post(self, semaphore: Any) -> None:
+                posts.append(semaphore)
+                if len(posts) == 2 * (world - 1):  # tickets, and then who sleeps, one after the other
+                    time.sleep(2.5)
+                real.sem_post(semaphore)
+
+        host_memory._calls = Slow()
+    total = host.all_reduce(torch.ones(3), "sum")
+    if rank == 1:
+        fcntl.lockf(host._memory._file, fcntl.LOCK_UN, 1, 1)  # as the kernel does when a process ends
+    time.sleep(3.0 if rank == 1 else 0.0)
+    return float(total[0])
+
+
+def test_who_has_come_may_end_before_others_are_woken() -> None:
+    assert run_ranks(first_to_end, WORLD) == [WORLD] * WORLD

@@ -10,7 +10,8 @@ The barrier, of POSIX semaphores that processes share: all but one find a ticket
 who finds none is the last, puts the tickets back, and wakes the others. So every rank but the last sleeps once, which is what
 counts where ranks are more than cores.
 
-Who dies lets go of a lock on the file, which the kernel sees to: those that wait look for that once a second.
+Who dies lets go of a lock on the file, which the kernel sees to: those that wait look for that once a second. Who had
+come before is not missed: the last may have woken it before the others, and it may have had no more to do.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ _LINE = 64
 _NONCE, _TICKETS, _OWN = slice(0, 16), _LINE, 2 * _LINE
 _KINDS = {kind: number for number, kind in enumerate(("all-gather", "all-reduce", "reduce-scatter", "all-to-all"))}
 _LOOK = 1.0     # seconds between two looks for ranks that have died
+_ROUND, _ROUNDS = 1 << 50, 1 << 12  # what is said holds the number of the meeting, which begins again after so many
 
 
 class HostMemory:
@@ -57,7 +59,7 @@ class HostMemory:
         self._memory = mmap.mmap(file, head + 2 * ranks * row_bytes)
         with torch.inference_mode(False):
             self.rows = torch.frombuffer(self._memory, dtype=torch.uint8, offset=head).view(ranks, 2, row_bytes).transpose(0, 1)
-        self.round, self._broken = 0, False
+        self.round, self._broken, self._meetings = 0, False, 0
         weakref.finalize(self, os.close, file)  # which also lets go of the lock
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._tickets = ctypes.c_void_p(start + _TICKETS)
@@ -108,8 +110,8 @@ class HostMemory:
         """
         if self._broken:
             raise RuntimeError("a collective of these ranks has failed before, and they can have no other")
-        self._broken, k, what = True, self.round, nbytes * len(_KINDS) + _KINDS[kind]
-        said, at = self._said, k * self._ranks
+        self._broken, k, self._meetings = True, self.round, (self._meetings + 1) % _ROUNDS
+        said, at, what = self._said, k * self._ranks, self._meetings * _ROUND + nbytes * len(_KINDS) + _KINDS[kind]
         said[at + self._position] = what
         if _calls.sem_trywait(self._tickets):     # none is left: this rank is the last
             for _ in self._others:
@@ -132,13 +134,17 @@ class HostMemory:
         while not _woken(self._mine, _LOOK):
             if time.monotonic() - begun > self._timeout:
                 raise RuntimeError(f"the {self._ranks} ranks of a collective have not all come for {self._timeout:.0f} s")
-            gone = next((k for k in range(self._ranks) if k != self._position and not self._lives(k)), None)
+            gone = next((k for k in range(self._ranks) if not self._lives(k) and not self._came(k)), None)
             if gone is not None:
-                if _woken(self._mine, 0.0):     # it had come before it ended
-                    return
                 raise RuntimeError(f"the process of number {gone} of the {self._ranks} ranks of a collective has ended")
 
+    def _came(self, position: int) -> bool:
+        """Whether a rank has come to this meeting."""
+        return self._said[self.round * self._ranks + position] // _ROUND == self._meetings
+
     def _lives(self, position: int) -> bool:
+        if position == self._position:
+            return True
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, position)
         except OSError:
@@ -155,6 +161,7 @@ def _all(group: dist.ProcessGroup, ranks: int, mine: Any) -> list[Any]:
 
 
 def _spelled(what: int) -> str:
+    what %= _ROUND
     return f"an {list(_KINDS)[what % len(_KINDS)]} of {what // len(_KINDS)} bytes"
 
 
