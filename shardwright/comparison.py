@@ -19,8 +19,8 @@ from .graph import SEED, Graph, Op, Value, map_values
 from .layout import Layout
 from .lower import lower
 from .plan.decision import Feeding
-from .plan.plan import Plan, made_by
-from .plan.route import Compute, Instance, Move
+from .plan.instructions import Compute, Instance, Move, made_by
+from .plan.plan import Plan
 from .rules import expand, has_rule
 from .rules.random import run_on_one
 from .runtime.local import LocalProgram

@@ -17,7 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from .plan.plan import Plan
-from .plan.route import Compute, Extreme, Instance, Move, Ref
+from .plan.instructions import Compute, Extreme, Instance, Move, Ref
 
 __all__ = ["Lowered", "extreme", "lower", "move", "sum_of_gradient"]
 

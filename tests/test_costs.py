@@ -26,7 +26,7 @@ from shardwright.plan.again import Again
 from shardwright.plan.collective_costs import KINDS
 from shardwright.plan.costs import Costs
 from shardwright.plan.recompute import Recomputed
-from shardwright.plan.route import Compute, Extreme, Move, Ref
+from shardwright.plan.instructions import Compute, Extreme, Move, Ref
 from test_conversion import pairs
 
 aten = torch.ops.aten

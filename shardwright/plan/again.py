@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .route import Compute, Move, Routed
+from .instructions import Compute, Move, Routed
 from .saved import saved_by
 
 __all__ = ["Again", "wanted_again"]

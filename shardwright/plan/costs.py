@@ -32,7 +32,7 @@ from ..layout import Digits, digits_size, merge
 from .again import Again
 from .collective_costs import KINDS, Line, collective_lines, links_of
 from .recompute import Recomputed
-from .route import Compute, Extreme, Instance, Move, Ref
+from .instructions import Compute, Extreme, Instance, Move, Ref
 from .work import Work, signature, work_of
 
 __all__ = ["Costs", "Price", "PricedCollective"]

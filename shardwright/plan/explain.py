@@ -30,8 +30,8 @@ from .explain_memory import Priced, Row, Within, as_given, row_above
 from .explain_shares import Share, shares_of
 from .fitting import ENOUGH
 from .pipelined import PipelinePlan
-from .plan import Plan, made_by, read_by
-from .route import Compute
+from .instructions import Compute, made_by, read_by
+from .plan import Plan
 from .search import Search
 
 __all__ = ["Alternative", "Explanation", "Holder", "Row", "Share", "explained", "opened", "shares_of"]

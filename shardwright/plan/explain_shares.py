@@ -7,9 +7,9 @@ from typing import Any
 
 from .again import Again
 from .costs import Costs
-from .plan import Plan, made_by
+from .instructions import Compute, Extreme, Move, made_by
+from .plan import Plan
 from .recompute import Recomputed
-from .route import Compute, Extreme, Move
 
 __all__ = ["Share", "shares_of"]
 

@@ -13,7 +13,8 @@ from typing import Any
 from ..graph import SEED, Graph, Op, map_values
 from ..layout import Layout
 from .decision import Decision, Feeding
-from .route import Compute, Extreme, Instance, Instruction, Router, Use
+from .instructions import Compute, Extreme, Instance, Instruction
+from .route import Router, Use
 
 __all__ = ["Footprint", "footprint", "kind_of_call"]
 

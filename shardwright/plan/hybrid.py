@@ -24,7 +24,7 @@ from ..ops import COLLECTIVES
 from ..rules import bound_rule, expand, find_rule, whole_rule
 from ..rules.registry import local_call
 from .decision import Decision, Feeding, feeding
-from .route import Compute, Instance, Move, Ref, Routed
+from .instructions import Compute, Instance, Move, Ref, Routed
 from .storage import Stored
 
 __all__ = ["OwnPrograms", "decided", "fed_whole", "local_inputs", "own_programs", "with_stacked"]

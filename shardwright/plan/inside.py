@@ -3,21 +3,19 @@
     forward     what it makes on the way, from where it is made to where it is last read
     backward    gradients of that, from the backward of its reader to that of its maker
 
-It is walked as `memory.timeline` walks a whole program, the operator's part of one alone (`footprint`): what it reads
-is taken to go where it is read last, and what it keeps where that is used.
+It is the operator's part of a program alone (`footprint`): what it reads is taken to go where it is read last, and what
+it keeps where that is used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from itertools import accumulate
-from typing import Any
-
-from torch.utils import _pytree as pytree
 
 from .footprint import Footprint
+from .instructions import made_by, reads
 from .keeping import saved_inside
-from .route import Compute, Extreme, Instance, Move, Ref
+from .lives import Lives, waiting
 
 __all__ = ["inside"]
 
@@ -30,87 +28,61 @@ def inside(footprint: Footprint, given: Set[int]) -> tuple[float, float]:
     """
     if len(footprint.program) < 2:
         return 0.0, 0.0
-    walk = _Walk(footprint, given)
-    return walk.forward(), walk.backward()
+    part = _Part(footprint, given)
+    return part.forward(), part.backward()
 
 
-class _Walk:
+class _Part:
     def __init__(self, footprint: Footprint, given: Set[int]) -> None:
         self.program, self.saved = footprint.program, saved_inside(footprint)
-        self.count = len(self.program)
-        self.asked = {i.name: i for k, i in enumerate(footprint.fed) if k not in given}
-        self.apart = {i.name for i in footprint.fed} - self.asked.keys()
-        self.left = {i.name: i for i in footprint.left}
-        self.known = {i.name: i for i in footprint.fed}
-        self.root = {name: name for name in self.known}  # in whose memory it lies
-        self.born = dict.fromkeys(self.asked, 0)
-        self.last: dict[str, int] = dict.fromkeys(self.asked, 0)
-        for place, (instruction, saved) in enumerate(zip(self.program, self.saved)):
-            views = dict(saved.views)
-            if isinstance(instruction, Move) and not instruction.forward.steps:
-                views[instruction.target.name] = instruction.source.name
-            for name in _reads(instruction):
-                self.last[self.root.get(name, name)] = place
-            for made in _makes(instruction):
-                self.known[made.name] = made
-                root = self.root[made.name] = self.root.get(views.get(made.name, ""), made.name)
-                self.born.setdefault(root, place)
-                self.last[root] = place
-        self.kept: dict[str, int] = {}  # what is saved, up to the first instruction that saves it
+        self.own = float(sum(saved.own_bytes for saved in self.saved))
+        self.lives = lives = Lives(footprint.fed, self.program, self.saved)
+        self.asked = {i.name for k, i in enumerate(footprint.fed) if k not in given}
+        self.left = {i.name for i in footprint.left}
+        elsewhere = lives.given - self.asked
+        self.apart = {name for name, root in lives.root.items() if root in elsewhere}
+        self.born = {**dict.fromkeys(self.asked, 0), **lives.born}
+        self.kept: dict[str, int] = {}  # what is saved, and the first instruction that saves it
         for place, saved in reversed(list(enumerate(self.saved))):
-            self.kept.update((self.root.get(name, name), place) for name in saved.values)
-        self.tensors = {name for name in self.born if name not in self.apart}
+            self.kept.update((lives.root[name], place) for name in saved.values if lives.root.get(name) in self.born)
 
-    def bytes_of(self, names: Set[str]) -> float:
-        return float(sum(self.known[name].local_bytes for name in names))
+    def bytes_of(self, names: Iterable[str]) -> float:
+        return float(sum(self.lives.instances[name].local_bytes for name in names))
 
     def grows(self, name: str) -> bool:
         """Whether it has a gradient that is counted here."""
-        return name in self.known and self.root[name] not in self.apart and self.known[name].value.requires_grad
+        return name not in self.apart and self.lives.instances[name].value.requires_grad
 
     def forward(self) -> float:
-        change = [0.0] * (self.count + 1)
-        lefts = {self.root[name] for name in self.left}
-        for name in self.tensors:
-            stays = name in self.kept or name in lefts
-            change[self.born[name]] += self.known[name].local_bytes
-            change[self.count if stays else self.last[name] + 1] -= self.known[name].local_bytes
-        for place, saved in enumerate(self.saved):
-            change[place] += saved.own_bytes
-        whole = self.bytes_of((self.asked.keys() | lefts | self.kept.keys()) & self.tensors)
-        return max(0.0, max(list(accumulate(change))[:-1]) - whole - sum(saved.own_bytes for saved in self.saved))
+        lives, end = self.lives, len(self.program)
+        stays = self.kept.keys() | {lives.root[name] for name in self.left}
+        spans = [(born, end if name in stays else lives.read.get(name, 0) + 1, self.bytes_of([name]))
+                 for name, born in self.born.items()]
+        spans += [(place, end, float(saved.own_bytes)) for place, saved in enumerate(self.saved)]
+        return _beyond(spans, self.bytes_of((self.asked | stays) & self.born.keys()) + self.own)
 
     def backward(self) -> float:
-        own = float(sum(saved.own_bytes for saved in self.saved))
-        kept = {name: place for name, place in self.kept.items() if name in self.tensors}
-        waits = {name: i.local_bytes for name, i in self.left.items() if self.grows(name)}
-        whole = sum(waits.values()) + self.bytes_of(kept.keys()) + own
-        whole += sum(i.local_bytes for name, i in self.asked.items() if i.value.requires_grad and name not in waits)
-        most = 0.0
+        lives, reached = self.lives, {name for name in self.left if self.grows(name)}
+        begin, backward = dict.fromkeys(reached, 0), []
+        until = [0] * len(self.program)  # by instruction, the moment after its backward
         for place, instruction in reversed(list(enumerate(self.program))):
-            makes = [made.name for made in _makes(instruction) if made.name in waits]
-            reads = {name: self.known[name].local_bytes for name in _reads(instruction) if self.grows(name)}
-            if makes:  # a gradient reaches it
-                passes = isinstance(instruction, Move) and \
-                    not (instruction.backward is not None and instruction.backward.steps)
-                there = float(sum(waits.values())) + (0.0 if passes else sum(reads.values()))
-                there += self.bytes_of({name for name, until in kept.items() if until <= place})
-                most = max(most, there + sum(saved.own_bytes for saved in self.saved[:place + 1]))
-                for name in makes:
-                    del waits[name]
-                for name, count in reads.items():
-                    waits.setdefault(name, count)
-        return max(0.0, most - whole)
+            if any(made.name in reached for made in made_by(instruction)):
+                backward.append((len(backward), instruction))
+                reached.update(name for name in reads(instruction) if name in lives.instances and self.grows(name))
+            until[place] = len(backward)
+        spans = [(start, stop, self.bytes_of([name]))
+                 for name, start, stop in waiting(backward, lives.instances, begin, self.grows)]
+        spans += [(0, until[place], self.bytes_of([name])) for name, place in self.kept.items()]
+        spans += [(0, until[place], float(saved.own_bytes)) for place, saved in enumerate(self.saved)]
+        asked = {name for name in self.asked if self.grows(name)}
+        return _beyond(spans, self.bytes_of(begin.keys() | asked) + self.bytes_of(self.kept) + self.own)
 
 
-def _makes(instruction: Any) -> tuple[Instance, ...]:
-    return tuple(o for o in instruction.outputs if o is not None) if isinstance(instruction, Compute) \
-        else (instruction.target,)
-
-
-def _reads(instruction: Any) -> tuple[str, ...]:
-    if isinstance(instruction, Compute):
-        leaves = pytree.tree_leaves((instruction.args, instruction.kwargs))
-        return tuple(dict.fromkeys(leaf.name for leaf in leaves if isinstance(leaf, Ref)))
-    operand = (instruction.operand.name,) if isinstance(instruction, Extreme) else ()
-    return (instruction.source.name, *operand)
+def _beyond(spans: Iterable[tuple[int, int, float]], whole: float) -> float:
+    """What (from, up to, bytes) are at most at one moment, beyond all that is counted in any case."""
+    spans = list(spans)
+    changes = [0.0] * (max((stop for _, stop, _ in spans), default=0) + 1)
+    for start, stop, count in spans:
+        changes[start] += count
+        changes[stop] -= count
+    return max(0.0, max(accumulate(changes)) - whole)

@@ -16,7 +16,8 @@ from torch.utils import _pytree as pytree
 from ..graph import SEED
 from ..layout import Layout
 from .footprint import Footprint
-from .route import Compute, Instance, Move, Ref
+from .instructions import Compute, Instance, Ref
+from .lives import Lives
 from .saved import Saved, saved_by
 
 __all__ = ["Keeps", "keeps", "saved_inputs", "saved_inside"]
@@ -92,24 +93,13 @@ def _saved(program: _Program) -> tuple[Saved, ...]:
 @lru_cache(maxsize=1 << 16)
 def _keeps(program: _Program) -> Keeps:
     footprint = program.footprint
-    fed = {i.name: i for i in footprint.fed}
-    others = {o.name: o for i in footprint.program for o in (i.outputs if isinstance(i, Compute) else (i.target,))
-              if o is not None}
-    root = {name: name for name in fed}
-    out: set[str] = set()
-    own = 0
-    for i, saved in zip(footprint.program, _saved(program)):
-        views = dict(saved.views)
-        if isinstance(i, Move) and not i.forward.steps:
-            views[i.target.name] = i.source.name
-        for o in (i.outputs if isinstance(i, Compute) else (i.target,)):
-            if o is not None:
-                root[o.name] = root[views[o.name]] if views.get(o.name) in root else o.name
-        out |= {root[name] for name in saved.values if name in root}
-        own += saved.own_bytes
-    left = [root[i.name] for i in footprint.left]
+    saved = _saved(program)
+    lives = Lives(footprint.fed, footprint.program, saved)
+    out = {lives.root[name] for one in saved for name in one.values if name in lives.root}
+    left = [lives.root[i.name] for i in footprint.left]
     places = [i.name for i in footprint.fed]
-    own += sum(others[name].local_bytes for name in out if name in others and name not in left)
+    own = sum(one.own_bytes for one in saved)
+    own += sum(lives.instances[name].local_bytes for name in out - lives.given if name not in left)
     return Keeps(frozenset(places.index(n) for n in out if n in places),
                  frozenset(left.index(n) for n in out if n in left and n not in places), own,
                  tuple((k, places.index(n)) for k, n in enumerate(left) if n in places))

@@ -26,8 +26,9 @@ from typing import Any
 from ..errors import SettingError
 from .again import Again
 from .recompute import Recomputed
-from .route import Compute, Extreme, Instance, Move, Routed
-from .saved import Saved, saved_by
+from .instructions import Instance, Move, Routed
+from .lives import Lives, waiting
+from .saved import saved_by
 
 __all__ = ["OPTIMIZERS", "Held", "Timeline", "optimizer_bytes", "peak", "timeline"]
 
@@ -132,16 +133,17 @@ class _Walk:
         self.state = state
         self.count = len(self.instructions)
         self.end = self.count + len(backward)
-        self.saved: list[Saved] = saved_by(routed)
-        self.instances: dict[str, Instance] = {}
-        self.root: dict[str, str] = {}                 # of every tensor, the one in whose memory it lies
-        self.born: dict[str, int] = {}                 # of every root
-        self.read: dict[str, int] = {}                 # ... the last moment of the forward at which it is read
+        self.saved = saved_by(routed)
+        seed = () if routed.seed is None else (routed.seed,)
+        tables = (routed.parameters, routed.buffers, routed.constants)
+        self.lives = Lives((*routed.inputs, *seed, *(i for t in tables for i in t.values())), routed.instructions, self.saved)
+        self.instances, self.root, self.read = self.lives.instances, self.lives.root, self.lives.read
+        for o in (*(o for o in routed.outputs if isinstance(o, Instance)), *routed.updates.values()):
+            self.read[self.root[o.name]] = self.end - 1
         self.out: list[Held] = []
 
     def run(self) -> Timeline:
         self.standing()
-        self.forward()
         self.places = {id(i): self.count + p for p, i in enumerate(self.backward)
                        if not isinstance(i, (Again, Recomputed))}
         self.kept()
@@ -166,29 +168,6 @@ class _Walk:
                 self.hold("gradients", instance.name, 0, self.end, instance.local_bytes)
                 elements = instance.local_bytes // instance.value.dtype.itemsize
                 self.hold("optimizer", instance.name, 0, self.end, elements * self.state)
-
-    def forward(self) -> None:
-        """Which tensors share memory, when each is made and last read."""
-        routed = self.routed
-        seed = () if routed.seed is None else (routed.seed,)
-        tables = (routed.parameters, routed.buffers, routed.constants)
-        for instance in (*routed.inputs, *seed, *(i for t in tables for i in t.values())):
-            self.instances[instance.name] = instance
-            self.root[instance.name] = instance.name
-        self.given = frozenset(self.root)
-        for place, (i, saved) in enumerate(zip(self.instructions, self.saved)):
-            views = dict(saved.views)
-            if isinstance(i, Move) and not i.forward.steps:
-                views[i.target.name] = i.source.name
-            for name in _reads(i):
-                self.read[self.root[name]] = place
-            for made in _makes(i):
-                self.instances[made.name] = made
-                self.root[made.name] = self.root[views[made.name]] if made.name in views else made.name
-                self.born.setdefault(self.root[made.name], place)
-                self.read[self.root[made.name]] = place
-        for o in (*(o for o in routed.outputs if isinstance(o, Instance)), *routed.updates.values()):
-            self.read[self.root[o.name]] = self.end - 1
 
     def kept(self) -> None:
         """How long the backward keeps what the forward made, and what it makes again."""
@@ -230,9 +209,7 @@ class _Walk:
                 for name in region.inputs:
                     needs(name, begun[id(region)])
         gathered = {i.target.name for i in self.instructions if isinstance(i, Move) and i.cause == "parameter"}
-        for root, born in self.born.items():
-            if root in self.given:
-                continue
+        for root, born in self.lives.born.items():
             nbytes = self.instances[root].local_bytes
             kind = "gathered" if root in gathered else "activations"
             self.hold(kind, root, born, max(self.read[root], stays.get(root, 0)) + 1, nbytes)
@@ -243,32 +220,11 @@ class _Walk:
 
     def gradients(self) -> None:
         """Of the tensors in between: those that wait for their maker's backward, and those that are made."""
-        waits = {o.name: self.count for o in self.routed.outputs if isinstance(o, Instance) and o.value.requires_grad}
-        for p, i in enumerate(self.backward):
-            if isinstance(i, (Again, Recomputed)):
-                continue
-            at = self.count + p
-            for made in _makes(i):
-                if made.name in waits:
-                    self.hold("backward", made.name, waits.pop(made.name), at + 1, made.local_bytes)
-            passes = isinstance(i, Move) and not (i.backward is not None and i.backward.steps)
-            for name in dict.fromkeys(_reads(i)):
-                instance = self.instances[name]
-                if not instance.value.requires_grad or self.root[name] in self.given:
-                    continue                       # a parameter's own gradient is always there
-                if not passes:
-                    self.hold("backward", name, at, at + 1, instance.local_bytes)
-                waits.setdefault(name, at + 1)
+        begin = {o.name: self.count for o in self.routed.outputs if isinstance(o, Instance) and o.value.requires_grad}
+        backward = [(self.count + p, i) for p, i in enumerate(self.backward) if not isinstance(i, (Again, Recomputed))]
 
+        def grows(name: str) -> bool:  # a parameter's own gradient is always there
+            return self.instances[name].value.requires_grad and self.root[name] not in self.lives.given
 
-def _makes(instruction: Any) -> tuple[Instance, ...]:
-    return tuple(o for o in instruction.outputs if o is not None) if isinstance(instruction, Compute) \
-        else (instruction.target,)
-
-
-def _reads(instruction: Any) -> tuple[str, ...]:
-    if isinstance(instruction, Compute):
-        from .plan import read_by  # which asks for this walk
-        return read_by(instruction)
-    operand = (instruction.operand.name,) if isinstance(instruction, Extreme) else ()
-    return (instruction.source.name, *operand)
+        for name, start, stop in waiting(backward, self.instances, begin, grows):
+            self.hold("backward", name, start, stop, self.instances[name].local_bytes)

@@ -23,7 +23,7 @@ from .chosen import Alternative, Chosen
 from .crossing import sender
 from .micro import Micro
 from .plan import Collective, OperatorPlan, ParameterPlan, Plan, backward_collectives, forward_collectives, short_hash
-from .route import Instance
+from .instructions import Instance
 from .stages import Source
 
 __all__ = ["PipelinePlan", "Stage", "StageParameter", "Transfer"]

@@ -13,22 +13,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch.utils import _pytree as pytree
-
 from ..cluster import Cluster
 from ..conversion import Conversion
 from ..errors import PlanError
 from ..graph import Graph, Value
 from ..layout import Layout, group_of
+from .again import Again, wanted_again
 from .costs import Costs, Price
 from .decision import Decision, Feeding
-from .padding import true_slice
-from .again import Again, wanted_again
 from .hybrid import OwnPrograms, own_programs
+from .instructions import Compute, Extreme, Instance, Move, Routed, made_by, read_by
 from .memory import Timeline, optimizer_bytes, timeline
+from .padding import true_slice
 from .recompute import Recomputed, Region, regions_of, started
+from .route import route
 from .search import Found
-from .route import Compute, Extreme, Instance, Move, Ref, Routed, route
 from .storage import OptimizerParallel
 
 if TYPE_CHECKING:
@@ -394,23 +393,9 @@ def short_hash(lines: Iterable[str]) -> str:
     return text.hexdigest()[:16]
 
 
-def made_by(instruction: Any) -> tuple[Instance, ...]:
-    """What an instruction makes."""
-    return tuple(o for o in instruction.outputs if o is not None) if isinstance(instruction, Compute) \
-        else (instruction.target,)
-
-
 def _gathers(instruction: Any) -> bool:
     """Whether an instruction brings a parameter from its storage to its use."""
     return isinstance(instruction, Move) and instruction.cause == "parameter" and bool(instruction.forward.collectives)
-
-
-def read_by(instruction: Any) -> tuple[str, ...]:
-    """The names of the tensors that an instruction's gradient goes to, in the order of the call, each once."""
-    if not isinstance(instruction, Compute):
-        return (instruction.source.name,)
-    leaves = pytree.tree_leaves((instruction.args, instruction.kwargs))
-    return tuple(dict.fromkeys(leaf.name for leaf in leaves if isinstance(leaf, Ref)))
 
 
 def conversion_collectives(steps: Conversion, shape: tuple[int, ...], value: Value, phase: str, cause: str,

@@ -17,7 +17,7 @@ from typing import Any
 from torch.utils import _pytree as pytree
 
 from ..graph import Graph, Recompute
-from .route import Compute, Extreme, Instance, Move, Ref, Routed
+from .instructions import Compute, Extreme, Instance, Move, Ref, Routed
 from .saved import saved_by
 
 __all__ = ["Recomputed", "Region", "hands_on", "regions_of", "started"]

@@ -9,7 +9,6 @@ transpose is the backward. The steps found here are what is priced, what is prin
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -25,112 +24,11 @@ from ..rules import Assignment, Bound, Rule, expand
 from ..rules.registry import local_call
 from .crossing import handed_on
 from .decision import Decision, Feeding, output_layouts
+from .instructions import Compute, Extreme, Instance, Instruction, Move, Ref, Routed
 from .padding import Piece, pad
 from .storage import OptimizerParallel, Stored, stored_layouts
 
-__all__ = ["Compute", "Extreme", "Instance", "Move", "Ref", "Routed", "Router", "Use", "brought", "completed_first", "route",
-           "wanted_in_two"]
-
-
-@dataclass(frozen=True)
-class Ref:
-    """An argument of a local call: the tensor of that name."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class Instance:
-    """A value in one layout, under a name of its own in the local program."""
-
-    name: str
-    value: Value
-    layout: Layout
-
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        return self.layout.local_shape(self.value.shape)
-
-    @property
-    def local_bytes(self) -> int:
-        """Bytes that a rank's slice takes."""
-        return math.prod(self.local_shape) * self.value.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class Compute:
-    """A local operator: ``outputs = target(*args, **kwargs)`` with `Ref`s for tensors."""
-
-    op: Op
-    target: Any
-    args: tuple
-    kwargs: dict[str, Any]
-    outputs: tuple[Instance | None, ...]
-    operator: str          # the operator of the user's program that it works for
-
-
-@dataclass(frozen=True)
-class Move:
-    """A conversion of one value; `backward` is None where no gradient flows.
-
-    Args:
-        cause: "operator" (it completes an operator's partial sum), "conversion", or "parameter".
-        operator: the operator that asks for it.
-        producer: the operator that made the value, and left its sum open if it is; "" for what is fed or stored.
-        again: it is a stored weight's, and the result is not kept for the backward but made again there.
-    """
-
-    source: Instance
-    target: Instance
-    forward: Conversion
-    backward: Conversion | None
-    cause: str
-    operator: str
-    producer: str = ""
-    again: bool = False
-
-
-@dataclass(frozen=True)
-class Extreme:
-    """A maximum or minimum over ranks. Its gradient goes to the ranks that hold it, shared among ties as on one device.
-
-    Args:
-        operand: what the operator reduced, and which of its local dims.
-    """
-
-    source: Instance
-    target: Instance
-    forward: Conversion
-    operand: Instance
-    dims: tuple[int, ...]
-    backward: Digits | None
-    operator: str
-
-
-Instruction = Compute | Move | Extreme
-
-
-@dataclass(frozen=True)
-class Routed:
-    """A program for all ranks alike: instructions in order, and where its values come from and go to.
-
-    Attributes:
-        stored: how each parameter is stored.
-        used: in which layout the operators ask for each parameter.
-    """
-
-    devices: int
-    inputs: tuple[Instance, ...]
-    parameters: dict[str, Instance]
-    buffers: dict[str, Instance]
-    constants: dict[str, Instance]
-    instructions: tuple[Instruction, ...]
-    outputs: tuple[Any, ...]                 # an Instance, or a plain constant
-    updates: dict[str, Instance]
-    notes: tuple[str, ...]
-    stored: dict[str, Stored]
-    used: dict[str, Layout]
-    seed: Instance | None = None             # of the random numbers, if any are drawn
+__all__ = ["Router", "Use", "brought", "completed_first", "route", "wanted_in_two"]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
-from .route import Compute, Extreme, Instance, Ref, Routed
+from .instructions import Compute, Extreme, Instance, Ref, Routed
 
 __all__ = ["Saved", "saved_by"]
 

@@ -27,7 +27,8 @@ from ..errors import SettingError
 from ..schedules import Action, Schedule, check, forward_only, schedule
 from .costs import Costs
 from .crossing import between
-from .plan import Plan, made_by
+from .instructions import made_by
+from .plan import Plan
 
 if TYPE_CHECKING:
     from .pipelined import PipelinePlan, Transfer

@@ -24,7 +24,8 @@ from ..graph import Graph, Recompute
 from .balance import Way
 from .costs import Costs
 from .crossing import between
-from .plan import Plan, made_by
+from .instructions import made_by
+from .plan import Plan
 from .units import Units
 
 __all__ = ["UnitPrices", "all_recomputed", "recomputed", "unit_prices"]

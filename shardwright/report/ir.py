@@ -21,8 +21,8 @@ from ..layout import Layout, group_of
 from ..plan.again import Again
 from ..plan.recompute import Recomputed
 from ..plan.pipelined import PipelinePlan
-from ..plan.plan import Plan, backward_collectives, forward_collectives, made_by, read_by
-from ..plan.route import Compute, Extreme, Instance, Move
+from ..plan.instructions import Compute, Extreme, Instance, Move, made_by, read_by
+from ..plan.plan import Plan, backward_collectives, forward_collectives
 from .ir_text import (
     Numbers, arguments, header, held_lines, layout_text, results_lines, sources, types_text, where, written_line,
 )

@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..plan.pipelined import PipelinePlan, Stage, Transfer
-from ..plan.plan import read_by
-from ..plan.route import Compute
+from ..plan.instructions import Compute, read_by
 from ..rules.send import send
 from .ir import BEGIN, Execute, begin_lines
 from .ir_text import header, held_lines, results_lines, written_line

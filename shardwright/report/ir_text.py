@@ -15,7 +15,7 @@ from ..plan.graph_document import dtype_word
 from ..plan.padding import true_slice
 from ..plan.pipelined import PipelinePlan
 from ..plan.plan import Plan
-from ..plan.route import Instance, Ref
+from ..plan.instructions import Instance, Ref
 
 __all__ = ["Numbers", "arguments", "header", "held_lines", "layout_text", "results_lines", "sources", "types_text",
            "where", "written_line"]

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from ..graph import Op, Value
 from ..layout import Digit, Layout
-from ..plan.route import Compute
+from ..plan.instructions import Compute
 from ..rules import bound_rule, find_rule
 from ..rules.generator import PLAIN
 from ..rules.loss import SUM

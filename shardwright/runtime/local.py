@@ -20,7 +20,7 @@ from ..conversion import Conversion, conversion
 from ..layout import Layout
 from ..lower import Lowered, extreme, move, sum_of_gradient
 from ..plan.padding import amounts
-from ..plan.route import Extreme, Instance, Move
+from ..plan.instructions import Extreme, Instance, Move
 from .calls import Call
 from .recompute import Regions, keep
 from .shards import assemble, scatter

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from ..conversion import Conversion, conversion
 from ..layout import Digits, group_of, merge
 from ..lower import Lowered, extreme, move, sum_of_gradient
-from ..plan.route import Extreme, Move
+from ..plan.instructions import Extreme, Move
 from .collectives import Bound, bind_all
 from .calls import plain_function
 from .local import ties
