@@ -395,7 +395,7 @@ class Reader:
                                operator=node.name, source=_source(node) or None,
                                legal="shapes and numbers that do not depend on the values of tensors")
         wish = target.__name__ if isinstance(target, Applied) else node.name
-        flowing = target.differentiable if isinstance(target, Applied) else (True,) * len(metas)
+        flowing = target.differentiable if isinstance(target, Applied) else _flowing(target, args, kwargs, len(metas))
         name = self.unique(wish.rstrip("_") or wish)
         inputs = values_in((args, kwargs))
         grad = any(v.requires_grad for v in inputs) and target is not aten.detach.default
@@ -422,6 +422,20 @@ def _is_view(target: Any) -> bool:
         return False
     returns = target._schema.returns
     return len(returns) == 1 and returns[0].alias_info is not None
+
+
+def _flowing(target: Any, args: tuple, kwargs: dict, count: int) -> tuple[bool, ...]:
+    """To which of its outputs a gradient of any input comes; to all, where it does not say."""
+    if count > 1 and len({v.requires_grad for v in values_in((args, kwargs))}) > 1:
+        try:
+            args, kwargs = map_values((args, kwargs), lambda v: torch.empty(
+                v.shape, dtype=v.dtype, device="meta", requires_grad=v.requires_grad))
+            with torch.enable_grad():
+                made = target(*args, **kwargs)
+            return tuple(isinstance(m, torch.Tensor) and m.requires_grad for m in made)
+        except (RuntimeError, NotImplementedError):
+            pass
+    return (True,) * count
 
 
 def _made_of(target: Any, args: tuple, kwargs: dict) -> torch.dtype | None:

@@ -24,7 +24,7 @@ from shardwright.plan.costs import Costs
 from shardwright.plan.decision import feeding
 from shardwright.plan.dynamic import CUT
 from shardwright.plan.exact import solve
-from shardwright.plan.holding import holding
+from shardwright.plan.usages import holding
 from shardwright.plan.memory import optimizer_bytes, timeline
 from shardwright.plan.solver.milp import milp
 from shardwright.plan.search import Search
@@ -182,8 +182,8 @@ def test_what_is_dropped_is_gone_and_comes_back() -> None:
 
 # -- the estimate --
 
-#: How far the search's estimate may be below the walk: what one conversion has at both its ends.
-BELOW = 0.25
+#: How far the search's estimate may be below the walk: what is dropped may be made again from more than its reader's slice.
+BELOW = 0.1
 
 
 @pytest.fixture(scope="module")
@@ -258,6 +258,31 @@ def test_the_estimate_is_the_program_where_nothing_is_converted(which, problems)
     plan = planned(search, held, states)
     assert not plan.collectives(0) and not plan.regions
     assert held.peak(states) == pytest.approx(plan.peak, rel=0.03) and held.peak(states) >= plan.peak
+
+@pytest.mark.parametrize("act, loss, targets", [
+    (None, nn.CrossEntropyLoss(), torch.zeros(64, dtype=torch.int64)),
+    (nn.Softmax(-1), nn.MSELoss(), torch.zeros(64, 128)), (nn.LayerNorm(128), nn.MSELoss(), torch.zeros(64, 128))],
+    ids=["cross entropy", "softmax", "layer norm"])
+def test_the_estimate_of_each_strategy_is_the_program(act, loss, targets) -> None:
+    """Also of strategies that take several instructions: with what these make on the way, and what their backwards want."""
+    net = nn.Sequential(nn.Linear(16, 128, bias=False), *([act] if act is not None else []))
+    search, held = searched(net, (torch.zeros(64, 16), targets), 4, loss)
+    problem, several = held.energy.problem, 0
+    for op in search.described.graph.ops:
+        node = held.energy.operators[op.name]
+        for state, footprint in enumerate(held.energy.footprints[op.name]):
+            costs = list(problem.costs)
+            costs[node] = np.where(np.arange(len(costs[node])) == state, costs[node], np.inf)
+            for name, kept in held.kept.items():
+                costs[kept] = costs[kept] + 1e9 * np.array([s.how == "dropped" for s in held.states[name]])
+            if not np.isfinite(costs[node][state]):
+                continue
+            states = solve(replace(problem, costs=tuple(costs), usages=(), limit=None)).states
+            peak = planned(search, held, states).peak
+            # what a view reads and the view may both be counted
+            assert peak <= held.peak(states) <= peak * (1.15 if op.name in ("broadcast_tensors", "mse_loss") else 1.01)
+            several += len(footprint.program) > 2
+    assert several > 3
 
 
 def _name(held, node: int) -> str:

@@ -75,7 +75,7 @@ def squeezed() -> nn.Sequential:
 
 
 #: Bytes a device with which `squeezed` can be trained only if some results are computed again, and weights stored cut.
-TIGHT = 150_700
+TIGHT = 140_000
 
 
 # -- one search --------------------------------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ def test_on_four_ranks(name: str, results) -> None:
 @pytest.mark.parametrize("make_net, x, options", [
     (lambda: Marked(None, None, None), X, {}),
     (lambda: Marked(((2, 2), (2, 1)), None, None, ((4, 1),)), X, {"parallel_mode": "sharding_propagation"}),
-    (squeezed, draw(256, 16), {"memory": TIGHT}),
+    (squeezed, draw(256, 16), {"memory": 150_700}),  # without a loss its whole result is handed out
     (lambda: Marked(((4, 1), (1, 1)), None, None), draw(18, 8), {"uneven": True}),
     (lambda: nn.Sequential(nn.Linear(8, 8, dtype=D), nn.BatchNorm1d(8, dtype=D)), X, {"on_missing_rule": "replicate"}),
 ], ids=["free", "marked", "memory", "uneven", "no rule"])

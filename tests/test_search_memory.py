@@ -20,7 +20,7 @@ from shardwright.plan.decision import feeding
 from shardwright.plan.dynamic import dynamic_programming
 from shardwright.plan.exact import solve
 from shardwright.plan.fitting import CUT, MOST_TRIES, TooLittleMemoryError, _Fitting, fit, fits
-from shardwright.plan.holding import holding
+from shardwright.plan.usages import holding
 from shardwright.plan.memory import Timeline
 from shardwright.plan.problem import Problem, Solution
 from shardwright.plan.recursive import recursive_programming

@@ -1,8 +1,8 @@
 """A search for the cheapest plan that fits in a device's memory.
 
-    minimise the energy with what is kept (`holding`) within a limit; check the plan's own peak (`memory.timeline`)
+    minimise the energy with what is kept (`usages`) within a limit; check the plan's own peak (`memory.timeline`)
 
-The problem may reckon with a little less than the program holds (`holding`): where the program's peak is above the
+The problem may reckon with a little less than the program holds (`usages`): where the program's peak is above the
 limit, the problem is solved again with so much less, at last with the least that it can do with. So a plan that is
 given fits; and if none is, the least memory that is named is that of a plan which was made.
 """
@@ -19,7 +19,7 @@ from .bytes import words_of
 from .decision import Decision
 from .energy import Energy
 from .exact import solve
-from .holding import Holding, holding
+from .holding import Holding
 from .memory import Timeline, optimizer_bytes
 from .plan import Plan
 from .problem import Problem, Solution
@@ -27,6 +27,7 @@ from .search import Decided, Search
 from .segments import with_recompute
 from .solver.least_memory import InfeasibleMemoryError
 from .storage import OptimizerParallel
+from .usages import holding
 
 __all__ = ["CUT", "ENOUGH", "TooLittleMemoryError", "fit", "fits", "limited"]
 

@@ -57,6 +57,7 @@ class KeepStates:
         states: by value that has a node, its states.
         remade: by value that may be dropped, the operators that run again.
         edges: by (node, node), tables; a node is a number of the energy's, or ("kept", value).
+        as_left: values that are kept for their maker alone: what is sent of them is not.
     """
 
     def __init__(self, memory: OperatorMemory, segments: dict[str, int]) -> None:
@@ -65,11 +66,11 @@ class KeepStates:
         self.remade: dict[str, tuple[Op, ...]] = {}
         self.edges: dict[tuple[Any, Any], np.ndarray] = {}
         self._inner = {name for name in memory.made_by if self._is_inner(name)}
-        self._as_left: set[str] = set()  # values that are kept for their maker alone: what is sent of them is not
+        self.as_left: set[str] = set()
         for op in memory.graph.ops:
             for k, value in enumerate(v for v in op.outputs if v is not None):
                 if memory.grads and value.name not in memory.ends and memory.consumers.get(value.name) and \
-                        value.name not in self._inner:
+                        value.name not in self._inner and value.name not in memory.of_given:
                     self._node(op, k, value)
         self._again = {op.name for ops in self.remade.values() for op in ops}
         for name in self.remade:
@@ -91,7 +92,7 @@ class KeepStates:
         value = [v for v in op.outputs if v is not None][k]
         readers = memory.consumers.get(name, ())
         return memory.grads and len(readers) == 1 and name not in memory.ends and name not in self.energy.shared and \
-            not memory.saves_output(op, k) and not self.savers(value) and self.droppable(op) and \
+            name not in memory.of_given and not memory.saves_output(op, k) and not self.savers(value) and self.droppable(op) and \
             self.segments[op.name] == self.segments[readers[0][0].name]
 
     def droppable(self, op: Op) -> bool:
@@ -137,7 +138,7 @@ class KeepStates:
             asks = memory.prints(reader)
             states = self._states_of_one(op, k, reader, i, value, mine, bool(savers), droppable)
             if mine and not savers:
-                self._as_left.add(value.name)
+                self.as_left.add(value.name)
             self._edge(node, name, memory.once(("kept-made", states, id(prints), k, value.shape), lambda: np.array(
                 [[self._fits_made(value, s, p.leaves[k]) for s in states] for p in prints])))
             self._edge(name, self.energy.operators[reader.name], memory.once(
@@ -199,6 +200,12 @@ class KeepStates:
             return 0.0 if left.without_partial() == want else float(self.memory.bytes_of(value, left))
         return self._of_both(value, "sent back", count)
 
+    def received(self, value: Value) -> np.ndarray:
+        """Bytes of a value that one operator reads, as that reader asks for it, where it is sent to it: by state of who
+        makes and of who reads it."""
+        return self._of_both(value, "received", lambda left, want: float(self.memory.bytes_of(value, want or left)) *
+                             (left != want))
+
     def sent(self, value: Value) -> np.ndarray:
         """Bytes of a value that one operator reads, as its maker leaves it, where it is sent to that reader: by state of
         who makes and of who reads it."""
@@ -235,7 +242,7 @@ class KeepStates:
                     continue
                 maker, _ = self.memory.made_by[value.name]
                 near = self.segments[maker.name] == self.segments[op.name]
-                before, after, sent = self.states[value.name], self.states[name], value.name in self._as_left
+                before, after, sent = self.states[value.name], self.states[name], value.name in self.as_left
 
                 def there(b: Keeping) -> bool:
                     if b.how == DROPPED:

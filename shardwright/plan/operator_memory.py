@@ -5,8 +5,9 @@
     own       what the backward wants that is neither
     inside    what is there beyond all these, forward and backward, while the operator's own instructions run
 
-Which inputs and outputs a backward wants is asked of an operator's first strategy: it is the same for all. Everything
-is worked out once for operators that share their footprints, and is then one object.
+Which inputs and outputs a backward wants is asked of an operator's first strategy; where another one differs
+(`wants_input`, `wants_output`) that is said for each. Everything is worked out once for operators that share their
+footprints, and is then one object.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class OperatorMemory:
         consumers: by value, the operators that read it, each once, with the first place at which it does.
         made_by: by value, its operator and the number of the output.
         ends: names of values that are handed out or update a buffer.
+        of_given: names of values that an operator makes as a view of what comes in, or of such a view.
     """
 
     def __init__(self, energy: Energy) -> None:
@@ -49,6 +51,15 @@ class OperatorMemory:
         self.ends = {v.name for v in self.graph.outputs if isinstance(v, Value)}
         self.ends |= {v.name for v in self.graph.updates.values()}
         self._known: dict[Hashable, Any] = {}
+        self.of_given: set[str] = set()
+        for op in self.graph.ops:
+            outputs = [v.name for v in op.outputs if v is not None]
+            if len(op.inputs) and not any(v.name in self.energy.parameters for v in op.inputs):
+                self.of_given.update(outputs[k] for k, i in self.keeps(op).views if self.is_given(op.inputs[i].name))
+
+    def is_given(self, name: str) -> bool:
+        """Whether a value lies in the memory of what comes in: an input, a buffer or a constant."""
+        return name in self.of_given or name not in self.made_by and name not in self.energy.parameters
 
     def once(self, key: Hashable, make: Any) -> Any:
         """Made once; equal arrays are then one object. A key may name an object by its id if that lives as long."""
@@ -92,6 +103,18 @@ class OperatorMemory:
     def saves_output(self, op: Op, index: int) -> bool:
         return self.grads and index in self.keeps(op).outputs
 
+    def wants_input(self, op: Op, index: int) -> np.ndarray:
+        """By strategy, whether its backward wants an input that that of the first strategy does not."""
+        prints, first = self.prints(op), self.keeps(op)
+        same = frozenset(i for i, v in enumerate(op.inputs) if v.name == op.inputs[index].name)
+        return self.once(("wants input", id(prints), same), lambda: np.array(
+            [len(p.program) > 1 and not same & first.inputs and bool(same & keeps(p).inputs) for p in prints]))
+
+    def wants_output(self, op: Op, index: int) -> np.ndarray:
+        """By strategy, whether its backward wants an output."""
+        prints = self.prints(op)
+        return self.once(("wants output", id(prints), index), lambda: np.array([index in keeps(p).outputs for p in prints]))
+
     def is_view(self, op: Op) -> bool:
         outputs = sum(v is not None for v in op.outputs)
         return outputs > 0 and len(self.keeps(op).views) == outputs
@@ -115,3 +138,19 @@ class OperatorMemory:
         return self.once(("wanted", id(prints), index), lambda: np.array(
             [sum(self.bytes_of(value, want) for want in {use.want for use in p.asks[index]}) for p in prints],
             dtype=np.float64))
+
+    def room(self, op: Op, backward: bool) -> np.ndarray:
+        """Bytes that are there while an operator runs, but not while what it reads is sent before it; or not while the
+        gradients of that are sent behind its backward. By strategy."""
+        prints, outputs = self.prints(op), [v for v in op.outputs if v is not None]
+        counted = tuple(k for k, v in enumerate(outputs) if v.requires_grad or not backward)
+        places = {v.name: i for i, v in reversed(list(enumerate(op.inputs)))}
+        alone = tuple(i for name, i in places.items() if backward and self.reads_alone(name) and self.saves_input(op, i)
+                      and not self.saves_output(*self.made_by[name]))
+        return self.once(("room", id(prints), counted, alone), lambda: sum(
+            [*(self.left(op, k, outputs[k]) for k in counted), *(self.wanted(op, i, op.inputs[i]) for i in alone)],
+            self.own(op) if self.grads else np.zeros(len(prints))))
+
+    def reads_alone(self, name: str) -> bool:
+        """Whether a value is made by an operator, for one reader, and no view of what comes in."""
+        return name in self.made_by and name not in self.energy.shared and name not in self.of_given

@@ -27,11 +27,11 @@ from .candidates import atoms_of, options_among
 from .decision import Feeding
 from .exact import solve
 from .fitting import CUT, TooLittleMemoryError, fit, fits, limited
-from .holding import holding
 from .memory import optimizer_bytes
 from .problem import Problem, Solution
 from .search import Decided, Search
 from .storage import OptimizerParallel
+from .usages import holding
 
 __all__ = ["recursive_programming"]
 
