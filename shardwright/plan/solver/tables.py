@@ -97,7 +97,9 @@ def _least(parts: Sequence[tuple[tuple[int, ...], np.ndarray]], dims: int, facts
         shape = [1] * (dims + 1)
         for axis in by_dim:
             shape[where[axis] + 1] = table.shape[axis]
-        turned = np.ascontiguousarray(table.transpose(by_dim))
+        turned = table.transpose(by_dim)
+        if table.size <= AT_ONCE or where[-1] == -1:  # another is gone through as it lies: that is less than to turn it
+            turned = np.ascontiguousarray(turned)
         aligned.append((frozenset(where), turned.reshape(shape), turned.base is None))
     pairs = [(facts.share(table), where, n) for n, (where, table) in enumerate(parts) if len(where) == 2 and dims > 1]
     found = min(pairs, key=lambda entry: entry[0], default=(1.0, (), -1))
@@ -107,7 +109,7 @@ def _least(parts: Sequence[tuple[tuple[int, ...], np.ndarray]], dims: int, facts
     joined: list[tuple[frozenset[int], np.ndarray, bool]] = []
     for has, table, own in aligned:  # a table within another is added there: that is less to do than in the joint
         for n, (more, larger, mine) in enumerate(joined):
-            if has <= more:
+            if has <= more and (mine or larger.size <= AT_ONCE):
                 joined[n] = more, np.add(larger, table, out=larger if mine else None), True
                 break
         else:
@@ -158,12 +160,13 @@ def _by_group(tables: Sequence[np.ndarray], dims: int, dim: int, which: np.ndarr
         which: the table of the first dim and that one.
     """
     shape = np.broadcast_shapes(*(table.shape for table in tables))
-    least = np.full(shape[1:], np.inf)
+    least = np.empty(shape[1:])
     finite = np.isfinite(which).reshape(which.shape[0], -1)
     at = (slice(None),) * (dim + 1)
     for state in range(finite.shape[1]):
         rows = np.flatnonzero(finite[:, state])
         if not len(rows):
+            least[(*at[1:], state)] = np.inf
             continue
         joint: np.ndarray | None = None
         for table in tables:
