@@ -293,7 +293,7 @@ def test_every_n_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         def from_first(self, mine: Any) -> Any:
             asked.append(now[0])
             return mine
-    monkeypatch.setattr(callback, "ranks_of_now", Counted)
+    monkeypatch.setattr(callback, "ranks_of_now", lambda purpose: Counted())
     regular = sw.CheckpointCallback(sw.CheckpointConfig(tmp_path, every_n_minutes=10, every_n_steps=1500), nn.Linear(2, 2))
     made = []
     for step in range(1, 2001):

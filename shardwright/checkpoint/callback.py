@@ -116,7 +116,7 @@ class CheckpointCallback:
         due = every is not None and step > 0 and step % every == 0
         if self.config.every_n_minutes is not None:
             if self._clock is None:
-                self._clock = _Clock(60 * self.config.every_n_minutes, ranks_of_now(), self._began)
+                self._clock = _Clock(60 * self.config.every_n_minutes, ranks_of_now("clock"), self._began)
             due |= self._clock.due()
         if not (due or ends) or self.last is not None and self.last.step == step:
             return None

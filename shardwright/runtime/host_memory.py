@@ -33,7 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["HostMemory"]
+__all__ = ["HostMemory", "sharing"]
 
 _FOLDER = "/dev/shm"
 _PAGE = mmap.PAGESIZE
@@ -43,6 +43,11 @@ _NONCE, _TICKETS, _OWN = slice(0, 16), _LINE, 2 * _LINE
 _KINDS = {kind: number for number, kind in enumerate(("all-gather", "all-reduce", "reduce-scatter", "all-to-all"))}
 _LOOK = 1.0     # seconds between two looks for ranks that have died
 _ROUND, _ROUNDS = 1 << 50, 1 << 12  # what is said holds the number of the meeting, which begins again after so many
+
+
+def sharing() -> bool:
+    """Whether ranks of one host may share memory: unless the environment has SHARDWRIGHT_SHARED_MEMORY=0."""
+    return os.environ.get("SHARDWRIGHT_SHARED_MEMORY") != "0"
 
 
 class HostMemory:

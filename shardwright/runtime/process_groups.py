@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from ..conversion_steps import digits_value
 from ..layout import Digits, digits_size, group_of, groups, merge
+from .host_memory import sharing
 from .init import TORCH_WAITS, current
 from .same_host import SameHost
 from .scratch import Scratch
@@ -38,7 +38,7 @@ class ProcessGroups:
                  exchanges: bool | None = None, share: bool | None = None) -> None:
         self.devices, self.rank, self.base, self.timeout = devices, rank, base, timeout
         self.exchanges = dist.get_backend() == "gloo" if exchanges is None else exchanges
-        self.share = os.environ.get("SHARDWRIGHT_SHARED_MEMORY") != "0" if share is None else share
+        self.share = sharing() if share is None else share
         self._groups: dict[Digits, Group] = {}
         self.scratch = Scratch()
 
