@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from shardwright.checkpoint import joining, manifest, whole_files, writing
+from shardwright.checkpoint import ranks as checkpoint_ranks
 from shardwright.checkpoint.ranks import Ranks, ranks_of_now
 from shardwright.checkpoint.reading import Stored
 from shardwright.errors import CheckpointError
@@ -247,9 +248,9 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
         model, written = known("rows and columns"), []
         optimizer, path = sgd(model), folder / "joined"
         sw.load_checkpoint(model, optimizer, of("rows and columns")[1])
-        kept, run = (joining._LARGE, joining._SHORT, joining._STEP), whole_files.WholeFiles.write_run
+        kept, run = (joining._LARGE, joining._SHORT, joining.STEP), whole_files.WholeFiles.write_run
         # One matrix is cut in columns: 16 rows of 128 bytes, of which a rank has 32, joined in two steps.
-        joining._LARGE, joining._SHORT, joining._STEP = 1, 32, 3 * 128
+        joining._LARGE, joining._SHORT, joining.STEP = 1, 32, 3 * 128
 
         def noted(files: Any, part: Path, name: str, first: int, rows: Tensor) -> None:
             written.append((name, first, rows.numel()))
@@ -280,7 +281,23 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
             assert os.listdir(path) == ["step-00000002"]
         finally:
             whole_files.WholeFiles.write_run = run
-            joining._LARGE, joining._SHORT, joining._STEP = kept
+            joining._LARGE, joining._SHORT, joining.STEP = kept
+
+    def columns_without_memory_to_share(rank: int, world: int) -> None:
+        model, path = known("rows and columns"), folder / "apart"
+        optimizer, kept = sgd(model), (joining._LARGE, joining._SHORT, dict(checkpoint_ranks._ranks))
+        sw.load_checkpoint(model, optimizer, of("rows and columns")[1])
+        joining._LARGE, joining._SHORT = 1, 32
+        checkpoint_ranks._ranks.clear()
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("SHARDWRIGHT_SHARED_MEMORY", "0")
+                saving = save(model, optimizer, path, True)
+        finally:
+            joining._LARGE, joining._SHORT = kept[:2]
+            checkpoint_ranks._ranks.update(kept[2])
+        expected, stored = Stored(of("rows and columns")[0] / "step-00000002"), Stored(saving.path)
+        assert all(torch.equal(stored.read(name), expected.read(name)) for name in expected.names)
 
     def damage_is_the_same_for_all(rank: int, world: int) -> None:
         copy = folder / "damaged"
@@ -379,7 +396,7 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
 
     return {f.__name__: f for f in (what_is_said_is_heard, two_talks_at_once, same_plan, before_the_first_call, another_plan, optimizers, in_the_background,
                                     reads_its_slices_alone, uneven, slices_of_ones_own, one_rank_cannot_write,
-                                    rows_of_several_ranks, damage_is_the_same_for_all, two_hosts, seeds_and_positions)}
+                                    rows_of_several_ranks, columns_without_memory_to_share, damage_is_the_same_for_all, two_hosts, seeds_and_positions)}
 
 
 def on_ranks(rank: int, world: int, folder: Path) -> dict[str, str | None]:

@@ -352,15 +352,22 @@ def test_which_boxes_are_joined() -> None:
              "last": ((0, 0, 2**12 * r), (2, 3, 2**12)),
              "long": ((0, 2**15 * r), (6, 2**15)),  # 128 KiB
              "rows": ((2 * r, 0), (2, 2**13))} for r in range(4)]
-    joints = joining.joints_of(tensors, said)
+    joints = joining.joints_of(tensors, said, 2**16)
     assert [(j.name, j.ranks, j.dims, j.first, j.rows) for j in joints] == [
         ("columns", (0, 1, 2, 3), 1, 0, 6), ("blocks", (0, 1), 1, 0, 2), ("blocks", (2, 3), 1, 2, 2),
         ("last", (0, 1, 2, 3), 2, 0, 6)]
     for joint in joints:
         shares = [joint.share(number, step) for number in range(len(joint.ranks)) for step in range(joint.steps)]
         assert [row for share in shares for row in range(*share)] == list(range(joint.rows)), "each row once"
+        assert all((end - begin) * joint.row * 4 <= 2**16 for begin, end in shares), "as much as fits"
+    rounds = joining._rounds(joints)
+    assert len(rounds) == sum(j.steps for j in joints if j.name != "blocks") + 1, "two blocks at once"
+    for rank in range(4):
+        taken = [now[rank] for now in rounds if rank in now]
+        assert taken == [(j, step) for j in joints if rank in j.ranks for step in range(j.steps)], "each its own, in order"
+    assert all(now[other] == now[rank] for now in rounds for rank in now for other in now[rank][0].ranks), "all at once"
     del said[2]["columns"]
-    assert "columns" not in {j.name for j in joining.joints_of(tensors, said)}, "rows of which a part is not there"
+    assert "columns" not in {j.name for j in joining.joints_of(tensors, said, 2**16)}, "rows of which a part is not there"
 
 
 @hypothesis.given(st.dictionaries(st.sampled_from("abcd"), st.integers(0, 5 * BLOCK)), st.integers(1, 7))

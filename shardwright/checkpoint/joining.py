@@ -1,15 +1,19 @@
 """Boxes that a whole file has in short runs, brought together to long ones.
 
 Of a tensor that is cut in a later dim a rank's box lies in the file as a run for each row, between those of the others. Ranks
-that have the same rows send one another what they lack of some, and each writes its rows as one run:
+of one host that have the same rows put them together in memory that they share, and each writes some rows as one run:
 
     rank 0   a a . .        a a b b   rank 0
              c c . .   ->
     rank 1   . . b b        c c d d   rank 1
              . . d d
 
-Sending takes less time than a call for each run, of which the file system lets one rank at a time write a file; and what was
+That takes less time than a call for each run, of which the file system lets one rank at a time write a file; and what was
 written in long runs is read and put through to the disk faster, as the kernel keeps it in larger pieces.
+
+    round     of every joint's steps one after the other, those of different ranks at once; all ranks meet in each
+
+In a round a rank writes its part of the rows of every rank that it joins some with, they meet, and each has its rows whole.
 """
 
 from __future__ import annotations
@@ -18,17 +22,17 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from .boxes import Written
 from .manifest import dtype_of, element_size
-from .ranks import Alone
+from .ranks import Ranks
 
-__all__ = ["Joint", "joined", "joints_of", "scattered"]
+__all__ = ["STEP", "Joint", "joined", "joints_of", "scattered"]
 
-#: In bytes: a box that is joined has at least so many, in runs of at most so many; a rank joins so many of rows at a time.
-_LARGE, _SHORT, _STEP = 1 << 20, 64 << 10, 4 << 20
+#: In bytes: a box that is joined has at least so many, in runs of at most so many; a rank joins so many of rows at a time,
+#: at most.
+_LARGE, _SHORT, STEP = 1 << 20, 64 << 10, 4 << 20
 
 #: Where a box begins in each dim, and its sizes.
 Extent = tuple[tuple[int, ...], tuple[int, ...]]
@@ -42,6 +46,7 @@ class Joint(NamedTuple):
         ranks: that have a box each.
         extents: of their boxes.
         dims: how many dims rows are of.
+        most: bytes of rows that a rank writes in a step, at most.
     """
 
     name: str
@@ -50,6 +55,7 @@ class Joint(NamedTuple):
     ranks: tuple[int, ...]
     extents: tuple[Extent, ...]
     dims: int
+    most: int
 
     @property
     def rows(self) -> int:
@@ -69,7 +75,9 @@ class Joint(NamedTuple):
     @property
     def steps(self) -> int:
         """In how many steps they are joined."""
-        return max(1, -(-self.rows * self.row * element_size(self.dtype) // (_STEP * len(self.ranks))))
+        at_once = self.most // (self.row * element_size(self.dtype))
+        mine = -(-self.rows // len(self.ranks))
+        return max(1, -(-mine // at_once))
 
     def share(self, number: int, step: int) -> tuple[int, int]:
         """The rows that a rank, by its number among them, writes in a step."""
@@ -82,13 +90,14 @@ def scattered(written: Iterable[Written]) -> dict[str, Extent]:
     return {w.name: (w.starts, tuple(w.tensor.shape)) for w in written if w.tensor.dim() > 1 and w.tensor.nbytes >= _LARGE}
 
 
-def joints_of(tensors: Mapping[str, tuple[tuple[int, ...], str, dict | None]], said: Sequence[Mapping[str, Extent]]
-              ) -> list[Joint]:
+def joints_of(tensors: Mapping[str, tuple[tuple[int, ...], str, dict | None]], said: Sequence[Mapping[str, Extent]],
+              most: int) -> list[Joint]:
     """What is to be joined, in the order of the tensors.
 
     Args:
         tensors: name -> (shape, dtype, layout).
         said: what `scattered` has given on each rank. No two boxes overlap.
+        most: bytes of rows that a rank may write in a step.
     """
     out = []
     for name, (shape, dtype, _) in tensors.items():
@@ -102,86 +111,62 @@ def joints_of(tensors: Mapping[str, tuple[tuple[int, ...], str, dict | None]], s
             cut = [dim for _, sizes in extents for dim in range(1, len(shape)) if sizes[dim] < shape[dim]]
             if not cut or sum(math.prod(sizes) for _, sizes in extents) < length * math.prod(shape[1:]):
                 continue
-            joint = Joint(name, dtype, shape, tuple(ranks), extents, min(cut))
+            joint = Joint(name, dtype, shape, tuple(ranks), extents, min(cut), most)
             size = element_size(dtype)
-            if joint.row * size <= _STEP and all(math.prod(sizes[joint.dims:]) * size <= _SHORT for _, sizes in extents):
+            if joint.row * size <= most and all(math.prod(sizes[joint.dims:]) * size <= _SHORT for _, sizes in extents):
                 out.append(joint)
     return out
 
 
-def joined(joints: Iterable[Joint], mine: Mapping[str, Tensor], ranks: Alone) -> Iterator[tuple[str, int, Tensor]]:
-    """Join boxes with other ranks, which do so at the same time.
+def joined(joints: Iterable[Joint], mine: Mapping[str, Tensor], ranks: Ranks) -> Iterator[tuple[str, int, Tensor]]:
+    """Join boxes with other ranks. All ranks do so at the same time, whichever of them have something to join.
 
     Args:
+        joints: the same on all.
         mine: this rank's boxes, by name.
 
     Returns:
         Runs of whole rows that this rank is to write: name, the first element in the tensor, what is in it. Its memory is
-        that of the next one.
+        that of the next but one.
 
     Raises:
-        CheckpointError: a rank that does not answer.
+        CheckpointError: a rank that does not come.
     """
-    steps = [(joint, step) for joint in joints if ranks.rank in joint.ranks for step in range(joint.steps)]
-    memory, whole = (_Memory(), _Memory()), _Memory()
+    memory = ranks.rows()
     boxes: dict[str, Tensor] = {}  # in host memory
-
-    def begin(number: int) -> _Step | None:
-        if number == len(steps):
-            return None
-        joint, step = steps[number]
-        if joint.name not in boxes:
-            boxes[joint.name] = mine[joint.name].cpu().contiguous().view(joint.rows, -1)
-        return _Step(joint, step, boxes[joint.name], ranks, memory[number % 2])
-
-    upcoming = begin(0)
-    for number, (joint, _) in enumerate(steps):
-        now, upcoming = upcoming, begin(number + 1)
-        yield joint.name, now.first, now.put_together(whole)
-        if upcoming is not None and upcoming.joint is not joint:
-            del boxes[joint.name]
-
-
-class _Memory:
-    """Memory for one tensor after another, as fresh memory takes longer than filling it."""
-
-    def __init__(self) -> None:
-        self._held = torch.empty(0, dtype=torch.uint8, device="cpu")
-
-    def of(self, sizes: Sequence[Sequence[int]], dtype: torch.dtype) -> list[Tensor]:
-        """Tensors of these sizes."""
-        lengths = [math.prod(s) * dtype.itemsize for s in sizes]
-        if sum(lengths) > len(self._held):
-            self._held = torch.empty(sum(lengths), dtype=torch.uint8, device="cpu")
-        parts = self._held[:sum(lengths)].split(lengths)
-        return [part.view(dtype).view(tuple(size)) for part, size in zip(parts, sizes)]
+    for now in _rounds(joints):
+        joint, step = now.get(ranks.rank, (None, 0))
+        if joint is not None:
+            if joint.name not in boxes:
+                boxes = {joint.name: mine[joint.name].cpu().contiguous().view(joint.rows, -1)}
+            me = joint.ranks.index(ranks.rank)
+            starts, sizes = (x[joint.dims:] for x in joint.extents[me])
+            columns = tuple(slice(a, a + n) for a, n in zip(starts, sizes))
+            for number, rank in enumerate(joint.ranks):
+                begin, end = joint.share(number, step)
+                rows = _rows(memory.rows[memory.round, rank], joint, end - begin)
+                rows[(slice(None), *columns)] = boxes[joint.name][begin:end].view(end - begin, *sizes)
+        round_ = ranks.meet(memory)
+        if joint is not None:
+            begin, end = joint.share(me, step)
+            yield joint.name, (joint.first + begin) * joint.row, _rows(memory.rows[round_, ranks.rank], joint, end - begin)
 
 
-class _Step:
-    """A step of joining, which begins at once: this rank gets what it lacks of some rows, and sends what others lack.
+def _rounds(joints: Iterable[Joint]) -> list[dict[int, tuple[Joint, int]]]:
+    """By rank, the step that it takes in each round, if any."""
+    out: list[dict[int, tuple[Joint, int]]] = []
+    taken: dict[int, int] = {}  # by rank, its rounds so far
+    for joint in joints:
+        for step in range(joint.steps):
+            at = max(taken.get(rank, 0) for rank in joint.ranks)
+            if at == len(out):
+                out.append({})
+            out[at].update(dict.fromkeys(joint.ranks, (joint, step)))
+            taken.update(dict.fromkeys(joint.ranks, at + 1))
+    return out
 
-    Attributes:
-        first: the element of the tensor with which its rows begin.
-    """
 
-    def __init__(self, joint: Joint, step: int, box: Tensor, ranks: Alone, memory: _Memory) -> None:
-        self.joint = joint
-        me = joint.ranks.index(ranks.rank)
-        begin, end = joint.share(me, step)
-        others = [number for number in range(len(joint.ranks)) if number != me]
-        self.first = (joint.first + begin) * joint.row
-        self._shape = end - begin, *joint.shape[joint.dims:]
-        sizes = [(end - begin, *joint.extents[number][1][joint.dims:]) for number in others]
-        received = memory.of(sizes, dtype_of(joint.dtype))
-        self._parts = {me: box[begin:end].view(end - begin, *joint.extents[me][1][joint.dims:])} | dict(zip(others, received))
-        sent = [(box[slice(*joint.share(number, step))], joint.ranks[number]) for number in others]
-        self._finish = ranks.trade(sent, [(part, joint.ranks[number]) for number, part in zip(others, received)])
-
-    def put_together(self, whole: _Memory) -> Tensor:
-        """Its rows, as soon as all there is of them is here."""
-        out, = whole.of([self._shape], dtype_of(self.joint.dtype))
-        self._finish()
-        for number, part in self._parts.items():
-            starts, sizes = (x[self.joint.dims:] for x in self.joint.extents[number])
-            out[(slice(None), *(slice(a, a + n) for a, n in zip(starts, sizes)))] = part
-        return out
+def _rows(memory: Tensor, joint: Joint, count: int) -> Tensor:
+    """The first of some bytes, as so many rows of a tensor."""
+    dtype = dtype_of(joint.dtype)
+    return memory[:count * joint.row * dtype.itemsize].view(dtype).view(count, *joint.shape[joint.dims:])

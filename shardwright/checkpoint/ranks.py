@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickle
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,7 @@ class Ranks(Alone):
         self.of = dist.group.WORLD
         self.group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
         self._memory = HostMemory.of(self.group, self.world, self.rank, _ROW, _TIMEOUT, sharing())
+        self._rows: tuple[HostMemory | None] | None = None
         self._hosts = self.exchanged(_host())
 
     def exchanged(self, mine: Any) -> list[Any]:
@@ -129,16 +130,22 @@ class Ranks(Alone):
         """Fill host memory with the bytes that a rank sends."""
         self._talked(dist.recv, tensor, src=rank, group=self.group)
 
-    def trade(self, sent: Iterable[tuple[Tensor, int]], received: Iterable[tuple[Tensor, int]]) -> Callable[[], None]:
-        """Begin to send tensors in host memory to ranks, and to fill others with what ranks send; what is called then waits
-        for all of it. None of them may be changed until then."""
-        begun = [self._talked(dist.irecv, tensor, src=rank, group=self.group) for tensor, rank in received if tensor.numel()]
-        begun += [self._talked(dist.isend, tensor, dst=rank, group=self.group) for tensor, rank in sent if tensor.numel()]
+    def rows(self) -> HostMemory | None:
+        """Memory that all ranks share for what is long, with rows of `row_bytes`; None on all of them where there is none.
+        Every rank asks for it at the same time."""
+        if self._rows is None:
+            made = HostMemory.of(self.group, self.world, self.rank, self.row_bytes, _TIMEOUT, sharing())
+            self._rows = (made,)
+        return self._rows[0]
 
-        def finish() -> None:
-            for work in begun:
-                self._talked(work.wait)
-        return finish
+    @property
+    def row_bytes(self) -> int:
+        """Of the rows for what is long."""
+        return max(_ROW, min(4 << 20, (16 << 20) // self.world // _ROW * _ROW))
+
+    def meet(self, memory: HostMemory) -> int:
+        """Wait for all ranks; the round whose rows they have written."""
+        return self._talked(memory.meet, "all-to-all", 0)
 
     @staticmethod
     def _talked(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -18,7 +18,7 @@ import torch
 
 from ..errors import CheckpointError, ShardwrightError
 from ..plan import PipelinePlan, Plan
-from . import folders
+from . import folders, joining
 from .boxes import Written
 from .digests import digest, shares
 from .joining import Joint, joined, joints_of, scattered
@@ -219,7 +219,7 @@ class Job:
         ranks, rank = self.ranks, self.ranks.rank
         near = [r for r in range(ranks.world) if not ranks.remote(r)]
         files = WholeFiles(self.tensors, self.id, self.step, self.aliases)
-        joints = [] if ranks.world == 1 or self.remote else joints_of(self.tensors, ranks.exchanged(scattered(self.written)))
+        joints = [] if ranks.world == 1 or self.remote else self._joints()
         shared = {joint.name for joint in joints if rank in joint.ranks}
 
         def write() -> None:
@@ -249,6 +249,13 @@ class Job:
         return files.entries, {name: File(size, "".join(text for _, text in sorted(blocks[name])))
                                for name, size in files.sizes.items()}
 
+    def _joints(self) -> list[Joint]:
+        """What ranks join, of all on one host; nothing where they share no memory."""
+        said = self.ranks.exchanged(scattered(self.written))
+        if not any(said) or self.ranks.rows() is None:
+            return []
+        return joints_of(self.tensors, said, min(joining.STEP, self.ranks.row_bytes))
+
     def _join(self, files: WholeFiles, joints: list[Joint]) -> None:
         """Write boxes that are short runs in the file together with the ranks that have the rest of their rows."""
         failed: OSError | None = None
@@ -257,7 +264,7 @@ class Job:
                 if failed is None:
                     files.write_run(self.part, name, first, rows)
             except OSError as error:
-                failed = error  # the others go on sending
+                failed = error  # the others go on, and meet this rank
         if failed is not None:
             raise failed
 
