@@ -153,6 +153,17 @@ def test_tensorboard_gets_what_the_lines_say(monkeypatch, tmp_path) -> None:
     assert writer.scalars == [("loss", 2.0, 1), ("lr", 0.1, 1), ("throughput/steps_per_s", 2.0, 1)]
 
 
+def test_tensorboard_reads_it(tmp_path) -> None:
+    reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    with sw.Monitor(every=2, tensorboard=tmp_path, out=io.StringIO()) as monitor:
+        for loss in (1.0, 3.0, 5.0, 7.0):
+            monitor.step(torch.tensor(loss), lr=0.1)
+    found = reading.EventAccumulator(str(tmp_path))
+    found.Reload()
+    assert sorted(found.Tags()["scalars"]) == ["loss", "lr", "throughput/steps_per_s"]
+    assert [(e.step, e.value) for e in found.Scalars("loss")] == [(1, 2.0), (3, 6.0)]
+
+
 def test_without_tensorboard_a_line_says_so(monkeypatch, tmp_path) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     out = io.StringIO()
