@@ -144,11 +144,12 @@ def test_gpt3_s_width_on_16384_devices(tmp_path: Path, capsys: pytest.CaptureFix
     assert (plan.mode, plan.devices) == ("dynamic_programming", 16384) and 0 <= plan.gap <= 1e-3
     assert lines[0].startswith("dynamic_programming on 16384 devices of h200x8x2048: ")
     assert f"gap {plan.gap:.3%}" in lines[2]
-    kinds = plan.memory(0)
+    kinds = plan.timeline.kinds
     assert {"parameters", "gradients", "optimizer", "activations"} <= kinds.keys()
-    for kind, count in (*kinds.items(), ("the most at one moment", plan.peak)):
+    for kind, count in (*kinds.items(), ("all together", sum(kinds.values()))):
         line, = (line for line in lines if line.strip().startswith(kind))
         assert line.split()[-2:] == size_text(count).split()
+    assert sum(kinds.values()) == pytest.approx(plan.peak)
     at = next(i for i, line in enumerate(lines) if line.startswith(" communication"))
     dearest, first = lines[at + 2:at + 12], plan.price.collectives[0]
     assert any(line.split()[:2] == [first.kind, str(digits_size(first.digits))] and f" {first.phase} " in line

@@ -33,15 +33,16 @@ print("the script goes no further")
 def shown(plan: sw.Plan, out: str) -> None:
     """The step's time, memory by kind and the dearest communications are printed, as the plan has them."""
     lines = out.splitlines()
-    price, kinds = plan.price, plan.memory(0)
+    price, kinds = plan.price, plan.timeline.kinds
     assert lines[0] == (f"dynamic_programming on {plan.devices} devices of {plan.cluster.name}: {len(plan.operators)} "
                         f"operators, plan {plan.fingerprint}")
     assert lines[1].startswith(f"a step takes {time_text(price.total)}: forward {time_text(price.forward)}, ")
     assert lines[2] == f"cost {plan.cost:.6g} s, lower bound {plan.bound:.6g} s, gap {plan.gap:.3%}"
     assert {"parameters", "gradients", "optimizer", "activations"} <= kinds.keys()
-    for kind, count in (*kinds.items(), ("the most at one moment", plan.peak)):
+    for kind, count in (*kinds.items(), ("all together", sum(kinds.values()))):
         line, = (line for line in lines if line.strip().startswith(kind))
         assert line.split()[-2:] == size_text(count).split()
+    assert sum(kinds.values()) == pytest.approx(plan.peak)
     at = next(i for i, line in enumerate(lines) if line.startswith(" communication"))
     alike: dict[tuple, float] = {}
     for c in price.collectives:

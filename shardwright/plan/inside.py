@@ -79,7 +79,7 @@ class _Part:
 
 
 def _beyond(spans: Iterable[tuple[int, int, float]], whole: float) -> float:
-    """What (from, up to, bytes) are at most at one moment, beyond all that is counted in any case."""
+    """Of (from, up to, bytes): what they are together at the fullest moment, beyond all that is counted in any case."""
     spans = list(spans)
     changes = [0.0] * (max((stop for _, stop, _ in spans), default=0) + 1)
     for start, stop, count in spans:

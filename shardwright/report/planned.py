@@ -44,8 +44,7 @@ def summary(plan: Plan | PipelinePlan, file: IO[str] | None = None) -> None:
             "nothing was searched, so there is no lower bound")
     else:
         say(f"cost {plan.cost:.6g} s, lower bound {plan.bound:.6g} s, gap {plan.gap:.3%}")
-    memory = plan.memory(0)
-    console.print(_memory(memory, plan.peak, cluster))
+    console.print(_memory(plan.timeline.kinds, plan.peak, cluster))
     if plan.peak > cluster.memory:
         say('that is more than a device has: memory="cluster" (--memory cluster) searches for a plan that fits')
     if price.collectives:
@@ -64,11 +63,12 @@ def _table(*columns: str, right: tuple[str, ...]) -> Table:
     return table
 
 
-def _memory(kinds: dict[str, int], peak: float, cluster: Cluster) -> Table:
-    table = _table("on a device", "bytes", right=("bytes",))
+def _memory(kinds: dict[str, float], peak: float, cluster: Cluster) -> Table:
+    """What there is at the fullest moment of a step."""
+    table = _table("on a device, when it holds most", "bytes", right=("bytes",))
     for kind, count in kinds.items():
         table.add_row(kind, size_text(count))
-    table.add_row("the most at one moment", size_text(peak), style="bold")
+    table.add_row("all together", size_text(peak), style="bold")
     table.add_row(f"a device of {cluster.name} has", size_text(cluster.memory))
     return table
 
