@@ -245,7 +245,7 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
         assert {p.name for p in path.iterdir()} == before
 
     def rows_of_several_ranks(rank: int, world: int) -> None:
-        model, written = known("rows and columns"), []
+        model, written, patch = known("rows and columns"), [], pytest.MonkeyPatch()
         optimizer, path = sgd(model), folder / "joined"
         sw.load_checkpoint(model, optimizer, of("rows and columns")[1])
         kept, run = (joining._LARGE, joining._SHORT, joining.STEP), whole_files.WholeFiles.write_run
@@ -278,14 +278,21 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
             for asynchronous in (False, True):
                 refused("No space left on device (on rank 2)", lambda: sw.save_checkpoint(
                     model, optimizer, path, step=3, asynchronous=asynchronous).wait())
+            whole_files.WholeFiles.write_run = run
+            if rank == 1:
+                patch.setattr(joining, "_write", lambda *args: 1 / 0)
+            refused("ZeroDivisionError: division by zero", lambda: sw.save_checkpoint(model, optimizer, path, step=3))
+            patch.undo()
             assert os.listdir(path) == ["step-00000002"]
+            sw.save_checkpoint(model, optimizer, path, step=4)
         finally:
+            patch.undo()
             whole_files.WholeFiles.write_run = run
             joining._LARGE, joining._SHORT, joining.STEP = kept
 
     def columns_without_memory_to_share(rank: int, world: int) -> None:
         model, path = known("rows and columns"), folder / "apart"
-        optimizer, kept = sgd(model), (joining._LARGE, joining._SHORT, dict(checkpoint_ranks._ranks))
+        optimizer, ranks_before, sizes = sgd(model), dict(checkpoint_ranks._ranks), (joining._LARGE, joining._SHORT)
         sw.load_checkpoint(model, optimizer, of("rows and columns")[1])
         joining._LARGE, joining._SHORT = 1, 32
         checkpoint_ranks._ranks.clear()
@@ -294,9 +301,9 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
                 patch.setenv("SHARDWRIGHT_SHARED_MEMORY", "0")
                 saving = save(model, optimizer, path, True)
         finally:
-            joining._LARGE, joining._SHORT = kept[:2]
-            checkpoint_ranks._ranks.update(kept[2])
-        expected, stored = Stored(of("rows and columns")[0] / "step-00000002"), Stored(saving.path)
+            joining._LARGE, joining._SHORT = sizes
+            checkpoint_ranks._ranks.update(ranks_before)
+        stored, expected = Stored(saving.path), Stored(of("rows and columns")[0] / "step-00000002")
         assert all(torch.equal(stored.read(name), expected.read(name)) for name in expected.names)
 
     def damage_is_the_same_for_all(rank: int, world: int) -> None:
@@ -394,9 +401,10 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
         assert asked == [("clock", number, 0) for number in range(150)]
         assert heard == [[("save", number, r) for r in range(world)] for number in range(100)]
 
-    return {f.__name__: f for f in (what_is_said_is_heard, two_talks_at_once, same_plan, before_the_first_call, another_plan, optimizers, in_the_background,
-                                    reads_its_slices_alone, uneven, slices_of_ones_own, one_rank_cannot_write,
-                                    rows_of_several_ranks, columns_without_memory_to_share, damage_is_the_same_for_all, two_hosts, seeds_and_positions)}
+    return {f.__name__: f for f in (
+        what_is_said_is_heard, two_talks_at_once, same_plan, before_the_first_call, another_plan, optimizers,
+        in_the_background, reads_its_slices_alone, uneven, slices_of_ones_own, one_rank_cannot_write, rows_of_several_ranks,
+        columns_without_memory_to_share, damage_is_the_same_for_all, two_hosts, seeds_and_positions)}
 
 
 def on_ranks(rank: int, world: int, folder: Path) -> dict[str, str | None]:

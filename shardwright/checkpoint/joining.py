@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ..runtime.host_memory import HostMemory
 from .boxes import Written
 from .manifest import dtype_of, element_size
 from .ranks import Ranks
@@ -131,25 +132,35 @@ def joined(joints: Iterable[Joint], mine: Mapping[str, Tensor], ranks: Ranks) ->
 
     Raises:
         CheckpointError: a rank that does not come.
+        Exception: what kept this rank's boxes from getting to host memory; once all is done, for the others count on it.
     """
-    memory = ranks.rows()
+    memory, failed = ranks.rows(), None
     boxes: dict[str, Tensor] = {}  # in host memory
     for now in _rounds(joints):
         joint, step = now.get(ranks.rank, (None, 0))
-        if joint is not None:
-            if joint.name not in boxes:
-                boxes = {joint.name: mine[joint.name].cpu().contiguous().view(joint.rows, -1)}
-            me = joint.ranks.index(ranks.rank)
-            starts, sizes = (x[joint.dims:] for x in joint.extents[me])
-            columns = tuple(slice(a, a + n) for a, n in zip(starts, sizes))
-            for number, rank in enumerate(joint.ranks):
-                begin, end = joint.share(number, step)
-                rows = _rows(memory.rows[memory.round, rank], joint, end - begin)
-                rows[(slice(None), *columns)] = boxes[joint.name][begin:end].view(end - begin, *sizes)
-        round_ = ranks.meet(memory)
-        if joint is not None:
-            begin, end = joint.share(me, step)
-            yield joint.name, (joint.first + begin) * joint.row, _rows(memory.rows[round_, ranks.rank], joint, end - begin)
+        if joint is not None and failed is None:
+            try:
+                if joint.name not in boxes:
+                    boxes = {joint.name: mine[joint.name].cpu().contiguous().view(joint.rows, -1)}
+                _write(memory, joint, step, ranks.rank, boxes[joint.name])
+            except Exception as error:
+                failed = error  # the others go on, and meet this rank
+        turn = ranks.meet(memory)
+        if joint is not None and failed is None:
+            begin, end = joint.share(joint.ranks.index(ranks.rank), step)
+            yield joint.name, (joint.first + begin) * joint.row, _rows(memory.rows[turn, ranks.rank], joint, end - begin)
+    if failed is not None:
+        raise failed
+
+
+def _write(memory: HostMemory, joint: Joint, step: int, rank: int, box: Tensor) -> None:
+    """Put a rank's columns of a step's rows where each of the joint's ranks has its rows."""
+    starts, sizes = (x[joint.dims:] for x in joint.extents[joint.ranks.index(rank)])
+    columns = tuple(slice(a, a + n) for a, n in zip(starts, sizes))
+    for number, other in enumerate(joint.ranks):
+        begin, end = joint.share(number, step)
+        rows = _rows(memory.rows[memory.round, other], joint, end - begin)
+        rows[(slice(None), *columns)] = box[begin:end].view(end - begin, *sizes)
 
 
 def _rounds(joints: Iterable[Joint]) -> list[dict[int, tuple[Joint, int]]]:

@@ -258,12 +258,12 @@ class Job:
 
     def _join(self, files: WholeFiles, joints: list[Joint]) -> None:
         """Write boxes that are short runs in the file together with the ranks that have the rest of their rows."""
-        failed: OSError | None = None
+        failed: Exception | None = None
         for name, first, rows in joined(joints, {w.name: w.tensor for w in self.written}, self.ranks):
             try:
                 if failed is None:
                     files.write_run(self.part, name, first, rows)
-            except OSError as error:
+            except Exception as error:
                 failed = error  # the others go on, and meet this rank
         if failed is not None:
             raise failed
