@@ -199,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for section in ("save", "load"):
             for ours, theirs in LIKE.items():
                 results.compare(f"{section}, {devices} processes", ours, theirs, at_most=1.1)
-            results.compare(f"{section}, {devices} processes", WHOLE, PLAIN)
+            results.compare(f"{section}, {devices} processes", WHOLE, PLAIN, at_most=1.1)
         for name in (PARTS, WHOLE):
             section = f"background, {devices} processes"
             results.compare(section, f"{name}: call", f"{name}: waited for", at_most=0.1)
