@@ -39,10 +39,10 @@ from shardwright.plan.costs import Costs  # noqa: E402
 from shardwright.plan.decision import feeding  # noqa: E402
 from shardwright.plan.exact import solve  # noqa: E402
 from shardwright.plan.fitting import CUT, ENOUGH  # noqa: E402
-from shardwright.plan.usages import holding  # noqa: E402
 from shardwright.plan.memory import optimizer_bytes  # noqa: E402
 from shardwright.plan.recursive import recursive_programming  # noqa: E402
 from shardwright.plan.search import Search  # noqa: E402
+from shardwright.plan.usages import holding  # noqa: E402
 from race import machine  # noqa: E402
 
 #: Targets in CPU seconds, for 96 layers on 1,024 devices.

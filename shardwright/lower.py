@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from .plan.plan import Plan
 from .plan.instructions import Compute, Extreme, Instance, Move, Ref
+from .plan.plan import Plan
 
 __all__ = ["Lowered", "extreme", "lower", "move", "sum_of_gradient"]
 

@@ -269,3 +269,9 @@ def test_marks_leave_no_trace() -> None:
     assert kinds(capture(plain, (X,))) == kinds(capture(marked, (X,))) == ["matmul", "relu", "matmul", "tanh", "linear"]
     assert [op.outputs[0].shape for op in capture(plain, (X,)).ops] == \
         [op.outputs[0].shape for op in capture(marked, (X,)).ops]
+
+
+def test_a_gradient_comes_to_those_outputs_alone_that_have_one() -> None:
+    graph = capture(nn.Linear(3, 4), (torch.randn(2, 3), torch.randn(2, 4)), None, loss_fn=nn.MSELoss())
+    spread, = (op for op in graph.ops if op.kind == "broadcast_tensors")
+    assert [v.requires_grad for v in spread.outputs] == [True, False], "what is aimed at has none"

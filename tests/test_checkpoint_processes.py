@@ -11,8 +11,6 @@ import json
 import os
 import random
 import shutil
-import threading
-import time
 import warnings
 from collections.abc import Callable
 from functools import lru_cache
@@ -32,7 +30,7 @@ from torch import Tensor, nn
 import shardwright as sw
 from shardwright.checkpoint import joining, manifest, whole_files, writing
 from shardwright.checkpoint import ranks as checkpoint_ranks
-from shardwright.checkpoint.ranks import Ranks, ranks_of_now
+from shardwright.checkpoint.ranks import Ranks
 from shardwright.checkpoint.reading import Stored
 from shardwright.errors import CheckpointError
 
@@ -248,9 +246,9 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
         model, written, patch = known("rows and columns"), [], pytest.MonkeyPatch()
         optimizer, path = sgd(model), folder / "joined"
         sw.load_checkpoint(model, optimizer, of("rows and columns")[1])
-        kept, run = (joining._LARGE, joining._SHORT, joining.STEP), whole_files.WholeFiles.write_run
+        kept, run = (joining._LARGE, joining._SHORT, joining._STEP), whole_files.WholeFiles.write_run
         # One matrix is cut in columns: 16 rows of 128 bytes, of which a rank has 32, joined in two steps.
-        joining._LARGE, joining._SHORT, joining.STEP = 1, 32, 3 * 128
+        joining._LARGE, joining._SHORT, joining._STEP = 1, 32, 3 * 128
 
         def noted(files: Any, part: Path, name: str, first: int, rows: Tensor) -> None:
             written.append((name, first, rows.numel()))
@@ -288,7 +286,7 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
         finally:
             patch.undo()
             whole_files.WholeFiles.write_run = run
-            joining._LARGE, joining._SHORT, joining.STEP = kept
+            joining._LARGE, joining._SHORT, joining._STEP = kept
 
     def columns_without_memory_to_share(rank: int, world: int) -> None:
         model, path = known("rows and columns"), folder / "apart"
@@ -367,42 +365,8 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
         sw.load_checkpoint(model, path=path, data=position)
         assert position.at == rank and random.random() == upcoming
 
-    def what_is_said_is_heard(rank: int, world: int) -> None:
-        """Through memory, without it, and where what one says does not fit in it."""
-        for shared in ("1", "0"):
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setenv("SHARDWRIGHT_SHARED_MEMORY", shared)
-                talking = Ranks()
-            assert (talking._memory is not None) == (shared == "1")
-            for length in (3, 10, 10**6, 20):
-                mine = {"rank": rank, "words": "x" * (length if rank == 2 else 3)}
-                expected = [{"rank": r, "words": "x" * (length if r == 2 else 3)} for r in range(world)]
-                assert talking.exchanged(mine) == expected
-                assert talking.gathered(mine) == (expected if rank == 0 else [])
-                assert talking.from_first(mine) == expected[0]
-            error = CheckpointError("full", source="disk") if rank == 3 else None
-            with pytest.raises(CheckpointError, match="full .on rank 3."):
-                talking.agreed(error)
-
-    def two_talks_at_once(rank: int, world: int) -> None:
-        """A save in the background speaks while the loop asks whether it is time for the next."""
-        saves, clock, heard = ranks_of_now(), ranks_of_now("clock"), []
-        assert saves is ranks_of_now() and clock is ranks_of_now("clock")
-
-        def speak() -> None:
-            for number in range(100):
-                time.sleep(0.001 * ((rank + number) % 3))
-                heard.append(saves.exchanged(("save", number, rank)))
-
-        thread = threading.Thread(target=speak)
-        thread.start()
-        asked = [clock.from_first(("clock", number, rank)) for number in range(150)]
-        thread.join()
-        assert asked == [("clock", number, 0) for number in range(150)]
-        assert heard == [[("save", number, r) for r in range(world)] for number in range(100)]
-
     return {f.__name__: f for f in (
-        what_is_said_is_heard, two_talks_at_once, same_plan, before_the_first_call, another_plan, optimizers,
+        same_plan, before_the_first_call, another_plan, optimizers,
         in_the_background, reads_its_slices_alone, uneven, slices_of_ones_own, one_rank_cannot_write, rows_of_several_ranks,
         columns_without_memory_to_share, damage_is_the_same_for_all, two_hosts, seeds_and_positions)}
 

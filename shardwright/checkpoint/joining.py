@@ -29,11 +29,11 @@ from .boxes import Written
 from .manifest import dtype_of, element_size
 from .ranks import Ranks
 
-__all__ = ["STEP", "Joint", "joined", "joints_of", "scattered"]
+__all__ = ["Joint", "joined", "joints_of", "scattered"]
 
 #: In bytes: a box that is joined has at least so many, in runs of at most so many; a rank joins so many of rows at a time,
 #: at most.
-_LARGE, _SHORT, STEP = 1 << 20, 64 << 10, 4 << 20
+_LARGE, _SHORT, _STEP = 1 << 20, 64 << 10, 4 << 20
 
 #: Where a box begins in each dim, and its sizes.
 Extent = tuple[tuple[int, ...], tuple[int, ...]]
@@ -100,7 +100,7 @@ def joints_of(tensors: Mapping[str, tuple[tuple[int, ...], str, dict | None]], s
         said: what `scattered` has given on each rank. No two boxes overlap.
         most: bytes of rows that a rank may write in a step.
     """
-    out = []
+    out, most = [], min(most, _STEP)
     for name, (shape, dtype, _) in tensors.items():
         alike: dict[tuple[int, int], list[int]] = {}  # ranks by the part of dim 0 they have
         for rank, extents in enumerate(said):

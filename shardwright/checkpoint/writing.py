@@ -18,7 +18,7 @@ import torch
 
 from ..errors import CheckpointError, ShardwrightError
 from ..plan import PipelinePlan, Plan
-from . import folders, joining
+from . import folders
 from .boxes import Written
 from .digests import digest, shares
 from .joining import Joint, joined, joints_of, scattered
@@ -254,7 +254,7 @@ class Job:
         said = self.ranks.exchanged(scattered(self.written))
         if not any(said) or self.ranks.rows() is None:
             return []
-        return joints_of(self.tensors, said, min(joining.STEP, self.ranks.row_bytes))
+        return joints_of(self.tensors, said, self.ranks.row_bytes)
 
     def _join(self, files: WholeFiles, joints: list[Joint]) -> None:
         """Write boxes that are short runs in the file together with the ranks that have the rest of their rows."""

@@ -31,8 +31,8 @@ from ..graph import Op
 from ..layout import Digits, digits_size, merge
 from .again import Again
 from .collective_costs import KINDS, Line, collective_lines, links_of
-from .recompute import Recomputed
 from .instructions import Compute, Extreme, Instance, Move, Ref
+from .recompute import Recomputed
 from .work import Work, signature, work_of
 
 __all__ = ["Costs", "Price", "PricedCollective"]

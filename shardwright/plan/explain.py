@@ -29,8 +29,8 @@ from .exact import marginals
 from .explain_memory import Priced, Row, Within, as_given, row_above
 from .explain_shares import Share, shares_of
 from .fitting import ENOUGH
-from .pipelined import PipelinePlan
 from .instructions import Compute, made_by, read_by
+from .pipelined import PipelinePlan
 from .plan import Plan
 from .search import Search
 

@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from types import SimpleNamespace
 
-from torch.utils import _pytree as pytree
-
 from ..graph import SEED
 from ..layout import Layout
 from .footprint import Footprint
-from .instructions import Compute, Instance, Ref
+from .instructions import Compute, Instance, made_by, reads
 from .lives import Lives
 from .saved import Saved, saved_by
 
@@ -81,12 +79,9 @@ def saved_inside(footprint: Footprint) -> tuple[Saved, ...]:
 def _saved(program: _Program) -> tuple[Saved, ...]:
     footprint = program.footprint
     fed = {i.name: i for i in footprint.fed}
-    others = {}
-    for i in footprint.program:  # what is given beside its inputs: the seed of random numbers
-        made = i.outputs if isinstance(i, Compute) else (i.target,)
-        others.update((o.name, o) for o in made if o is not None)
+    made = {o.name for i in footprint.program for o in made_by(i)}
     routed = SimpleNamespace(inputs=tuple(fed.values()), parameters={}, buffers={}, constants={},
-                             seed=_seed(footprint, {*fed, *others}), instructions=footprint.program)
+                             seed=_seed(footprint, {*fed, *made}), instructions=footprint.program)
     return tuple(saved_by(routed))  # type: ignore[arg-type]
 
 
@@ -107,8 +102,7 @@ def _keeps(program: _Program) -> Keeps:
 
 def _seed(footprint: Footprint, known: set[str]) -> Instance | None:
     """The instance of the seed, where the program reads one."""
-    names = {leaf.name for i in footprint.program if isinstance(i, Compute)
-             for leaf in pytree.tree_leaves((i.args, i.kwargs)) if isinstance(leaf, Ref)}
+    names = {name for i in footprint.program for name in reads(i)}
     if SEED.name not in names - known:
         return None
     return Instance(SEED.name, SEED, Layout.replicated(footprint.left[0].layout.devices, 1))

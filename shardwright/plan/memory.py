@@ -25,9 +25,9 @@ from typing import Any
 
 from ..errors import SettingError
 from .again import Again
-from .recompute import Recomputed
 from .instructions import Instance, Move, Routed
 from .lives import Lives, waiting
+from .recompute import Recomputed
 from .saved import saved_by
 
 __all__ = ["OPTIMIZERS", "Held", "Timeline", "optimizer_bytes", "peak", "timeline"]

@@ -21,9 +21,9 @@ from ..rules.send import send
 from ..schedules import Schedule
 from .chosen import Alternative, Chosen
 from .crossing import sender
+from .instructions import Instance
 from .micro import Micro
 from .plan import Collective, OperatorPlan, ParameterPlan, Plan, backward_collectives, forward_collectives, short_hash
-from .instructions import Instance
 from .stages import Source
 
 __all__ = ["PipelinePlan", "Stage", "StageParameter", "Transfer"]

@@ -14,10 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils import _pytree as pytree
-
 from ..graph import Graph, Recompute
-from .instructions import Compute, Extreme, Instance, Move, Ref, Routed
+from .instructions import Compute, Instance, Move, Routed, made_by, reads
 from .saved import saved_by
 
 __all__ = ["Recomputed", "Region", "hands_on", "regions_of", "started"]
@@ -79,16 +77,6 @@ def started(place: int, operator: str, regions: tuple[Region, ...], done: set[in
     return out
 
 
-def _names(instruction: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The names of all tensors that an instruction reads, and of those that it makes."""
-    if isinstance(instruction, Compute):
-        leaves = pytree.tree_leaves((instruction.args, instruction.kwargs))
-        return (tuple(dict.fromkeys(leaf.name for leaf in leaves if isinstance(leaf, Ref))),
-                tuple(o.name for o in instruction.outputs if o is not None))
-    operand = (instruction.operand.name,) if isinstance(instruction, Extreme) else ()
-    return (instruction.source.name, *operand), (instruction.target.name,)
-
-
 def regions_of(graph: Graph, routed: Routed) -> tuple[Region, ...]:
     """The regions of a program in the order in which they begin; those that would drop nothing are left out."""
     said = {op.name: op.recompute for op in graph.ops if op.recompute is not None}
@@ -98,7 +86,7 @@ def regions_of(graph: Graph, routed: Routed) -> tuple[Region, ...]:
 class _Regions:
     def __init__(self, said: dict[str, Recompute], routed: Routed) -> None:
         self.said, self.routed, self.instructions = said, routed, routed.instructions
-        self.names = [_names(i) for i in self.instructions]
+        self.names = [(reads(i), tuple(o.name for o in made_by(i))) for i in self.instructions]
         self.calls: dict[int, list[str]] = {}      # call -> its operators
         for name, recompute in said.items():
             self.calls.setdefault(recompute.call, []).append(name)
@@ -118,7 +106,7 @@ class _Regions:
         return len(computes) == 1
 
     def place(self, i: int) -> None:
-        instruction, (reads, makes) = self.instructions[i], self.names[i]
+        instruction, (read, makes) = self.instructions[i], self.names[i]
         said = self.said.get(instruction.operator)
         call = said.call if said is not None else None
         member = call
@@ -132,16 +120,16 @@ class _Regions:
             elif (sends and not said.mp_comm) or (said.keep and getattr(instruction, "cause", "operator") == "operator"):
                 member = None
         if call is None:
-            member = self.follows(instruction, reads)
+            member = self.follows(instruction, read)
         self.inside.append(call if call is not None else member)
         self.member.append(member)
         self.maker.update((name, i) for name in makes)
 
-    def follows(self, instruction: Any, reads: tuple[str, ...]) -> int | None:
+    def follows(self, instruction: Any, read: tuple[str, ...]) -> int | None:
         """The region whose results a conversion or a view hands on: dropped with them, where they are dropped everywhere."""
-        if isinstance(instruction, Compute) and not hands_on(instruction.target) or not reads:
+        if isinstance(instruction, Compute) and not hands_on(instruction.target) or not read:
             return None
-        calls = {self.member[self.maker[n]] if n in self.maker else None for n in reads}
+        calls = {self.member[self.maker[n]] if n in self.maker else None for n in read}
         call = calls.pop()
         if calls or call is None or call not in self.everywhere:
             return None
@@ -153,8 +141,8 @@ class _Regions:
         out = {name for i, (_, makes) in enumerate(self.names) if self.member[i] is not None for name in makes}
         out -= {o.name for o in self.routed.outputs if isinstance(o, Instance)}
         out -= {i.name for i in self.routed.updates.values()}
-        for i, (reads, _) in enumerate(self.names):
-            for name in out.intersection(reads):
+        for i, (read, _) in enumerate(self.names):
+            for name in out.intersection(read):
                 call = self.member[self.maker[name]]
                 if call not in self.everywhere and self.inside[i] != call:
                     out.discard(name)
@@ -175,9 +163,9 @@ class _Regions:
                 name = waiting.pop()
                 if name in self.droppable and self.call_of(name) == call:
                     if self.maker[name] not in again or self.maker[name] in own:
-                        reads = self.names[self.maker[name]][0] if self.maker[name] not in again else ()
+                        more = self.names[self.maker[name]][0] if self.maker[name] not in again else ()
                         again.add(self.maker[name])
-                        waiting += reads
+                        waiting += more
                 elif name not in inputs:
                     inputs.add(name)
                     if name in self.droppable:  # another region's, which begins earlier

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
-from .instructions import Compute, Extreme, Instance, Ref, Routed
+from .instructions import Compute, Extreme, Instance, Ref, Routed, made_by, read_by
 
 __all__ = ["Saved", "saved_by"]
 
@@ -68,8 +68,8 @@ def _blank(instance: Instance, like: Tensor | None = None) -> Tensor:
 
 
 def _of_operator(instruction: Compute, env: dict[str, Tensor]) -> Saved:
-    reads = {leaf.name for leaf in pytree.tree_leaves((instruction.args, instruction.kwargs)) if isinstance(leaf, Ref)}
-    outputs = [o for o in instruction.outputs if o is not None]
+    reads = set(read_by(instruction))
+    outputs = made_by(instruction)
     try:
         found, results = _called(instruction, {n: env[n] for n in reads})
         if found.own:
