@@ -6,7 +6,9 @@ What two and four ranks do runs on real ones, started once for all scenarios.
 from __future__ import annotations
 
 import copy
+import gc
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import run_ranks, run_scenarios
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import shardwright as sw
 from networks import Apply, D, draw
@@ -140,6 +143,24 @@ def test_an_optimizer_of_a_copy_is_an_error() -> None:
     torch.optim.SGD(net.parameters(), 0.1).step()
     other = nn.Linear(3, 3)
     torch.optim.SGD(other.parameters(), 0.1).step()         # none of ours, nothing to do: as ever
+
+
+def test_a_model_that_is_collected_in_the_midst_of_anothers_step_does_not_end_it() -> None:
+    """Whenever memory is tidied up, thus also between two hooks that torch goes through before a step."""
+    gone, net = stack(), stack()
+    parallel(gone, nn.MSELoss(), devices=2, mode="data_parallel")(*BATCHES[0]).backward()
+    alive = weakref.ref(gone)
+    gone.itself = [gone]                                    # no one but the collector ends it
+    tidied = register_optimizer_step_pre_hook(lambda *given: gc.collect() and None)
+    try:
+        model = parallel(net, nn.MSELoss(), devices=2, mode="data_parallel")
+        model(*BATCHES[0]).backward()
+        del gone
+        assert alive() is not None
+        torch.optim.SGD(net.parameters(), 0.1).step()
+    finally:
+        tidied.remove()
+    assert alive() is None
 
 
 # -- on ranks ----------------------------------------------------------------------------------------------------------

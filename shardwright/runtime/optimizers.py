@@ -6,6 +6,7 @@ while gradients are not summed would take each rank elsewhere.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -29,34 +30,71 @@ def replace_noted(old: torch.Tensor, name: str) -> None:
 def watch_steps(net: nn.Module) -> None:
     """See, before each step of any optimizer, that it is not one of a copy of `net`, nor of parameters that `net` no longer
     has. Until `net` is gone."""
-    alive = weakref.ref(net)
-
-    def look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        model = alive()
-        if model is not None:
-            _look(optimizer, model)
-    weakref.finalize(net, register_optimizer_step_pre_hook(look).remove)
+    _STEPS.look_at(net)
 
 
 def set_empty_aside(net: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
     """Let optimizers pass by parameters that are empty on this rank, in each step: of a pipeline's other stages there are
     many, and each would take as long as one that is there. Their gradients are back after it. Until `net` is gone."""
-    held = [weakref.ref(parameter) for parameter in parameters]
-    aside: list[tuple[nn.Parameter, torch.Tensor]] = []
+    _STEPS.put_aside(net, parameters)
 
-    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for parameter in [ref() for ref in held]:
+
+class _Aside(threading.local):
+    """The gradients put aside in a thread's step."""
+
+    def __init__(self) -> None:
+        self.gradients: list[tuple[nn.Parameter, torch.Tensor]] = []
+
+
+class _Steps:
+    """What is seen to around the steps of all optimizers, for each model that is alive.
+
+    torch goes through its hooks of all optimizers while they run, and a model can be collected in the midst of one: a hook
+    a model, taken away with it, would end the step of another model with "OrderedDict mutated during iteration". So there
+    is one hook before a step and one after, for good, put in place by the first model.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._hooked = False
+        self._looked_at: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._empty: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Parameter]]] = weakref.WeakKeyDictionary()
+        self._aside = _Aside()
+
+    def look_at(self, net: nn.Module) -> None:
+        with self._lock:
+            self._looked_at.add(net)
+            self._hook()
+
+    def put_aside(self, net: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+        with self._lock:
+            self._empty.setdefault(net, []).extend(weakref.ref(parameter) for parameter in parameters)
+            self._hook()
+
+    def _hook(self) -> None:
+        if not self._hooked:
+            register_optimizer_step_pre_hook(self._before)
+            register_optimizer_step_post_hook(self._after)
+            self._hooked = True
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        with self._lock:
+            nets, empty = list(self._looked_at), [ref for refs in self._empty.values() for ref in refs]
+        for net in nets:
+            _look(optimizer, net)
+        for parameter in [ref() for ref in empty]:
             if parameter is not None and parameter.grad is not None:
-                aside.append((parameter, parameter.grad))
+                self._aside.gradients.append((parameter, parameter.grad))
                 parameter.grad = None
 
-    def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for parameter, gradient in aside:
+    def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for parameter, gradient in self._aside.gradients:
             if parameter.grad is None:
                 parameter.grad = gradient
-        aside.clear()
-    weakref.finalize(net, register_optimizer_step_pre_hook(before).remove)
-    weakref.finalize(net, register_optimizer_step_post_hook(after).remove)
+        self._aside.gradients.clear()
+
+
+_STEPS = _Steps()
 
 
 def _look(optimizer: torch.optim.Optimizer, net: nn.Module) -> None:
