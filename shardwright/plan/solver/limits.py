@@ -37,6 +37,7 @@ SWEEPS = 8  # at each of the multipliers
 LAST = 20  # ... at those that a search begins at
 WIDE = 2**12  # entries of a joint in a search among all nodes
 SPARE = 0.05  # of the time, for the last of the searches and what comes after it
+DEARER = (1.1, 1.4, 2.0, 4.0, 16.0, 256.0)  # than at the best multipliers, for first states that keep the limit
 STILL = 3  # searches that find nothing, after which one begins elsewhere
 WHOLE = 300_000  # entries of the edges up to which HiGHS is asked about the whole
 LEAST = 5.0  # seconds to look for the least limit at least
@@ -212,6 +213,8 @@ def _polish(best: _Best, priced: Priced, until: float) -> None:
     Where a search from what is held finds nothing more, the next begins at what the sweeps take at these prices.
     """
     rows, left = priced.rows, np.array(priced.order.left)
+    if best.states is None:
+        _dear(best, priced, until)
     priced.price(priced.best)
     priced.sweep(LAST)
     inner = _allowed(priced, until)
@@ -242,6 +245,20 @@ def _polish(best: _Best, priced: Priced, until: float) -> None:
             multipliers = multipliers + pace * 0.02 * multipliers.sum() * positive / positive.sum()
         priced.price(multipliers)
         inner = [states[v] for v in left]
+
+
+def _dear(best: _Best, priced: Priced, until: float) -> None:
+    """See what is cheapest where memory is dearer than at the best multipliers, up to the first that keeps the limit: states
+    far from the best, but some, in the time of a few sweeps. They are looked for even where the time is over."""
+    rows = best.rows
+    multipliers = priced.best
+    if not multipliers.any():  # there was no time for any: as much at each moment, and together what all else costs
+        multipliers = np.full(rows.count, max(priced.bound, 1.0) / (rows.count * rows.limit))
+    for times in DEARER:
+        priced.price(times * multipliers)
+        priced.sweep(LAST)
+        if best.see(priced.lift(_allowed(priced, until))):
+            break
 
 
 def _allowed(priced: Priced, until: float) -> list[int]:
