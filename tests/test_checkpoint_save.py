@@ -210,6 +210,71 @@ def test_a_background_save_has_the_values_of_the_call(tmp_path: Path, monkeypatc
     assert {key: tensor.data_ptr() for key, tensor in background._copies.items()} == copies, "into the same memory"
 
 
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """What a save's thread waits for, before it copies the optimizer's state."""
+    opens, complete = threading.Event(), background.Copies.complete
+    monkeypatch.setattr(background.Copies, "complete", lambda copies: (opens.wait(30), complete(copies))[1])
+    return opens
+
+
+@KINDS
+def test_an_optimizer_steps_once_its_state_is_copied(tmp_path: Path, gate: threading.Event, whole: bool) -> None:
+    model, optimizer = trained()
+    names = dict(model.named_parameters())
+    before = {n: optimizer.state[p]["momentum_buffer"].clone() for n, p in names.items()}
+    held = sw.save_checkpoint(model, optimizer, tmp_path, step=1, integrated_save=whole, asynchronous=True)
+    other = nn.Linear(2, 2)
+    stepping = threading.Thread(target=train, args=(model, optimizer, 1, 2))
+    stepping.start()
+    stepping.join(0.5)
+    assert stepping.is_alive() and any(p.grad is not None for p in names.values()), "the step waits, its backward does not"
+    gate.set()
+    stepping.join()
+    torch.optim.SGD(other.parameters(), 0.1).step()
+    stored = Stored(held.wait())
+    assert all(torch.equal(stored.read(f"optimizer.{n}.momentum_buffer"), t) for n, t in before.items())
+    assert not any(torch.equal(optimizer.state[p]["momentum_buffer"], before[n]) for n, p in names.items())
+
+
+def test_state_that_something_else_changes_before_it_is_copied_is_an_error(tmp_path: Path, gate: threading.Event) -> None:
+    model, optimizer = trained()
+    held = sw.save_checkpoint(model, optimizer, tmp_path, step=1, asynchronous=True)
+    optimizer.state[model.get_parameter("layers.1.weight")]["momentum_buffer"].mul_(0.5)
+    gate.set()
+    with pytest.raises(CheckpointError, match=r"optimizer\.layers\.1\.weight\.momentum_buffer: it was changed while"):
+        held.wait()
+    assert os.listdir(tmp_path) == []
+    sw.save_checkpoint(model, optimizer, tmp_path, step=1, asynchronous=True).wait()
+    assert steps(tmp_path) == [1]
+
+
+def test_state_of_an_optimizer_that_does_not_say_when_it_steps_is_copied_in_the_call(tmp_path: Path, gate: threading.Event
+                                                                                     ) -> None:
+    class Own:
+        """One with what a save reads, and steps of its own making."""
+
+        def __init__(self, of: torch.optim.Optimizer) -> None:
+            self.param_groups, self.state = of.param_groups, of.state
+
+    model, optimizer = trained()
+    weight = model.get_parameter("layers.1.weight")
+    before = optimizer.state[weight]["momentum_buffer"].clone()
+    held = sw.save_checkpoint(model, Own(optimizer), tmp_path, step=1, asynchronous=True)
+    optimizer.state[weight]["momentum_buffer"].mul_(0.5)
+    gate.set()
+    assert torch.equal(Stored(held.wait()).read("optimizer.layers.1.weight.momentum_buffer"), before)
+
+
+def test_what_cannot_be_copied_is_an_error_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> None:
+        raise MemoryError("no room for copies")
+    monkeypatch.setattr(saving, "Copies", full)
+    with pytest.raises(CheckpointError, match="cannot be written: MemoryError: no room for copies"):
+        sw.save_checkpoint(nn.Linear(2, 2), path=tmp_path, step=1, asynchronous=True)
+    assert os.listdir(tmp_path) == []
+
+
 def test_what_goes_wrong_in_the_background_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     net = nn.Linear(2, 2)
 

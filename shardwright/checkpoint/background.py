@@ -5,14 +5,16 @@ from __future__ import annotations
 import atexit
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from ..errors import CheckpointError
 from .boxes import Written
 
-__all__ = ["Saving", "begun", "last_error", "staged", "wait_for_last"]
+__all__ = ["Copies", "Saving", "begun", "last_error", "wait_for_last"]
 
 
 class Saving:
@@ -85,18 +87,58 @@ def wait_for_last() -> None:
         _last[0]._thread.join()
 
 
-def staged(written: Iterable[Written]) -> list[Written]:
-    """Copies in host memory, in that of the save before where it fits: fresh memory takes several times as long."""
-    known, out = dict(_copies), []
-    _copies.clear()
-    for name, starts, tensor in written:
-        copy = known.get((name, starts))
-        if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
-            copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        copy.copy_(tensor)
-        _copies[name, starts] = copy
-        out.append(Written(name, starts, copy))
-    return out
+class Copies:
+    """Copies in host memory of what a save writes, in that of the save before where it fits: fresh memory takes several times
+    as long. Those of an optimizer's state are made by `complete`, which the optimizer's next step waits for.
+
+    Args:
+        given: what the save writes.
+        later: by name, those of an optimizer's state, as the optimizer has them.
+
+    Attributes:
+        written: the same of copies.
+        complete_now: set once all copies are made.
+    """
+
+    def __init__(self, given: Iterable[Written], later: Mapping[str, Tensor]) -> None:
+        self.written: list[Written] = []
+        self.complete_now = threading.Event()
+        self._later: list[tuple[str, Tensor, tuple[Tensor, Tensor], list[int]]] = []
+        known = dict(_copies)
+        _copies.clear()
+        for name, starts, tensor in given:
+            copy = known.get((name, starts))
+            if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
+                copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            _copies[name, starts] = copy
+            self.written.append(Written(name, starts, copy))
+            both = tensor, later.get(name, tensor)
+            if name in later and tensor.device.type == "cpu" and not any(t.is_inference() for t in both):
+                self._later.append((name, copy, both, _versions(both)))
+            else:
+                copy.copy_(tensor)
+
+    def complete(self) -> None:
+        """Make the copies that are still to be made.
+
+        Raises:
+            CheckpointError: a tensor that has been changed since the call, by something else than a step.
+        """
+        try:
+            for name, copy, both, versions in self._later:
+                copy.copy_(both[0])
+                if _versions(both) != versions:
+                    raise CheckpointError("it was changed while it was copied for the checkpoint in the background",
+                                          source=name, legal="changes by the optimizer's step(), which waits for the copy, or "
+                                                             "after the save's wait()")
+        finally:
+            self._later.clear()
+            self.complete_now.set()
+
+
+def _versions(tensors: Iterable[Tensor]) -> list[int]:
+    """How often each has been changed in place."""
+    return [tensor._version for tensor in tensors]
 
 
 @atexit.register

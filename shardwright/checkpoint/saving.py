@@ -1,24 +1,28 @@
 """`save_checkpoint`: a run's state, written whole or not at all.
 
-    every rank   what it has ─ agree ─ copy ─┆─ its boxes ─ agree ─ digests, to the disk ─ agree ───────────────── agree
-    rank 0       make .part                  ┆                                                 manifest, rename, prune
+    every rank   what it has ─ copy ─ agree ─┆─ copy the rest ─ its boxes ─ agree ─ digests, to the disk ─ agree ────── agree
+    rank 0       make .part                  ┆                                                      manifest, rename, prune
 
-With ``asynchronous=True`` what is right of the dotted line (`writing`) happens in a thread, over a process group of its own.
+With ``asynchronous=True`` what is right of the dotted line (`writing`) happens in a thread, over a process group of its own;
+without there are no copies. What may change at any time is copied in the call: parameters, buffers, what the user gives. The
+state of an optimizer changes in its steps alone, the next of which waits until the thread has copied it.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import CheckpointError
+from ..runtime.optimizers import hold_steps, says_when_it_steps
 from . import folders
-from .background import Saving, begun, last_error, staged
+from .background import Copies, Saving, begun, last_error
 from .boxes import described_here, written_here
 from .generators import generators
 from .manifest import new_id
@@ -50,7 +54,8 @@ def save_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer | None = 
             them, and ``optimizer.safetensors``; else each rank's part in a file of its own, in the format of
             torch.distributed.checkpoint.
         keep_checkpoint_max: so many are kept: once this one is whole those of the lowest steps are removed. None: all.
-        asynchronous: copy tensors and return; a thread writes. The next save waits for it, and so does the interpreter's end.
+        asynchronous: copy the model's tensors and return; a thread copies the optimizer's state, for which the next step of any
+            optimizer waits, and writes. The next save waits for it, and so does the interpreter's end.
 
     Returns:
         The save; its ``wait()`` returns the checkpoint's folder, and raises what went wrong in the background.
@@ -61,12 +66,16 @@ def save_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer | None = 
     """
     ranks = ranks_of_now()
     job: Job | None = None
+    copies: Copies | None = None
     error = last_error()
     if error is None:
         try:
             _check(path, step, keep_checkpoint_max)
-            job = _collected(Subject(model, ranks), optimizer, Path(path), step, bool(integrated_save), keep_checkpoint_max,
-                             extra, several(schedulers), data)
+            job, state = _collected(Subject(model, ranks), optimizer, Path(path), step, bool(integrated_save),
+                                    keep_checkpoint_max, extra, several(schedulers), data)
+            if asynchronous:
+                copies = Copies(job.written, state if optimizer is not None and says_when_it_steps(optimizer) else {})
+                job.written = copies.written
         except Exception as raised:  # whatever it is, the others have to hear of it
             error = located(raised, path)
     try:
@@ -78,14 +87,20 @@ def save_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer | None = 
         raise
     saving = Saving(step, job.path / folders.name_of(step))
     if asynchronous:
-        try:
-            job.written = staged(job.written)
-        except Exception as raised:  # the others write already, and hear of it there
-            job.failed = raised
-        begun(saving, job.write)
+        begun(saving, partial(_complete, copies, job))
+        hold_steps(copies.complete_now)
     else:
         job.write()
     return saving
+
+
+def _complete(copies: Copies, job: Job) -> None:
+    """What is done in the background."""
+    try:
+        copies.complete()
+    except Exception as raised:  # the others write already, and hear of it there
+        job.failed = located(raised, job.path)
+    job.write()
 
 
 def several(given: Any) -> list[Any]:
@@ -103,8 +118,8 @@ def _check(path: Any, step: Any, keep: Any) -> None:
 
 
 def _collected(subject: Subject, optimizer: torch.optim.Optimizer | None, path: Path, step: int, whole: bool, keep: int | None,
-               extra: Any, schedulers: Sequence[Any], data: Any) -> Job:
-    """What this rank has to save; on rank 0 a folder to write it into besides.
+               extra: Any, schedulers: Sequence[Any], data: Any) -> tuple[Job, dict[str, Tensor]]:
+    """What this rank has to save, and by name what of it is of the optimizer's state; on rank 0 a folder to write it into.
 
     Raises:
         CheckpointError: what cannot be saved.
@@ -151,5 +166,6 @@ def _collected(subject: Subject, optimizer: torch.optim.Optimizer | None, path: 
     if ranks.rank == 0:
         said["id"] = new_id()
         folders.begin(path, step, said["id"])
-    return Job(ranks, path, step, whole, keep, list(subject.tensors), subject.aliases, subject.plan, written, said,
-               generators(), position, state, texts)
+    job = Job(ranks, path, step, whole, keep, list(subject.tensors), subject.aliases, subject.plan, written, said,
+              generators(), position, state, texts)
+    return job, {h.name: h.state for h in held if h.state is not None}

@@ -71,12 +71,15 @@ class Held:
         name: in a checkpoint.
         dtype: as torch calls it.
         local: what is here of it, of the shape of the place's box; None: nothing.
+        state: the tensor in an optimizer's state that it is of; None: it is the model's. In-place operations on a DTensor
+            count in its own version, not in that of its slice.
     """
 
     name: str
     dtype: str
     place: Place
     local: Tensor | None
+    state: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -270,10 +273,10 @@ def _state(subject: Subject, called: str, value: Tensor, parameter: Tensor, plac
     from torch.distributed.tensor import DTensor
     dtype = word_of(value.dtype)
     if isinstance(value, DTensor):
-        return Held(called, dtype, *subject.place_of(called, value, None))
+        return Held(called, dtype, *subject.place_of(called, value, None), value)
     if value.shape == parameter.shape and value.dim() and not isinstance(parameter, DTensor):
         stacks = place.own and subject.ranks.world > 1
-        return Held(called, dtype, place, value.detach().unsqueeze(0) if stacks else value.detach())
+        return Held(called, dtype, place, value.detach().unsqueeze(0) if stacks else value.detach(), value)
     if value.dim() and isinstance(parameter, DTensor):
         raise CheckpointError(f"a plain tensor of shape {tuple(value.shape)}, of a parameter that is cut: nobody can tell how "
                               "it lies", source=called, legal="an optimizer whose state is made by torch.zeros_like")
@@ -282,4 +285,4 @@ def _state(subject: Subject, called: str, value: Tensor, parameter: Tensor, plac
                               source=called, legal="a state of the parameter's shape")
     devices = place.layout.devices if place.layout is not None else None
     layout = Layout.replicated(devices, value.dim()) if devices is not None else None
-    return Held(called, dtype, *subject.place_of(called, value, layout, place.first))
+    return Held(called, dtype, *subject.place_of(called, value, layout, place.first), value)

@@ -1,7 +1,8 @@
 """What would go wrong silently in an optimizer's step, seen before it.
 
 An optimizer that holds other parameter objects than the model finds no gradients there and does nothing; one that steps
-while gradients are not summed would take each rank elsewhere.
+while gradients are not summed would take each rank elsewhere; one that steps while its state is copied for a checkpoint would
+mix two steps in it, and waits.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..errors import SettingError
 
-__all__ = ["replace_noted", "set_empty_aside", "watch_steps"]
+__all__ = ["hold_steps", "replace_noted", "says_when_it_steps", "set_empty_aside", "watch_steps"]
 
 _REPLACED = "_shardwright_replaced"
 
@@ -37,6 +38,16 @@ def set_empty_aside(net: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
     """Let optimizers pass by parameters that are empty on this rank, in each step: of a pipeline's other stages there are
     many, and each would take as long as one that is there. Their gradients are back after it. Until `net` is gone."""
     _STEPS.put_aside(net, parameters)
+
+
+def hold_steps(until: threading.Event) -> None:
+    """Let no optimizer step before the event."""
+    _STEPS.hold(until)
+
+
+def says_when_it_steps(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether what is seen to around steps is seen to around those of this one: torch does so for its own class's heirs."""
+    return isinstance(optimizer, torch.optim.Optimizer) and getattr(type(optimizer).step, "hooked", False)
 
 
 class _Aside(threading.local):
@@ -60,6 +71,7 @@ class _Steps:
         self._looked_at: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._empty: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Parameter]]] = weakref.WeakKeyDictionary()
         self._aside = _Aside()
+        self._awaited: list[threading.Event] = []
 
     def look_at(self, net: nn.Module) -> None:
         with self._lock:
@@ -71,6 +83,11 @@ class _Steps:
             self._empty.setdefault(net, []).extend(weakref.ref(parameter) for parameter in parameters)
             self._hook()
 
+    def hold(self, until: threading.Event) -> None:
+        with self._lock:
+            self._awaited = [event for event in self._awaited if not event.is_set()] + [until]
+            self._hook()
+
     def _hook(self) -> None:
         if not self._hooked:
             register_optimizer_step_pre_hook(self._before)
@@ -80,8 +97,11 @@ class _Steps:
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         with self._lock:
             nets, empty = list(self._looked_at), [ref for refs in self._empty.values() for ref in refs]
+            awaited = self._awaited = [event for event in self._awaited if not event.is_set()]
         for net in nets:
             _look(optimizer, net)
+        for event in awaited:
+            event.wait()
         for parameter in [ref() for ref in empty]:
             if parameter is not None and parameter.grad is not None:
                 self._aside.gradients.append((parameter, parameter.grad))
