@@ -67,7 +67,7 @@ def test_what_is_said(subjects: Subjects, copies: list[Path]) -> None:
         refusing = re.escape(str(file))
         other = next(p for p in subjects.others["other step"] if (p / name).exists())
         for content, what in ((whole[:100], "it has 100 bytes instead of"), (None, "it is missing"),
-                              (whole[:-200] + b"x" + whole[-199:], "it was altered within bytes 0 to"),
+                              (whole[:-200] + bytes([whole[-200] ^ 1]) + whole[-199:], "it was altered within bytes 0 to"),
                               ((other / name).read_bytes(), "it belongs to another save, [0-9a-f]{32}, and not to this one")):
             file.unlink(missing_ok=True)
             if content is not None:
