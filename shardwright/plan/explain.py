@@ -11,7 +11,7 @@ searched is priced among them likewise.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -248,19 +248,8 @@ class _Neighbourhood:
         mine = forms.pop(self._form(self.chosen[self.name]))
         searched = found is not None and found.limit == limit and found.bound is not None
         own = within.aside(mine) if searched else within.priced(mine)
-        fitting: list[Alternative] = []
-        refused: list[Alternative] = []
-        tried = 0
-        for strategies in forms.values():
-            least = float(whole.costs[options.index(strategies[0])])
-            if tried >= max(count, MOST_TRIED) or \
-                    len(fitting) >= count and fitting[count - 1].total * (1 - ENOUGH) <= least:
-                break  # what is left is better by no more than the search itself leaves open
-            tried += 1
-            priced = within.priced(strategies)
-            made = self._alternative(priced.strategy, priced.total, cost, priced)
-            (refused if made.refused else fitting).append(made)
-            fitting.sort(key=lambda a: a.total)
+        fitting, refused = self._tried(within, forms.values(), lambda s: float(whole.costs[options.index(s)]), count, cost)
+        tried = len(fitting) + len(refused)
         first = min((*fitting, *refused), key=lambda a: a.aside, default=None)
         held = first if first is not None and first.over is not None and first.aside < own.aside * (1 - LESS) else None
         fitting = fitting[:count]
@@ -269,6 +258,31 @@ class _Neighbourhood:
         return Explanation(self.plan, self.plan.decisions[self.name], shares, cost, cost if searched else own.total,
                            shown, len(options), True, limit=limit, over=row_above(self.plan.timeline, limit), held=held,
                            tried=(tried, len(forms)))
+
+    def _tried(self, within: Within, forms: Iterable[list[Strategy]], least: Callable[[Strategy], float], count: int,
+               cost: float) -> tuple[list[Alternative], list[Alternative]]:
+        """Other ways to cut, each planned within the limit. It ends with `MOST_TRIED`, or where so many fit and what is left is
+        better than they are by no more than the search itself leaves open.
+
+        Args:
+            forms: the ways, the cheapest first, and the strategies of each.
+            least: what a plan without a limit costs with a strategy, at least.
+            cost: of the plan.
+
+        Returns:
+            Those that fit, the cheapest first, and those that the search refuses.
+        """
+        fitting: list[Alternative] = []
+        refused: list[Alternative] = []
+        for strategies in forms:
+            if len(fitting) + len(refused) >= max(count, MOST_TRIED) or \
+                    len(fitting) >= count and fitting[count - 1].total * (1 - ENOUGH) <= least(strategies[0]):
+                break
+            priced = within.priced(strategies)
+            made = self._alternative(priced.strategy, priced.total, cost, priced)
+            (refused if made.refused else fitting).append(made)
+            fitting.sort(key=lambda a: a.total)
+        return fitting, refused
 
     def _within(self, limit: float) -> Within:
         """The search within a limit. What such a search decided for the plan beside strategies is chosen anew."""
