@@ -220,21 +220,38 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 @KINDS
 def test_an_optimizer_steps_once_its_state_is_copied(tmp_path: Path, gate: threading.Event, whole: bool) -> None:
+    """It makes the copies that the thread has not begun."""
     model, optimizer = trained()
     names = dict(model.named_parameters())
     before = {n: optimizer.state[p]["momentum_buffer"].clone() for n, p in names.items()}
     held = sw.save_checkpoint(model, optimizer, tmp_path, step=1, integrated_save=whole, asynchronous=True)
-    other = nn.Linear(2, 2)
-    stepping = threading.Thread(target=train, args=(model, optimizer, 1, 2))
-    stepping.start()
-    stepping.join(0.5)
-    assert stepping.is_alive() and any(p.grad is not None for p in names.values()), "the step waits, its backward does not"
+    train(model, optimizer, 1, 2)
+    assert not held.done
     gate.set()
-    stepping.join()
-    torch.optim.SGD(other.parameters(), 0.1).step()
     stored = Stored(held.wait())
     assert all(torch.equal(stored.read(f"optimizer.{n}.momentum_buffer"), t) for n, t in before.items())
     assert not any(torch.equal(optimizer.state[p]["momentum_buffer"], before[n]) for n, p in names.items())
+
+
+def test_a_step_waits_for_a_copy_that_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opens, versions = threading.Event(), background._versions
+
+    def slow(tensors: Any) -> Any:
+        if threading.current_thread().name == "checkpoint of step 1":
+            opens.wait(30)
+        return versions(tensors)
+    monkeypatch.setattr(background, "_versions", slow)
+    model, optimizer = trained()
+    before = {n: optimizer.state[p]["momentum_buffer"].clone() for n, p in model.named_parameters()}
+    held = sw.save_checkpoint(model, optimizer, tmp_path, step=1, asynchronous=True)
+    stepping = threading.Thread(target=train, args=(model, optimizer, 1, 2))
+    stepping.start()
+    stepping.join(0.5)
+    assert stepping.is_alive() and any(p.grad is not None for p in model.parameters()), "the step waits, its backward does not"
+    opens.set()
+    stepping.join()
+    stored = Stored(held.wait())
+    assert all(torch.equal(stored.read(f"optimizer.{n}.momentum_buffer"), t) for n, t in before.items())
 
 
 def test_state_that_something_else_changes_before_it_is_copied_is_an_error(tmp_path: Path, gate: threading.Event) -> None:
@@ -264,6 +281,17 @@ def test_state_of_an_optimizer_that_does_not_say_when_it_steps_is_copied_in_the_
     optimizer.state[weight]["momentum_buffer"].mul_(0.5)
     gate.set()
     assert torch.equal(Stored(held.wait()).read("optimizer.layers.1.weight.momentum_buffer"), before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have a priority of their own on Linux")
+def test_the_thread_of_a_save_leaves_the_processor_to_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, write = [], writing.Job.write
+    monkeypatch.setattr(writing.Job, "write", lambda job: (seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())),
+                                                           write(job))[1])
+    for asynchronous in (True, False):
+        sw.save_checkpoint(nn.Linear(2, 2), path=tmp_path, step=1, asynchronous=asynchronous).wait()
+    here = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    assert seen == [min(19, here + 10), here]
 
 
 def test_what_cannot_be_copied_is_an_error_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

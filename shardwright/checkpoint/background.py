@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import os
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +19,9 @@ from ..errors import CheckpointError
 from .boxes import Written
 
 __all__ = ["Copies", "Saving", "begun", "last_error", "wait_for_last"]
+
+#: How much less the thread of a save counts than one of the training: a tenth of the processor where both want it.
+_NICE = 10
 
 
 class Saving:
@@ -52,6 +59,7 @@ class Saving:
         return self.path
 
     def _run(self, work: Callable[[], None]) -> None:
+        _step_back()
         try:
             work()
         except Exception as error:
@@ -89,7 +97,7 @@ def wait_for_last() -> None:
 
 class Copies:
     """Copies in host memory of what a save writes, in that of the save before where it fits: fresh memory takes several times
-    as long. Those of an optimizer's state are made by `complete`, which the optimizer's next step waits for.
+    as long. Those of an optimizer's state are made by `complete`, in the save's thread, before the optimizer's next step.
 
     Args:
         given: what the save writes.
@@ -97,13 +105,11 @@ class Copies:
 
     Attributes:
         written: the same of copies.
-        complete_now: set once all copies are made.
     """
 
     def __init__(self, given: Iterable[Written], later: Mapping[str, Tensor]) -> None:
         self.written: list[Written] = []
-        self.complete_now = threading.Event()
-        self._later: list[tuple[str, Tensor, tuple[Tensor, Tensor], list[int]]] = []
+        self._later: deque[_Later] = deque()
         known = dict(_copies)
         _copies.clear()
         for name, starts, tensor in given:
@@ -114,9 +120,11 @@ class Copies:
             self.written.append(Written(name, starts, copy))
             both = tensor, later.get(name, tensor)
             if name in later and tensor.device.type == "cpu" and not any(t.is_inference() for t in both):
-                self._later.append((name, copy, both, _versions(both)))
+                self._later.append(_Later(name, copy, both, _versions(both)))
             else:
                 copy.copy_(tensor)
+        self._left, self._lock, self._all = len(self._later), threading.Lock(), threading.Event()
+        self._error: Exception | None = None
 
     def complete(self) -> None:
         """Make the copies that are still to be made.
@@ -124,21 +132,52 @@ class Copies:
         Raises:
             CheckpointError: a tensor that has been changed since the call, by something else than a step.
         """
-        try:
-            for name, copy, both, versions in self._later:
-                copy.copy_(both[0])
-                if _versions(both) != versions:
+        self.help()
+        if self._error is not None:
+            raise self._error
+
+    def help(self) -> None:
+        """Make those that nobody has begun, and wait for the others: as the optimizer does that is about to step."""
+        while self._later:
+            try:
+                one = self._later.popleft()
+            except IndexError:  # another thread was quicker
+                break
+            try:
+                one.copy.copy_(one.seen[0])
+                if _versions(one.seen) != one.versions:
                     raise CheckpointError("it was changed while it was copied for the checkpoint in the background",
-                                          source=name, legal="changes by the optimizer's step(), which waits for the copy, or "
-                                                             "after the save's wait()")
-        finally:
-            self._later.clear()
-            self.complete_now.set()
+                                          source=one.name, legal="changes by the optimizer's step(), which waits for the copy, "
+                                                                 "or after the save's wait()")
+            except Exception as error:  # the save fails, and not who helps
+                self._error = self._error or error
+            with self._lock:
+                self._left -= 1
+        if self._left:
+            self._all.wait()
+        self._all.set()
+
+
+class _Later(NamedTuple):
+    """A copy to be made: of the first of the tensors `seen`, if they have been changed in place so often still."""
+
+    name: str
+    copy: Tensor
+    seen: tuple[Tensor, Tensor]
+    versions: list[int]
 
 
 def _versions(tensors: Iterable[Tensor]) -> list[int]:
     """How often each has been changed in place."""
     return [tensor._version for tensor in tensors]
+
+
+def _step_back() -> None:
+    """Leave the processor to the training wherever it wants it: on Linux each thread has a priority of its own."""
+    if sys.platform == "linux":
+        thread = threading.get_native_id()
+        with contextlib.suppress(OSError):  # not allowed here: it goes on as it is
+            os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + _NICE))
 
 
 @atexit.register

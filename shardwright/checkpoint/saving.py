@@ -5,7 +5,7 @@
 
 With ``asynchronous=True`` what is right of the dotted line (`writing`) happens in a thread, over a process group of its own;
 without there are no copies. What may change at any time is copied in the call: parameters, buffers, what the user gives. The
-state of an optimizer changes in its steps alone, the next of which waits until the thread has copied it.
+state of an optimizer changes in its steps alone, the next of which waits until the thread has copied it, and helps.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
-from ..runtime.optimizers import hold_steps, says_when_it_steps
+from ..runtime.optimizers import before_next_step, says_when_it_steps
 from . import folders
 from .background import Copies, Saving, begun, last_error
 from .boxes import described_here, written_here
@@ -88,7 +88,7 @@ def save_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer | None = 
     saving = Saving(step, job.path / folders.name_of(step))
     if asynchronous:
         begun(saving, partial(_complete, copies, job))
-        hold_steps(copies.complete_now)
+        before_next_step(copies.help)
     else:
         job.write()
     return saving

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..errors import SettingError
 
-__all__ = ["hold_steps", "replace_noted", "says_when_it_steps", "set_empty_aside", "watch_steps"]
+__all__ = ["before_next_step", "replace_noted", "says_when_it_steps", "set_empty_aside", "watch_steps"]
 
 _REPLACED = "_shardwright_replaced"
 
@@ -40,9 +40,10 @@ def set_empty_aside(net: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
     _STEPS.put_aside(net, parameters)
 
 
-def hold_steps(until: threading.Event) -> None:
-    """Let no optimizer step before the event."""
-    _STEPS.hold(until)
+def before_next_step(work: Callable[[], None]) -> None:
+    """Let no optimizer step before this is done, by the thread that steps; where several do, each calls it. It takes the place
+    of what was given before."""
+    _STEPS.do_first(work)
 
 
 def says_when_it_steps(optimizer: torch.optim.Optimizer) -> bool:
@@ -62,7 +63,7 @@ class _Steps:
 
     torch goes through its hooks of all optimizers while they run, and a model can be collected in the midst of one: a hook
     a model, taken away with it, would end the step of another model with "OrderedDict mutated during iteration". So there
-    is one hook before a step and one after, for good, put in place by the first model.
+    is one hook before a step and one after, for good, put in place by the first model or save.
     """
 
     def __init__(self) -> None:
@@ -71,7 +72,7 @@ class _Steps:
         self._looked_at: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._empty: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Parameter]]] = weakref.WeakKeyDictionary()
         self._aside = _Aside()
-        self._awaited: list[threading.Event] = []
+        self._first: Callable[[], None] | None = None
 
     def look_at(self, net: nn.Module) -> None:
         with self._lock:
@@ -83,9 +84,9 @@ class _Steps:
             self._empty.setdefault(net, []).extend(weakref.ref(parameter) for parameter in parameters)
             self._hook()
 
-    def hold(self, until: threading.Event) -> None:
+    def do_first(self, work: Callable[[], None]) -> None:
         with self._lock:
-            self._awaited = [event for event in self._awaited if not event.is_set()] + [until]
+            self._first = work
             self._hook()
 
     def _hook(self) -> None:
@@ -97,11 +98,13 @@ class _Steps:
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         with self._lock:
             nets, empty = list(self._looked_at), [ref for refs in self._empty.values() for ref in refs]
-            awaited = self._awaited = [event for event in self._awaited if not event.is_set()]
         for net in nets:
             _look(optimizer, net)
-        for event in awaited:
-            event.wait()
+        first = self._first
+        if first is not None:
+            first()
+            if self._first is first:
+                self._first = None
         for parameter in [ref() for ref in empty]:
             if parameter is not None and parameter.grad is not None:
                 self._aside.gradients.append((parameter, parameter.grad))
