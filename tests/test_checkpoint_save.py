@@ -294,6 +294,19 @@ def test_the_thread_of_a_save_leaves_the_processor_to_the_training(tmp_path: Pat
     assert seen == [min(19, here + 10), here]
 
 
+def test_without_a_thread_it_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+    model, optimizer = trained()
+    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", none_left)
+        held = sw.save_checkpoint(model, optimizer, tmp_path, step=1, asynchronous=True)
+    assert held.done and manifest.verify(held.path) == [] and held.wait() == held.path
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
+    train(model, optimizer, 1, 2)
+
+
 def test_what_cannot_be_copied_is_an_error_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: Any) -> None:
         raise MemoryError("no room for copies")

@@ -60,6 +60,9 @@ class Saving:
 
     def _run(self, work: Callable[[], None]) -> None:
         _step_back()
+        self._do(work)
+
+    def _do(self, work: Callable[[], None]) -> None:
         try:
             work()
         except Exception as error:
@@ -72,10 +75,14 @@ _copies: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
 
 
 def begun(saving: Saving, work: Callable[[], None]) -> None:
-    """Do the work of a save in a thread, which the end of the interpreter waits for."""
-    saving._thread = threading.Thread(target=saving._run, args=(work,), name=f"checkpoint of step {saving.step}")
+    """Do the work of a save in a thread, which the end of the interpreter waits for; at once where there can be none."""
+    thread = threading.Thread(target=saving._run, args=(work,), name=f"checkpoint of step {saving.step}")
     _last[:] = [saving]
-    saving._thread.start()
+    try:
+        thread.start()
+        saving._thread = thread
+    except RuntimeError:  # as many as there may be, or the interpreter is about to end: the other ranks write already
+        saving._do(work)
 
 
 def last_error() -> Exception | None:
