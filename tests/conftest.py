@@ -7,6 +7,8 @@ from pathlib import Path
 
 # Before torch is imported, and inherited by the worker processes that tests start: a rank is one thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Ranks are forked and talk over Gloo, on machines with GPUs too.
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 # Neither they nor the second process of pytest-xdist compile the package again.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -16,6 +18,9 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+# Autograd looks for devices once, before its first backward, and starts a thread for each, after which no child can have a
+# backward. A build with CUDA that has been in FakeTensorMode, as a capture is, takes it that there is one.
+torch.ones(1, requires_grad=True).sum().backward()
 
 hypothesis.settings.register_profile("local", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
