@@ -18,10 +18,6 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
-# Autograd looks for devices once, before its first backward, and starts a thread for each, after which no child can have a
-# backward. A build with CUDA that has been in FakeTensorMode, as a capture is, takes it that there is one.
-torch.ones(1, requires_grad=True).sum().backward()
-
 hypothesis.settings.register_profile("local", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
