@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from networks import D, draw, labels
 from torch import Tensor, nn
 
 import shardwright as sw
+from shardwright.checkpoint import folders
 
 CROSS_ENTROPY = nn.CrossEntropyLoss()
 
@@ -94,3 +97,22 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: 
 def alike(ours: list[float], theirs: list[float]) -> None:
     """Losses that differ by the order of sums at most."""
     torch.testing.assert_close(torch.tensor(ours, dtype=D), torch.tensor(theirs, dtype=D), rtol=1e-8, atol=1e-8)
+
+
+#: Of a save in one file for all, and in one for each rank.
+KINDS = pytest.mark.parametrize("whole", [True, False], ids=["integrated", "parts"])
+
+
+def trained(name: str = "rows and columns", devices: int = 4) -> tuple[sw.AutoParallel, torch.optim.Optimizer]:
+    """A model and its optimizer after a step, in one process."""
+    torch.manual_seed(5)
+    sw.init(devices=devices)
+    model = PLANS[name](devices)
+    optimizer = sgd(model)
+    train(model, optimizer, 0, 1)
+    return model, optimizer
+
+
+def steps(path: Path) -> list[int]:
+    """Of the checkpoints of a run."""
+    return list(folders.steps_in(path))

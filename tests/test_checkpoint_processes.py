@@ -29,7 +29,7 @@ from ranks import run_ranks, run_scenarios
 from torch import Tensor, nn
 
 import shardwright as sw
-from shardwright.checkpoint import background, joining, manifest, whole_files, writing
+from shardwright.checkpoint import copies, joining, manifest, whole_files, writing
 from shardwright.checkpoint import ranks as checkpoint_ranks
 from shardwright.checkpoint.ranks import Ranks
 from shardwright.checkpoint.reading import Stored
@@ -141,9 +141,9 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
             again = sw.save_checkpoint(model, optimizer, path, step=4, integrated_save=whole, asynchronous=True)
             assert saving.done and saving.path.is_dir(), "the next save waits for the last"
             assert again.wait() == path / "step-00000004"
-            opens, complete = threading.Event(), background.Copies.complete
+            opens, complete = threading.Event(), copies.Copies.complete
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(background.Copies, "complete", lambda copies: (opens.wait(30), complete(copies))[1])
+                patch.setattr(copies.Copies, "complete", lambda made: (opens.wait(30), complete(made))[1])
                 held = sw.save_checkpoint(model, optimizer, path, step=5, integrated_save=whole, asynchronous=True)
                 if rank in (1, 2):  # slices of one tensor
                     optimizer.state[model.get_parameter("layers.1.weight")]["momentum_buffer"].mul_(1)

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from ..errors import CheckpointError
 from ..runtime.optimizers import before_next_step, says_when_it_steps
 from . import folders
-from .background import Copies, Saving, begun, last_error
+from .background import Saving, begun, last_error
 from .boxes import described_here, written_here
+from .copies import Copies
 from .generators import generators
 from .manifest import new_id
 from .ranks import ranks_of_now
@@ -55,7 +56,8 @@ def save_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer | None = 
             torch.distributed.checkpoint.
         keep_checkpoint_max: so many are kept: once this one is whole those of the lowest steps are removed. None: all.
         asynchronous: copy the model's tensors and return; a thread copies the optimizer's state, for which the next step of any
-            optimizer waits, and writes. The next save waits for it, and so does the interpreter's end.
+            optimizer waits, and writes. That state is to be changed by steps alone until then: what torch counts as a change is
+            an error of the save, a write through ``.data`` is not seen. The next save waits, and so does the interpreter's end.
 
     Returns:
         The save; its ``wait()`` returns the checkpoint's folder, and raises what went wrong in the background.
