@@ -24,12 +24,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.function import FunctionCtx
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from .errors import CaptureError
+from .torch_private import DisableTorchFunction, FakeTensorMode, disable_current_modes, pytree, version_of
 
 __all__ = ["OPAQUE", "Applied", "collect_functions"]
 
@@ -209,12 +207,12 @@ def _tried(applied: Applied, tensors: Sequence[Tensor], line: Callable[[], str |
     dirty = FunctionCtx.mark_dirty
     FunctionCtx.mark_dirty = refused
     try:
-        with torch._C.DisableTorchFunction(), _disable_current_modes(), FakeTensorMode(), torch.enable_grad():
+        with DisableTorchFunction(), disable_current_modes(), FakeTensorMode(), torch.enable_grad():
             fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).requires_grad_(x.requires_grad)
                      for x in tensors]
-            versions = [x._version for x in fakes]
+            versions = [version_of(x) for x in fakes]
             made = applied.results(fakes)
-            if [x._version for x in fakes] != versions:
+            if [version_of(x) for x in fakes] != versions:
                 refused()
     except CaptureError:
         raise
