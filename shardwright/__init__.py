@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .cluster import Cluster, Level
     from .errors import (
         CaptureError, CheckpointError, LayoutError, MissingRuleError, PlanError, RuleError, RuntimeMismatchError, SettingError,
-        ShardwrightError, StrategyError, StuckError,
+        ShardwrightError, StrategyError, StuckError, TorchVersionError,
     )
     from .checkpoint.callback import CheckpointCallback, CheckpointConfig
     from .checkpoint.folders import latest_checkpoint
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 #: Public name -> the room that it lives in. Loaded when first used: the launcher needs none of torch.
 _ROOMS = {
     **dict.fromkeys(("CaptureError", "CheckpointError", "LayoutError", "MissingRuleError", "PlanError", "RuleError",
-                     "RuntimeMismatchError", "SettingError", "ShardwrightError", "StrategyError", "StuckError"), "errors"),
+                     "RuntimeMismatchError", "SettingError", "ShardwrightError", "StrategyError", "StuckError",
+                     "TorchVersionError"), "errors"),
     **dict.fromkeys(("Cluster", "Level"), "cluster"),
     **dict.fromkeys(("Digit", "Layout"), "layout"),
     **dict.fromkeys(("Operator", "no_optimizer_parallel", "recompute", "shard"), "marks"),

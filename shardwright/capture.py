@@ -2,10 +2,7 @@
 
 `torch.export` on fake tensors (nothing is allocated, so a model too large for any one machine captures too), its
 training IR used as it is; how that is read is told in `reading`.
-
-Private names of torch used here: `FakeTensorMode` is what makes parameters that were never allocated usable with inputs
-that name an ordinary device; `TracerBase._filter_traceback_frames` decides which lines of the user's an operator keeps, of
-those that `torch.fx.proxy.CapturedTraceback` finds.
+Fake tensors make parameters that were never allocated usable with inputs that name an ordinary device.
 """
 
 from __future__ import annotations
@@ -22,9 +19,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.proxy import TracerBase
-from torch.utils import _pytree as pytree
 
 from .errors import CaptureError, ShardwrightError
 from .graph import Graph
@@ -34,6 +28,7 @@ from .opaque import collect_functions
 from .reading import Reader, bare, is_users, user_frame
 from .recompute import collect_regions
 from .staging import whole_shape
+from .torch_private import NOISY_LOGGERS, FakeTensorMode, buffer_table, parameter_table, pytree, stack_lines
 from .trees import closed, opened
 
 __all__ = ["WithLoss", "capture"]
@@ -75,7 +70,7 @@ def _fake_state(module: nn.Module, mode: FakeTensorMode, device: torch.device) -
 
     try:
         for sub in module.modules():
-            for held in (sub._parameters, sub._buffers):
+            for held in (parameter_table(sub), buffer_table(sub)):
                 for name, tensor in held.items():
                     if tensor is not None:
                         saved.append((held, name, tensor))
@@ -104,20 +99,9 @@ class _UsersLine:
         return traceback.StackSummary.from_list(lines)
 
 
-@contextlib.contextmanager
-def _user_lines() -> Iterator[None]:
-    """Of an operator's stack, export keeps what lies in functions called ``forward``: the user's innermost line
-    instead, which may be in a helper."""
-    def innermost(self: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
-        return traceback.StackSummary.from_list([f for f in frames if is_users(f.filename)][-1:])
-
-    with contextlib.ExitStack() as stack:
-        for owner, name, ours in ((TracerBase, "_filter_traceback_frames", innermost),
-                                  (torch.fx.proxy, "CapturedTraceback", _UsersLine)):
-            if hasattr(owner, name):
-                stack.callback(setattr, owner, name, getattr(owner, name))
-                setattr(owner, name, ours)
-        yield
+def _innermost(tracer: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
+    """The user's innermost line, which may be in a helper: export keeps lines in functions called ``forward``."""
+    return traceback.StackSummary.from_list([f for f in frames if is_users(f.filename)][-1:])
 
 
 def capture(net: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None, *, loss_fn: Any = None,
@@ -153,7 +137,7 @@ def capture(net: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None, *
     try:
         with _fake_state(module, mode, device), collect_marks() as calls, _quiet(), \
                 collect_functions(_calling_line) as functions, collect_regions(module, prefix) as regions, \
-                _user_lines(), _objects_opened(module), cumulative_momentum(module):
+                stack_lines(_innermost, _UsersLine), _objects_opened(module), cumulative_momentum(module):
             program = torch.export.export(module, fake_args, fake_kwargs, strict=False)
     except ShardwrightError as error:
         raised = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)]
@@ -194,8 +178,7 @@ def _objects_opened(module: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """What export logs and prints beside the error that it raises (half a graph) is left out: the error says it."""
-    logs = [logging.getLogger(f"torch.{name}") for name in ("fx.experimental.symbolic_shapes",
-                                                            "_subclasses.fake_tensor")]
+    logs = [logging.getLogger(f"torch.{name}") for name in NOISY_LOGGERS]
     levels, graph, written = [log.level for log in logs], "", io.StringIO()
     for log in logs:
         log.setLevel(logging.CRITICAL)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 __all__ = [
     "CaptureError", "CheckpointError", "LayoutError", "MissingRuleError", "PlanError", "RuleError",
-    "RuntimeMismatchError", "SettingError", "ShardwrightError", "StrategyError", "StuckError",
+    "RuntimeMismatchError", "SettingError", "ShardwrightError", "StrategyError", "StuckError", "TorchVersionError",
 ]
 
 
@@ -82,3 +82,7 @@ class CheckpointError(ShardwrightError):
 
 class StuckError(ShardwrightError):
     """Ranks wait for one that does not come."""
+
+
+class TorchVersionError(ShardwrightError):
+    """The installed version of torch lacks a name that a feature needs."""

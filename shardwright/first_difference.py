@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from .comparison import Comparison, FirstDifference, Reference, call, difference, largest
 from .graph import Graph, Value
@@ -30,6 +29,7 @@ from .runtime.pipeline import Here, PipelineProgram
 from .runtime.random import of_micro_batch, stream
 from .runtime.run import Program
 from .schedules import Schedule
+from .torch_private import pytree
 from .trees import opened
 
 __all__ = ["FirstDifference", "call", "difference", "find_first_difference", "largest"]

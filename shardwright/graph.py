@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
+
+from .torch_private import pytree, schema_of
 
 __all__ = ["SEED", "Graph", "Op", "Pieces", "Recompute", "Value", "map_values", "values_in"]
 
@@ -137,7 +138,7 @@ class Op:
     @property
     def argument_names(self) -> tuple[str, ...]:
         """Names of the operator's arguments by its schema."""
-        schema = getattr(self.target, "_schema", None)
+        schema = schema_of(self.target)
         return tuple(a.name for a in schema.arguments) if schema is not None else ()
 
     def argument(self, name: str, default: Any = None) -> Any:
@@ -149,7 +150,7 @@ class Op:
             i = names.index(name)
             if i < len(self.args):
                 return self.args[i]
-            schema_default = self.target._schema.arguments[i]
+            schema_default = schema_of(self.target).arguments[i]
             if schema_default.has_default_value():
                 return schema_default.default_value
         return default

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from .errors import SettingError
+from .torch_private import parameter_table
 
 __all__ = ["check_held", "check_mode", "is_own", "layerwise_parallel", "one_slice", "own_parameters", "stacked"]
 
@@ -98,9 +99,9 @@ def one_slice(holder: nn.Module) -> Iterator[None]:
     saved: list[tuple[dict[str, Any], str, nn.Parameter]] = []
     made: dict[int, nn.Parameter] = {}
     for module in holder.modules():
-        for name, parameter in module._parameters.items():
+        for name, parameter in parameter_table(module).items():
             if parameter is not None and stacked(parameter) is not None:
-                saved.append((module._parameters, name, parameter))
+                saved.append((parameter_table(module), name, parameter))
     try:
         for table, name, parameter in saved:
             if id(parameter) not in made:

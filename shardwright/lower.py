@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from .plan.instructions import Compute, Extreme, Instance, Move, Ref
 from .plan.plan import Plan
+from .torch_private import pytree, schema_of
 
 __all__ = ["Lowered", "extreme", "lower", "move", "sum_of_gradient"]
 
@@ -135,7 +135,7 @@ def _item(results: Any, index: int) -> torch.Tensor:
 
 
 def _returns_one(instruction: Compute) -> bool:
-    schema = getattr(instruction.target, "_schema", None)
+    schema = schema_of(instruction.target)
     if schema is None:
         return len(instruction.outputs) == 1
     return len(schema.returns) == 1 and str(schema.returns[0].type) == "Tensor"

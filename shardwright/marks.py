@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from .errors import SettingError
 from .recompute import ATTRIBUTE, Settings, region
+from .torch_private import pytree
 
 __all__ = ["Operator", "collect_marks", "mark_names", "marked_operators", "no_optimizer_parallel", "shard",
            "stored_whole"]

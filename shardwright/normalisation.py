@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from .torch_private import BatchNorm
+
 __all__ = ["batch_norm", "batch_normalise", "combined_moments", "cumulative_momentum", "instance_norm", "moments",
            "normalise", "own_batch_norm", "running_averages", "without_side_effects"]
 
@@ -239,7 +241,7 @@ def without_side_effects(target: Any, arguments: dict[str, Any]) -> Any | None:
 @contextlib.contextmanager
 def cumulative_momentum(module: nn.Module) -> Iterator[None]:
     """While active, batch norms whose momentum is None pass on NaN: they would make a number of a tensor's value."""
-    changed = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training
+    changed = [m for m in module.modules() if isinstance(m, BatchNorm) and m.training
                and m.momentum is None and m.track_running_stats and m.num_batches_tracked is not None]
     for norm in changed:
         norm.momentum = math.nan

@@ -1,31 +1,33 @@
 """A user's own `torch.autograd.Function`, kept whole: one operator that calls it, forward and backward, as it stands.
 
-While a model is captured its ``apply`` leaves one node. What runs later on each rank is ``apply`` itself, so that all of
-its context (saved tensors, attributes, ``needs_input_grad``, outputs that are not differentiable) is torch's own. Without
-a `shardwright.rule` it takes whole tensors on every rank; the rule ``"... -> ..."`` of the class lets it be cut.
+While a model is captured, a call of ``apply`` leaves one node. Later each rank calls ``apply`` itself, so all of the
+function's context (saved tensors, attributes, ``needs_input_grad``, outputs that are not differentiable) is torch's own.
+Without a `shardwright.rule` the operator takes whole tensors on every rank; the rule ``"... -> ..."`` of the class lets it
+be cut.
 
-Private here: a function is tried out on fake tensors, for which the modes of the export under way are put aside. And
-``apply`` is one function, which users hold bound to their classes (``f = Scaled.apply``): it is that function's code which
-is another one while a model is captured.
+Users hold ``apply`` bound to their classes (``f = Scaled.apply``), so a replaced ``apply`` would miss calls. But ``apply``
+looks ``forward`` and ``setup_context`` up on the class at each call. While a model is captured, every class of the user's
+has its own pair of these two attributes, which is taken away again afterwards. Nothing of torch's own classes is replaced
+but ``mark_dirty``, while a function is tried out, and the metaclass's ``__init__``, which tells of new classes.
+
+A function is tried out on fake tensors, for which the modes of the export under way are put aside.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import re
-import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.function import FunctionCtx
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from .errors import CaptureError
+from .torch_private import DisableTorchFunction, FakeTensorMode, disable_current_modes, pytree, version_of
 
 __all__ = ["OPAQUE", "Applied", "collect_functions"]
 
@@ -48,12 +50,12 @@ class Applied:
         self.__name__, self.__qualname__, self.__module__ = function.__name__, function.__qualname__, __name__
 
     def results(self, tensors: Sequence[Tensor]) -> Any:
-        """What the user's call returns."""
+        """The results of the user's call. An ``apply`` of the class's own has been run by then: torch's is called."""
         leaves = list(self.leaves)
         for place, tensor in zip(self.places, tensors, strict=True):
             leaves[place] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        return self.described_as.apply(*args, **kwargs)
+        return vars(torch.autograd.Function)["apply"].__get__(None, self.described_as)(*args, **kwargs)
 
     def __call__(self, *tensors: Tensor) -> Any:
         made = [x for x in pytree.tree_leaves(self.results(tensors)) if isinstance(x, Tensor)]
@@ -89,17 +91,72 @@ opaque.register_autograd(_no_backward)
 OPAQUE = torch.ops.shardwright.opaque.default
 
 
-class _Watched:
-    """Where the code that stands for `torch.autograd.Function.apply` comes from."""
+def _classes(of: type = torch.autograd.Function) -> Iterator[type]:
+    """Every class below `of` that is not torch's own, bases before those that inherit from them."""
+    below = of.__subclasses__()
+    for cls in below:
+        if not cls.__module__.startswith("torch."):
+            yield cls
+    for cls in below:
+        yield from _classes(cls)
 
-    def apply(cls, *args: Any, **kwargs: Any) -> Any:
-        __class__  # noqa: B018  torch's has this cell, and so must what takes its place
-        from shardwright.opaque import _apply  # this runs among the globals of torch's
-        return _apply(cls, args, kwargs)
+
+def _watch(cls: type, put_back: contextlib.ExitStack) -> None:
+    """Give a class a ``forward`` and a ``setup_context`` that leave a node while a model is captured.
+
+    Outside of a capture, in other threads, and where `forward` is called by hand, both do what the class's own do.
+    """
+    own = {"forward": cls.forward, "setup_context": cls.setup_context}
+    apart = cls.setup_context is not torch.autograd.Function.setup_context  # `forward` gets no context then
+
+    @functools.wraps(own["forward"])
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        # `apply` alone turns gradients off before it calls `forward`: a call by hand is a part of the model.
+        if _CALLS.get() is None or torch.is_grad_enabled() or not (apart or isinstance(args[0], FunctionCtx)):
+            return own["forward"](*args, **kwargs)
+        made = _apply(cls, args if apart else args[1:], kwargs)
+        if not apart:
+            _mark(args[0], made)
+        return made
+
+    @functools.wraps(own["setup_context"])
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        if _CALLS.get() is None:
+            own["setup_context"](ctx, inputs, output)
+        else:
+            _mark(ctx, output)
+
+    for name, ours in (("forward", forward), *([("setup_context", setup_context)] if apart else [])):
+        if name in vars(cls):
+            put_back.callback(setattr, cls, name, vars(cls)[name])
+        else:
+            put_back.callback(delattr, cls, name)
+        setattr(cls, name, staticmethod(ours))
 
 
-_FUNCTION = torch.autograd.Function.__dict__["apply"].__func__
-_PLAIN = types.FunctionType(_FUNCTION.__code__, _FUNCTION.__globals__, "apply", None, _FUNCTION.__closure__)
+def _mark(ctx: Any, output: Any) -> None:
+    """Say of the outputs of the call that was seen last which ones no gradient flows through."""
+    made = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor)]
+    ctx.mark_non_differentiable(*(x for x, flows in zip(made, _CALLS.get()[-1][0].differentiable) if not flows))
+
+
+@contextlib.contextmanager
+def _watched() -> Iterator[None]:
+    """While active, all classes of the user's are watched, those too that are made meanwhile."""
+    meta = type(torch.autograd.Function)
+    plain = meta.__init__
+
+    def made(cls: type, *args: Any, **kwargs: Any) -> None:
+        plain(cls, *args, **kwargs)
+        if not cls.__module__.startswith("torch."):
+            _watch(cls, put_back)
+
+    with contextlib.ExitStack() as put_back:
+        for cls in _classes():
+            _watch(cls, put_back)
+        put_back.callback(setattr, meta, "__init__", plain)
+        meta.__init__ = made
+        yield
 
 
 @contextlib.contextmanager
@@ -111,18 +168,15 @@ def collect_functions(line: Callable[[], str | None]) -> Iterator[list[tuple[App
     """
     calls: list[tuple[Applied, list[Tensor]]] = []
     tokens = _CALLS.set(calls), _LINE.set(line)
-    _FUNCTION.__code__ = _Watched.apply.__code__
     try:
-        yield calls
+        with _watched():
+            yield calls
     finally:
-        _FUNCTION.__code__ = _PLAIN.__code__
         _CALLS.reset(tokens[0]), _LINE.reset(tokens[1])
 
 
 def _apply(cls: type, args: tuple, kwargs: dict[str, Any]) -> Any:
     calls = _CALLS.get()
-    if calls is None or cls.__module__.startswith("torch."):
-        return _PLAIN(cls, *args, **kwargs)
     leaves, spec = pytree.tree_flatten((args, kwargs))
     applied = Applied(cls, leaves, spec)
     tensors = [leaves[i] for i in applied.places]
@@ -153,12 +207,12 @@ def _tried(applied: Applied, tensors: Sequence[Tensor], line: Callable[[], str |
     dirty = FunctionCtx.mark_dirty
     FunctionCtx.mark_dirty = refused
     try:
-        with torch._C.DisableTorchFunction(), _disable_current_modes(), FakeTensorMode(), torch.enable_grad():
+        with DisableTorchFunction(), disable_current_modes(), FakeTensorMode(), torch.enable_grad():
             fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).requires_grad_(x.requires_grad)
                      for x in tensors]
-            versions = [x._version for x in fakes]
+            versions = [version_of(x) for x in fakes]
             made = applied.results(fakes)
-            if [x._version for x in fakes] != versions:
+            if [version_of(x) for x in fakes] != versions:
                 refused()
     except CaptureError:
         raise

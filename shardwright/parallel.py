@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from .capture import capture
 from .errors import SettingError
@@ -41,6 +40,7 @@ from .runtime.run import Program, make_program
 from .settings import Settings
 from .settling import global_inputs, implied_devices
 from .staging import Pipelining, staged_modules
+from .torch_private import MODULE_TABLES, pytree
 from .trees import opened
 
 __all__ = ["AutoParallel", "RecaptureWarning", "observed"]
@@ -124,7 +124,7 @@ class AutoParallel(Settings, nn.Module):
         if random not in ("exact", "fast"):
             raise SettingError(f"unknown random {random!r}", legal='"exact" or "fast"')
         # The wrapper has the model's own tables of parameters, buffers and submodules, hence its names and state.
-        for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+        for table in MODULE_TABLES:
             self.__dict__[table] = net.__dict__[table]
         self.__dict__["net"], self.__dict__["loss_fn"] = net, loss_fn
         self.training = net.training

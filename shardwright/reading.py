@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch.export.graph_signature import InputKind, OutputKind
-from torch.utils import _pytree as pytree
 
 from .errors import CaptureError
 from .graph import Graph, Op, Value, map_values, values_in
@@ -24,6 +23,7 @@ from .marks import Operator
 from .normalisation import batch_norm, without_side_effects
 from .opaque import OPAQUE, Applied
 from .recompute import EDGE, Settings, recomputed_ops
+from .torch_private import OpOverload, overload_name, pytree, schema_of
 from .vmapped import regions, written_out
 
 __all__ = ["MarkUse", "Reader", "bare", "is_users", "user_frame"]
@@ -204,7 +204,7 @@ class Reader:
         elif target is operator.getitem:
             held = self.cells[node.args[0]]
             self.cells[node] = held[node.args[1]]
-        elif isinstance(target, torch._ops.OpOverload):
+        elif isinstance(target, OpOverload):
             self.operator(node, target)
         elif target is torch.ops.higher_order.wrap_with_set_grad_enabled:
             self.grad_mode(node)
@@ -307,8 +307,8 @@ class Reader:
         self.ops[inside[0]] = replace(op, name=path, mark=use)
 
     def operator(self, node: torch.fx.Node, target: Any) -> None:
-        written = [a for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-        if not target._schema.returns and not written:
+        written = [a for a in schema_of(target).arguments if a.alias_info is not None and a.alias_info.is_write]
+        if not schema_of(target).returns and not written:
             return  # a check of what export knows by now
         args, kwargs = pytree.tree_map(
             lambda a: self.leaf(self.cells[a]) if isinstance(a, torch.fx.Node) else a, (node.args, dict(node.kwargs)))
@@ -317,7 +317,7 @@ class Reader:
         if written:
             self.in_place(node, target, len(written), tuple(args), kwargs)
             return
-        names = [a.name for a in target._schema.arguments]
+        names = [a.name for a in schema_of(target).arguments]
         named = dict(zip(names, args)) | kwargs
         silent = without_side_effects(target, named)
         if silent is not None:
@@ -360,7 +360,7 @@ class Reader:
             count = self.aliases.get(count, count)
             counts = (c for c in self.cells.values() if self.state.get(id(c)) == (InputKind.BUFFER, count))
             named["tracked"] = next(map(self.read, counts), None) if math.isnan(named["momentum"]) else None
-        args = tuple(named[a.name] for a in target._schema.arguments)
+        args = tuple(named[a.name] for a in schema_of(target).arguments)
         held = [self.cells[nodes[name]] for name in ("running_mean", "running_var")]
         out, *new = self.record(node, target, args, {}, [c.value for c in held])
         for cell, made in zip(held, new):
@@ -420,7 +420,7 @@ def _is_view(target: Any) -> bool:
     """Whether what an operator returns may share memory with its input."""
     if isinstance(target, Applied):
         return False
-    returns = target._schema.returns
+    returns = schema_of(target).returns
     return len(returns) == 1 and returns[0].alias_info is not None
 
 
@@ -456,10 +456,10 @@ def _functional(target: Any) -> Any | None:
     """``aten.relu_.default`` -> ``aten.relu.default``."""
     if target in _FUNCTIONAL:
         return _FUNCTIONAL[target]
-    namespace, name = target._schema.name.split("::")
+    namespace, name = schema_of(target).name.split("::")
     packet = getattr(getattr(torch.ops, namespace), name.rstrip("_"), None) if name.endswith("_") else None
-    overload = getattr(packet, target._overloadname, None) if packet is not None else None
-    if overload is None or any(a.alias_info is not None and a.alias_info.is_write for a in overload._schema.arguments):
+    overload = getattr(packet, overload_name(target), None) if packet is not None else None
+    if overload is None or any(a.alias_info is not None and a.alias_info.is_write for a in schema_of(overload).arguments):
         return None
     return overload
 

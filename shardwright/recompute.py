@@ -3,9 +3,6 @@
 A recomputed module, a recomputed operator and a call of `torch.utils.checkpoint` are one thing, a *region*: nodes of ours
 at its beginning and end stand around its operators, and are stripped where the graph is read. Regions within a region
 are a part of it.
-
-Private here: `torch.utils.checkpoint.checkpoint` keeps its function in ``__wrapped__`` and calls what that holds as
-``__dynamo_disable`` in its place; that is the one spot which every name of it that a user has imported goes through.
 """
 
 from __future__ import annotations
@@ -19,11 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from .errors import CaptureError, SettingError
 from .graph import Graph, Op, Recompute, map_values
+from .torch_private import TorchDispatchMode, in_place_of_checkpoint
 
 __all__ = ["EDGE", "Settings", "collect_regions", "inside", "recomputed_ops", "region", "with_policy"]
 
@@ -118,10 +115,6 @@ def _around(module: nn.Module, settings: Settings) -> list[Any]:
 @contextlib.contextmanager
 def _checkpoints() -> Iterator[None]:
     """Calls of `torch.utils.checkpoint.checkpoint`, under whatever name they are made, are regions."""
-    plain = torch_checkpoint.checkpoint.__wrapped__
-    missing = object()
-    held = vars(plain).get("__dynamo_disable", missing)
-
     def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool | None = None,
                    context_fn: Callable[[], Any] = torch_checkpoint.noop_context_fn, determinism_check: str = "",
                    debug: bool = False, early_stop: bool = True, preserve_rng_state: bool = True, **kwargs: Any) -> Any:
@@ -134,14 +127,8 @@ def _checkpoints() -> Iterator[None]:
         with region(Settings(path=getattr(function, "__qualname__", type(function).__name__), policy=policy)):
             return function(*args, **kwargs)
 
-    plain.__dynamo_disable = checkpoint
-    try:
+    with in_place_of_checkpoint(checkpoint):
         yield
-    finally:
-        if held is missing:
-            del plain.__dynamo_disable
-        else:
-            plain.__dynamo_disable = held
 
 
 def inside(spans: Iterable[tuple[int, int, int]]) -> dict[int, int]:

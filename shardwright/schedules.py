@@ -23,6 +23,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from .errors import SettingError
+from .torch_private import schedule_without_transfers
 
 __all__ = ["SCHEDULES", "Action", "Schedule", "check", "forward_only", "schedule"]
 
@@ -372,14 +373,12 @@ def _fits(name: str, groups: int, micro_batches: int, chunks: int) -> None:
 
 def _torch_order(name: str, groups: int, chunks: int, micro_batches: int) -> list[list[Action]]:
     """The order of one of torch's own schedules."""
-    # The classes are public; the order that their constructors make is not, and neither is the method by which they add
-    # sends and receives to it: these follow from a plan here, and making them takes seconds for long schedules. gpipe
-    # and 1f1b are not asked for: torch 2.13 numbers the forwards of the last stage of 1f1b from 1.
+    # gpipe and 1f1b are not asked for: torch 2.13 numbers the forwards of the last stage of 1f1b from 1.
     from torch.distributed.pipelining import schedules as theirs
 
     base: Any = {"interleaved": theirs.ScheduleInterleaved1F1B, "zero_bubble": theirs.ScheduleInterleavedZeroBubble,
                  "zbv": theirs.ScheduleZBVZeroBubble}[name]
-    order = type(base.__name__, (base,), {"_prepare_schedule_with_comms": lambda self, order: None})
+    order = schedule_without_transfers(base)
     stages = [SimpleNamespace(stage_index=v * groups, num_stages=groups * chunks, group_size=groups, group_rank=0,
                               submod=None, is_last=False) for v in range(chunks)]
     made = order(stages, micro_batches).pipeline_order

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from .errors import SettingError
 from .graph import Graph, Op
 from .layout import Layout, digits_size
 from .marks import marked_operators
 from .rules import bound_rule, find_rule
+from .torch_private import pytree
 
 __all__ = ["global_inputs", "implied_devices"]
 

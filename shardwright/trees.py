@@ -13,7 +13,8 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
+
+from .torch_private import pytree, register_node
 
 __all__ = ["closed", "holds_objects", "opened"]
 
@@ -48,11 +49,10 @@ def _flatten_with_keys(node: Opened) -> tuple[list[tuple[Any, Any]], tuple]:
     return [(pytree.GetAttrKey(name), child) for name, child in zip(node.held, children)], context
 
 
-pytree.register_pytree_node(Opened, _flatten, _unflatten, serialized_type_name="shardwright.Opened",
-                            flatten_with_keys_fn=_flatten_with_keys)
-pytree.register_pytree_node(Kept, lambda node: ([], node.value), lambda children, value: Kept(value),
-                            serialized_type_name="shardwright.Kept",
-                            flatten_with_keys_fn=lambda node: ([], node.value))
+register_node(Opened, _flatten, _unflatten, serialized_type_name="shardwright.Opened",
+              flatten_with_keys_fn=_flatten_with_keys)
+register_node(Kept, lambda node: ([], node.value), lambda children, value: Kept(value),
+              serialized_type_name="shardwright.Kept", flatten_with_keys_fn=lambda node: ([], node.value))
 
 _SIMPLE = (torch.dtype, torch.device, torch.layout, torch.memory_format, complex, bytes, range, Enum)
 

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from .errors import SettingError
 from .first_difference import FirstDifference, difference, find_first_difference, largest
@@ -34,6 +33,7 @@ from .runtime.pipeline import PipelineProgram
 from .runtime.random import stream
 from .runtime.run import Program
 from .settling import implied_devices
+from .torch_private import pytree
 from .trees import closed, opened
 
 __all__ = ["Differences", "FirstDifference", "VerifyReport", "verify", "verify_call"]

@@ -2,9 +2,6 @@
 
 Export leaves such a region as it was called: a batch dim goes in, operators that do not see it, a batch dim comes out.
 Traced once more below vmap, it is operators that do.
-
-Private names of torch used here: `torch._functorch.predispatch` names the region's ends; `make_fx` is what export
-itself traces with.
 """
 
 from __future__ import annotations
@@ -13,20 +10,16 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from .graph import Value
+from .torch_private import VMAP_ENDS, FakeTensorMode, OpOverload, make_fx, vmap_function
 
 __all__ = ["regions", "written_out"]
-
-_ENDS = {"_vmap_increment_nesting": 1, "_vmap_decrement_nesting": -1}
 
 
 def _named(node: torch.fx.Node) -> str:
     """The name of a function of vmap's own, else nothing."""
-    ours = getattr(node.target, "__module__", "") == "torch._functorch.predispatch"
-    return node.target.__name__ if node.op == "call_function" and ours else ""
+    return vmap_function(node.target) if node.op == "call_function" else ""
 
 
 def regions(nodes: Iterable[torch.fx.Node]) -> Iterator[torch.fx.Node | list[torch.fx.Node]]:
@@ -35,8 +28,8 @@ def regions(nodes: Iterable[torch.fx.Node]) -> Iterator[torch.fx.Node | list[tor
     depth = 0
     for node in nodes:
         name = _named(node)
-        depth += _ENDS.get(name, 0)
-        if depth or name in _ENDS:
+        depth += VMAP_ENDS.get(name, 0)
+        if depth or name in VMAP_ENDS:
             region.append(node)
             if not depth:
                 yield region
@@ -72,7 +65,7 @@ def written_out(region: list[torch.fx.Node], held: Callable[[torch.fx.Node], Any
                  for node, v in zip(taken, map(held, taken))]
     program = make_fx(run)(*fakes)
     program = make_fx(torch.func.functionalize(program, remove="mutations"))(*fakes)  # vmap's own rules write in place
-    described = next((n for n in region if isinstance(n.target, torch._ops.OpOverload)), region[0])
+    described = next((n for n in region if isinstance(n.target, OpOverload)), region[0])
     for node in program.graph.nodes:
         node.meta.update({k: v for k, v in described.meta.items() if k in ("nn_module_stack", "stack_trace")})
     return program, taken, made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from typing import Any
 
@@ -202,7 +203,90 @@ def test_what_cannot_be_kept(function: type, message: str, legal: str) -> None:
         sw.plan(Apply(f), (X,), devices=4)
     lines, first = inspect.getsourcelines(f)
     assert raised.value.source == f"test_autograd_function.py:{first + 1}" and legal in raised.value.legal
-    assert torch.autograd.Function.apply.__func__.__code__.co_filename == torch.autograd.function.__file__
+    assert_as_they_were()
+
+
+def classes() -> dict[type, dict[str, Any]]:
+    """What stands in every class of functions, torch's too, and in their metaclass."""
+    found, rest = {}, [torch.autograd.Function]
+    for cls in rest:
+        found[cls] = dict(vars(cls))
+        rest.extend(cls.__subclasses__())
+    return found | {type(torch.autograd.Function): dict(vars(type(torch.autograd.Function)))}
+
+
+BEFORE = classes()
+
+
+def assert_as_they_were() -> None:
+    now = classes()
+    assert all(now[cls] == held for cls, held in BEFORE.items())
+
+
+def fails(m: Apply, x: Tensor) -> Tensor:
+    raise ZeroDivisionError(Scaled.apply(x, 2.0))
+
+
+@pytest.mark.parametrize("f", [scaled_and_cut, product, fails])
+def test_nothing_is_left_on_classes(f: Any) -> None:
+    during = []
+
+    def watched(m: Apply, x: Tensor) -> Tensor:
+        during.append(classes())
+        return f(m, x)
+    with contextlib.suppress(sw.CaptureError):
+        sw.plan(Apply(watched), (X,), devices=4)
+    assert during and all(held[Cut] != BEFORE[Cut] and "forward" not in BEFORE[Cut] for held in during)
+    assert all(held[torch.autograd.Function] == BEFORE[torch.autograd.Function] for held in during)
+    assert_as_they_were()
+
+
+class Own(torch.autograd.Function):
+    """An ``apply`` of its own."""
+
+    @classmethod
+    def apply(cls, x: Tensor) -> Tensor:
+        return super().apply(x * 3, 5.0)
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.factor, None
+
+
+class Diamond(Product, Cut):
+    """Two bases."""
+
+    forward = Scaled.forward
+    setup_context = torch.autograd.Function.setup_context
+    backward = Scaled.backward
+
+
+def by_hand(m: Apply, x: Tensor) -> Tensor:
+    return Product.forward(x, m.w)[0]
+
+
+def made_meanwhile(m: Apply, x: Tensor) -> Tensor:
+    class Local(Scaled):
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+            return gradient * 30, None
+    return Local.apply(x @ m.w, 2.0)
+
+
+@pytest.mark.parametrize(("f", "kinds"), [
+    (lambda m, x: Own.apply(x @ m.w), ["matmul", "mul", "Own"]),
+    (lambda m, x: Diamond.apply(x @ m.w, 2.0), ["matmul", "Diamond"]),
+    (by_hand, ["matmul"]),
+    (made_meanwhile, ["matmul", "Local"])])
+def test_in_unusual_ways(f: Any, kinds: list[str]) -> None:
+    assert [op.kind for op in capture(Apply(f), (X,)).ops] == kinds
+    assert_as_one_device(Apply(f), (X,), devices=4, mode="data_parallel")
+    assert_as_they_were()
 
 
 def test_bad_rules() -> None:

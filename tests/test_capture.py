@@ -91,7 +91,7 @@ def test_a_model_is_left_as_it_was_when_its_capture_fails() -> None:
     held = net.w
     with pytest.raises(sw.CaptureError, match="ZeroDivisionError: the model's own"):
         capture(net, (X,))
-    assert net.w is held and torch.autograd.Function.apply.__func__.__code__.co_filename == torch.autograd.function.__file__
+    assert net.w is held
     net.f = lambda m, x: x @ m.w
     assert kinds(capture(net, (X,))) == ["matmul"]
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..torch_private import version_of
 from .boxes import Written
 
 __all__ = ["Copies"]
@@ -93,4 +94,4 @@ class _Later(NamedTuple):
 
 def _versions(tensors: Iterable[Tensor]) -> list[int]:
     """How often each has been changed in place."""
-    return [tensor._version for tensor in tensors]
+    return [version_of(tensor) for tensor in tensors]

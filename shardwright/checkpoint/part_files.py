@@ -119,16 +119,18 @@ def write_metadata(folder: Path, tensors: Mapping[str, tuple[tuple[int, ...], st
     Raises:
         OSError: the disk is full, …
     """
-    # Half a second to import, and of use to this format alone. Where a box lies has a private name, which its files hold.
-    from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+    # Half a second to import, and of use to this format alone.
+    from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
     from torch.distributed.checkpoint.metadata import (
         ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta, TensorProperties, TensorStorageMetadata,
     )
+
+    from ..torch_private import StorageInfo
     chunks: dict[str, list[ChunkStorageMetadata]] = {name: [] for name in tensors}
     places = {}
     for item in items:
         starts, sizes = torch.Size(item.piece.starts), torch.Size(item.piece.sizes)
-        places[MetadataIndex(item.name, starts, len(chunks[item.name]))] = _StorageInfo(item.piece.file, item.offset, item.length)
+        places[MetadataIndex(item.name, starts, len(chunks[item.name]))] = StorageInfo(item.piece.file, item.offset, item.length)
         chunks[item.name].append(ChunkStorageMetadata(starts, sizes))
     described = {name: TensorStorageMetadata(TensorProperties(dtype_of(dtype)), torch.Size(shape), chunks[name])
                  for name, (shape, dtype, _) in tensors.items()}

@@ -35,6 +35,7 @@ from shardwright.launch.progress import Progress
 from shardwright.launch.rendezvous import NodeFailure, Nodes
 from shardwright.launch.settings import RunSettings
 from shardwright.launch.watch import Watch, WorkerExit
+from shardwright.torch_private import worker_processes
 
 __all__ = ["Outcome", "launch"]
 
@@ -114,11 +115,11 @@ class Agent(LocalElasticAgent):
         self._progress.started({worker.global_rank: pids[worker.local_rank] for worker in worker_group.workers},
                                self._nodes.attempt)
         for worker in worker_group.workers:
-            self._watch.follow(worker.global_rank, self._pcontext.subprocess_handlers[worker.local_rank].proc)
+            self._watch.follow(worker.global_rank, worker_processes(self).subprocess_handlers[worker.local_rank].proc)
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if any(handler.proc.poll() for handler in self._pcontext.subprocess_handlers.values()):
+        if any(handler.proc.poll() for handler in worker_processes(self).subprocess_handlers.values()):
             self._shutdown()  # the others, before the engine would, and with our patience
         result = super()._monitor_workers(worker_group)
         if result.state is WorkerState.HEALTHY:
@@ -133,8 +134,8 @@ class Agent(LocalElasticAgent):
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         try:
-            if self._pcontext is not None:
-                self._pcontext.close(death_sig, self._grace)
+            if worker_processes(self) is not None:
+                worker_processes(self).close(death_sig, self._grace)
             super()._shutdown(death_sig)  # the engine's own helpers; no worker is left that it would wait for
         except SignalException:  # a second Ctrl-C: whoever sends it does not want to wait
             self._watch.kill()

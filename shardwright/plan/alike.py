@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from torch.utils import _pytree as pytree
 
 from ..graph import Graph, Value
+from ..torch_private import pytree
 from .decision import Feeding
 from .plan import Plan
 

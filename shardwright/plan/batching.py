@@ -23,6 +23,7 @@ from ..errors import ShardwrightError
 from ..graph import SEED, Op
 from ..layout import Digit, Layout
 from ..rules import Assignment, Bound, Rule, expand
+from ..torch_private import overload_name
 
 __all__ = ["Carried", "Reduced", "Refused", "additive", "after_cut", "batch_place", "followed", "image", "lends",
            "product"]
@@ -183,7 +184,7 @@ def additive(op: Op) -> bool:
 
 def product(op: Op) -> int:
     """1 for a product, -1 for a quotient, 0 for neither."""
-    if getattr(op.target, "_overloadname", "") not in ("Tensor", "Scalar"):
+    if overload_name(op.target) not in ("Tensor", "Scalar"):
         return 0  # another rounds
     return 1 if op.kind in _PRODUCTS else -1 if op.kind in _QUOTIENTS else 0
 

@@ -21,7 +21,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.utils import _pytree as pytree
 
 from ..cluster import Cluster
 from ..conversion import Conversion
@@ -29,6 +28,7 @@ from ..conversion_steps import Step
 from ..errors import SettingError
 from ..graph import Op
 from ..layout import Digits, digits_size, merge
+from ..torch_private import pytree
 from .again import Again
 from .collective_costs import KINDS, Line, collective_lines, links_of
 from .instructions import Compute, Extreme, Instance, Move, Ref

@@ -21,11 +21,11 @@ from dataclasses import asdict, fields
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from ..errors import PlanError
 from ..graph import Graph, Op, Pieces, Recompute, Value, values_in
 from ..opaque import Applied
+from ..torch_private import pytree
 
 __all__ = ["dtype_word", "fingerprint", "packed", "read_graph", "recompute_of", "types_of", "unpacked", "write_graph",
            "write_recompute"]

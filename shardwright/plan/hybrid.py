@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from ..conversion import conversion
 from ..errors import SettingError
@@ -23,6 +22,7 @@ from ..layout import Digit, Digits, Layout
 from ..ops import COLLECTIVES
 from ..rules import bound_rule, expand, find_rule, whole_rule
 from ..rules.registry import local_call
+from ..torch_private import pytree, schema_of
 from .decision import Decision, Feeding, feeding
 from .instructions import Compute, Instance, Move, Ref, Routed
 from .storage import Stored
@@ -228,7 +228,7 @@ class _Programs:
         def cut(dim: int) -> Layout:
             return Layout.of(self.devices, [group if d == dim else () for d in range(dims)])
         whole = Layout.replicated(self.devices, dims)
-        kind = op.target._schema.name.split("::")[1]
+        kind = schema_of(op.target).name.split("::")[1]
         if kind == "all_reduce":
             return whole.with_partial(group), whole, True
         if kind == "all_gather":

@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils import _pytree as pytree
 
 from ..conversion import Conversion
 from ..graph import Op, Value
 from ..layout import Digits, Layout
+from ..torch_private import pytree
 from .storage import Stored
 
 __all__ = ["Compute", "Extreme", "Instance", "Instruction", "Move", "Ref", "Routed", "made_by", "read_by", "reads"]

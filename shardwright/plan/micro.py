@@ -30,10 +30,10 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
 
 from ..errors import SettingError
 from ..graph import Graph, Op, Value, values_in
+from ..torch_private import pytree
 from .batching import Reduced, Refused
 from .splitting import Splitter
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..graph import Graph, Recompute
+from ..torch_private import schema_of
 from .instructions import Compute, Instance, Move, Routed, made_by, reads
 from .saved import saved_by
 
@@ -186,5 +187,5 @@ class _Regions:
 
 def hands_on(target: Any) -> bool:
     """Whether what an operator makes may lie in the memory of its one input, as its schema says."""
-    schema = getattr(target, "_schema", None)
+    schema = schema_of(target)
     return schema is not None and len(schema.returns) == 1 and schema.returns[0].alias_info is not None

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from torch.utils import _pytree as pytree
 
 from ..conversion import Conversion, conversion, through, transpose
 from ..errors import PlanError
@@ -22,6 +21,7 @@ from ..graph import SEED, Graph, Op, Value
 from ..layout import Digits, Layout, beside
 from ..rules import Assignment, Bound, Rule, expand
 from ..rules.registry import local_call
+from ..torch_private import pytree
 from .crossing import handed_on
 from .decision import Decision, Feeding, output_layouts
 from .instructions import Compute, Extreme, Instance, Instruction, Move, Ref, Routed

@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from torch.utils import _pytree as pytree
 
 from ..errors import SettingError
 from ..graph import Graph, Op, Value
+from ..torch_private import pytree
 
 __all__ = ["with_rows"]
 

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import _pytree as pytree
 
+from ..torch_private import FakeTensorMode, pytree, storage_id
 from .instructions import Compute, Extreme, Instance, Ref, Routed, made_by, read_by
 
 __all__ = ["Saved", "saved_by"]
@@ -111,4 +110,4 @@ def _called(instruction: Compute, read: dict[str, Tensor]) -> tuple[Saved, list[
 
 
 def _memory(x: Tensor) -> int:
-    return x.untyped_storage()._cdata
+    return storage_id(x.untyped_storage())

@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from torch.utils import _pytree as pytree
 
 from ..errors import PlanError, SettingError
 from ..graph import Graph, Op, Value
 from ..rules.send import send
+from ..torch_private import pytree
 
 __all__ = ["Source", "StageGraph", "cut", "placed"]
 

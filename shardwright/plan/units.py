@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from torch.utils import _pytree as pytree
 
 from ..graph import Graph, Op, Value, map_values
+from ..torch_private import pytree
 from .stages import placed
 
 __all__ = ["Units", "units_of"]

@@ -19,13 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode  # private: the one way to see what an operator dispatches to
 from torch.utils.flop_counter import flop_registry
 
 from ..errors import RuleError
 from ..graph import Op, Value, map_values
 from ..rules import bound_rule, find_rule
+from ..torch_private import TorchDispatchMode, pytree, storage_id
 
 __all__ = ["Work", "signature", "work_of"]
 
@@ -159,7 +158,7 @@ def _tried(op: Op, outputs: list[Value], gradients: tuple[int, ...], from_output
 
 
 def _memory(x: Tensor) -> int:
-    return x.untyped_storage()._cdata
+    return storage_id(x.untyped_storage())
 
 
 def _dims(op: Op) -> tuple[tuple[int, int, int], ...]:

@@ -11,11 +11,11 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
 
 from ..errors import ShardwrightError, StrategyError
 from ..graph import SEED, Op, Value, values_in
 from ..layout import Digits, Layout
+from ..torch_private import pytree
 from .notation import Assignment, Bound
 from .registry import Rule, bound_rule, find_rule
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from ..graph import Op, Value
+from ..torch_private import operators
 from .dims import cut_size, listed, named, operand, wide
 from .notation import Assignment, Bound
 from .reduce import reduced_dims, reduction_cut, reduction_text
@@ -66,6 +67,6 @@ def _expand_logsumexp(op: Op, bound: Bound, assignment: Assignment) -> Expansion
     return work
 
 
-register((aten.softmax.int, aten._softmax.default, aten.special_softmax.default, aten.log_softmax.int,
-          aten._log_softmax.default, aten.special_log_softmax.default), Rule(_text, expand=_expand_softmax))
+register((aten.softmax.int, aten.special_softmax.default, aten.log_softmax.int, aten.special_log_softmax.default,
+          *operators("_softmax.default", "_log_softmax.default")), Rule(_text, expand=_expand_softmax))
 register((aten.logsumexp.default,), Rule(reduction_text, expand=_expand_logsumexp, neutral=0))

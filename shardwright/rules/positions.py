@@ -17,6 +17,7 @@ import torch
 
 from ..graph import Op, Value
 from ..layout import digits_size
+from ..torch_private import assert_async
 from .dims import named, operand
 from .registry import Rule, register
 
@@ -68,7 +69,7 @@ def within(index: torch.Tensor, starts: torch.Tensor, length: int, size: int) ->
     Raises:
         RuntimeError: an index that lies in no rank's part (on an accelerator when it is next waited for).
     """
-    torch._assert_async(((index >= 0) & (index < size)).all(), f"an index is out of range: the dim has size {size}")
+    assert_async(((index >= 0) & (index < size)).all(), f"an index is out of range: the dim has size {size}")
     place = index - starts[0]
     inside = (place >= 0) & (place < length)
     return inside, torch.where(inside, place, 0)

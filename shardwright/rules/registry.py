@@ -16,6 +16,7 @@ import torch
 from ..errors import MissingRuleError, RuleError
 from ..graph import Op
 from ..layout import Layout
+from ..torch_private import OpOverload, OpOverloadPacket, overload_of
 from .notation import Assignment, Bound, bind, parse
 
 __all__ = ["Expansion", "Rule", "bound_rule", "find_rule", "has_rule", "register", "rule", "whole_rule"]
@@ -84,12 +85,12 @@ _RULES: dict[Any, Rule] = {}
 
 def _keys(target: Any) -> list[Any]:
     """Registry keys of what a user may name: an overload, a packet (all overloads), a custom op, a function."""
-    overload = getattr(target, "_opoverload", None)
+    overload = overload_of(target)
     if overload is not None:
         return [overload]
-    if isinstance(target, torch._ops.OpOverloadPacket):
+    if isinstance(target, OpOverloadPacket):
         return [getattr(target, name) for name in target.overloads()]
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return [target]
     if isinstance(target, type) and issubclass(target, torch.autograd.Function):
         return [target]

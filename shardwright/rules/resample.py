@@ -12,6 +12,7 @@ import math
 import torch
 
 from ..graph import Op
+from ..torch_private import operators
 from .dims import named, operand, whole
 from .notation import Assignment, Bound
 from .registry import Local, Rule, local_output_shape, register
@@ -71,10 +72,10 @@ def _local_grid(op: Op, bound: Bound, assignment: Assignment) -> Local:
 
 
 register((aten.upsample_nearest1d.vec, aten.upsample_nearest2d.vec, aten.upsample_nearest3d.vec,
-          aten._upsample_nearest_exact1d.vec, aten._upsample_nearest_exact2d.vec, aten._upsample_nearest_exact3d.vec,
           aten.upsample_linear1d.vec, aten.upsample_bilinear2d.vec, aten.upsample_trilinear3d.vec,
-          aten.upsample_bicubic2d.vec, aten._upsample_bilinear2d_aa.vec, aten._upsample_bicubic2d_aa.vec,
-          *([aten._upsample_lanczos2d_aa.vec] if hasattr(aten, "_upsample_lanczos2d_aa") else [])),  # new in 2.13
+          aten.upsample_bicubic2d.vec,
+          *operators(*(f"_upsample_{way}.vec" for way in ("nearest_exact1d", "nearest_exact2d", "nearest_exact3d",
+                                                          "bilinear2d_aa", "bicubic2d_aa", "lanczos2d_aa")))),
          Rule(_interpolated, linear=True, localize=_local_interpolated))
 register((aten.grid_sampler.default,), Rule(_sampled))
 register((aten.affine_grid_generator.default,), Rule(_grid, linear=True, localize=_local_grid))

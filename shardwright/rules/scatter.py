@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..graph import Op, Value
+from ..torch_private import overload_name
 from .dims import all_whole, cut_size, named, normal, operand, operands
 from .lookup import index_texts, indexed_dims, is_mask, part_names, part_places
 from .notation import Assignment, Bound
@@ -123,7 +124,7 @@ def _expand_write(op: Op, bound: Bound, assignment: Assignment) -> Expansion | N
             value, source = op.argument("value"), _source(op)
             more = [op.argument(name) if name in op.argument_names else None
                     for name in ("reduce", "include_self", "alpha")]
-            made = b.call(write_part, f"{op.kind}.{op.target._overloadname}", onto, dim, index, source,
+            made = b.call(write_part, f"{op.kind}.{overload_name(op.target)}", onto, dim, index, source,
                           None if source is not None else value, *more, starts(b, index, x, dim), x.shape[dim])
         else:
             made = b.call(op.target, onto, *op.args[1:], **op.kwargs)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from ..graph import Op, map_values
+from ..torch_private import operators
 from .dims import cut_size, named, normal, operand, refine, whole
 from .notation import Assignment, Bound
 from .registry import POINTWISE, Local, Rule, local_output_shape, register
@@ -95,7 +96,7 @@ def _unfold(op: Op) -> str:
 
 _RESHAPED = Rule(_reshape, linear=True, view=True, localize=_local_reshape)
 
-register((aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten._reshape_alias.default,
+register((aten.view.default, aten.reshape.default, *operators("_unsafe_view.default", "_reshape_alias.default"),
           aten.view_copy.default, aten.flatten.using_ints, aten.unflatten.int, aten.ravel.default,
           aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default,
           aten.atleast_1d.default, aten.atleast_2d.default, aten.atleast_3d.default), _RESHAPED)

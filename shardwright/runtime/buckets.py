@@ -16,9 +16,9 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 
 from ..layout import Digits, digits_size, group_of
+from ..torch_private import at_backward_end, backward_number, local_tensor
 from .fusion import Accumulation, Due, Fusion
 from .gradients import hand_over, keep_unsummed, take_unsummed, unsummed_over
 from .padded import beginning, leaf_of
@@ -28,11 +28,6 @@ from .scattered import Scatter
 from .sums import SumInTurns
 
 __all__ = ["GradientSums"]
-
-# Private: the engine calls back once a backward is at its end, which no public hook of a leaf tells, and numbers
-# backwards, which tells one from another that an error has ended.
-_at_the_end: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
-_this_backward: Callable[[], int] = torch._C._current_graph_task_id
 
 
 class _Bucket:
@@ -48,7 +43,7 @@ class _Bucket:
     def __init__(self, parameters: list[nn.Parameter], digits: Digits, groups: ProcessGroups, place: Place, rides: bool
                  ) -> None:
         self.parameters, self.digits, self.place, self.rides = parameters, digits, place, rides
-        self.shapes = [p._local_tensor.shape for p in parameters]
+        self.shapes = [local_tensor(p).shape for p in parameters]
         self.sums = SumInTurns(digits, groups)
         self.clear()
 
@@ -153,14 +148,14 @@ class GradientSums:
 
     def note_backward(self) -> None:
         """A gradient has come."""
-        if _this_backward() != self._backward:
+        if backward_number() != self._backward:
             self._begin()
 
     def _complete(self, parameter: nn.Parameter, leaf: Tensor) -> None:
         """The hook of a leaf whose gradient needs no sum, or has been kept whole."""
         gradient, leaf.grad = leaf.grad, None
         if gradient is not None:
-            hand_over(parameter, beginning(gradient, parameter._local_tensor.shape), self._groups.rank)
+            hand_over(parameter, beginning(gradient, local_tensor(parameter).shape), self._groups.rank)
 
     def _came(self, bucket: _Bucket, place: int, leaf: Tensor) -> None:
         """The hook of a leaf whose gradient is to be summed."""
@@ -174,13 +169,13 @@ class GradientSums:
                 self._next += 1
 
     def _begin(self) -> None:
-        self._backward, self._next = _this_backward(), 0
+        self._backward, self._next = backward_number(), 0
         for bucket in self._buckets:
             bucket.clear()
             if self._travelling:  # since a backward that ended in an error: what is under way still has its memory
                 bucket.sums.forget()
         self._travelling.clear()
-        _at_the_end(self._finish)
+        at_backward_end(self._finish)
 
     def _finish(self) -> None:
         """At the end of the backward."""

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils import _pytree as pytree
 
 from ..graph import Op, Value
 from ..layout import Digit, Layout
@@ -27,6 +26,7 @@ from ..rules import bound_rule, find_rule
 from ..rules.generator import PLAIN
 from ..rules.loss import SUM
 from ..rules.registry import POINTWISE
+from ..torch_private import OpOverload, overload_name, pytree, schema_of, torch_function
 from .leading import leading, told_of_dims
 from .products import product
 from .shards import check_replicas
@@ -115,7 +115,7 @@ class Call:
     def _longer(self) -> Callable[[list], Any] | None:
         """The axes are more dims before all others."""
         node, tensors = self.node, self._tensors()
-        if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten" or \
+        if not isinstance(node.target, OpOverload) or node.target.namespace != "aten" or \
                 any(self._shape(a) not in ((), self.out) for a in tensors):
             return None
         broadcast = node.target is aten.expand.default
@@ -137,7 +137,7 @@ class Call:
         alone have it that differ."""
         op, node = self.instruction.op, self.node
         rule = find_rule(op)
-        if rule is None or rule.localize is not None or not isinstance(node.target, torch._ops.OpOverload) or \
+        if rule is None or rule.localize is not None or not isinstance(node.target, OpOverload) or \
                 node.target.namespace != "aten" or len(op.inputs) != len(self._tensors()) or \
                 any(v is None for v in op.outputs):
             return None
@@ -329,10 +329,10 @@ def plain_function(node: torch.fx.Node) -> Any:
     target = PLAIN.get(node.target, node.target)
     if target is torch.ops.aten.matmul.default and all(len(a.meta["instance"].value.shape) == 2 for a in node.args):
         return torch.mm
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or \
-            target._overloadname not in PARSED or not isinstance(target._schema.arguments[0].type, torch.TensorType) or \
+    if not isinstance(target, OpOverload) or target.namespace != "aten" or \
+            overload_name(target) not in PARSED or not isinstance(schema_of(target).arguments[0].type, torch.TensorType) or \
             target is aten.bernoulli.Tensor:  # which `torch.bernoulli` does not know
         return target
     name = target.overloadpacket.__name__
-    function = getattr(torch._C._VariableFunctions, name, None)
+    function = torch_function(name)
     return function if function is not None and getattr(torch, name, None) == function else target

@@ -23,10 +23,9 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import SettingError
+from ..torch_private import TorchDispatchMode, parameter_table, pytree, storage_id, version_of
 
 __all__ = ["beginnings", "materialize", "no_init_parameters", "substitute"]
 
@@ -46,7 +45,7 @@ class _Meta:
 
     @property
     def key(self) -> int:
-        return self.storage._cdata
+        return storage_id(self.storage)
 
 
 def _noted(x: Any) -> Any:
@@ -139,7 +138,7 @@ def no_init_parameters() -> Iterator[None]:
         for hook in hooks:
             hook.remove()
         for tensor in made:
-            setattr(tensor, _VERSION, tensor._version)
+            setattr(tensor, _VERSION, version_of(tensor))
 
 
 def beginnings(module: nn.Module) -> dict[str, float | str]:
@@ -159,7 +158,7 @@ def beginnings(module: nn.Module) -> dict[str, float | str]:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return storage_id(tensor.untyped_storage())
 
 
 def materialize(module: nn.Module, keep: Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor | None],
@@ -183,7 +182,7 @@ def materialize(module: nn.Module, keep: Callable[[str, torch.Tensor, torch.Tens
     for name, tensor in named.values():
         if tensor.is_meta:
             tape = getattr(tensor, _TAPE, None)
-            if getattr(tensor, _VERSION, tensor._version) != tensor._version:
+            if getattr(tensor, _VERSION, version_of(tensor)) != version_of(tensor):
                 raise SettingError(f"{name!r} was written to after `no_init_parameters`, when it had no values yet",
                                    legal="initialise inside of the block, load values after the first call")
             if tape is not None:
@@ -275,9 +274,9 @@ def substitute(module: nn.Module, successors: dict[int, nn.Parameter],
         SettingError: an optimizer has noted tensors of another shape.
     """
     for sub in module.modules():
-        for name, parameter in sub._parameters.items():
+        for name, parameter in parameter_table(sub).items():
             if parameter is not None and id(parameter) in successors:
-                sub._parameters[name] = successors[id(parameter)]
+                parameter_table(sub)[name] = successors[id(parameter)]
     for optimizer in _optimizers():
         for group in optimizer.param_groups:
             for old in [p for p in group["params"] if id(p) in successors]:

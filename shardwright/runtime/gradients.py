@@ -12,11 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from ..conversion_steps import digits_value
 from ..errors import SettingError
 from ..layout import Digits
+from ..torch_private import (
+    DisableTorchFunctionSubclass, foreach_mul_, foreach_norm, fused_optimizers, local_tensor, pytree, spec_of,
+)
 
 __all__ = ["Gradient", "StageGradient", "Unsummed", "hand_nothing", "hand_over", "keep_unsummed", "not_summed", "of_stage",
            "take_unsummed", "unsummed_over"]
@@ -33,7 +35,7 @@ _ELEMENTWISE = frozenset({Tensor.add_, Tensor.sub_, Tensor.mul_, Tensor.div_, Te
 
 #: Whole optimizer steps in one kernel, element by element too, over lists of parameters, gradients and their state;
 #: DTensor knows some of them.
-_FUSED = frozenset({torch._fused_sgd_, torch._fused_adam_, torch._fused_adamw_, torch._fused_adagrad_})
+_FUSED = fused_optimizers()
 
 
 class Gradient(DTensor):
@@ -55,41 +57,41 @@ class Gradient(DTensor):
                 if local[0].numel():
                     function(*local, **(kwargs or {}))
                 return args[0]
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             if function in _FUSED:
                 return function(*pytree.tree_map_only(DTensor, _local, args),
                                 **pytree.tree_map_only(DTensor, _local, kwargs or {}))
-            if function is torch._foreach_mul_:  # of lists, DTensor takes those on one mesh alone
+            if function is foreach_mul_:  # of lists, DTensor takes those on one mesh alone
                 return [gradient.mul_(factor) for gradient, factor in zip(args[0], _each(args[1], len(args[0])))]
             result = function(*args, **(kwargs or {}))
         if function is torch.linalg.vector_norm:
             return _plain(result)
-        if function is torch._foreach_norm:
+        if function is foreach_norm:
             return [_plain(norm) for norm in result]
         if type(result) is DTensor and not result.requires_grad:  # what is made of a gradient is treated as one: see Rprop
-            return Gradient(result._local_tensor, result._spec, requires_grad=False)
+            return Gradient(local_tensor(result), spec_of(result), requires_grad=False)
         return result
 
 
 def _locals(args: Sequence[Any]) -> list[Any] | None:
     """The slices of DTensors that have one placement, and single numbers as they are; None: not all are such."""
-    spec = getattr(args[0], "_spec", None)
+    spec = spec_of(args[0])
     if spec is None:
         return None
     out = []
     for a in args:
         if isinstance(a, Tensor):
-            theirs = getattr(a, "_spec", None)
+            theirs = spec_of(a)
             if theirs is not spec and a.dim() and \
                     (theirs is None or (theirs.mesh, theirs.placements) != (spec.mesh, spec.placements)):
                 return None
-            a = a if theirs is None else a._local_tensor
+            a = a if theirs is None else local_tensor(a)
         out.append(a)
     return out
 
 
 def _local(x: DTensor) -> Tensor:
-    return x._local_tensor
+    return local_tensor(x)
 
 
 def _each(factor: Any, count: int) -> Sequence[Any]:
@@ -115,7 +117,7 @@ class StageGradient(Gradient):
         result = super().__torch_function__(function, types, args, kwargs)
         if function is torch.linalg.vector_norm:
             return _said([result], args[:1])[0]
-        return _said(result, args[0]) if function is torch._foreach_norm else result
+        return _said(result, args[0]) if function is foreach_norm else result
 
 
 def _said(norms: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -133,8 +135,8 @@ def of_stage(parameter: nn.Parameter, counts: bool) -> None:
 def _gradient(parameter: nn.Parameter, local: Tensor) -> Gradient:
     counts = getattr(parameter, _OF_STAGE, None)
     if counts is None:
-        return Gradient(local, parameter._spec, requires_grad=False)
-    made = StageGradient(local, parameter._spec, requires_grad=False)
+        return Gradient(local, spec_of(parameter), requires_grad=False)
+    made = StageGradient(local, spec_of(parameter), requires_grad=False)
     made.counts = counts
     return made
 
@@ -153,11 +155,11 @@ class Unsummed(Gradient):
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if function in _REFUSED:
             raise not_summed("a norm, or a change, of gradients")
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return function(*args, **(kwargs or {}))
 
 
-_REFUSED = frozenset({torch.linalg.vector_norm, torch._foreach_norm, torch._foreach_mul_, *_ELEMENTWISE, *_FUSED,
+_REFUSED = frozenset({torch.linalg.vector_norm, foreach_norm, foreach_mul_, *_ELEMENTWISE, *_FUSED,
                       DTensor.full_tensor, DTensor.redistribute})
 
 
@@ -175,15 +177,15 @@ def hand_over(parameter: nn.Parameter, gradient: Tensor, rank: int) -> None:
         # mesh, placements, shape and strides in one, which the gradient shares.
         parameter.grad = _gradient(parameter, gradient)
     elif type(held) is Unsummed and not isinstance(held.digits, tuple):
-        held.digits.include(held._local_tensor, gradient)
+        held.digits.include(local_tensor(held), gradient)
     elif type(held) is not Unsummed or not digits_value(held.digits, rank):
-        held._local_tensor.add_(gradient)
+        local_tensor(held).add_(gradient)
 
 
 def hand_nothing(parameter: nn.Parameter) -> None:
     """Give a parameter that lies on other ranks an empty gradient, as it is empty itself."""
     if not hasattr(parameter, _NOTHING):
-        setattr(parameter, _NOTHING, _gradient(parameter, torch.empty_like(parameter._local_tensor)))
+        setattr(parameter, _NOTHING, _gradient(parameter, torch.empty_like(local_tensor(parameter))))
     parameter.grad = getattr(parameter, _NOTHING)
 
 
@@ -192,11 +194,11 @@ def keep_unsummed(parameter: nn.Parameter, term: Tensor, digits: Digits, rank: i
     held = parameter.grad
     if type(held) is Unsummed:
         assert held.digits == digits
-        held._local_tensor.add_(term)
+        local_tensor(held).add_(term)
         return
     if held is not None and not digits_value(digits, rank):
-        term = term + held._local_tensor
-    parameter.grad = Unsummed(term, parameter._spec, requires_grad=False)
+        term = term + local_tensor(held)
+    parameter.grad = Unsummed(term, spec_of(parameter), requires_grad=False)
     parameter.grad.digits = digits
 
 
@@ -209,5 +211,5 @@ def unsummed_over(parameter: nn.Parameter) -> Any:
 
 def take_unsummed(parameter: nn.Parameter) -> Tensor:
     """The rank's own term that a parameter has, which it has no longer."""
-    term, parameter.grad = parameter.grad._local_tensor, None
+    term, parameter.grad = local_tensor(parameter.grad), None
     return term

@@ -14,11 +14,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from ..graph import Op, Value
 from ..layout import Digit
 from ..rules import bound_rule, find_rule
+from ..torch_private import pytree, schema_of
 
 __all__ = ["leading", "told_of_dims"]
 
@@ -57,7 +57,7 @@ def leading(op: Op, led: Sequence[bool], sizes: tuple[int, ...]) -> Op | None:
 
 def told_of_dims(target: Any) -> bool:
     """Whether dims or a shape are among an operator's arguments."""
-    schema = getattr(target, "_schema", None)
+    schema = schema_of(target)
     return target in TOLD or schema is not None and any(a.name in (*DIMS, *SHAPES) for a in schema.arguments)
 
 
@@ -69,7 +69,7 @@ def _longer(op: Op, lead: tuple[int, ...]) -> Op:
         args, kwargs = op.with_arguments(dims=[*new, *(len(lead) + d % rank for d in op.argument("dims"))])
         return replace(op, args=args, kwargs=kwargs)
     changes: dict[str, Any] = {}
-    for argument in op.target._schema.arguments:
+    for argument in schema_of(op.target).arguments:
         kind, given = str(argument.type), op.argument(argument.name)
         if argument.name in DIMS and kind in ("int", "List[int]", "Optional[List[int]]"):
             dims = [given] if isinstance(given, int) else given or range(rank)

@@ -30,6 +30,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..errors import ShardwrightError, StuckError
+from ..torch_private import default_store, group_timeout
 from .init import current
 from .position import position, users_line
 from .stuck import Seen, not_moving
@@ -52,9 +53,7 @@ def peers() -> Peers | None:
     share (MPI), or ``init(watch=False)``."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1 or not current().watch:
         return None
-    # Private: the store by which the ranks met. There is no public way to it.
-    from torch.distributed.distributed_c10d import _get_default_store
-    store = _get_default_store()
+    store = default_store()
     if store is None:
         return None
     if not _made or _made[0][0] is not store:
@@ -71,10 +70,7 @@ def peers() -> Peers | None:
 def _patience() -> float:
     """Seconds that a rank waits at a place before it looks who is missing."""
     asked = current().timeout
-    try:  # private, all of it: of a group that the user has made nothing else tells
-        own = dist.group.WORLD._get_backend(current().device).options._timeout
-    except (AttributeError, RuntimeError):
-        own = None
+    own = group_timeout(current().device)
     return asked if own is None else min(asked, SHARE * own.total_seconds())
 
 

@@ -17,12 +17,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.utils import _pytree as pytree
 
 from ..errors import SettingError
 from ..graph import Value
 from ..plan.pipelined import PipelinePlan, Stage, Transfer
 from ..schedules import Schedule, forward_only
+from ..torch_private import demand, pytree
 from ..trees import closed, holds_objects
 from .freed import freed
 from .pipeline_pieces import parts_of
@@ -125,6 +125,8 @@ class PipelineProgram:
     def __init__(self, plan: PipelinePlan, bodies: dict[int, StageBody], link: Link, held: Any = None,
                  device: torch.device | None = None, absent: Sequence[nn.Parameter] = (),
                  parts: int = 1) -> None:
+        if any(action.kind == "I" for actions in plan.schedule.actions for action in actions):
+            demand("stage_backward_input", "stage_backward_weight")
         self.plan, self.bodies, self.link, self.held, self.device = plan, bodies, link, held, device
         self.exact, self.absent = True, absent
         self.begin: Callable[[], None] | None = None

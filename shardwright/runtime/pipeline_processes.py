@@ -15,6 +15,7 @@ from ..graph import Value
 from ..layout import Layout
 from ..lower import Lowered, lower
 from ..plan.pipelined import PipelinePlan, Stage
+from ..torch_private import number_of_groups
 from .buckets import GradientSums
 from .fusion import Accumulation, Fusion
 from .gradients import of_stage
@@ -67,12 +68,10 @@ def process_pipeline(plan: PipelinePlan, holder: nn.Module, runtime: Runtime, be
 def _make_even(runtime: Runtime) -> None:
     """Let every rank have made as many process groups: torch names one whose members alone make it after their number,
     and members that have made unlike numbers, being of unlike stages, would wait for one another under unlike names."""
-    # Its name is private, and there is no other way to learn the number.
-    from torch.distributed.distributed_c10d import _world
-    made = torch.tensor([len(_world.pg_names)], device=runtime.device)
+    made = torch.tensor([number_of_groups()], device=runtime.device)
     dist.all_reduce(made, dist.ReduceOp.MAX)
     if dist.get_backend() != "mpi":
-        for _ in range(int(made) - len(_world.pg_names)):
+        for _ in range(int(made) - number_of_groups()):
             dist.new_group([runtime.rank], use_local_synchronization=True)
 
 

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .. import torch_private  # its pipelining names take long to import, and few schedules need them
 from ..errors import SettingError
 from ..plan.pipelined import Transfer
 from ..schedules import Action
+from ..torch_private import is_view
 from .pipeline_pieces import pieces, together
 from .random import of_micro_batch, stream
 
@@ -186,14 +188,13 @@ class Step:
     def _backward_to_inputs(self, s: int, k: int) -> None:
         outputs, gradients = self._owed(s, k)
         read = self._read(s, k)
-        # Its name is private. It marks where the ways to weights leave the way to inputs, so that nothing is computed twice.
-        from torch.distributed.pipelining._backward import stage_backward_input
         if self.program.bodies[s].stage.plan.regions:  # what is computed again is there once: weights have their turn now
             torch.autograd.backward(outputs, gradients, inputs=[*read, *self._trained(s)])
         elif read and outputs:
             with torch.enable_grad():  # it detaches outputs in place, which views cannot be
-                outputs = [o.clone() if o._is_view() else o for o in outputs]
-            _, self.weights[s, k] = stage_backward_input(outputs, gradients, read, iter(self._trained(s)))
+                outputs = [o.clone() if is_view(o) else o for o in outputs]
+            # It marks where the ways to weights leave the way to inputs, so that nothing is computed twice.
+            _, self.weights[s, k] = torch_private.stage_backward_input(outputs, gradients, read, iter(self._trained(s)))
         else:
             self.weights[s, k] = outputs, gradients
         self._return(s, k)
@@ -204,8 +205,7 @@ class Step:
             if left[0]:
                 torch.autograd.backward(*left, inputs=self._trained(s))
         elif left is not None:
-            from torch.distributed.pipelining._backward import stage_backward_weight
-            stage_backward_weight(iter(self._trained(s)), left)
+            torch_private.stage_backward_weight(iter(self._trained(s)), left)
 
     def _return(self, s: int, k: int) -> None:
         """The gradients of what a stage has read, to where it came from."""

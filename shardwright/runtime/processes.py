@@ -17,6 +17,7 @@ from ..conversion import Conversion, conversion
 from ..layout import Digits, group_of, merge
 from ..lower import Lowered, extreme, move, sum_of_gradient
 from ..plan.instructions import Extreme, Move
+from ..torch_private import module_table
 from .collectives import Bound, bind_all
 from .calls import plain_function
 from .local import ties
@@ -204,7 +205,7 @@ class ProcessProgram:
                 env[node] = env[node.args[0]]
                 self.gathers[node.meta["instruction"].source.value.name] = self._bound(node.meta["instruction"])
             elif node.target is move or node.target is extreme:
-                name = f"convert_{len(root._modules)}"
+                name = f"convert_{len(module_table(root))}"
                 root.add_module(name, self._bound(node.meta["instruction"]))
                 targets[node] = getattr(root, name)
                 env[node] = graph.call_module(name, tuple(env[a] for a in node.args))
@@ -213,7 +214,7 @@ class ProcessProgram:
                 if node.op == "call_function":
                     env[node].target = targets[node] = plain_function(node)
             if node in regions.savers:
-                plain, name = env[node], f"saving_{len(root._modules)}"
+                plain, name = env[node], f"saving_{len(module_table(root))}"
                 root.add_module(name, BoundSaver(regions.savers[node], targets[node]))
                 watched = tuple(env[n] for n in regions.watched(node))
                 env[node] = graph.call_module(name, (runs, watched, *plain.args), plain.kwargs)

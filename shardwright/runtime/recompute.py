@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..lower import Lowered
+from ..torch_private import storage_id, top_saved_tensors_hooks, version_of
 
 __all__ = ["Regions", "Run", "Saver", "keep"]
 
@@ -99,7 +100,7 @@ class Run:
         """Keep a value; `copy`: it will be changed in place after the forward."""
         value = _leaves(value, {})
         self.kept[key] = _mapped(value, Tensor.clone) if copy else value
-        self.versions[key] = [x._version for x in _tensors(self.kept[key])]
+        self.versions[key] = [version_of(x) for x in _tensors(self.kept[key])]
 
     def fill(self) -> None:
         """Compute the region again, for all that wait.
@@ -110,7 +111,7 @@ class Run:
         env = {}
         for key, value in self.kept.items():
             env[key] = value.get() if isinstance(value, Dropped) else value
-            if key in self.versions and [x._version for x in _tensors(value)] != self.versions[key]:
+            if key in self.versions and [version_of(x) for x in _tensors(value)] != self.versions[key]:
                 raise RuntimeError(f"{key}, of which a part of the model is to be computed again, has been changed in place "
                                    "after the forward")
         values, own = self.again(env)
@@ -143,14 +144,14 @@ class Saver:
         def pack(x: Tensor) -> Any:
             nonlocal count
             count += 1
-            found, dropped = known.get(x.untyped_storage()._cdata), Dropped(x.detach())
+            found, dropped = known.get(storage_id(x.untyped_storage())), Dropped(x.detach())
             if found is None:
                 pending.append((count - 1, dropped))
             elif not _drop(dropped, runs, *found) and outer is not None:
                 dropped.pass_on(*outer)
             return dropped
 
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        outer = top_saved_tensors_hooks(True)
         with saved_tensors_hooks(pack, _unpack):
             made = call()
         known.clear()  # the graph holds `pack`
@@ -158,7 +159,7 @@ class Saver:
             results = _by_memory([(entry[:2], _item(made, entry[2])) for entry in self.outputs])
             for index, dropped in pending:
                 assert dropped.tensor is not None
-                found = results.get(dropped.tensor.untyped_storage()._cdata)
+                found = results.get(storage_id(dropped.tensor.untyped_storage()))
                 if found is not None and _drop(dropped, runs, *found):
                     continue
                 if found is None and self.own is not None:
@@ -185,7 +186,7 @@ def _by_memory(values: Any) -> dict[int, tuple[int, Hashable, int | None, Tensor
     out: dict[int, tuple[int, Hashable, int | None, Tensor]] = {}
     for (region, key), value in values:
         for rank, x in enumerate(value) if isinstance(value, (list, tuple)) else ((None, value),):
-            out.setdefault(x.untyped_storage()._cdata, (region, key, rank, x))
+            out.setdefault(storage_id(x.untyped_storage()), (region, key, rank, x))
     return out
 
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from ..graph import Value
 from ..layout import Layout
 from ..lower import Lowered, lower
 from ..plan.pipelined import PipelinePlan
 from ..plan.plan import Plan
+from ..torch_private import pytree
 from ..trees import closed, holds_objects
 from .deferred import materialize
 from .freed import freed

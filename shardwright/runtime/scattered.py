@@ -18,6 +18,7 @@ from ..conversion import Conversion, conversion
 from ..conversion_search import refine
 from ..conversion_steps import digits_value
 from ..layout import Digit, Digits
+from ..torch_private import local_tensor, spec_of
 from .collectives import bind_all
 from .gradients import Unsummed, take_unsummed, unsummed_over
 from .process_groups import ProcessGroups
@@ -82,13 +83,13 @@ class Scatter:
     def _keep(self, term: Tensor) -> None:
         parameter = self._parameter
         if unsummed_over(parameter) == self:
-            parameter.grad._local_tensor.add_(term)
+            local_tensor(parameter.grad).add_(term)
             return
         self._sums.sum_kept(parameter)  # of another program, over other ranks
         term = term.clone(memory_format=torch.contiguous_format)
         if parameter.grad is not None:
-            self.include(term, parameter.grad._local_tensor)
-        parameter.grad = Unsummed(term, parameter._spec, requires_grad=False)
+            self.include(term, local_tensor(parameter.grad))
+        parameter.grad = Unsummed(term, spec_of(parameter), requires_grad=False)
         parameter.grad.digits = self
         self._sums.keep(parameter)
 

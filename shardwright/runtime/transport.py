@@ -29,6 +29,9 @@ from torch import Tensor
 
 from ..conversion import Step
 from ..layout import group_of
+from ..torch_private import (
+    functional_all_gather, functional_all_reduce, functional_all_to_all, functional_reduce_scatter, functional_wait,
+)
 from .process_groups import Group
 from .shards import reduce_terms
 
@@ -59,9 +62,8 @@ GATHERED_PIECES = 8 << 20
 #              6     72.2  66.4    105.3  48.7
 RING = 64 << 10
 
-# torch.ops._c10d_functional is private. It is what torch.distributed's public functional collectives call, which take
-# no group by name; names, unlike groups, are constants to torch.compile.
-_ops = torch.ops._c10d_functional
+# The functional collectives here are what torch.distributed's public ones call, which take no group by name; names,
+# unlike groups, are constants to torch.compile.
 
 # torch 2.13 has renamed it, and warns of the older name.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -86,7 +88,7 @@ def exchange(group: Group, x: Tensor, sends: Sequence[int] = (), receives: Seque
         group.group.alltoall_base(received, x, list(receives), list(sends)).wait()
         return received
     equal = [len(x) // group.size] * group.size
-    return _ops.wait_tensor(_ops.all_to_all_single(x, list(receives) or equal, list(sends) or equal, group.name))
+    return functional_wait(functional_all_to_all(x, list(receives) or equal, list(sends) or equal, group.name))
 
 
 def routed(group: Group, step: Step, pieces: int, piece: int, rank: int) -> Callable[[Tensor], Tensor]:
@@ -127,7 +129,7 @@ def gather(group: Group) -> Callable[[Tensor], Tensor]:
             return torch.cat((other, x) if position else (x, other))
         if exchanges and n * size <= GATHERED_COPIES:
             return exchange(group, torch.cat((x,) * n))  # a quarter of what `repeat` takes
-        return _ops.wait_tensor(_ops.all_gather_into_tensor(x, n, group.name))
+        return functional_wait(functional_all_gather(x, n, group.name))
     return run
 
 
@@ -139,7 +141,7 @@ def reduce_scatter(group: Group, reduction: str) -> Callable[[Tensor], Tensor]:
         if (host := group.through_memory(x)) is not None:
             return host.reduce_scatter(x, reduction)
         if not exchanges:
-            return _ops.wait_tensor(_ops.reduce_scatter_tensor(x, reduction, n, group.name))
+            return functional_wait(functional_reduce_scatter(x, reduction, n, group.name))
         x = x.view(n, -1)
         if n == 2 and x.nbytes >= 2 * SWAPPED:
             return _both(_swap(group, x[1 - position]), x[position], reduction)
@@ -172,7 +174,7 @@ def _both(received: Tensor, x: Tensor, reduction: str) -> Tensor:
 def all_reduce(group: Group, reduction: str) -> Callable[[Tensor], Tensor]:
     n, exchanges = group.size, group.exchanges
     if not exchanges:
-        return lambda x: _ops.wait_tensor(_ops.all_reduce(x, reduction, group.name))
+        return lambda x: functional_wait(functional_all_reduce(x, reduction, group.name))
     gathered, scattered = gather(group), reduce_scatter(group, reduction)
 
     def run(x: Tensor) -> Tensor:
@@ -185,7 +187,7 @@ def all_reduce(group: Group, reduction: str) -> Callable[[Tensor], Tensor]:
         if n * size <= GATHERED_TERMS:
             return reduced(gathered(x).view(n, *shape), reduction)
         if rings(n, x):
-            return _ops.wait_tensor(_ops.all_reduce(x, reduction, group.name)).view(shape)
+            return functional_wait(functional_all_reduce(x, reduction, group.name)).view(shape)
         short = -len(x) % n
         whole = torch.cat((x, x.new_zeros(short))) if short else x
         return gathered(scattered(whole))[:len(x)].view(shape)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import SettingError
+from ..torch_private import storage_id, version_of
 
 __all__ = ["Unkept"]
 
@@ -27,7 +28,7 @@ class _Weight:
 
     def __init__(self, name: str, stored: Sequence[Tensor], gather: Callable[[], Sequence[Tensor]]) -> None:
         self.name, self._gather = name, gather
-        self._stored = [(x, x._version) for x in stored]
+        self._stored = [(x, version_of(x)) for x in stored]
         self._saved = self._due = 0
         self._gathered: Sequence[Tensor] | None = None
 
@@ -37,7 +38,7 @@ class _Weight:
 
     def again(self, index: int) -> Tensor:
         """For one of the saved: what is gathered on the rank of that index."""
-        if any(x._version != version for x, version in self._stored):
+        if any(version_of(x) != version for x, version in self._stored):
             raise SettingError(f"the parameter {self.name!r} has been changed between a forward and its backward, "
                                "which gathers it again",
                                legal='optimizer.step() after backward(), or optimizer_level="level2"')
@@ -82,7 +83,7 @@ class Unkept:
             self._places.setdefault(memory.cdata, (memory, weight, index))
 
     def _pack(self, x: Tensor) -> Any:
-        _, weight, index = self._places.get(x.untyped_storage()._cdata, (None, None, 0))
+        _, weight, index = self._places.get(storage_id(x.untyped_storage()), (None, None, 0))
         if weight is None:
             return x.detach()  # without its graph, which would hold an output, and itself, for ever
         weight.save()

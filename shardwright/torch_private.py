@@ -1,0 +1,330 @@
+"""Private names of torch: all of them in this module, each with the feature that needs it.
+
+A private name may be missing from a version of torch. An import from this module never fails for that: the imported name
+is then a stand-in, whose use (a call, an attribute, an object of a class that inherits from it) raises `TorchVersionError`
+with the version and the feature. Functions raise the same error when they are called.
+
+Example::
+
+    from .torch_private import FakeTensorMode, version_of    # never fails
+
+    with FakeTensorMode():                                   # TorchVersionError where torch has no fake tensors
+        ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx.proxy import TracerBase
+from torch.utils import checkpoint
+
+from .errors import TorchVersionError
+
+__all__ = [
+    "MODULE_TABLES", "NOISY_LOGGERS", "OpOverload", "OpOverloadPacket", "VMAP_ENDS", "buffer_table", "default_store", "demand", "fused_optimizers",
+    "group_timeout", "in_place_of_checkpoint", "is_view", "local_tensor", "module_table", "number_of_groups", "operators", "overload_name",
+    "overload_of", "parameter_table", "register_node", "schedule_without_transfers", "schema_of", "spec_of", "stack_lines",
+    "storage_id", "torch_function", "version_of", "vmap_function", "worker_processes",
+]
+
+#: Name in this module -> (path in torch, the feature that needs it). Looked up when first imported.
+_NAMES = {
+    "BatchNorm": ("torch.nn.modules.batchnorm._BatchNorm", "batch norms whose momentum is None"),
+    "CustomOpDef": ("torch._library.custom_ops.CustomOpDef", "a rule for a torch.library.custom_op"),
+    "DisableTorchFunction": ("torch._C.DisableTorchFunction", "a torch.autograd.Function in a model"),
+    "DisableTorchFunctionSubclass": ("torch._C.DisableTorchFunctionSubclass", "gradients that are DTensors"),
+    "FakeTensorMode": ("torch._subclasses.fake_tensor.FakeTensorMode", "capturing a model"),
+    "StorageInfo": ("torch.distributed.checkpoint.filesystem._StorageInfo", "checkpoints that torch's own loader reads"),
+    "TorchDispatchMode": ("torch.utils._python_dispatch.TorchDispatchMode", "seeing what operators dispatch to"),
+    "assert_async": ("torch._assert_async", "checking indices of a tensor"),
+    "at_backward_end": ("torch.autograd.Variable._execution_engine.queue_callback", "summing gradients during the backward"),
+    "backward_number": ("torch._C._current_graph_task_id", "summing gradients during the backward"),
+    "disable_current_modes": ("torch.utils._python_dispatch._disable_current_modes", "a torch.autograd.Function in a model"),
+    "foreach_mul_": ("torch._foreach_mul_", "clip_grad_norm_(foreach=True)"),
+    "foreach_norm": ("torch._foreach_norm", "clip_grad_norm_(foreach=True)"),
+    "functional_all_gather": ("torch.ops._c10d_functional.all_gather_into_tensor", "collectives of ranks in processes"),
+    "functional_all_reduce": ("torch.ops._c10d_functional.all_reduce", "collectives of ranks in processes"),
+    "functional_all_to_all": ("torch.ops._c10d_functional.all_to_all_single", "collectives of ranks in processes"),
+    "functional_reduce_scatter": ("torch.ops._c10d_functional.reduce_scatter_tensor", "collectives of ranks in processes"),
+    "functional_wait": ("torch.ops._c10d_functional.wait_tensor", "collectives of ranks in processes"),
+    "make_fx": ("torch.fx.experimental.proxy_tensor.make_fx", "torch.vmap in a model"),
+    "pytree": ("torch.utils._pytree", "inputs and outputs in tuples, lists and dicts"),
+    "stage_backward_input": ("torch.distributed.pipelining._backward.stage_backward_input", "pipelines that split the backward"),
+    "stage_backward_weight": ("torch.distributed.pipelining._backward.stage_backward_weight",
+                              "pipelines that split the backward"),
+    "top_saved_tensors_hooks": ("torch._C._autograd._top_saved_tensors_default_hooks", "recomputing inside a user's own hooks"),
+}
+
+#: Types of ``torch.ops.aten.add.Tensor`` and of ``torch.ops.aten.add``; their names are private, the types are not.
+OpOverload, OpOverloadPacket = type(torch.ops.aten.add.Tensor), type(torch.ops.aten.add)
+
+#: Tables of an nn.Module: parameters, buffers, submodules, names of buffers that no state dict holds.
+MODULE_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+
+#: Loggers, below ``torch.``, that export fills beside the error that it raises.
+NOISY_LOGGERS = ("fx.experimental.symbolic_shapes", "_subclasses.fake_tensor")
+
+#: Functions between which a captured torch.vmap lies -> what they add to the depth.
+VMAP_ENDS = {"_vmap_increment_nesting": 1, "_vmap_decrement_nesting": -1}
+
+
+def _missing_error(path: str, feature: str) -> TorchVersionError:
+    return TorchVersionError(f"torch {torch.__version__} has no {path}, which this feature needs: {feature}",
+                             legal="a version of torch that docs/versions.md names")
+
+
+class _Missing(type):
+    """Type of the stand-ins: they can be imported, compared and inherited from, and nothing else."""
+
+    path: str
+    feature: str
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise _missing_error(cls.path, cls.feature)
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):  # Python itself asks for these
+            raise AttributeError(name)
+        raise _missing_error(cls.path, cls.feature)
+
+
+def _found(path: str) -> Any:
+    """The object at a path; None where a part of the path is missing."""
+    held, parts = torch, path.split(".")
+    for count, part in enumerate(parts[1:], start=2):
+        if not hasattr(held, part):
+            try:
+                import_module(".".join(parts[:count]))
+            except ImportError:
+                return None
+        held = getattr(held, part, None)
+        if held is None:
+            return None
+    return held
+
+
+def _attribute(name: str) -> Any:
+    """A name of `_NAMES`, or its stand-in."""
+    if name not in globals():
+        path, feature = _NAMES[name]
+        value = _found(path)
+        globals()[name] = _Missing(name, (), {"path": path, "feature": feature}) if value is None else value
+    return globals()[name]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _attribute(name)
+
+
+def _read(held: Any, name: str, feature: str) -> Any:
+    """An attribute of one of torch's objects, which must be there."""
+    try:
+        return getattr(held, name)
+    except AttributeError:
+        raise _missing_error(f"{type(held).__module__}.{type(held).__qualname__}.{name}", feature) from None
+
+
+def _needed(path: str, feature: str) -> Any:
+    found = _found(path)
+    if found is None:
+        raise _missing_error(path, feature)
+    return found
+
+
+def demand(*names: str) -> None:
+    """Say now, before anything runs, that names of this module are missing from this version of torch.
+
+    Raises:
+        TorchVersionError: one of them is.
+    """
+    for name in names:
+        if isinstance(_attribute(name), _Missing):
+            raise _missing_error(*_NAMES[name])
+
+
+# Tensors
+
+def version_of(x: Tensor) -> int:
+    """A number that grows when `x` is written to in place."""
+    return _read(x, "_version", "noticing a tensor that is changed in place")
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """A number that tells memory from other memory, of fake and meta tensors too."""
+    return _read(storage, "_cdata", "telling views of one tensor from other tensors")
+
+
+def is_view(x: Tensor) -> bool:
+    """Whether autograd knows `x` as a view of another tensor."""
+    return _read(x, "_is_view", "pipelines that split the backward")()
+
+
+def local_tensor(x: Any) -> Tensor:
+    """The slice of a DTensor on this rank itself, where ``to_local()`` makes an autograd node and a view (60 us)."""
+    return _read(x, "_local_tensor", "parameters that are DTensors")
+
+
+def spec_of(x: Any) -> Any:
+    """Mesh, placements, shape and strides of a DTensor in one object; None for a plain tensor."""
+    spec = getattr(x, "_spec", None)
+    if spec is None and hasattr(x, "placements"):
+        raise _missing_error("torch.distributed.tensor.DTensor._spec", "parameters that are DTensors")
+    return spec
+
+
+# Modules
+
+def parameter_table(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The parameters of a module itself, by their names."""
+    return _read(module, "_parameters", "capturing a model")
+
+
+def buffer_table(module: nn.Module) -> dict[str, Tensor | None]:
+    """The buffers of a module itself, by their names."""
+    return _read(module, "_buffers", "capturing a model")
+
+
+def module_table(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The direct submodules of a module, by their names."""
+    return _read(module, "_modules", "running a planned program")
+
+
+# Operators
+
+def schema_of(target: Any) -> Any:
+    """The schema of an overload; None for what is no overload, such as a plain function."""
+    try:
+        return target._schema
+    except AttributeError:
+        if isinstance(target, OpOverload):
+            raise _missing_error("torch._ops.OpOverload._schema", "reading a captured model") from None
+        return None
+
+
+def overload_name(target: Any) -> str:
+    """``"Tensor"`` of ``aten.add.Tensor``; empty for what is no overload."""
+    name = getattr(target, "_overloadname", None)
+    if name is None and isinstance(target, OpOverload):
+        raise _missing_error("torch._ops.OpOverload._overloadname", "reading a captured model")
+    return name or ""
+
+
+def overload_of(custom_op: Any) -> Any:
+    """The overload of a function made with ``torch.library.custom_op``; None for anything else."""
+    if isinstance(custom_op, _attribute("CustomOpDef")):
+        return _read(custom_op, "_opoverload", "a rule for a torch.library.custom_op")
+    return None
+
+
+def operators(*names: str) -> tuple[Any, ...]:
+    """Overloads of ATen whose names are private (``"_softmax.default"``), those that this version of torch has."""
+    return tuple(found for name in names if (found := _found(f"torch.ops.aten.{name}")) is not None)
+
+
+def torch_function(name: str) -> Any:
+    """The function ``torch.NAME`` as torch's C++ part has it, without a Python layer; None if it has none."""
+    return getattr(_found("torch._C._VariableFunctions"), name, None)
+
+
+def fused_optimizers() -> frozenset[Any]:
+    """The kernels that are whole optimizer steps over lists of tensors."""
+    found = (_found(f"torch._fused_{name}_") for name in ("sgd", "adam", "adamw", "adagrad"))
+    return frozenset(kernel for kernel in found if kernel is not None)
+
+
+def vmap_function(target: Any) -> str:
+    """The name of a function of functorch's that a captured torch.vmap calls, else nothing."""
+    return target.__name__ if getattr(target, "__module__", "") == "torch._functorch.predispatch" else ""
+
+
+# Capture
+
+def register_node(*args: Any, **kwargs: Any) -> None:
+    """As `torch.utils._pytree.register_pytree_node`; nothing where there are no trees, of which a capture says so."""
+    if not isinstance(_attribute("pytree"), _Missing):
+        _attribute("pytree").register_pytree_node(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def stack_lines(keep: Callable[[Any, Any], Any], captured: Any) -> Iterator[None]:
+    """While active, an operator that is traced keeps other lines of its stack.
+
+    Where a version of torch has not these two places, it keeps the lines that export chooses.
+
+    Args:
+        keep: ``(tracer, frames) -> frames``, in the place of export's own choice.
+        captured: in the place of the class that finds the stack, and describes every line of it.
+    """
+    with contextlib.ExitStack() as stack:
+        for owner, name, ours in ((TracerBase, "_filter_traceback_frames", keep),
+                                  (torch.fx.proxy, "CapturedTraceback", captured)):
+            if hasattr(owner, name):
+                stack.callback(setattr, owner, name, getattr(owner, name))
+                setattr(owner, name, ours)
+        yield
+
+
+@contextlib.contextmanager
+def in_place_of_checkpoint(ours: Callable[..., Any]) -> Iterator[None]:
+    """While active, calls of `torch.utils.checkpoint.checkpoint` come to `ours`, under whatever name users hold it.
+
+    It is a wrapper which calls the attribute ``__dynamo_disable`` of what it wraps. Where a version of torch has another
+    wrapper, the function is replaced in its module, and a warning says that names held elsewhere are missed.
+    """
+    wrapper, name = checkpoint.checkpoint, "__dynamo_disable"
+    owner = getattr(wrapper, "__wrapped__", None)
+    if owner is None or name not in wrapper.__code__.co_consts:
+        warnings.warn(f"torch {torch.__version__} calls torch.utils.checkpoint in another way: checkpoints that a model does not "
+                      "call as torch.utils.checkpoint.checkpoint(...) are not recomputed", stacklevel=2)
+        owner, name = checkpoint, "checkpoint"
+    with contextlib.ExitStack() as stack:
+        if name in vars(owner):
+            stack.callback(setattr, owner, name, vars(owner)[name])
+        else:
+            stack.callback(delattr, owner, name)
+        setattr(owner, name, ours)
+        yield
+
+
+# Processes
+
+def default_store() -> Any:
+    """The store by which the ranks of the default process group met."""
+    return _needed("torch.distributed.distributed_c10d._get_default_store",
+                   "watching the ranks, which init(watch=False) does without")()
+
+
+def group_timeout(device: torch.device | str) -> timedelta | None:
+    """How long collectives of the default process group wait; None if its backend does not tell."""
+    try:
+        return torch.distributed.group.WORLD._get_backend(torch.device(device)).options._timeout
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def number_of_groups() -> int:
+    """How many process groups this process has made. torch names groups that their members alone make after it."""
+    return len(_needed("torch.distributed.distributed_c10d._world.pg_names", "pipelines on ranks in processes"))
+
+
+def worker_processes(agent: Any) -> Any:
+    """The started workers of an elastic agent, None before they start."""
+    return _read(agent, "_pcontext", "`shardwright run`")
+
+
+def schedule_without_transfers(base: type) -> type:
+    """A schedule class of torch.distributed.pipelining whose constructor makes the order of computations alone.
+
+    The sends and receives that it would add follow from a plan, and making them takes seconds for long schedules.
+    """
+    return type(base.__name__, (base,), {"_prepare_schedule_with_comms": lambda self, order: None})

@@ -1,0 +1,184 @@
+"""Private names of torch stand in one module, and a version of torch that lacks one says so where the name is used."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils import checkpoint
+
+import shardwright as sw
+from shardwright import torch_private
+
+PACKAGE = Path(sw.__file__).parent
+FILES = sorted(p for p in PACKAGE.rglob("*.py") if p.name != "torch_private.py")
+
+#: Private by their spelling alone: names of Python's own library.
+PYTHONS = {"_asdict", "_current_frames", "_exit", "_getframe", "_SubParsersAction"}
+
+#: Methods that torch documents for subclasses of its elastic agents.
+EXTENDED = {"_monitor_workers", "_shutdown", "_start_workers"}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
+
+
+def own_names() -> set[str]:
+    """Names that the package defines or sets itself."""
+    own = set()
+    for tree in map(tree_of, FILES):
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                own.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                own.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and \
+                    isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+                own.add(node.attr)
+            elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and \
+                    ast.unparse(node.value) == "self.__dict__":
+                own.add(node.slice.value)
+    return own
+
+
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def uses(tree: ast.Module, own: set[str]) -> list[tuple[int, str]]:
+    """Lines with private names that are neither the package's nor Python's."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            names = [node.attr]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            names = [part for alias in node.names for part in alias.name.split(".")]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) > 1 and \
+                node.func.id in ("getattr", "setattr", "hasattr", "delattr") and isinstance(node.args[1], ast.Constant):
+            names = [node.args[1].value]
+        else:
+            continue
+        found += [(node.lineno, name) for name in names if is_private(name) and name not in own | PYTHONS | EXTENDED]
+    return found
+
+
+def test_private_names_stand_in_one_module() -> None:
+    own = own_names()
+    found = [f"{path.relative_to(PACKAGE)}:{line} {name}" for path in FILES for line, name in uses(tree_of(path), own)]
+    assert not found, "private names belong into torch_private.py, behind functions"
+    for path in FILES:
+        # Whatever the tree hides: in docstrings, in strings of paths.
+        assert not re.search(r"\btorch\.(?:\w+\.)*_[a-z]", path.read_text()), path
+
+
+@pytest.mark.parametrize(("text", "name"), [
+    ("import torch._dynamo", "_dynamo"), ("from torch.utils import _pytree as pytree", "_pytree"),
+    ("from torch._subclasses import FakeTensor", "_subclasses"), ("torch._C", "_C"), ("x._base", "_base"),
+    ("getattr(x, '_base', None)", "_base"), ("torch.ops.aten._softmax.default", "_softmax")])
+def test_the_search_finds(text: str, name: str) -> None:
+    assert name in [found for _, found in uses(ast.parse(text), own_names())]
+
+
+def test_every_name_is_there_in_this_version() -> None:
+    torch_private.demand(*torch_private._NAMES)
+    assert torch_private.schema_of(torch.ops.aten.add.Tensor).name == "aten::add" and torch_private.schema_of(len) is None
+    assert torch_private.overload_name(torch.ops.aten.add.Tensor) == "Tensor" and not torch_private.overload_name(len)
+    assert torch_private.torch_function("relu") is torch.relu and torch_private.torch_function("nothing") is None
+    assert len(torch_private.fused_optimizers()) == 4
+    for name in torch_private.MODULE_TABLES:
+        assert name in vars(torch.nn.Module())
+    for tracer, name in ((torch_private.TracerBase, "_filter_traceback_frames"), (torch.fx.proxy, "CapturedTraceback")):
+        before = inspect.getattr_static(tracer, name)
+        with torch_private.stack_lines(len, len):
+            assert inspect.getattr_static(tracer, name) is len
+        assert inspect.getattr_static(tracer, name) is before
+
+
+LACKING = """
+import pkgutil, sys, warnings
+import torch
+from importlib import import_module
+from shardwright import torch_private
+torch_private._found = lambda path: None  # a torch without any of them
+import shardwright as sw
+for module in pkgutil.walk_packages(sw.__path__, "shardwright."):
+    if not module.name.endswith("__main__"):
+        import_module(module.name)
+sw.init(devices=2)
+try:
+    sw.plan(torch.nn.Linear(4, 4), (torch.ones(4, 4),), devices=2)
+except sw.TorchVersionError as error:
+    print(error)
+"""
+
+
+def test_the_package_is_imported_without_any_of_them() -> None:
+    """The functions ask torch at each call; what is imported as a name is looked up here as if torch had nothing."""
+    run = subprocess.run([sys.executable, "-c", LACKING], capture_output=True, text=True, cwd=PACKAGE.parent)
+    assert not run.returncode, run.stderr
+    assert run.stdout.startswith(f"torch {torch.__version__} has no torch.") and "legal: a version" in run.stdout
+
+
+@pytest.fixture()
+def lacking(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_private, "_found", lambda path: None)
+    for name in torch_private._NAMES:
+        monkeypatch.delitem(vars(torch_private), name, raising=False)
+
+
+def test_a_missing_name_says_so_where_it_is_used(lacking: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    mode = torch_private.TorchDispatchMode
+    message = re.escape(f"torch {torch.__version__} has no torch.utils._python_dispatch.TorchDispatchMode, which this feature "
+                        "needs: seeing what operators dispatch to")
+
+    class Watch(mode):
+        pass
+    for use in (mode, Watch, lambda: mode.name, lambda: torch_private.demand("TorchDispatchMode")):
+        with pytest.raises(sw.TorchVersionError, match=message):
+            use()
+    assert not isinstance(1, mode) and mode != Watch and len({mode, Watch}) == 2
+    for call, feature in ((torch_private.default_store, "watching the ranks"),
+                          (torch_private.number_of_groups, "pipelines on ranks"),
+                          (lambda: torch_private.worker_processes(object()), "`shardwright run`"),
+                          (lambda: torch_private.version_of(1), "changed in place")):
+        with pytest.raises(sw.TorchVersionError, match=feature):
+            call()
+    assert torch_private.operators("_softmax.default") == () and not torch_private.fused_optimizers()
+    assert torch_private.torch_function("relu") is None
+    for name in list(torch_private._NAMES):
+        monkeypatch.delitem(vars(torch_private), name, raising=False)
+
+
+def test_checkpoints_are_seen_where_torch_wraps_them_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(function, *args, **kwargs):
+        return function(*args)
+    before = dict(vars(checkpoint.checkpoint.__wrapped__))
+    with torch_private.in_place_of_checkpoint(lambda function, x: ("ours", x)):
+        assert checkpoint.checkpoint(abs, 1) == ("ours", 1)
+    assert vars(checkpoint.checkpoint.__wrapped__) == before
+    monkeypatch.setattr(checkpoint, "checkpoint", other)
+    with pytest.warns(UserWarning, match=f"torch {re.escape(torch.__version__)} calls torch.utils.checkpoint in another way"), \
+            torch_private.in_place_of_checkpoint(lambda function, x: ("ours", x)):
+        assert checkpoint.checkpoint(abs, 1) == ("ours", 1)
+    assert checkpoint.checkpoint is other
+
+
+def test_every_feature_is_named() -> None:
+    for name, (path, feature) in torch_private._NAMES.items():
+        assert path.startswith("torch.") and feature
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        torch_private.nothing  # noqa: B018
+    for module in pkgutil.walk_packages(sw.__path__, "shardwright."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
