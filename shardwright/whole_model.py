@@ -392,6 +392,7 @@ def _refuse(module: nn.Module, args: tuple) -> None:
     for key, parameter in module._parameters.items():
         if parameter is not None and hasattr(parameter, CUT) and not isinstance(module, Settings):
             frames = [(f.filename, f.lineno or 0) for f in traceback.extract_stack()]
+            frames = [f for f in frames if "site-packages" not in f[0]] or frames  # a library's model is called by the user
             raise SettingError(f"{type(module).__name__} is called by itself, and of its {key!r} (parameter "
                                f"{getattr(parameter, CUT)!r}) this rank has a slice", source=user_frame(frames) or None,
                                legal=_CALLS)
