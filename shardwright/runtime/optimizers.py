@@ -107,11 +107,22 @@ class _Steps:
             register_optimizer_step_post_hook(self._after)
             self._hooked = True
 
-    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         with self._lock:
             nets, empty = list(self._looked_at), [ref for refs in self._empty.values() for ref in refs]
-        for net in nets:
-            _look(optimizer, net)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+
+        def look() -> None:
+            for net in nets:
+                _look(optimizer, net)
+
+        def closed() -> Any:
+            loss = closure()
+            look()  # at the gradients that it has made
+            return loss
+
+        if closure is None:
+            look()
         first = self._first
         if first is not None:
             first()
@@ -121,6 +132,9 @@ class _Steps:
             if parameter is not None and parameter.grad is not None:
                 self._aside.gradients.append((parameter, parameter.grad))
                 parameter.grad = None
+        if closure is None:
+            return None
+        return ((args[0], closed, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": closed})
 
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for parameter, gradient in self._aside.gradients:
