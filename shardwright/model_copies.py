@@ -38,7 +38,7 @@ def copied(model: AutoParallel, memo: dict[int, Any]) -> AutoParallel:
     """A deep copy of a wrapper and its model.
 
     Raises:
-        SettingError: between a backward under `no_sync` and the one that sums; while the model waits for loaded values.
+        SettingError: the model waits for its first call to take loaded values.
     """
     if model._awaited:
         raise SettingError("copy.deepcopy: the model waits for its first call to take the values that were loaded",
@@ -47,7 +47,7 @@ def copied(model: AutoParallel, memo: dict[int, Any]) -> AutoParallel:
     for module in (model.net, model.loss_fn):
         for parameter in module.parameters() if isinstance(module, nn.Module) else ():
             if hasattr(parameter, CUT) and id(parameter) not in memo:
-                memo[id(parameter)] = _copy_of_slice(parameter)
+                memo[id(parameter)] = with_slice(parameter)
             cut = cut or hasattr(parameter, CUT)
     made = type(model).__new__(type(model))
     memo[id(model)] = made
@@ -56,7 +56,7 @@ def copied(model: AutoParallel, memo: dict[int, Any]) -> AutoParallel:
     held["loss_fn"] = copy.deepcopy(model.loss_fn, memo)
     held |= {table: held["net"].__dict__[table] for table in _TABLES}
     held |= {"_programs": {}, "_submodules": None, "_accumulation": Accumulation(), "_strategy_files": [], "_awaited": [],
-             "_copies": [], "_whole": None,
+             "_copies": [], "_whole": None, "_first_ranks": dict(model._first_ranks),
              "_stored": model._stored if cut else None, "_used": model._used if cut else None}
     for key, value in vars(model).items():
         if key not in held:
@@ -66,16 +66,8 @@ def copied(model: AutoParallel, memo: dict[int, Any]) -> AutoParallel:
     return made
 
 
-def _copy_of_slice(parameter: nn.Parameter) -> nn.Parameter:
-    """A parameter with a copy of a rank's slice, on the same ranks, and of its gradient."""
-    made = with_slice(parameter)
-    if parameter.grad is not None:
-        made.grad = copy.deepcopy(parameter.grad)
-    return made
-
-
 def with_slice(parameter: nn.Parameter) -> nn.Parameter:
-    """A parameter with a copy of a rank's slice, and all that was noted on it."""
+    """A parameter with a copy of a rank's slice, and all that was noted on it; without a gradient, as torch has it."""
     from torch.distributed.tensor import DTensor
 
     from .runtime.padded import beginning, leaf_of
@@ -139,6 +131,7 @@ class Followers:
         substitute(_Holder(made.net, made.loss_fn), successors, cut)
         made.__dict__["_submodules"] = None
         made._stored, made._used = self._model._stored, self._model._used
+        made._first_ranks.update(self._model._first_ranks)
 
 
 def _named(model: AutoParallel) -> dict[str, Tensor]:

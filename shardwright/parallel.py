@@ -109,7 +109,7 @@ class AutoParallel(Settings, nn.Module):
     #: What a wrapper holds besides its settings: `shardwright.verify` gives its copies everything else.
     _NOT_SETTINGS = frozenset({*vars(nn.Module()), "net", "loss_fn", "save_graphs", "_programs", "_submodules", "_stored",
                                "_used", "_warned", "_accumulation", "_kind", "_strategy_files", "_awaited", "_copies",
-                               "_whole"})
+                               "_whole", "_first_ranks"})
 
     def __init__(self, net: nn.Module, loss_fn: Callable[..., Any] | None = None, parallel_mode: str = "semi_auto", *,
                  on_missing_rule: str = "error", save_graphs: str | Path | None = None,
@@ -149,7 +149,7 @@ class AutoParallel(Settings, nn.Module):
         self._parameter_strategies: ParameterStrategies | None = None
         self.__dict__["_strategy_files"] = []
         self.__dict__["_awaited"]: list[Callable[[], None]] = []  # what loads a checkpoint's values, once there are slices
-        self.__dict__["_copies"], self.__dict__["_whole"] = [], None
+        self.__dict__["_copies"], self.__dict__["_whole"], self.__dict__["_first_ranks"] = [], None, {}
         self._stored: dict[str, Layout] | None = None
         self._used: dict[str, Layout] | None = None
         self._warned, self._kind = False, "cpu"
@@ -236,6 +236,8 @@ class AutoParallel(Settings, nn.Module):
             self._stored = {name: parameter.storage for name, parameter in plan.parameters.items()}
             self._used = {name: parameter.layout for name, parameter in plan.parameters.items()}
             self._write_strategies(plan)
+            if isinstance(plan, PipelinePlan):
+                self._first_ranks.update((name, parameter.ranks.start) for name, parameter in plan.parameters.items())
             followers.follow()
             if program.held is not None:
                 refuse_calls_of_parts()

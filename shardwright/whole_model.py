@@ -26,7 +26,6 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from .errors import SettingError
 from .layerwise import own_parameters
-from .plan import PipelinePlan
 from .reading import user_frame
 from .runtime.init import current
 from .runtime.optimizers import close_to_steps, open_to_steps
@@ -133,10 +132,8 @@ class _Swapped:
         if len(set(asked)) > 1:
             raise SettingError(f"whole() is asked for {', '.join(f'rank={r}' for r in asked)} on ranks 0 to {len(asked) - 1}",
                                legal="the same on every rank")
-        plan = model.plan if model._programs else None
         #: Name -> the rank that broadcasts it, of what lies in one stage of a pipeline.
-        self.stage: dict[str, int] = {} if not isinstance(plan, PipelinePlan) else \
-            {name: p.ranks.start for name, p in plan.parameters.items() if p.ranks is not None}
+        self.stage: dict[str, int] = model._first_ranks
         named = {id(p): (n, p) for n, p in reversed(list(self.holder.named_parameters())) if hasattr(p, CUT)}
         self.cut: dict[str, nn.Parameter] = dict(reversed(named.values()))
         self.whole: dict[str, nn.Parameter] = {}
@@ -170,14 +167,12 @@ class _Swapped:
 
     def _gathered(self, name: str, parameter: DTensor) -> Tensor:
         """The whole value of a parameter, on every rank, in memory of its own."""
+        from .runtime.parameters import gathered  # imports DTensor
         with torch.no_grad():
             if whole_shape(parameter) != parameter.shape:  # of another stage
                 value = torch.empty(whole_shape(parameter), dtype=parameter.dtype, device=parameter.device)
             else:
-                value = parameter.detach().full_tensor()
-                if value.untyped_storage().data_ptr() == parameter.to_local().untyped_storage().data_ptr():
-                    value = value.clone()
-                value = value.contiguous()
+                value = gathered(parameter)
             return _broadcast(value, self.stage[name]) if name in self.stage else value
 
     def leave(self, error: BaseException | None) -> None:
@@ -214,9 +209,9 @@ class _Swapped:
             expected = self.whole.get(name, tensor)
             if held is None:
                 wrong.append((f"{name!r} was removed", "changes of the model's structure before its first call"))
-            elif held.shape != whole_shape(expected) or held.dtype != expected.dtype:
+            elif whole_shape(held) != whole_shape(expected) or held.dtype != expected.dtype:
                 wrong.append((f"{name!r} of shape {tuple(whole_shape(expected))} and {expected.dtype} became "
-                              f"{tuple(held.shape)} and {held.dtype}", "changes of the model's structure before its first call"))
+                              f"{tuple(whole_shape(held))} and {held.dtype}", "changes of the model's structure before its first call"))
             elif now.get(name, held) is not held:
                 wrong.append((f"{name!r} is tied, and was replaced in one of its places", "the same tensor in all of them"))
             if self.mine or name in self.buffers:

@@ -26,10 +26,10 @@ from .buckets import GradientSums
 from .deferred import materialize, substitute
 from .optimizers import replace_noted
 from .own import leaf_of_slice
-from .padded import slice_in_buffer
+from .padded import beginning, leaf_of, slice_in_buffer
 from .process_groups import ProcessGroups
 
-__all__ = ["Place", "ShardedState", "held_layouts", "layout_of", "to_dtensor", "with_values"]
+__all__ = ["Place", "ShardedState", "gathered", "held_layouts", "layout_of", "to_dtensor", "with_values"]
 
 
 def to_dtensor(local: Tensor, layout: Layout, shape: tuple[int, ...], groups: ProcessGroups) -> DTensor:
@@ -82,6 +82,25 @@ def layout_of(tensor: DTensor) -> Layout | None:
         elif not isinstance(placement, Replicate):
             return None
     return Layout.of(tensor.device_mesh.size(), dims)
+
+
+def gathered(parameter: DTensor) -> Tensor:
+    """The whole value of a parameter, on every rank of its mesh, in contiguous memory of its own. Those ranks call it together.
+    (`full_tensor` does the same, and logs a warning where several digits cut one dim.)"""
+    value = leaf_of(parameter).detach().clone()
+    for axis, placement in reversed(list(enumerate(parameter.placements))):
+        if isinstance(placement, Shard) and parameter.device_mesh.size(axis) > 1:
+            value = value.contiguous()
+            parts = [torch.empty_like(value) for _ in range(parameter.device_mesh.size(axis))]
+            group = parameter.device_mesh.get_group(axis)
+            dist.all_gather([_bytes(part) for part in parts], _bytes(value), group=group)
+            value = torch.cat(parts, placement.dim)
+    return beginning(value, parameter.shape).contiguous()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Contiguous memory as bytes: every backend sends them, whatever the dtype."""
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def with_values(parameter: DTensor, whole: Tensor) -> DTensor:
