@@ -17,10 +17,12 @@ from torch import nn
 
 from .capture import capture
 from .errors import SettingError
+from .foreign_wrappers import check_inside, compile_instead, refuse_class, watch_wrapping
 from .graph import Graph
 from .layerwise import check_held, check_mode, one_slice, own_parameters
 from .layout import Layout
 from .marks import stored_whole
+from .model_copies import Followers, copied
 from .ops import for_ranks
 from .plan import MODES, ParameterPlan, PipelinePlan, Plan, make_pipeline, make_plan
 from .plan.automatic_pipeline import Automatic
@@ -42,6 +44,7 @@ from .settling import global_inputs, implied_devices
 from .staging import Pipelining, staged_modules
 from .torch_private import MODULE_TABLES, pytree
 from .trees import opened
+from .whole_model import WholeModel, attribute_of_net, refuse_calls_of_parts, signed_as_net
 
 __all__ = ["AutoParallel", "RecaptureWarning", "observed"]
 
@@ -105,7 +108,8 @@ class AutoParallel(Settings, nn.Module):
 
     #: What a wrapper holds besides its settings: `shardwright.verify` gives its copies everything else.
     _NOT_SETTINGS = frozenset({*vars(nn.Module()), "net", "loss_fn", "save_graphs", "_programs", "_submodules", "_stored",
-                               "_used", "_warned", "_accumulation", "_kind", "_strategy_files", "_awaited"})
+                               "_used", "_warned", "_accumulation", "_kind", "_strategy_files", "_awaited", "_copies",
+                               "_whole", "_first_ranks"})
 
     def __init__(self, net: nn.Module, loss_fn: Callable[..., Any] | None = None, parallel_mode: str = "semi_auto", *,
                  on_missing_rule: str = "error", save_graphs: str | Path | None = None,
@@ -123,6 +127,8 @@ class AutoParallel(Settings, nn.Module):
             raise SettingError(f"unknown on_missing_rule {on_missing_rule!r}", legal='"error" or "replicate"')
         if random not in ("exact", "fast"):
             raise SettingError(f"unknown random {random!r}", legal='"exact" or "fast"')
+        check_inside(net)
+        watch_wrapping(AutoParallel)
         # The wrapper has the model's own tables of parameters, buffers and submodules, hence its names and state.
         for table in MODULE_TABLES:
             self.__dict__[table] = net.__dict__[table]
@@ -143,12 +149,14 @@ class AutoParallel(Settings, nn.Module):
         self._parameter_strategies: ParameterStrategies | None = None
         self.__dict__["_strategy_files"] = []
         self.__dict__["_awaited"]: list[Callable[[], None]] = []  # what loads a checkpoint's values, once there are slices
+        self.__dict__["_copies"], self.__dict__["_whole"], self.__dict__["_first_ranks"] = [], None, {}
         self._stored: dict[str, Layout] | None = None
         self._used: dict[str, Layout] | None = None
         self._warned, self._kind = False, "cpu"
 
     # -- running ----------------------------------------------------------------------------------------------------
 
+    @signed_as_net
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs, or with `loss_fn` the loss of the whole batch. The last positional argument is then
         the target.
@@ -161,6 +169,9 @@ class AutoParallel(Settings, nn.Module):
         else:
             leaves, spec = pytree.tree_flatten(opened((args, kwargs)))
         fed = tuple((x.shape, x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else (type(x), x) for x in leaves)
+        if self._whole is not None:
+            raise SettingError("the parallel model is called inside of whole(), where it has whole parameters",
+                               legal="the plain model inside: net(…) with `model.whole() as net`; model(…) after it")
         program = self._programs.get((spec, self._state(), fed))
         if program is None:
             self._announce((spec, self._state(), fed))
@@ -211,9 +222,11 @@ class AutoParallel(Settings, nn.Module):
         observer = _OBSERVER.get()
         if observer is not None:
             observer(self, args, kwargs)
+        check_inside(self.net)
         runtime, module = self._runtime(), _Holder(self.net, self.loss_fn)
         before = next(iter(self._programs.values()), None)
         plan = self._planned(args, kwargs, module, before)
+        followers = Followers(self) if before is None else None
         program = make_program(plan, module, runtime, before=before, fusion=self._fusion,
                                accumulation=self._accumulation, broadcast=self._broadcast, compiled=self.compiled,
                                gradients_mean=self._gradients_mean and self.loss_fn is None)
@@ -223,6 +236,11 @@ class AutoParallel(Settings, nn.Module):
             self._stored = {name: parameter.storage for name, parameter in plan.parameters.items()}
             self._used = {name: parameter.layout for name, parameter in plan.parameters.items()}
             self._write_strategies(plan)
+            if isinstance(plan, PipelinePlan):
+                self._first_ranks.update((name, parameter.ranks.start) for name, parameter in plan.parameters.items())
+            followers.follow()
+            if program.held is not None:
+                refuse_calls_of_parts()
         if self.save_graphs is not None:
             from .report import write_dumps
             parts = runtime.processes and self.parallel_mode != "stand_alone"
@@ -253,7 +271,7 @@ class AutoParallel(Settings, nn.Module):
             ranks = Agreement(self.parallel_mode, fed)
         try:
             stored = self._stored
-            if before is None and parts:
+            if before is None and parts and stored is None:
                 from .runtime.parameters import held_layouts  # see runtime/run.py
                 stored = held_layouts(module)
             hybrid = self.parallel_mode == "hybrid_parallel"
@@ -357,6 +375,31 @@ class AutoParallel(Settings, nn.Module):
             self._write_strategies(plan)
         return plan.parameters
 
+    def whole(self, rank: int | None = None) -> WholeModel:
+        """The plain model, with whole parameters, for a while: ``with model.whole() as net: net.generate(…)``.
+
+        In processes, parameters are slices (DTensors). Inside, `net` has ordinary parameters with whole values, for
+        generation, evaluation, export, ``save_pretrained``; after it the sharded parameters are back, the same objects, so
+        that optimizers go on. All ranks enter and leave together; in between each does what it likes. In one process
+        parameters are whole already. Parameters of other stages of a pipeline are there too.
+
+        Changed values of parameters and buffers, however they were changed, are written back at the end. A change that cannot
+        be is an error on every rank, and then nothing is written back: new, removed or reshaped parameters, gradients, other
+        values on other ranks. So is an error in the body, on any rank. The parallel model itself and steps of its optimizer
+        are refused inside.
+
+        Args:
+            rank: the rank that gets whole parameters, where memory or a file wants one alone; None: all ranks.
+
+        Returns:
+            A context manager. Its value is the plain model, or None on ranks that have not got whole parameters.
+
+        Raises:
+            SettingError: a rank that there is not; parameters that have no values yet, or of which each rank has its own
+                (`layerwise_parallel`).
+        """
+        return WholeModel(self, rank)
+
     def explain(self, name: str | None = None) -> None:
         """Print the plan as a table: every operator, where it is called, its strategy, layouts and conversions; or one
         operator: what it costs, its three best alternatives and what a step would take with each, and what holds it there.
@@ -372,11 +415,21 @@ class AutoParallel(Settings, nn.Module):
         from .report.explained import explanation
         explanation(explained(self.plan, name))
 
+    compile = compile_instead
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AutoParallel:
+        return copied(self, memo)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "__class__":
+            refuse_class(value)
+        super().__setattr__(name, value)
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.__dict__["net"], name)
+            return attribute_of_net(self, name)
 
 
 class _Holder(nn.Module):

@@ -239,7 +239,7 @@ class Settings:
             self._accumulation.open = before
 
     def _before_first_call(self, name: str, value: Any) -> Any:
-        if self._programs:
+        if self._programs or self._stored is not None:
             raise SettingError(f"{name}() comes too late: the model has been called and planned",
                                legal=f"{name}() before the first call")
         return value

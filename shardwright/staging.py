@@ -11,10 +11,13 @@ from torch import nn
 
 from .errors import SettingError
 
-__all__ = ["Pipelining", "be_elsewhere", "pipelining", "set_stage", "staged_modules", "whole_shape"]
+__all__ = ["CUT", "Pipelining", "be_elsewhere", "pipelining", "set_stage", "staged_modules", "whole_shape"]
 
 #: Attribute of a module that `set_stage` has put into a stage.
 _STAGE = "_shardwright_stage"
+
+#: Attribute of a parameter of which this process has a slice, or nothing: its name.
+CUT = "_shardwright_cut"
 
 #: Attribute of an empty parameter whose values are on the ranks of another stage: the shape of the whole.
 _WHOLE_SHAPE = "_shardwright_whole_shape"

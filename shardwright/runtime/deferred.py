@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from ..errors import SettingError
 from ..torch_private import TorchDispatchMode, parameter_table, pytree, storage_id, version_of
 
-__all__ = ["beginnings", "materialize", "no_init_parameters", "substitute"]
+__all__ = ["beginnings", "materialize", "no_init_parameters", "put_in_place", "substitute"]
 
 _TAPE, _VERSION = "_shardwright_tape", "_shardwright_version"
 _IS_META = torch.Tensor.is_meta.__get__
@@ -238,13 +238,13 @@ def _put(keep: Callable, name: str, tensor: torch.Tensor, whole: torch.Tensor) -
     made = keep(name, tensor, whole)
     try:
         if made is not None:
-            _replace(tensor, made)
+            put_in_place(tensor, made)
     except RuntimeError as error:
         raise SettingError(f"{name!r} cannot come into being later: {error}",
                            legal="a module that is built outside of `no_init_parameters`") from None
 
 
-def _replace(old: torch.Tensor, new: torch.Tensor) -> None:
+def put_in_place(old: torch.Tensor, new: torch.Tensor) -> None:
     """Put `new` into the place of `old`, the object staying the same."""
     if new is old:
         return
@@ -265,7 +265,7 @@ def substitute(module: nn.Module, successors: dict[int, nn.Parameter],
     """Put other parameter objects into the place of a model's own, there and in every optimizer that holds them.
 
     Args:
-        successors: ``id(old parameter)`` -> the new one. (A tensor cannot become a DTensor in place, as `_replace`
+        successors: ``id(old parameter)`` -> the new one. (A tensor cannot become a DTensor in place, as `put_in_place`
             would have it; so the optimizers that were built before are looked up, once.)
         cut: ``(id(old parameter), a tensor of its shape) -> what this rank keeps of it``, for what an optimizer has
             noted for the parameter already, as Adagrad does when it is built; None: all of it.

@@ -20,8 +20,8 @@ from ..torch_private import (
     DisableTorchFunctionSubclass, foreach_mul_, foreach_norm, fused_optimizers, local_tensor, pytree, spec_of,
 )
 
-__all__ = ["Gradient", "StageGradient", "Unsummed", "hand_nothing", "hand_over", "keep_unsummed", "not_summed", "of_stage",
-           "take_unsummed", "unsummed_over"]
+__all__ = ["Gradient", "StageGradient", "Unsummed", "copy_of_gradient", "hand_nothing", "hand_over", "keep_unsummed",
+           "not_summed", "of_stage", "take_unsummed", "unsummed_over"]
 
 #: Attribute of a parameter that belongs to a stage of a pipeline.
 _OF_STAGE = "_shardwright_of_stage"
@@ -47,6 +47,9 @@ class Gradient(DTensor):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: DTensor's own does nothing either, behind wrappers that take as long as all the rest."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Gradient:
+        return memo.setdefault(id(self), copy_of_gradient(self))
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -200,6 +203,20 @@ def keep_unsummed(parameter: nn.Parameter, term: Tensor, digits: Digits, rank: i
         term = term + local_tensor(held)
     parameter.grad = Unsummed(term, spec_of(parameter), requires_grad=False)
     parameter.grad.digits = digits
+
+
+def copy_of_gradient(gradient: Gradient) -> Gradient:
+    """A gradient with values of its own.
+
+    Raises:
+        SettingError: it is still to be summed.
+    """
+    if isinstance(gradient, Unsummed):
+        raise not_summed("copy.deepcopy")
+    made = type(gradient)(gradient._local_tensor.clone(), gradient._spec, requires_grad=False)
+    if isinstance(gradient, StageGradient):
+        made.counts = gradient.counts
+    return made
 
 
 def unsummed_over(parameter: nn.Parameter) -> Any:

@@ -18,14 +18,26 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..errors import SettingError
 
-__all__ = ["before_next_step", "replace_noted", "says_when_it_steps", "set_empty_aside", "watch_steps"]
+__all__ = ["before_next_step", "close_to_steps", "open_to_steps", "replace_noted", "says_when_it_steps", "set_empty_aside",
+           "watch_steps"]
 
-_REPLACED = "_shardwright_replaced"
+_REPLACED, _CLOSED = "_shardwright_replaced", "_shardwright_closed"
 
 
 def replace_noted(old: torch.Tensor, name: str) -> None:
     """Note on a parameter object that the model has another one in its place."""
     setattr(old, _REPLACED, name)
+
+
+def close_to_steps(parameter: torch.Tensor) -> None:
+    """Refuse an optimizer's step on a parameter: the model has a whole tensor in its place for a while."""
+    setattr(parameter, _CLOSED, True)
+
+
+def open_to_steps(parameter: torch.Tensor) -> None:
+    """Undo `close_to_steps`."""
+    if hasattr(parameter, _CLOSED):
+        delattr(parameter, _CLOSED)
 
 
 def watch_steps(net: nn.Module) -> None:
@@ -95,11 +107,22 @@ class _Steps:
             register_optimizer_step_post_hook(self._after)
             self._hooked = True
 
-    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         with self._lock:
             nets, empty = list(self._looked_at), [ref for refs in self._empty.values() for ref in refs]
-        for net in nets:
-            _look(optimizer, net)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+
+        def look() -> None:
+            for net in nets:
+                _look(optimizer, net)
+
+        def closed() -> Any:
+            loss = closure()
+            look()  # at the gradients that it has made
+            return loss
+
+        if closure is None:
+            look()
         first = self._first
         if first is not None:
             first()
@@ -109,6 +132,9 @@ class _Steps:
             if parameter is not None and parameter.grad is not None:
                 self._aside.gradients.append((parameter, parameter.grad))
                 parameter.grad = None
+        if closure is None:
+            return None
+        return ((args[0], closed, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": closed})
 
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for parameter, gradient in self._aside.gradients:
@@ -128,6 +154,9 @@ def _look(optimizer: torch.optim.Optimizer, net: nn.Module) -> None:
                                "before the first call of the model, which has slices in its place since",
                                legal="an optimizer of net.parameters(), built before the first call or after it, but not of "
                                      "a list made before and an optimizer after")
+        if hasattr(parameter, _CLOSED):
+            raise SettingError(f"{type(optimizer).__name__}.step() inside of whole(), where the model has whole tensors",
+                               legal="steps before it or after it")
         if getattr(parameter.grad, "digits", None) is not None:
             from .gradients import not_summed  # imports DTensor, which is loaded where there is such a gradient
             raise not_summed(f"{type(optimizer).__name__}.step()")

@@ -20,15 +20,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ..errors import SettingError
 from ..layerwise import is_own
 from ..layout import Digit, Layout
-from ..staging import be_elsewhere
+from ..plan.padding import true_slice
+from ..staging import CUT, be_elsewhere, whole_shape
 from .buckets import GradientSums
 from .deferred import materialize, substitute
 from .optimizers import replace_noted
 from .own import leaf_of_slice
-from .padded import slice_in_buffer
+from .padded import beginning, leaf_of, slice_in_buffer
 from .process_groups import ProcessGroups
 
-__all__ = ["Place", "ShardedState", "held_layouts", "layout_of", "to_dtensor"]
+__all__ = ["Place", "ShardedState", "gathered", "held_layouts", "layout_of", "to_dtensor", "with_values"]
 
 
 def to_dtensor(local: Tensor, layout: Layout, shape: tuple[int, ...], groups: ProcessGroups) -> DTensor:
@@ -83,6 +84,35 @@ def layout_of(tensor: DTensor) -> Layout | None:
     return Layout.of(tensor.device_mesh.size(), dims)
 
 
+def gathered(parameter: DTensor) -> Tensor:
+    """The whole value of a parameter, on every rank of its mesh, in contiguous memory of its own. Those ranks call it together.
+    (`full_tensor` does the same, and logs a warning where several digits cut one dim.)"""
+    value = leaf_of(parameter).detach().clone()
+    for axis, placement in reversed(list(enumerate(parameter.placements))):
+        if isinstance(placement, Shard) and parameter.device_mesh.size(axis) > 1:
+            value = value.contiguous()
+            parts = [torch.empty_like(value) for _ in range(parameter.device_mesh.size(axis))]
+            group = parameter.device_mesh.get_group(axis)
+            dist.all_gather([_bytes(part) for part in parts], _bytes(value), group=group)
+            value = torch.cat(parts, placement.dim)
+    return beginning(value, parameter.shape).contiguous()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Contiguous memory as bytes: every backend sends them, whatever the dtype."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def with_values(parameter: DTensor, whole: Tensor) -> DTensor:
+    """The parameter, with this rank's part of a whole tensor in it; one that lies elsewhere stays empty."""
+    if whole_shape(parameter) == parameter.shape:
+        local, layout = parameter.to_local().detach(), layout_of(parameter)
+        here = dist.get_rank() - int(parameter.device_mesh.mesh.min())
+        local.copy_(whole if layout is None else whole[true_slice(layout, tuple(parameter.shape), here)])
+        torch.autograd.graph.increment_version(parameter)
+    return parameter
+
+
 def _of_rank_0(whole: Tensor, device: torch.device) -> Tensor:
     """A tensor that all ranks have, with the values of rank 0; on `device`."""
     whole = whole.to(device, copy=True, memory_format=torch.contiguous_format)
@@ -129,8 +159,10 @@ class ShardedState:
             return to_dtensor(local, place.layout, tuple(whole.shape), place.groups)
 
         def keep(name: str, old: Tensor, whole: Tensor) -> Tensor | None:
-            if isinstance(old, DTensor):
-                return None  # another wrapper of the model has cut it
+            if isinstance(old, DTensor):  # another wrapper of the model has cut it
+                if whole_shape(old) != old.shape:
+                    self.absent[name] = old
+                return None
             if is_own(old):
                 return whole.to(device) if old.is_meta else None
             if broadcast:
@@ -139,6 +171,7 @@ class ShardedState:
                 return whole.to(device)
             found[id(old)] = places(name, whole)
             made = successors[id(old)] = nn.Parameter(cut(id(old), whole), requires_grad=old.requires_grad)
+            setattr(made, CUT, name)
             if found[id(old)] is None:
                 self.absent[name] = made
                 be_elsewhere(made, whole.shape)

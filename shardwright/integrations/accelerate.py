@@ -1,0 +1,105 @@
+"""accelerate around a parallel model: ``Accelerator().prepare(model, optimizer, loader)``.
+
+accelerate wraps a model into DistributedDataParallel when there are several processes. This `Accelerator` leaves an
+`AutoParallel` as it is, but for autocast. Batches are handed out as the model's ``dataset_strategy`` says:
+
+    "data_parallel"     each process gets its own part, as accelerate hands batches out
+    "full_batch"        each process gets the whole batch, in one order
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import accelerate
+import torch
+from torch import nn
+
+from ..errors import SettingError
+from ..parallel import AutoParallel
+
+__all__ = ["Accelerator"]
+
+_CHECKPOINTS = "sw.save_checkpoint(model, optimizer, path, step=…) and sw.load_checkpoint; model.save_pretrained(path) for weights"
+
+
+class Accelerator(accelerate.Accelerator):
+    """`accelerate.Accelerator` that takes an `AutoParallel` for a model that is distributed already.
+
+    ``prepare``, ``backward``, ``accumulate``, ``no_sync``, ``clip_grad_norm_``, ``gather_for_metrics`` and
+    ``mixed_precision`` work as ever; ``save_state`` and ``load_state`` are errors that name what saves slices. Prepare the
+    model before its loaders, or with them.
+
+    Raises:
+        SettingError: a loader prepared before a model that every process feeds the whole batch.
+    """
+
+    #: Whether every process is fed the whole batch; None: no parallel model has been prepared.
+    _whole_batches: bool | None = None
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        for model in args:
+            if isinstance(model, AutoParallel):
+                self.feed(model)
+        return super().prepare(*args, device_placement=device_placement)
+
+    def feed(self, model: AutoParallel) -> None:
+        """Hand out batches as the model's ``dataset_strategy`` says, from now on.
+
+        Raises:
+            SettingError: a loader that hands them out in another way was prepared before; a strategy by cuts.
+        """
+        strategy = model._dataset_strategy
+        if not isinstance(strategy, str):
+            raise SettingError(f"accelerate cannot hand out slices of batches as dataset_strategy({strategy!r}) has it",
+                               legal='"data_parallel" or "full_batch", or a loader of your own that is not prepared')
+        whole = strategy == "full_batch" and self.num_processes > 1
+        if self._dataloaders and whole != bool(self._whole_batches):
+            raise SettingError("a loader was prepared before the model, and hands out batches in another way than its "
+                               f"dataset_strategy({strategy!r})", legal="accelerator.prepare(model, optimizer, loader)")
+        self._whole_batches = whole
+
+    def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> nn.Module:
+        if not isinstance(model, AutoParallel):
+            return super().prepare_model(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
+        return super().prepare_model(model, device_placement=False, evaluation_mode=True)
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        made = super().prepare_data_loader(data_loader, *args, **kwargs)
+        if self._whole_batches:
+            for shard in (getattr(made, "batch_sampler", None), getattr(made, "dataset", None)):
+                if hasattr(shard, "process_index") and hasattr(shard, "num_processes"):
+                    shard.num_processes, shard.process_index, shard.even_batches = 1, 0, False
+                    break
+            else:
+                raise SettingError(f"{type(made).__name__} does not hand out whole batches",
+                                   legal='dispatch_batches=False, or dataset_strategy("data_parallel")')
+        return made
+
+    def gather_for_metrics(self, input_data: Any, *args: Any, **kwargs: Any) -> Any:
+        return input_data if self._whole_batches else super().gather_for_metrics(input_data, *args, **kwargs)
+
+    def get_state_dict(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(model, AutoParallel):
+            return super().get_state_dict(model, *args, **kwargs)
+        with model.whole(rank=0) as net, torch.no_grad():
+            return None if net is None else {k: v.detach().cpu().clone() if isinstance(v, torch.Tensor) else v
+                                             for k, v in net.state_dict().items()}
+
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        self._refuse("save_state")
+        return super().save_state(*args, **kwargs)
+
+    def load_state(self, *args: Any, **kwargs: Any) -> Any:
+        self._refuse("load_state")
+        return super().load_state(*args, **kwargs)
+
+    def save_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(model, AutoParallel):
+            raise SettingError("accelerator.save_model of a parallel model", legal=_CHECKPOINTS)
+        return super().save_model(model, *args, **kwargs)
+
+    def _refuse(self, what: str) -> None:
+        if any(isinstance(model, AutoParallel) for model in self._models) and self.num_processes > 1:
+            raise SettingError(f"accelerator.{what}() of a parallel model, whose parameters and optimizer state are slices",
+                               legal=_CHECKPOINTS)

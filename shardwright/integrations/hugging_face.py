@@ -1,0 +1,153 @@
+"""``Trainer`` of Hugging Face's transformers around a parallel model.
+
+    from shardwright.integrations.hugging_face import Trainer
+    Trainer(model=sw.AutoParallel(net), args=TrainingArguments(…), train_dataset=…).train(resume_from_checkpoint=…)
+
+It differs from `transformers.Trainer` in what an `AutoParallel` does by itself: it is not wrapped, its loss and gradients are
+those of the whole batch, parameters and the optimizer's state are slices. Checkpoints hold the model as ``from_pretrained``
+reads it, and in ``shardwright/`` each rank's part of the model and the optimizer, to go on from on any number of devices.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.utils.generic import can_return_loss, find_labels
+
+from ..checkpoint.loading import load_checkpoint
+from ..checkpoint.saving import save_checkpoint
+from ..errors import SettingError
+from ..parallel import AutoParallel
+from ..staging import CUT
+from .accelerate import Accelerator
+
+__all__ = ["Accelerator", "Seq2SeqTrainer", "Trainer", "TrainerMixin"]
+
+#: Folder in a Trainer's checkpoint with what a run goes on from, and the file of the schedule beside it.
+_PARTS, _SCHEDULE = "shardwright", "scheduler.pt"
+
+
+class TrainerMixin:
+    """The differences, for any heir of `transformers.Trainer`: ``class MyTrainer(TrainerMixin, SFTTrainer): …``.
+
+    Args:
+        model: an `AutoParallel` without ``loss_fn``: the model computes its loss from ``labels``. With
+            ``dataset_strategy("full_batch")`` each process feeds batches of ``per_device_train_batch_size`` rows, the same
+            ones, of which the last may be smaller; with "data_parallel" each its own, of which the last is filled up.
+
+    Raises:
+        SettingError: another model, or a setting that a parallel model cannot follow.
+    """
+
+    def __init__(self, model: AutoParallel | None = None, args: Any = None, *more: Any, **kwargs: Any) -> None:
+        if not isinstance(model, AutoParallel):
+            raise SettingError(f"Trainer(model={type(model).__name__})", legal="Trainer(model=sw.AutoParallel(net), …)")
+        if model.loss_fn is not None:
+            raise SettingError("Trainer hands the labels to the model, by name, and the AutoParallel has a loss_fn",
+                               legal="sw.AutoParallel(net) of a model that computes its loss from labels")
+        super().__init__(model, args, *more, **kwargs)
+        self._check()
+        self.accelerator.feed(model)
+        net = transformers.trainer.unwrap_peft_model(model.net) if hasattr(transformers.trainer, "unwrap_peft_model") \
+            else model.net
+        if self.args.label_names is None:
+            self.label_names = find_labels(type(net))
+        self.can_return_loss = can_return_loss(type(net))
+
+    def _check(self) -> None:
+        apart = self.model._dataset_strategy != "full_batch" and self.args.world_size > 1
+        if apart and (self.compute_loss_func is not None or self.args.label_smoothing_factor):
+            raise SettingError("a loss outside of the model, of each rank's own part of the batch",
+                               legal='dataset_strategy("full_batch"), or a loss inside of the model')
+        if apart and self.model_accepts_loss_kwargs and not getattr(self.args, "average_tokens_across_devices", True):
+            raise SettingError("average_tokens_across_devices=False: the loss is that of the whole batch",
+                               legal="average_tokens_across_devices=True")
+
+    @property
+    def _whole_batches(self) -> bool:
+        return self.model._dataset_strategy == "full_batch"
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.accelerator.__class__ = Accelerator  # it has no state of its own
+        if hasattr(self, "gather_function"):
+            self.gather_function = self.accelerator.gather_for_metrics
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Nothing: the first call brings each rank's slices to its device."""
+
+    def get_tp_size(self) -> int:
+        """How many processes are fed the same batch."""
+        return self.args.world_size if self._whole_batches else super().get_tp_size()
+
+    def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
+        return False  # `clip_grad_norm_` takes gradients on several meshes
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False,
+                     num_items_in_batch: Any = None) -> Any:
+        """As ever; but the loss is that of the whole batch, and not scaled by the number of processes."""
+        if self.model_accepts_loss_kwargs and num_items_in_batch is not None and self.compute_loss_func is None \
+                and self.label_smoother is None:
+            inputs, num_items_in_batch = {**inputs, "num_items_in_batch": num_items_in_batch}, None
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------------
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        with self.model.whole(rank=None if self.args.save_on_each_node else 0) as net:
+            if net is not None:
+                model, self.model = self.model, net
+                try:
+                    super()._save(output_dir, state_dict)
+                finally:
+                    self.model = model
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        save_checkpoint(self.model, _plain(self.optimizer), Path(output_dir) / _PARTS, step=self.state.global_step,
+                        integrated_save=False, keep_checkpoint_max=None)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULE)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        parallel = self.model if model is None else model
+        with parallel.whole() as net:
+            super()._load_from_checkpoint(resume_from_checkpoint, net)
+
+    def _load_best_model(self) -> None:
+        model = self.model
+        with model.whole() as net:
+            self.model = net
+            try:
+                super()._load_best_model()
+            finally:
+                self.model = model
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        folder = Path(checkpoint) / _PARTS
+        if not folder.exists():
+            if any(hasattr(p, CUT) for p in self.model.parameters()) and (Path(checkpoint) / "optimizer.pt").exists():
+                raise SettingError(f"{checkpoint}: the optimizer's state of one device, for parameters that are cut already",
+                                   legal="train(resume_from_checkpoint=…) before the first call of the model")
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        load_checkpoint(self.model, _plain(self.optimizer), folder)
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULE, weights_only=True))
+
+
+def _plain(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer itself, of accelerate's."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+class Trainer(TrainerMixin, transformers.Trainer):
+    __doc__ = TrainerMixin.__doc__
+
+
+class Seq2SeqTrainer(TrainerMixin, transformers.Seq2SeqTrainer):
+    __doc__ = TrainerMixin.__doc__

@@ -1,0 +1,129 @@
+"""A strategy of Lightning's ``Trainer`` for a `LightningModule` that holds an `AutoParallel`.
+
+    class Task(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = sw.AutoParallel(net, nn.CrossEntropyLoss())
+        def training_step(self, batch, index):
+            return self.model(*batch)
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.model.parameters())
+
+    L.Trainer(strategy=ShardwrightStrategy(), accelerator="cpu", devices=2).fit(Task(), loader)
+
+Nothing is wrapped, and losses and gradients are those of the whole batch. Lightning's checkpoints hold whole tensors, of the
+model and the optimizer, and load on any number of devices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ..errors import SettingError
+from ..parallel import AutoParallel
+from ..runtime.init import init
+from ..staging import CUT, whole_shape
+
+__all__ = ["ShardwrightStrategy"]
+
+
+class ShardwrightStrategy(DDPStrategy):
+    """Processes that Lightning starts, or finds started, as for its own ``"ddp"``; parallel models in them.
+
+    Batches: Lightning hands each process its own part (``dataset_strategy("data_parallel")``). With "full_batch" the
+    Trainer is given ``use_distributed_sampler=False``. ``accumulate_grad_batches``, ``gradient_clip_val``, validation and
+    ``ckpt_path`` work as ever. A checkpoint is loaded before the first call of the model, as ``fit(ckpt_path=…)`` does.
+
+    Raises:
+        SettingError: a module without an `AutoParallel`, or parameters trained outside of one.
+    """
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        init()
+
+    @property
+    def _models(self) -> list[AutoParallel]:
+        found = [m for m in self.lightning_module.modules() if isinstance(m, AutoParallel)]
+        inside = {id(sub) for m in found for sub in m.net.modules()}
+        return [m for m in found if id(m) not in inside]
+
+    def setup(self, trainer: Any) -> None:
+        self._check(trainer)
+        self.accelerator.setup(trainer)
+        self.precision_plugin.convert_module(self.model)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _check(self, trainer: Any) -> None:
+        models = self._models
+        if not models:
+            raise SettingError(f"{type(self.lightning_module).__name__} has no parallel model", legal="self.model = "
+                               "sw.AutoParallel(net, …) in its __init__")
+        inside = {id(p) for m in models for p in m.parameters()}
+        inside |= {id(p) for m in models if isinstance(m.loss_fn, nn.Module) for p in m.loss_fn.parameters()}
+        outside = [n for n, p in self.lightning_module.named_parameters() if p.requires_grad and id(p) not in inside]
+        if outside and trainer.world_size > 1:
+            raise SettingError(f"the parameter {outside[0]!r} is trained and lies outside of the parallel model: its gradient "
+                               "would be each rank's own", legal="one AutoParallel around all that is trained")
+        for model in models:
+            whole = model._dataset_strategy == "full_batch"
+            shards = trainer._accelerator_connector.use_distributed_sampler
+            if whole and shards and trainer.world_size > 1:
+                raise SettingError("every rank is to feed the whole batch, and Lightning hands each its own part",
+                                   legal='Trainer(…, use_distributed_sampler=False), or dataset_strategy("data_parallel")')
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for model in self._models:
+                stack.enter_context(model.no_sync())
+            yield
+
+    def teardown(self) -> None:
+        """Parameters stay where they are: Lightning would bring the slices to the CPU."""
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Whole tensors, on rank 0; nothing on the others, which save nothing."""
+        with contextlib.ExitStack() as stack:
+            for model in self._models:
+                stack.enter_context(model.whole(rank=0))
+            if not self.is_global_zero:
+                return {}
+            return pytree.tree_map_only(Tensor, lambda x: x.detach().cpu().clone(), self.lightning_module.state_dict())
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        with contextlib.ExitStack() as stack:
+            for model in self._models:
+                stack.enter_context(model.whole())
+            self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Whole tensors. In a pipeline there are none: `shardwright.save_checkpoint` saves what lies in stages."""
+        if any(whole_shape(p) != p.shape for group in optimizer.param_groups for p in group["params"]):
+            raise SettingError("Lightning's checkpoint of an optimizer whose state lies in the stages of a pipeline",
+                               legal="sw.save_checkpoint(model, optimizer, path, step=…), or save_weights_only=True")
+        from torch.distributed.tensor import DTensor
+        state = super().optimizer_state(optimizer)
+        return pytree.tree_map_only(DTensor, lambda x: x.full_tensor().cpu(), state)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if any(hasattr(p, CUT) for model in self._models for p in model.parameters()):
+            raise SettingError("an optimizer's whole state, for parameters that are cut already",
+                               legal="fit(…, ckpt_path=…) before the first call of the model, or sw.load_checkpoint")
+        super().load_optimizer_state_dict(checkpoint)
