@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -269,7 +269,8 @@ class _Call:
                 args, kwargs = pytree.tree_unflatten(leaves, self.spec)
                 if dtype is not None:
                     args, kwargs = with_dtype(self.target, args, kwargs, dtype)
-                with entered(state, *types & _KNOWN), _Trace(self.target, tensors) as trace:
+                call = _said(self.target, args, kwargs, id) if self.names else ""
+                with entered(state, *types & _KNOWN), _Trace(tensors, call) as trace:
                     made = self.target(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError, AssertionError):  # whatever an operator raises on such tensors
             return None
@@ -302,9 +303,9 @@ class _Trace(TorchDispatchMode):
         made: the dtypes of the tensors that it returns.
     """
 
-    def __init__(self, target: Any, inputs: Sequence[Tensor]) -> None:
+    def __init__(self, inputs: Sequence[Tensor], call: str) -> None:
         super().__init__()
-        self.target, self.inputs = target, inputs
+        self.inputs, self.call = inputs, call
         self.roots = {id(x): i for i, x in enumerate(inputs)}
         self.held: list[Any] = []  # ids stay taken
         self.exact: list[str] = []
@@ -321,7 +322,7 @@ class _Trace(TorchDispatchMode):
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         results = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
         self.held.append((tensors, results))
-        self.itself = not self.exact and func is self.target and [*map(id, tensors)] == [*map(id, self.inputs)]
+        self.itself = not self.exact and _said(func, args, kwargs, id) == self.call
         self.exact.append(repr((func, *pytree.tree_map_only(Tensor, _dtype, (args, kwargs, result)))))
         root = self.roots.get(id(tensors[0])) if tensors else None
         if func is aten._to_copy.default and root is not None and _floating(tensors[0], results[0]):
@@ -348,13 +349,23 @@ def _moves(func: Any) -> bool:
     return func in _COPIES or bool(returned) and all(r.alias_info is not None and not r.alias_info.is_write for r in returned)
 
 
-def _worked(func: Any, args: tuple, kwargs: dict[str, Any], results: Sequence[Tensor]) -> str:
-    """An operator call as dtypes, without arguments that have their default, whatever overload it is."""
+def _given(func: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, without those that have their default."""
     arguments = func._schema.arguments
     given: dict[str, Any] = dict(zip([a.name for a in arguments], args)) | kwargs
-    given = {a.name: given[a.name] for a in arguments
-             if a.name in given and (isinstance(given[a.name], Tensor) or not a.has_default_value()
-                                     or a.default_value != given[a.name])}
+    return {a.name: given[a.name] for a in arguments
+            if a.name in given and (isinstance(given[a.name], Tensor) or not a.has_default_value()
+                                    or a.default_value != given[a.name])}
+
+
+def _said(func: Any, args: tuple, kwargs: dict[str, Any], of: Callable[[Tensor], Any]) -> str:
+    """A call as text, `of` each tensor in its place."""
+    return repr((func, pytree.tree_map_only(Tensor, of, _given(func, args, kwargs))))
+
+
+def _worked(func: Any, args: tuple, kwargs: dict[str, Any], results: Sequence[Tensor]) -> str:
+    """An operator call as dtypes, whatever overload it is; an argument ``dtype`` as that of the floating inputs."""
+    given = _given(func, args, kwargs)
     within: torch.dtype | None = None
     if func is aten._to_copy.default:
         given = {"self": given["self"]}
