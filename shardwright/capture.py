@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .autocast import current
 from .errors import CaptureError, ShardwrightError
 from .graph import Graph
 from .marks import collect_marks, mark_names
@@ -151,7 +152,7 @@ def capture(net: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None, *
     aliases = {alias: names[0] for names in tied.values() for alias in names[1:]}
     called = _input_names(net, len(fake_args) - 1) if loss_fn is not None else {}
     reader = Reader(program, calls, mark_names(net), prefix, aliases, called, [f for f, _ in functions], regions)
-    reader.casting = torch.is_autocast_enabled(device.type)  # around the call: its casts are written out too
+    reader.casting = current("cpu", device.type)  # around the call: its casts are written out too
     return reader.graph()
 
 

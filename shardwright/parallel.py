@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from . import autocast
 from .capture import capture
 from .errors import SettingError
 from .foreign_wrappers import check_inside, compile_instead, refuse_class, watch_wrapping
@@ -196,13 +197,12 @@ class AutoParallel(Settings, nn.Module):
 
     def _state(self) -> tuple[tuple, ...]:
         """What of the model's state a captured program depends on: which modules train, which parameters there are and
-        which of them are trained, and the type of autocast."""
+        which of them are trained, and the state of autocast."""
         if self._submodules is None:
             self.__dict__["_submodules"] = list(self.net.modules())
         parameters = [p for m in self._submodules for p in m._parameters.values() if p is not None]
-        cast = torch.get_autocast_dtype(self._kind) if torch.is_autocast_enabled(self._kind) else None
         return (tuple([m.training for m in self._submodules]), tuple([p.requires_grad for p in parameters]),
-                tuple([id(p) for p in parameters]), cast)
+                tuple([id(p) for p in parameters]), autocast.current("cpu", self._kind))
 
     def train(self, mode: bool = True) -> AutoParallel:
         """Training or evaluation mode, for the wrapped model too."""

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.export.graph_signature import InputKind, OutputKind
 
+from .autocast import Autocast, Like, casts_of, entered, under, with_dtype
 from .errors import CaptureError
 from .graph import Graph, Op, Value, map_values, values_in
 from .marks import Operator
@@ -112,8 +113,10 @@ class Reader:
         self.attached: set[int] = set()
         self.named: set[int] = set()                       # marked operators whose bare name is taken
         self.drawing: list[str] = []                       # random operators, in order
-        self.casting = False                               # whether autocast is on
-        self.entered: dict[int, int] = {}                  # recomputed region -> how many operators came before it
+        self.casting = Autocast()                          # the state of autocast
+        self.casts: dict[tuple[str, torch.dtype], Value] = {}  # (value, dtype) -> the value cast, while that is shared
+        self.uncast: dict[str, Value] = {}                 # a cast made for autocast -> its value
+        self.entered: dict[int, tuple[int, dict]] = {}     # recomputed region -> how many operators, which casts came before it
         self.spans: list[tuple[int, int, int]] = []        # region, its first operator, one past its last
 
     def unique(self, name: str) -> str:
@@ -201,6 +204,8 @@ class Reader:
         elif target is OPAQUE:
             self.cells[node] = self.record(node, self.functions[node.args[1]],
                                            tuple(self.leaf(self.cells[a]) for a in node.args[0]), {})
+            if self.casting:
+                self.ops[-1] = replace(self.ops[-1], target=under(self.ops[-1].target, self.casting))
         elif target is operator.getitem:
             held = self.cells[node.args[0]]
             self.cells[node] = held[node.args[1]]
@@ -224,16 +229,21 @@ class Reader:
 
     def autocast(self, node: torch.fx.Node) -> None:
         """A region under torch.autocast: inlined, its casts written out."""
-        _, _, enabled, _, sub, *args = node.args
-        outside, self.casting = self.casting, enabled
+        device_type, dtype, enabled, shares, sub, *args = node.args
+        outside, casts = self.casting, self.casts
+        self.casting = outside.within(device_type, dtype, enabled, shares)
+        self.casts = casts if outside else {}
         self.cells[node] = self.inlined(sub, args)
-        self.casting = outside
+        self.casting, self.casts = outside, casts
 
     def vmapped(self, region: list[torch.fx.Node]) -> None:
-        program, taken, made = written_out(region, lambda node: self.leaf(self.cells[node]))
+        with entered(self.casting, "cpu", *(name for name, _ in self.casting.dtypes)):
+            program, taken, made = written_out(region, lambda node: self.leaf(self.cells[node]))
         for placeholder, node in zip((n for n in program.graph.nodes if n.op == "placeholder"), taken):
             self.cells[placeholder] = self.cells[node]
+        outside, self.casting = self.casting, Autocast()  # its casts are written out
         self.cells.update(zip(made, self.walk(program.graph, program)))
+        self.casting = outside
 
     def inlined(self, sub: torch.fx.Node, args: list) -> list[Any]:
         """What a region gives; its placeholders are the arguments."""
@@ -242,22 +252,44 @@ class Reader:
             self.cells[placeholder] = self.cells[argument] if isinstance(argument, torch.fx.Node) else argument
         return self.walk(owner.graph, owner)
 
-    def cast(self, node: torch.fx.Node, target: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """The arguments as autocast gives them to an operator: where it makes another type than it would of these, they
-        have that type."""
-        made = next((m.dtype for m in pytree.tree_leaves(node.meta.get("val")) if isinstance(m, torch.Tensor)), None)
-        if made is None or not made.is_floating_point or made == _made_of(target, args, kwargs):
-            return args, kwargs
+    def cast(self, node: torch.fx.Node, target: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict, bool]:
+        """The arguments as autocast gives them to an operator, and whether the operator has to run under autocast.
 
-        def change(value: Value) -> Value:
-            if not value.dtype.is_floating_point or value.dtype in (made, torch.float64):
-                return value
-            cast = Value(self.unique(f"{node.name}_cast"), value.shape, made, value.requires_grad)
+        Args:
+            args, kwargs: the node's arguments, with values in the place of nodes.
+        """
+        nodes = [a for a in pytree.tree_leaves((node.args, dict(node.kwargs))) if isinstance(a, torch.fx.Node)
+                 and isinstance(self.cells[a], _Cell)]
+        devices = iter([n.meta["val"].device for n in nodes])
+        decided = casts_of(target, *map_values((args, kwargs), lambda v: Like(v.shape, v.dtype, next(devices))),
+                           self.casting)
+        recorded = tuple(m.dtype for m in pytree.tree_leaves(node.meta.get("val")) if isinstance(m, torch.Tensor))
+        if decided.made is not None and decided.made != recorded:
+            raise CaptureError(f"internal error: under {self.casting} {target} of {[v.dtype for v in values_in((args, kwargs))]} "
+                               f"was captured with results of {[*recorded]}, and its casts give {[*decided.made]}",
+                               operator=node.name, source=_source(node) or None,
+                               legal="with torch.autocast(..., enabled=False) around it, and its casts written there")
+        to = iter(decided.inputs)
+        args, kwargs = map_values((args, kwargs), lambda v: self.cast_to(node, v, next(to)))
+        if decided.dtype is not None:
+            args, kwargs = with_dtype(target, args, kwargs, decided.dtype)
+        return args, kwargs, decided.whole
+
+    def cast_to(self, node: torch.fx.Node, value: Value, dtype: torch.dtype | None) -> Value:
+        """The value in another dtype, for the operator of `node`."""
+        if dtype is None or dtype == value.dtype:
+            return value
+        cast = self.casts.get((value.name, dtype))
+        if cast is None:
+            name = self.unique(f"{value.name}_{str(dtype).removeprefix('torch.')}")
+            cast = Value(name, value.shape, dtype, value.requires_grad)
             self.places.append({})
-            self.ops.append(Op(cast.name, aten.to.dtype, (value, made), {}, (value,), (cast,),
+            self.ops.append(Op(name, aten.to.dtype, (value, dtype), {}, (value,), (cast,),
                                _module_path(node, self.prefix), _source(node)))
-            return cast
-        return map_values((args, kwargs), change)
+            self.uncast[name] = value
+            if self.casting.shares:
+                self.casts[value.name, dtype] = cast
+        return cast
 
     def mark(self, node: torch.fx.Node) -> None:
         source, call, place = node.args
@@ -271,9 +303,10 @@ class Reader:
 
     def region_edge(self, call: int, entering: bool) -> None:
         if entering:
-            self.entered[call] = len(self.ops)
+            self.entered[call] = len(self.ops), dict(self.casts)
         else:
-            self.spans.append((call, self.entered[call], len(self.ops)))
+            begin, self.casts = self.entered[call]  # the casts made in it are its own: they are dropped with it
+            self.spans.append((call, begin, len(self.ops)))
 
     def attach(self, marked: Operator, call: int, inside: list[int]) -> None:
         """Name the one operator recorded since the marked call began, and put the mark on it. Views beside it do not
@@ -285,7 +318,7 @@ class Reader:
         name = self.mark_names.get(id(marked))
         if len(inside) > 1:
             buffers = {held for kind, held in self.state.values() if kind is InputKind.BUFFER}
-            inside = [i for i in inside if not _is_view(self.ops[i].target) and not (
+            inside = [i for i in inside if not _is_view(self.ops[i].target) and self.ops[i].name not in self.uncast and not (
                 self.ops[i].inputs and buffers.issuperset(v.name for v in self.ops[i].inputs))] or inside
         if len(inside) != 1:
             kinds = ", ".join(self.ops[i].kind for i in inside) or "none"
@@ -297,8 +330,9 @@ class Reader:
                                legal="shard() on each operator by itself" + (": " + ", ".join(single)) * bool(single))
         op, places = self.ops[inside[0]], self.places[inside[0]]
         own = list(self.parameters)  # after its inputs a module's own weights, as it holds them
-        order = tuple(sorted(range(len(op.inputs)), key=lambda i: (
-            places.get(i, len(op.inputs)), own.index(n) if (n := op.inputs[i].name) in own else len(own), i)))
+        given = [self.uncast.get(v.name, v).name for v in op.inputs]
+        order = tuple(sorted(range(len(given)), key=lambda i: (
+            places.get(i, len(given)), own.index(given[i]) if given[i] in own else len(own), i)))
         path = op.name
         if name is not None:  # the first call has the bare name
             path = self.unique(name) if id(marked) in self.named else name
@@ -313,7 +347,16 @@ class Reader:
         args, kwargs = pytree.tree_map(
             lambda a: self.leaf(self.cells[a]) if isinstance(a, torch.fx.Node) else a, (node.args, dict(node.kwargs)))
         if self.casting:
-            args, kwargs = self.cast(node, target, tuple(args), kwargs)
+            args, kwargs, whole = self.cast(node, target, tuple(args), kwargs)
+            first = len(self.ops)
+            self.applied(node, target, written, args, kwargs)
+            if whole and first < len(self.ops):
+                self.ops[first] = replace(self.ops[first], target=under(self.ops[first].target, self.casting))
+            return
+        self.applied(node, target, written, tuple(args), kwargs)
+
+    def applied(self, node: torch.fx.Node, target: Any, written: list[Any], args: tuple, kwargs: dict) -> None:
+        """Record an operator in its plain form: without writes into its arguments, without side effects."""
         if written:
             self.in_place(node, target, len(written), tuple(args), kwargs)
             return
@@ -436,16 +479,6 @@ def _flowing(target: Any, args: tuple, kwargs: dict, count: int) -> tuple[bool, 
         except RuntimeError:  # it runs on tensors with values only
             pass
     return (True,) * count
-
-
-def _made_of(target: Any, args: tuple, kwargs: dict) -> torch.dtype | None:
-    """The type that an operator makes of its arguments by itself; None where it does not take them."""
-    try:
-        args, kwargs = map_values((args, kwargs), lambda v: torch.empty(v.shape, dtype=v.dtype, device="meta"))
-        made = target(*args, **kwargs)
-    except RuntimeError:
-        return None
-    return next((m.dtype for m in pytree.tree_leaves(made) if isinstance(m, torch.Tensor)), None)
 
 
 #: Plain forms that have another name.

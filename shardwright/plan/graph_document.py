@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from ..autocast import Autocast, UnderAutocast, under
 from ..errors import PlanError
 from ..graph import Graph, Op, Pieces, Recompute, Value, values_in
 from ..opaque import Applied
@@ -71,6 +72,9 @@ def _leaf(x: Any) -> Any:
 
 
 def _target(target: Any) -> Any:
+    if isinstance(target, UnderAutocast):
+        return {"autocast": [[name, _leaf(dtype)] for name, dtype in target.state.dtypes], "shares": target.state.shares,
+                "target": _target(target.inner)}
     if isinstance(target, Applied):
         function = target.described_as
         return {"function": f"{function.__module__}:{function.__qualname__}",
@@ -205,6 +209,9 @@ def _target_of(said: Any, name: str, source: str | None) -> Any:
     Raises:
         PlanError: it is not registered in this process.
     """
+    if isinstance(said, dict) and "autocast" in said:
+        state = Autocast(tuple((kind, _leaf_of(dtype, {})) for kind, dtype in said["autocast"]), said["shares"])
+        return under(_target_of(said["target"], name, source), state)
     if isinstance(said, dict):
         return _applied(said, name, source)
     namespace, _, rest = said.partition(".")

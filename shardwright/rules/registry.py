@@ -8,11 +8,12 @@ arguments change on a slice (`localize`) or which simpler operators do its work 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from ..autocast import UnderAutocast, under
 from ..errors import MissingRuleError, RuleError
 from ..graph import Op
 from ..layout import Layout
@@ -141,6 +142,9 @@ POINTWISE = Rule(_pointwise)
 
 def find_rule(op: Op) -> Rule | None:
     """The rule of an operator call, or None. A user's `torch.autograd.Function` without one runs whole."""
+    if isinstance(op.target, UnderAutocast):
+        found = find_rule(replace(op, target=op.target.inner))
+        return found if found is None or found.expand is None else whole_rule(op)
     function = getattr(op.target, "described_as", None)
     if function is not None:
         return _RULES.get(function) or whole_rule(op)
@@ -192,6 +196,9 @@ def bound_rule(op: Op, described: Rule | None = None, uneven: bool = False) -> B
 
 def local_call(op: Op, described: Rule, bound: Bound, assignment: Assignment) -> Local:
     """What a rank calls on its slices of the operator's inputs."""
+    if isinstance(op.target, UnderAutocast):
+        local = local_call(replace(op, target=op.target.inner), described, bound, assignment)
+        return replace(local, target=under(local.target, op.target.state))
     if described.localize is not None:
         return described.localize(op, bound, assignment)
     return Local(op.target, op.args, op.kwargs)

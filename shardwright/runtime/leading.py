@@ -17,7 +17,7 @@ import torch
 
 from ..graph import Op, Value
 from ..layout import Digit
-from ..rules import bound_rule, find_rule
+from ..rules import Bound, Rule, bound_rule, find_rule
 from ..torch_private import pytree, schema_of
 
 __all__ = ["leading", "told_of_dims"]
@@ -121,5 +121,14 @@ def _keeps_apart(plain: Op, asked: Op, led: Sequence[bool]) -> bool:
         for a, b in zip(short, rest):
             if len(a) != len(b) or first[0] in b or any(same.setdefault(f, g) != g for f, g in zip(a, b)):
                 return False
-    return len(set(same.values())) == len(same) and \
-        all(before.factors[f].splittable == after.factors[g].splittable for f, g in same.items())
+    return len(set(same.values())) == len(same) and all(
+        before.factors[f].splittable == after.factors[g].splittable
+        and _works_out(plain, rule, before, f) == _works_out(asked, rule, after, g) for f, g in same.items())
+
+
+def _works_out(op: Op, rule: Rule, bound: Bound, factor: int) -> bool:
+    """Whether a cut of this factor alone is worked out into other operators, as that of a dim which is normalised over."""
+    size = bound.factors[factor].size
+    if rule.expand is None or size == 1 or not bound.factors[factor].splittable:
+        return False
+    return rule.expand(op, bound, bound.cut_by(size, {factor: (Digit(size, 1),)})) is not None

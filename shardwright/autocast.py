@@ -1,0 +1,377 @@
+"""Autocast written out: which casts an operator gets under ``torch.autocast``, as casts of its inputs.
+
+torch's lists of operators are not copied. An operator is called on fake tensors under autocast, and what it comes to below
+autocast is noted: each operator with the dtypes that it takes and returns. The first of these forms that comes to the same
+without autocast is the one that is recorded:
+
+    1. the operator as it is                              gelu; linear of float64
+    2. its argument ``dtype`` set                         sum, cumsum on CUDA: float32
+    3. the inputs cast that autocast was seen to cast     linear: bfloat16; cat of mixed dtypes: the widest
+    4. all floating inputs cast to one dtype              norm on CUDA, which autocast calls by another overload
+    5. the operator run under autocast                    gru, whose inner products alone are cast; custom operators
+
+"The same" means the same operators on the same dtypes in the same order; views, copies and casts of the operator's own
+inputs do not count. An example, under bfloat16 on a CPU: `aten.linear` of three float32 tensors comes to three casts and
+``addmm(bfloat16, bfloat16, bfloat16)``; so does form 3. Without autocast it comes to ``addmm(float32, float32, float32)``.
+
+An operator that is differentiated with its casts has the gradients that it has under autocast: a cast's gradient is cast
+back. One cast of a value is shared by all its consumers in a region, as autocast shares those of weights; a shared cast's
+gradients are summed in its own dtype. ``torch.autocast(cache_enabled=False)`` shares none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["Autocast", "Casts", "Like", "UnderAutocast", "casts_of", "current", "entered", "under", "with_dtype"]
+
+aten = torch.ops.aten
+
+_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+
+#: Operators that copy elements and leave them as they are, besides views.
+_COPIES = frozenset((aten.clone.default, aten._unsafe_view.default, aten.contiguous.default, aten.lift_fresh.default))
+
+
+# -- the state of autocast ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """For which devices autocast is on.
+
+    Args:
+        dtypes: (device type, the lower precision) for each device type whose autocast is on.
+        shares: whether one cast of a value serves all its consumers in a region.
+    """
+
+    dtypes: tuple[tuple[str, torch.dtype], ...] = ()
+    shares: bool = True
+
+    def __bool__(self) -> bool:
+        return bool(self.dtypes)
+
+    def within(self, device_type: str, dtype: torch.dtype | None, enabled: bool, shares: bool | None) -> Autocast:
+        """The state inside of a region ``torch.autocast(device_type, dtype, enabled, shares)``."""
+        others = {name: held for name, held in self.dtypes if name != device_type}
+        if enabled:
+            others[device_type] = dtype or torch.get_autocast_dtype(device_type)
+        return Autocast(tuple(sorted(others.items())), self.shares if shares is None else shares)
+
+    def __str__(self) -> str:
+        on = ", ".join(f"{name} {str(dtype).removeprefix('torch.')}" for name, dtype in self.dtypes)
+        return f"autocast({on or 'off'})"
+
+
+def current(*device_types: str) -> Autocast:
+    """The state of autocast around the caller, for these types of devices."""
+    on = tuple([(name, torch.get_autocast_dtype(name)) for name in sorted({*device_types})
+                if torch.is_autocast_enabled(name)])
+    return Autocast(on, torch.is_autocast_cache_enabled()) if on else _OFF
+
+
+_OFF = Autocast()
+
+
+@contextlib.contextmanager
+def entered(state: Autocast, *device_types: str) -> Iterator[None]:
+    """While active, autocast is in this state for its own types of devices and for these, whatever it was before. Devices
+    of that type need not be there, unlike for ``torch.autocast``, which leaves itself off without them."""
+    on = dict(state.dtypes)
+    names = sorted({*on, *device_types})
+    before = [(name, torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in names]
+    cache = torch.is_autocast_cache_enabled()
+    torch.autocast_increment_nesting()
+    torch.set_autocast_cache_enabled(False)  # a cached cast of a tensor would not be seen
+    try:
+        for name in names:
+            torch.set_autocast_enabled(name, name in on)
+            if name in on:
+                torch.set_autocast_dtype(name, on[name])
+        yield
+    finally:
+        for name, enabled, dtype in before:
+            torch.set_autocast_enabled(name, enabled)
+            torch.set_autocast_dtype(name, dtype)
+        torch.set_autocast_cache_enabled(cache)
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+
+
+# -- operators that run under autocast ---------------------------------------------------------------------------------
+
+
+class UnderAutocast:
+    """An operator that is run under autocast: a target of the graph, which has all attributes of the operator inside.
+
+    Attributes:
+        inner: the operator, or a user's `torch.autograd.Function` as an `opaque.Applied`.
+        state: the state of autocast.
+    """
+
+    def __init__(self, inner: Any, state: Autocast) -> None:
+        self.inner, self.state = inner, state
+        packet = getattr(inner, "overloadpacket", inner)
+        self.__name__ = getattr(packet, "__name__", type(inner).__name__)
+        self.__qualname__, self.__module__ = getattr(packet, "__qualname__", self.__name__), __name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            for name, dtype in self.state.dtypes:
+                stack.enter_context(torch.autocast(name, dtype, True, self.state.shares))
+            return self.inner(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("inner", "state") or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __deepcopy__(self, memo: dict) -> UnderAutocast:
+        return self
+
+    def __repr__(self) -> str:
+        return f"{self.inner!r} under {self.state}"
+
+
+@lru_cache(maxsize=1 << 12)
+def under(inner: Any, state: Autocast) -> UnderAutocast:
+    """The operator that runs `inner` under autocast: one object for equal arguments."""
+    return UnderAutocast(inner, state)
+
+
+# -- one operator ------------------------------------------------------------------------------------------------------
+
+
+class Like(NamedTuple):
+    """A tensor without its elements."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Casts(NamedTuple):
+    """The form of an operator that does without autocast what the operator does under autocast.
+
+    Args:
+        inputs: for each tensor among the arguments, in call order, the dtype that it is cast to, or None.
+        dtype: the operator's argument ``dtype``, or None: left as it is.
+        whole: the operator itself has to run under autocast.
+        made: the dtypes of the tensors that it returns; None where it cannot run on tensors without values.
+    """
+
+    inputs: tuple[torch.dtype | None, ...]
+    dtype: torch.dtype | None = None
+    whole: bool = False
+    made: tuple[torch.dtype, ...] | None = None
+
+
+def casts_of(target: Any, args: tuple, kwargs: dict[str, Any], state: Autocast) -> Casts:
+    """What autocast does to one operator call.
+
+    Args:
+        args, kwargs: its arguments, `Like`s in the place of tensors.
+        state: the state of autocast around the call.
+    """
+    leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=lambda x: isinstance(x, Like))
+    try:
+        return _casts(target, tuple(leaves), spec, tuple(map(type, leaves)), state)  # 1, 1.0 and True are equal keys
+    except TypeError:  # an argument without a hash
+        return _casts.__wrapped__(target, tuple(leaves), spec, (), state)
+
+
+@lru_cache(maxsize=1 << 12)
+def _casts(target: Any, leaves: tuple, spec: Any, kinds: tuple[type, ...], state: Autocast) -> Casts:
+    likes = [x for x in leaves if isinstance(x, Like)]
+    plain = (None,) * len(likes)
+    call = _Call(target, leaves, spec, state)
+    seen = call.run(state, plain)
+    if seen is None:
+        return Casts(plain, whole=True)
+    if seen.itself:
+        opaque = isinstance(target, torch._ops.OpOverload) and target.namespace not in ("aten", "prims", "shardwright")
+        return Casts(plain, whole=opaque, made=seen.made)  # operators called within a custom one are under autocast too
+    without = call.run(_OFF, plain)
+    if without is not None and without.exact == seen.exact:
+        return Casts(plain, made=seen.made)
+    for dtype, inputs in _forms(call, seen, likes):
+        tried = call.run(_OFF, inputs, dtype)
+        if tried is not None and tried.work == seen.work and tried.made == seen.made:
+            return Casts(inputs, dtype, made=seen.made)
+    return Casts(plain, whole=True, made=seen.made)
+
+
+def _forms(call: _Call, seen: _Trace, likes: Sequence[Like]
+           ) -> Iterator[tuple[torch.dtype | None, tuple[torch.dtype | None, ...]]]:
+    """Forms that may come to what was seen: (argument ``dtype``, casts of the inputs)."""
+    plain = (None,) * len(likes)
+    floating = [dtype for dtype in seen.made if dtype.is_floating_point]
+    if floating and call.takes_dtype:
+        yield floating[0], plain
+    cast = tuple(next(iter(to)) if len(to := seen.casts.get(i, ())) == 1 else None for i in range(len(likes)))
+    if any(cast):
+        yield None, cast
+    lower = dict(call.state.dtypes)
+    for dtype in dict.fromkeys([torch.float32, *lower.values()]):
+        yield None, tuple(dtype if x.dtype.is_floating_point and x.dtype not in (dtype, torch.float64)
+                          and x.device.type in lower else None for x in likes)
+
+
+def with_dtype(target: Any, args: tuple, kwargs: dict[str, Any], dtype: torch.dtype) -> tuple[tuple, dict[str, Any]]:
+    """The arguments of an operator with its argument ``dtype`` set."""
+    at = [a.name for a in target._schema.arguments].index("dtype")
+    if at < len(args):
+        return (*args[:at], dtype, *args[at + 1:]), kwargs
+    return args, kwargs | {"dtype": dtype}
+
+
+class _Call:
+    """One operator call that can be run on fake tensors."""
+
+    def __init__(self, target: Any, leaves: tuple, spec: Any, state: Autocast) -> None:
+        self.target, self.leaves, self.spec, self.state = target, leaves, spec, state
+        schema = getattr(target, "_schema", None)
+        self.names = [a.name for a in schema.arguments] if schema is not None else []
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        given = dict(zip(self.names, args)) | kwargs
+        self.takes_dtype = "dtype" in self.names and given.get("dtype") is None
+
+    def run(self, state: Autocast, inputs: Sequence[torch.dtype | None], dtype: torch.dtype | None = None
+            ) -> _Trace | None:
+        """What the call comes to; None where it cannot run.
+
+        Args:
+            state: the state of autocast that it runs under.
+            inputs: for each tensor the dtype that it is given in, or None: its own.
+            dtype: its argument of that name, or None: as in the call.
+        """
+        logs, _LOG.disabled = _LOG.disabled, True  # forms that cannot run are expected
+        types = {name for name, _ in self.state.dtypes} | {x.device.type for x in self.leaves if isinstance(x, Like)}
+        try:
+            with torch.inference_mode(False), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+                tensors, to = [], iter(inputs)
+                leaves = list(self.leaves)
+                for i, x in enumerate(leaves):
+                    if isinstance(x, Like):
+                        leaves[i] = torch.empty(x.shape, dtype=next(to) or x.dtype, device=x.device)
+                        tensors.append(leaves[i])
+                args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+                if dtype is not None:
+                    args, kwargs = with_dtype(self.target, args, kwargs, dtype)
+                call = _said(self.target, args, kwargs, id) if self.names else ""
+                with entered(state, *types & _KNOWN), _Trace(tensors, call) as trace:
+                    made = self.target(*args, **kwargs)
+        except (RuntimeError, TypeError, ValueError, AssertionError):  # whatever an operator raises on such tensors
+            return None
+        finally:
+            _LOG.disabled = logs
+        trace.made = tuple(x.dtype for x in pytree.tree_leaves(made) if isinstance(x, Tensor))
+        return trace
+
+
+def _knows(name: str) -> bool:
+    try:
+        torch.is_autocast_enabled(name)
+    except RuntimeError:
+        return False
+    return True
+
+
+#: Types of devices that have an autocast in this version of torch.
+_KNOWN = frozenset(filter(_knows, ("cpu", "cuda", "xpu", "mps", "mtia", "hpu", "xla")))
+
+
+class _Trace(TorchDispatchMode):
+    """Notes what an operator comes to below autocast and autograd.
+
+    Attributes:
+        exact: every operator with the dtypes of the tensors among its arguments and results.
+        work: the same without views, copies and casts of the inputs; an argument ``dtype`` as a cast before the operator.
+        casts: index of an input -> the dtypes that it, or a view of it, is cast to.
+        itself: whether the operator comes to itself on its own inputs.
+        made: the dtypes of the tensors that it returns.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor], call: str) -> None:
+        super().__init__()
+        self.inputs, self.call = inputs, call
+        self.roots = {id(x): i for i, x in enumerate(inputs)}
+        self.held: list[Any] = []  # ids stay taken
+        self.exact: list[str] = []
+        self.work: list[str] = []
+        self.casts: dict[int, set[torch.dtype]] = {}
+        self.itself = False
+        self.made: tuple[torch.dtype, ...] = ()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func.namespace == "prim":
+            return result  # prim.device
+        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        results = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
+        self.held.append((tensors, results))
+        self.itself = not self.exact and _said(func, args, kwargs, id) == self.call
+        self.exact.append(repr((func, *pytree.tree_map_only(Tensor, _dtype, (args, kwargs, result)))))
+        root = self.roots.get(id(tensors[0])) if tensors else None
+        if func is aten._to_copy.default and root is not None and _floating(tensors[0], results[0]):
+            self.casts.setdefault(root, set()).add(results[0].dtype)
+        elif _moves(func):
+            if root is not None:
+                self.roots.update((id(x), root) for x in results)
+        else:
+            self.work.append(_worked(func, args, kwargs, results))
+        return result
+
+
+def _dtype(x: Tensor) -> torch.dtype:
+    return x.dtype
+
+
+def _floating(*tensors: Tensor) -> bool:
+    return all(x.dtype.is_floating_point for x in tensors)
+
+
+def _moves(func: Any) -> bool:
+    """Whether an operator's results have the elements of its first input as they are."""
+    returned = func._schema.returns
+    return func in _COPIES or bool(returned) and all(r.alias_info is not None and not r.alias_info.is_write for r in returned)
+
+
+def _given(func: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, without those that have their default."""
+    arguments = func._schema.arguments
+    given: dict[str, Any] = dict(zip([a.name for a in arguments], args)) | kwargs
+    return {a.name: given[a.name] for a in arguments
+            if a.name in given and (isinstance(given[a.name], Tensor) or not a.has_default_value()
+                                    or a.default_value != given[a.name])}
+
+
+def _said(func: Any, args: tuple, kwargs: dict[str, Any], of: Callable[[Tensor], Any]) -> str:
+    """A call as text, `of` each tensor in its place."""
+    return repr((func, pytree.tree_map_only(Tensor, of, _given(func, args, kwargs))))
+
+
+def _worked(func: Any, args: tuple, kwargs: dict[str, Any], results: Sequence[Tensor]) -> str:
+    """An operator call as dtypes, whatever overload it is; an argument ``dtype`` as that of the floating inputs."""
+    given = _given(func, args, kwargs)
+    within: torch.dtype | None = None
+    if func is aten._to_copy.default:
+        given = {"self": given["self"]}
+    else:
+        within = given.pop("dtype", None) or (torch.float32 if given.pop("half_to_float", False) else None)
+
+    def taken(x: Tensor) -> torch.dtype:
+        return within if within is not None and x.dtype.is_floating_point else x.dtype
+    return repr((func._schema.name, pytree.tree_map_only(Tensor, taken, given), [x.dtype for x in results]))
