@@ -16,9 +16,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from .capture import capture
+from .capture import capture, capture_scalable
 from .errors import SettingError
 from .graph import Graph
+from .graph_cache import GraphCache
 from .layerwise import check_held, check_mode, one_slice, own_parameters
 from .layout import Layout
 from .marks import stored_whole
@@ -105,7 +106,7 @@ class AutoParallel(Settings, nn.Module):
 
     #: What a wrapper holds besides its settings: `shardwright.verify` gives its copies everything else.
     _NOT_SETTINGS = frozenset({*vars(nn.Module()), "net", "loss_fn", "save_graphs", "_programs", "_submodules", "_stored",
-                               "_used", "_warned", "_accumulation", "_kind", "_strategy_files", "_awaited"})
+                               "_used", "_warned", "_graphs", "_accumulation", "_kind", "_strategy_files", "_awaited"})
 
     def __init__(self, net: nn.Module, loss_fn: Callable[..., Any] | None = None, parallel_mode: str = "semi_auto", *,
                  on_missing_rule: str = "error", save_graphs: str | Path | None = None,
@@ -137,6 +138,7 @@ class AutoParallel(Settings, nn.Module):
         self.compiled = "inductor" if compile is True else compile or None
         self._fusion, self.__dict__["_accumulation"] = Fusion(), Accumulation()
         self.__dict__["_programs"], self.__dict__["_submodules"] = {}, None
+        self.__dict__["_graphs"] = GraphCache()
         self._hsdp: OptimizerParallel | None = None
         self._pipeline: Pipelining | None = None
         self._strategies: Document | None = None
@@ -271,11 +273,18 @@ class AutoParallel(Settings, nn.Module):
             self._fusion.check(sum(p.requires_grad for p in module.parameters()))
             splits = is_split(whole_args, whole_kwargs)
 
+            inside = dict(loss_fn=self.loss_fn, device=runtime.device)
+
             def captured(count: int | None) -> tuple[Graph, Graph | None]:
                 with for_ranks(devices), one_slice(module):
-                    made = (capture(self.net, whole_args, whole_kwargs, loss_fn=self.loss_fn, device=runtime.device), None) \
-                        if count is None else capture_micro(self.net, whole_args, whole_kwargs, count,
-                                                            loss_fn=self.loss_fn, device=runtime.device)
+                    if count is not None:
+                        made = capture_micro(self.net, whole_args, whole_kwargs, count, **inside)
+                    else:
+                        shapes = tuple(shape for shape, _ in fed)
+                        made = self._graphs.graph(
+                            (self._state(), _without_sizes(args, kwargs)), shapes,
+                            lambda: capture(self.net, whole_args, whole_kwargs, **inside),
+                            lambda vary: capture_scalable(self.net, whole_args, whole_kwargs, vary=vary, **inside)), None
                 return with_policy(made[0], self.recompute), made[1]
 
             automatic = None if self._pipeline is None else Automatic.of(
@@ -298,7 +307,8 @@ class AutoParallel(Settings, nn.Module):
                                      automatic=automatic, **given)
             else:
                 own = OwnPrograms(own_parameters(module), self.loss_fn is not None) if hybrid else None
-                plan = make_plan(graph, devices, self.parallel_mode, dataset, own=own, **given)
+                plan = make_plan(graph, devices, self.parallel_mode, dataset, own=own,
+                                 earlier=None if before is None or hybrid else before.plan, **given)
             if self._parameter_strategies is not None and before is None:
                 self._parameter_strategies.check_kept(plan)
         except Exception as error:
@@ -399,6 +409,12 @@ class _Holder(nn.Module):
         for prefix, module in self.tables:
             for name, tensor in module.named_buffers(*args, **kwargs):
                 yield prefix + name, tensor
+
+
+def _without_sizes(args: tuple, kwargs: dict[str, Any]) -> tuple:
+    """What of a call decides its graph besides the sizes of tensors."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    return spec, tuple((x.dtype, x.dim(), x.requires_grad) if isinstance(x, torch.Tensor) else (type(x), x) for x in leaves)
 
 
 def _shapes(key: tuple) -> list[tuple[int, ...]]:

@@ -120,11 +120,11 @@ class Call:
             return None
         broadcast = node.target is aten.expand.default
         dims = len(node.args[1]) if broadcast else 0
-        values = {a: Value(a.name, (1,) * (dims - self._dims(a)) + tuple(self._local(a)), self._value(a).dtype)
-                  for a in tensors}
+        values = {a: Value(str(i), (1,) * (dims - self._dims(a)) + tuple(self._local(a)), self._value(a).dtype)
+                  for i, a in enumerate(dict.fromkeys(tensors))}
         nodes = {value.name: a for a, value in values.items()}
         args, kwargs = pytree.tree_map_only(torch.fx.Node, values.__getitem__, (tuple(node.args), dict(node.kwargs)))
-        made = leading(Op(node.name, node.target, args, kwargs, tuple(values[a] for a in tensors), ()),
+        made = leading(Op(node.target.name(), node.target, args, kwargs, tuple(values[a] for a in tensors), ()),
                        tuple(bool(self._shape(a)) for a in tensors), self.out)
         if made is None:
             return None
