@@ -49,6 +49,9 @@ class GraphCache:
     def __init__(self) -> None:
         self._known: OrderedDict[Hashable, _Known] = OrderedDict()
 
+    def __deepcopy__(self, memo: dict) -> GraphCache:
+        return GraphCache()  # a copied model is captured by itself
+
     def graph(self, state: Hashable, shapes: Shapes, capture: Callable[[], Graph],
               capture_scalable: Callable[[Sequence[Collection[int]]], ScalableGraph | None]) -> Graph:
         """The graph at some sizes.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from .runtime.init import Runtime, current
 from .runtime.optimizers import watch_steps
 from .runtime.random import stream
 from .runtime.run import Program, make_program
+from .sequence_buckets import SequenceBuckets
 from .settings import Settings
 from .settling import global_inputs, implied_devices
 from .staging import Pipelining, staged_modules
@@ -62,7 +64,7 @@ def observed(observer: Callable[[AutoParallel, tuple, dict[str, Any]], None] | N
 
 
 class RecaptureWarning(UserWarning):
-    """The model was called with inputs of another shape: it is captured and planned anew for them."""
+    """The model was called with inputs of another shape: a program is made for them."""
 
 
 class AutoParallel(Settings, nn.Module):
@@ -99,6 +101,8 @@ class AutoParallel(Settings, nn.Module):
         memory: how much a device may hold, in the modes that search: bytes, "70GB", or "cluster" for its own.
         optimizer: what keeps state for each parameter, to reckon with its memory: "adam", "momentum", "sgd", or its bytes
             an element.
+        max_programs: how many programs are kept, one for each shape of the inputs and state of the model. Beyond it the one
+            that was not used for the longest time is forgotten, and made anew when it is needed.
 
     Raises:
         SettingError: an unknown mode or setting.
@@ -112,7 +116,8 @@ class AutoParallel(Settings, nn.Module):
                  on_missing_rule: str = "error", save_graphs: str | Path | None = None,
                  sync_batch_norm: bool = False, random: str = "exact",
                  parameter_broadcast: bool = False, recompute: Any = None, uneven: bool = False,
-                 compile: bool | str = False, cluster: Any = None, memory: Any = None, optimizer: Any = "adam") -> None:
+                 compile: bool | str = False, cluster: Any = None, memory: Any = None, optimizer: Any = "adam",
+                 max_programs: int = 64) -> None:
         super().__init__()
         if not isinstance(net, nn.Module):
             raise SettingError(f"{net!r} is not an nn.Module", legal="a model written for one device")
@@ -124,6 +129,9 @@ class AutoParallel(Settings, nn.Module):
             raise SettingError(f"unknown on_missing_rule {on_missing_rule!r}", legal='"error" or "replicate"')
         if random not in ("exact", "fast"):
             raise SettingError(f"unknown random {random!r}", legal='"exact" or "fast"')
+        if not isinstance(max_programs, int) or isinstance(max_programs, bool) or max_programs < 1:
+            raise SettingError(f"max_programs={max_programs!r}", legal="a whole number of at least 1")
+        self.max_programs = max_programs
         # The wrapper has the model's own tables of parameters, buffers and submodules, hence its names and state.
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[table] = net.__dict__[table]
@@ -137,10 +145,11 @@ class AutoParallel(Settings, nn.Module):
         self._cluster, self._memory, self._optimizer = cluster, memory, optimizer
         self.compiled = "inductor" if compile is True else compile or None
         self._fusion, self.__dict__["_accumulation"] = Fusion(), Accumulation()
-        self.__dict__["_programs"], self.__dict__["_submodules"] = {}, None
+        self.__dict__["_programs"], self.__dict__["_submodules"] = OrderedDict(), None
         self.__dict__["_graphs"] = GraphCache()
         self._hsdp: OptimizerParallel | None = None
         self._pipeline: Pipelining | None = None
+        self._buckets: SequenceBuckets | None = None
         self._strategies: Document | None = None
         self._parameter_strategies: ParameterStrategies | None = None
         self.__dict__["_strategy_files"] = []
@@ -158,18 +167,40 @@ class AutoParallel(Settings, nn.Module):
         Raises:
             ShardwrightError: at the first call with inputs of these shapes: whatever cannot be planned.
         """
+        if self._buckets is None:
+            return self._called(args, kwargs)
+        call = self._buckets.padded(self.net, self.loss_fn, args, kwargs, self._agreed_bucket)
+        return call.cropped(self._called(call.args, call.kwargs))
+
+    def _agreed_bucket(self, index: int) -> int:
+        """The longest bucket that any process needs, where each feeds its own part of the batch."""
+        runtime = self._runtime()
+        if not runtime.processes or self._dataset_strategy == "full_batch" or self.parallel_mode == "stand_alone":
+            return index
+        from torch import distributed  # see runtime/run.py
+        needed = torch.tensor(index, device=runtime.device)
+        distributed.all_reduce(needed, distributed.ReduceOp.MAX)
+        return int(needed)
+
+    def _called(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The result of a call whose sequences are padded."""
         if not kwargs and all(isinstance(x, torch.Tensor) for x in args):
             leaves, spec = args, len(args)  # as most calls are; the tree takes longer than all the rest here
         else:
             leaves, spec = pytree.tree_flatten(opened((args, kwargs)))
         fed = tuple((x.shape, x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else (type(x), x) for x in leaves)
-        program = self._programs.get((spec, self._state(), fed))
-        if program is None:
-            self._announce((spec, self._state(), fed))
+        key = spec, self._state(), fed
+        program = self._programs.get(key)
+        if program is not None:
+            self._programs.move_to_end(key)
+        else:
+            self._announce(key)
             program = self._build(args, kwargs)
             key = spec, self._state(), fed  # the state of now: its parameters may be others
             self._programs[key] = program
             self._take_loaded(key)
+            while len(self._programs) > self.max_programs:
+                self._programs.popitem(last=False)
         if torch.is_autocast_enabled(self._kind):
             with torch.autocast(self._kind, enabled=False):  # the program has the casts in it
                 return program(*leaves)
@@ -207,7 +238,7 @@ class AutoParallel(Settings, nn.Module):
         if known and not self._warned:
             self._warned = True
             warnings.warn(f"inputs of shapes {_shapes(key)} after {_shapes(known[0])}: the model is captured and planned "
-                          "once for each shape; further ones are not announced", RecaptureWarning, stacklevel=5)
+                          "once for each shape; further ones are not announced", RecaptureWarning, stacklevel=6)
 
     def _build(self, args: tuple, kwargs: dict[str, Any]) -> Program:
         observer = _OBSERVER.get()
