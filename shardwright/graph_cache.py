@@ -4,8 +4,9 @@
     second sizes     a capture that scales (`scaling`), with symbols for the dims that differ from the first
     further sizes    the same graph, its formulas evaluated: milliseconds
 
-Sizes that the scalable capture does not cover (a guard that fails, another dim that differs, a size of 1) are captured
-anew. A scalable capture is used only if it gives the first graph at the first sizes, operator by operator.
+Sizes that no scalable capture covers (a guard that fails, another dim that differs, a size of 1) are captured anew. A
+scalable capture is used only once it has given the graph of a plain one, operator by operator, at sizes that are not its
+own.
 """
 
 from __future__ import annotations
@@ -24,6 +25,17 @@ Shapes = tuple[tuple[int, ...], ...]
 #: How many states of the model (training, evaluation, types of inputs) have their graphs kept.
 STATES = 16
 
+#: How often a scalable capture is tried for one state: models with more branches are captured at each size.
+TRIES = 4
+
+
+@dataclass(eq=False)
+class _Scalable:
+    """A capture that scales, and whether it has given the graph of a plain one at other sizes than its own."""
+
+    graph: ScalableGraph
+    proven: bool = False
+
 
 @dataclass
 class _Known:
@@ -32,15 +44,15 @@ class _Known:
     Attributes:
         shapes, graph: the first sizes and their graph.
         varying: per input the dims that have differed.
-        scalable: the capture that scales; None: not yet tried for these dims, or there is none.
-        tried: whether it was tried for these dims.
+        scalable: captures that scale, one for each branch of the model's code.
+        tries: how often one was captured for these dims.
     """
 
     shapes: Shapes
     graph: Graph
     varying: list[set[int]] = field(default_factory=list)
-    scalable: ScalableGraph | None = None
-    tried: bool = False
+    scalable: list[_Scalable] = field(default_factory=list)
+    tries: int = 0
 
 
 class GraphCache:
@@ -76,10 +88,27 @@ class GraphCache:
             further = {d for d, (a, b) in enumerate(zip(before, now)) if a != b} - dims
             if further:
                 dims |= further
-                known.scalable, known.tried = None, False
-        if not known.tried:
-            known.tried, made = True, capture_scalable(known.varying)
-            if made is not None and made.at(known.shapes) in (None, known.graph):
-                known.scalable = made
-        graph = None if known.scalable is None else known.scalable.at(shapes)
-        return capture() if graph is None else graph
+                known.scalable, known.tries = [], 0
+        for scalable in known.scalable:
+            graph = scalable.graph.at(shapes)
+            if graph is not None:
+                return graph if scalable.proven else self._proved(known, scalable, capture(), shapes)
+        if known.tries < TRIES:
+            known.tries += 1
+            made = capture_scalable(known.varying)
+            proved = made and made.like(known.graph, known.shapes)
+            if proved:
+                known.scalable.append(_Scalable(proved, True))
+                return proved.at(shapes)
+            if made is not None and made.at(known.shapes) is None:  # another branch of the model's code
+                known.scalable.append(_Scalable(made))
+        return capture()
+
+    def _proved(self, known: _Known, scalable: _Scalable, graph: Graph, shapes: Shapes) -> Graph:
+        """A plain capture at sizes at which a scalable one is used for the first time."""
+        proved = scalable.graph.like(graph, shapes)
+        if proved is None:
+            known.scalable.remove(scalable)
+        else:
+            scalable.graph, scalable.proven = proved, True
+        return graph

@@ -235,10 +235,10 @@ class AutoParallel(Settings, nn.Module):
     def _announce(self, key: tuple) -> None:
         """Say once that inputs of another shape are captured anew."""
         known = [k for k in self._programs if k[1] == key[1] and _shapes(k) != _shapes(key)]
-        if known and not self._warned:
+        if known and not self._warned and self._buckets is None:
             self._warned = True
-            warnings.warn(f"inputs of shapes {_shapes(key)} after {_shapes(known[0])}: the model is captured and planned "
-                          "once for each shape; further ones are not announced", RecaptureWarning, stacklevel=6)
+            warnings.warn(f"inputs of shapes {_shapes(key)} after {_shapes(known[0])}: a program is made for each shape, "
+                          "which takes longest for this second one; further ones are not announced", RecaptureWarning, stacklevel=6)
 
     def _build(self, args: tuple, kwargs: dict[str, Any]) -> Program:
         observer = _OBSERVER.get()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import operator
 import re
+import sys
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -208,6 +209,8 @@ class Reader:
         target = node.target
         if self.sizes is not None and isinstance(node.meta.get("val"), _SYMBOLIC):
             self.cells[node] = self.sizes.of(node.meta["val"])
+        elif self.sizes is not None and target is aten.slice.Tensor and _is_all(node):
+            self.cells[node] = self.cells[node.args[0]]  # torch leaves it out where sizes are numbers
         elif target is torch.ops.shardwright.mark.default:
             self.mark(node)
         elif target is EDGE:
@@ -429,6 +432,12 @@ class Reader:
         self.ops.append(Op(name, target, args, kwargs, inputs, outputs, _module_path(node, self.prefix),
                            _source(node), number=number if seeded else 0))
         return [_Cell(v) if v is not None else None for v in outputs]
+
+
+def _is_all(node: torch.fx.Node) -> bool:
+    """Whether a slice takes all of a dim, ``x[:]``."""
+    start, end, step = (*node.args[2:], *(None, None, 1)[len(node.args) - 2:])
+    return start in (None, 0) and end in (None, sys.maxsize) and step == 1
 
 
 def _is_view(target: Any) -> bool:

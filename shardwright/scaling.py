@@ -14,7 +14,7 @@ symbols.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -111,7 +111,33 @@ class ScalableGraph:
             shapes: of the inputs, in order.
         """
         chosen = self._chosen(shapes)
-        return None if chosen is None else _Resized(self.graph, chosen).made()
+        if chosen is None:
+            return None
+        numbers: dict[Any, int | float] = {}
+
+        def number(x: Size | Fraction) -> int | float:
+            if x.formula not in numbers:
+                numbers[x.formula] = _value(x.formula, chosen)
+            return numbers[x.formula]
+        return _Rewritten(self.graph, number, {}, {}).made()
+
+    def like(self, graph: Graph, shapes: Sequence[tuple[int, ...]]) -> ScalableGraph | None:
+        """The same with the names of a plain capture; None where the two are not one program.
+
+        torch counts computations with sizes among the operators, so that a second ``mul`` may be called ``mul_2``.
+
+        Args:
+            graph: the plain capture.
+            shapes: the sizes of its inputs.
+        """
+        mine = self.at(shapes)
+        if mine is None or len(mine.ops) != len(graph.ops):
+            return None
+        operators = {a.name: b.name for a, b in zip(mine.ops, graph.ops)}
+        values = {v.name: w.name for a, b in zip(mine.ops, graph.ops) for v, w in zip(a.outputs, b.outputs)
+                  if v is not None and w is not None}
+        named = replace(self, graph=_Rewritten(self.graph, lambda x: x, operators, values).made())
+        return named if named.at(shapes) == graph else None
 
     def _chosen(self, shapes: Sequence[tuple[int, ...]]) -> dict[Any, int] | None:
         """The value of each symbol."""
@@ -133,12 +159,18 @@ class ScalableGraph:
         return chosen if _holds(self.sizes.environment, chosen) else None
 
 
-class _Resized:
-    """A graph written anew, its formulas replaced by numbers."""
+class _Rewritten:
+    """A graph written anew.
 
-    def __init__(self, graph: Graph, chosen: Mapping[Any, int]) -> None:
-        self.graph, self.chosen = graph, chosen
-        self.numbers: dict[Any, int | float] = {}
+    Args:
+        graph: with numbers that have formulas.
+        number: what becomes of each of them.
+        operators, values: name -> the name instead.
+    """
+
+    def __init__(self, graph: Graph, number: Callable[[Any], Any], operators: Mapping[str, str],
+                 values: Mapping[str, str]) -> None:
+        self.graph, self.number, self.operators, self.names = graph, number, operators, values
         self.values: dict[str, Value] = {}
 
     def made(self) -> Graph:
@@ -147,16 +179,13 @@ class _Resized:
                        outputs=tuple(map(self.leaf, graph.outputs)),
                        updates={n: self.value(v) for n, v in graph.updates.items()})
 
-    def number(self, x: Size | Fraction) -> int | float:
-        if x.formula not in self.numbers:
-            self.numbers[x.formula] = _value(x.formula, self.chosen)
-        return self.numbers[x.formula]
-
     def value(self, value: Value) -> Value:
         known = self.values.get(value.name)
         if known is None:
-            sized = any(type(s) is Size for s in value.shape)
-            known = self.values[value.name] = replace(value, shape=self.leaf(value.shape)) if sized else value
+            sized, name = any(type(s) is Size for s in value.shape), self.names.get(value.name, value.name)
+            known = value if not sized and name == value.name else \
+                replace(value, name=name, shape=self.leaf(value.shape))
+            self.values[value.name] = known
         return known
 
     def leaf(self, x: Any) -> Any:
@@ -165,17 +194,18 @@ class _Resized:
             return self.value(x)
         if kind is Size or kind is Fraction:
             return self.number(x)
-        if kind is tuple or kind is list:
-            return kind([self.leaf(y) for y in x])
-        if kind is dict:
+        if isinstance(x, (tuple, list)) and not hasattr(x, "_fields"):  # torch.fx has lists of its own
+            return (tuple if isinstance(x, tuple) else list)([self.leaf(y) for y in x])
+        if isinstance(x, dict):
             return {k: self.leaf(y) for k, y in x.items()}
         if kind is slice:
             return slice(self.leaf(x.start), self.leaf(x.stop), self.leaf(x.step))
         return x
 
     def op(self, op: Op) -> Op:
-        return replace(op, args=self.leaf(op.args), kwargs=self.leaf(op.kwargs), inputs=tuple(map(self.value, op.inputs)),
-                       outputs=tuple(None if v is None else self.value(v) for v in op.outputs))
+        return replace(op, name=self.operators.get(op.name, op.name), args=self.leaf(op.args), kwargs=self.leaf(op.kwargs),
+                       inputs=tuple(map(self.value, op.inputs)), outputs=tuple(None if v is None else self.value(v)
+                                                                                 for v in op.outputs))
 
 
 # -- private torch names: the formula of a symbolic number, and what was assumed of symbols --
@@ -191,8 +221,12 @@ def _environment(tensor: torch.Tensor) -> Any:
 
 
 def _value(formula: Any, chosen: Mapping[Any, int]) -> int | float:
-    found = formula.xreplace(_sympy(chosen))
-    return int(found) if found.is_integer else float(found)
+    """The number that Python reckons: sympy rounds roots and quotients otherwise in the last place."""
+    if formula.is_integer:
+        return int(formula.xreplace(_sympy(chosen)))
+    from torch.utils._sympy.interp import sympy_interp  # lazy: likewise
+    from torch.utils._sympy.reference import PythonReferenceAnalysis
+    return float(sympy_interp(PythonReferenceAnalysis, dict(chosen), formula))
 
 
 def _holds(environment: Any, chosen: Mapping[Any, int]) -> bool:
@@ -208,5 +242,5 @@ def _holds(environment: Any, chosen: Mapping[Any, int]) -> bool:
 
 
 def _sympy(chosen: Mapping[Any, int]) -> dict[Any, Any]:
-    import sympy  # torch brings it; half a second that a script with one shape does without
+    import sympy  # lazy: half a second that a script with one shape does without
     return {symbol: sympy.Integer(size) for symbol, size in chosen.items()}

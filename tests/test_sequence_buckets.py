@@ -44,13 +44,13 @@ def test_a_model_of_transformers_is_as_without_padding(build):
         found = model(input_ids=tokens, labels=tokens)
         assert found.logits.shape == wanted.logits.shape
         torch.testing.assert_close(found.logits, wanted.logits, rtol=0, atol=1e-12)
-        torch.testing.assert_close(found.loss, wanted.loss, rtol=0, atol=1e-12)
+        torch.testing.assert_close(found.loss, wanted.loss, rtol=0, atol=1e-6)  # transformers takes it in float32
         for each in (plain, model):
             each.zero_grad()
         wanted.loss.backward()
         found.loss.backward()
         for (name, a), b in zip(plain.named_parameters(), net.parameters()):
-            torch.testing.assert_close(b.grad, a.grad, rtol=0, atol=1e-12, msg=name)
+            torch.testing.assert_close(b.grad, a.grad, rtol=0, atol=1e-6, msg=name)
     assert len(model._programs) == 2
 
 
