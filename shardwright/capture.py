@@ -13,7 +13,7 @@ import io
 import logging
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -28,11 +28,12 @@ from .normalisation import cumulative_momentum
 from .opaque import collect_functions
 from .reading import Reader, bare, is_users, user_frame
 from .recompute import collect_regions
+from .scaling import NotScalable, ScalableGraph, Sizes
 from .staging import whole_shape
 from .torch_private import NOISY_LOGGERS, FakeTensorMode, buffer_table, parameter_table, pytree, stack_lines
 from .trees import closed, opened
 
-__all__ = ["WithLoss", "capture"]
+__all__ = ["WithLoss", "capture", "capture_scalable"]
 
 #: What torch says of a model that it cannot follow -> what to write instead.
 _INSTEAD = {
@@ -118,9 +119,32 @@ def capture(net: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None, *
     Raises:
         CaptureError: what `torch.export` could not follow, with the user's line.
     """
+    return _captured(net, args, dict(kwargs or {}), loss_fn, torch.device(device)).graph()
+
+
+def capture_scalable(net: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None, *, vary: Sequence[Collection[int]],
+                     loss_fn: Any = None, device: torch.device | str = "cpu") -> ScalableGraph | None:
+    """Capture one call of a model for other sizes of its inputs too.
+
+    Args:
+        net, args, kwargs, loss_fn, device: as of `capture`.
+        vary: for each tensor of the inputs, in order, the dims whose sizes may be others.
+
+    Returns:
+        None where no formula tells what depends on these sizes.
+    """
+    try:
+        reader = _captured(net, args, dict(kwargs or {}), loss_fn, torch.device(device), vary)
+        return ScalableGraph(reader.graph(), reader.sizes)
+    except (CaptureError, NotScalable):
+        return None  # one size at a time it may be captured still, or the error is raised then
+
+
+def _captured(net: nn.Module, args: tuple, kwargs: dict[str, Any], loss_fn: Any, device: torch.device,
+              vary: Sequence[Collection[int]] | None = None) -> Reader:
+    """An exported program, and what reads it."""
     module = net if loss_fn is None else WithLoss(net, loss_fn)
     prefix = "" if loss_fn is None else "net"
-    device = torch.device(device)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def fake_input(leaf: Any) -> Any:
@@ -130,7 +154,7 @@ def capture(net: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None, *
         with mode:
             return torch.empty(leaf.shape, dtype=leaf.dtype, device=where, requires_grad=leaf.requires_grad)
 
-    fake_args, fake_kwargs = pytree.tree_map(fake_input, opened((tuple(args), dict(kwargs or {}))))
+    fake_args, fake_kwargs = pytree.tree_map(fake_input, opened((tuple(args), kwargs)))
     tied: dict[int, list[str]] = {}
     for name, tensor in [*module.named_parameters(remove_duplicate=False),
                          *module.named_buffers(remove_duplicate=False)]:
@@ -139,7 +163,8 @@ def capture(net: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None, *
         with _fake_state(module, mode, device), collect_marks() as calls, _quiet(), \
                 collect_functions(_calling_line) as functions, collect_regions(module, prefix) as regions, \
                 stack_lines(_innermost, _UsersLine), _objects_opened(module), cumulative_momentum(module):
-            program = torch.export.export(module, fake_args, fake_kwargs, strict=False)
+            program = torch.export.export(module, fake_args, fake_kwargs, strict=False,
+                                          dynamic_shapes=None if vary is None else _dynamic((fake_args, fake_kwargs), vary))
     except ShardwrightError as error:
         raised = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)]
         raise error if error.source else error.located(source=user_frame(raised) or None)
@@ -153,7 +178,20 @@ def capture(net: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None, *
     called = _input_names(net, len(fake_args) - 1) if loss_fn is not None else {}
     reader = Reader(program, calls, mark_names(net), prefix, aliases, called, [f for f, _ in functions], regions)
     reader.casting = current("cpu", device.type)  # around the call: its casts are written out too
-    return reader.graph()
+    if vary is not None:
+        reader.sizes = Sizes(reader.input_tensors(), [tuple(x.shape) for x in pytree.tree_leaves((fake_args, fake_kwargs))
+                                                      if isinstance(x, torch.Tensor)])
+    return reader
+
+
+def _dynamic(inputs: Any, vary: Sequence[Collection[int]]) -> torch.export.ShapesCollection:
+    """The dims that export traces as symbols."""
+    collection = torch.export.ShapesCollection()
+    tensors = (x for x in pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor))
+    for tensor, dims in zip(tensors, vary, strict=True):
+        if dims:
+            collection[tensor] = dict.fromkeys(dims, torch.export.Dim.AUTO)
+    return collection
 
 
 def _input_names(net: nn.Module, count: int) -> dict[str, str]:

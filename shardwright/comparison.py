@@ -164,7 +164,7 @@ class Comparison:
 
     def failed(self, body: LocalProgram, error: Exception) -> FirstDifference | None:
         """The operator that could not run: the one after the last that did."""
-        nodes = [n for n in body.lowered.module.graph.nodes if n.op == "call_function"]
+        nodes = [n for n in body.lowered.graph.nodes if n.op == "call_function"]
         at = nodes.index(self.last) + 1 if self.last is not None else 0
         if at >= len(nodes):
             return None

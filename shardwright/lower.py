@@ -1,4 +1,4 @@
-"""From a plan to the local program: an ordinary `torch.fx.GraphModule` of local operators and conversions.
+"""From a plan to the local program: an ordinary `torch.fx.Graph` of local operators and conversions.
 
 The same for all ranks: what depends on the rank (which slice, which group) stands in the conversions, and a runtime puts
 it in. Both runtimes execute this program; nothing dispatches on tensor subclasses while it runs.
@@ -37,14 +37,14 @@ class Lowered:
     """A local program and the names of what goes in and comes out.
 
     Attributes:
-        module: the program; conversions are nodes whose ``meta["instruction"]`` is a `Move` or `Extreme`.
+        graph: the program; conversions are nodes whose ``meta["instruction"]`` is a `Move` or `Extreme`.
         plan: the plan that it was made of.
         parameters, buffers, constants: names, in the order of the placeholders; the seed, if the plan
             has one, and the inputs follow.
         updates: names of the buffers whose new values follow the outputs.
     """
 
-    module: torch.fx.GraphModule
+    graph: torch.fx.Graph
     plan: Plan
     parameters: tuple[str, ...]
     buffers: tuple[str, ...]
@@ -81,8 +81,7 @@ def lower(plan: Plan) -> Lowered:
             _finish(env, node, instruction, instruction.target)
     results = [env[o.name] for o in routed.outputs if isinstance(o, Instance)]
     graph.output(tuple(results + [env[i.name] for i in routed.updates.values()]))
-    module = torch.fx.GraphModule(torch.nn.Module(), graph)
-    return Lowered(module, plan, tuple(routed.parameters), tuple(routed.buffers), tuple(routed.constants),
+    return Lowered(graph, plan, tuple(routed.parameters), tuple(routed.buffers), tuple(routed.constants),
                    tuple(routed.updates))
 
 

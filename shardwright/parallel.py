@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ import torch
 from torch import nn
 
 from . import autocast
-from .capture import capture
+from .capture import capture, capture_scalable
 from .errors import SettingError
 from .foreign_wrappers import check_inside, compile_instead, refuse_class, watch_wrapping
 from .graph import Graph
+from .graph_cache import GraphCache
 from .layerwise import check_held, check_mode, one_slice, own_parameters
 from .layout import Layout
 from .marks import stored_whole
@@ -40,6 +42,7 @@ from .runtime.init import Runtime, current
 from .runtime.optimizers import watch_steps
 from .runtime.random import stream
 from .runtime.run import Program, make_program
+from .sequence_buckets import SequenceBuckets
 from .settings import Settings
 from .settling import global_inputs, implied_devices
 from .staging import Pipelining, staged_modules
@@ -65,7 +68,7 @@ def observed(observer: Callable[[AutoParallel, tuple, dict[str, Any]], None] | N
 
 
 class RecaptureWarning(UserWarning):
-    """The model was called with inputs of another shape: it is captured and planned anew for them."""
+    """The model was called with inputs of another shape: a program is made for them."""
 
 
 class AutoParallel(Settings, nn.Module):
@@ -102,6 +105,8 @@ class AutoParallel(Settings, nn.Module):
         memory: how much a device may hold, in the modes that search: bytes, "70GB", or "cluster" for its own.
         optimizer: what keeps state for each parameter, to reckon with its memory: "adam", "momentum", "sgd", or its bytes
             an element.
+        max_programs: how many programs are kept, one for each shape of the inputs and state of the model. Beyond it the one
+            that was not used for the longest time is forgotten, and made anew when it is needed.
 
     Raises:
         SettingError: an unknown mode or setting.
@@ -109,14 +114,15 @@ class AutoParallel(Settings, nn.Module):
 
     #: What a wrapper holds besides its settings: `shardwright.verify` gives its copies everything else.
     _NOT_SETTINGS = frozenset({*vars(nn.Module()), "net", "loss_fn", "save_graphs", "_programs", "_submodules", "_stored",
-                               "_used", "_warned", "_accumulation", "_kind", "_strategy_files", "_awaited", "_copies",
-                               "_whole", "_first_ranks"})
+                               "_used", "_warned", "_graphs", "_accumulation", "_kind", "_strategy_files", "_awaited",
+                               "_copies", "_whole", "_first_ranks"})
 
     def __init__(self, net: nn.Module, loss_fn: Callable[..., Any] | None = None, parallel_mode: str = "semi_auto", *,
                  on_missing_rule: str = "error", save_graphs: str | Path | None = None,
                  sync_batch_norm: bool = False, random: str = "exact",
                  parameter_broadcast: bool = False, recompute: Any = None, uneven: bool = False,
-                 compile: bool | str = False, cluster: Any = None, memory: Any = None, optimizer: Any = "adam") -> None:
+                 compile: bool | str = False, cluster: Any = None, memory: Any = None, optimizer: Any = "adam",
+                 max_programs: int = 64) -> None:
         super().__init__()
         if not isinstance(net, nn.Module):
             raise SettingError(f"{net!r} is not an nn.Module", legal="a model written for one device")
@@ -130,6 +136,9 @@ class AutoParallel(Settings, nn.Module):
             raise SettingError(f"unknown random {random!r}", legal='"exact" or "fast"')
         check_inside(net)
         watch_wrapping(AutoParallel)
+        if not isinstance(max_programs, int) or isinstance(max_programs, bool) or max_programs < 1:
+            raise SettingError(f"max_programs={max_programs!r}", legal="a whole number of at least 1")
+        self.max_programs = max_programs
         # The wrapper has the model's own tables of parameters, buffers and submodules, hence its names and state.
         for table in MODULE_TABLES:
             self.__dict__[table] = net.__dict__[table]
@@ -143,9 +152,11 @@ class AutoParallel(Settings, nn.Module):
         self._cluster, self._memory, self._optimizer = cluster, memory, optimizer
         self.compiled = "inductor" if compile is True else compile or None
         self._fusion, self.__dict__["_accumulation"] = Fusion(), Accumulation()
-        self.__dict__["_programs"], self.__dict__["_submodules"] = {}, None
+        self.__dict__["_programs"], self.__dict__["_submodules"] = OrderedDict(), None
+        self.__dict__["_graphs"] = GraphCache()
         self._hsdp: OptimizerParallel | None = None
         self._pipeline: Pipelining | None = None
+        self._buckets: SequenceBuckets | None = None
         self._strategies: Document | None = None
         self._parameter_strategies: ParameterStrategies | None = None
         self.__dict__["_strategy_files"] = []
@@ -165,6 +176,23 @@ class AutoParallel(Settings, nn.Module):
         Raises:
             ShardwrightError: at the first call with inputs of these shapes: whatever cannot be planned.
         """
+        if self._buckets is None:
+            return self._called(args, kwargs)
+        call = self._buckets.padded(self.net, self.loss_fn, args, kwargs, self._agreed_bucket)
+        return call.cropped(self._called(call.args, call.kwargs))
+
+    def _agreed_bucket(self, index: int) -> int:
+        """The longest bucket that any process needs, where each feeds its own part of the batch."""
+        runtime = self._runtime()
+        if not runtime.processes or self._dataset_strategy == "full_batch" or self.parallel_mode == "stand_alone":
+            return index
+        from torch import distributed  # see runtime/run.py
+        needed = torch.tensor(index, device=runtime.device)
+        distributed.all_reduce(needed, distributed.ReduceOp.MAX)
+        return int(needed)
+
+    def _called(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The result of a call whose sequences are padded."""
         if not kwargs and all(isinstance(x, torch.Tensor) for x in args):
             leaves, spec = args, len(args)  # as most calls are; the tree takes longer than all the rest here
         else:
@@ -173,13 +201,18 @@ class AutoParallel(Settings, nn.Module):
         if self._whole is not None:
             raise SettingError("the parallel model is called inside of whole(), where it has whole parameters",
                                legal="the plain model inside: net(…) with `model.whole() as net`; model(…) after it")
-        program = self._programs.get((spec, self._state(), fed))
-        if program is None:
-            self._announce((spec, self._state(), fed))
+        key = spec, self._state(), fed
+        program = self._programs.get(key)
+        if program is not None:
+            self._programs.move_to_end(key)
+        else:
+            self._announce(key)
             program = self._build(args, kwargs)
             key = spec, self._state(), fed  # the state of now: its parameters may be others
             self._programs[key] = program
             self._take_loaded(key)
+            while len(self._programs) > self.max_programs:
+                self._programs.popitem(last=False)
         if torch.is_autocast_enabled(self._kind):
             with torch.autocast(self._kind, enabled=False):  # the program has the casts in it
                 return program(*leaves)
@@ -213,10 +246,10 @@ class AutoParallel(Settings, nn.Module):
     def _announce(self, key: tuple) -> None:
         """Say once that inputs of another shape are captured anew."""
         known = [k for k in self._programs if k[1] == key[1] and _shapes(k) != _shapes(key)]
-        if known and not self._warned:
+        if known and not self._warned and self._buckets is None:
             self._warned = True
-            warnings.warn(f"inputs of shapes {_shapes(key)} after {_shapes(known[0])}: the model is captured and planned "
-                          "once for each shape; further ones are not announced", RecaptureWarning, stacklevel=5)
+            warnings.warn(f"inputs of shapes {_shapes(key)} after {_shapes(known[0])}: a program is made for each shape, "
+                          "which takes longest for this second one; further ones are not announced", RecaptureWarning, stacklevel=6)
 
     def _build(self, args: tuple, kwargs: dict[str, Any]) -> Program:
         observer = _OBSERVER.get()
@@ -289,11 +322,18 @@ class AutoParallel(Settings, nn.Module):
             self._fusion.check(sum(p.requires_grad for p in module.parameters()))
             splits = is_split(whole_args, whole_kwargs)
 
+            inside = dict(loss_fn=self.loss_fn, device=runtime.device)
+
             def captured(count: int | None) -> tuple[Graph, Graph | None]:
                 with for_ranks(devices), one_slice(module):
-                    made = (capture(self.net, whole_args, whole_kwargs, loss_fn=self.loss_fn, device=runtime.device), None) \
-                        if count is None else capture_micro(self.net, whole_args, whole_kwargs, count,
-                                                            loss_fn=self.loss_fn, device=runtime.device)
+                    if count is not None:
+                        made = capture_micro(self.net, whole_args, whole_kwargs, count, **inside)
+                    else:
+                        shapes = tuple(shape for shape, _ in fed)
+                        made = self._graphs.graph(
+                            (self._state(), _without_sizes(args, kwargs)), shapes,
+                            lambda: capture(self.net, whole_args, whole_kwargs, **inside),
+                            lambda vary: capture_scalable(self.net, whole_args, whole_kwargs, vary=vary, **inside)), None
                 return with_policy(made[0], self.recompute), made[1]
 
             automatic = None if self._pipeline is None else Automatic.of(
@@ -316,7 +356,8 @@ class AutoParallel(Settings, nn.Module):
                                      automatic=automatic, **given)
             else:
                 own = OwnPrograms(own_parameters(module), self.loss_fn is not None) if hybrid else None
-                plan = make_plan(graph, devices, self.parallel_mode, dataset, own=own, **given)
+                plan = make_plan(graph, devices, self.parallel_mode, dataset, own=own,
+                                 earlier=None if before is None or hybrid else before.plan, **given)
             if self._parameter_strategies is not None and before is None:
                 self._parameter_strategies.check_kept(plan)
         except Exception as error:
@@ -452,6 +493,12 @@ class _Holder(nn.Module):
         for prefix, module in self.tables:
             for name, tensor in module.named_buffers(*args, **kwargs):
                 yield prefix + name, tensor
+
+
+def _without_sizes(args: tuple, kwargs: dict[str, Any]) -> tuple:
+    """What of a call decides its graph besides the sizes of tensors."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    return spec, tuple((x.dtype, x.dim(), x.requires_grad) if isinstance(x, torch.Tensor) else (type(x), x) for x in leaves)
 
 
 def _shapes(key: tuple) -> list[tuple[int, ...]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import operator
 import re
+import sys
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from .marks import Operator
 from .normalisation import batch_norm, without_side_effects
 from .opaque import OPAQUE, Applied
 from .recompute import EDGE, Settings, recomputed_ops
+from .scaling import Sizes
 from .torch_private import OpOverload, overload_name, pytree, schema_of
 from .vmapped import regions, written_out
 
@@ -116,8 +118,16 @@ class Reader:
         self.casting = Autocast()                          # the state of autocast
         self.casts: dict[tuple[str, torch.dtype], Value] = {}  # (value, dtype) -> the value cast, while that is shared
         self.uncast: dict[str, Value] = {}                 # a cast made for autocast -> its value
+        self.sizes: Sizes | None = None                    # the symbols of a capture that is to scale
         self.entered: dict[int, tuple[int, dict]] = {}     # recomputed region -> how many operators, which casts came before it
         self.spans: list[tuple[int, int, int]] = []        # region, its first operator, one past its last
+
+    def input_tensors(self) -> list[torch.Tensor]:
+        """The exported program's metadata of the user's tensors, in order."""
+        nodes = [n for n in self.program.graph.nodes if n.op == "placeholder"]
+        metas = [n.meta.get("val") for n, spec in zip(nodes, self.program.graph_signature.input_specs, strict=True)
+                 if spec.kind is InputKind.USER_INPUT]
+        return [m for m in metas if isinstance(m, torch.Tensor)]
 
     def unique(self, name: str) -> str:
         candidate, count = name, 1
@@ -139,7 +149,7 @@ class Reader:
                 self.cells[node] = meta if spec.kind is not InputKind.USER_INPUT else getattr(spec.arg, "value", meta)
                 continue
             if spec.kind is InputKind.USER_INPUT:
-                value = Value(self.unique(node.name), tuple(meta.shape), meta.dtype, meta.requires_grad)
+                value = Value(self.unique(node.name), self.shape(meta), meta.dtype, meta.requires_grad)
                 inputs.append(value)
             elif spec.kind is InputKind.CONSTANT_TENSOR:
                 value = Value(self.unique(spec.target), tuple(meta.shape), meta.dtype)
@@ -166,6 +176,9 @@ class Reader:
                       tuple(recomputed_ops(self.ops, self.regions, self.spans, self.mark_names)), tuple(kept),
                       self.program.call_spec.in_spec, self.program.call_spec.out_spec, self.updates, self.aliases)
         return _without_dead(graph)
+
+    def shape(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+        return tuple(tensor.shape) if self.sizes is None else self.sizes.shape(tensor)
 
     def leaf(self, held: Any) -> Any:
         return self.read(held) if isinstance(held, _Cell) else held
@@ -197,7 +210,11 @@ class Reader:
 
     def call(self, node: torch.fx.Node) -> None:
         target = node.target
-        if target is torch.ops.shardwright.mark.default:
+        if self.sizes is not None and isinstance(node.meta.get("val"), _SYMBOLIC):
+            self.cells[node] = self.sizes.of(node.meta["val"])
+        elif self.sizes is not None and target is aten.slice.Tensor and _is_all(node):
+            self.cells[node] = self.cells[node.args[0]]  # torch leaves it out where sizes are numbers
+        elif target is torch.ops.shardwright.mark.default:
             self.mark(node)
         elif target is EDGE:
             self.region_edge(*node.args)
@@ -432,7 +449,8 @@ class Reader:
         """Append an operator; its outputs' cells. `further`: like these are outputs that the node does not have."""
         meta = node.meta.get("val")
         metas = list(meta) if isinstance(meta, (tuple, list)) else [meta]
-        if any(isinstance(s, _SYMBOLIC) for m in metas for s in (m.shape if isinstance(m, torch.Tensor) else (m,))):
+        shapes = [self.shape(m) if isinstance(m, torch.Tensor) else (m,) for m in metas]
+        if any(isinstance(s, _SYMBOLIC) for shape in shapes for s in shape):
             on = [tuple(v.shape) for v in values_in((args, kwargs))]
             raise CaptureError(f"what {target} gives, called on {on}, depends on the values of tensors",
                                operator=node.name, source=_source(node) or None,
@@ -443,7 +461,7 @@ class Reader:
         inputs = values_in((args, kwargs))
         grad = any(v.requires_grad for v in inputs) and target is not aten.detach.default
         outputs = tuple(
-            Value(name if len(metas) + len(further) == 1 else f"{name}.{i}", tuple(m.shape), m.dtype,
+            Value(name if len(metas) + len(further) == 1 else f"{name}.{i}", shapes[i], m.dtype,
                   grad and flowing[i] and (m.dtype.is_floating_point or m.dtype.is_complex))
             if isinstance(m, torch.Tensor) else None
             for i, m in enumerate(metas))
@@ -457,6 +475,12 @@ class Reader:
         self.ops.append(Op(name, target, args, kwargs, inputs, outputs, _module_path(node, self.prefix),
                            _source(node), number=number if seeded else 0))
         return [_Cell(v) if v is not None else None for v in outputs]
+
+
+def _is_all(node: torch.fx.Node) -> bool:
+    """Whether a slice takes all of a dim, ``x[:]``."""
+    start, end, step = (*node.args[2:], *(None, None, 1)[len(node.args) - 2:])
+    return start in (None, 0) and end in (None, sys.maxsize) and step == 1
 
 
 def _is_view(target: Any) -> bool:

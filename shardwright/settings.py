@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from .plan.document import Document
 from .plan.parameter_strategies import ParameterStrategies
 from .plan.storage import OptimizerParallel
 from .runtime.fusion import Fusion, fusion_of
+from .sequence_buckets import SequenceBuckets
 from .staging import pipelining
 
 if TYPE_CHECKING:
@@ -145,6 +146,32 @@ class Settings:
             micro_batches = "auto" if stages == "auto" else 4
         given = dict(stages=stages, scheduler=scheduler, micro_batches=micro_batches, stage_config=stage_config, chunks=chunks)
         self._pipeline = self._before_first_call("pipeline", pipelining(given))
+        return self
+
+    def buckets(self, seq: Sequence[int], dim: int = 1, fill: Mapping[str, float] | None = None,
+                mask: str | None = "attention_mask") -> AutoParallel:
+        """Pad sequences to one of a few lengths, so that a language model fed with many lengths has few programs.
+
+        Each call is padded on the right to the shortest bucket that holds it. Padding is masked, its labels are ignored by
+        the loss, and results are cut back to the sequence's own length. Where each process feeds its own part of the
+        batch, all processes take the longest bucket that one of them needs.
+
+            model.buckets(seq=[512, 1024, 2048])
+
+        Args:
+            seq: the lengths, ascending.
+            dim: the dim of the inputs that is the sequence.
+            fill: name of an input of the model -> the value that fills it up, besides the names that models of Hugging Face
+                transformers use; "target" is the input of the loss, by default its ``ignore_index``.
+            mask: the input of the model that is 1 where there is a token and 0 in padding; made where a call gives none.
+                None: the model needs no mask, because its earlier positions do not depend on later ones.
+
+        Raises:
+            SettingError: after the first call, or lengths that make no sense. At a call: a sequence longer than the longest
+                bucket, an input whose padding is not known, a model without such a mask.
+        """
+        value = SequenceBuckets(tuple(seq), dim, dict(fill or {}), mask)
+        self._buckets = self._before_first_call("buckets", value)
         return self
 
     def load_operator_strategy_file(self, path: str | Path) -> AutoParallel:

@@ -40,6 +40,7 @@ from .pipelining import pipeline_plan, schedule_of
 from .plan import Plan
 from .propagation import sharding_propagation
 from .recursive import recursive_programming
+from .reuse import at_other_sizes
 from .search import Decided
 from .semi_auto import data_parallel, semi_auto
 from .storage import OptimizerParallel
@@ -75,7 +76,7 @@ def make_plan(graph: Graph, devices: int, parallel_mode: str, dataset_strategy: 
               used: dict[str, Layout] | None = None, own: OwnPrograms | None = None, uneven: bool = False,
               cluster: Any = None, memory: Any = None, optimizer: Any = "adam",
               whole: frozenset[str] = frozenset(), strategies: Document | None = None,
-              searcher: Searcher | None = None, fed: Feeding | None = None) -> Plan:
+              searcher: Searcher | None = None, fed: Feeding | None = None, earlier: Plan | None = None) -> Plan:
     """Plan a captured model; every error that a strategy can cause is raised here.
 
     Args:
@@ -92,6 +93,7 @@ def make_plan(graph: Graph, devices: int, parallel_mode: str, dataset_strategy: 
         strategies: a plan whose operators' strategies hold here too, over what the model's own marks say.
         searcher: who searches, in the modes that do, where several processes plan together; None: this one.
         fed: how the graph is fed, where it is a stage of a pipeline; None: as `dataset_strategy` says.
+        earlier: a plan of the same model at other sizes, whose strategies hold here too where they fit (`reuse`).
 
     Raises:
         ShardwrightError: a strategy or a setting that does not fit, with the operator and a legal choice.
@@ -139,6 +141,15 @@ def make_plan(graph: Graph, devices: int, parallel_mode: str, dataset_strategy: 
     if strategies is not None:
         graph, planner, stored = strategies.onto(graph, devices, planner, stored, on_missing_rule=on_missing_rule,
                                                  uneven=uneven, first=used is None)
+    same = None if earlier is None or strategies is not None else \
+        at_other_sizes(earlier, graph, devices, on_missing_rule=on_missing_rule, uneven=uneven)
+    if same is not None:
+        ops = tuple(same.decisions[op.name].op for op in graph.ops)
+        made = Plan(graph.with_ops(ops), devices, parallel_mode, fed, same.decisions, same.carries, stored, same.hsdp,
+                    cluster=cluster, found=same.found, optimizer=optimizer)
+        if memory is None or made.peak <= memory:
+            made.routed
+            return made
     if parallel_mode in SEARCHES:
         costs = Costs(cluster, devices)
         if memory is not None:

@@ -26,12 +26,15 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from ..errors import LayoutError, RuleError
 from ..layout import Digits, Layout, complement, digits_size, merge
 
 __all__ = ["Assignment", "Bound", "Factor", "Notation", "bind", "parse"]
+
+#: How many layouts a `Bound` remembers.
+LAYOUTS = 512
 
 _TOKEN = re.compile(r"\s*(?:(?P<open>\()|(?P<close>\))|(?P<dots>\.\.\.)(?P<dotmark>!?)"
                     r"|(?P<one>1)(?![A-Za-z0-9_])|(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?P<mark>!?)(?P<opt>\??))")
@@ -221,13 +224,26 @@ class Bound:
             if partial and self.reduction != "none" else ()
         return Layout.of(assignment.devices, digits, open_, self.reduction)
 
+    @cached_property
+    def _layouts(self) -> dict[tuple[Assignment, bool, int], Layout | None]:
+        return {}
+
+    def _remembered(self, index: int, assignment: Assignment, output: bool) -> Layout | None:
+        """Equal calls share one `Bound` (`registry.bound_rule`), and ask for the same layouts many times."""
+        known, key = self._layouts, (index, assignment, output)
+        if key not in known:
+            if len(known) >= LAYOUTS:
+                known.clear()
+            known[key] = self._layout((self.outputs if output else self.inputs)[index], assignment, output)
+        return known[key]
+
     def input_layout(self, index: int, assignment: Assignment) -> Layout | None:
         """What the operator asks of input `index`; None where that is no layout."""
-        return self._layout(self.inputs[index], assignment, partial=False)
+        return self._remembered(index, assignment, False)
 
     def output_layout(self, index: int, assignment: Assignment) -> Layout | None:
         """What the operator leaves in output `index`, its partial sums included; None where that is no layout."""
-        return self._layout(self.outputs[index], assignment, partial=True)
+        return self._remembered(index, assignment, True)
 
     def is_consistent(self, assignment: Assignment) -> bool:
         """Whether all inputs and outputs have layouts, every factor divides and none is split that may not be."""

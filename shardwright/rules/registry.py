@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -168,6 +169,13 @@ def whole_rule(op: Op) -> Rule:
     return Rule(f"{sides[0]} -> {sides[1]}")
 
 
+@lru_cache(4096)
+def _bound(text: str, in_shapes: tuple, out_shapes: tuple, sizes: tuple, reduction: str, pads: bool | None) -> Bound:
+    """The same for all calls of one kind and shape: the layers of a model are alike."""
+    bound = bind(parse(text), in_shapes, out_shapes, dict(sizes), reduction)
+    return bound if pads is None else bound.with_padding(pads)
+
+
 def bound_rule(op: Op, described: Rule | None = None, uneven: bool = False) -> Bound:
     """An operator's notation, bound to its shapes.
 
@@ -187,9 +195,9 @@ def bound_rule(op: Op, described: Rule | None = None, uneven: bool = False) -> B
     text = described.notation if isinstance(described.notation, str) else described.notation(op)
     text, sizes = text if isinstance(text, tuple) else (text, {})
     try:
-        bound = bind(parse(text), [v.shape for v in op.inputs], [v.shape for v in op.outputs if v is not None], sizes,
-                     described.reduction)
-        return bound.with_padding(described.filling(op) is not None) if uneven else bound
+        pads = described.filling(op) is not None if uneven else None
+        return _bound(text, tuple(v.shape for v in op.inputs), tuple(v.shape for v in op.outputs if v is not None),
+                      tuple(sizes.items()), described.reduction, pads)
     except RuleError as error:
         raise error.located(**op.where) from None
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -38,6 +38,12 @@ aten = torch.ops.aten
 
 #: Overloads that functions of `torch` tell by their arguments.
 PARSED = frozenset({"default", "Tensor", "Scalar", "int", "dim", "dim_IntList", "Tensor_Scalar", "self"})
+
+
+@lru_cache(1 << 13)
+def _code(text: str) -> Any:
+    """The same for programs of one model at several sizes."""
+    return compile(text, "<operator>", "eval")
 
 
 class Call:
@@ -120,11 +126,11 @@ class Call:
             return None
         broadcast = node.target is aten.expand.default
         dims = len(node.args[1]) if broadcast else 0
-        values = {a: Value(a.name, (1,) * (dims - self._dims(a)) + tuple(self._local(a)), self._value(a).dtype)
-                  for a in tensors}
+        values = {a: Value(str(i), (1,) * (dims - self._dims(a)) + tuple(self._local(a)), self._value(a).dtype)
+                  for i, a in enumerate(dict.fromkeys(tensors))}
         nodes = {value.name: a for a, value in values.items()}
         args, kwargs = pytree.tree_map_only(torch.fx.Node, values.__getitem__, (tuple(node.args), dict(node.kwargs)))
-        made = leading(Op(node.name, node.target, args, kwargs, tuple(values[a] for a in tensors), ()),
+        made = leading(Op(node.target.name(), node.target, args, kwargs, tuple(values[a] for a in tensors), ()),
                        tuple(bool(self._shape(a)) for a in tensors), self.out)
         if made is None:
             return None
@@ -187,7 +193,7 @@ class Call:
         names: dict[str, Any] = {"f": function}
         texts = {a: f"x{i}" for i, a in enumerate(self.operands)}
         call = self._text(names, texts.__getitem__, node.args, node.kwargs)
-        each = eval(f"lambda {', '.join(texts.values())}: f({call})", names)
+        each = eval(_code(f"lambda {', '.join(texts.values())}: f({call})"), names)
         several = "instance" not in node.meta
 
         def run(env: list) -> Any:
@@ -239,7 +245,7 @@ class Call:
 
     def _get(self, a: torch.fx.Node) -> Callable[[list], Tensor]:
         """``env -> operand``."""
-        return eval(f"lambda env: {self._operand(a, self.names)}", self.names)
+        return eval(_code(f"lambda env: {self._operand(a, self.names)}"), self.names)
 
     def _operand(self, a: torch.fx.Node, names: dict[str, Any]) -> str:
         text = f"env[{self.slots[a]}]"
@@ -277,7 +283,7 @@ class Call:
             return text
         call = self._text(names, written, self.node.args if args is None else args,
                           self.node.kwargs if kwargs is None else kwargs)
-        made = eval(f"lambda env: f({call})", names)
+        made = eval(_code(f"lambda env: f({call})"), names)
         if after is None:
             return made
         if "instance" in self.node.meta:

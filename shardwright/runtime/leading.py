@@ -30,6 +30,10 @@ DIMS, SHAPES = ("dim", "dim0", "dim1", "dim2", "dims", "start_dim", "end_dim"), 
 TOLD = {aten.sum.default: aten.sum.dim_IntList, aten.mean.default: aten.mean.dim}
 #: The size of the dim of which a rule is asked.
 ASKED = 5
+#: Calls for which the longer one was looked for: the layers of a model are alike, and so are its programs at one size.
+_KNOWN: dict[Any, Op | None] = {}
+#: How many of them are kept.
+KEPT = 4096
 
 
 def leading(op: Op, led: Sequence[bool], sizes: tuple[int, ...]) -> Op | None:
@@ -43,6 +47,16 @@ def leading(op: Op, led: Sequence[bool], sizes: tuple[int, ...]) -> Op | None:
     """
     if torch.Tag.nondeterministic_seeded in op.target.tags:
         return None
+    leaves, spec = pytree.tree_flatten((op.args, op.kwargs))
+    key = op.target, find_rule(op), spec, tuple((type(x), x) for x in leaves), op.inputs, tuple(led), sizes
+    if key not in _KNOWN:
+        if len(_KNOWN) >= KEPT:
+            _KNOWN.clear()
+        _KNOWN[key] = _found(op, led, sizes)
+    return _KNOWN[key]
+
+
+def _found(op: Op, led: Sequence[bool], sizes: tuple[int, ...]) -> Op | None:
     try:
         plain = _run(op)
         told = replace(plain, target=TOLD[op.target], args=(*op.args, None)) if op.target in TOLD else plain

@@ -136,7 +136,7 @@ class LocalProgram:
     def __init__(self, lowered: Lowered) -> None:
         self.lowered = lowered
         self.record: Callable[[torch.fx.Node, Any], None] | None = None
-        nodes = list(lowered.module.graph.nodes)
+        nodes = list(lowered.graph.nodes)
         self.axes = Axes.of_layouts(lowered.plan.devices, _layouts(nodes))
         self._slots = {node: i for i, node in enumerate(nodes)}
         self._held: dict[torch.fx.Node, RankShape] = {}

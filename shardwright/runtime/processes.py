@@ -183,11 +183,11 @@ class ProcessProgram:
         graph = torch.fx.Graph()
         env: dict[torch.fx.Node, torch.fx.Node] = {}
         sums: list[tuple[int, str, Digits]] = []
-        number = {node: i for i, node in enumerate(lowered.module.graph.nodes)}
+        number = {node: i for i, node in enumerate(lowered.graph.nodes)}
         passed: set[torch.fx.Node] = set()
         regions, targets = Regions(lowered, lambda n: n.name), {}
         runs: torch.fx.Node | None = None
-        for node in lowered.module.graph.nodes:
+        for node in lowered.graph.nodes:
             if regions.regions and runs is None and node.op != "placeholder":
                 runs = graph.call_module("regions")
             for region, key, value, copy in regions.reads.get(node, ()):
@@ -282,7 +282,7 @@ class ProcessProgram:
 
 def _gathers_next(lowered: Lowered, use: int, digits: Digits) -> bool:
     """Whether the first conversion that communicates in a backward after that of node `use` gathers over `digits`."""
-    for node in reversed(list(lowered.module.graph.nodes)[:use]):
+    for node in reversed(list(lowered.graph.nodes)[:use]):
         backward = node.meta["instruction"].backward if node.target is move else None
         if backward is not None and backward.collectives and sum_of_gradient(node.args[0]) is not node:
             first = backward.steps[0]

@@ -249,7 +249,7 @@ class Regions:
         number = {id(i): k for k, i in enumerate(instructions)}
         self.values: dict[str, torch.fx.Node] = {}              # name of an instance -> its node
         self.nodes: dict[int, list[torch.fx.Node]] = {}         # instruction -> its nodes
-        for node in lowered.module.graph.nodes:
+        for node in lowered.graph.nodes:
             if node.op == "output":
                 continue
             if "instance" in node.meta:

@@ -27,7 +27,7 @@ class SingleProgram:
         self.lowered = lowered
         graph = torch.fx.Graph()
         env: dict[torch.fx.Node, torch.fx.Node] = {}
-        for node in lowered.module.graph.nodes:
+        for node in lowered.graph.nodes:
             if node.target is move or node.target is extreme:
                 env[node] = env[node.args[0]]
                 continue

@@ -101,7 +101,12 @@ class Axes(NamedTuple):
 
 def union(*shapes: Iterable[int]) -> RankShape:
     """Of a value that differs wherever one of several does."""
-    sizes = tuple(map(max, *given)) if len(given := [s for s in map(tuple, shapes) if s]) > 1 else (*given, ())[0]
+    return _union(tuple(s for s in map(tuple, shapes) if s))
+
+
+@lru_cache(maxsize=1 << 12)
+def _union(shapes: tuple[RankShape, ...]) -> RankShape:
+    sizes = tuple(map(max, *shapes)) if len(shapes) > 1 else (*shapes, ())[0]
     return sizes if any(size > 1 for size in sizes) else ()
 
 
