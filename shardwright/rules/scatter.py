@@ -206,6 +206,25 @@ def _put_part(op: Op) -> tuple[str, dict[str, int]]:
     return f"{', '.join(texts)} -> {operand(names)}", sizes
 
 
+# -- a write that autograd does not see --------------------------------------------------------------------------------
+
+
+@local_operator("assigned(Tensor x, Tensor value) -> Tensor")
+def assigned(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """The elements of `value`; the gradient goes to `x`."""
+    return _Assigned.apply(x, value)
+
+
+class _Assigned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
 # -- parts of a dim ----------------------------------------------------------------------------------------------------
 
 
@@ -231,3 +250,4 @@ register((write_part,), Rule(_write_part))
 register((aten.index_put.default,), Rule(_put, expand=_expand_put))
 register((put_part,), Rule(_put_part))
 register((aten.select_scatter.default, aten.slice_scatter.default, aten.diagonal_scatter.default), Rule(_put_beside))
+register((assigned,), Rule("..., ... -> ..."))

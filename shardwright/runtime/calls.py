@@ -331,7 +331,7 @@ def plain_function(node: torch.fx.Node) -> Any:
         return torch.mm
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or \
             target._overloadname not in PARSED or not isinstance(target._schema.arguments[0].type, torch.TensorType) or \
-            target is aten.bernoulli.Tensor:  # which `torch.bernoulli` does not know
+            target in (aten.bernoulli.Tensor, aten.index_put.default):  # torch.bernoulli does not know it; no index is None
         return target
     name = target.overloadpacket.__name__
     function = getattr(torch._C._VariableFunctions, name, None)
