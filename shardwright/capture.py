@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.proxy import TracerBase
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from .errors import CaptureError, ShardwrightError
@@ -41,6 +42,8 @@ __all__ = ["WithLoss", "capture"]
 #: What torch says of a model that it cannot follow -> what to write instead.
 _INSTEAD = {
     "data-dependent": "control flow that depends on shapes and settings only, not on the values of tensors",
+    "packed sequences": "padded sequences: the layer runs over all steps, and the lengths choose what is used of them, such as "
+                        "h[rows, lengths - 1]",
     "not a known type": "tensors, numbers, strings and None, in tuples, lists, dicts, or as attributes of an object",
     "numpy() is not supported": "torch's own operators",
 }
@@ -80,10 +83,19 @@ def _fake_state(module: nn.Module, mode: FakeTensorMode, device: torch.device) -
                     if tensor is not None:
                         saved.append((held, name, tensor))
                         held[name] = fake(tensor)
+        _rejoin_weights(module)
         yield
     finally:
         for held, name, tensor in saved:
             held[name] = tensor
+        _rejoin_weights(module)
+
+
+def _rejoin_weights(module: nn.Module) -> None:
+    """Recurrent layers keep a list of their weights beside the parameters, and compute with that."""
+    for layer in module.modules():
+        if isinstance(layer, nn.RNNBase) and hasattr(layer, "_flat_weights_names"):  # private torch names
+            layer._flat_weights = [getattr(layer, name, None) for name in layer._flat_weights_names]
 
 
 class _UsersLine:
@@ -161,6 +173,8 @@ def capture(net: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None, *
     except Exception as error:
         frames = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)]
         first = str(error).strip().split("\n\n")[0]
+        if any(isinstance(x, PackedSequence) for f, _ in traceback.walk_tb(error.__traceback__) for x in f.f_locals.values()):
+            first = "the sizes of packed sequences depend on the values of their lengths"
         raise CaptureError(f"the model cannot be captured: {type(error).__name__}: {first}",
                            source=user_frame(frames) or _calling_line(),
                            legal=next((legal for part, legal in _INSTEAD.items() if part in first), None)) from error

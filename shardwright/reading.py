@@ -24,6 +24,7 @@ from .marks import Operator
 from .mutation import Cell, Memory, Step, View, Writer, gives_back, is_same, plain_form, serial, shares_memory
 from .normalisation import batch_norm, without_side_effects
 from .opaque import OPAQUE, Applied
+from .rules.recurrent import layer_by_layer, without_dropout
 from .rules.scatter import assigned
 from .recompute import EDGE, Settings, recomputed_ops
 from .vmapped import regions, written_out
@@ -335,6 +336,12 @@ class Reader:
         silent = without_side_effects(target, named)
         if silent is not None:
             self.running_statistics(node, silent, named, dict(zip(names, node.args)) | dict(node.kwargs))
+            return
+        recurrent = without_dropout(target, named)
+        if recurrent is not None:
+            target, args, drops = recurrent
+            self.cells[node] = [Cell(v) for v in layer_by_layer(self.emit, target, args, drops)] if drops else \
+                self.record(node, target, args, {})
             return
         cells = self.record(node, target, tuple(args), kwargs)
         if target is not aten.lift_fresh_copy.default:  # a copy, whatever the fake tensors share
