@@ -16,6 +16,7 @@ import io
 import logging
 import sys
 import traceback
+import warnings
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -214,7 +215,8 @@ def _quiet() -> Iterator[None]:
     for log in logs:
         log.setLevel(logging.CRITICAL)
     try:
-        with contextlib.redirect_stderr(written):
+        with contextlib.redirect_stderr(written), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", r"The tensor attributes? self\..*_flat_weights")  # see `_rejoin_weights`
             yield
     except Exception as error:
         graph = str(getattr(error, "partial_fx_graph", ""))

@@ -25,7 +25,7 @@ from .mutation import Cell, Memory, Step, View, Writer, gives_back, is_same, pla
 from .normalisation import batch_norm, without_side_effects
 from .opaque import OPAQUE, Applied
 from .rules.recurrent import layer_by_layer, without_dropout
-from .rules.scatter import assigned
+from .rules.scatter import assigned, overwritten
 from .recompute import EDGE, Settings, recomputed_ops
 from .vmapped import regions, written_out
 
@@ -380,7 +380,7 @@ class Reader:
             value = self.filled_diagonal(*args, **kwargs)
             made = None if value is None else [value]
         elif target is aten.copy_.default:
-            made = [args[1]]
+            made = self.emit(overwritten, args[:2], {}) if args[0].requires_grad else [args[1]]
         elif target is aten.detach_.default and not args[0].requires_grad:
             made = [args[0]]
         elif plain is None or torch.Tag.inplace_view in target.tags and target is not aten.detach_.default:

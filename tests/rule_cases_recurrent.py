@@ -6,7 +6,7 @@ from rule_reference import collected
 from torch import nn
 
 from shardwright.rules.recurrent import lstm  # noqa: F401  (registers the operators)
-from shardwright.rules.scatter import assigned
+from shardwright.rules.scatter import assigned, overwritten
 
 aten = torch.ops.aten
 ours = torch.ops.shardwright
@@ -45,3 +45,6 @@ case(2, aten._grouped_mm.default, whole_numbers(16, 12), whole_numbers(12, 32), 
 case(4, aten._grouped_mm.default, whole_numbers(4, 8, 16), whole_numbers(4, 16, 8))
 
 case(2, assigned, rand(4, 8), fixed(rand(4, 8)))
+case(2, overwritten, rand(4, 8), rand(4, 8))
+case(2, overwritten, rand(4, 8), rand(8))
+case(2, overwritten, rand(4, 8), rand(4, 1))
