@@ -37,8 +37,7 @@ _OWNERS = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer", InputKi
 
 #: What the model may not change in place -> what to write instead.
 _UNCHANGEABLE = {"parameter": "a change outside of the model's forward",
-                 "constant": "a buffer, which register_buffer makes of it",
-                 "input": "a result of its own, such as x = x + 1, or x = x.clone() before the change"}
+                 "constant": "a buffer, which register_buffer makes of it"}
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in ')
@@ -161,10 +160,19 @@ class Reader:
         result = self.walk(self.program.graph, self.program.graph_module)
         kept = [self.leaf(r) for r, spec in zip(result, signature.output_specs, strict=True)
                 if spec.kind in (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT)]
+        changed = self.changed_inputs([v.name for v in inputs])
+        kept += changed.values()
         graph = Graph(tuple(inputs), parameters, buffers, constants,
                       tuple(recomputed_ops(self.ops, self.regions, self.spans, self.mark_names)), tuple(kept),
-                      self.program.call_spec.in_spec, self.program.call_spec.out_spec, self.updates, self.aliases)
+                      self.program.call_spec.in_spec, self.program.call_spec.out_spec, self.updates, self.aliases, changed=tuple(changed))
         return _without_dead(graph)
+
+    def changed_inputs(self, names: list[str]) -> dict[int, Value]:
+        """The inputs that the model changed in place, and what they hold at the end: values of their own, since they may be
+        handed out otherwise than the model's outputs."""
+        memories = {c.memory.name: c.memory for c in self.cells.values() if isinstance(c, Cell) and c.memory.owner == "input"}
+        return {i: self.emit(aten.alias.default, (self.writer.read(memories[name].whole),), {})[0]
+                for i, name in enumerate(names) if name in memories and memories[name].version}
 
     def leaf(self, held: Any) -> Any:
         return self.read(held) if isinstance(held, Cell) else held
@@ -184,7 +192,12 @@ class Reader:
             elif node.op == "output":
                 return [self.cells[a] if isinstance(a, torch.fx.Node) else a for a in node.args[0]]
             elif node.op == "call_function":
-                self.call(node)
+                try:
+                    self.call(node)
+                except (ArithmeticError, AssertionError, AttributeError, LookupError, NotImplementedError, RuntimeError,
+                        TypeError, ValueError) as error:
+                    raise CaptureError(f"{node.target} cannot be read: {type(error).__name__}: {error}",
+                                       source=_source(node) or None, legal="torch's plain operators") from error
             else:
                 raise CaptureError(f"unexpected node {node.format_node()}", source=_source(node))
         return []

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import shardwright as sw
-import torchvision_operators  # noqa: F401
 from networks import labels
 from one_device import parallel
 from rule_reference import Case, check

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import shardwright as sw
 from networks import D, Apply, draw, labels
 from one_device import assert_as_one_device, close, parallel, squares
+from ranks import run_ranks
 from shardwright.capture import capture
 
 X = draw(8, 8)
@@ -363,3 +364,198 @@ def test_random_programs(first: int) -> None:
         close(net.w.grad, expected[1], f"gradient of program {seed}")
         checked += 1
     assert checked > 10
+
+
+# -- what outlives a call ----------------------------------------------------------------------------------------------
+
+
+class Greedy(nn.Module):
+    """Changes its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8, dtype=D), nn.Linear(8, 8, dtype=D)
+        for p in self.parameters():
+            nn.init.normal_(p, generator=torch.Generator().manual_seed(p.dim()))
+
+    def forward(self, x: Tensor, flags: Tensor) -> Tensor:
+        x += 1
+        x[:, ::3] = 0.
+        flags[:, 1] |= x[:, 0] > 1
+        x = x * x
+        return self.second(torch.tanh(self.first(x))) * flags
+
+
+def greedy_inputs(rows: int = 8) -> tuple[Tensor, Tensor]:
+    return draw(rows, 8, seed=3), labels(rows * 8, 2).view(rows, 8).bool()
+
+
+@pytest.mark.parametrize("mode", ["stand_alone", "data_parallel", "semi_auto"])
+def test_inputs_that_the_model_changes_are_changed(mode: str) -> None:
+    net = Greedy()
+    one = copy.deepcopy(net)
+    model = parallel(net, devices=1 if mode == "stand_alone" else 4, mode=mode)
+    mine, yours = greedy_inputs(), greedy_inputs()
+    for _ in range(2):  # the second call goes on from there
+        got, expected = model(*mine), one(*yours)
+        close((got, mine), (expected, yours))
+        squares(got).backward(), squares(expected).backward()
+    close([p.grad for p in net.parameters()], [p.grad for p in one.parameters()])
+    again = sw.plan(net, greedy_inputs(), devices=4, parallel_mode="data_parallel")
+    assert again.graph.changed == (0, 1)
+    assert sw.verify(Greedy(), greedy_inputs(), devices=4, parallel_mode="data_parallel").ok
+
+
+def changed_on_ranks(rank: int, world: int) -> None:
+    net = Greedy()
+    one = copy.deepcopy(net)
+    model = sw.AutoParallel(net, parallel_mode="data_parallel")
+    mine, yours = [x[4 * rank:4 * rank + 4].clone() for x in greedy_inputs()], greedy_inputs()
+    got, expected = model(*mine), one(*yours)
+    close((got, mine), (expected[4 * rank:4 * rank + 4], [x[4 * rank:4 * rank + 4] for x in yours]))
+
+
+def test_each_rank_gets_back_the_part_that_it_fed() -> None:
+    run_ranks(changed_on_ranks, 2)
+
+
+def test_a_pipeline_changes_its_inputs_too() -> None:
+    net, loss_fn = Greedy(), nn.MSELoss()
+
+    class Both(nn.Module):
+        def forward(self, output: Tensor, target: Tensor) -> Tensor:
+            return loss_fn(output, target)
+
+    one = copy.deepcopy(net)
+    model = parallel(net, Both(), devices=4).pipeline(stages=2, micro_batches=2, stage_config={"first": 0, "second": 1})
+    mine, yours = greedy_inputs(), greedy_inputs()
+    got, expected = model(*mine, X), loss_fn(one(*yours), X)
+    close((got, mine), (expected, yours))
+    got.backward(), expected.backward()
+    close([p.grad for p in net.parameters()], [p.grad for p in one.parameters()])
+
+
+# -- what cannot be followed -------------------------------------------------------------------------------------------
+
+
+def resized(m, x):
+    y = x.clone()
+    y.resize_(4, 16)
+    return y.view(8, 8) @ m.w
+
+
+def set_to_another(m, x):
+    y = x.clone()
+    y.set_(x)
+    return y @ m.w
+
+
+def windows(m, x):
+    y = x.clone()
+    y.unfold(0, 2, 2)[0].fill_(1.)
+    return y @ m.w
+
+
+def strided(m, x):
+    y = x.clone()
+    y.as_strided((4, 4), (16, 2)).zero_()
+    return y @ m.w
+
+
+def one_place_many_times(m, x):
+    y = x.clone()
+    y.expand(2, 8, 8)[0].add_(1)
+    return y @ m.w
+
+
+def wider_type(m, x):
+    y = x.clone()
+    y.view(torch.complex128).zero_() if y.dtype == torch.float64 else None
+    return y @ m.w
+
+
+def behind_its_back(m, x):
+    y = x @ m.w
+    y.data.mul_(2)
+    return y
+
+
+def plain_attribute(m, x):
+    m.plain[0].add_(1)
+    return x @ m.w + m.plain
+
+
+def weight_part(m, x):
+    with torch.no_grad():
+        m.w[0].zero_()
+    return x @ m.w
+
+
+def weight_view(m, x):
+    m.w.detach().T.mul_(2)
+    return x @ m.w
+
+
+def by_value(m, x):
+    y = x @ m.w
+    y[int(x.argmax())] = 0.
+    return y
+
+
+def as_many_as_there_are(m, x):
+    y = x @ m.w
+    y[x > 0] = x[x > 0]
+    return y
+
+
+def every_other(m, x):
+    y = [x @ m.w, x * 1]
+    torch._foreach_mul_(y, 2.)
+    return y[0] + y[1]
+
+
+def wrapped_diagonal(m, x):
+    y = torch.cat([x, x])
+    y.fill_diagonal_(1., wrap=True)
+    return y @ m.w
+
+
+def sparse(m, x):
+    y = (x @ m.w).to_sparse()
+    y.mul_(2)
+    return y.to_dense()
+
+
+ODD = [resized, set_to_another, windows, strided, one_place_many_times, wider_type, behind_its_back, plain_attribute, weight_part,
+       weight_view, by_value, as_many_as_there_are, every_other, wrapped_diagonal, sparse]
+
+
+@pytest.mark.parametrize("f", ODD)
+def test_odd_programs_are_followed_or_an_error_with_the_line(f: Callable) -> None:
+    """Nothing else: no other exception, and no other numbers."""
+    net = Apply(f, plain=None)
+    net.__dict__["plain"] = torch.zeros(8, dtype=D)
+    try:
+        assert_as_one_device(net, (X,), devices=4)
+    except sw.ShardwrightError as error:
+        first = f.__code__.co_firstlineno
+        file, line = error.source.rsplit(":", 1)
+        assert file == "test_mutation.py" and first < int(line) < first + 8 and error.legal, error
+        return
+    assert f in FOLLOWED
+
+
+FOLLOWED: list[Callable] = []
+
+
+@pytest.mark.parametrize(("f", "message", "legal"), [
+    (weight_part, "parameter 'w' in place", "outside of the model's forward"),
+    (weight_view, "parameter 'w' in place", "outside of the model's forward"),
+    (plain_attribute, "constant", "register_buffer"), (windows, "no way back", "clone"),
+    (one_place_many_times, "no way back", "clone"), (resized, "resize_", "returns its result")])
+def test_errors_of_writes(f: Callable, message: str, legal: str) -> None:
+    net = Apply(f, plain=None)
+    net.__dict__["plain"] = torch.zeros(8, dtype=D)
+    with pytest.raises(sw.CaptureError, match=message) as raised:
+        capture(net, (X,))
+    assert legal in raised.value.legal
