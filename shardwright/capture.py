@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.proxy import TracerBase
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
@@ -43,6 +43,7 @@ __all__ = ["WithLoss", "capture"]
 #: What torch says of a model that it cannot follow -> what to write instead.
 _INSTEAD = {
     "data-dependent": "control flow that depends on shapes and settings only, not on the values of tensors",
+    "found a fake tensor in the exported program constant": "torch's own operators, and x.detach() in the place of x.data",
     "packed sequences": "padded sequences: the layer runs over all steps, and the lengths choose what is used of them, such as "
                         "h[rows, lengths - 1]",
     "not a known type": "tensors, numbers, strings and None, in tuples, lists, dicts, or as attributes of an object",
@@ -133,6 +134,28 @@ def _user_lines() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _data_detached() -> Iterator[None]:
+    """While active, ``x.data`` in the model's code is ``x.detach()``: an export takes the former for a constant."""
+    plain = torch.Tensor.data
+
+    def get(tensor: torch.Tensor) -> torch.Tensor:
+        ours = isinstance(tensor, FakeTensor) and is_users(sys._getframe(1).f_code.co_filename)
+        return tensor.detach() if ours else plain.__get__(tensor)
+
+    def put(tensor: torch.Tensor, value: torch.Tensor) -> None:
+        if isinstance(tensor, FakeTensor) and is_users(sys._getframe(1).f_code.co_filename):
+            raise CaptureError("x.data is assigned while the model runs", source=_calling_line(),
+                               legal="x.copy_(...) under torch.no_grad(), or a variable of its own")
+        plain.__set__(tensor, value)
+
+    torch.Tensor.data = property(get, put)
+    try:
+        yield
+    finally:
+        del torch.Tensor.data
+
+
 def capture(net: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None, *, loss_fn: Any = None,
             device: torch.device | str = "cpu") -> Graph:
     """Capture one call of a model.
@@ -166,7 +189,7 @@ def capture(net: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None, *
     try:
         with _fake_state(module, mode, device), collect_marks() as calls, _quiet(), \
                 collect_functions(_calling_line) as functions, collect_regions(module, prefix) as regions, \
-                _user_lines(), _objects_opened(module), cumulative_momentum(module):
+                _user_lines(), _data_detached(), _objects_opened(module), cumulative_momentum(module):
             program = torch.export.export(module, fake_args, fake_kwargs, strict=False)
     except ShardwrightError as error:
         raised = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)]

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
@@ -143,6 +144,10 @@ class Reader:
             elif spec.kind is InputKind.CONSTANT_TENSOR:
                 value = Value(self.unique(spec.target), tuple(meta.shape), meta.dtype)
                 constants[value.name] = self.program.constants[spec.target]
+                if isinstance(constants[value.name], FakeTensor):
+                    users = [_source(user) for user in node.users]
+                    raise CaptureError("a tensor comes of others in a way that the capture does not see",
+                                       source=next(filter(None, users), None), legal="torch's own operators")
             else:
                 name = bare(spec.target, self.prefix)
                 name = self.aliases.get(name, name)
@@ -481,7 +486,8 @@ class Reader:
             on = [tuple(v.shape) for v in values_in((args, kwargs))]
             raise CaptureError(f"what {target} gives, called on {on}, depends on the values of tensors",
                                operator=node.name, source=_source(node) or None,
-                               legal="shapes and numbers that do not depend on the values of tensors")
+                               legal="shapes and numbers that do not depend on the values of tensors, such as "
+                                     "torch.where(mask, a, b) in the place of a[mask]")
         wish = target.__name__ if isinstance(target, Applied) else node.name
         flowing = target.differentiable if isinstance(target, Applied) else _flowing(target, args, kwargs, len(metas))
         name = self.unique(wish.rstrip("_") or wish)
