@@ -13,12 +13,14 @@ import io
 import logging
 import sys
 import traceback
+import warnings
 from collections.abc import Collection, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 
 from .autocast import current
 from .errors import CaptureError, ShardwrightError
@@ -38,6 +40,9 @@ __all__ = ["WithLoss", "capture", "capture_scalable"]
 #: What torch says of a model that it cannot follow -> what to write instead.
 _INSTEAD = {
     "data-dependent": "control flow that depends on shapes and settings only, not on the values of tensors",
+    "found a fake tensor in the exported program constant": "torch's own operators, and x.detach() in the place of x.data",
+    "packed sequences": "padded sequences: the layer runs over all steps, and the lengths choose what is used of them, such as "
+                        "h[rows, lengths - 1]",
     "not a known type": "tensors, numbers, strings and None, in tuples, lists, dicts, or as attributes of an object",
     "numpy() is not supported": "torch's own operators",
 }
@@ -77,10 +82,19 @@ def _fake_state(module: nn.Module, mode: FakeTensorMode, device: torch.device) -
                     if tensor is not None:
                         saved.append((held, name, tensor))
                         held[name] = fake(tensor)
+        _rejoin_weights(module)
         yield
     finally:
         for held, name, tensor in saved:
             held[name] = tensor
+        _rejoin_weights(module)
+
+
+def _rejoin_weights(module: nn.Module) -> None:
+    """Recurrent layers keep a list of their weights beside the parameters, and compute with that."""
+    for layer in module.modules():
+        if isinstance(layer, nn.RNNBase) and hasattr(layer, "_flat_weights_names"):  # private torch names
+            layer._flat_weights = [getattr(layer, name, None) for name in layer._flat_weights_names]
 
 
 class _UsersLine:
@@ -104,6 +118,28 @@ class _UsersLine:
 def _innermost(tracer: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
     """The user's innermost line, which may be in a helper: export keeps lines in functions called ``forward``."""
     return traceback.StackSummary.from_list([f for f in frames if is_users(f.filename)][-1:])
+
+
+@contextlib.contextmanager
+def _data_detached() -> Iterator[None]:
+    """While active, ``x.data`` in the model's code is ``x.detach()``: an export takes the former for a constant."""
+    plain = torch.Tensor.data
+
+    def get(tensor: torch.Tensor) -> torch.Tensor:
+        ours = isinstance(tensor, FakeTensor) and is_users(sys._getframe(1).f_code.co_filename)
+        return tensor.detach() if ours else plain.__get__(tensor)
+
+    def put(tensor: torch.Tensor, value: torch.Tensor) -> None:
+        if isinstance(tensor, FakeTensor) and is_users(sys._getframe(1).f_code.co_filename):
+            raise CaptureError("x.data is assigned while the model runs", source=_calling_line(),
+                               legal="x.copy_(...) under torch.no_grad(), or a variable of its own")
+        plain.__set__(tensor, value)
+
+    torch.Tensor.data = property(get, put)
+    try:
+        yield
+    finally:
+        del torch.Tensor.data
 
 
 def capture(net: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None, *, loss_fn: Any = None,
@@ -162,7 +198,7 @@ def _captured(net: nn.Module, args: tuple, kwargs: dict[str, Any], loss_fn: Any,
     try:
         with _fake_state(module, mode, device), collect_marks() as calls, _quiet(), \
                 collect_functions(_calling_line) as functions, collect_regions(module, prefix) as regions, \
-                stack_lines(_innermost, _UsersLine), _objects_opened(module), cumulative_momentum(module):
+                stack_lines(_innermost, _UsersLine), _data_detached(), _objects_opened(module), cumulative_momentum(module):
             program = torch.export.export(module, fake_args, fake_kwargs, strict=False,
                                           dynamic_shapes=None if vary is None else _dynamic((fake_args, fake_kwargs), vary))
     except ShardwrightError as error:
@@ -171,6 +207,8 @@ def _captured(net: nn.Module, args: tuple, kwargs: dict[str, Any], loss_fn: Any,
     except Exception as error:
         frames = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)]
         first = str(error).strip().split("\n\n")[0]
+        if any(isinstance(x, PackedSequence) for f, _ in traceback.walk_tb(error.__traceback__) for x in f.f_locals.values()):
+            first = "the sizes of packed sequences depend on the values of their lengths"
         raise CaptureError(f"the model cannot be captured: {type(error).__name__}: {first}",
                            source=user_frame(frames) or _calling_line(),
                            legal=next((legal for part, legal in _INSTEAD.items() if part in first), None)) from error
@@ -222,7 +260,8 @@ def _quiet() -> Iterator[None]:
     for log in logs:
         log.setLevel(logging.CRITICAL)
     try:
-        with contextlib.redirect_stderr(written):
+        with contextlib.redirect_stderr(written), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", r"The tensor attributes? self\..*_flat_weights")  # see `_rejoin_weights`
             yield
     except Exception as error:
         graph = str(getattr(error, "partial_fx_graph", ""))

@@ -90,7 +90,7 @@ class _Search:
         return None
 
     def backward(self, made: Comparison, result: Any) -> FirstDifference | None:
-        expected = self.loss_of(pytree.tree_unflatten(self.reference.outputs, self.graph.out_spec))
+        expected = self.loss_of(self.graph.result(self.reference.outputs))
         loss = self.loss_of(result)
         if expected is None or loss is None or not expected.requires_grad:
             return None

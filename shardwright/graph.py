@@ -6,7 +6,7 @@ Small immutable records, free of torch.fx. Shapes are global: those of the one-d
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -188,6 +188,7 @@ class Graph:
         updates: buffer name -> the value that it holds after the step.
         aliases: further names of a parameter or buffer -> its name.
         batch: input name -> the dim that carries the batch; None: dim 0 of every input.
+        changed: which inputs the model changes in place. What they hold afterwards follows the outputs of the user.
     """
 
     inputs: tuple[Value, ...]
@@ -201,6 +202,11 @@ class Graph:
     updates: dict[str, Value] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     batch: dict[str, int] | None = None
+    changed: tuple[int, ...] = ()
+
+    def result(self, outputs: Sequence[Any]) -> Any:
+        """What the user's model returns, of the outputs of a run."""
+        return pytree.tree_unflatten(list(outputs[:len(outputs) - len(self.changed)]), self.out_spec)
 
     def producers(self) -> dict[str, Op]:
         """Value name -> the operator that makes it."""

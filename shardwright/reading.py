@@ -16,14 +16,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.graph_signature import InputKind, OutputKind
 
 from .autocast import Autocast, Like, casts_of, entered, under, with_dtype
 from .errors import CaptureError
 from .graph import Graph, Op, Value, map_values, values_in
 from .marks import Operator
+from .mutation import Cell, Memory, Step, View, Writer, gives_back, is_same, plain_form, serial, shares_memory
 from .normalisation import batch_norm, without_side_effects
 from .opaque import OPAQUE, Applied
+from .rules.recurrent import layer_by_layer, without_dropout
+from .rules.scatter import assigned, overwritten
 from .recompute import EDGE, Settings, recomputed_ops
 from .scaling import Sizes
 from .torch_private import OpOverload, overload_name, pytree, schema_of
@@ -32,6 +36,12 @@ from .vmapped import regions, written_out
 __all__ = ["MarkUse", "Reader", "bare", "is_users", "user_frame"]
 
 aten = torch.ops.aten
+
+_OWNERS = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "constant"}
+
+#: What the model may not change in place -> what to write instead.
+_UNCHANGEABLE = {"parameter": "a change outside of the model's forward",
+                 "constant": "a buffer, which register_buffer makes of it"}
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in ')
@@ -84,16 +94,6 @@ def bare(name: str, prefix: str) -> str:
     return name.removeprefix(prefix + ".") if prefix else name
 
 
-class _Cell:
-    """A tensor variable of the user's program: in-place operators change what it holds."""
-
-    def __init__(self, value: Value, base: _Cell | None = None) -> None:
-        self.value = value
-        self.base = base.base or base if base is not None else None  # the cell that it is a view of
-        self.stale: torch.fx.Node | None = None
-        self.views: list[_Cell] = []
-
-
 class Reader:
     """Reads an exported program into a `Graph`."""
 
@@ -107,7 +107,10 @@ class Reader:
         self.parameters: dict[str, Value] = {}
         self.cells: dict[torch.fx.Node, Any] = {}
         self.updates: dict[str, Value] = {}
-        self.state: dict[int, tuple[InputKind, str]] = {}  # cells of parameters and buffers
+        self.memories: dict[str, Memory] = {}              # of parameters and buffers, by name
+        self.writer = Writer(self.emit)
+        self.node: torch.fx.Node | None = None             # that is being read
+        self.frontier: int | None = None                   # under no_grad: the serial number where that began
         self.used: set[str] = set()
         self.begun: dict[int, int] = {}                    # marked call -> how many operators came before it
         self.entries: dict[torch.fx.Node, int] = {}        # mark node -> which tensor input of the call it is
@@ -154,6 +157,10 @@ class Reader:
             elif spec.kind is InputKind.CONSTANT_TENSOR:
                 value = Value(self.unique(spec.target), tuple(meta.shape), meta.dtype)
                 constants[value.name] = self.program.constants[spec.target]
+                if isinstance(constants[value.name], FakeTensor):
+                    users = [_source(user) for user in node.users]
+                    raise CaptureError("a tensor comes of others in a way that the capture does not see",
+                                       source=next(filter(None, users), None), legal="torch's own operators")
             else:
                 name = bare(spec.target, self.prefix)
                 name = self.aliases.get(name, name)
@@ -163,31 +170,36 @@ class Reader:
                     table[name] = Value(name, tuple(meta.shape), meta.dtype,
                                         spec.kind is InputKind.PARAMETER and meta.requires_grad)
                 value = table[name]
-            cell = _Cell(value)
-            self.cells[node] = cell
-            if spec.kind in (InputKind.BUFFER, InputKind.PARAMETER):
-                self.state[id(cell)] = (spec.kind, value.name)
+            owner = _OWNERS.get(spec.kind, "input")
+            named = self.memories.setdefault if owner in ("parameter", "buffer") else lambda _, memory: memory
+            self.cells[node] = Cell(named(value.name, Memory(value, owner, value.name)).whole)
         for mark_path in self.mark_names.values():
             self.used.add(mark_path)
         result = self.walk(self.program.graph, self.program.graph_module)
         kept = [self.leaf(r) for r, spec in zip(result, signature.output_specs, strict=True)
                 if spec.kind in (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT)]
+        changed = self.changed_inputs([v.name for v in inputs])
+        kept += changed.values()
         graph = Graph(tuple(inputs), parameters, buffers, constants,
                       tuple(recomputed_ops(self.ops, self.regions, self.spans, self.mark_names)), tuple(kept),
-                      self.program.call_spec.in_spec, self.program.call_spec.out_spec, self.updates, self.aliases)
+                      self.program.call_spec.in_spec, self.program.call_spec.out_spec, self.updates, self.aliases, changed=tuple(changed))
         return _without_dead(graph)
+
+    def changed_inputs(self, names: list[str]) -> dict[int, Value]:
+        """The inputs that the model changed in place, and what they hold at the end: values of their own, since they may be
+        handed out otherwise than the model's outputs."""
+        memories = {c.memory.name: c.memory for c in self.cells.values() if isinstance(c, Cell) and c.memory.owner == "input"}
+        return {i: self.emit(aten.alias.default, (self.writer.read(memories[name].whole),), {})[0]
+                for i, name in enumerate(names) if name in memories and memories[name].version}
 
     def shape(self, tensor: torch.Tensor) -> tuple[Any, ...]:
         return tuple(tensor.shape) if self.sizes is None else self.sizes.shape(tensor)
 
     def leaf(self, held: Any) -> Any:
-        return self.read(held) if isinstance(held, _Cell) else held
+        return self.read(held) if isinstance(held, Cell) else held
 
-    def read(self, cell: _Cell) -> Value:
-        if cell.stale is not None:
-            raise CaptureError(f"a tensor is used after {cell.stale.target} changed, in place, memory that it shares",
-                               source=_source(cell.stale) or None, legal="the operator without the underscore")
-        return cell.value
+    def read(self, cell: Cell) -> Value:
+        return self.writer.read(cell.view)
 
     def walk(self, graph: torch.fx.Graph, owner: torch.fx.GraphModule) -> list[Any]:
         for node in regions(graph.nodes):
@@ -201,7 +213,12 @@ class Reader:
             elif node.op == "output":
                 return [self.cells[a] if isinstance(a, torch.fx.Node) else a for a in node.args[0]]
             elif node.op == "call_function":
-                self.call(node)
+                try:
+                    self.call(node)
+                except (ArithmeticError, AssertionError, AttributeError, LookupError, NotImplementedError, RuntimeError,
+                        TypeError, ValueError) as error:
+                    raise CaptureError(f"{node.target} cannot be read: {type(error).__name__}: {error}",
+                                       source=_source(node) or None, legal="torch's plain operators") from error
             else:
                 raise CaptureError(f"unexpected node {node.format_node()}", source=_source(node))
         return []
@@ -209,7 +226,7 @@ class Reader:
     # -- one node --
 
     def call(self, node: torch.fx.Node) -> None:
-        target = node.target
+        target, self.node = node.target, node
         if self.sizes is not None and isinstance(node.meta.get("val"), _SYMBOLIC):
             self.cells[node] = self.sizes.of(node.meta["val"])
         elif self.sizes is not None and target is aten.slice.Tensor and _is_all(node):
@@ -238,11 +255,26 @@ class Reader:
     def grad_mode(self, node: torch.fx.Node) -> None:
         """A region under torch.no_grad: inlined, what leaves it carries no gradient."""
         enabled, sub, *args = node.args
+        outside, begin = self.frontier, serial()
+        self.frontier = None if enabled else begin if outside is None else outside
         results = self.inlined(sub, args)
-        if not enabled:
-            results = [self.record(node, aten.detach.default, (self.read(r),), {})[0]
-                       if isinstance(r, _Cell) else r for r in results]
-        self.cells[node] = results
+        self.frontier, self.node = outside, node
+        self.cells[node] = results if enabled else [
+            self.without_gradient(r, begin) if isinstance(r, Cell) else r for r in results]
+
+    def without_gradient(self, cell: Cell, begin: int) -> Cell:
+        """A variable as it leaves a region without gradients that began at a serial number: itself, where it was there
+        before; a detached view of a memory that was; otherwise a memory that is detached."""
+        if cell.number < begin:
+            return cell
+        view, memory = cell.view, cell.memory
+        value = self.writer.read(view)
+        if value.requires_grad and memory.number < begin:
+            step = Step(aten.detach.default, (value,), {}, value, 0, (value.shape,), same=True)
+            return Cell(View(memory, self.emit(step.target, step.args, {})[0], view, step))
+        if memory.number >= begin and (value.dtype.is_floating_point or value.dtype.is_complex):
+            self.writer.write(memory.whole, self.emit(aten.detach.default, (self.writer.read(memory.whole),), {})[0])
+        return cell
 
     def autocast(self, node: torch.fx.Node) -> None:
         """A region under torch.autocast: inlined, its casts written out."""
@@ -334,8 +366,8 @@ class Reader:
         self.attached.add(call)
         name = self.mark_names.get(id(marked))
         if len(inside) > 1:
-            buffers = {held for kind, held in self.state.values() if kind is InputKind.BUFFER}
-            inside = [i for i in inside if not _is_view(self.ops[i].target) and self.ops[i].name not in self.uncast and not (
+            buffers = {memory.name for memory in self.memories.values() if memory.owner == "buffer"}
+            inside = [i for i in inside if not _is_beside(self.ops[i].target) and self.ops[i].name not in self.uncast and not (
                 self.ops[i].inputs and buffers.issuperset(v.name for v in self.ops[i].inputs))] or inside
         if len(inside) != 1:
             kinds = ", ".join(self.ops[i].kind for i in inside) or "none"
@@ -375,7 +407,7 @@ class Reader:
     def applied(self, node: torch.fx.Node, target: Any, written: list[Any], args: tuple, kwargs: dict) -> None:
         """Record an operator in its plain form: without writes into its arguments, without side effects."""
         if written:
-            self.in_place(node, target, len(written), tuple(args), kwargs)
+            self.in_place(node, target, [a.name for a in written], tuple(args), kwargs)
             return
         names = [a.name for a in schema_of(target).arguments]
         named = dict(zip(names, args)) | kwargs
@@ -383,33 +415,101 @@ class Reader:
         if silent is not None:
             self.running_statistics(node, silent, named, dict(zip(names, node.args)) | dict(node.kwargs))
             return
+        recurrent = without_dropout(target, named)
+        if recurrent is not None:
+            target, args, drops = recurrent
+            self.cells[node] = [Cell(v) for v in layer_by_layer(self.emit, target, args, drops)] if drops else \
+                self.record(node, target, args, {})
+            return
         cells = self.record(node, target, tuple(args), kwargs)
-        base = self.cells.get(node.args[0]) if node.args and isinstance(node.args[0], torch.fx.Node) else None
-        if _is_view(target) and isinstance(base, _Cell):
-            if node.args[0] in self.entries:
-                self.entries[node] = self.entries[node.args[0]]
-            for cell in cells:
-                cell.base = base.base or base
-                cell.base.views.append(cell)
+        if target is not aten.lift_fresh_copy.default:  # a copy, whatever the fake tensors share
+            self.find_views(node, target, tuple(args), kwargs, cells)
+        if _is_view(target) and node.args and node.args[0] in self.entries:
+            self.entries[node] = self.entries[node.args[0]]
         self.cells[node] = cells[0] if isinstance(node.meta.get("val"), torch.Tensor) else cells
 
-    def in_place(self, node: torch.fx.Node, target: Any, written: int, args: tuple, kwargs: dict) -> None:
+    def find_views(self, node: torch.fx.Node, target: Any, args: tuple, kwargs: dict, cells: list[Cell | None]) -> None:
+        """Outputs that share memory with an input become views of it."""
+        sources = [n for n in pytree.tree_leaves((node.args, dict(node.kwargs)))
+                   if isinstance(n, torch.fx.Node) and isinstance(self.cells[n], Cell)]
+        metas = _tensors(node.meta.get("val"))
+        sizes = tuple(tuple(m.shape) if m is not None else () for m in metas)
+        for i, (cell, meta) in enumerate(zip(cells, metas)):
+            shared = [n for n in sources if cell is not None and isinstance(n.meta.get("val"), torch.Tensor)
+                      and (shares_memory(n.meta["val"], meta) or gives_back(target, args, kwargs))]
+            if shared:
+                source = shared[i] if len(shared) == len(cells) else shared[0]
+                parent = self.cells[source].view
+                same = gives_back(target, args, kwargs) or is_same(source.meta["val"], meta)
+                step = Step(target, args, kwargs, parent.value, i, sizes, same)
+                cell.view = View(parent.memory, cell.view.value, parent, step)
+
+    def in_place(self, node: torch.fx.Node, target: Any, written: list[str], args: tuple, kwargs: dict) -> None:
         """``x.relu_()`` becomes a plain relu, and the variable x holds its result from here on."""
-        changed = self.cells[node.args[0]] if node.args and isinstance(node.args[0], torch.fx.Node) else None
-        plain = _functional(target)
-        if plain is None or written != 1 or not isinstance(changed, _Cell):
+        given = dict(zip((a.name for a in target._schema.arguments), node.args)) | dict(node.kwargs)
+        changed = [self.cells.get(n) for n in pytree.tree_leaves([given[name] for name in written])
+                   if isinstance(n, torch.fx.Node)]
+        plain = plain_form(target)
+        if torch.Tag.inplace_view in target.tags and target is not aten.detach_.default and plain is not None \
+                and plain._schema.returns[0].alias_info is not None:
+            self.turn(node, plain, args, kwargs)
+            return
+        if target is aten.fill_diagonal_.default and len(args[0].shape) == 2:
+            value = self.filled_diagonal(*args, **kwargs)
+            made = None if value is None else [value]
+        elif target is aten.copy_.default:
+            made = self.emit(overwritten, args[:2], {}) if args[0].requires_grad else [args[1]]
+        elif target is aten.detach_.default and not args[0].requires_grad:
+            made = [args[0]]
+        elif plain is None or torch.Tag.inplace_view in target.tags and target is not aten.detach_.default:
+            made = None
+        else:
+            kwargs = {name: value for name, value in kwargs.items() if name not in written}
+            made = [c.view.value for c in self.record(node, plain, args, kwargs, metas=_made(plain, args, kwargs))]
+        if made is None or len(made) != len(changed) or not all(isinstance(c, Cell) for c in changed):
             raise CaptureError(f"{target} writes into its arguments and has no plain form", source=_source(node) or None,
                                legal="an operator that returns its result")
-        old = changed.value
-        if target is aten.copy_.default and (args[1].shape, args[1].dtype) == (old.shape, old.dtype):
-            changed.value = args[1]
-        else:
-            changed.value = self.record(node, plain, args, kwargs)[0].value
-        if (changed.value.shape, changed.value.dtype) != (old.shape, old.dtype):
-            raise CaptureError(f"{target} would change the type or shape of the tensor it writes to",
-                               source=_source(node) or None)
-        self.changed(node, changed)
-        self.cells[node] = changed
+        for cell, value in zip(changed, made):
+            if value is not cell.view.value:
+                self.store(node, cell, value)
+        self.cells[node] = changed[0] if isinstance(node.meta.get("val"), torch.Tensor) else changed
+
+    def turn(self, node: torch.fx.Node, plain: Any, args: tuple, kwargs: dict) -> None:
+        """``x.t_()``: the variable sees its memory otherwise from here on."""
+        cell = self.cells[node.args[0]]
+        before = cell.view
+        value = self.record(node, plain, args, kwargs)[0].view.value
+        step = Step(plain, args, kwargs, before.value, 0, (value.shape,), before.value.shape == value.shape == ())
+        cell.view = View(before.memory, value, before, step)
+        self.cells[node] = cell
+
+    def filled_diagonal(self, x: Value, fill: Any, wrap: bool = False) -> Value | None:
+        rows, columns = x.shape
+        if wrap and rows > columns:
+            return None
+        diagonal = self.emit(aten.full.default, ([min(rows, columns)], fill),
+                             {"dtype": x.dtype, "device": self.node.meta["val"].device})[0]
+        return self.emit(aten.diagonal_scatter.default, (x, diagonal), {})[0]
+
+    def store(self, node: torch.fx.Node, cell: Cell, value: Value) -> None:
+        """A variable holds another value from here on, in the memory that it shares: noted where this is a buffer's, refused
+        where it cannot be."""
+        memory, old, where = cell.memory, self.read(cell), {"source": _source(node) or None}
+        if memory.owner in _UNCHANGEABLE:
+            raise CaptureError(f"the model changes its {memory.owner} {memory.name!r} in place", **where,
+                               legal=_UNCHANGEABLE[memory.owner])
+        if value.dtype != old.dtype:
+            value = self.emit(aten.to.dtype, (value, old.dtype), {})[0]
+        if value.shape != old.shape:
+            value = self.emit(aten.expand.default, (value, list(old.shape)), {})[0]
+        if self.frontier is not None and memory.number < self.frontier:
+            value = self.writer.assign(old, value)
+        try:
+            self.writer.write(cell.view, value)
+        except CaptureError as error:
+            raise error.located(**where) from None
+        if memory.owner == "buffer":
+            self.updates[memory.name] = memory.whole.value
 
     def running_statistics(self, node: torch.fx.Node, target: Any, named: dict[str, Any], nodes: dict[str, Any]
                            ) -> None:
@@ -418,43 +518,37 @@ class Reader:
             path = _module_path(node, self.prefix)
             count = f"{path}.num_batches_tracked" if path else "num_batches_tracked"
             count = self.aliases.get(count, count)
-            counts = (c for c in self.cells.values() if self.state.get(id(c)) == (InputKind.BUFFER, count))
-            named["tracked"] = next(map(self.read, counts), None) if math.isnan(named["momentum"]) else None
+            counts = self.memories.get(count)
+            named["tracked"] = self.writer.read(counts.whole) if counts and math.isnan(named["momentum"]) else None
         args = tuple(named[a.name] for a in schema_of(target).arguments)
         held = [self.cells[nodes[name]] for name in ("running_mean", "running_var")]
-        out, *new = self.record(node, target, args, {}, [c.value for c in held])
+        out, *new = self.record(node, target, args, {}, [self.read(c) for c in held])
         for cell, made in zip(held, new):
-            cell.value = made.value
-            self.changed(node, cell)
+            self.store(node, cell, made.view.value)
         self.cells[node] = out
 
-    def changed(self, node: torch.fx.Node, changed: _Cell) -> None:
-        """A variable holds another value from here on: noted where it is a buffer, refused where that cannot be."""
-        root = changed.base or changed
-        kind, name = self.state.get(id(root), (None, ""))
-        if kind is InputKind.PARAMETER:
-            raise CaptureError(f"the model changes its parameter {name!r} in place", source=_source(node) or None,
-                               legal="a change outside of the model's forward")
-        if kind is InputKind.BUFFER:
-            if changed is not root:
-                raise CaptureError(f"the model changes a part of its buffer {name!r} in place",
-                                   source=_source(node) or None, legal=f"a change of the whole of {name!r}")
-            self.updates[name] = changed.value
-        for cell in [root, *root.views]:
-            if cell is not changed:
-                cell.stale = node
+    def emit(self, target: Any, args: tuple, kwargs: dict) -> list[Value]:
+        """Append an operator that stands for a part of the node that is read; its outputs."""
+        made = self.record(self.node, target, args, kwargs, metas=_made(target, args, kwargs), entered=False)
+        return [cell.view.value for cell in made]
 
-    def record(self, node: torch.fx.Node, target: Any, args: tuple, kwargs: dict, further: Sequence[Value] = ()
-               ) -> list[_Cell]:
-        """Append an operator; its outputs' cells. `further`: like these are outputs that the node does not have."""
-        meta = node.meta.get("val")
-        metas = list(meta) if isinstance(meta, (tuple, list)) else [meta]
+    def record(self, node: torch.fx.Node, target: Any, args: tuple, kwargs: dict, further: Sequence[Value] = (),
+               metas: list[torch.Tensor] | None = None, entered: bool = True) -> list[Cell]:
+        """Append an operator; its outputs' cells.
+
+        Args:
+            further: like these are outputs that the node does not have.
+            metas: like these are its outputs, where they are not those of the node.
+            entered: whether its inputs are those of the node.
+        """
+        metas = metas or _tensors(node.meta.get("val"))
         shapes = [self.shape(m) if isinstance(m, torch.Tensor) else (m,) for m in metas]
         if any(isinstance(s, _SYMBOLIC) for shape in shapes for s in shape):
             on = [tuple(v.shape) for v in values_in((args, kwargs))]
             raise CaptureError(f"what {target} gives, called on {on}, depends on the values of tensors",
                                operator=node.name, source=_source(node) or None,
-                               legal="shapes and numbers that do not depend on the values of tensors")
+                               legal="shapes and numbers that do not depend on the values of tensors, such as "
+                                     "torch.where(mask, a, b) in the place of a[mask]")
         wish = target.__name__ if isinstance(target, Applied) else node.name
         flowing = target.differentiable if isinstance(target, Applied) else _flowing(target, args, kwargs, len(metas))
         name = self.unique(wish.rstrip("_") or wish)
@@ -467,14 +561,14 @@ class Reader:
             for i, m in enumerate(metas))
         outputs += tuple(Value(f"{name}.{i}", v.shape, v.dtype) for i, v in enumerate(further, len(metas)))
         nodes = [a for a in pytree.tree_leaves((node.args, dict(node.kwargs))) if isinstance(a, torch.fx.Node)
-                 and isinstance(self.cells[a], _Cell)]
-        self.places.append({i: self.entries[n] for i, n in enumerate(nodes) if n in self.entries})
+                 and isinstance(self.cells[a], Cell)]
+        self.places.append({i: self.entries[n] for i, n in enumerate(nodes) if n in self.entries and entered})
         number, seeded = len(self.drawing), torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
         if seeded:
             self.drawing.append(name)
         self.ops.append(Op(name, target, args, kwargs, inputs, outputs, _module_path(node, self.prefix),
                            _source(node), number=number if seeded else 0))
-        return [_Cell(v) if v is not None else None for v in outputs]
+        return [Cell(v) if v is not None else None for v in outputs]
 
 
 def _is_all(node: torch.fx.Node) -> bool:
@@ -491,6 +585,25 @@ def _is_view(target: Any) -> bool:
     return len(returns) == 1 and returns[0].alias_info is not None
 
 
+def _is_beside(target: Any) -> bool:
+    """Whether an operator belongs to how variables share memory: a view, or a write through one."""
+    return _is_view(target) or target in (aten.slice_scatter.default, aten.select_scatter.default, assigned,
+                                          aten.diagonal_scatter.default)
+
+
+def _tensors(made: Any) -> list[Any]:
+    return list(made) if isinstance(made, (tuple, list)) else [made]
+
+
+def _made(target: Any, args: tuple, kwargs: dict) -> list[torch.Tensor] | None:
+    """What an operator returns, without its elements; None where that takes elements."""
+    args, kwargs = map_values((args, kwargs), lambda v: torch.empty(v.shape, dtype=v.dtype, device="meta"))
+    try:
+        return _tensors(target(*args, **kwargs))
+    except RuntimeError:
+        return None
+
+
 def _flowing(target: Any, args: tuple, kwargs: dict, count: int) -> tuple[bool, ...]:
     """To which of its outputs a gradient of any input comes; to all, where it does not say."""
     if count > 1 and len({v.requires_grad for v in values_in((args, kwargs))}) > 1:
@@ -505,20 +618,6 @@ def _flowing(target: Any, args: tuple, kwargs: dict, count: int) -> tuple[bool, 
     return (True,) * count
 
 
-#: Plain forms that have another name.
-_FUNCTIONAL = {aten.normal_.default: aten.normal_functional.default, aten.bernoulli_.float: aten.bernoulli.p}
-
-
-def _functional(target: Any) -> Any | None:
-    """``aten.relu_.default`` -> ``aten.relu.default``."""
-    if target in _FUNCTIONAL:
-        return _FUNCTIONAL[target]
-    namespace, name = schema_of(target).name.split("::")
-    packet = getattr(getattr(torch.ops, namespace), name.rstrip("_"), None) if name.endswith("_") else None
-    overload = getattr(packet, overload_name(target), None) if packet is not None else None
-    if overload is None or any(a.alias_info is not None and a.alias_info.is_write for a in schema_of(overload).arguments):
-        return None
-    return overload
 
 
 def _without_dead(graph: Graph) -> Graph:

@@ -139,53 +139,13 @@ def test_in_place_becomes_plain() -> None:
     assert kinds(graph) == ["matmul", "add", "relu"] and not any(op.target._schema.is_mutable for op in graph.ops)
 
 
-def stale_view(m, x):
-    y = x @ m.w
-    row = y.view(-1)
-    y.relu_()                   # changes row too
-    return row * 2
-
-
-def stale_base(m, x):
-    y = x @ m.w
-    y[0].add_(1)                # a part of y
-    return y
-
-
-def stale_sibling(m, x):
-    y = torch.tanh(x)
-    left, right = y.mT, y.flatten()
-    left.mul_(2)                # changes right too
-    return right @ right
-
-
-def stale_part(m, x):
-    y = torch.tanh(x)
-    parts = y.chunk(2, 1)
-    parts[1].zero_()            # changes y too
-    return y
-
-
-@pytest.mark.parametrize(("f", "text"), [
-    (stale_view, "y.relu_()"), (stale_base, "y[0]"), (stale_sibling, "left.mul_"), (stale_part, "parts[1]")])
-def test_memory_that_was_changed_under_another_name(f, text) -> None:
-    with pytest.raises(sw.CaptureError, match="in place, memory that it shares") as raised:
-        capture(Apply(f), (X,))
-    assert raised.value.source == line_of(f, text) and "without the underscore" in raised.value.legal
-
-
-def buffer_part(m, x):
-    m.table[0].add_(1)          # a part of the buffer
-    return x @ m.w
-
-
 def parameter_change(m, x):
     with torch.no_grad():
         m.w.clamp_(-1, 1)       # the parameter itself
     return x @ m.w
 
 
-@pytest.mark.parametrize(("f", "text", "name"), [(buffer_part, "a part", "'table'"), (parameter_change, "itself", "'w'")])
+@pytest.mark.parametrize(("f", "text", "name"), [(parameter_change, "itself", "'w'")])
 def test_changes_that_would_be_lost(f, text, name) -> None:
     with pytest.raises(sw.CaptureError, match=name) as raised:
         capture(Apply(f, table=torch.zeros(8, dtype=D)), (X,))

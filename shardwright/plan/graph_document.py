@@ -135,7 +135,8 @@ def write_graph(graph: Graph) -> dict[str, Any]:
         "outputs": [_leaf(x) for x in graph.outputs],
         "updates": {name: v.name for name, v in graph.updates.items()},
         "aliases": graph.aliases,
-        "in_spec": _spec(graph.in_spec), "out_spec": _spec(graph.out_spec), **batch}
+        "in_spec": _spec(graph.in_spec), "out_spec": _spec(graph.out_spec), **batch,
+        **({"changed": list(graph.changed)} if graph.changed else {})}
 
 
 def fingerprint(graph: Graph) -> str:
@@ -282,4 +283,5 @@ def read_graph(said: dict[str, Any]) -> Graph:
                  {name: value(*rest) for name, rest in said["parameters"].items()},
                  {name: value(*rest) for name, rest in said["buffers"].items()}, constants, tuple(ops),
                  tuple(_leaf_of(x, values) for x in said["outputs"]), *specs,
-                 {name: values[n] for name, n in said["updates"].items()}, dict(said["aliases"]), said.get("batch"))
+                 {name: values[n] for name, n in said["updates"].items()}, dict(said["aliases"]), said.get("batch"),
+                 tuple(said.get("changed", ())))

@@ -187,8 +187,10 @@ class Router:
         """The layouts in which results are handed out."""
         makers = {v.name: (d, k) for d in self.decisions.values()
                   for k, v in enumerate(v for v in d.op.outputs if v is not None)} if self.fed.kept else {}
-        return [layout or self.left(*makers[v.name], v) for v, layout in
-                zip(values, output_layouts(values, self.devices, self.fed, self.carries))]
+        layouts = [layout or self.left(*makers[v.name], v) for v, layout in
+                   zip(values, output_layouts(values, self.devices, self.fed, self.carries))]
+        changed = self.graph.changed  # an input that is changed in place comes back as it was fed
+        return layouts[:len(layouts) - len(changed)] + [self.fed.inputs[i] for i in changed]
 
     def left(self, decision: Decision, k: int, value: Value) -> Layout:
         """The layout in which a value goes on to another stage."""

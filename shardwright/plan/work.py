@@ -24,6 +24,7 @@ from torch.utils.flop_counter import flop_registry
 from ..errors import RuleError
 from ..graph import Op, Value, map_values
 from ..rules import bound_rule, find_rule
+from ..rules.grouped import FLOPS
 from ..torch_private import TorchDispatchMode, pytree, storage_id
 
 __all__ = ["Work", "signature", "work_of"]
@@ -103,6 +104,8 @@ class _Watch(TorchDispatchMode):
         formula = flop_registry.get(getattr(func, "overloadpacket", func))
         if formula is not None:
             self.flops += formula(*args, **kwargs, out_val=out)
+        elif func.name() in FLOPS:
+            self.flops += FLOPS[func.name()](*args, **kwargs)
         return out
 
 

@@ -1,8 +1,8 @@
 """The operators and their rules: one description each, see `notation` for the string and `registry` for the record."""
 
 from . import (  # noqa: F401  (each family registers itself)
-    arrange, attention, classes, conv, create, lookup, loss, matmul, moments, norm, normalise, padding, patches,
-    pointwise, pool, random, reduce, resample, scan, scatter, send, view,
+    arrange, attention, classes, conv, create, grouped, lookup, loss, matmul, moments, norm, normalise, padding, patches,
+    pointwise, pool, random, recurrent, reduce, resample, scan, scatter, send, view,
 )
 from .expand import Builder, expand
 from .notation import Assignment, Bound, Factor, bind, parse

@@ -87,6 +87,8 @@ _RULES: dict[Any, Rule] = {}
 
 def _keys(target: Any) -> list[Any]:
     """Registry keys of what a user may name: an overload, a packet (all overloads), a custom op, a function."""
+    if isinstance(target, str):
+        return [target]
     overload = overload_of(target)
     if overload is not None:
         return [overload]
@@ -102,6 +104,9 @@ def _keys(target: Any) -> list[Any]:
 
 def register(targets: Sequence[Any], described: Rule) -> None:
     """Describe operators. A later description of the same operator replaces the earlier one.
+
+    Args:
+        targets: operators, or names such as ``"library::operator"`` of those that a library registers when it is imported.
 
     Raises:
         RuleError: a notation that cannot be read, or a target that is no operator.
@@ -150,6 +155,8 @@ def find_rule(op: Op) -> Rule | None:
     if function is not None:
         return _RULES.get(function) or whole_rule(op)
     found = _RULES.get(op.target)
+    if found is None and isinstance(op.target, torch._ops.OpOverload):
+        found = _RULES.get(op.target.name())
     if found is None and torch.Tag.pointwise in getattr(op.target, "tags", ()) \
             and torch.Tag.nondeterministic_seeded not in op.target.tags:
         return POINTWISE

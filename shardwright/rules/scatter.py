@@ -207,6 +207,41 @@ def _put_part(op: Op) -> tuple[str, dict[str, int]]:
     return f"{', '.join(texts)} -> {operand(names)}", sizes
 
 
+# -- writes of all elements --------------------------------------------------------------------------------------------
+
+
+@local_operator("assigned(Tensor x, Tensor value) -> Tensor")
+def assigned(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """The elements of `value`; the gradient goes to `x`: a write that autograd does not see."""
+    return _Assigned.apply(x, value)
+
+
+@local_operator("overwritten(Tensor x, Tensor value) -> Tensor")
+def overwritten(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """The elements of `value`, in the shape and type of `x`, whose gradient is 0: what `copy_` leaves."""
+    return _Overwritten.apply(x, value.to(x.dtype).expand(x.shape))
+
+
+class _Assigned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+class _Overwritten(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return value.clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros_like(gradient), gradient
+
+
 # -- parts of a dim ----------------------------------------------------------------------------------------------------
 
 
@@ -232,3 +267,4 @@ register((write_part,), Rule(_write_part))
 register((aten.index_put.default,), Rule(_put, expand=_expand_put))
 register((put_part,), Rule(_put_part))
 register((aten.select_scatter.default, aten.slice_scatter.default, aten.diagonal_scatter.default), Rule(_put_beside))
+register((assigned, overwritten), Rule("..., ... -> ..."))

@@ -337,7 +337,7 @@ def plain_function(node: torch.fx.Node) -> Any:
         return torch.mm
     if not isinstance(target, OpOverload) or target.namespace != "aten" or \
             overload_name(target) not in PARSED or not isinstance(schema_of(target).arguments[0].type, torch.TensorType) or \
-            target is aten.bernoulli.Tensor:  # which `torch.bernoulli` does not know
+            target in (aten.bernoulli.Tensor, aten.index_put.default):  # torch.bernoulli does not know it; no index is None
         return target
     name = target.overloadpacket.__name__
     function = torch_function(name)

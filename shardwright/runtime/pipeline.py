@@ -24,6 +24,7 @@ from ..plan.pipelined import PipelinePlan, Stage, Transfer
 from ..schedules import Schedule, forward_only
 from ..torch_private import demand, pytree
 from ..trees import closed, holds_objects
+from .changed_inputs import kept_apart, put_back
 from .freed import freed
 from .pipeline_pieces import parts_of
 from .pipeline_step import Step
@@ -149,7 +150,9 @@ class PipelineProgram:
         if self.begin is not None:
             self.begin()
         freed.step()
-        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        tensors = given = [x for x in leaves if isinstance(x, Tensor)]
+        if self.plan.graph.changed:
+            tensors = kept_apart(given, self.plan.graph.changed)
         if self.device is not None:
             tensors = [x.to(self.device) for x in tensors]
         trains = torch.is_grad_enabled() and (self.loss is not None or self.why is not None)
@@ -162,7 +165,8 @@ class PipelineProgram:
             step.inputs_wanted = [x for x in tensors if x.requires_grad]
             results[self.loss] = _Given.apply(results[self.loss], step, *leaves, *step.inputs_wanted)
         outputs = [r if c is None else c for r, c in zip(results, self._constants)]
-        result = pytree.tree_unflatten(outputs, self.plan.graph.out_spec)
+        put_back(given, outputs, self.plan.graph.changed)
+        result = self.plan.graph.result(outputs)
         return closed(result) if self._objects else result
 
     def check(self) -> None:

@@ -17,6 +17,7 @@ from ..plan.pipelined import PipelinePlan
 from ..plan.plan import Plan
 from ..torch_private import pytree
 from ..trees import closed, holds_objects
+from .changed_inputs import kept_apart, put_back
 from .deferred import materialize
 from .freed import freed
 from .fusion import Accumulation, Fusion
@@ -53,7 +54,7 @@ class Program:
         self._state, self._updated, self._device = state, updated, device
         self._outputs = plan.graph.outputs
         self._objects = holds_objects(plan.graph.out_spec)
-        self._sole = plan.graph.out_spec.is_leaf() and isinstance(plan.graph.outputs[0], Value)
+        self._sole = plan.graph.out_spec.is_leaf() and isinstance(plan.graph.outputs[0], Value) and not plan.graph.changed
         if plan.own is not None:
             self._handings = handings(plan, held is not None, mean)
         else:
@@ -65,7 +66,9 @@ class Program:
         if self.begin is not None:
             self.begin()
         freed.step()
-        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        tensors = given = [x for x in leaves if isinstance(x, Tensor)]
+        if self.plan.graph.changed:
+            tensors = kept_apart(given, self.plan.graph.changed)
         if self._device is not None:
             tensors = [x.to(self._device) for x in tensors]
         if self._draws:
@@ -80,7 +83,8 @@ class Program:
             with torch.no_grad():
                 for buffer, value in zip(self._updated, results, strict=True):
                     buffer.copy_(value)
-        result = pytree.tree_unflatten(outputs, self.plan.graph.out_spec)
+        put_back(given, outputs, self.plan.graph.changed)
+        result = self.plan.graph.result(outputs)
         return closed(result) if self._objects else result
 
 
