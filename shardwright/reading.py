@@ -113,6 +113,8 @@ class Reader:
         self.named: set[int] = set()                       # marked operators whose bare name is taken
         self.drawing: list[str] = []                       # random operators, in order
         self.casting = False                               # whether autocast is on
+        self.assigned: list[str] = []                      # buffers whose new values are the last outputs
+        self.out_spec: Any = program.call_spec.out_spec    # of the outputs before those
         self.entered: dict[int, int] = {}                  # recomputed region -> how many operators came before it
         self.spans: list[tuple[int, int, int]] = []        # region, its first operator, one past its last
 
@@ -159,9 +161,12 @@ class Reader:
         result = self.walk(self.program.graph, self.program.graph_module)
         kept = [self.leaf(r) for r, spec in zip(result, signature.output_specs, strict=True)
                 if spec.kind in (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT)]
+        if self.assigned:
+            self.updates.update(zip(self.assigned, kept[-len(self.assigned):], strict=True))
+            del kept[-len(self.assigned):]
         graph = Graph(tuple(inputs), parameters, buffers, constants,
                       tuple(recomputed_ops(self.ops, self.regions, self.spans, self.mark_names)), tuple(kept),
-                      self.program.call_spec.in_spec, self.program.call_spec.out_spec, self.updates, self.aliases)
+                      self.program.call_spec.in_spec, self.out_spec, self.updates, self.aliases)
         return _without_dead(graph)
 
     def leaf(self, held: Any) -> Any:
