@@ -16,7 +16,7 @@ import io
 import logging
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from types import FrameType
@@ -38,7 +38,7 @@ from .observation import Observation
 from .opaque import collect_functions
 from .reading import Reader, bare, is_users, user_frame
 from .recompute import collect_regions
-from .side_effects import (Blamed, Effects, LineFinder, Outcome, counted, counter, depends, judged, refuse_backward_hooks,
+from .side_effects import (Blamed, Effects, LineFinder, Outcome, counter, depends, judged, numbered, refuse_backward_hooks,
                            watched_calls)
 from .staging import whole_shape
 from .trees import closed, opened
@@ -133,7 +133,7 @@ class Recording:
 
     Attributes:
         modules: by path, those outside of the model that its forward uses too.
-        reads: the places that were read, by identity; none of counters.
+        reads: the places that were read, by identity.
         effects: what its forward does at each call besides its result.
     """
 
@@ -151,9 +151,8 @@ class Recording:
             other = next(a for a, b in zip_longest(self.effects.described(), effects.described()) if a != b)
             raise CaptureError(f"what the forward does besides its result depends on the size of the batch: {other or ''}",
                                legal="pipelines without it: each micro-batch is a part of the batch")
-        counters = effects.advanced()
         self.modules, self.effects = seen.modules, effects
-        self.reads.update((key, place) for key, place in seen.reads.items() if key not in counters)
+        self.reads.update(seen.reads)
 
 
 class _Exported(NamedTuple):
@@ -203,13 +202,13 @@ def capture(net: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None, *
     buffer_names = {(id(vars(m)["_buffers"]), key): bare(f"{path}.{key}" if path else key, prefix)
                     for path, m in module.named_modules() for key in m._buffers}
 
-    def exported(counters: dict[tuple[int, Any], Any], finder: LineFinder | None = None) -> _Exported:
+    def exported(counters: Mapping[Place, Any], finder: LineFinder | None = None) -> _Exported:
         seen = Observation(modules, [] if loss_fn is None else [("loss_fn", loss_fn)])
         watch = _Watch(module, seen, counters, finder)
-        with _fake_state(module, mode, device), collect_marks() as calls, _quiet(), \
+        with _fake_state(module, mode, device), cumulative_momentum(module), collect_marks() as calls, _quiet(), \
                 collect_functions(_calling_line) as functions, collect_regions(module, prefix) as regions, \
                 _user_lines(), seen, watched_calls(watch.effects, lambda: watch.running), watch, \
-                _objects_opened(module), cumulative_momentum(module):
+                _objects_opened(module):
             program = torch.export.export(module, fake_args, fake_kwargs, strict=False)
         called = _input_names(net, len(fake_args) - 1) if loss_fn is not None else {}
         reader = Reader(program, calls, mark_names(net), prefix, aliases, called, [f for f, _ in functions], regions)
@@ -252,14 +251,18 @@ def _with_counters(exported: Callable[..., _Exported]) -> tuple[Graph, Observati
     """
     try:
         first = exported({})
-        numbers = first.outcome.numbers
-        if numbers:
-            again = exported({place.identity: counter(old, place.path) for place, old, _ in numbers})
-            counters = counted(first.outcome, again.outcome)
-            if counters:  # a program that depends on them is another one where they are further on
-                further = exported({place.identity: place.get() + 3 for place in counters})
+        if first.outcome.numbers:
+            counters = {place: counter(old, place.path) for place, old, _ in first.outcome.numbers}
+            numbers = numbered(first.outcome, exported(counters).outcome, counters)
+            if numbers.counters:  # a program that depends on them is another one where they are further on
+                further = exported({place: place.get() + 3 for place in numbers.counters})
                 if not _same_program(first.graph, further.graph):
-                    raise depends(counters[0])
+                    raise depends(numbers.counters[0])
+            if numbers.read:  # assigned once and for all, or again at each call?
+                after = exported(dict(numbers.read)).outcome.numbers
+                moving = next((p for p, _, new in after if any(p.identity == q.identity and new != was for q, was in numbers.read)), None)
+                if moving is not None:
+                    raise depends(moving)
         return first.graph, first.seen, first.outcome.effects
     except Blamed as blamed:
         finder = LineFinder(blamed.watch)
@@ -316,6 +319,10 @@ def _check_updates(graph: Graph) -> None:
                                legal="a value without them: .detach(), or torch.no_grad()")
 
 
+#: Hooks of all modules that see a buffer being assigned. # private torch name
+_BUFFER_HOOKS = nn.modules.module._global_buffer_registration_hooks
+
+
 class _Watch:
     """Stands at the borders of the outermost forward while it is exported.
 
@@ -331,11 +338,12 @@ class _Watch:
         out_spec: how its outputs nest.
     """
 
-    def __init__(self, module: nn.Module, seen: Observation, counters: dict[tuple[int, Any], Any], finder: LineFinder | None
+    def __init__(self, module: nn.Module, seen: Observation, counters: Mapping[Place, Any], finder: LineFinder | None
                  ) -> None:
         self._module, self._seen, self._counters, self._finder = module, seen, counters, finder
         self.running, self.effects, self.outcome = False, Effects(), Outcome()
         self.out_spec: Any = None
+        self._left_out: dict[int, Any] = {}
 
     def __enter__(self) -> _Watch:
         self._hooks = (self._module.register_forward_pre_hook(self._begin, prepend=True),
@@ -349,6 +357,11 @@ class _Watch:
 
     def _begin(self, *_: Any) -> None:
         self._seen.begin(self._counters)
+        # torch.export turns an assigned buffer of the outermost module into a copy of its own, which fails where the tensor is an
+        # input or another buffer; here all modules' are alike.
+        for number, hook in [*_BUFFER_HOOKS.items()]:
+            if hook.__module__.startswith(("torch.export", "torch._export")):
+                self._left_out[number] = _BUFFER_HOOKS.pop(number)
         self.running = True
         if self._finder is not None:
             self._finder.start()
@@ -360,6 +373,7 @@ class _Watch:
 
     def _end(self, _: Any, __: tuple, result: Any) -> Any:
         self._stop()
+        _BUFFER_HOOKS.update(self._left_out)
         self.out_spec = pytree.tree_structure(opened(result))
         self.outcome = judged(self._seen, self.effects)
         if not self.outcome.updates:

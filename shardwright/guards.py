@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import collections
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import chain, repeat
@@ -85,7 +85,7 @@ class Place:
         """What is there; `MISSING`: nothing."""
         owner = self.owner
         if isinstance(owner, dict):
-            return owner.get(self.key, MISSING)
+            return dict.get(owner, self.key, MISSING)  # whatever a class of the user's makes of it
         if isinstance(owner, types.CellType):
             try:
                 return owner.cell_contents
@@ -116,7 +116,12 @@ class Place:
 
 def contents(container: Any) -> tuple:
     """What a container holds, as a tuple; of a dict keys and values."""
-    return (*container, *container.values()) if isinstance(container, dict) else tuple(container)
+    return (*dict.keys(container), *dict.values(container)) if isinstance(container, dict) else tuple(container)
+
+
+def _entries(container: Any) -> tuple:
+    """The keys of a dict, the entries of another container."""
+    return tuple(dict.keys(container)) if isinstance(container, dict) else tuple(container)
 
 
 def _identical(a: Sequence[Any], b: Sequence[Any]) -> bool:
@@ -153,15 +158,17 @@ class Guards:
         modules: the model's modules, and those of its loss, by path.
         places: what the capture has read.
         around: by the ``id`` of a module, which of its hooks run around the program, and are no part of it.
+        counters: identities of places whose number is another at each call.
 
     `settle` records the values; until then nothing is compared.
     """
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]], places: Iterable[Place],
-                 around: Mapping[int, tuple[str, ...]] | None = None) -> None:
+                 around: Mapping[int, tuple[str, ...]] | None = None, counters: Collection[tuple[int, Any]] = ()) -> None:
         self._modules = list(modules)
-        self._places = list(places)
-        self._around = around or {}
+        self._counters = counters
+        self._places = [place for place in places if place.identity not in counters]
+        self._around, self._copied = around or {}, False
         self.settle()
 
     def settle(self) -> None:
@@ -175,57 +182,64 @@ class Guards:
                 paths.append((path, kind))
         self._tables, self._paths = tables, paths
         self._lengths = list(map(len, tables))
+        self._empty = [t for t in tables if not t]
         self._full = [t for t in tables if t]
+        self._counts = list(map(len, self._full))
         self._members = list(chain.from_iterable(map(dict.values, self._full)))
         self._keys = [tuple(t) for t in self._full]
         self._parameters = [p for a in own for p in a["_parameters"].values() if p is not None]
         self._trained = list(map(_requires_grad, self._parameters))
-        structure = [Place(a, key, f"{path}.{key}") for (path, _), a in zip(self._modules, own)
-                     for key in ("training", "forward")]
-        inside = {id(a) for a in own}
-        dicts = [*structure, *(p for p in self._places if type(p.owner) is dict)]
-        self._dict_places = [p for p in dicts if not (p.key in ("training", "forward") and id(p.owner) in inside
-                                                      and p not in structure)]
-        self._dicts, self._names = [p.owner for p in self._dict_places], [p.key for p in self._dict_places]
-        self._values = [p.get() for p in self._dict_places]
-        self._class_places = [p for p in self._places if isinstance(p.owner, type)]
-        self._classes, self._class_names = [p.owner.__dict__ for p in self._class_places], [p.key for p in self._class_places]
-        self._class_values = [p.get() for p in self._class_places]
-        self._cell_places = [p for p in self._places if isinstance(p.owner, types.CellType)]
-        self._cells = [p.owner for p in self._cell_places]
-        self._cell_values = [p.get() for p in self._cell_places]
-        self._others = [(p, p.get()) for p in self._places
-                        if not isinstance(p.owner, (type, types.CellType)) and type(p.owner) is not dict]
+        found = {place.identity: place for place in (
+            *(Place(a, key, f"{path}.{key}") for (path, _), a in zip(self._modules, own) for key in ("training", "forward")),
+            *self._places)}
         self._containers: list[tuple[Any, tuple, str]] = []
         seen: set[int] = set()
-        for place in (*self._dict_places, *self._class_places, *self._cell_places, *(p for p, _ in self._others)):
-            self._contain(place.get(), place.path, seen)
+        for place in list(found.values()):
+            self._contain(place.get(), place.path, seen, found)
+        places = found.values()
+        self._dict_places = [p for p in places if type(p.owner) is dict]
+        self._dicts, self._names = [p.owner for p in self._dict_places], [p.key for p in self._dict_places]
+        self._values = [p.get() for p in self._dict_places]
+        self._class_places = [p for p in places if isinstance(p.owner, type)]
+        self._classes, self._class_names = [p.owner.__dict__ for p in self._class_places], [p.key for p in self._class_places]
+        self._class_values = [p.get() for p in self._class_places]
+        self._cell_places = [p for p in places if isinstance(p.owner, types.CellType)]
+        self._cells = [p.owner for p in self._cell_places]
+        self._cell_values = [p.get() for p in self._cell_places]
+        self._others = [(p, p.get()) for p in places if not isinstance(p.owner, (type, types.CellType)) and type(p.owner) is not dict]
 
-    def _contain(self, value: Any, path: str, seen: set[int]) -> None:
+    def _contain(self, value: Any, path: str, seen: set[int], found: dict[tuple[int, Any], Place]) -> None:
+        """Guard the contents of a container: of a dict its keys, and its values as places of their own."""
         if isinstance(value, tuple):
-            for entry in value:
-                self._contain(entry, path, seen)
-        elif isinstance(value, CONTAINERS) and id(value) not in seen:
+            held = value
+        elif not isinstance(value, CONTAINERS) or id(value) in seen:
+            return
+        else:
             seen.add(id(value))
-            held = contents(value)
+            held = _entries(value)
             self._containers.append((value, held, path))
-            for entry in held:
-                self._contain(entry, path, seen)
+            if isinstance(value, dict):
+                places = [Place(value, key, f"{path}[{key!r}]") for key in held]
+                found.update((p.identity, p) for p in places if p.identity not in self._counters)
+                held = tuple(dict.values(value))
+        for entry in held:
+            self._contain(entry, path, seen, found)
 
     def hold(self) -> bool:
         """Whether everything is as it was."""
-        return self._unchanged() or self.change() is None
+        return not self._copied and (self._unchanged() or self.change() is None)
 
     def _unchanged(self) -> bool:
         """Whether every object is the one that it was."""
         try:
             return (all(map(is_, map(dict.get, self._dicts, self._names, repeat(MISSING)), self._values))
-                    and list(map(len, self._tables)) == self._lengths
+                    and not any(self._empty)
+                    and list(map(len, self._full)) == self._counts
                     and all(map(is_, chain.from_iterable(map(dict.values, self._full)), self._members))
                     and list(map(_requires_grad, self._parameters)) == self._trained
                     and all(map(is_, map(_class_get, self._classes, self._class_names, repeat(MISSING)), self._class_values))
                     and all(map(is_, map(_cell_contents, self._cells), self._cell_values))
-                    and all(_identical(contents(held), was) for held, was, _ in self._containers)
+                    and all(_identical(_entries(held), was) for held, was, _ in self._containers)
                     and all(place.get() is was for place, was in self._others))
         except ValueError:  # an empty cell
             return False
@@ -255,29 +269,36 @@ class Guards:
                     return f"{place.path} was {spelled(before)} and is {spelled(now)}"
                 return f"{place.path} is another object: {spelled(now)}"
         for held, before, path in self._containers:
-            now = contents(held)
+            now = _entries(held)
             if len(before) != len(now) or not all(map(_same, before, now)):
                 return f"{path} holds something else than it did"
         self._values = [p.get() for p in self._dict_places]
         self._class_values = [p.get() for p in self._class_places]
         self._cell_values = [p.get() for p in self._cell_places]
         self._others = [(p, p.get()) for p, _ in self._others]
-        self._containers = [(held, contents(held), path) for held, _, path in self._containers]
+        self._containers = [(held, _entries(held), path) for held, _, path in self._containers]
         return None
 
     def parts_changed(self) -> bool:
         """Whether the model has other parameters, buffers or submodules."""
-        return list(map(len, self._tables)) != self._lengths or \
+        return self._copied or list(map(len, self._tables)) != self._lengths or \
             not all(map(is_, chain.from_iterable(map(dict.values, self._full)), self._members))
 
-    def only_training_changed(self) -> bool:
-        """Whether nothing but `training` is another: a change of mode, which no line needs to tell."""
-        kept = self._values
-        self._values = [place.get() if place.key == "training" else value for place, value in zip(self._dict_places, kept)]
+    def only_mode_changed(self) -> bool:
+        """Whether nothing but `training` and `requires_grad` are others, which no line needs to tell."""
+        values, trained = self._values, self._trained
+        self._values = [place.get() if place.key == "training" else value for place, value in zip(self._dict_places, values)]
+        self._trained = list(map(_requires_grad, self._parameters))
         try:
-            return self._unchanged() or self.change() is None
+            return not self._copied and self.hold()
         finally:
-            self._values = kept
+            self._values, self._trained = values, trained
+
+    def __deepcopy__(self, memo: dict) -> Guards:
+        """Guards of no model: those of a copy are made when the copy is captured."""
+        made = Guards((), ())
+        made._copied = True
+        return made
 
     def _name(self, parameter: torch.Tensor) -> str:
         return next(f"{path}.{key}" for (path, _), table in zip(self._paths, self._tables)

@@ -79,9 +79,8 @@ def outermost_left_out(net: nn.Module, root: nn.Module, forward: bool, around: b
     left_out = root if around or root is not net else None
     for table in (_whole._global_forward_pre_hooks, _whole._global_forward_hooks):
         kept.append((table, OrderedDict(table)))
-        if left_out is not None:
-            for number, hook in table.items():
-                table[number] = _but_for(left_out, hook)
+        for number, hook in table.items():
+            table[number] = _but_for(left_out, hook)
     try:
         yield
     finally:
@@ -90,8 +89,11 @@ def outermost_left_out(net: nn.Module, root: nn.Module, forward: bool, around: b
             table.update(before)
 
 
-def _but_for(left_out: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:
+def _but_for(left_out: nn.Module | None, hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook that leaves out a module, and those that torch puts around the model to export it."""
     def call(module: nn.Module, *args: Any) -> Any:
-        return None if module is left_out else hook(module, *args)
+        if module is left_out or type(module).__module__.startswith(("torch._", "torch.export", "torch.fx")):
+            return None
+        return hook(module, *args)
     call.__wrapped__ = hook
     return call

@@ -17,7 +17,7 @@ import functools
 import random
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +84,7 @@ class Observation:
         self._begun: list[dict] = []                           # the same as the forward finds them
         self._held: dict[int, tuple[Any, Any, str]] = {}       # containers with their contents
         self._places: dict[tuple[int, Any], tuple[Place, Any]] = {}
+        self._replaced: dict[tuple[int, Any], Any] = {}        # numbers in whose place others stand
         self._generators: dict[int, tuple[Any, Any, str]] = {}
         self._relevant: dict[types.CodeType, bool] = {}
         self._scanned: set[int] = set()
@@ -117,21 +118,22 @@ class Observation:
         self._watch(nn.Module)
         return self
 
-    def begin(self, numbers: dict[tuple[int, Any], Any]) -> None:
+    def begin(self, numbers: Mapping[Place, Any]) -> None:
         """The forward begins.
 
         Args:
-            numbers: by the identity of a place, what stands there during this forward.
+            numbers: by place, what stands there during this forward.
         """
-        for space, before, path in [*self._spaces, *((d, b, p) for d, b, p in self._held.values() if isinstance(d, dict))]:
-            for key in before:
-                if (id(space), key) in numbers:
-                    space[key] = numbers[id(space), key]
-        for place, _ in self._places.values():
-            if place.identity in numbers:
-                place.set(numbers[place.identity])
+        for place, value in numbers.items():
+            self._replaced[place.identity] = place.get()
+            self._places.setdefault(place.identity, (place, place.get()))
+            place.set(value)
         self._begun = [dict(table) for table, _, _ in self._tables]
         self._on = True
+
+    def _before(self, owner: dict) -> dict:
+        """A dict as it was before the forward."""
+        return {key: self._replaced.get((id(owner), key), value) for key, value in dict.items(owner)}
 
     def __exit__(self, *_: Any) -> None:
         self._on = False
@@ -182,12 +184,15 @@ class Observation:
         try:
             attributes = object.__getattribute__(obj, "__dict__")
         except AttributeError:  # slots
-            self._note(Place(obj, name, f"{type(obj).__name__}.{name}"), scan=False)
+            if id(obj) in self._seen:
+                self._note(Place(obj, name, f"{type(obj).__name__}.{name}"), scan=False)
             return
         key = id(attributes), name
         if key in self.reads or key in self.written:
             return
-        path = self._path(obj, attributes)
+        path = self._paths.get(id(attributes))
+        if path is None:  # made by the forward, or handed to it
+            return
         if name == "__dict__":
             for each in [*attributes]:
                 if each not in _STANDARD:
@@ -208,24 +213,10 @@ class Observation:
                     self._note(Place(base, name, f"{path}.{name}" if name == "forward" else f"{base.__name__}.{name}"))
                 return
 
-    def _path(self, obj: Any, attributes: dict) -> str:
-        path = self._paths.get(id(attributes))
-        if path is None:
-            path = type(obj).__name__
-            if isinstance(obj, nn.Module):  # not a part of the model
-                for inner, module in obj.named_modules():
-                    self._modules.append((f"{path}.{inner}" if inner else path, module))
-                    self._space(vars(module), f"{path}.{inner}" if inner else path)
-            else:
-                self._space(attributes, path)
-        return path
-
     def _wrote(self, obj: Any, name: str) -> None:
-        if not self._on:
-            return
         attributes = getattr(obj, "__dict__", None)
-        if attributes is not None:
-            path = self._path(obj, attributes)
+        path = self._paths.get(id(attributes)) if self._on else None
+        if path is not None:  # otherwise the forward has made the object
             self.written.setdefault((id(attributes), name), Place(attributes, name, f"{path}.{name}"))
 
     def _note(self, place: Place, scan: bool = True) -> None:
@@ -246,8 +237,8 @@ class Observation:
         if isinstance(value, tuple) and not is_simple(value) or isinstance(value, CONTAINERS):
             if id(value) not in self._held:
                 if not isinstance(value, tuple):
-                    self._held[id(value)] = value, _copied(value), path
-                for entry in (value.values() if isinstance(value, dict) else list(value)):
+                    self._held[id(value)] = value, self._before(value) if isinstance(value, dict) else _copied(value), path
+                for entry in (list(dict.values(value)) if isinstance(value, dict) else list(value)):
                     self._found(entry, path)
             return
         if isinstance(value, (staticmethod, classmethod)):
@@ -262,9 +253,15 @@ class Observation:
         if _random_state(value) is not None:
             self._generators.setdefault(id(value), (value, _random_state(value), path))
             return
-        if is_simple(value) or isinstance(value, (nn.Module, Operator)) or id(value) in self._seen:
+        if is_simple(value) or isinstance(value, Operator) or id(value) in self._seen:
             return
         self._seen.add(id(value))
+        if isinstance(value, nn.Module):
+            if id(vars(value)) not in self._paths:  # not a part of the model
+                for inner, module in value.named_modules():
+                    self._modules.append((f"{path}.{inner}" if inner else path, module))
+                    self._space(vars(module), f"{path}.{inner}" if inner else path)
+            return
         attributes = getattr(value, "__dict__", None)
         cls = type(value)
         if cls.__flags__ & _HEAP_TYPE and not cls.__flags__ & _IMMUTABLE_TYPE and cls.__module__.split(".")[0] not in _NOT_USERS:
@@ -300,7 +297,7 @@ class Observation:
             else:
                 continue
             value = place.get()
-            if isinstance(value, (nn.Module, Operator, types.ModuleType)) and not chain:
+            if isinstance(value, (Operator, types.ModuleType)) and not chain:
                 continue
             if not isinstance(value, types.ModuleType):
                 self._reach(place, depth)
@@ -337,7 +334,7 @@ class Observation:
         if id(attributes) in self._paths:
             return
         self._paths[id(attributes)] = path
-        self._spaces.append((attributes, dict(attributes), path))
+        self._spaces.append((attributes, self._before(attributes), path))
         for name, value in attributes.items():
             if name in TABLES and isinstance(value, dict):
                 self._tables.append((value, dict(value), path))
@@ -351,18 +348,18 @@ class Observation:
         self._on = False
         tables = [(table, begun, path) for (table, _, path), begun in zip(self._tables, self._begun)]
         for space, before, path in [*self._spaces, *tables]:
-            for key in {**before, **space}:
-                old, new = before.get(key, MISSING), space.get(key, MISSING)
+            for key in {**before, **dict(dict.items(space))}:
+                old, new = before.get(key, MISSING), dict.get(space, key, MISSING)
                 if old is not new:
                     yield Change(Place(space, key, f"{path}.{key}"), old, new)
         for place, old in self._places.values():
             new = place.get()
-            if new is not old and not (isinstance(place.owner, dict) and id(place.owner) in self._paths):
+            if new is not old and not (isinstance(place.owner, dict) and (id(place.owner) in self._paths or id(place.owner) in self._held)):
                 yield Change(place, old, new)
         for held, before, path in self._held.values():
             if isinstance(held, dict):
-                for key in {**before, **held}:
-                    old, new = before.get(key, MISSING), held.get(key, MISSING)
+                for key in {**before, **dict(dict.items(held))}:
+                    old, new = before.get(key, MISSING), dict.get(held, key, MISSING)
                     if old is not new:
                         yield Change(Place(held, key, f"{path}[{key!r}]"), old, new)
             elif len(held) != len(before) or any(a is not b for a, b in zip(held, before)):
@@ -440,16 +437,16 @@ def _uses(code: types.CodeType) -> tuple[tuple[bool, str, tuple[str, ...]], ...]
 
 
 def _copied(container: Any) -> Any:
-    return dict(container) if isinstance(container, dict) else set(container) if isinstance(container, set) else list(container)
+    return set(container) if isinstance(container, set) else list(container)
 
 
 def _refill(held: Any, before: Any) -> None:
     """Give a container its contents back."""
     if isinstance(held, dict):
-        if list(held) != list(before):
-            held.clear()
-        if not held or any(held[k] is not v for k, v in before.items()):
-            held.update(before)
+        if list(dict.keys(held)) != list(before):
+            dict.clear(held)
+        if dict.__len__(held) != len(before) or any(dict.__getitem__(held, k) is not v for k, v in before.items()):
+            dict.update(held, before)
     elif isinstance(held, set):
         if held != before:
             held.clear()

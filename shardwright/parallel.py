@@ -131,6 +131,7 @@ class AutoParallel(Settings, nn.Module):
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[table] = net.__dict__[table]
         self.__dict__["net"], self.__dict__["loss_fn"] = net, loss_fn
+        self._loss_trains = isinstance(loss_fn, nn.Module)
         self.training = net.training
         self.parallel_mode, self.on_missing_rule = parallel_mode, on_missing_rule
         self.save_graphs, self.sync_batch_norm, self.random = save_graphs, bool(sync_batch_norm), random
@@ -182,6 +183,8 @@ class AutoParallel(Settings, nn.Module):
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """A call between the model's own hooks."""
+        if self._loss_trains and self.loss_fn.training is not self.training:
+            self.loss_fn.train(self.training)
         if not kwargs and all(isinstance(x, torch.Tensor) for x in args):
             leaves, spec = args, len(args)  # as most calls are; the tree takes longer than all the rest here
         else:
@@ -250,7 +253,7 @@ class AutoParallel(Settings, nn.Module):
             return
         states = self._states.get(feed) or [key[3] for key in reversed(self._programs)]
         change = states[0].change()
-        if change is not None and not any(guards.only_training_changed() for guards in states):
+        if change is not None and not any(guards.only_mode_changed() for guards in states):
             warnings.warn(f"{change}: the model is captured and planned anew", RecaptureWarning, stacklevel=7)
 
     def _build(self, args: tuple, kwargs: dict[str, Any]) -> Program:
@@ -266,7 +269,8 @@ class AutoParallel(Settings, nn.Module):
                                gradients_mean=self._gradients_mean and self.loss_fn is None)
         program.exact = self.random == "exact"
         around = {id(self.net): HOOKS[:2] if self.loss_fn is None else HOOKS[:1]}
-        program.effects, program.guards = recording.effects, Guards(recording.modules, recording.reads.values(), around)
+        program.effects = recording.effects
+        program.guards = Guards(recording.modules, recording.reads.values(), around, recording.effects.advanced())
         if before is None:
             watch_steps(self.net)
             self._stored = {name: parameter.storage for name, parameter in plan.parameters.items()}
@@ -326,7 +330,8 @@ class AutoParallel(Settings, nn.Module):
                     if parts else (args, kwargs)
             fed += [(tuple(x.shape), str(x.dtype)) for x in pytree.tree_leaves((whole_args, whole_kwargs))
                     if isinstance(x, torch.Tensor)]
-            self._marks_loss_training()
+            if self._loss_trains:
+                self.loss_fn.train(self.training)
             self._fusion.check(sum(p.requires_grad for p in module.parameters()))
             splits = is_split(whole_args, whole_kwargs)
 
@@ -378,10 +383,6 @@ class AutoParallel(Settings, nn.Module):
 
     def _runtime(self) -> Runtime:
         return current()
-
-    def _marks_loss_training(self) -> None:
-        if isinstance(self.loss_fn, nn.Module):
-            self.loss_fn.train(self.training)
 
     # -- looking ----------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ import logging
 import re
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -38,7 +38,7 @@ from .guards import CONTAINERS, MISSING, Place, contents, is_simple, spelled
 from .observation import Change, Observation
 from .reading import is_users
 
-__all__ = ["Blamed", "Counter", "Effects", "LineFinder", "Outcome", "counted", "counter", "depends", "judged",
+__all__ = ["Blamed", "Counter", "Effects", "LineFinder", "Outcome", "counter", "depends", "judged", "numbered",
            "refuse_backward_hooks", "watched_calls"]
 
 _PYTHON = sysconfig.get_path("stdlib") + "/"
@@ -126,6 +126,10 @@ class Effects:
         """Do it."""
         for entry in self.entries:
             entry.play()
+
+    def __deepcopy__(self, memo: dict) -> Effects:
+        """None: they are of the model that was captured."""
+        return Effects()
 
     def described(self) -> list[tuple]:
         """To compare two captures of one model."""
@@ -296,7 +300,7 @@ def _written(change: Change, new: Any, outcome: Outcome) -> None:
     place = change.place
     other = next((c for c in _counters_in(new) if c.trace.path != place.path), None)
     if other is not None:
-        raise _depends(Place(place.owner, place.key, other.trace.path), change.watch)
+        raise depends(Place(place.owner, place.key, other.trace.path))
     if place.key is None:
         what = "a tensor is kept" if any(map(_holds_tensor, new)) else "what it holds changes at each call"
         raise Blamed(f"the forward changes {place.path}, a {type(place.owner).__name__}: {what}", _STATE, change.watch)
@@ -314,34 +318,47 @@ def _written(change: Change, new: Any, outcome: Outcome) -> None:
                      change.watch)
 
 
-def counted(outcome: Outcome, again: Outcome) -> list[Place]:
-    """Settle what becomes of the numbers of a capture by a second one, in which `Counter`s stood for them; the counters.
+@dataclass
+class Numbers:
+    """What becomes of the numbers that a forward changes.
+
+    Attributes:
+        counters: places whose number is advanced by the same steps at each call.
+        read: (place, new number) of others that were read before they were assigned.
+    """
+
+    counters: list[Place] = field(default_factory=list)
+    read: list[tuple[Place, Any]] = field(default_factory=list)
+
+
+def numbered(outcome: Outcome, again: Outcome, counters: Mapping[Place, Counter]) -> Numbers:
+    """Tell what becomes of the numbers of a capture by a second one, in which `counters` stood for them, and add that to the
+    effects of `outcome`.
 
     Raises:
         Blamed: a number that is counted on, and read by something else too.
     """
     found = {place.identity: new for place, _, new in again.numbers}
-    counters = []
+    numbers = Numbers()
     for place, old, new in outcome.numbers:
-        end = found.get(place.identity)
+        end, was = found.get(place.identity), counters[place]
         if not isinstance(end, Counter):
             outcome.effects.entries.append(_Assigned(place, new))
-        elif end.trace.used or (isinstance(old, int) and sum(end.steps) != new - old):
-            raise _depends(place, Change(place, old, new).watch)
+            if was.trace.used:
+                numbers.read.append((place, new))
+        elif was.trace.used or (isinstance(old, int) and sum(end.steps) != new - old):
+            raise depends(place)
         else:
             outcome.effects.entries.append(_Advanced(place, end.steps))
-            counters.append(place)
-    return counters
-
-
-def _depends(place: Place, watch: Callable[[], Callable[[], bool]]) -> Blamed:
-    return Blamed(f"{place.path} changes at each call, and the forward depends on its value, which the program would repeat",
-                  "a registered buffer that counts (self.register_buffer), or counting outside of the forward", watch)
+            numbers.counters.append(place)
+    return numbers
 
 
 def depends(place: Place) -> Blamed:
-    """The error of a counter on which the captured program depends."""
-    return _depends(place, Change(place, None, None).watch)
+    """The error of a number that is another at each call, and on which the program depends."""
+    return Blamed(f"{place.path} changes at each call, and the forward depends on its value, which the program would repeat",
+                  "a registered buffer that counts (self.register_buffer), or counting outside of the forward",
+                  Change(place, None, None).watch)
 
 
 def _is_number(value: Any) -> bool:
@@ -514,12 +531,20 @@ class LineFinder:
         sys.settrace(self._before)
 
     def _enter(self, frame: FrameType, event: str, arg: Any) -> Any:
-        return self._inside if is_users(frame.f_code.co_filename) else None
+        if not is_users(frame.f_code.co_filename):
+            return None
+        self._look()
+        return self._inside
 
     def _inside(self, frame: FrameType, event: str, arg: Any) -> Any:
         self._look()
-        if event == "line":
-            self._last = f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"
+        at: FrameType | None = frame
+        if event == "return":  # the caller goes on
+            at = frame.f_back
+            while at is not None and not is_users(at.f_code.co_filename):
+                at = at.f_back
+        if at is not None:
+            self._last = f"{at.f_code.co_filename.rsplit('/', 1)[-1]}:{at.f_lineno}"
         return self._inside
 
     def _look(self) -> None:
