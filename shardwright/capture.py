@@ -14,9 +14,11 @@ import logging
 import sys
 import traceback
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,18 +26,23 @@ from torch.nn.utils.rnn import PackedSequence
 
 from .autocast import current
 from .errors import CaptureError, ShardwrightError
-from .graph import Graph
+from .graph import Graph, values_in
+from .guards import Place
 from .marks import collect_marks, mark_names
+from .module_hooks import outermost_left_out
 from .normalisation import cumulative_momentum
+from .observation import Observation
 from .opaque import collect_functions
 from .reading import Reader, bare, is_users, user_frame
 from .recompute import collect_regions
 from .scaling import NotScalable, ScalableGraph, Sizes
+from .side_effects import (Blamed, Effects, LineFinder, Outcome, counter, depends, judged, numbered, refuse_backward_hooks,
+                            watched_calls)
 from .staging import whole_shape
 from .torch_private import NOISY_LOGGERS, FakeTensorMode, buffer_table, parameter_table, pytree, stack_lines
 from .trees import closed, opened
 
-__all__ = ["WithLoss", "capture", "capture_scalable"]
+__all__ = ["Recording", "WithLoss", "capture", "capture_scalable"]
 
 #: What torch says of a model that it cannot follow -> what to write instead.
 _INSTEAD = {
@@ -142,8 +149,45 @@ def _data_detached() -> Iterator[None]:
         del torch.Tensor.data
 
 
+@dataclass
+class Recording:
+    """What captures of one model have seen of it besides operators.
+
+    Attributes:
+        modules: by path, those outside of the model that its forward uses too.
+        reads: the places that were read, by identity.
+        effects: what its forward does at each call besides its result.
+    """
+
+    modules: list[tuple[str, nn.Module]] = field(default_factory=list)
+    reads: dict[tuple[int, Any], Place] = field(default_factory=dict)
+    effects: Effects | None = None
+
+    def add(self, seen: Observation, effects: Effects) -> None:
+        """Note one capture.
+
+        Raises:
+            CaptureError: it does something else at each call than an earlier capture, with other sizes.
+        """
+        if self.effects is not None and self.effects.described() != effects.described():
+            other = next(a for a, b in zip_longest(self.effects.described(), effects.described()) if a != b)
+            raise CaptureError(f"what the forward does besides its result depends on the size of the batch: {other or ''}",
+                               legal="pipelines without it: each micro-batch is a part of the batch")
+        self.modules, self.effects = seen.modules, effects
+        self.reads.update(seen.reads)
+
+
+class _Exported(NamedTuple):
+    """One run of the forward, exported."""
+
+    graph: Graph
+    seen: Observation
+    outcome: Outcome
+    sizes: Sizes | None
+
+
 def capture(net: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None, *, loss_fn: Any = None,
-            device: torch.device | str = "cpu") -> Graph:
+            device: torch.device | str = "cpu", recording: Recording | None = None, hooks_around: bool = False) -> Graph:
     """Capture one call of a model.
 
     Args:
@@ -151,37 +195,51 @@ def capture(net: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None, *
         args, kwargs: the inputs of the call with their **global** shapes; real, fake or meta tensors.
         loss_fn: if given, the last of `args` is its target and the graph ends in the loss.
         device: the device that meta tensors stand for.
+        recording: takes what else is seen of the model.
+        hooks_around: whether the caller runs the model's own hooks at its borders (`module_hooks`).
 
     Raises:
-        CaptureError: what `torch.export` could not follow, with the user's line.
+        CaptureError: what `torch.export` could not follow, and what the forward does besides its result that cannot be done at
+            each call, with the user's line.
     """
-    return _captured(net, args, dict(kwargs or {}), loss_fn, torch.device(device)).graph()
+    made = _captured(net, args, dict(kwargs or {}), loss_fn, torch.device(device), hooks_around)
+    if recording is not None:
+        recording.add(made.seen, made.outcome.effects)
+    return made.graph
 
 
 def capture_scalable(net: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None, *, vary: Sequence[Collection[int]],
-                     loss_fn: Any = None, device: torch.device | str = "cpu") -> ScalableGraph | None:
+                     recording: Recording, loss_fn: Any = None, device: torch.device | str = "cpu", hooks_around: bool = False
+                     ) -> ScalableGraph | None:
     """Capture one call of a model for other sizes of its inputs too.
 
     Args:
-        net, args, kwargs, loss_fn, device: as of `capture`.
+        net, args, kwargs, loss_fn, device, hooks_around: as of `capture`.
         vary: for each tensor of the inputs, in order, the dims whose sizes may be others.
+        recording: of a plain capture at other sizes.
 
     Returns:
-        None where no formula tells what depends on these sizes.
+        None where no formula tells what depends on these sizes, or where the forward does something besides its result that
+        depends on them.
     """
     try:
-        reader = _captured(net, args, dict(kwargs or {}), loss_fn, torch.device(device), vary)
-        return ScalableGraph(reader.graph(), reader.sizes)
-    except (CaptureError, NotScalable):
+        made = _captured(net, args, dict(kwargs or {}), loss_fn, torch.device(device), hooks_around, vary)
+    except (CaptureError, Blamed, NotScalable):
         return None  # one size at a time it may be captured still, or the error is raised then
+    known = recording.effects
+    if made.outcome.numbers or known is None or known.entries or known.described() != made.outcome.effects.described():
+        return None
+    return ScalableGraph(made.graph, made.sizes)
 
 
-def _captured(net: nn.Module, args: tuple, kwargs: dict[str, Any], loss_fn: Any, device: torch.device,
-              vary: Sequence[Collection[int]] | None = None) -> Reader:
-    """An exported program, and what reads it."""
+def _captured(net: nn.Module, args: tuple, kwargs: dict[str, Any], loss_fn: Any, device: torch.device, hooks_around: bool,
+              vary: Sequence[Collection[int]] | None = None) -> _Exported:
+    """One capture, as `capture` tells."""
     module = net if loss_fn is None else WithLoss(net, loss_fn)
     prefix = "" if loss_fn is None else "net"
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    modules = _named_modules(net, loss_fn)
+    refuse_backward_hooks(modules)
 
     def fake_input(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -195,12 +253,35 @@ def _captured(net: nn.Module, args: tuple, kwargs: dict[str, Any], loss_fn: Any,
     for name, tensor in [*module.named_parameters(remove_duplicate=False),
                          *module.named_buffers(remove_duplicate=False)]:
         tied.setdefault(id(tensor), []).append(bare(name, prefix))
-    try:
-        with _fake_state(module, mode, device), collect_marks() as calls, _quiet(), \
+    aliases = {alias: names[0] for names in tied.values() for alias in names[1:]}
+    buffer_names = {(id(vars(m)["_buffers"]), key): bare(f"{path}.{key}" if path else key, prefix)
+                    for path, m in module.named_modules() for key in m._buffers}
+
+    def exported(counters: Mapping[Place, Any], finder: LineFinder | None = None) -> _Exported:
+        seen = Observation(modules, [] if loss_fn is None else [("loss_fn", loss_fn)])
+        watch = _Watch(module, seen, counters, finder)
+        with _fake_state(module, mode, device), cumulative_momentum(module), collect_marks() as calls, _quiet(), \
                 collect_functions(_calling_line) as functions, collect_regions(module, prefix) as regions, \
-                stack_lines(_innermost, _UsersLine), _data_detached(), _objects_opened(module), cumulative_momentum(module):
+                stack_lines(_innermost, _UsersLine), _data_detached(), seen, watched_calls(watch.effects, lambda: watch.running), \
+                watch, _objects_opened(module):
             program = torch.export.export(module, fake_args, fake_kwargs, strict=False,
                                           dynamic_shapes=None if vary is None else _dynamic((fake_args, fake_kwargs), vary))
+        called = _input_names(net, len(fake_args) - 1) if loss_fn is not None else {}
+        reader = Reader(program, calls, mark_names(net), prefix, aliases, called, [f for f, _ in functions], regions)
+        reader.casting = current("cpu", device.type)  # around the call: its casts are written out too
+        if vary is not None:
+            reader.sizes = Sizes(reader.input_tensors(), [tuple(x.shape) for x in pytree.tree_leaves((fake_args, fake_kwargs))
+                                                          if isinstance(x, torch.Tensor)])
+        reader.assigned = [aliases.get(n, n) for n in (buffer_names[id(owner), key] for owner, key, *_ in watch.outcome.updates)]
+        reader.out_spec = watch.out_spec
+        return _Exported(reader.graph(), seen, watch.outcome, reader.sizes)
+
+    try:
+        with outermost_left_out(net, module, loss_fn is None, hooks_around):
+            made = _with_counters(exported) if vary is None else exported({})
+        _check_constants(made.graph)
+        _check_updates(made.graph)
+        return made
     except ShardwrightError as error:
         raised = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)]
         raise error if error.source else error.located(source=user_frame(raised) or None)
@@ -212,14 +293,6 @@ def _captured(net: nn.Module, args: tuple, kwargs: dict[str, Any], loss_fn: Any,
         raise CaptureError(f"the model cannot be captured: {type(error).__name__}: {first}",
                            source=user_frame(frames) or _calling_line(),
                            legal=next((legal for part, legal in _INSTEAD.items() if part in first), None)) from error
-    aliases = {alias: names[0] for names in tied.values() for alias in names[1:]}
-    called = _input_names(net, len(fake_args) - 1) if loss_fn is not None else {}
-    reader = Reader(program, calls, mark_names(net), prefix, aliases, called, [f for f, _ in functions], regions)
-    reader.casting = current("cpu", device.type)  # around the call: its casts are written out too
-    if vary is not None:
-        reader.sizes = Sizes(reader.input_tensors(), [tuple(x.shape) for x in pytree.tree_leaves((fake_args, fake_kwargs))
-                                                      if isinstance(x, torch.Tensor)])
-    return reader
 
 
 def _dynamic(inputs: Any, vary: Sequence[Collection[int]]) -> torch.export.ShapesCollection:
@@ -230,6 +303,154 @@ def _dynamic(inputs: Any, vary: Sequence[Collection[int]]) -> torch.export.Shape
         if dims:
             collection[tensor] = dict.fromkeys(dims, torch.export.Dim.AUTO)
     return collection
+
+
+def _named_modules(net: nn.Module, loss_fn: Any) -> list[tuple[str, nn.Module]]:
+    """The modules of a model and its loss, by the paths at which messages name them."""
+    return [(f"{root}.{path}" if path else root, module)
+            for root, whole in (("net", net), ("loss_fn", loss_fn)) if isinstance(whole, nn.Module)
+            for path, module in whole.named_modules()]
+
+
+def _with_counters(exported: Callable[..., _Exported]) -> _Exported:
+    """Export a model; where its forward changes numbers, again with counters in their place.
+
+    Raises:
+        CaptureError: a change that cannot be done at each call, with the line.
+    """
+    try:
+        first = exported({})
+        if first.outcome.numbers:
+            counters = {place: counter(old, place.path) for place, old, _ in first.outcome.numbers}
+            numbers = numbered(first.outcome, exported(counters).outcome, counters)
+            if numbers.counters:  # a program that depends on them is another one where they are further on
+                further = exported({place: place.get() + 3 for place in numbers.counters})
+                if not _same_program(first.graph, further.graph):
+                    raise depends(numbers.counters[0])
+            if numbers.read:  # assigned once and for all, or again at each call?
+                after = exported(dict(numbers.read)).outcome.numbers
+                moving = next((p for p, _, new in after if any(p.identity == q.identity and new != was for q, was in numbers.read)), None)
+                if moving is not None:
+                    raise depends(moving)
+        return first
+    except Blamed as blamed:
+        finder = LineFinder(blamed.watch)
+        with contextlib.suppress(Blamed, ShardwrightError):
+            exported({}, finder)
+        raise CaptureError(blamed.message, source=finder.line or _calling_line(), legal=blamed.legal) from None
+
+
+def _same_program(a: Graph, b: Graph) -> bool:
+    """Whether two captures of one model gave the same program."""
+    def spelled(graph: Graph) -> list[str]:
+        return [f"{op.name} {op.kind} {op.args} {op.kwargs} {op.outputs}" for op in graph.ops] + [str(graph.outputs)]
+    return spelled(a) == spelled(b) and list(a.constants) == list(b.constants) and \
+        all(torch.equal(x, b.constants[name]) for name, x in a.constants.items())
+
+
+def _check_constants(graph: Graph) -> None:
+    """Refuse tensors that are trained and belong to no module of the model.
+
+    Raises:
+        CaptureError: such a tensor, with the line of the operator that reads it.
+    """
+    for name, tensor in graph.constants.items():
+        op = next((op for op in graph.ops if any(v.name == name for v in op.inputs)), None)
+        if tensor.requires_grad and op is not None and torch.is_grad_enabled():
+            raise CaptureError(f"a tensor of shape {list(tensor.shape)} requires a gradient, and is no parameter of the model",
+                               source=op.source or None, legal="an nn.Parameter of the model, or of a loss_fn that is a module; "
+                                                               "or requires_grad_(False)")
+
+
+def _check_updates(graph: Graph) -> None:
+    """Refuse buffers whose new value would carry gradients from one step into the next.
+
+    One device keeps the graph of the old value, and raises at the second backward, where a result depends on it. Where none
+    does, values are the same without that graph, and are left without it.
+
+    Raises:
+        CaptureError: a result depends on such a buffer, with the line that makes its new value.
+    """
+    if not torch.is_grad_enabled():
+        return
+    producers, wanted = graph.producers(), {v.name for v in values_in(graph.outputs) if v.requires_grad}
+    carrying = {name: value for name, value in graph.updates.items() if value.requires_grad}
+    if not carrying or not wanted:
+        return
+    for op in reversed(graph.ops):
+        if any(v is not None and v.name in wanted and v.requires_grad for v in op.outputs):
+            wanted.update(v.name for v in op.inputs)
+    for name, value in carrying.items():
+        if name in wanted:
+            op = producers.get(value.name)
+            raise CaptureError(f"the new value of the buffer {name!r} carries gradients into the next step, where one device "
+                               "raises at the second backward", source=op.source or None if op else None,
+                               legal="a value without them: .detach(), or torch.no_grad()")
+
+
+#: Hooks of all modules that see a buffer being assigned. # private torch name
+_BUFFER_HOOKS = nn.modules.module._global_buffer_registration_hooks
+
+
+class _Watch:
+    """Stands at the borders of the outermost forward while it is exported.
+
+    Args:
+        module: the one that is exported.
+        counters: by place, what stands in the place of its number.
+        finder: looks for the line of a change.
+
+    Attributes:
+        running: whether the forward is under way.
+        effects: what it has printed and logged.
+        outcome: what it has changed.
+        out_spec: how its outputs nest.
+    """
+
+    def __init__(self, module: nn.Module, seen: Observation, counters: Mapping[Place, Any], finder: LineFinder | None
+                 ) -> None:
+        self._module, self._seen, self._counters, self._finder = module, seen, counters, finder
+        self.running, self.effects, self.outcome = False, Effects(), Outcome()
+        self.out_spec: Any = None
+        self._left_out: dict[int, Any] = {}
+
+    def __enter__(self) -> _Watch:
+        self._hooks = (self._module.register_forward_pre_hook(self._begin, prepend=True),
+                       self._module.register_forward_hook(self._end))
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._stop()
+        for hook in self._hooks:
+            hook.remove()
+
+    def _begin(self, *_: Any) -> None:
+        self._seen.begin(self._counters)
+        # torch.export turns an assigned buffer of the outermost module into a copy of its own, which fails where the tensor is an
+        # input or another buffer; here all modules' are alike.
+        for number, hook in [*_BUFFER_HOOKS.items()]:
+            if hook.__module__.startswith(("torch.export", "torch._export")):
+                self._left_out[number] = _BUFFER_HOOKS.pop(number)
+        self.running = True
+        if self._finder is not None:
+            self._finder.start()
+
+    def _stop(self) -> None:
+        if self.running and self._finder is not None:
+            self._finder.stop()
+        self.running = False
+
+    def _end(self, _: Any, __: tuple, result: Any) -> Any:
+        self._stop()
+        _BUFFER_HOOKS.update(self._left_out)
+        self.out_spec = pytree.tree_structure(opened(result))
+        self.outcome = judged(self._seen, self.effects)
+        if not self.outcome.updates:
+            return None
+        self._seen.restore()
+        # Buffers are written one after the other: what shares memory with the old value of one is copied first.
+        old = {b.untyped_storage()._cdata for b in self._module.buffers()}  # private torch name
+        return result, [t.clone() if t.untyped_storage()._cdata in old else t for *_, t in self.outcome.updates]
 
 
 def _input_names(net: nn.Module, count: int) -> dict[str, str]:

@@ -16,16 +16,28 @@ from typing import Any
 import torch
 from torch import nn
 
+<<<<<<< HEAD
 from . import autocast
 from .capture import capture, capture_scalable
+=======
+from .capture import Recording, capture
+>>>>>>> wt-guards
 from .errors import SettingError
 from .foreign_wrappers import check_inside, compile_instead, refuse_class, watch_wrapping
 from .graph import Graph
+<<<<<<< HEAD
 from .graph_cache import GraphCache
 from .layerwise import check_held, check_mode, one_slice, own_parameters
 from .layout import Layout
 from .marks import stored_whole
 from .model_copies import Followers, copied
+=======
+from .guards import HOOKS, Guards
+from .layerwise import check_held, check_mode, one_slice, own_parameters
+from .layout import Layout
+from .marks import stored_whole
+from .module_hooks import has_global_hooks, hooked
+>>>>>>> wt-guards
 from .ops import for_ranks
 from .plan import MODES, ParameterPlan, PipelinePlan, Plan, make_pipeline, make_plan
 from .plan.automatic_pipeline import Automatic
@@ -41,6 +53,7 @@ from .runtime.fusion import Accumulation, Fusion
 from .runtime.init import Runtime, current
 from .runtime.optimizers import watch_steps
 from .runtime.random import stream
+from .runtime.pipeline import PipelineProgram
 from .runtime.run import Program, make_program
 from .sequence_buckets import SequenceBuckets
 from .settings import Settings
@@ -68,7 +81,12 @@ def observed(observer: Callable[[AutoParallel, tuple, dict[str, Any]], None] | N
 
 
 class RecaptureWarning(UserWarning):
+<<<<<<< HEAD
     """The model was called with inputs of another shape: a program is made for them."""
+=======
+    """The model was called with inputs of another shape, or something that its forward reads was changed: it is captured and
+    planned anew."""
+>>>>>>> wt-guards
 
 
 class AutoParallel(Settings, nn.Module):
@@ -113,9 +131,14 @@ class AutoParallel(Settings, nn.Module):
     """
 
     #: What a wrapper holds besides its settings: `shardwright.verify` gives its copies everything else.
+<<<<<<< HEAD
     _NOT_SETTINGS = frozenset({*vars(nn.Module()), "net", "loss_fn", "save_graphs", "_programs", "_submodules", "_stored",
                                "_used", "_warned", "_graphs", "_accumulation", "_kind", "_strategy_files", "_awaited",
                                "_copies", "_whole", "_first_ranks"})
+=======
+    _NOT_SETTINGS = frozenset({*vars(nn.Module()), "net", "loss_fn", "save_graphs", "_programs", "_states", "_stored",
+                               "_used", "_warned", "_accumulation", "_kind", "_strategy_files", "_awaited"})
+>>>>>>> wt-guards
 
     def __init__(self, net: nn.Module, loss_fn: Callable[..., Any] | None = None, parallel_mode: str = "semi_auto", *,
                  on_missing_rule: str = "error", save_graphs: str | Path | None = None,
@@ -143,6 +166,7 @@ class AutoParallel(Settings, nn.Module):
         for table in MODULE_TABLES:
             self.__dict__[table] = net.__dict__[table]
         self.__dict__["net"], self.__dict__["loss_fn"] = net, loss_fn
+        self._loss_trains = isinstance(loss_fn, nn.Module)
         self.training = net.training
         self.parallel_mode, self.on_missing_rule = parallel_mode, on_missing_rule
         self.save_graphs, self.sync_batch_norm, self.random = save_graphs, bool(sync_batch_norm), random
@@ -152,8 +176,12 @@ class AutoParallel(Settings, nn.Module):
         self._cluster, self._memory, self._optimizer = cluster, memory, optimizer
         self.compiled = "inductor" if compile is True else compile or None
         self._fusion, self.__dict__["_accumulation"] = Fusion(), Accumulation()
+<<<<<<< HEAD
         self.__dict__["_programs"], self.__dict__["_submodules"] = OrderedDict(), None
         self.__dict__["_graphs"] = GraphCache()
+=======
+        self.__dict__["_programs"], self.__dict__["_states"] = {}, {}
+>>>>>>> wt-guards
         self._hsdp: OptimizerParallel | None = None
         self._pipeline: Pipelining | None = None
         self._buckets: SequenceBuckets | None = None
@@ -168,7 +196,25 @@ class AutoParallel(Settings, nn.Module):
 
     # -- running ----------------------------------------------------------------------------------------------------
 
+<<<<<<< HEAD
     @signed_as_net
+=======
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any module; hooks of all modules (`register_module_forward_hook`) run with the model itself, not with the
+        wrapper around it."""
+        if not has_global_hooks():
+            return super().__call__(*args, **kwargs)
+        if self._backward_hooks or self._backward_pre_hooks:
+            raise SettingError("hooks in the backward of the model, beside forward hooks of all modules",
+                               legal="one of them, or forward hooks of the modules that are meant")
+        return hooked(self, self._with_global_hooks, args, kwargs, forward=True)
+
+    def _with_global_hooks(self, *args: Any, **kwargs: Any) -> Any:
+        if self.loss_fn is None:
+            return hooked(self.net, self.forward, args, kwargs, forward=True, own=False, everyones=True)
+        return self.forward(*args, **kwargs)
+
+>>>>>>> wt-guards
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs, or with `loss_fn` the loss of the whole batch. The last positional argument is then
         the target.
@@ -176,6 +222,7 @@ class AutoParallel(Settings, nn.Module):
         Raises:
             ShardwrightError: at the first call with inputs of these shapes: whatever cannot be planned.
         """
+<<<<<<< HEAD
         if self._buckets is None:
             return self._called(args, kwargs)
         call = self._buckets.padded(self.net, self.loss_fn, args, kwargs, self._agreed_bucket)
@@ -193,11 +240,23 @@ class AutoParallel(Settings, nn.Module):
 
     def _called(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The result of a call whose sequences are padded."""
+=======
+        net = self.net
+        if net._forward_pre_hooks or net._forward_hooks and self.loss_fn is None:
+            return hooked(net, self._run, args, kwargs, forward=self.loss_fn is None, target=self.loss_fn is not None)
+        return self._run(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        """A call between the model's own hooks."""
+        if self._loss_trains and self.loss_fn.training is not self.training:
+            self.loss_fn.train(self.training)
+>>>>>>> wt-guards
         if not kwargs and all(isinstance(x, torch.Tensor) for x in args):
             leaves, spec = args, len(args)  # as most calls are; the tree takes longer than all the rest here
         else:
             leaves, spec = pytree.tree_flatten(opened((args, kwargs)))
         fed = tuple((x.shape, x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else (type(x), x) for x in leaves)
+<<<<<<< HEAD
         if self._whole is not None:
             raise SettingError("the parallel model is called inside of whole(), where it has whole parameters",
                                legal="the plain model inside: net(…) with `model.whole() as net`; model(…) after it")
@@ -214,20 +273,53 @@ class AutoParallel(Settings, nn.Module):
             while len(self._programs) > self.max_programs:
                 self._programs.popitem(last=False)
         if torch.is_autocast_enabled(self._kind):
+=======
+        feed = spec, torch.get_autocast_dtype(self._kind) if torch.is_autocast_enabled(self._kind) else None, fed
+        program = self._found(feed)
+        if program is None:
+            self._announce(feed)
+            program = self._build(args, kwargs)
+            self._keep(feed, program)
+        if feed[1] is not None:
+>>>>>>> wt-guards
             with torch.autocast(self._kind, enabled=False):  # the program has the casts in it
-                return program(*leaves)
-        return program(*leaves)
+                result = program(*leaves)
+        else:
+            result = program(*leaves)
+        if program.effects.entries:
+            program.effects.play()
+        return result
 
-    def _take_loaded(self, key: tuple) -> None:
-        """Take the values of a checkpoint that was loaded before the first call."""
+    def _found(self, feed: tuple) -> Program | PipelineProgram | None:
+        """The program of such inputs whose guards hold: one of several that differ in the model's state.
+
+        Args:
+            feed: how the inputs nest, the type of autocast, and the inputs' shapes and types.
+        """
+        states = self._states.get(feed)
+        if states is None:
+            return None
+        for i, guards in enumerate(states):
+            if guards.hold():
+                if i:
+                    states.insert(0, states.pop(i))
+                return self._programs[(*feed, guards)]
+        return None
+
+    def _keep(self, feed: tuple, program: Program | PipelineProgram) -> None:
+        """Keep a new program, and take the values of a checkpoint that was loaded before the first call."""
+        self._programs[(*feed, program.guards)] = program
+        self._states.setdefault(feed, []).insert(0, program.guards)
         try:
             while self._awaited:
                 self._awaited[0]()
                 del self._awaited[0]
+            program.guards.settle()
         except BaseException:
-            del self._programs[key]  # nothing runs without them
+            del self._programs[(*feed, program.guards)], self._states[feed][0]  # nothing runs without them
             raise
 
+<<<<<<< HEAD
     def _state(self) -> tuple[tuple, ...]:
         """What of the model's state a captured program depends on: which modules train, which parameters there are and
         which of them are trained, and the state of autocast."""
@@ -237,12 +329,15 @@ class AutoParallel(Settings, nn.Module):
         return (tuple([m.training for m in self._submodules]), tuple([p.requires_grad for p in parameters]),
                 tuple([id(p) for p in parameters]), autocast.current("cpu", self._kind))
 
+=======
+>>>>>>> wt-guards
     def train(self, mode: bool = True) -> AutoParallel:
         """Training or evaluation mode, for the wrapped model too."""
         super().train(mode)
         self.net.train(mode)
         return self
 
+<<<<<<< HEAD
     def _announce(self, key: tuple) -> None:
         """Say once that inputs of another shape are captured anew."""
         known = [k for k in self._programs if k[1] == key[1] and _shapes(k) != _shapes(key)]
@@ -250,6 +345,23 @@ class AutoParallel(Settings, nn.Module):
             self._warned = True
             warnings.warn(f"inputs of shapes {_shapes(key)} after {_shapes(known[0])}: a program is made for each shape, "
                           "which takes longest for this second one; further ones are not announced", RecaptureWarning, stacklevel=6)
+=======
+    def _announce(self, feed: tuple) -> None:
+        """Say that the model is captured anew: once for inputs of other shapes, in one line for each change of its state."""
+        if not self._programs:
+            return
+        known = [key for key in self._programs if _shapes(key) != _shapes(feed) and key[3].hold()]
+        if known:
+            if not self._warned:
+                self._warned = True
+                warnings.warn(f"inputs of shapes {_shapes(feed)} after {_shapes(known[0])}: the model is captured and planned "
+                              "once for each shape; further ones are not announced", RecaptureWarning, stacklevel=7)
+            return
+        states = self._states.get(feed) or [key[3] for key in reversed(self._programs)]
+        change = states[0].change()
+        if change is not None and not any(guards.only_mode_changed() for guards in states):
+            warnings.warn(f"{change}: the model is captured and planned anew", RecaptureWarning, stacklevel=7)
+>>>>>>> wt-guards
 
     def _build(self, args: tuple, kwargs: dict[str, Any]) -> Program:
         observer = _OBSERVER.get()
@@ -257,13 +369,22 @@ class AutoParallel(Settings, nn.Module):
             observer(self, args, kwargs)
         check_inside(self.net)
         runtime, module = self._runtime(), _Holder(self.net, self.loss_fn)
+<<<<<<< HEAD
         before = next(iter(self._programs.values()), None)
         plan = self._planned(args, kwargs, module, before)
         followers = Followers(self) if before is None else None
+=======
+        before = self._before()
+        recording = Recording()
+        plan = self._planned(args, kwargs, module, before, recording=recording)
+>>>>>>> wt-guards
         program = make_program(plan, module, runtime, before=before, fusion=self._fusion,
                                accumulation=self._accumulation, broadcast=self._broadcast, compiled=self.compiled,
                                gradients_mean=self._gradients_mean and self.loss_fn is None)
         program.exact = self.random == "exact"
+        around = {id(self.net): HOOKS[:2] if self.loss_fn is None else HOOKS[:1]}
+        program.effects = recording.effects
+        program.guards = Guards(recording.modules, recording.reads.values(), around, recording.effects.advanced())
         if before is None:
             watch_steps(self.net)
             self._stored = {name: parameter.storage for name, parameter in plan.parameters.items()}
@@ -280,13 +401,23 @@ class AutoParallel(Settings, nn.Module):
             write_dumps(plan, self.save_graphs, [runtime.rank] if parts else range(plan.devices))
         return program
 
+    def _before(self) -> Program | PipelineProgram | None:
+        """The model's first program, by which its parameters are stored; None: there is none, or, in one process, which has them
+        whole, parameters or submodules have been replaced since."""
+        before = next(iter(self._programs.values()), None)
+        if before is None or before.held is not None or not before.guards.parts_changed():
+            return before
+        self._stored = self._used = None
+        return None
+
     def _planned(self, args: tuple, kwargs: dict[str, Any], module: _Holder, before: Program | None, *,
-                 runs: bool = True) -> Plan | PipelinePlan:
+                 runs: bool = True, recording: Recording | None = None) -> Plan | PipelinePlan:
         """The plan of a call, on which all ranks agree. Nothing of the model changes.
 
         Args:
             before: the program of an earlier call, or None.
             runs: whether it is about to run, so that ranks must hold the same values too.
+            recording: takes what the captures see of the model besides operators.
         """
         args, kwargs = opened((args, kwargs))
         runtime = self._runtime()
@@ -318,10 +449,12 @@ class AutoParallel(Settings, nn.Module):
                     if parts else (args, kwargs)
             fed += [(tuple(x.shape), str(x.dtype)) for x in pytree.tree_leaves((whole_args, whole_kwargs))
                     if isinstance(x, torch.Tensor)]
-            self._marks_loss_training()
+            if self._loss_trains:
+                self.loss_fn.train(self.training)
             self._fusion.check(sum(p.requires_grad for p in module.parameters()))
             splits = is_split(whole_args, whole_kwargs)
 
+<<<<<<< HEAD
             inside = dict(loss_fn=self.loss_fn, device=runtime.device)
 
             def captured(count: int | None) -> tuple[Graph, Graph | None]:
@@ -334,6 +467,14 @@ class AutoParallel(Settings, nn.Module):
                             (self._state(), _without_sizes(args, kwargs)), shapes,
                             lambda: capture(self.net, whole_args, whole_kwargs, **inside),
                             lambda vary: capture_scalable(self.net, whole_args, whole_kwargs, vary=vary, **inside)), None
+=======
+            how: dict[str, Any] = dict(loss_fn=self.loss_fn, device=runtime.device, recording=recording, hooks_around=True)
+
+            def captured(count: int | None) -> tuple[Graph, Graph | None]:
+                with for_ranks(devices), one_slice(module):
+                    made = (capture(self.net, whole_args, whole_kwargs, **how), None) if count is None else \
+                        capture_micro(self.net, whole_args, whole_kwargs, count, **how)
+>>>>>>> wt-guards
                 return with_policy(made[0], self.recompute), made[1]
 
             automatic = None if self._pipeline is None else Automatic.of(
@@ -377,10 +518,6 @@ class AutoParallel(Settings, nn.Module):
 
     def _runtime(self) -> Runtime:
         return current()
-
-    def _marks_loss_training(self) -> None:
-        if isinstance(self.loss_fn, nn.Module):
-            self.loss_fn.train(self.training)
 
     # -- looking ----------------------------------------------------------------------------------------------------
 

@@ -122,6 +122,8 @@ class Reader:
         self.casts: dict[tuple[str, torch.dtype], Value] = {}  # (value, dtype) -> the value cast, while that is shared
         self.uncast: dict[str, Value] = {}                 # a cast made for autocast -> its value
         self.sizes: Sizes | None = None                    # the symbols of a capture that is to scale
+        self.assigned: list[str] = []                      # buffers whose new values are the last outputs
+        self.out_spec: Any = program.call_spec.out_spec    # of the outputs before those
         self.entered: dict[int, tuple[int, dict]] = {}     # recomputed region -> how many operators, which casts came before it
         self.spans: list[tuple[int, int, int]] = []        # region, its first operator, one past its last
 
@@ -178,11 +180,14 @@ class Reader:
         result = self.walk(self.program.graph, self.program.graph_module)
         kept = [self.leaf(r) for r, spec in zip(result, signature.output_specs, strict=True)
                 if spec.kind in (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT)]
+        if self.assigned:
+            self.updates.update(zip(self.assigned, kept[-len(self.assigned):], strict=True))
+            del kept[-len(self.assigned):]
         changed = self.changed_inputs([v.name for v in inputs])
         kept += changed.values()
         graph = Graph(tuple(inputs), parameters, buffers, constants,
                       tuple(recomputed_ops(self.ops, self.regions, self.spans, self.mark_names)), tuple(kept),
-                      self.program.call_spec.in_spec, self.program.call_spec.out_spec, self.updates, self.aliases, changed=tuple(changed))
+                      self.program.call_spec.in_spec, self.out_spec, self.updates, self.aliases, changed=tuple(changed))
         return _without_dead(graph)
 
     def changed_inputs(self, names: list[str]) -> dict[int, Value]:

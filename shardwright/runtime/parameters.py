@@ -205,6 +205,6 @@ class ShardedState:
         for name, parameter in parameters.items():
             if not isinstance(parameter, DTensor) and not is_own(parameter):
                 raise SettingError(f"the parameter {name!r} is another one than at the first call",
-                                   legal="changes of its values, or a new AutoParallel of a new model")
+                                   legal="changes of its values, or a new AutoParallel of the changed model")
         own = {name: leaf_of_slice(parameter) for name, parameter in parameters.items() if is_own(parameter)}
         return sums.leaves({name: parameter for name, parameter in parameters.items() if name not in own}) | own

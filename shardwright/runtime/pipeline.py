@@ -20,7 +20,9 @@ from torch.autograd.function import once_differentiable
 
 from ..errors import SettingError
 from ..graph import Value
+from ..guards import Guards
 from ..plan.pipelined import PipelinePlan, Stage, Transfer
+from ..side_effects import Effects
 from ..schedules import Schedule, forward_only
 from ..torch_private import demand, pytree
 from ..trees import closed, holds_objects
@@ -120,7 +122,7 @@ class PipelineProgram:
         absent: parameters of other stages, which are empty here, and are given empty gradients.
 
     Attributes:
-        exact, begin: as of `Program`.
+        exact, begin, guards, effects: as of `Program`.
     """
 
     def __init__(self, plan: PipelinePlan, bodies: dict[int, StageBody], link: Link, held: Any = None,
@@ -131,6 +133,7 @@ class PipelineProgram:
         self.plan, self.bodies, self.link, self.held, self.device = plan, bodies, link, held, device
         self.exact, self.absent = True, absent
         self.begin: Callable[[], None] | None = None
+        self.guards, self.effects = Guards((), ()), Effects()
         self.fed_parts, self.made_parts = parts_of(plan, parts)
         self.forwards = forward_only(plan.schedule.placement, plan.micro_batches)
         outputs = plan.graph.outputs

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from ..graph import Value
+from ..guards import Guards
 from ..layout import Layout
 from ..lower import Lowered, lower
 from ..plan.pipelined import PipelinePlan
 from ..plan.plan import Plan
+from ..side_effects import Effects
 from ..torch_private import pytree
 from ..trees import closed, holds_objects
 from .changed_inputs import kept_apart, put_back
@@ -44,12 +46,14 @@ class Program:
         held: the parameters of the processes runtime, for the model's next program; None in the local one.
         exact: whether random numbers belong to positions of whole tensors, or to operators and slices.
         begin: what begins each call, or None.
+        guards, effects: the state of the model that it stands for, and what a call does besides its result.
     """
 
     def __init__(self, plan: Plan, body: Callable[..., list[Tensor]], state: list[Tensor], updated: list[Tensor],
                  held: ShardedState | None = None, device: torch.device | None = None, mean: bool = False) -> None:
         self.plan, self.body, self.held, self.exact = plan, body, held, True
         self.begin: Callable[[], None] | None = None
+        self.guards, self.effects = Guards((), ()), Effects()
         self._draws = plan.routed.seed is not None
         self._state, self._updated, self._device = state, updated, device
         self._outputs = plan.graph.outputs

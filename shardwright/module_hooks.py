@@ -1,0 +1,99 @@
+"""Hooks of modules at the borders of a model: they run at each call, around the captured program, on real tensors.
+
+    net's forward-pre hooks    around, with the inputs of the call
+    net's forward hooks        around, with its outputs; inside where the model has a `loss_fn`, which follows them
+    hooks of all modules       (`register_module_forward_hook` and its like) once around, as net's; inside for each submodule
+    hooks of submodules        inside: captured as a part of the program
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from .marks import Operator
+
+__all__ = ["has_global_hooks", "hooked", "outermost_left_out"]
+
+_whole = nn.modules.module
+
+
+def has_global_hooks() -> bool:
+    """Whether there are forward hooks of all modules."""
+    return bool(_whole._global_forward_pre_hooks or _whole._global_forward_hooks)
+
+
+def hooked(net: nn.Module, run: Callable[..., Any], args: tuple, kwargs: dict[str, Any], *, forward: bool, own: bool = True,
+           everyones: bool = False, target: bool = False) -> Any:
+    """Call `run` as `net`, between hooks.
+
+    Args:
+        forward: whether forward hooks run too, which need the outputs of `net`.
+        own: with the hooks of `net`.
+        everyones: with those of all modules.
+        target: whether the last positional argument is the loss's, which hooks do not see.
+    """
+    args, rest = (args[:-1], args[-1:]) if target else (args, ())
+    before = [*_whole._global_forward_pre_hooks.items()] if everyones else []
+    after = [*_whole._global_forward_hooks.items()] if everyones and forward else []
+    if own:
+        before += net._forward_pre_hooks.items()
+        after += net._forward_hooks.items() if forward else ()
+    for number, hook in before:
+        if number in net._forward_pre_hooks_with_kwargs:
+            changed = hook(net, args, kwargs)
+            if changed is not None:
+                args, kwargs = changed
+        else:
+            changed = hook(net, args)
+            if changed is not None:
+                args = changed if isinstance(changed, tuple) else (changed,)
+    result = run(*args, *rest, **kwargs)
+    for number, hook in after:
+        with_kwargs = number in net._forward_hooks_with_kwargs or number in _whole._global_forward_hooks_with_kwargs
+        changed = hook(net, args, kwargs, result) if with_kwargs else hook(net, args, result)
+        if changed is not None:
+            result = changed
+    return result
+
+
+@contextlib.contextmanager
+def outermost_left_out(net: nn.Module, root: nn.Module, forward: bool, around: bool) -> Iterator[None]:
+    """While active, hooks that run around the program do not run inside.
+
+    Args:
+        root: the module that is exported: `net`, or `net` and its loss.
+        forward: whether forward hooks of `net` run around too.
+        around: whether any do; otherwise hooks of all modules leave out `root` alone where it is not the user's.
+    """
+    kept: list[tuple[OrderedDict, OrderedDict]] = []
+    for table in (net._forward_pre_hooks, net._forward_hooks) if forward else (net._forward_pre_hooks,):
+        if around:
+            kept.append((table, OrderedDict(table)))
+            for number in [n for n, hook in table.items() if not isinstance(getattr(hook, "__self__", None), Operator)]:
+                del table[number]
+    left_out = root if around or root is not net else None
+    for table in (_whole._global_forward_pre_hooks, _whole._global_forward_hooks):
+        kept.append((table, OrderedDict(table)))
+        for number, hook in table.items():
+            table[number] = _but_for(left_out, hook)
+    try:
+        yield
+    finally:
+        for table, before in kept:
+            table.clear()
+            table.update(before)
+
+
+def _but_for(left_out: nn.Module | None, hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook that leaves out a module, and those that torch puts around the model to export it."""
+    def call(module: nn.Module, *args: Any) -> Any:
+        if module is left_out or type(module).__module__.startswith(("torch._", "torch.export", "torch.fx")):
+            return None
+        return hook(module, *args)
+    call.__wrapped__ = hook
+    return call
