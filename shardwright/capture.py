@@ -27,7 +27,7 @@ from torch.nn.utils.rnn import PackedSequence
 from .autocast import current
 from .errors import CaptureError, ShardwrightError
 from .graph import Graph, values_in
-from .guards import Place
+from .guards import Guards, Place
 from .marks import collect_marks, mark_names
 from .module_hooks import outermost_left_out
 from .normalisation import cumulative_momentum
@@ -39,7 +39,7 @@ from .scaling import NotScalable, ScalableGraph, Sizes
 from .side_effects import (Blamed, Effects, LineFinder, Outcome, counter, depends, judged, numbered, refuse_backward_hooks,
                             watched_calls)
 from .staging import whole_shape
-from .torch_private import NOISY_LOGGERS, FakeTensorMode, buffer_table, parameter_table, pytree, stack_lines
+from .torch_private import NOISY_LOGGERS, FakeTensor, FakeTensorMode, buffer_table, parameter_table, pytree, stack_lines
 from .trees import closed, opened
 
 __all__ = ["Recording", "WithLoss", "capture", "capture_scalable"]
@@ -157,11 +157,17 @@ class Recording:
         modules: by path, those outside of the model that its forward uses too.
         reads: the places that were read, by identity.
         effects: what its forward does at each call besides its result.
+        guards: tell whether a program made of it still stands for the model; None until there is one.
     """
 
     modules: list[tuple[str, nn.Module]] = field(default_factory=list)
     reads: dict[tuple[int, Any], Place] = field(default_factory=dict)
     effects: Effects | None = None
+    guards: Guards | None = None
+
+    def take(self, other: Recording) -> None:
+        """What another capture of the same state of the model has seen."""
+        self.modules, self.reads, self.effects = other.modules, dict(other.reads), other.effects
 
     def add(self, seen: Observation, effects: Effects) -> None:
         """Note one capture.

@@ -11,7 +11,6 @@ sets) when it is first seen, and compared after the forward. Everything is put b
 
 from __future__ import annotations
 
-import collections
 import dis
 import functools
 import random

@@ -10,34 +10,25 @@ import contextvars
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-<<<<<<< HEAD
 from . import autocast
-from .capture import capture, capture_scalable
-=======
-from .capture import Recording, capture
->>>>>>> wt-guards
+from .capture import Recording, capture, capture_scalable
 from .errors import SettingError
 from .foreign_wrappers import check_inside, compile_instead, refuse_class, watch_wrapping
 from .graph import Graph
-<<<<<<< HEAD
 from .graph_cache import GraphCache
-from .layerwise import check_held, check_mode, one_slice, own_parameters
-from .layout import Layout
-from .marks import stored_whole
-from .model_copies import Followers, copied
-=======
 from .guards import HOOKS, Guards
 from .layerwise import check_held, check_mode, one_slice, own_parameters
 from .layout import Layout
 from .marks import stored_whole
+from .model_copies import Followers, copied
 from .module_hooks import has_global_hooks, hooked
->>>>>>> wt-guards
 from .ops import for_ranks
 from .plan import MODES, ParameterPlan, PipelinePlan, Plan, make_pipeline, make_plan
 from .plan.automatic_pipeline import Automatic
@@ -81,12 +72,8 @@ def observed(observer: Callable[[AutoParallel, tuple, dict[str, Any]], None] | N
 
 
 class RecaptureWarning(UserWarning):
-<<<<<<< HEAD
-    """The model was called with inputs of another shape: a program is made for them."""
-=======
-    """The model was called with inputs of another shape, or something that its forward reads was changed: it is captured and
-    planned anew."""
->>>>>>> wt-guards
+    """The model was called with inputs of another shape, or something that its forward reads was changed: a program is made for
+    it."""
 
 
 class AutoParallel(Settings, nn.Module):
@@ -131,14 +118,9 @@ class AutoParallel(Settings, nn.Module):
     """
 
     #: What a wrapper holds besides its settings: `shardwright.verify` gives its copies everything else.
-<<<<<<< HEAD
-    _NOT_SETTINGS = frozenset({*vars(nn.Module()), "net", "loss_fn", "save_graphs", "_programs", "_submodules", "_stored",
+    _NOT_SETTINGS = frozenset({*vars(nn.Module()), "net", "loss_fn", "save_graphs", "_programs", "_states", "_stored",
                                "_used", "_warned", "_graphs", "_accumulation", "_kind", "_strategy_files", "_awaited",
                                "_copies", "_whole", "_first_ranks"})
-=======
-    _NOT_SETTINGS = frozenset({*vars(nn.Module()), "net", "loss_fn", "save_graphs", "_programs", "_states", "_stored",
-                               "_used", "_warned", "_accumulation", "_kind", "_strategy_files", "_awaited"})
->>>>>>> wt-guards
 
     def __init__(self, net: nn.Module, loss_fn: Callable[..., Any] | None = None, parallel_mode: str = "semi_auto", *,
                  on_missing_rule: str = "error", save_graphs: str | Path | None = None,
@@ -176,12 +158,8 @@ class AutoParallel(Settings, nn.Module):
         self._cluster, self._memory, self._optimizer = cluster, memory, optimizer
         self.compiled = "inductor" if compile is True else compile or None
         self._fusion, self.__dict__["_accumulation"] = Fusion(), Accumulation()
-<<<<<<< HEAD
-        self.__dict__["_programs"], self.__dict__["_submodules"] = OrderedDict(), None
+        self.__dict__["_programs"], self.__dict__["_states"] = OrderedDict(), {}
         self.__dict__["_graphs"] = GraphCache()
-=======
-        self.__dict__["_programs"], self.__dict__["_states"] = {}, {}
->>>>>>> wt-guards
         self._hsdp: OptimizerParallel | None = None
         self._pipeline: Pipelining | None = None
         self._buckets: SequenceBuckets | None = None
@@ -196,9 +174,6 @@ class AutoParallel(Settings, nn.Module):
 
     # -- running ----------------------------------------------------------------------------------------------------
 
-<<<<<<< HEAD
-    @signed_as_net
-=======
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As of any module; hooks of all modules (`register_module_forward_hook`) run with the model itself, not with the
         wrapper around it."""
@@ -214,7 +189,7 @@ class AutoParallel(Settings, nn.Module):
             return hooked(self.net, self.forward, args, kwargs, forward=True, own=False, everyones=True)
         return self.forward(*args, **kwargs)
 
->>>>>>> wt-guards
+    @signed_as_net
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs, or with `loss_fn` the loss of the whole batch. The last positional argument is then
         the target.
@@ -222,11 +197,10 @@ class AutoParallel(Settings, nn.Module):
         Raises:
             ShardwrightError: at the first call with inputs of these shapes: whatever cannot be planned.
         """
-<<<<<<< HEAD
         if self._buckets is None:
-            return self._called(args, kwargs)
+            return self._between_hooks(args, kwargs)
         call = self._buckets.padded(self.net, self.loss_fn, args, kwargs, self._agreed_bucket)
-        return call.cropped(self._called(call.args, call.kwargs))
+        return call.cropped(self._between_hooks(call.args, call.kwargs))
 
     def _agreed_bucket(self, index: int) -> int:
         """The longest bucket that any process needs, where each feeds its own part of the batch."""
@@ -238,9 +212,8 @@ class AutoParallel(Settings, nn.Module):
         distributed.all_reduce(needed, distributed.ReduceOp.MAX)
         return int(needed)
 
-    def _called(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """The result of a call whose sequences are padded."""
-=======
+    def _between_hooks(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """A call with the hooks of the outermost module around it."""
         net = self.net
         if net._forward_pre_hooks or net._forward_hooks and self.loss_fn is None:
             return hooked(net, self._run, args, kwargs, forward=self.loss_fn is None, target=self.loss_fn is not None)
@@ -250,38 +223,21 @@ class AutoParallel(Settings, nn.Module):
         """A call between the model's own hooks."""
         if self._loss_trains and self.loss_fn.training is not self.training:
             self.loss_fn.train(self.training)
->>>>>>> wt-guards
         if not kwargs and all(isinstance(x, torch.Tensor) for x in args):
             leaves, spec = args, len(args)  # as most calls are; the tree takes longer than all the rest here
         else:
             leaves, spec = pytree.tree_flatten(opened((args, kwargs)))
         fed = tuple((x.shape, x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else (type(x), x) for x in leaves)
-<<<<<<< HEAD
         if self._whole is not None:
             raise SettingError("the parallel model is called inside of whole(), where it has whole parameters",
                                legal="the plain model inside: net(…) with `model.whole() as net`; model(…) after it")
-        key = spec, self._state(), fed
-        program = self._programs.get(key)
-        if program is not None:
-            self._programs.move_to_end(key)
-        else:
-            self._announce(key)
-            program = self._build(args, kwargs)
-            key = spec, self._state(), fed  # the state of now: its parameters may be others
-            self._programs[key] = program
-            self._take_loaded(key)
-            while len(self._programs) > self.max_programs:
-                self._programs.popitem(last=False)
-        if torch.is_autocast_enabled(self._kind):
-=======
-        feed = spec, torch.get_autocast_dtype(self._kind) if torch.is_autocast_enabled(self._kind) else None, fed
+        feed = spec, autocast.current("cpu", self._kind), fed
         program = self._found(feed)
         if program is None:
             self._announce(feed)
             program = self._build(args, kwargs)
             self._keep(feed, program)
-        if feed[1] is not None:
->>>>>>> wt-guards
+        if torch.is_autocast_enabled(self._kind):
             with torch.autocast(self._kind, enabled=False):  # the program has the casts in it
                 result = program(*leaves)
         else:
@@ -303,7 +259,9 @@ class AutoParallel(Settings, nn.Module):
             if guards.hold():
                 if i:
                     states.insert(0, states.pop(i))
-                return self._programs[(*feed, guards)]
+                key = (*feed, guards)
+                self._programs.move_to_end(key)
+                return self._programs[key]
         return None
 
     def _keep(self, feed: tuple, program: Program | PipelineProgram) -> None:
@@ -316,52 +274,42 @@ class AutoParallel(Settings, nn.Module):
                 del self._awaited[0]
             program.guards.settle()
         except BaseException:
-            del self._programs[(*feed, program.guards)], self._states[feed][0]  # nothing runs without them
+            self._forget((*feed, program.guards))  # nothing runs without them
             raise
+        while len(self._programs) > self.max_programs:
+            self._forget(next(iter(self._programs)))
 
-<<<<<<< HEAD
-    def _state(self) -> tuple[tuple, ...]:
-        """What of the model's state a captured program depends on: which modules train, which parameters there are and
-        which of them are trained, and the state of autocast."""
-        if self._submodules is None:
-            self.__dict__["_submodules"] = list(self.net.modules())
-        parameters = [p for m in self._submodules for p in m._parameters.values() if p is not None]
-        return (tuple([m.training for m in self._submodules]), tuple([p.requires_grad for p in parameters]),
-                tuple([id(p) for p in parameters]), autocast.current("cpu", self._kind))
+    def _forget(self, key: tuple) -> None:
+        """Drop a program."""
+        *feed, guards = key
+        del self._programs[key]
+        states = self._states[tuple(feed)]
+        states.remove(guards)
+        if not states:
+            del self._states[tuple(feed)]
 
-=======
->>>>>>> wt-guards
     def train(self, mode: bool = True) -> AutoParallel:
         """Training or evaluation mode, for the wrapped model too."""
         super().train(mode)
         self.net.train(mode)
         return self
 
-<<<<<<< HEAD
-    def _announce(self, key: tuple) -> None:
-        """Say once that inputs of another shape are captured anew."""
-        known = [k for k in self._programs if k[1] == key[1] and _shapes(k) != _shapes(key)]
-        if known and not self._warned and self._buckets is None:
-            self._warned = True
-            warnings.warn(f"inputs of shapes {_shapes(key)} after {_shapes(known[0])}: a program is made for each shape, "
-                          "which takes longest for this second one; further ones are not announced", RecaptureWarning, stacklevel=6)
-=======
     def _announce(self, feed: tuple) -> None:
         """Say that the model is captured anew: once for inputs of other shapes, in one line for each change of its state."""
         if not self._programs:
             return
         known = [key for key in self._programs if _shapes(key) != _shapes(feed) and key[3].hold()]
         if known:
-            if not self._warned:
+            if not self._warned and self._buckets is None:
                 self._warned = True
-                warnings.warn(f"inputs of shapes {_shapes(feed)} after {_shapes(known[0])}: the model is captured and planned "
-                              "once for each shape; further ones are not announced", RecaptureWarning, stacklevel=7)
+                warnings.warn(f"inputs of shapes {_shapes(feed)} after {_shapes(known[0])}: a program is made for each shape, "
+                              "which takes longest for this second one; further ones are not announced", RecaptureWarning,
+                              stacklevel=8)
             return
         states = self._states.get(feed) or [key[3] for key in reversed(self._programs)]
         change = states[0].change()
         if change is not None and not any(guards.only_mode_changed() for guards in states):
-            warnings.warn(f"{change}: the model is captured and planned anew", RecaptureWarning, stacklevel=7)
->>>>>>> wt-guards
+            warnings.warn(f"{change}: the model is captured and planned anew", RecaptureWarning, stacklevel=8)
 
     def _build(self, args: tuple, kwargs: dict[str, Any]) -> Program:
         observer = _OBSERVER.get()
@@ -369,22 +317,18 @@ class AutoParallel(Settings, nn.Module):
             observer(self, args, kwargs)
         check_inside(self.net)
         runtime, module = self._runtime(), _Holder(self.net, self.loss_fn)
-<<<<<<< HEAD
-        before = next(iter(self._programs.values()), None)
-        plan = self._planned(args, kwargs, module, before)
-        followers = Followers(self) if before is None else None
-=======
         before = self._before()
         recording = Recording()
         plan = self._planned(args, kwargs, module, before, recording=recording)
->>>>>>> wt-guards
+        followers = Followers(self) if before is None else None
         program = make_program(plan, module, runtime, before=before, fusion=self._fusion,
                                accumulation=self._accumulation, broadcast=self._broadcast, compiled=self.compiled,
                                gradients_mean=self._gradients_mean and self.loss_fn is None)
         program.exact = self.random == "exact"
         around = {id(self.net): HOOKS[:2] if self.loss_fn is None else HOOKS[:1]}
         program.effects = recording.effects
-        program.guards = Guards(recording.modules, recording.reads.values(), around, recording.effects.advanced())
+        program.guards = recording.guards = Guards(recording.modules, recording.reads.values(), around,
+                                                   recording.effects.advanced())
         if before is None:
             watch_steps(self.net)
             self._stored = {name: parameter.storage for name, parameter in plan.parameters.items()}
@@ -402,9 +346,9 @@ class AutoParallel(Settings, nn.Module):
         return program
 
     def _before(self) -> Program | PipelineProgram | None:
-        """The model's first program, by which its parameters are stored; None: there is none, or, in one process, which has them
-        whole, parameters or submodules have been replaced since."""
-        before = next(iter(self._programs.values()), None)
+        """The model's latest program, by which its parameters are stored; None: there is none, or, in one process, which has
+        them whole, parameters or submodules have been replaced since."""
+        before = next(reversed(self._programs.values()), None)
         if before is None or before.held is not None or not before.guards.parts_changed():
             return before
         self._stored = self._used = None
@@ -454,27 +398,19 @@ class AutoParallel(Settings, nn.Module):
             self._fusion.check(sum(p.requires_grad for p in module.parameters()))
             splits = is_split(whole_args, whole_kwargs)
 
-<<<<<<< HEAD
-            inside = dict(loss_fn=self.loss_fn, device=runtime.device)
+            how: dict[str, Any] = dict(loss_fn=self.loss_fn, device=runtime.device, hooks_around=True)
+            recording = recording or Recording()
 
             def captured(count: int | None) -> tuple[Graph, Graph | None]:
                 with for_ranks(devices), one_slice(module):
                     if count is not None:
-                        made = capture_micro(self.net, whole_args, whole_kwargs, count, **inside)
+                        made = capture_micro(self.net, whole_args, whole_kwargs, count, recording=recording, **how)
                     else:
-                        shapes = tuple(shape for shape, _ in fed)
                         made = self._graphs.graph(
-                            (self._state(), _without_sizes(args, kwargs)), shapes,
-                            lambda: capture(self.net, whole_args, whole_kwargs, **inside),
-                            lambda vary: capture_scalable(self.net, whole_args, whole_kwargs, vary=vary, **inside)), None
-=======
-            how: dict[str, Any] = dict(loss_fn=self.loss_fn, device=runtime.device, recording=recording, hooks_around=True)
-
-            def captured(count: int | None) -> tuple[Graph, Graph | None]:
-                with for_ranks(devices), one_slice(module):
-                    made = (capture(self.net, whole_args, whole_kwargs, **how), None) if count is None else \
-                        capture_micro(self.net, whole_args, whole_kwargs, count, **how)
->>>>>>> wt-guards
+                            (autocast.current("cpu", self._kind), _without_sizes(args, kwargs)),
+                            tuple(shape for shape, _ in fed), recording,
+                            partial(capture, self.net, whole_args, whole_kwargs, **how),
+                            partial(capture_scalable, self.net, whole_args, whole_kwargs, **how)), None
                 return with_policy(made[0], self.recompute), made[1]
 
             automatic = None if self._pipeline is None else Automatic.of(
@@ -498,7 +434,7 @@ class AutoParallel(Settings, nn.Module):
             else:
                 own = OwnPrograms(own_parameters(module), self.loss_fn is not None) if hybrid else None
                 plan = make_plan(graph, devices, self.parallel_mode, dataset, own=own,
-                                 earlier=None if before is None or hybrid else before.plan, **given)
+                                 earlier=None if hybrid else self._earlier(graph), **given)
             if self._parameter_strategies is not None and before is None:
                 self._parameter_strategies.check_kept(plan)
         except Exception as error:
@@ -510,6 +446,11 @@ class AutoParallel(Settings, nn.Module):
             ranks.agree(plan, {name: value for name, value in begin.items() if name not in own_parameters(module)},
                         (*stream.upcoming(), self.random) if plan.draws and runs else None, (self._fusion, self._broadcast))
         return plan
+
+    def _earlier(self, graph: Graph) -> Plan | None:
+        """The latest plan of as many operators: that of the same model at other sizes, perhaps."""
+        plans = (program.plan for program in reversed(self._programs.values()))
+        return next((p for p in plans if isinstance(p, Plan) and len(p.graph.ops) == len(graph.ops)), None)
 
     def _groups(self, devices: int | None) -> int:
         """Into how many groups a pipeline cuts the devices, where they can be."""
@@ -547,7 +488,7 @@ class AutoParallel(Settings, nn.Module):
         Raises:
             ShardwrightError: whatever cannot be planned.
         """
-        before = next(iter(self._programs.values()), None)
+        before = self._before()
         plan = self._planned(args, kwargs, _Holder(self.net, self.loss_fn), before, runs=False)
         if before is None:
             self._write_strategies(plan)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+
 from torch.export.graph_signature import InputKind, OutputKind
 
 from .autocast import Autocast, Like, casts_of, entered, under, with_dtype
@@ -30,7 +30,7 @@ from .rules.recurrent import layer_by_layer, without_dropout
 from .rules.scatter import assigned, overwritten
 from .recompute import EDGE, Settings, recomputed_ops
 from .scaling import Sizes
-from .torch_private import OpOverload, overload_name, pytree, schema_of
+from .torch_private import FakeTensor, OpOverload, pytree, schema_of
 from .vmapped import regions, written_out
 
 __all__ = ["MarkUse", "Reader", "bare", "is_users", "user_frame"]
@@ -313,7 +313,7 @@ class Reader:
             args, kwargs: the node's arguments, with values in the place of nodes.
         """
         nodes = [a for a in pytree.tree_leaves((node.args, dict(node.kwargs))) if isinstance(a, torch.fx.Node)
-                 and isinstance(self.cells[a], _Cell)]
+                 and isinstance(self.cells[a], Cell)]
         devices = iter([n.meta["val"].device for n in nodes])
         decided = casts_of(target, *map_values((args, kwargs), lambda v: Like(v.shape, v.dtype, next(devices))),
                            self.casting)

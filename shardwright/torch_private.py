@@ -41,6 +41,7 @@ _NAMES = {
     "CustomOpDef": ("torch._library.custom_ops.CustomOpDef", "a rule for a torch.library.custom_op"),
     "DisableTorchFunction": ("torch._C.DisableTorchFunction", "a torch.autograd.Function in a model"),
     "DisableTorchFunctionSubclass": ("torch._C.DisableTorchFunctionSubclass", "gradients that are DTensors"),
+    "FakeTensor": ("torch._subclasses.fake_tensor.FakeTensor", "capturing a model"),
     "FakeTensorMode": ("torch._subclasses.fake_tensor.FakeTensorMode", "capturing a model"),
     "StorageInfo": ("torch.distributed.checkpoint.filesystem._StorageInfo", "checkpoints that torch's own loader reads"),
     "TorchDispatchMode": ("torch.utils._python_dispatch.TorchDispatchMode", "seeing what operators dispatch to"),

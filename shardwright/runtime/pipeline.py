@@ -24,7 +24,7 @@ from ..guards import Guards
 from ..plan.pipelined import PipelinePlan, Stage, Transfer
 from ..side_effects import Effects
 from ..schedules import Schedule, forward_only
-from ..torch_private import demand, pytree
+from ..torch_private import demand
 from ..trees import closed, holds_objects
 from .changed_inputs import kept_apart, put_back
 from .freed import freed

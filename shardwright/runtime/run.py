@@ -17,7 +17,6 @@ from ..lower import Lowered, lower
 from ..plan.pipelined import PipelinePlan
 from ..plan.plan import Plan
 from ..side_effects import Effects
-from ..torch_private import pytree
 from ..trees import closed, holds_objects
 from .changed_inputs import kept_apart, put_back
 from .deferred import materialize
