@@ -16,7 +16,7 @@ import io
 import logging
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import Any
 
@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree
 from .errors import CaptureError, ShardwrightError
 from .graph import Graph
 from .marks import collect_marks, mark_names
+from .mixed_precision import MixedPrecision, captured_types, casts, masters
 from .normalisation import cumulative_momentum
 from .opaque import collect_functions
 from .reading import Reader, bare, is_users, user_frame
@@ -59,8 +60,10 @@ class WithLoss(nn.Module):
 
 
 @contextlib.contextmanager
-def _fake_state(module: nn.Module, mode: FakeTensorMode, device: torch.device) -> Iterator[None]:
-    """Parameters and buffers replaced by fake ones, tied ones by the same one; put back at the end."""
+def _fake_state(module: nn.Module, mode: FakeTensorMode, device: torch.device, types: Mapping[int, torch.dtype]
+                ) -> Iterator[None]:
+    """Parameters and buffers replaced by fake ones, tied ones by the same one; put back at the end. `types`: of those that
+    operators read in another type than their own, by their ids."""
     memo: dict[int, torch.Tensor] = {}
     saved: list[tuple[dict, str, Any]] = []
 
@@ -68,7 +71,7 @@ def _fake_state(module: nn.Module, mode: FakeTensorMode, device: torch.device) -
         if id(tensor) not in memo:
             where = device if tensor.device.type == "meta" else tensor.device
             with mode:
-                made = torch.empty(whole_shape(tensor), dtype=tensor.dtype, device=where)
+                made = torch.empty(whole_shape(tensor), dtype=types.get(id(tensor), tensor.dtype), device=where)
                 memo[id(tensor)] = (nn.Parameter(made, requires_grad=tensor.requires_grad)
                                     if isinstance(tensor, nn.Parameter) else made)
         return memo[id(tensor)]
@@ -121,7 +124,7 @@ def _user_lines() -> Iterator[None]:
 
 
 def capture(net: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None, *, loss_fn: Any = None,
-            device: torch.device | str = "cpu") -> Graph:
+            device: torch.device | str = "cpu", mixed_precision: MixedPrecision | None = None) -> Graph:
     """Capture one call of a model.
 
     Args:
@@ -129,14 +132,17 @@ def capture(net: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None, *
         args, kwargs: the inputs of the call with their **global** shapes; real, fake or meta tensors.
         loss_fn: if given, the last of `args` is its target and the graph ends in the loss.
         device: the device that meta tensors stand for.
+        mixed_precision: in which types the model's parameters are stored and read.
 
     Raises:
+        SettingError: a parameter that `mixed_precision` cannot be had for.
         CaptureError: what `torch.export` could not follow, with the user's line.
     """
     module = net if loss_fn is None else WithLoss(net, loss_fn)
     prefix = "" if loss_fn is None else "net"
     device = torch.device(device)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    types, stored = captured_types(mixed_precision, net), masters(mixed_precision, net)
 
     def fake_input(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -151,7 +157,7 @@ def capture(net: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None, *
                          *module.named_buffers(remove_duplicate=False)]:
         tied.setdefault(id(tensor), []).append(bare(name, prefix))
     try:
-        with _fake_state(module, mode, device), collect_marks() as calls, _quiet(), \
+        with _fake_state(module, mode, device, types), casts(mixed_precision, net), collect_marks() as calls, _quiet(), \
                 collect_functions(_calling_line) as functions, collect_regions(module, prefix) as regions, \
                 _user_lines(), _objects_opened(module), cumulative_momentum(module):
             program = torch.export.export(module, fake_args, fake_kwargs, strict=False)
@@ -167,6 +173,7 @@ def capture(net: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None, *
     aliases = {alias: names[0] for names in tied.values() for alias in names[1:]}
     called = _input_names(net, len(fake_args) - 1) if loss_fn is not None else {}
     reader = Reader(program, calls, mark_names(net), prefix, aliases, called, [f for f, _ in functions], regions)
+    reader.masters = stored
     reader.casting = torch.is_autocast_enabled(device.type)  # around the call: its casts are written out too
     return reader.graph()
 

@@ -22,6 +22,7 @@ from .graph import Graph
 from .layerwise import check_held, check_mode, one_slice, own_parameters
 from .layout import Layout
 from .marks import stored_whole
+from .mixed_precision import MixedPrecision
 from .ops import for_ranks
 from .plan import MODES, ParameterPlan, PipelinePlan, Plan, make_pipeline, make_plan
 from .plan.automatic_pipeline import Automatic
@@ -98,6 +99,8 @@ class AutoParallel(Settings, nn.Module):
         memory: how much a device may hold, in the modes that search: bytes, "70GB", or "cluster" for its own.
         optimizer: what keeps state for each parameter, to reckon with its memory: "adam", "momentum", "sgd", or its bytes
             an element.
+        mixed_precision: a `MixedPrecision`, or what `MixedPrecision.of` takes: parameters stay as they are for the optimizer
+            and checkpoints, the model computes in another type, gradients are summed in a third. None: as the model is.
 
     Raises:
         SettingError: an unknown mode or setting.
@@ -111,7 +114,8 @@ class AutoParallel(Settings, nn.Module):
                  on_missing_rule: str = "error", save_graphs: str | Path | None = None,
                  sync_batch_norm: bool = False, random: str = "exact",
                  parameter_broadcast: bool = False, recompute: Any = None, uneven: bool = False,
-                 compile: bool | str = False, cluster: Any = None, memory: Any = None, optimizer: Any = "adam") -> None:
+                 compile: bool | str = False, cluster: Any = None, memory: Any = None, optimizer: Any = "adam",
+                 mixed_precision: Any = None) -> None:
         super().__init__()
         if not isinstance(net, nn.Module):
             raise SettingError(f"{net!r} is not an nn.Module", legal="a model written for one device")
@@ -134,6 +138,7 @@ class AutoParallel(Settings, nn.Module):
         self._gradients_mean = parallel_mode in ("data_parallel", "hybrid_parallel")
         self._broadcast, self.recompute, self.uneven = bool(parameter_broadcast), recompute, bool(uneven)
         self._cluster, self._memory, self._optimizer = cluster, memory, optimizer
+        self.mixed_precision = MixedPrecision.of(mixed_precision)
         self.compiled = "inductor" if compile is True else compile or None
         self._fusion, self.__dict__["_accumulation"] = Fusion(), Accumulation()
         self.__dict__["_programs"], self.__dict__["_submodules"] = {}, None
@@ -273,9 +278,9 @@ class AutoParallel(Settings, nn.Module):
 
             def captured(count: int | None) -> tuple[Graph, Graph | None]:
                 with for_ranks(devices), one_slice(module):
-                    made = (capture(self.net, whole_args, whole_kwargs, loss_fn=self.loss_fn, device=runtime.device), None) \
-                        if count is None else capture_micro(self.net, whole_args, whole_kwargs, count,
-                                                            loss_fn=self.loss_fn, device=runtime.device)
+                    how = dict(loss_fn=self.loss_fn, device=runtime.device, mixed_precision=self.mixed_precision)
+                    made = (capture(self.net, whole_args, whole_kwargs, **how), None) if count is None else \
+                        capture_micro(self.net, whole_args, whole_kwargs, count, **how)
                 return with_policy(made[0], self.recompute), made[1]
 
             automatic = None if self._pipeline is None else Automatic.of(

@@ -10,7 +10,7 @@ import math
 import operator
 import re
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from .errors import CaptureError
-from .graph import Graph, Op, Value, map_values, values_in
+from .graph import Graph, Master, Op, Value, map_values, values_in
 from .marks import Operator
 from .normalisation import batch_norm, without_side_effects
 from .opaque import OPAQUE, Applied
@@ -113,6 +113,7 @@ class Reader:
         self.named: set[int] = set()                       # marked operators whose bare name is taken
         self.drawing: list[str] = []                       # random operators, in order
         self.casting = False                               # whether autocast is on
+        self.masters: Mapping[str, Master] = {}            # how parameters are stored, where not as they are read
         self.entered: dict[int, int] = {}                  # recomputed region -> how many operators came before it
         self.spans: list[tuple[int, int, int]] = []        # region, its first operator, one past its last
 
@@ -148,7 +149,7 @@ class Reader:
                 if name not in table:
                     self.used.add(name)
                     table[name] = Value(name, tuple(meta.shape), meta.dtype,
-                                        spec.kind is InputKind.PARAMETER and meta.requires_grad)
+                                        spec.kind is InputKind.PARAMETER and meta.requires_grad, self.masters.get(name))
                 value = table[name]
             cell = _Cell(value)
             self.cells[node] = cell
