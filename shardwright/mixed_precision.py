@@ -90,6 +90,11 @@ class MixedPrecision:
             raise SettingError(f"mixed_precision={given!r}", legal=_LEGAL)
         return cls(**given)
 
+    @property
+    def types(self) -> tuple[torch.dtype, ...]:
+        """Those that it names."""
+        return tuple(t for t in (self.param_dtype, self.reduce_dtype, self.output_dtype) if t is not None)
+
     def master(self, parameter: torch.Tensor) -> Master | None:
         """How a parameter is stored and its gradient summed; None: as it is computed."""
         if not parameter.dtype.is_floating_point:

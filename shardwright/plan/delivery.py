@@ -14,12 +14,21 @@ import torch
 
 from ..conversion import Conversion, transpose
 from ..errors import LayoutError
-from ..graph import Graph, Value
+from ..graph import Graph, Master, Value
 from ..layout import Digit, Digits, Layout
 from .decision import Feeding
 from .route import Router, Use, brought
 
 __all__ = ["Deliveries", "conversions_of"]
+
+
+@lru_cache(maxsize=1 << 16)
+def casts_of(source: Layout, uses: frozenset[Use]) -> int:
+    """How often a parameter is cast that is stored in another type, to serve all its uses by one operator."""
+    if len(uses) < 2:
+        return len(uses)
+    router = _router(source, uses, True, Master(torch.float64, torch.float32))
+    return sum(move.casts for move in router.out)
 
 
 @lru_cache(maxsize=1 << 20)
@@ -28,22 +37,32 @@ def conversions_of(source: Layout, uses: frozenset[Use], gradient: bool) -> tupl
     one of them cannot be served: it would leave open a sum that is not."""
     if len(uses) == 1 and (use := next(iter(uses))).operator != "output":
         return _alone(*_sorted(source, use), gradient)
-    dims = len(source.dims or ())
-    value = Value("value", (0,) * dims, torch.float32, gradient)
-    router = Router(Graph((value,), {}, {}, {}, (), ()), {}, Feeding((), False), source.devices, {}, {}, None)
-    router.make(value, source)
-    router.producer[value.name] = "producer"
-    wanted = sorted(uses, key=lambda use: (str(use.want), use.partial))
-    router.uses[value.name] = list(wanted)
     try:
-        for use in wanted:
-            router.obtain(value, use)
+        router = _router(source, uses, gradient)
     except LayoutError:
         return None
     out: list[tuple[Conversion, bool]] = []
     for move in router.out:
         out += [(c, back) for c, back in ((move.forward, False), (move.backward, True)) if c is not None and not c.is_identity]
     return tuple(out)
+
+
+def _router(source: Layout, uses: frozenset[Use], gradient: bool, master: Master | None = None) -> Router:
+    """A router that has served all uses of one value.
+
+    Raises:
+        LayoutError: one of them cannot be served.
+    """
+    dims = len(source.dims or ())
+    value = Value("value", (0,) * dims, torch.float32, gradient, master)
+    router = Router(Graph((value,), {}, {}, {}, (), ()), {}, Feeding((), False), source.devices, {}, {}, None)
+    router.enter(value, source)
+    router.producer[value.name] = "producer"
+    wanted = sorted(uses, key=lambda use: (str(use.want), use.partial))
+    router.uses[value.name] = list(wanted)
+    for use in wanted:
+        router.obtain(value, use)
+    return router
 
 
 def _sorted(source: Layout, use: Use) -> tuple[Layout, Use]:
@@ -109,8 +128,8 @@ class Deliveries:
             out = np.bincount(cells, weights=prices[conversions], minlength=len(sources) * len(uses)) \
                 if len(cells) else np.zeros(len(sources) * len(uses))
             if parameter and value.master is not None:
-                casts = [self.costs.cast(value, source) * (1 + value.requires_grad) for source in sources]
-                out += np.outer(casts, [bool(some) for some in uses]).ravel()
+                out += [self.costs.cast(value, source) * (1 + value.requires_grad) * casts_of(source, some)
+                        for source in sources for some in uses]
             out[forbidden] = np.inf
             self.known[key] = out.reshape(len(sources), len(uses))
         return self.known[key]
