@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from pathlib import Path
@@ -200,7 +199,7 @@ def as_fsdp2(rank: int, world: int) -> None:
 def in_pipelines(name: str, rank: int, world: int) -> None:
     for policy, stored in ((EXACT, D), (BF16, torch.float32)):
         for mode, level in (("semi_auto", None), ("data_parallel", "level1"), ("data_parallel", "level3")):
-            if level is not None and name not in ("1f1b", "zero_bubble"):
+            if (level is not None and name not in ("1f1b", "zero_bubble")) or (policy is BF16 and (level or name != "1f1b")):
                 continue
             net = Chain(tied=name == "1f1b", skip=True).to(stored)
             one = copy.deepcopy(net)
@@ -284,13 +283,16 @@ def hybrid(rank: int, world: int) -> None:
 
 
 TRAINED = {f"{mode}, {level}, {dataset}, {name}": partial(trains, policy, stored, mode, level, dataset)
-           for mode, level, dataset in (("data_parallel", None, "data_parallel"), ("data_parallel", "level1", "data_parallel"),
-                                        ("semi_auto", None, "full_batch"), ("semi_auto", "level3", "full_batch"))
+           for mode, level, dataset, names in (
+               ("data_parallel", None, "data_parallel", ("exact", "bfloat16")),
+               ("data_parallel", "level1", "data_parallel", ("exact", "summed in bfloat16")),
+               ("semi_auto", None, "full_batch", ("exact", "summed in bfloat16")),
+               ("semi_auto", "level3", "full_batch", ("exact", "bfloat16")))
            for name, policy, stored in (("exact", EXACT, D), ("bfloat16", BF16, torch.float32),
-                                        ("summed in bfloat16", ALL_BF16, torch.float32))}
+                                        ("summed in bfloat16", ALL_BF16, torch.float32)) if name in names}
 SCENARIOS: dict[int, dict[str, Callable[[int, int], None]]] = {
     2: {"travels": travels, "as FSDP2": as_fsdp2, "compiles": compiles,
-        **{name: f for name, f in TRAINED.items() if "data_parallel, level1" in name}},
+        **{name: f for name, f in TRAINED.items() if "data_parallel, level1, data_parallel, exact" == name}},
     4: {**TRAINED, "optimizes": optimizes, "kept gradients are wide": kept_gradients_are_wide, "hybrid": hybrid,
         "micro-batches add up wide": micro_batches_add_up_wide,
         **{f"pipeline, {name}": partial(in_pipelines, name) for name in ("1f1b", "gpipe", "interleaved", "zero_bubble")}}}
