@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase  # private torch name: what has running statistics
 from torch.utils import _pytree as pytree
 
 from .errors import SettingError
@@ -37,8 +38,9 @@ class MixedPrecision:
 
     The parameters stay as the model has them, float32 say: master weights, which the optimizer updates and checkpoints hold.
     Every call casts them, and nothing else has to be done: no autocast. Floating parameters of every width are cast, others
-    (integers, bools, complex numbers) are not; buffers keep their type. Parameters of `loss_fn` keep theirs too: the loss gets
-    what the model returns.
+    (integers, bools, complex numbers) are not; buffers keep their type. Under a `param_dtype` of 16 bits batch norms keep their
+    parameters too, in the float32 of their running statistics, as torch's kernels ask (FSDP2 casts them, and torch then
+    refuses). Parameters of `loss_fn` keep their type: the loss gets what the model returns.
 
     Args:
         param_dtype: the type in which the model computes, and in which parameters are gathered and sent; None: as they are
@@ -95,14 +97,6 @@ class MixedPrecision:
         """Those that it names."""
         return tuple(t for t in (self.param_dtype, self.reduce_dtype, self.output_dtype) if t is not None)
 
-    def master(self, parameter: torch.Tensor) -> Master | None:
-        """How a parameter is stored and its gradient summed; None: as it is computed."""
-        if not parameter.dtype.is_floating_point:
-            return None
-        computed = self.param_dtype or parameter.dtype
-        made = Master(parameter.dtype, self.reduce_dtype or computed)
-        return None if made == (computed, computed) else made
-
 
 #: The types in which operators compute and sums are taken.
 _TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -112,11 +106,12 @@ def masters(policy: MixedPrecision | None, net: nn.Module) -> dict[str, Master]:
     """How the parameters of a model are stored, by all their names, of those for which that is not how they are computed.
 
     Raises:
-        SettingError: one that is trained and has fewer bits than float32 to be updated in.
+        SettingError: one that is trained and has fewer bits than float32 to be updated in; running statistics beside which
+            torch normalises nothing of the policy's type.
     """
     if policy is None:
         return {}
-    named = list(net.named_parameters(remove_duplicate=False))
+    named, types = list(net.named_parameters(remove_duplicate=False)), captured_types(policy, net)
     narrow = [n for n, p in named if policy.param_dtype is not None and p.requires_grad and p.dtype.is_floating_point
               and p.dtype.itemsize < 4]
     if narrow:
@@ -125,15 +120,43 @@ def masters(policy: MixedPrecision | None, net: nn.Module) -> dict[str, Master]:
         raise SettingError(f"mixed_precision: the parameter {narrow[0]!r}{more} is stored as {first.dtype}, in which the optimizer "
                            "would lose most of its updates", strategy=f"mixed_precision: param_dtype={policy.param_dtype}",
                            legal="net.float() before AutoParallel: the policy casts; or requires_grad_(False)")
-    found = {name: policy.master(parameter) for name, parameter in named}
-    return {name: master for name, master in found.items() if master is not None}
+    out = {}
+    for name, parameter in named:
+        computed = types.get(id(parameter), parameter.dtype)
+        made = Master(parameter.dtype, policy.reduce_dtype or computed)
+        if parameter.dtype.is_floating_point and made != (computed, computed):
+            out[name] = made
+    return out
 
 
 def captured_types(policy: MixedPrecision | None, net: nn.Module) -> dict[int, torch.dtype]:
-    """In which types a model's parameters are captured, by their ids, where those are not their own."""
+    """In which types a model's parameters are captured, by their ids, where those are not their own.
+
+    Raises:
+        SettingError: running statistics beside which torch normalises nothing of the policy's type.
+    """
     if policy is None or policy.param_dtype is None:
         return {}
-    return {id(p): policy.param_dtype for p in net.parameters() if p.dtype.is_floating_point and p.dtype != policy.param_dtype}
+    kept = _beside_statistics(policy.param_dtype, net)
+    return {id(p): policy.param_dtype for p in net.parameters()
+            if p.dtype.is_floating_point and p.dtype != policy.param_dtype and id(p) not in kept}
+
+
+def _beside_statistics(computed: torch.dtype, net: nn.Module) -> set[int]:
+    """The parameters that keep the type of the running statistics beside them, by their ids."""
+    kept: set[int] = set()
+    for path, module in net.named_modules():
+        running = getattr(module, "running_mean", None)
+        if not isinstance(module, _NormBase) or running is None or running.dtype == computed:
+            continue
+        own = {p.dtype for p in module.parameters(recurse=False)}
+        if computed.itemsize > 2 or running.dtype != torch.float32 or own - {torch.float32}:
+            raise SettingError(f"mixed_precision: {path or 'the model'} has running statistics of {running.dtype}, beside which "
+                               f"torch normalises nothing of {computed}",
+                               strategy=f"mixed_precision: param_dtype={computed}",
+                               legal=f"statistics and parameters of {computed}, or of torch.float32 under a param_dtype of 16 bits")
+        kept.update(id(p) for p in module.parameters(recurse=False))
+    return kept
 
 
 @contextlib.contextmanager

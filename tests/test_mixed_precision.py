@@ -36,6 +36,9 @@ SLOW = sw.Cluster("slow", (sw.Level("near", 2, 1e9, 1e-9), sw.Level("far", 4, 1e
 TWO = sw.Cluster("two", (sw.Level("near", 2, 1e9, 1e-9),), 1e9, RATES, 1e9, 1e-9)
 
 
+OWN: list[torch.dtype] = []
+
+
 def within(policy: sw.MixedPrecision, stored: torch.dtype) -> float:
     return max(APART[policy.param_dtype or stored], APART[stored] * 10)
 
@@ -93,6 +96,33 @@ def test_a_mark_names_its_operator() -> None:
     assert plan.operator("up").in_strategy == ((2, 1, 1), (4, 1), (4,))
     assert plan.parameters["up.weight"].layout.cuts == plan.parameters["up.weight"].storage.cuts == (4, 1)
     assert [o.op for o in plan.operators].count("to") == 3  # the input's, the result's, and the one that the model writes
+
+
+def test_parameters_that_are_each_ranks_own() -> None:
+    """hybrid_parallel with layerwise parameters: each rank's slice is cast as the others are."""
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = sw.layerwise_parallel(lambda rank: draw(16, 4, seed=rank))
+            self.v = nn.Parameter(draw(16, 16, seed=7))
+
+        def forward(self, x: Tensor) -> Tensor:
+            OWN[:] = [self.w.dtype, self.v.dtype]
+            return sw.ops.all_gather(x @ self.v @ self.w, dim=1)
+
+    policy = sw.MixedPrecision(torch.float32, D, D)
+    sw.init(devices=4)
+    net = Own()
+    x, y = draw(8, 16, seed=1), draw(8, 16, seed=2)
+    model = parallel(net, nn.MSELoss(), devices=4, mode="hybrid_parallel", mixed_precision=policy)
+    loss = model(x, y)
+    loss.backward()
+    assert OWN == [torch.float32, torch.float32]
+    w, v = net.w.detach().clone().requires_grad_(), net.v.detach().clone().requires_grad_()
+    expected = F.mse_loss(torch.cat([x.float() @ v.float() @ own.float() for own in w], 1).double(), y)
+    expected.backward()
+    assert apart(loss, expected) < 1e-6 and net.w.grad.dtype == net.v.grad.dtype == D
+    assert apart(net.v.grad, v.grad) < 1e-5 and apart(net.w.grad, w.grad) < 1e-5
 
 
 def test_what_is_sent_is_what_the_policy_says() -> None:
@@ -236,6 +266,39 @@ def test_values_that_are_no_floating_parameters() -> None:
         assert p.dtype == q.dtype and (p.grad is None) == (q.grad is None), name
         if q.grad is not None:
             assert p.grad.dtype == p.dtype and (p.grad - q.grad).abs().max() <= 1e-5 * q.grad.abs().max(), name
+
+
+def convolutional() -> nn.Sequential:
+    torch.manual_seed(6)
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 16, 8))
+
+
+@pytest.mark.parametrize("mode", ["data_parallel", "semi_auto"])
+def test_batch_norms_keep_the_type_of_their_statistics(mode: str) -> None:
+    net = convolutional()
+    one = copy.deepcopy(net)
+    policy = sw.MixedPrecision(torch.bfloat16, output_dtype=torch.float32)
+    model = parallel(net, nn.MSELoss(), devices=4, mode=mode, mixed_precision=policy, sync_batch_norm=True).hsdp(threshold=0)
+    optimizers = [torch.optim.SGD(n.parameters(), 0.05) for n in (net, one)]
+    for step in range(3):
+        x, y = draw(8, 3, 4, 4, seed=step).float(), draw(8, 8, seed=9).float()
+        state = {n: p.bfloat16() for n, p in one.named_parameters() if not n.startswith("1.")}
+        loss, expected = model(x, y), F.mse_loss(torch.func.functional_call(one, state, (x.bfloat16(),)).float(), y)
+        assert loss.dtype == torch.float32 and apart(loss, expected) < APART[torch.bfloat16]
+        loss.backward(), expected.backward()
+        for optimizer in optimizers:
+            optimizer.step(), optimizer.zero_grad()
+    for (name, held), other in zip(net.state_dict().items(), one.state_dict().values()):
+        assert held.dtype == other.dtype and apart(held.double(), other.double()) < APART[torch.bfloat16], name
+    values = model.plan.graph.parameters
+    assert values["1.weight"].dtype == torch.float32 and values["0.weight"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("stored, computed", [(D, torch.float32), (D, torch.bfloat16), (torch.float32, D)], ids=str)
+def test_statistics_that_torch_takes_beside_nothing_else(stored: torch.dtype, computed: torch.dtype) -> None:
+    with pytest.raises(sw.SettingError, match="1 has running statistics of") as caught:
+        sw.plan(convolutional().to(stored), (draw(8, 3, 4, 4).to(stored),), devices=4, mixed_precision=computed)
+    assert "16 bits" in caught.value.legal
 
 
 def test_parameters_of_the_loss_keep_their_type() -> None:
