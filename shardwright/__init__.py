@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .layerwise import layerwise_parallel
     from .layout import Digit, Layout
     from .marks import Operator, no_optimizer_parallel, recompute, shard
+    from .mixed_precision import MixedPrecision
     from .monitor import Monitor
     from .parallel import AutoParallel, RecaptureWarning
     from .plan import PipelinePlan, Plan, plan
@@ -42,6 +43,7 @@ _ROOMS = {
     **dict.fromkeys(("Operator", "no_optimizer_parallel", "recompute", "shard"), "marks"),
     **dict.fromkeys(("AutoParallel", "RecaptureWarning"), "parallel"),
     **dict.fromkeys(("PipelinePlan", "Plan", "plan"), "plan"),
+    "MixedPrecision": "mixed_precision",
     "Monitor": "monitor",
     "InfeasibleMemoryError": "plan.solver.least_memory",
     "rule": "rules",

@@ -29,6 +29,7 @@ from .errors import CaptureError, ShardwrightError
 from .graph import Graph, values_in
 from .guards import Guards, Place
 from .marks import collect_marks, mark_names
+from .mixed_precision import MixedPrecision, captured_types, casts, masters
 from .module_hooks import outermost_left_out
 from .normalisation import cumulative_momentum
 from .observation import Observation
@@ -68,8 +69,10 @@ class WithLoss(nn.Module):
 
 
 @contextlib.contextmanager
-def _fake_state(module: nn.Module, mode: FakeTensorMode, device: torch.device) -> Iterator[None]:
-    """Parameters and buffers replaced by fake ones, tied ones by the same one; put back at the end."""
+def _fake_state(module: nn.Module, mode: FakeTensorMode, device: torch.device, types: Mapping[int, torch.dtype]
+                ) -> Iterator[None]:
+    """Parameters and buffers replaced by fake ones, tied ones by the same one; put back at the end. `types`: of those that
+    operators read in another type than their own, by their ids."""
     memo: dict[int, torch.Tensor] = {}
     saved: list[tuple[dict, str, Any]] = []
 
@@ -77,7 +80,7 @@ def _fake_state(module: nn.Module, mode: FakeTensorMode, device: torch.device) -
         if id(tensor) not in memo:
             where = device if tensor.device.type == "meta" else tensor.device
             with mode:
-                made = torch.empty(whole_shape(tensor), dtype=tensor.dtype, device=where)
+                made = torch.empty(whole_shape(tensor), dtype=types.get(id(tensor), tensor.dtype), device=where)
                 memo[id(tensor)] = (nn.Parameter(made, requires_grad=tensor.requires_grad)
                                     if isinstance(tensor, nn.Parameter) else made)
         return memo[id(tensor)]
@@ -193,7 +196,8 @@ class _Exported(NamedTuple):
 
 
 def capture(net: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None, *, loss_fn: Any = None,
-            device: torch.device | str = "cpu", recording: Recording | None = None, hooks_around: bool = False) -> Graph:
+            device: torch.device | str = "cpu", recording: Recording | None = None, hooks_around: bool = False,
+            mixed_precision: MixedPrecision | None = None) -> Graph:
     """Capture one call of a model.
 
     Args:
@@ -203,24 +207,26 @@ def capture(net: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None, *
         device: the device that meta tensors stand for.
         recording: takes what else is seen of the model.
         hooks_around: whether the caller runs the model's own hooks at its borders (`module_hooks`).
+        mixed_precision: in which types the model's parameters are stored and read.
 
     Raises:
+        SettingError: a parameter that `mixed_precision` cannot be had for.
         CaptureError: what `torch.export` could not follow, and what the forward does besides its result that cannot be done at
             each call, with the user's line.
     """
-    made = _captured(net, args, dict(kwargs or {}), loss_fn, torch.device(device), hooks_around)
+    made = _captured(net, args, dict(kwargs or {}), loss_fn, torch.device(device), hooks_around, mixed_precision)
     if recording is not None:
         recording.add(made.seen, made.outcome.effects)
     return made.graph
 
 
 def capture_scalable(net: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None, *, vary: Sequence[Collection[int]],
-                     recording: Recording, loss_fn: Any = None, device: torch.device | str = "cpu", hooks_around: bool = False
-                     ) -> ScalableGraph | None:
+                     recording: Recording, loss_fn: Any = None, device: torch.device | str = "cpu", hooks_around: bool = False,
+                     mixed_precision: MixedPrecision | None = None) -> ScalableGraph | None:
     """Capture one call of a model for other sizes of its inputs too.
 
     Args:
-        net, args, kwargs, loss_fn, device, hooks_around: as of `capture`.
+        net, args, kwargs, loss_fn, device, hooks_around, mixed_precision: as of `capture`.
         vary: for each tensor of the inputs, in order, the dims whose sizes may be others.
         recording: of a plain capture at other sizes.
 
@@ -229,7 +235,7 @@ def capture_scalable(net: nn.Module, args: tuple, kwargs: dict[str, Any] | None 
         depends on them.
     """
     try:
-        made = _captured(net, args, dict(kwargs or {}), loss_fn, torch.device(device), hooks_around, vary)
+        made = _captured(net, args, dict(kwargs or {}), loss_fn, torch.device(device), hooks_around, mixed_precision, vary)
     except (CaptureError, Blamed, NotScalable):
         return None  # one size at a time it may be captured still, or the error is raised then
     known = recording.effects
@@ -239,13 +245,14 @@ def capture_scalable(net: nn.Module, args: tuple, kwargs: dict[str, Any] | None 
 
 
 def _captured(net: nn.Module, args: tuple, kwargs: dict[str, Any], loss_fn: Any, device: torch.device, hooks_around: bool,
-              vary: Sequence[Collection[int]] | None = None) -> _Exported:
+              mixed_precision: MixedPrecision | None, vary: Sequence[Collection[int]] | None = None) -> _Exported:
     """One capture, as `capture` tells."""
     module = net if loss_fn is None else WithLoss(net, loss_fn)
     prefix = "" if loss_fn is None else "net"
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     modules = _named_modules(net, loss_fn)
     refuse_backward_hooks(modules)
+    types, stored = captured_types(mixed_precision, net), masters(mixed_precision, net)
 
     def fake_input(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -266,7 +273,8 @@ def _captured(net: nn.Module, args: tuple, kwargs: dict[str, Any], loss_fn: Any,
     def exported(counters: Mapping[Place, Any], finder: LineFinder | None = None) -> _Exported:
         seen = Observation(modules, [] if loss_fn is None else [("loss_fn", loss_fn)])
         watch = _Watch(module, seen, counters, finder)
-        with _fake_state(module, mode, device), cumulative_momentum(module), collect_marks() as calls, _quiet(), \
+        with _fake_state(module, mode, device, types), casts(mixed_precision, net), cumulative_momentum(module), \
+                collect_marks() as calls, _quiet(), \
                 collect_functions(_calling_line) as functions, collect_regions(module, prefix) as regions, \
                 stack_lines(_innermost, _UsersLine), _data_detached(), seen, watched_calls(watch.effects, lambda: watch.running), \
                 watch, _objects_opened(module):
@@ -279,7 +287,7 @@ def _captured(net: nn.Module, args: tuple, kwargs: dict[str, Any], loss_fn: Any,
             reader.sizes = Sizes(reader.input_tensors(), [tuple(x.shape) for x in pytree.tree_leaves((fake_args, fake_kwargs))
                                                           if isinstance(x, torch.Tensor)])
         reader.assigned = [aliases.get(n, n) for n in (buffer_names[id(owner), key] for owner, key, *_ in watch.outcome.updates)]
-        reader.out_spec = watch.out_spec
+        reader.out_spec, reader.masters = watch.out_spec, stored
         return _Exported(reader.graph(), seen, watch.outcome, reader.sizes)
 
     try:

@@ -103,7 +103,7 @@ class Reference:
         self.values: dict[str, Tensor] = {}
         self.scales: dict[str, float] = {}  # value name -> what a difference of it is measured by
         for name, value in (*graph.parameters.items(), *graph.buffers.items()):
-            self.values[value.name] = state[name].detach().clone().requires_grad_(value.requires_grad)
+            self.values[value.name] = state[name].detach().to(value.dtype, copy=True).requires_grad_(value.requires_grad)
         self.values.update((name, t) for name, t in graph.constants.items())
         self.values.update((v.name, t) for v, t in zip(graph.inputs, inputs, strict=True))
         self.values[SEED.name] = seed

@@ -14,7 +14,19 @@ import torch
 
 from .torch_private import pytree, schema_of
 
-__all__ = ["SEED", "Graph", "Op", "Pieces", "Recompute", "Value", "map_values", "values_in"]
+__all__ = ["SEED", "Graph", "Master", "Op", "Pieces", "Recompute", "Value", "map_values", "values_in"]
+
+
+class Master(NamedTuple):
+    """How a parameter is stored whose operators read it in another type. See `mixed_precision`.
+
+    Args:
+        dtype: the type of the stored parameter, of its gradient and of what the optimizer sees.
+        sums: the type in which terms of its gradient are summed over ranks.
+    """
+
+    dtype: torch.dtype
+    sums: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -26,12 +38,15 @@ class Value:
         shape: global shape.
         dtype: element type.
         requires_grad: whether a gradient flows to it from a loss.
+        master: of a parameter that is stored in another type than `dtype`, in which operators read it, or whose gradient is
+            summed in another type; else None.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool = False
+    master: Master | None = None
 
     @property
     def numel(self) -> int:
@@ -42,6 +57,16 @@ class Value:
     def nbytes(self) -> int:
         """Bytes of the whole tensor."""
         return self.numel * self.dtype.itemsize
+
+    @property
+    def stored(self) -> Value:
+        """A parameter in the type in which it is stored."""
+        return self if self.master is None or self.master.dtype == self.dtype else replace(self, dtype=self.master.dtype)
+
+    @property
+    def sums(self) -> torch.dtype:
+        """The type in which terms of its gradient are summed over ranks."""
+        return self.dtype if self.master is None else self.master.sums
 
     def __str__(self) -> str:
         return f"%{self.name}"

@@ -19,7 +19,7 @@ from .plan.instructions import Compute, Extreme, Instance, Move, Ref
 from .plan.plan import Plan
 from .torch_private import pytree, schema_of
 
-__all__ = ["Lowered", "extreme", "lower", "move", "sum_of_gradient"]
+__all__ = ["Lowered", "cast", "extreme", "lower", "move", "sum_of_gradient"]
 
 
 def move(x: torch.Tensor) -> torch.Tensor:
@@ -96,6 +96,14 @@ def sum_of_gradient(placeholder: torch.fx.Node) -> torch.fx.Node | None:
     forward, backward = user.meta["instruction"].forward, user.meta["instruction"].backward
     only_sums = backward is not None and [step.kind for step in backward.steps] == ["all_reduce"]
     return user if forward.is_identity and only_sums else None
+
+
+def cast(graph: torch.fx.Graph, x: torch.fx.Node, node: torch.fx.Node) -> torch.fx.Node:
+    """What is left of a conversion that moves nothing: a cast, whose backward casts the gradient, or `x` itself."""
+    instruction = node.meta["instruction"]
+    if not isinstance(instruction, Move) or not instruction.casts:
+        return x
+    return graph.call_method("to", (x, instruction.dtype))
 
 
 def _identifier(name: str, taken: set[str]) -> str:

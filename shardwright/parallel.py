@@ -27,6 +27,7 @@ from .guards import HOOKS, Guards
 from .layerwise import check_held, check_mode, one_slice, own_parameters
 from .layout import Layout
 from .marks import stored_whole
+from .mixed_precision import MixedPrecision
 from .model_copies import Followers, copied
 from .module_hooks import has_global_hooks, hooked
 from .ops import for_ranks
@@ -112,6 +113,8 @@ class AutoParallel(Settings, nn.Module):
             an element.
         max_programs: how many programs are kept, one for each shape of the inputs and state of the model. Beyond it the one
             that was not used for the longest time is forgotten, and made anew when it is needed.
+        mixed_precision: a `MixedPrecision`, or what `MixedPrecision.of` takes: parameters stay as they are for the optimizer
+            and checkpoints, the model computes in another type, gradients are summed in a third. None: as the model is.
 
     Raises:
         SettingError: an unknown mode or setting.
@@ -127,7 +130,7 @@ class AutoParallel(Settings, nn.Module):
                  sync_batch_norm: bool = False, random: str = "exact",
                  parameter_broadcast: bool = False, recompute: Any = None, uneven: bool = False,
                  compile: bool | str = False, cluster: Any = None, memory: Any = None, optimizer: Any = "adam",
-                 max_programs: int = 64) -> None:
+                 max_programs: int = 64, mixed_precision: Any = None) -> None:
         super().__init__()
         if not isinstance(net, nn.Module):
             raise SettingError(f"{net!r} is not an nn.Module", legal="a model written for one device")
@@ -156,6 +159,7 @@ class AutoParallel(Settings, nn.Module):
         self._gradients_mean = parallel_mode in ("data_parallel", "hybrid_parallel")
         self._broadcast, self.recompute, self.uneven = bool(parameter_broadcast), recompute, bool(uneven)
         self._cluster, self._memory, self._optimizer = cluster, memory, optimizer
+        self.mixed_precision = MixedPrecision.of(mixed_precision)
         self.compiled = "inductor" if compile is True else compile or None
         self._fusion, self.__dict__["_accumulation"] = Fusion(), Accumulation()
         self.__dict__["_programs"], self.__dict__["_states"] = OrderedDict(), {}
@@ -398,7 +402,8 @@ class AutoParallel(Settings, nn.Module):
             self._fusion.check(sum(p.requires_grad for p in module.parameters()))
             splits = is_split(whole_args, whole_kwargs)
 
-            how: dict[str, Any] = dict(loss_fn=self.loss_fn, device=runtime.device, hooks_around=True)
+            how: dict[str, Any] = dict(loss_fn=self.loss_fn, device=runtime.device, hooks_around=True,
+                                       mixed_precision=self.mixed_precision)
             recording = recording or Recording()
 
             def captured(count: int | None) -> tuple[Graph, Graph | None]:

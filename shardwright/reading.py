@@ -11,7 +11,7 @@ import operator
 import re
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from .autocast import Autocast, Like, casts_of, entered, under, with_dtype
 from .errors import CaptureError
-from .graph import Graph, Op, Value, map_values, values_in
+from .graph import Graph, Master, Op, Value, map_values, values_in
 from .marks import Operator
 from .mutation import Cell, Memory, Step, View, Writer, gives_back, is_same, plain_form, serial, shares_memory
 from .normalisation import batch_norm, without_side_effects
@@ -124,6 +124,7 @@ class Reader:
         self.sizes: Sizes | None = None                    # the symbols of a capture that is to scale
         self.assigned: list[str] = []                      # buffers whose new values are the last outputs
         self.out_spec: Any = program.call_spec.out_spec    # of the outputs before those
+        self.masters: Mapping[str, Master] = {}            # how parameters are stored, where not as they are read
         self.entered: dict[int, tuple[int, dict]] = {}     # recomputed region -> how many operators, which casts came before it
         self.spans: list[tuple[int, int, int]] = []        # region, its first operator, one past its last
 
@@ -170,7 +171,7 @@ class Reader:
                 if name not in table:
                     self.used.add(name)
                     table[name] = Value(name, tuple(meta.shape), meta.dtype,
-                                        spec.kind is InputKind.PARAMETER and meta.requires_grad)
+                                        spec.kind is InputKind.PARAMETER and meta.requires_grad, self.masters.get(name))
                 value = table[name]
             owner = _OWNERS.get(spec.kind, "input")
             named = self.memories.setdefault if owner in ("parameter", "buffer") else lambda _, memory: memory

@@ -277,4 +277,5 @@ class Settings:
                 "on_missing_rule": self.on_missing_rule, "sync_batch_norm": self.sync_batch_norm, "hsdp": self._hsdp,
                 "pipeline": self._pipeline, "recompute": self.recompute, "uneven": self.uneven, "strategies": self._strategies,
                 "param_strategies": self._parameter_strategies,
-                "cluster": self._cluster, "memory": self._memory, "optimizer": self._optimizer}
+                "cluster": self._cluster, "memory": self._memory, "optimizer": self._optimizer,
+                "mixed_precision": self.mixed_precision}

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from .errors import SettingError
 from .first_difference import FirstDifference, difference, find_first_difference, largest
+from .mixed_precision import MixedPrecision, one_device
 from .parallel import AutoParallel, observed
 from .plan import PipelinePlan, Plan
 from .report.verification import Differences, VerifyReport
@@ -56,7 +57,7 @@ def verify(net: nn.Module, inputs: tuple | Tensor, targets: Any = None, *, loss_
            dtypes: Sequence[torch.dtype] = (torch.float64, torch.float32),
            tolerances: Mapping[torch.dtype, float] | None = None, on_missing_rule: str = "error",
            kwargs: dict[str, Any] | None = None, uneven: bool = False, cluster: Any = None, memory: Any = None,
-           pipeline: Mapping[str, Any] | None = None) -> VerifyReport:
+           pipeline: Mapping[str, Any] | None = None, mixed_precision: Any = None) -> VerifyReport:
     """Compare a model under a plan with the same model on one device.
 
     Copies of the model train for a few steps on one batch, in each type: in plain PyTorch, and planned for `devices`
@@ -81,6 +82,8 @@ def verify(net: nn.Module, inputs: tuple | Tensor, targets: Any = None, *, loss_
         kwargs: further inputs, by name.
         pipeline: the arguments of `AutoParallel.pipeline` as a dict; None: no pipeline. The backward then starts from the
             one loss of what the model returns.
+        mixed_precision: as for `AutoParallel`. Both sides compute in its types, from parameters of each of `dtypes`; the largest
+            difference that is allowed is at least the root of their precision.
 
     Returns:
         The report: ``.ok``, ``.max_loss_difference``, ``.first_difference``, ``.summary()``, …
@@ -97,12 +100,14 @@ def verify(net: nn.Module, inputs: tuple | Tensor, targets: Any = None, *, loss_
     if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
         raise SettingError(f"verify(devices={devices!r})", legal="a whole number of at least 1")
 
+    policy = MixedPrecision.of(mixed_precision)
+
     def wrap(twin: nn.Module, loss: Any, runtime: Runtime) -> AutoParallel:
         wrapped = _OnOneMachine(twin, loss, parallel_mode, on_missing_rule=on_missing_rule, sync_batch_norm=True,
-                                uneven=uneven, cluster=cluster, memory=memory, runtime=runtime)
+                                uneven=uneven, cluster=cluster, memory=memory, runtime=runtime, mixed_precision=policy)
         wrapped.dataset_strategy(dataset_strategy)
         return wrapped if pipeline is None else wrapped.pipeline(**pipeline)
-    return _Verification(net, loss_fn, args, kwargs or {}, wrap, devices, steps, optimizer, dtypes, tolerances).report()
+    return _Verification(net, loss_fn, args, kwargs or {}, wrap, devices, steps, optimizer, dtypes, tolerances, policy).report()
 
 
 def verify_call(model: AutoParallel, args: tuple, kwargs: dict[str, Any] | None = None, *, devices: int | None = None,
@@ -127,7 +132,7 @@ def verify_call(model: AutoParallel, args: tuple, kwargs: dict[str, Any] | None 
         wrapped.sync_batch_norm = True  # and so are statistics of each device's own
         return wrapped
     return _Verification(model.net, model.loss_fn, args, kwargs or {}, wrap, devices, steps, None, tuple(TOLERANCES),
-                         None).report()
+                         None, model.mixed_precision).report()
 
 
 class _OnOneMachine(AutoParallel):
@@ -149,11 +154,12 @@ class _Twin:
     loss_fn: Any
     args: tuple
     kwargs: dict[str, Any]
+    policy: MixedPrecision | None
 
     def plain(self) -> Any:
         if self.loss_fn is None:
-            return self.net(*self.args, **self.kwargs)
-        return self.loss_fn(self.net(*self.args[:-1], **self.kwargs), self.args[-1])
+            return one_device(self.policy, self.net, self.args, self.kwargs)
+        return self.loss_fn(one_device(self.policy, self.net, self.args[:-1], self.kwargs), self.args[-1])
 
     def named(self) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
         """Parameters and buffers by the names that a plan has for them."""
@@ -177,16 +183,18 @@ class _Verification:
     def __init__(self, net: nn.Module, loss_fn: Any, args: tuple, kwargs: dict[str, Any],
                  wrap: Callable[[nn.Module, Any, Runtime], AutoParallel], devices: int, steps: int,
                  optimizer: Callable | None, dtypes: Sequence[torch.dtype],
-                 tolerances: Mapping[torch.dtype, float] | None) -> None:
+                 tolerances: Mapping[torch.dtype, float] | None, policy: MixedPrecision | None) -> None:
         if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
             raise SettingError(f"verify(steps={steps!r})", legal="a whole number of at least 1")
         self.dtypes = tuple(dtypes)
         if not self.dtypes or not all(isinstance(d, torch.dtype) and d.is_floating_point for d in self.dtypes):
             raise SettingError(f"verify(dtypes={dtypes!r})", legal="floating types, such as (torch.float64,)")
         self.net, self.loss_fn, self.args, self.kwargs, self.wrap = net, loss_fn, args, kwargs, wrap
-        self.steps = steps
+        self.steps, self.policy = steps, policy
         self.optimizer = optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=1e-2))
-        self.tolerances = {d: torch.finfo(d).eps ** 0.5 for d in self.dtypes} | TOLERANCES | dict(tolerances or {})
+        rounded = [torch.finfo(d).eps ** 0.5 for d in (policy.types if policy is not None else ()) if d != torch.float64]
+        self.tolerances = {d: torch.finfo(d).eps ** 0.5 for d in self.dtypes} | TOLERANCES
+        self.tolerances = {d: max([t, *rounded]) for d, t in self.tolerances.items()} | dict(tolerances or {})
         leaves = [x for x in pytree.tree_leaves(opened((args, kwargs))) if isinstance(x, Tensor)]
         device = leaves[0].device if leaves else torch.get_default_device()
         self.runtime = Runtime(False, devices, 0, device)
@@ -227,7 +235,7 @@ class _Verification:
         except (TypeError, RuntimeError) as error:
             raise SettingError(f"the model cannot be copied: {error}",
                                legal="a model that copy.deepcopy copies") from error
-        return _Twin(net, loss_fn, *closed(pytree.tree_map(cast, opened((self.args, self.kwargs)))))
+        return _Twin(net, loss_fn, *closed(pytree.tree_map(cast, opened((self.args, self.kwargs)))), self.policy)
 
     def compare(self, dtype: torch.dtype, notes: dict[str, None]) -> tuple[Differences, Plan | PipelinePlan]:
         one, twin = self.twin(dtype), self.twin(dtype)
@@ -262,7 +270,8 @@ class _Verification:
         """The call on one device: in plain PyTorch, or where it draws random numbers, which are ours, planned for one."""
         if not program.plan.draws:
             return one.plain
-        alone = _OnOneMachine(one.net, one.loss_fn, "stand_alone", runtime=replace(self.runtime, devices=1))
+        alone = _OnOneMachine(one.net, one.loss_fn, "stand_alone", runtime=replace(self.runtime, devices=1),
+                              mixed_precision=self.policy)
         return lambda: alone(*one.args, **one.kwargs)
 
     def rewind(self) -> None:

@@ -72,7 +72,7 @@ def _form(graph: Graph, fed: Feeding, devices: int) -> Iterator[Any]:
 
     yield devices, fed.inputs, fed.own_part, fed.batch, len(graph.parameters), len(graph.buffers)
     for value in (*graph.inputs, *graph.parameters.values(), *graph.buffers.values()):
-        yield value.shape, value.dtype, value.requires_grad, (graph.batch or {}).get(value.name)
+        yield value.shape, value.dtype, value.requires_grad, value.master, (graph.batch or {}).get(value.name)
     for name, tensor in graph.constants.items():
         yield tuple(tensor.shape), tensor.dtype, tensor.tolist() if tensor.numel() < 64 else id(tensor)
     for op in graph.ops:

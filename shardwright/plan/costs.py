@@ -16,6 +16,7 @@ with computing, and copies that bring a tensor's pieces together are not counted
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,8 +27,8 @@ from ..cluster import Cluster
 from ..conversion import Conversion
 from ..conversion_steps import Step
 from ..errors import SettingError
-from ..graph import Op
-from ..layout import Digits, digits_size, merge
+from ..graph import Op, Value
+from ..layout import Digits, Layout, digits_size, merge
 from ..torch_private import pytree
 from .again import Again
 from .collective_costs import KINDS, Line, collective_lines, links_of
@@ -242,7 +243,9 @@ class Costs:
         """
         if isinstance(instruction, Compute):
             return self._called(instruction, known)[0]
-        return self.conversion(instruction.forward, instruction.source.value.nbytes)
+        if isinstance(instruction, Extreme):
+            return self.conversion(instruction.forward, instruction.source.value.nbytes)
+        return self.conversion(instruction.forward, _moved(instruction, True)) + self._cast(instruction)
 
     def backward(self, instruction: Any, known: Mapping[str, Instance]) -> float:
         """Seconds of an instruction's backward, 0 where no gradient flows; of `Again` and `Recomputed` what runs."""
@@ -256,9 +259,21 @@ class Costs:
             return 0.0
         if isinstance(instruction, Extreme):  # ties are counted, as the maximum was found; then it is shared among them
             return self.conversion(instruction.forward, instruction.source.value.nbytes) + self._shared(instruction)
-        if instruction.cause == "parameter":
-            return self.stored(instruction.backward, instruction.source.value.nbytes)
-        return self.conversion(instruction.backward, instruction.source.value.nbytes)
+        priced = self.stored if instruction.cause == "parameter" else self.conversion
+        return priced(instruction.backward, _moved(instruction, False)) + self._cast(instruction)
+
+    def _cast(self, move: Move) -> float:
+        """What goes from one type to another is read in one, and written in the other."""
+        return self.cast(move.target.value, move.source.layout) if move.casts else 0.0
+
+    def cast(self, value: Value, layout: Layout) -> float:
+        """Seconds in which a parameter that lies in `layout` goes from the type in which it is stored to the other, or its
+        gradient back; 0 where they are one."""
+        if value.stored.dtype == value.dtype:
+            return 0.0
+        elements = math.prod(layout.local_shape(layout.padded(value.shape)))
+        nbytes = elements * (value.stored.dtype.itemsize + value.dtype.itemsize)
+        return nbytes / self.cluster.memory_bandwidth + self.cluster.overhead
 
     def _called(self, instruction: Compute, known: Mapping[str, Instance]) -> tuple[float, float]:
         leaves = pytree.tree_leaves((instruction.args, instruction.kwargs))
@@ -293,6 +308,11 @@ def _bucket(gradient: Conversion, sent: _Sent, nbytes: float) -> float:
     full = min(BUCKET, digits_size(sent.digits) * PIECE)
     alone = nbytes * sent.fraction >= full
     return float(full) if not alone and [step.kind for step in gradient.steps] == ["all_reduce"] else 0.0
+
+
+def _moved(move: Move, forwards: bool) -> int:
+    """Bytes of the whole tensor as a conversion moves it, or its gradient."""
+    return move.source.value.numel * (move.dtype if forwards else move.sums).itemsize
 
 
 def _kind(step: Step) -> tuple[str, int]:
@@ -354,7 +374,7 @@ class _Pricing:
         times = 1 if once else self.micro_batches
         sent = 0.0
         for step in self.costs.sends(conversion) if conversion is not None else ():
-            nbytes = ran.source.value.nbytes
+            nbytes = _moved(ran, forwards) if isinstance(ran, Move) else ran.source.value.nbytes
             price = step.seconds(nbytes, _bucket(conversion, step, nbytes) if phase == "gradient" else 0.0)
             operator = _causing(step, ran) if forwards else ran.operator
             self.collectives.append(PricedCollective(step.kind, step.digits, nbytes * step.fraction, price * times,

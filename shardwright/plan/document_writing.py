@@ -138,7 +138,7 @@ def _parameters(plan: Plan) -> Iterator[dict[str, Any]]:
     values = plan.graph.parameters | plan.graph.buffers
     for name, value in values.items():
         held = plan.parameters[name]
-        line = {"name": name, "shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch."),
+        line = {"name": name, "shape": list(value.shape), "dtype": str(value.stored.dtype).removeprefix("torch."),
                 "storage": spell_layout(held.storage)}
         if held.layout != held.storage:
             line["used_as"] = spell_layout(held.layout)

@@ -445,6 +445,6 @@ class _Builder:
         self.edges[i, j] = self.edges[i, j] + table if (i, j) in self.edges else table
 
 
-def _kind(value: Value) -> tuple[int, bool]:
+def _kind(value: Value) -> tuple[int, bool, Any]:
     """What two values have in common that travel alike."""
-    return value.nbytes, value.requires_grad
+    return value.nbytes, value.requires_grad, value.master

@@ -24,7 +24,7 @@ import torch
 
 from ..autocast import Autocast, UnderAutocast, under
 from ..errors import PlanError
-from ..graph import Graph, Op, Pieces, Recompute, Value, values_in
+from ..graph import Graph, Master, Op, Pieces, Recompute, Value, values_in
 from ..opaque import Applied
 from ..torch_private import pytree
 
@@ -94,7 +94,8 @@ def _spec(spec: Any) -> str | None:
 
 
 def _value(value: Value) -> list:
-    return [list(value.shape), str(value.dtype).removeprefix("torch."), value.requires_grad]
+    master = [] if value.master is None else [[str(dtype).removeprefix("torch.") for dtype in value.master]]
+    return [list(value.shape), str(value.dtype).removeprefix("torch."), value.requires_grad, *master]
 
 
 def write_recompute(said: Recompute) -> dict[str, Any]:
@@ -263,8 +264,9 @@ def read_graph(said: dict[str, Any]) -> Graph:
         PlanError: an operator that is not registered in this process, by name.
         KeyError, TypeError, ValueError: what no `write_graph` wrote.
     """
-    def value(name: str, shape: list, dtype: str, grad: bool) -> Value:
-        return Value(name, tuple(shape), getattr(torch, dtype), grad)
+    def value(name: str, shape: list, dtype: str, grad: bool, master: list | None = None) -> Value:
+        return Value(name, tuple(shape), getattr(torch, dtype), grad,
+                     None if master is None else Master(*(getattr(torch, each) for each in master)))
     values = {name: value(name, *rest) for name, rest in said["values"].items()}
     ops = []
     for op in said["ops"]:

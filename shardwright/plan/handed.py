@@ -86,7 +86,7 @@ def graph_digest(graph: Graph) -> str:
 def _lines(graph: Graph) -> Iterator[str]:
     for table in ({v.name: v for v in graph.inputs}, graph.parameters, graph.buffers):
         for name, value in table.items():
-            yield f"{name} {value.name} {value.shape} {value.dtype} {value.requires_grad}"
+            yield f"{name} {value.name} {value.shape} {value.dtype} {value.requires_grad} {value.master}"
     for op in graph.ops:
         mark = None if op.mark is None else (op.mark.in_strategy, op.mark.out_strategy, op.mark.priority)
         yield f"{op.name} {op.kind} {op.inputs} {types_of(op)} {mark} {op.recompute}"

@@ -160,13 +160,21 @@ class _Programs:
 
     def parameter(self, value: Value) -> Instance:
         if value.name in self.own.parameters:
-            instance = Instance(value.name, value, Layout.of(self.devices, (self.all,) + ((),) * (len(value.shape) - 1)))
+            instance = Instance(value.name, value.stored,
+                                Layout.of(self.devices, (self.all,) + ((),) * (len(value.shape) - 1)))
             value = replace(value, shape=value.shape[1:])
-            self.call(aten.select.int, (Ref(value.name), 0, 0), f"{value.name}~own", value, self.apart(value), (instance,))
+            made = self.call(aten.select.int, (Ref(value.name), 0, 0), f"{value.name}~own", value.stored, self.apart(value),
+                             (instance,))
+            if value.stored is not value:
+                self.call(aten.to.dtype, (Ref(made.name), value.dtype), f"{value.name}~cast", value, self.apart(value), (made,))
             return instance
-        instance = self.enter(Instance(value.name, value, self.whole(value)))
+        instance = self.enter(Instance(value.name, value.stored, self.whole(value)))
         if value.requires_grad and self.all:
             self.summed(instance, instance.layout, value)
+        elif value.stored is not value:
+            target = self.enter(Instance(f"{value.name}~cast", value, instance.layout))
+            same = conversion(target.layout, target.layout)
+            self.out.append(Move(instance, target, same, same if value.requires_grad else None, "parameter", value.name))
         return instance
 
     # -- operators --

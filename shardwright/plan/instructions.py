@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 
 from ..conversion import Conversion
 from ..graph import Op, Value
@@ -72,6 +73,33 @@ class Move:
     operator: str
     producer: str = ""
     again: bool = False
+
+    @property
+    def casts(self) -> bool:
+        """Whether it goes from the type of the source to that of the target, before it moves anything; its backward moves the
+        gradient in the type `sums` and then brings it to the source's."""
+        return self.source.value.dtype != self.target.value.dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type in which its forward moves the value."""
+        return self.target.value.dtype
+
+    @property
+    def sums(self) -> torch.dtype:
+        """The type in which its backward moves the gradient."""
+        return self.target.value.sums
+
+    @property
+    def back(self) -> Value:
+        """The target as its gradient travels."""
+        value = self.target.value
+        return value if self.sums == value.dtype else replace(value, dtype=self.sums)
+
+    @property
+    def copies(self) -> bool:
+        """Whether its target lies in memory of its own."""
+        return self.casts or bool(self.forward.steps)
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ class Lives:
         self.read: dict[str, int] = {}
         for place, (instruction, found) in enumerate(zip(program, saved)):
             views = dict(found.views)
-            if isinstance(instruction, Move) and not instruction.forward.steps:
+            if isinstance(instruction, Move) and not instruction.copies:
                 views[instruction.target.name] = instruction.source.name
             for name in reads(instruction):
                 self.read[self.root.get(name, name)] = place
@@ -63,7 +63,8 @@ def waiting(backward: Sequence[tuple[int, Any]], instances: Mapping[str, Instanc
         for made in made_by(instruction):
             if made.name in waits:
                 yield made.name, waits.pop(made.name), at + 1
-        passes = isinstance(instruction, Move) and not (instruction.backward is not None and instruction.backward.steps)
+        passes = isinstance(instruction, Move) and not instruction.casts and \
+            not (instruction.backward is not None and instruction.backward.steps)
         for name in reads(instruction):
             if name in instances and grows(name):
                 if not passes:

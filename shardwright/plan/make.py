@@ -16,6 +16,7 @@ from ..graph import Graph
 from ..layerwise import check_mode, one_slice, own_parameters
 from ..layout import Layout
 from ..marks import stored_whole
+from ..mixed_precision import MixedPrecision
 from ..ops import COLLECTIVES, for_ranks
 from ..reading import MarkUse
 from ..recompute import with_policy
@@ -260,7 +261,7 @@ def plan(net: nn.Module, inputs: tuple, loss_fn: Any = None, targets: Any = None
          sync_batch_norm: bool = False, hsdp: Mapping[str, Any] | OptimizerParallel | None = None,
          recompute: Any = None, uneven: bool = False, cluster: Any = None, memory: Any = None,
          optimizer: Any = "adam", strategies: Any = None, param_strategies: Any = None,
-         pipeline: Mapping[str, Any] | None = None) -> Plan | PipelinePlan:
+         pipeline: Mapping[str, Any] | None = None, mixed_precision: Any = None) -> Plan | PipelinePlan:
     """Plan a model without running it: no process group, no devices, nothing allocated.
 
     Args:
@@ -287,6 +288,7 @@ def plan(net: nn.Module, inputs: tuple, loss_fn: Any = None, targets: Any = None
         pipeline: the arguments of `AutoParallel.pipeline` as a dict; None: no pipeline.
         optimizer: what keeps state for each parameter, to reckon with its memory: "adam", "momentum", "sgd", or its bytes
             an element.
+        mixed_precision: in which types parameters are stored, read, and their gradients summed, as `AutoParallel` takes it.
 
     Returns:
         The plan.
@@ -305,12 +307,12 @@ def plan(net: nn.Module, inputs: tuple, loss_fn: Any = None, targets: Any = None
     if parallel_mode == "hybrid_parallel":
         own = OwnPrograms(own_parameters(net), loss_fn is not None)
         inputs, kwargs = local_inputs(tuple(inputs), kwargs, devices, dataset_strategy)
-    splits = is_split(tuple(inputs), kwargs)
+    splits, policy = is_split(tuple(inputs), kwargs), MixedPrecision.of(mixed_precision)
 
     def captured(count: int | None) -> tuple[Graph, Graph | None]:
         with for_ranks(devices), one_slice(net):
-            made = (capture(net, tuple(inputs), kwargs, loss_fn=loss_fn), None) if count is None else \
-                capture_micro(net, tuple(inputs), kwargs, count, loss_fn=loss_fn)
+            made = (capture(net, tuple(inputs), kwargs, loss_fn=loss_fn, mixed_precision=policy), None) if count is None else \
+                capture_micro(net, tuple(inputs), kwargs, count, loss_fn=loss_fn, mixed_precision=policy)
         return with_policy(_with_marks(made[0], marks or {}), recompute), made[1]
 
     automatic = None if setting is None else Automatic.of(setting, tuple(inputs), kwargs, captured)

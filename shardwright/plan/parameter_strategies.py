@@ -122,7 +122,7 @@ class ParameterStrategies:
                 held = plan.parameters.get(name)
                 if held is not None:
                     first = held.ranks.start if isinstance(held, StageParameter) else 0
-                    yield name, Storage(tuple(value.shape), str(value.dtype).removeprefix("torch."), held.storage, first,
+                    yield name, Storage(tuple(value.shape), str(value.stored.dtype).removeprefix("torch."), held.storage, first,
                                         str(path or ""))
         return cls(plan.devices, dict(stored(plan.graph.parameters)), dict(stored(plan.graph.buffers)), path, plan.fingerprint)
 
@@ -220,7 +220,7 @@ class ParameterStrategies:
                 raise PlanError(f"the line is of {len(held.ranks)} of {self.devices} devices, and the model is cut into "
                                 f"{groups} stage{'s' * (groups != 1)}", operator=f"the parameter {name!r}", source=held.where,
                                 legal=f"ranks of one stage: {devices // groups} devices")
-            said = str(value.dtype).removeprefix("torch.")
+            said = str(value.stored.dtype).removeprefix("torch.")
             if (tuple(value.shape), said) != (held.shape, held.dtype):
                 raise PlanError(f"the line is of {held.dtype}{list(held.shape)}, the model has {said}{list(value.shape)}: "
                                 "strategies of another model?", operator=f"the parameter {name!r}", source=held.where,

@@ -182,7 +182,7 @@ class PipelinePlan:
                 left = maker.outgoing(source.name).layout if source.kind == "stage" else \
                     maker.plan.routed.parameters[source.name].layout
                 kind = "value" if source.kind == "stage" else "parameter"
-                out.append(Transfer(kind, source.name, source.index, stage.number, left, layout, value,
+                out.append(Transfer(kind, source.name, source.index, stage.number, left, layout, value.stored,
                                     value.requires_grad))
         return tuple(sorted(out, key=lambda t: (t.source, t.target)))
 

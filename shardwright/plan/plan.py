@@ -288,15 +288,16 @@ class Plan:
         "parameters": they and buffers, as they are stored; "gradients": as an optimizer's step finds them; "optimizer":
         the state of the plan's (see `memory.optimizer_bytes`), stored like the parameters;
         "activations": what operators and conversions make in one forward, and is kept; where some is dropped and computed
-        again, "recomputed": the most of it that is there at one time; with optimizer parallel "gathered": the weights
-        that are whole at one time, all of them or, where they are not kept for the backward, the largest.
+        again, "recomputed": the most of it that is there at one time; with optimizer parallel or mixed precision
+        "gathered": the weights that are whole, or in the type of the computation, at one time: all of them or, where they
+        are not kept for the backward, the largest.
         """
         parameters = sum(i.local_bytes for t in (self.routed.parameters, self.routed.buffers) for i in t.values())
         gradients = sum(i.local_bytes for i in self.routed.parameters.values() if i.value.requires_grad)
         made = sum(o.local_bytes for i in self.routed.instructions if isinstance(i, Compute)
                    for o in i.outputs if o is not None)
         moves = [i for i in self.routed.instructions if not isinstance(i, Compute)]
-        moved = sum(i.target.local_bytes for i in moves if i.forward.steps and not _gathers(i))
+        moved = sum(i.target.local_bytes for i in moves if i.forward.steps and not _copied(i))
         dropped = [sum(self._dropped(region)) for region in self.regions]
         state = sum(i.local_bytes // i.value.dtype.itemsize for i in self.routed.parameters.values()
                     if i.value.requires_grad) * optimizer_bytes(self.optimizer)
@@ -305,7 +306,7 @@ class Plan:
         if dropped:
             out["recomputed"] = max(dropped)
         regained = {name for region in self.regions for name in region.dropped}
-        gathered = [(i.target.local_bytes, i.again or i.target.name in regained) for i in moves if _gathers(i)]
+        gathered = [(i.target.local_bytes, i.again or i.target.name in regained) for i in moves if _copied(i)]
         if gathered:
             out["gathered"] = sum(size for size, again in gathered if not again) + \
                 max((size for size, again in gathered if again), default=0)
@@ -313,18 +314,18 @@ class Plan:
 
     @cached_property
     def gathered_once(self) -> frozenset[str]:
-        """Of the weights that are brought from their storage to their use, those that micro-batches of one step share:
-        they are kept for the backward, and have one use. By the names of the instances that the program gathers."""
+        """Of the weights that are brought from their storage, or its type, to their use, those that micro-batches of one step
+        share: they are kept for the backward, and have one use. By the names of the instances that the program gathers."""
         moves = [i for i in self.routed.instructions if isinstance(i, Move) and i.cause == "parameter"]
         uses = Counter(i.source.name for i in moves)
         stored = {i.name for i in self.routed.parameters.values()}
         dropped = {name for region in self.regions for name in region.dropped}
-        return frozenset(i.target.name for i in moves if _gathers(i) and not i.again and i.target.name not in dropped
+        return frozenset(i.target.name for i in moves if _copied(i) and not i.again and i.target.name not in dropped
                          and uses[i.source.name] == 1 and i.source.name in stored)
 
     def once(self, instruction: Any) -> bool:
-        """Whether an instruction is due once a step, however many micro-batches that has: the gather of a weight that they
-        share, and the sum of a gradient over the devices that hold its parameter alike."""
+        """Whether an instruction is due once a step, however many micro-batches that has: the gather or cast of a weight that
+        they share, and the sum of a gradient over the devices that hold its parameter alike."""
         if not isinstance(instruction, Move) or instruction.cause != "parameter":
             return False
         return instruction.target.name in self.gathered_once or instruction.forward.is_identity
@@ -344,9 +345,9 @@ class Plan:
         made = {o.name: (i, o) for i in map(self.routed.instructions.__getitem__, region.again) for o in made_by(i)}
         seen: set[str] = set()
         for name in region.dropped:
-            while name in made and not isinstance(i := made[name][0], Compute) and not i.forward.steps:
+            while name in made and not isinstance(i := made[name][0], Compute) and not i.forward.steps and not _copied(i):
                 name = i.source.name
-            if name in made and name not in seen and not _gathers(made[name][0]):
+            if name in made and name not in seen and not _copied(made[name][0]):
                 seen.add(name)
                 yield made[name][1].local_bytes
 
@@ -381,7 +382,8 @@ class Plan:
             if isinstance(i, Compute):
                 yield f"{i.op.name} {i.target} {i.args} {sorted(i.kwargs.items(), key=str)}"
             else:
-                yield f"{i.source.name} {i.forward} {i.backward}" + (" again" if getattr(i, "again", False) else "")
+                yield f"{i.source.name} {i.forward} {i.backward}" + (" again" if getattr(i, "again", False) else "") + \
+                    (f" {i.dtype} {i.sums}" if isinstance(i, Move) and i.target.value.master is not None else "")
         yield from map(str, self.regions)
 
 
@@ -393,9 +395,10 @@ def short_hash(lines: Iterable[str]) -> str:
     return text.hexdigest()[:16]
 
 
-def _gathers(instruction: Any) -> bool:
-    """Whether an instruction brings a parameter from its storage to its use."""
-    return isinstance(instruction, Move) and instruction.cause == "parameter" and bool(instruction.forward.collectives)
+def _copied(instruction: Any) -> bool:
+    """Whether an instruction brings a parameter from its storage, or from its type there, to its use."""
+    return isinstance(instruction, Move) and instruction.cause == "parameter" and \
+        (instruction.casts or bool(instruction.forward.collectives))
 
 
 def conversion_collectives(steps: Conversion, shape: tuple[int, ...], value: Value, phase: str, cause: str,
@@ -423,7 +426,7 @@ def forward_collectives(instruction: Any) -> Iterator[tuple[Collective, Any]]:
         source = instruction.source
         cause = "operator" if isinstance(instruction, Extreme) else instruction.cause
         phase = "storage" if cause == "parameter" else "forward"
-        yield from conversion_collectives(instruction.forward, source.local_shape, source.value, phase, cause,
+        yield from conversion_collectives(instruction.forward, source.local_shape, instruction.target.value, phase, cause,
                                           instruction.operator, getattr(instruction, "producer", ""))
 
 
@@ -435,14 +438,14 @@ def backward_collectives(instruction: Any) -> Iterator[tuple[Collective, Any]]:
             yield replace(collective, phase=phase, again=True), digits
         return
     if isinstance(instruction, Again):
-        source = instruction.move.source
-        for collective, digits in conversion_collectives(instruction.move.forward, source.local_shape, source.value,
+        move = instruction.move
+        for collective, digits in conversion_collectives(move.forward, move.source.local_shape, move.target.value,
                                                          "storage", "parameter", instruction.operator):
             yield replace(collective, again=True), digits
     elif isinstance(instruction, Move) and instruction.backward is not None:
         target = instruction.target
         phase = "gradient" if instruction.cause == "parameter" else "backward"
-        yield from conversion_collectives(instruction.backward, target.local_shape, target.value, phase,
+        yield from conversion_collectives(instruction.backward, target.local_shape, instruction.back, phase,
                                           instruction.cause, instruction.operator)
     elif isinstance(instruction, Extreme) and instruction.backward is not None:
         yield from conversion_collectives(instruction.forward, instruction.source.local_shape,

@@ -106,6 +106,7 @@ class Router:
         self.graph, self.decisions, self.fed, self.devices, self.carries = graph, decisions, fed, devices, carries
         self.stored, self.hsdp = stored, hsdp
         self.renamed: dict[str, Value] = {}
+        self.cast: dict[str, Value] = {}         # parameters that are stored in another type, as their operators read them
         self.made: dict[str, Instance] = {}
         self.completed: dict[str, Instance] = {}
         self.moves: dict[tuple, Instance] = {}
@@ -127,10 +128,10 @@ class Router:
         tensors = [v for v in outputs if isinstance(v, Value)]
         handed = dict(zip((id(v) for v in tensors), self.handed([v for v in graph.outputs if isinstance(v, Value)])))
         self.collect(work, [(v, handed[id(v)]) for v in tensors])
-        inputs = tuple(self.make(v, layout) for v, layout in zip(graph.inputs, self.fed.inputs))
+        inputs = tuple(self.enter(v, layout) for v, layout in zip(graph.inputs, self.fed.inputs))
         used = {n: self.used(v) for n, v in graph.parameters.items()}
         stored = self.storage(used)
-        parameters = {n: self.make(self.padded.get(n, v), stored[n].layout) for n, v in graph.parameters.items()}
+        parameters = {n: self.enter(self.padded.get(n, v), stored[n].layout) for n, v in graph.parameters.items()}
         buffers = {n: self.make(v, self.whole(v)) for n, v in graph.buffers.items()}
         constants = {n: self.make(Value(n, tuple(t.shape), t.dtype), Layout.replicated(self.devices, t.dim()))
                      for n, t in graph.constants.items()}
@@ -255,6 +256,12 @@ class Router:
         self.made[value.name] = instance
         return instance
 
+    def enter(self, value: Value, layout: Layout) -> Instance:
+        """What is fed or stored: a parameter in the type in which it is stored; a conversion brings it to the operators'."""
+        if value.stored is not value:
+            self.cast[value.name] = value
+        return self.make(value.stored, layout)
+
     def compute(self, decision: Decision, op: Op, rule: Rule, bound: Bound, assignment: Assignment) -> None:
         open_ = self.open_through(decision, op, rule, assignment)
         got = []
@@ -350,10 +357,11 @@ class Router:
             return self.moves[key]
         forward = conversion(source.layout, use.want) if middle is None else through(source.layout, middle, use.want)
         backward = transpose(forward, partial) if source.value.requires_grad else None
-        if forward.is_identity and (backward is None or backward.is_identity):
+        value = self.cast.get(source.value.name, source.value)
+        if forward.is_identity and (backward is None or backward.is_identity) and value.dtype == source.value.dtype:
             target = source
         else:
-            target = Instance(self.name(source.name), source.value, use.want)
+            target = Instance(self.name(source.name), value, use.want)
             cause = "parameter" if source.value.name in self.graph.parameters else use.cause
             again = cause == "parameter" and not forward.is_identity and \
                 self.hsdp is not None and self.hsdp.lets_go(source.value.name)

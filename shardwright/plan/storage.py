@@ -128,8 +128,8 @@ def stored_layouts(used: Mapping[str, tuple[Value, Layout]], setting: OptimizerP
 def _kept_whole(name: str, value: Value, setting: OptimizerParallel) -> str | None:
     if name in setting.whole:
         return "left out by no_optimizer_parallel"
-    if value.nbytes < setting.threshold * 1024:
-        return f"{value.nbytes} bytes, below the threshold of {setting.threshold:g} KB"
+    if value.stored.nbytes < setting.threshold * 1024:
+        return f"{value.stored.nbytes} bytes, below the threshold of {setting.threshold:g} KB"
     return None
 
 

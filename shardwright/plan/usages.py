@@ -109,17 +109,17 @@ class _Holder:
         used = self.energy.parameters
         for v in self.graph.parameters.values():
             if v.name not in used:
-                fixed += v.nbytes * (2 if v.requires_grad else 1) + int(v.numel * self.state * v.requires_grad)
+                fixed += v.stored.nbytes * (2 if v.requires_grad else 1) + int(v.numel * self.state * v.requires_grad)
         if self.energy.problem.costs:
             self.use(0, 0, self.end, np.full(len(self.energy.problem.costs[0]), float(fixed)), "inputs")
 
     def parameter(self, value: Value) -> None:
         node, states = self.energy.parameters[value.name], self.energy.storages[value.name]
-        stored = np.array([self.memory.bytes_of(value, s.stored) for s in states], dtype=np.float64)
+        stored = np.array([self.memory.bytes_of(value.stored, s.stored) for s in states], dtype=np.float64)
         if value.requires_grad:
-            stored = stored * (2 + self.state / value.dtype.itemsize)
+            stored = stored * (2 + self.state / value.stored.dtype.itemsize)
         self.use(node, 0, self.end, stored, "parameters")
-        cut = np.array([s.stored != s.layout for s in states])
+        cut = np.array([s.stored != s.layout or value.stored is not value for s in states])  # there is a copy for its use
         if not cut.any():
             return
         readers = self.consumers[value.name]

@@ -167,8 +167,10 @@ class Execute:
                 return given
             # An all-reduce leaves what the operator itself would have left; a reduce-scatter is for the next one.
             return f"completes {written}" if step.kind == "all_reduce" else f"completes {written} {given}"
+        target = instruction.target.value
+        written = self.cast(source.value, target, source.local_shape, written, given)
         self.names[instruction.target.name] = self.steps(
-            instruction.forward, source.value, source.local_shape, written, forward_collectives(instruction), comment)
+            instruction.forward, target, source.local_shape, written, forward_collectives(instruction), comment)
 
     def types(self, before: Iterable[str], after: Iterable[str]) -> str:
         sides = [[(self.known[n].value, self.known[n].local_shape) for n in names] for names in (before, after)]
@@ -189,6 +191,14 @@ class Execute:
                                            types_text([(value, before)], [(value, after)]), comment(step)))
             written = made
         return written
+
+    def cast(self, before: Value, after: Value, shape: tuple[int, ...], written: str, comment: str) -> str:
+        """A line for a change of type, if there is one."""
+        if before.dtype == after.dtype:
+            return written
+        made = self.names.number()
+        self.lines.append(written_line([made], "to", [written], "", types_text([(before, shape)], [(after, shape)]), comment))
+        return made
 
     def group(self, digits: Any) -> tuple[int, ...]:
         """The ranks of the world that a collective joins."""
@@ -266,8 +276,11 @@ class Execute:
                 comment += f", transpose of {', '.join(s.kind for s in instruction.forward.steps)}"
             if instruction.operator != "output":
                 comment += f" for {instruction.operator}"
-            gradient = self.steps(instruction.backward, target.value, target.local_shape, gradient,
+            moved = instruction.back if instruction.backward.steps else source.value
+            gradient = self.cast(target.value, moved, target.local_shape, gradient, comment)
+            gradient = self.steps(instruction.backward, moved, target.local_shape, gradient,
                                   backward_collectives(instruction), lambda step: comment)
+            gradient = self.cast(moved, source.value, source.local_shape, gradient, comment)
         self.bring(source.name, gradient)
 
     def recompute(self, instruction: Recomputed) -> None:
@@ -283,10 +296,11 @@ class Execute:
         self.names.update(first)
 
     def gather_again(self, instruction: Again) -> None:
-        source = instruction.move.source
-        self.steps(instruction.move.forward, source.value, source.local_shape, self.names[source.name],
-                   backward_collectives(instruction),
-                   lambda step: f"{source.value.name} again, for the backward of {instruction.operator}")
+        source, target = instruction.move.source, instruction.move.target.value
+        comment = f"{source.value.name} again, for the backward of {instruction.operator}"
+        written = self.cast(source.value, target, source.local_shape, self.names[source.name], comment)
+        self.steps(instruction.move.forward, target, source.local_shape, written, backward_collectives(instruction),
+                   lambda step: comment)
 
     def extreme_backward(self, instruction: Extreme) -> None:
         """Each rank gets the share of the gradient that its ties are of the ties of all ranks."""

@@ -45,9 +45,10 @@ def held_lines(plan: Plan, rank: int) -> Iterator[str]:
             index = true_slice(instance.layout, value.shape, rank)
             own = tuple(s.stop - s.start for s in index)
             part = ", ".join(f"{s.start}:{s.stop}" for s in index)
-            yield (f"# {kind} %{value.name}  {_type(value, value.shape)}  layout {layout_text(instance.layout)}  "
-                   f"{'fed' if kind == 'input' else 'stored'} [{part}] = {_type(value, own)}"
-                   + (f", padded to {_type(value, shape)}" if own != shape else "")
+            held = value.stored
+            yield (f"# {kind} %{value.name}  {_type(held, value.shape)}  layout {layout_text(instance.layout)}  "
+                   f"{'fed' if kind == 'input' else 'stored'} [{part}] = {_type(held, own)}"
+                   + (f", padded to {_type(held, shape)}" if own != shape else "")
                    + _used(value, routed.used.get(value.name), instance.layout))
     if routed.seed is not None:
         yield f"# seed %{routed.seed.value.name}  of the random numbers, drawn at each call, the same on every rank"
@@ -58,7 +59,7 @@ def held_lines(plan: Plan, rank: int) -> Iterator[str]:
 
 
 def _used(value: Value, used: Layout | None, stored: Layout) -> str:
-    if used is None or used == stored:
+    if used is None or used == stored and value.stored.dtype == value.dtype:
         return ""
     return f"  used in layout {layout_text(used)} = {_type(value, used.local_shape(used.padded(value.shape)))}"
 

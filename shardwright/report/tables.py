@@ -185,7 +185,7 @@ def parameters(plan: Plan) -> Table:
     cut = plan.hsdp is not None or any(p.storage != p.layout for p in plan.parameters.values())
     made = table("parameter", "shape", *(("used as",) if cut else ()), "local shape", "cuts", "layout", "stored on a device",
                    *(("optimizer parallel",) if cut else ()), right=("stored on a device",))
-    dtypes = {v.name: v.dtype for v in plan.graph.sources()}
+    dtypes = {v.name: v.stored.dtype for v in plan.graph.sources()}
     together = 0
     for name, parameter in plan.parameters.items():
         held = plan.graph.aliases.get(name)

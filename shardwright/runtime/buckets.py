@@ -11,7 +11,7 @@ is made after the sum.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -38,11 +38,12 @@ class _Bucket:
         missing: how many have not come.
         place: its sum.
         rides: whether a conversion follows with which it may travel.
+        dtype: the type of the sum.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], digits: Digits, groups: ProcessGroups, place: Place, rides: bool
-                 ) -> None:
-        self.parameters, self.digits, self.place, self.rides = parameters, digits, place, rides
+    def __init__(self, parameters: list[nn.Parameter], digits: Digits, groups: ProcessGroups, place: Place, rides: bool,
+                 dtype: torch.dtype) -> None:
+        self.parameters, self.digits, self.place, self.rides, self.dtype = parameters, digits, place, rides, dtype
         self.shapes = [local_tensor(p).shape for p in parameters]
         self.sums = SumInTurns(digits, groups)
         self.clear()
@@ -56,14 +57,16 @@ class _Sum:
     """The sum of some gradients, under way.
 
     Args:
-        parameters: whose, and their gradients on this rank, all of one type.
+        parameters: whose, and their gradients on this rank.
         place: where a rank is in it.
+        dtype: the type of the sum.
         rides: as `SumInTurns` has it.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], sums: SumInTurns, place: Place,
-                 rides: bool = False) -> None:
-        self.parameters, self.place = parameters, place
+                 dtype: torch.dtype, rides: bool = False) -> None:
+        self.parameters, self.place, self.held = parameters, place, gradients[0].dtype
+        gradients = [g.to(dtype) for g in gradients]
         self.shapes = [g.shape for g in gradients]
         self.complex = gradients[0].is_complex()
         flat = [(torch.view_as_real(g) if self.complex else g).reshape(-1) for g in gradients]
@@ -82,7 +85,8 @@ class _Sum:
         """To the end, and the gradients to their parameters."""
         while self.result is None:
             self.turn()
-        parts = self.result.split(self.sizes) if len(self.sizes) > 1 else (self.result,)
+        total = self.result.to(self.held.to_real() if self.complex else self.held)
+        parts = total.split(self.sizes) if len(self.sizes) > 1 else (total,)
         for parameter, shape, flat in zip(self.parameters, self.shapes, parts):
             gradient = torch.view_as_complex(flat.view(*shape, 2)) if self.complex else flat.view(shape)
             hand_over(parameter, gradient, rank)
@@ -95,15 +99,17 @@ class GradientSums:
         digits: parameter -> over which its gradient is summed once it is complete, in the order in which gradients come;
             those that are not named need no sum.
         groups: the process groups. All ranks must make the sums of a program at the same place.
+        types: parameter -> the type of its sum, where that is not its own.
         fusion: which gradients travel together.
         accumulation: whether they are summed in this backward, shared by all programs of a model.
         scattered: of parameters that are stored in parts, what the program itself does with a gradient.
         followed: parameters after whose gradient the backward's next conversion gathers over the ranks of its sum.
     """
 
-    def __init__(self, digits: dict[str, Digits], groups: ProcessGroups, fusion: Fusion, accumulation: Accumulation,
-                 scattered: Sequence[Scatter] = (), followed: Collection[str] = ()) -> None:
+    def __init__(self, digits: dict[str, Digits], types: Mapping[str, torch.dtype], groups: ProcessGroups, fusion: Fusion,
+                 accumulation: Accumulation, scattered: Sequence[Scatter] = (), followed: Collection[str] = ()) -> None:
         self._digits, self._groups, self._fusion, self._accumulation = digits, groups, fusion, accumulation
+        self._types, self._type_of = types, dict[int, torch.dtype]()    # by name; by the parameter's id
         self._scattered, self._followed = scattered, followed
         self._buckets: list[_Bucket] = []
         self._next = 0                    # the bucket that is to start next
@@ -122,11 +128,14 @@ class GradientSums:
             out[name].requires_grad_(parameter.requires_grad)
         for name, digits in self._digits.items():
             if name in trained:
-                due.append(Due(name, out[name].nbytes, (digits, out[name].dtype), trained[name], digits_size(digits)))
+                held = out[name].dtype
+                dtype = self._type_of[id(parameters[name])] = self._types.get(name, held)
+                nbytes = out[name].numel() * dtype.itemsize
+                due.append(Due(name, nbytes, (digits, held, dtype), trained[name], digits_size(digits)))
         for names in self._fusion.buckets(due):
             digits = self._digits[names[0]]
             bucket = _Bucket([parameters[n] for n in names], digits, self._groups, self._place(names, digits),
-                             names[-1] in self._followed)
+                             names[-1] in self._followed, self._type_of[id(parameters[names[0]])])
             self._buckets.append(bucket)
             for place, name in enumerate(names):
                 out[name].register_post_accumulate_grad_hook(partial(self._came, bucket, place))
@@ -204,7 +213,7 @@ class GradientSums:
         if self._accumulation.kept:
             gradients = [g + take_unsummed(p) if unsummed_over(p) == bucket.digits else g
                          for p, g in zip(parameters, gradients)]
-        self._travelling.append(_Sum(parameters, gradients, bucket.sums, bucket.place, bucket.rides))
+        self._travelling.append(_Sum(parameters, gradients, bucket.sums, bucket.place, bucket.dtype, bucket.rides))
         bucket.clear()
         bucket.missing = 0
 
@@ -225,7 +234,9 @@ class GradientSums:
             hand_over(parameter, digits.part(take_unsummed(parameter)), self._groups.rank)
         elif digits is not None:
             place = self._place(["of a backward under no_sync"], digits)
-            _Sum([parameter], [take_unsummed(parameter)], SumInTurns(digits, self._groups), place).finish(self._groups.rank)
+            dtype = self._type_of.get(id(parameter), parameter.dtype)
+            _Sum([parameter], [take_unsummed(parameter)], SumInTurns(digits, self._groups), place, dtype).finish(
+                self._groups.rank)
 
     def _place(self, names: Sequence[str], digits: Digits) -> Place:
         more = f" and {len(names) - 2} more" if len(names) > 2 else ""

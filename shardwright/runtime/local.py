@@ -69,12 +69,22 @@ class _Assemble(torch.autograd.Function):
 
 
 class _Ways(NamedTuple):
-    """A conversion and its transpose, with what does them."""
+    """A conversion and its transpose, with what does them; and the types in which the value and its gradient are moved, and the
+    gradient is handed on, where they are not as they come."""
 
     forward: Conversion
     backward: Conversion | None
     run: Callable[[Tensor], Tensor]
     back: Callable[[Tensor], Tensor] | None
+    types: tuple[torch.dtype, torch.dtype, torch.dtype] | None = None
+
+    def convert(self, x: Tensor) -> Tensor:
+        return convert_shards(self.forward, x if self.types is None else x.to(self.types[0]), self.run)
+
+    def transpose(self, gradient: Tensor) -> Tensor:
+        if self.types is None:
+            return convert_shards(self.backward, gradient, self.back)
+        return convert_shards(self.backward, gradient.to(self.types[1]), self.back).to(self.types[2])
 
 
 class _Convert(torch.autograd.Function):
@@ -83,13 +93,13 @@ class _Convert(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ways: _Ways) -> Tensor:
         ctx.ways = ways
-        made = convert_shards(ways.forward, x, ways.run)
+        made = ways.convert(x)
         return made.view_as(made) if made is x else made
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return convert_shards(ctx.ways.backward, gradient, ctx.ways.back), None
+        return ctx.ways.transpose(gradient), None
 
 
 class _Extreme(torch.autograd.Function):
@@ -236,7 +246,8 @@ class LocalProgram:
         elif backward is not None:
             self._gradients[node] = backward.source
             self._terms[node] = axes.along(backward.source.partial)
-        return _Ways(forward, backward, run, back), after
+        types = None if target.value.master is None else (instruction.dtype, instruction.sums, source.value.dtype)
+        return _Ways(forward, backward, run, back, types), after
 
     def _extremes(self, node: torch.fx.Node) -> tuple[_Ways, RankShape]:
         instruction: Extreme = node.meta["instruction"]
@@ -298,8 +309,8 @@ class LocalProgram:
     def _step(self, node: torch.fx.Node) -> Callable[[Any], Any]:
         slots = self._slots
         if node in self._passed:
-            slot = slots[node.args[0]]
-            return lambda env: env[slot]
+            slot, dtype = slots[node.args[0]], node.meta["instruction"].dtype
+            return lambda env: env[slot].to(dtype)
         if node.target is move:
             return self._move(node)
         if node.target is extreme:
@@ -317,7 +328,7 @@ class LocalProgram:
             x = env[source]
             if ways.backward is not None and torch.is_grad_enabled() and x.requires_grad:
                 return _Convert.apply(x, ways)
-            return convert_shards(ways.forward, x, ways.run)
+            return ways.convert(x)
         return self._gathering(instruction, source, ways, run) if instruction.again else run
 
     def _gathering(self, instruction: Move, source: int, ways: _Ways, run: Callable[[list], Any]
@@ -327,7 +338,7 @@ class LocalProgram:
 
         def gather(env: list) -> Any:
             made, stored = run(env), env[source].detach()
-            self._unkept.note(name, [stored], [made], lambda: [convert_shards(ways.forward, stored, ways.run)])
+            self._unkept.note(name, [stored], [made], lambda: [ways.convert(stored)])
             return made
         return gather
 

@@ -52,7 +52,7 @@ def process_pipeline(plan: PipelinePlan, holder: nn.Module, runtime: Runtime, be
         groups = held.groups
         lowered = lower(stage.plan)
         body = ProcessProgram(lowered, groups, compiled, scatters=True, outside=stage.plan.gathered_once)
-        sums = GradientSums(body.sums, groups, fusion, accumulation, followed=body.followed)
+        sums = GradientSums(body.sums, body.types, groups, fusion, accumulation, followed=body.followed)
         leaves = held.leaves(holder, sums, set(lowered.parameters))
         body.attach(parameters)
         counts = None if stage.counts is None else _counting(lower(stage.counts), held, runtime)

@@ -31,7 +31,8 @@ class Step:
         self.fed = [pieces(x.detach(), self.count, parts) if split else (x.detach(),) * self.count
                     for x, split, parts in zip(tensors, self.plan.split, program.fed_parts)]
         self.wanted = [x.requires_grad and trains for x in tensors]
-        self.gathered: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}  # by stage and name, as stored and as used
+        self.gathered: dict[tuple[int, str], Tensor] = {}     # by stage and name, as stored
+        self.owed: dict[tuple[int, str], Tensor] = {}         # gradients of these so far, as used, in the type as stored
         self.leaves = {s: {n: self._leaf(s, n, p) for n, p in body.parameters.items()} for s, body in program.bodies.items()}
         self.seeds = self._seeds()
         self.shared: dict[tuple[int, str], Tensor] = {}       # parameters of earlier stages, by stage and name
@@ -48,17 +49,26 @@ class Step:
         gather = self.program.bodies[s].gathers.get(name)
         if gather is None:
             return leaf
-        with torch.set_grad_enabled(self.trains):
-            made = gather(leaf)
-        self.gathered[s, name] = leaf, made
-        return made.detach().requires_grad_(leaf.requires_grad)
+        self.gathered[s, name] = leaf
+        with torch.no_grad():
+            return gather(leaf.detach()).requires_grad_(leaf.requires_grad)
+
+    def _widen(self, s: int) -> None:
+        """Gradients that come in another type than their parameters are stored in are added up in that."""
+        for name, used in self.leaves[s].items():
+            leaf = self.gathered.get((s, name))
+            if leaf is not None and leaf.dtype != used.dtype and used.grad is not None:
+                gradient, used.grad = used.grad, None
+                before = self.owed.get((s, name))
+                self.owed[s, name] = gradient.to(leaf.dtype) if before is None else before.add_(gradient)
 
     def _scatter(self) -> None:
         """The gradients of gathered parameters, to where these are stored."""
-        for (s, name), (leaf, made) in self.gathered.items():
-            gradient = self.leaves[s][name].grad
+        for (s, name), leaf in self.gathered.items():
+            gradient = self.owed.pop((s, name), self.leaves[s][name].grad)
             if gradient is not None:
-                torch.autograd.backward([made], [gradient], inputs=[leaf])
+                with torch.no_grad():
+                    leaf.grad = self.program.bodies[s].gathers[name].back(gradient)
             self.leaves[s][name] = leaf
         self.gathered.clear()
 
@@ -107,6 +117,8 @@ class Step:
             self._backward_to_inputs(action.stage, action.micro)
         else:
             self._backward_to_weights(action.stage, action.micro)
+        if action.kind != "F":
+            self._widen(action.stage)
 
     def _totals(self, body: StageBody) -> list[Tensor]:
         """What its targets count over all micro-batches."""

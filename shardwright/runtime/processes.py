@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from ..conversion import Conversion, conversion
 from ..layout import Digits, group_of, merge
-from ..lower import Lowered, extreme, move, sum_of_gradient
+from ..lower import Lowered, cast, extreme, move, sum_of_gradient
 from ..plan.instructions import Extreme, Move
 from ..torch_private import module_table
 from .collectives import Bound, bind_all
@@ -75,6 +75,18 @@ class _Extreme(torch.autograd.Function):
         return gradient * held / _run(held.to(gradient.dtype), ctx.steps), None, None, None, None
 
 
+class Cast:
+    """A step that changes the type."""
+
+    __slots__ = ("dtype",)
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x.to(self.dtype)
+
+
 class BoundMove(nn.Module):
     """A conversion, as this rank does it."""
 
@@ -92,6 +104,10 @@ class BoundMove(nn.Module):
         return _Convert.apply(x, self.forward_steps, self.backward_steps)
 
     __call__ = forward  # without a module's hooks, of which it has none
+
+    def back(self, gradient: Tensor) -> Tensor:
+        """The gradient of what comes in."""
+        return _run(gradient, self.backward_steps)
 
     def extra_repr(self) -> str:
         return self.label
@@ -112,6 +128,10 @@ class BoundGather(BoundMove):
         return gathered
 
     __call__ = forward
+
+
+def _cast(dtype: torch.dtype) -> Steps:
+    return (Cast(dtype),)
 
 
 class BoundExtreme(nn.Module):
@@ -165,6 +185,7 @@ class ProcessProgram:
     Attributes:
         sums: parameter -> over which digits its gradient is summed once it is complete, where the program does not; in the
             order in which gradients come: that of the first use, from the last; of an operator's several, from the last.
+        types: parameter -> the type of this sum.
         followed: of these the parameters after whose gradient the backward's next conversion gathers over the same digits.
         scattered: what becomes of gradients that may be kept whole, of parameters that are stored in parts.
         gathers: parameter -> what brings it from its storage to its use, for those that are gathered outside.
@@ -175,7 +196,8 @@ class ProcessProgram:
     def __init__(self, lowered: Lowered, groups: ProcessGroups, compiled: str | None = None, scatters: bool = False,
                  outside: Collection[str] = ()) -> None:
         self.lowered, self.groups, self._scatters = lowered, groups, scatters
-        self.gathers: dict[str, nn.Module] = {}
+        self.gathers: dict[str, BoundMove] = {}
+        self.types: dict[str, torch.dtype] = {}
         self._eager, self._unkept = not compiled, None
         self._lines = {op.name: op.source for op in lowered.plan.graph.ops}
         self.scattered: list[Scatter] = []
@@ -198,9 +220,14 @@ class ProcessProgram:
                     passed.add(sole)
             if node in passed:
                 instruction = node.meta["instruction"]
-                env[node] = env[node.args[0]]
-                sums.append((min(map(number.__getitem__, node.users), default=0), instruction.source.value.name,
-                             instruction.backward.steps[0].digits))
+                name = instruction.source.value.name
+                sums.append((min(map(number.__getitem__, node.users), default=0), name, instruction.backward.steps[0].digits))
+                self.types[name] = instruction.sums
+                if instruction.target.name in outside:
+                    env[node] = env[node.args[0]]
+                    self.gathers[name] = BoundMove(_cast(instruction.dtype), _cast(instruction.source.value.dtype), "")
+                else:
+                    env[node] = cast(graph, env[node.args[0]], node)
             elif node.target is move and node.meta["instruction"].target.name in outside:
                 env[node] = env[node.args[0]]
                 self.gathers[node.meta["instruction"].source.value.name] = self._bound(node.meta["instruction"])
@@ -241,6 +268,8 @@ class ProcessProgram:
 
     def _bound(self, instruction: Move | Extreme) -> nn.Module:
         forward = self._steps(instruction.forward, instruction.source.local_shape, instruction, "forward")
+        if isinstance(instruction, Move) and instruction.casts:
+            forward = (*_cast(instruction.dtype), *forward)
         if isinstance(instruction, Extreme):
             layout = instruction.source.layout
             summed = conversion(layout.without_partial().with_partial(layout.partial), layout.without_partial())
@@ -256,13 +285,17 @@ class ProcessProgram:
     def _backward(self, instruction: Move) -> Steps:
         if instruction.backward is None:
             return ()
-        shape, hsdp = instruction.target.local_shape, self.lowered.plan.hsdp
+        shape, hsdp, held = instruction.target.local_shape, self.lowered.plan.hsdp, instruction.source.value.dtype
         if instruction.cause == "parameter" and instruction.forward.collectives and instruction.backward.source.partial \
                 and hsdp is not None and hsdp.accumulates_whole and Scatter.fits(instruction.backward) and self._eager \
                 and not self._scatters:
-            self.scattered.append(Scatter(instruction.source.value.name, instruction.backward, shape, self.groups))
+            self.scattered.append(Scatter(instruction.source.value.name, instruction.backward, shape, self.groups,
+                                          held, instruction.sums))
             return noted((self.scattered[-1],), self._place(instruction.backward, instruction, "backward"))
-        return self._steps(instruction.backward, shape, instruction, "backward")
+        steps = self._steps(instruction.backward, shape, instruction, "backward")
+        if instruction.target.value.master is None:
+            return steps
+        return (*(_cast(instruction.sums) if steps else ()), *steps, *_cast(held))
 
     def _steps(self, steps: Conversion, shape: tuple[int, ...], instruction: Move | Extreme, way: str) -> Steps:
         """A conversion on this rank; what it sends is a place that the rank can be found at, but for a compiler."""

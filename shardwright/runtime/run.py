@@ -159,8 +159,8 @@ def _on_processes(lowered: Lowered, holder: nn.Module, runtime: Runtime, gradien
         held = ShardedState(lambda name, whole: Place(stored.get(name) or Layout.replicated(plan.devices, whole.dim()), groups),
                             holder, groups, runtime.device, broadcast)
     body = ProcessProgram(lowered, held.groups, compiled)
-    leaves = held.leaves(holder, GradientSums(body.sums, held.groups, fusion, accumulation, body.scattered,
-                                               body.followed))
+    leaves = held.leaves(holder, GradientSums(body.sums, body.types, held.groups, fusion, accumulation,
+                                               body.scattered, body.followed))
     body.attach(dict(holder.named_parameters()))
     state = [leaves[n] for n in lowered.parameters] + [held.buffers[n] for n in lowered.buffers]
     state += [plan.graph.constants[n].to(runtime.device) for n in lowered.constants]

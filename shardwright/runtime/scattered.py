@@ -36,10 +36,14 @@ class Scatter:
         name: of the parameter.
         scatter: the conversion.
         shape: of a term.
+        held: the type of the parameter, in which terms are kept.
+        sums: the type in which they are summed.
     """
 
-    def __init__(self, name: str, scatter: Conversion, shape: tuple[int, ...], groups: ProcessGroups) -> None:
+    def __init__(self, name: str, scatter: Conversion, shape: tuple[int, ...], groups: ProcessGroups, held: torch.dtype,
+                 sums: torch.dtype) -> None:
         self.name, self.scatter, self._rank = name, scatter, groups.rank
+        self._held, self._sums_in = held, sums
         whole, part = scatter.source.without_partial(), scatter.target
         self._steps = bind_all(scatter, shape, groups.rank, groups)
         self._place = bind_all(conversion(whole, part), shape, groups.rank, groups)
@@ -61,17 +65,18 @@ class Scatter:
         parameter, sums = self._parameter, self._sums
         sums.note_backward()
         if sums.accumulates:
-            self._keep(term)
+            self._keep(term.to(self._held))
             return None
         if unsummed_over(parameter) == self:
-            term = term + take_unsummed(parameter)
+            term = take_unsummed(parameter) + term
         return self.part(term)
 
     def part(self, term: Tensor) -> Tensor:
         """The rank's part of the sum of all terms."""
+        term = term.to(self._sums_in)
         for step in self._steps:
             term = step(term)
-        return term
+        return term.to(self._held)
 
     def include(self, term: Tensor, part: Tensor) -> None:
         """Add to a term what has been summed already: in its place, and where several ranks have it on the first."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..lower import Lowered, extreme, move
+from ..lower import Lowered, cast, extreme, move
 from .calls import plain_function
 
 __all__ = ["SingleProgram"]
 
 
 class SingleProgram:
-    """A lowered program of one device. On it every conversion is the identity, and none is left.
+    """A lowered program of one device. On it every conversion is the identity, or a cast, and none is left.
 
     Args:
         lowered: the program.
@@ -29,7 +29,7 @@ class SingleProgram:
         env: dict[torch.fx.Node, torch.fx.Node] = {}
         for node in lowered.graph.nodes:
             if node.target is move or node.target is extreme:
-                env[node] = env[node.args[0]]
+                env[node] = cast(graph, env[node.args[0]], node)
                 continue
             env[node] = graph.node_copy(node, env.__getitem__)
             if node.op == "call_function":
