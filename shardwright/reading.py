@@ -458,7 +458,13 @@ def _functional(target: Any) -> Any | None:
         return _FUNCTIONAL[target]
     namespace, name = target._schema.name.split("::")
     packet = getattr(getattr(torch.ops, namespace), name.rstrip("_"), None) if name.endswith("_") else None
-    overload = getattr(packet, target._overloadname, None) if packet is not None else None
+    if packet is None:
+        return None
+    # `pow_.Scalar` takes a tensor and a number; `pow.Scalar` a number and a tensor.
+    takes = [str(a.type) for a in target._schema.arguments]
+    found = [o for o in (getattr(packet, n) for n in packet.overloads()) if [str(a.type) for a in o._schema.arguments] == takes]
+    overload = next((o for o in found if o._overloadname == target._overloadname), next(iter(found), None)) or \
+        getattr(packet, target._overloadname, None)
     if overload is None or any(a.alias_info is not None and a.alias_info.is_write for a in overload._schema.arguments):
         return None
     return overload
