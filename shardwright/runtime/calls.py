@@ -156,7 +156,7 @@ class Call:
             return None
         self._lay_beside()
         out = self.out
-        apart = lambda made: made.view(*out, -1, *made.shape[1:])  # noqa: E731
+        apart = lambda made: made.view(*out, made.shape[0] // math.prod(out), *made.shape[1:])  # noqa: E731
         return self._written(plain_function(node), side=True, after=apart)
 
     def _sums_of_rows(self) -> Callable[[list], Any] | None:
