@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -194,27 +194,60 @@ def granite() -> Built:
     return causal("Granite", **DECODER)
 
 
-@model("transformers")
+BATCHED = "experts_implementation=\"batched_mm\": each token's experts are gathered"
+GROUPED = "experts in one grouped product, which takes float32 at most"
+
+
+def mixture(name: str, experts: str, **settings: Any) -> Built:
+    """A mixture of experts; the grouped product takes no float64."""
+    built = causal(name, **DECODER | settings, experts_implementation=experts)
+    return replace(built, net=built.net.float()) if experts == "grouped_mm" else built
+
+
+def mixtral_settings() -> dict[str, Any]:
+    return {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+def deepseek_settings() -> dict[str, Any]:
+    return {"num_key_value_heads": 4, **EXPERTS, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "n_shared_experts": 1,
+            "first_k_dense_replace": 1, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+            "v_head_dim": 8}
+
+
+@model("transformers", GROUPED)
 def mixtral() -> Built:
-    return causal("Mixtral", **DECODER, num_local_experts=4, num_experts_per_tok=2)
+    return mixture("Mixtral", "grouped_mm", **mixtral_settings())
 
 
-@model("transformers")
+@model("transformers", GROUPED)
 def olmoe() -> Built:
-    return causal("Olmoe", **DECODER, num_experts=4, num_experts_per_tok=2)
+    return mixture("Olmoe", "grouped_mm", num_experts=4, num_experts_per_tok=2)
 
 
-@model("transformers")
+@model("transformers", GROUPED)
 def qwen3_moe() -> Built:
-    return causal("Qwen3Moe", **DECODER, **EXPERTS, head_dim=8, num_experts=4)
+    return mixture("Qwen3Moe", "grouped_mm", **EXPERTS, head_dim=8, num_experts=4)
 
 
-@model("transformers")
+@model("transformers", GROUPED)
 def deepseek_v3() -> Built:
-    settings = DECODER | {"num_key_value_heads": 4}
-    return causal("DeepseekV3", **settings, **EXPERTS, n_routed_experts=4, n_group=2, topk_group=1, n_shared_experts=1,
-                  first_k_dense_replace=1, q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=4,
-                  v_head_dim=8)
+    return mixture("DeepseekV3", "grouped_mm", **deepseek_settings())
+
+
+@model("transformers", BATCHED)
+def mixtral_batched() -> Built:
+    return mixture("Mixtral", "batched_mm", **mixtral_settings())
+
+
+@model("transformers", BATCHED)
+def qwen3_moe_batched() -> Built:
+    return mixture("Qwen3Moe", "batched_mm", **EXPERTS, head_dim=8, num_experts=4)
+
+
+@model("transformers", BATCHED)
+def gpt_oss() -> Built:
+    return mixture("GptOss", "batched_mm", head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=4,
+                   attn_implementation="eager")
 
 
 @model("transformers")
@@ -461,12 +494,15 @@ def timm_vit() -> Built:
 @model("timm")
 def timm_ghostnet() -> Built:
     return vision(library("timm").models.ghostnet.GhostNet(cfgs=[[[3, 8, 8, 0, 1]], [[3, 16, 16, 0.25, 2]]],
-                                                           num_classes=4, dropout=0.0))
+                                                           num_classes=4, drop_rate=0.0))
 
 
 @model("timm")
 def timm_resnest() -> Built:
-    return timm("resnest14d", 32, layers=(1, 1), channels=(8, 16), stem_width=8)
+    models = library("timm").models
+    return vision(models.resnet.ResNet(
+        models.resnest.ResNestBottleneck, (1, 1, 1, 1), num_classes=4, stem_width=4, channels=(8, 8, 8, 8), cardinality=1,
+        block_args={"radix": 2, "avd": True, "avd_first": False}))
 
 
 @model("timm")
@@ -479,7 +515,7 @@ def timm_xcit() -> Built:
 def timm_coatnet() -> Built:
     cfg = library("timm").models.maxxvit.MaxxVitCfg
     return vision(library("timm").models.maxxvit.MaxxVit(
-        cfg((8, 16), (1, 1), ("C", "T"), stem_width=8, head_hidden_size=16), img_size=32, num_classes=4), 32)
+        cfg((32, 32), (1, 1), ("C", "T"), stem_width=8, head_hidden_size=16), img_size=32, num_classes=4), 32)
 
 
 # -- diffusers ---------------------------------------------------------------------------------------------------------

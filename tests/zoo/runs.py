@@ -127,25 +127,29 @@ def train(net: torch.nn.Module, call: Any) -> Trained:
 
 
 def marked(graph: Graph, name: str, every: int) -> Graph:
-    """The graph with marks on its products and on what else reads a weight: on each `every`-th a strategy that uses all devices, drawn at random."""
+    """The graph with marks, each a strategy drawn at random of those that use most devices.
+
+    Args:
+        every: 1: every operator is marked; n: every n-th of those that multiply or read a weight.
+    """
     draw, count = random.Random(zlib.crc32(name.encode())), 0
-    sources = {v.name for v in graph.parameters.values()} | {v.name for v in graph.buffers.values()}
+    sources = {v.name for v in (*graph.parameters.values(), *graph.buffers.values())}
     shared = {name for name, uses in graph.consumers().items() if name in sources and len(uses) > 1}
-    atoms, ops = atoms_of(DEVICES), []
+    atoms = atoms_of(DEVICES)
 
     def mark(op: Op) -> Op:
         nonlocal count
         held, described = {v.name for v in op.inputs} & sources, find_rule(op)
         weighs = any(len(v.shape) > 1 for v in op.inputs if v.name in held)
-        if described is None or not (weighs or described.is_product(op)) or held & shared:
+        if described is None or held & shared or every > 1 and not (weighs or described.is_product(op)):
             return op
         bound = bound_rule(op, described)
-        choices = [a for a in assignments(bound, DEVICES, atoms) if digits_size(a.used) == DEVICES]
+        choices = list(assignments(bound, DEVICES, atoms))
+        most = max(digits_size(a.used) for a in choices)
         count += 1
-        if not choices or (count - 1) % every:
+        if most == 1 or (count - 1) % every:
             return op
-        return replace(op, mark=MarkUse(draw.choice(choices), None, op.source, tuple(range(len(op.inputs)))))
+        chosen = draw.choice([a for a in choices if digits_size(a.used) == most])
+        return replace(op, mark=MarkUse(chosen, None, op.source, tuple(range(len(op.inputs)))))
 
-    for op in graph.ops:
-        ops.append(mark(op))
-    return graph.with_ops(tuple(ops))
+    return graph.with_ops(tuple(map(mark, graph.ops)))
