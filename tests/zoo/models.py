@@ -480,7 +480,7 @@ def timm_poolformer() -> Built:
     return vision(library("timm").models.metaformer.MetaFormer(depths=(1, 1), dims=(8, 16), num_classes=4))
 
 
-@model("timm")
+@model("timm", slow=True)
 def timm_levit() -> Built:
     return timm("levit_128s", 32, img_size=32, embed_dim=(16, 16, 16), key_dim=4, num_heads=(2, 2, 2), depth=(1, 1, 1))
 
@@ -521,7 +521,7 @@ def timm_coatnet() -> Built:
 # -- diffusers ---------------------------------------------------------------------------------------------------------
 
 
-@model("diffusers")
+@model("diffusers", slow=True)
 def unet2d() -> Built:
     net = library("diffusers").UNet2DModel(
         sample_size=8, in_channels=3, out_channels=3, block_out_channels=(8, 16), layers_per_block=1, norm_num_groups=4,
@@ -534,7 +534,7 @@ def noise(output: Any, target: Tensor) -> Tensor:
     return F.mse_loss(output.sample, target)
 
 
-@model("diffusers")
+@model("diffusers", slow=True)
 def unet2d_condition() -> Built:
     net = library("diffusers").UNet2DConditionModel(
         sample_size=8, in_channels=4, out_channels=4, block_out_channels=(8, 16), layers_per_block=1, norm_num_groups=4,
