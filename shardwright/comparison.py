@@ -21,12 +21,14 @@ from .lower import lower
 from .plan.decision import Feeding
 from .plan.instructions import Compute, Instance, Move, made_by
 from .plan.plan import Plan
+from .precision import Allowed, Precision
+from .report.verification import Worst
 from .rules import expand, has_rule
 from .rules.random import run_on_one
 from .runtime.local import LocalProgram
 from .runtime.shards import ReplicasDiffer, assemble
 
-__all__ = ["Comparison", "FirstDifference", "Reference", "call", "difference", "largest"]
+__all__ = ["Comparison", "FirstDifference", "Reference", "call", "difference", "largest", "worst"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class FirstDifference:
         difference: the largest difference, relative to the largest value among the operator's output and inputs;
             infinite where the shapes or the replicas differ, or where it could not run at all.
         dtype: the type in which it was found.
+        tolerance: what was allowed.
+        precision: which type decided that, and which operator brought it in.
         message: what happened, where there is more to say.
     """
 
@@ -56,6 +60,8 @@ class FirstDifference:
     difference: float
     dtype: torch.dtype
     message: str = ""
+    tolerance: float = 0.0
+    precision: Precision | None = None
 
     def __str__(self) -> str:
         if self.part == "capture":
@@ -64,6 +70,8 @@ class FirstDifference:
         name = self.operator if self.op in self.operator else f"{self.operator} ({self.op})"
         what = f"{self.tensor}" if self.phase == "forward" else f"the gradient of {self.tensor}"
         by = f"differs by {self.difference:.1e}" if math.isfinite(self.difference) else "is not the same at all"
+        if self.precision is not None and math.isfinite(self.difference):
+            by += f", more than the {self.tolerance:.0e} of {self.precision}"
         parts = [f"{name}{f', {self.source}' if self.source else ''}: {what} {by}"]
         if self.part == "conversion":
             parts.append("in the conversion for it, not in the operator")
@@ -93,6 +101,29 @@ def difference(reference: Tensor, other: Tensor, floor: float = 0.0) -> float:
     if apart == 0.0 or not math.isfinite(apart):
         return 0.0 if apart == 0.0 else math.inf
     return apart / max(largest(a), largest(b), floor)
+
+
+def worst(reference: Mapping[str, Tensor | None], other: Mapping[str, Tensor | None],
+          precision: Callable[[str], Precision | None], allowed: Allowed, floor: float = 0.0) -> Worst:
+    """Of tensors of one name the pair that differs most, measured by what is allowed of it. A gradient that is not there
+    is zero.
+
+    Args:
+        precision: of the tensor of a name; None: nothing is rounded.
+        floor: what is small beside this part of the largest tensor is measured by that part.
+    """
+    floating = [x for x in reference.values() if x is not None and x.is_floating_point()]
+    floor *= max(map(largest, floating), default=0.0)
+    found = Worst(tolerance=allowed.tolerance(None))
+    for name, x in reference.items():
+        y = other.get(name)
+        if x is None and y is None:
+            continue
+        x, y = torch.zeros_like(y) if x is None else x, torch.zeros_like(x) if y is None else y
+        decided = precision(name)
+        this = Worst(difference(x, y, floor), allowed.tolerance(decided), name, decided)
+        found = this if not found.tensor or this.excess() > found.excess() else found
+    return found
 
 
 class Reference:
@@ -141,6 +172,7 @@ class Comparison:
     Args:
         plan: whose program it is.
         reference: of the same inputs.
+        allowed: how large a difference of each tensor may be.
         plans: of which plan each operator of the reference is, where the program is a stage of several; None: of this.
 
     Attributes:
@@ -148,10 +180,10 @@ class Comparison:
         last: the last node that ran.
     """
 
-    def __init__(self, plan: Plan, reference: Reference, tolerance: float, dtype: torch.dtype,
+    def __init__(self, plan: Plan, reference: Reference, allowed: Allowed, dtype: torch.dtype,
                  plans: Mapping[str, Plan] | None = None) -> None:
         self.plan, self.graph, self.reference = plan, reference.graph, reference
-        self.tolerance, self.dtype = tolerance, dtype
+        self.allowed, self.dtype = allowed, dtype
         self.plans = dict.fromkeys(plan.decisions, plan) if plans is None else plans
         self.ops = {op.name: op for op in self.graph.ops}
         self.original = _originals(plan)
@@ -178,7 +210,17 @@ class Comparison:
             op = self.ops.get(getattr(instruction, "producer", ""))
         made = instruction.target.value.name if not isinstance(instruction, Compute) else instruction.op.name
         who = (op.name, op.kind, op.source) if op is not None else (instruction.operator, "", "")
-        return FirstDifference(*who, phase, part, self.original.get(made, made), apart, self.dtype, message)
+        tensor = self.original.get(made, made)
+        return FirstDifference(*who, phase, part, tensor, apart, self.dtype, message,
+                               *self.decided(self.allowed.value(tensor)))
+
+    def decided(self, precision: Precision | None) -> tuple[float, Precision | None]:
+        """What is allowed of a tensor of this precision, and the precision."""
+        return self.allowed.tolerance(precision), precision
+
+    def differs(self, apart: float, precision: Precision | None) -> bool:
+        """Whether a difference is more than this precision allows."""
+        return apart > self.allowed.tolerance(precision)
 
     # -- forward --
 
@@ -192,7 +234,7 @@ class Comparison:
             return  # inside of an operator that is worked out in several
         if self.found is None:
             apart, message = self.compare(name, shards, instance.layout)
-            if apart > self.tolerance:
+            if self.differs(apart, self.allowed.value(name)):
                 self.found = self.at(instruction, "forward", apart, self.ops.get(instruction.operator), message)
         self.keep(name, shards, instruction, instance)
 
@@ -238,7 +280,7 @@ class Comparison:
                 if value is not None and value.name in self.made:
                     shards, layout = self.made[value.name]
                     apart, why = self.compare_gradient(value.name, [s.grad for s in shards], layout)
-                    if apart > self.tolerance:
+                    if self.differs(apart, self.allowed.gradient(value.name)):
                         return self.blame(value.name, apart, why or message)
         return None
 
@@ -254,7 +296,7 @@ class Comparison:
             if value.requires_grad:
                 whole = Layout.replicated(1, len(value.shape))
                 apart, why = self.compare_gradient(value.name, [state[name].grad], whole)
-                if apart > self.tolerance:
+                if self.differs(apart, self.allowed.gradient(value.name)):
                     return self.blame(value.name, apart, why or message)
         return None
 
@@ -263,10 +305,11 @@ class Comparison:
         for name, value in self.graph.buffers.items():
             after = self.reference.values[self.graph.updates[name].name if name in self.graph.updates else value.name]
             apart = difference(after, state[name], self.reference.scales.get(value.name, 0.0))
-            if apart > self.tolerance:
+            precision = self.allowed.value(self.graph.updates.get(name, value).name)
+            if self.differs(apart, precision):
                 op = self.graph.consumers()[value.name][0][0]
                 return FirstDifference(op.name, op.kind, op.source, "forward", "operator", name, apart, self.dtype,
-                                       "a buffer, after the step")
+                                       "a buffer, after the step", *self.decided(precision))
         return None
 
     def compare_gradient(self, name: str, gradients: list[Tensor | None], layout: Layout) -> tuple[float, str]:
@@ -289,7 +332,7 @@ class Comparison:
         """Which use of a value brings it a wrong gradient: an operator that does so alone, else a conversion."""
         users = [op for op, _ in self.graph.consumers().get(name, ())][::-1]
         assert users, f"a gradient of {name}, which nothing uses"
-        guilty = next((op for op in users if self.alone(op) > self.tolerance), None)
+        guilty = next((op for op in users if self.differs(self.alone(op), self.allowed.alone(op))), None)
         if guilty is None:
             converted = {i.operator for plan in {id(p): p for p in self.plans.values()}.values() for i in plan.backward
                          if isinstance(i, Move) and i.backward is not None and i.backward.steps
@@ -299,7 +342,7 @@ class Comparison:
                 message = "; ".join(filter(None, (message, "or for " + ", ".join(o.name for o in users[1:]))))
         op = guilty or users[0]
         return FirstDifference(op.name, op.kind, op.source, "gradient", "operator" if guilty else "conversion", name,
-                               apart, self.dtype, message)
+                               apart, self.dtype, message, *self.decided(self.allowed.gradient(name)))
 
     def alone(self, op: Op) -> float:
         """How far off the gradients of one operator's inputs are when it is given the right ones of its outputs."""

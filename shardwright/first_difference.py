@@ -24,6 +24,7 @@ from .comparison import Comparison, FirstDifference, Reference, call, difference
 from .graph import Graph, Value
 from .lower import lower
 from .plan.pipelined import Stage
+from .precision import Allowed
 from .runtime.local import LocalProgram
 from .runtime.pipeline import Here, PipelineProgram
 from .runtime.random import of_micro_batch, stream
@@ -36,7 +37,7 @@ __all__ = ["FirstDifference", "call", "difference", "find_first_difference", "la
 
 
 def find_first_difference(program: Program | PipelineProgram, state: dict[str, Tensor], inputs: Sequence[Tensor],
-                          plain: Any, loss_of: Callable[[Any], Tensor | None], tolerance: float
+                          plain: Any, loss_of: Callable[[Any], Tensor | None], allowed: Allowed
                           ) -> FirstDifference | None:
     """Search the first step of a plan for the first thing that is not as on one device.
 
@@ -46,20 +47,20 @@ def find_first_difference(program: Program | PipelineProgram, state: dict[str, T
         inputs: the whole input tensors.
         plain: what the model itself returned for them.
         loss_of: the scalar of a result that the backward starts from.
-        tolerance: how large a relative difference may be.
+        allowed: how large a relative difference of each tensor may be.
 
     Returns:
         None where everything in the step agrees.
     """
     kind = _OfStages if isinstance(program, PipelineProgram) else _Search
-    return kind(program, state, inputs, loss_of, tolerance).run(plain)
+    return kind(program, state, inputs, loss_of, allowed).run(plain)
 
 
 class _Search:
     def __init__(self, program: Any, state: dict[str, Tensor], inputs: Sequence[Tensor],
-                 loss_of: Callable[[Any], Tensor | None], tolerance: float) -> None:
+                 loss_of: Callable[[Any], Tensor | None], allowed: Allowed) -> None:
         self.program, self.plan, self.graph = program, program.plan, program.plan.graph
-        self.inputs, self.state, self.loss_of, self.tolerance = inputs, state, loss_of, tolerance
+        self.inputs, self.state, self.loss_of, self.allowed = inputs, state, loss_of, allowed
         before, random = stream.state_dict(), torch.get_rng_state()
         self.seed = stream.draw(program.exact)  # the one that the program will draw
         stream.load_state_dict(before), torch.set_rng_state(random)
@@ -70,7 +71,7 @@ class _Search:
         self.reference = Reference(self.graph, self.state, self.inputs, self.seed)
         if (found := self.captured(self.reference.outputs, plain)) is not None:
             return found
-        made = Comparison(self.plan, self.reference, self.tolerance, self.dtype)
+        made = Comparison(self.plan, self.reference, self.allowed, self.dtype)
         body = self.program.body = LocalProgram(self.program.body.lowered)  # node by node
         body.record = made.record
         try:
@@ -84,9 +85,13 @@ class _Search:
     def captured(self, outputs: Sequence[Any], plain: Any) -> FirstDifference | None:
         """A result of the captured graph that is not the model's."""
         for output, value, given in zip(self.graph.outputs, outputs, pytree.tree_leaves(opened(plain))):
-            if isinstance(output, Value) and (apart := difference(given, value)) > self.tolerance:
+            if not isinstance(output, Value):
+                continue
+            precision, apart = self.allowed.value(output.name), difference(given, value)
+            if apart > self.allowed.tolerance(precision):
                 how = "run in micro-batches" if isinstance(self.program, PipelineProgram) else ""
-                return FirstDifference("", "", "", "forward", "capture", output.name, apart, self.dtype, how)
+                return FirstDifference("", "", "", "forward", "capture", output.name, apart, self.dtype, how,
+                                       self.allowed.tolerance(precision), precision)
         return None
 
     def backward(self, made: Comparison, result: Any) -> FirstDifference | None:
@@ -120,7 +125,7 @@ class _OfStages(_Search):
         if (found := self.captured(joined, plain)) is not None:
             return found
         plans = {name: stage.plan for stage in plan.stages for name in stage.plan.decisions}
-        self.made = {(stage.number, k): _Stage(stage.plan, reference, self.tolerance, self.dtype, plans)
+        self.made = {(stage.number, k): _Stage(stage.plan, reference, self.allowed, self.dtype, plans)
                      for stage in plan.stages for k, reference in enumerate(self.references)}
         self.played: list[tuple[int, int]] = []
         self.bodies: dict[int, LocalProgram] = {}
@@ -182,10 +187,11 @@ class _Stage(Comparison):
         """Compare what comes from other stages; the first operator that reads it is named."""
         for value, source, tensor in zip(stage.plan.graph.inputs, stage.sources, fed, strict=True):
             apart = difference(self.reference.values[value.name], tensor, self.reference.scales.get(value.name, 0.0))
-            if source.kind != "input" and self.found is None and apart > self.tolerance:
+            precision = self.allowed.value(value.name)
+            if source.kind != "input" and self.found is None and self.differs(apart, precision):
                 op = stage.plan.graph.consumers()[value.name][0][0]
                 self.found = FirstDifference(op.name, op.kind, op.source, "forward", "conversion", value.name, apart,
-                                             self.dtype, f"as it came from stage {source.index}")
+                                             self.dtype, f"as it came from stage {source.index}", *self.decided(precision))
 
 
 class _Recorded:

@@ -5,8 +5,9 @@
     parallel   the same under `AutoParallel`, all ranks in this process (the local runtime, whatever the current one is)
     difference of two tensors = max |a − b| / max(|a|, |b|)
 
-It is done in float64, where anything beyond rounding shows, and in float32. Where the two differ, the first operator
-that does is looked for: see `first_difference`.
+It is done in float64, where anything beyond rounding shows, and in float32. What a model computes in a coarser type all
+the same, and whatever is computed from that, is compared with the tolerance of that type: see `precision`. Where the two
+differ, the first operator that does is looked for: see `first_difference`.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .cluster import Cluster
+from .comparison import worst
 from .errors import SettingError
-from .first_difference import FirstDifference, difference, find_first_difference, largest
+from .first_difference import FirstDifference, find_first_difference
 from .mixed_precision import MixedPrecision, one_device
 from .parallel import AutoParallel, observed
 from .plan import PipelinePlan, Plan
-from .report.verification import Differences, VerifyReport
+from .precision import Allowed
+from .report.verification import Differences, VerifyReport, Worst
 from .runtime.deferred import materialize
 from .runtime.init import Runtime, current
 from .runtime.pipeline import PipelineProgram
@@ -253,14 +257,16 @@ class _Verification:
             notes.setdefault("the results on one device are not finite: there is little to compare")
         if not any(g is not None for g in plain.gradients.values()):
             notes.setdefault("no parameter has a gradient: only results were compared")
-        loss = math.inf
+        allowed = Allowed(plan.graph, dtype, self.tolerances, self.steps)
+        losses = Worst(math.inf, self.tolerances[dtype])
         if len(plain.results) == len(parallel.results):
-            loss = max((difference(a, b) for x, y in zip(plain.results, parallel.results)
-                        for a, b in zip(x, y, strict=True)), default=0.0)
-        gradient = _worst(plain.gradients, parallel.gradients)
-        parameter = max(_worst(plain.parameters, parallel.parameters), _worst(plain.buffers, parallel.buffers))
-        return Differences(dtype, loss, gradient[0], parameter[0], gradient[1], parameter[1], self.tolerances[dtype],
-                           parallel.failure), plan
+            here, there = ({f"{step}.{i}": x for step, results in enumerate(run.results) for i, x in enumerate(results)}
+                           for run in (plain, parallel))
+            losses = worst(here, there, lambda name: allowed.result(int(name.rpartition(".")[2])), allowed)
+        gradients = worst(plain.gradients, parallel.gradients, allowed.of_parameter, allowed, FLOOR)
+        parameters = max((worst(getattr(plain, kind), getattr(parallel, kind), allowed.state, allowed, FLOOR)
+                          for kind in ("parameters", "buffers")), key=Worst.excess)
+        return Differences(dtype, losses, gradients, parameters, self.tolerances[dtype], parallel.failure), plan
 
     def program(self, twin: _Twin) -> Program | PipelineProgram:
         """The copy, planned. What cannot be planned is the user's to hear."""
@@ -313,7 +319,8 @@ class _Verification:
         parameters, buffers = twin.named()
         inputs = [x for x in pytree.tree_leaves(opened((twin.args, twin.kwargs))) if isinstance(x, Tensor)]
         self.rewind()
-        return find_first_difference(program, parameters | buffers, inputs, plain, self.loss_of, self.tolerances[dtype])
+        return find_first_difference(program, parameters | buffers, inputs, plain, self.loss_of,
+                                     Allowed(program.plan.graph, dtype, self.tolerances))
 
 
 def _values(net: nn.Module, loss_fn: Any, device: torch.device) -> list[tuple[Tensor, Tensor]]:
@@ -345,20 +352,6 @@ def _loss_of(result: Any) -> Tensor | None:
 def _loss_among(result: Any, index: int | None) -> Tensor | None:
     """The loss of a pipeline: that of its results at `index`."""
     return None if index is None else pytree.tree_leaves(opened(result))[index]
-
-
-def _worst(reference: Mapping[str, Tensor | None], other: Mapping[str, Tensor | None]) -> tuple[float, str]:
-    """The largest difference among tensors of one name, and its name. A gradient that is not there is zero."""
-    floating = [x for x in reference.values() if x is not None and x.is_floating_point()]
-    floor = FLOOR * max(map(largest, floating), default=0.0)
-    worst = (0.0, "")
-    for name, x in reference.items():
-        y = other.get(name)
-        if x is None and y is None:
-            continue
-        x, y = torch.zeros_like(y) if x is None else x, torch.zeros_like(x) if y is None else y
-        worst = max(worst, (difference(x, y, floor), name), key=lambda entry: entry[0])
-    return worst
 
 
 @contextlib.contextmanager

@@ -22,6 +22,11 @@ case(3, aten.layer_norm.default, far, [4])
 case(2, aten.rms_norm.default, rand(4, 8), [8])
 case(3, aten.rms_norm.default, rand(4, 2, 8), [2, 8], rand(2, 8), 0.5)
 
+# -- a weight by direction and length ----------------------------------------------------------------------------------
+
+for dim, shape in ((0, (4, 1, 1)), (1, (1, 4, 1)), (2, (1, 1, 4)), (-1, ())):
+    case(3, aten._weight_norm.default, rand(4, 4, 4), rand(*shape), dim)
+
 # -- by groups of channels ---------------------------------------------------------------------------------------------
 
 case(3, aten.group_norm.default, rand(4, 8), 2, rand(8), rand(8))

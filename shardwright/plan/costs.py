@@ -110,7 +110,8 @@ class _Sent:
             bucket: bytes that a rank puts in for all of them.
         """
         together = max(nbytes, bucket / self.fraction)
-        return nbytes / together * min(a + b * together for a, b in self.lines)
+        part = nbytes / together if together else 1.0  # an empty tensor travels all the same
+        return part * min(a + b * together for a, b in self.lines)
 
 
 class Costs:

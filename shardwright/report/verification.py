@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -9,11 +10,38 @@ import torch
 
 from ..plan.pipelined import PipelinePlan
 from ..plan.plan import Plan
+from ..precision import Precision
 
 if TYPE_CHECKING:
     from ..first_difference import FirstDifference
 
-__all__ = ["Differences", "VerifyReport"]
+__all__ = ["Differences", "VerifyReport", "Worst"]
+
+
+@dataclass(frozen=True)
+class Worst:
+    """Of several tensors the one that differs most, measured by what is allowed of it.
+
+    Attributes:
+        difference: relative to the largest value of the tensor.
+        tolerance: the largest difference that is allowed of this tensor.
+        tensor: its name; "" where none differs.
+        precision: which type decided the tolerance, and which operator brought that type in; None: nothing is rounded.
+    """
+
+    difference: float = 0.0
+    tolerance: float = 0.0
+    tensor: str = ""
+    precision: Precision | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the difference is within the tolerance."""
+        return self.difference <= self.tolerance
+
+    def excess(self) -> float:
+        """The difference as a multiple of the tolerance."""
+        return self.difference / self.tolerance if self.tolerance else math.inf if self.difference else 0.0
 
 
 @dataclass(frozen=True)
@@ -21,26 +49,55 @@ class Differences:
     """How far the plan is from one device in one type; differences are relative to the largest value of a tensor.
 
     Attributes:
-        loss: of the results of all steps: the loss, or without `loss_fn` the outputs.
-        gradient: of all gradients of the first step; `worst_gradient` names the parameter.
-        parameter: of all parameters and buffers after the last step; `worst_parameter` names it.
-        tolerance: what each of the three may be.
+        losses: of the results of all steps: the loss, or without `loss_fn` the outputs.
+        gradients: of the gradients of the first step, by the parameter.
+        parameters: of the parameters and buffers after the last step.
+        tolerance: what is allowed of what was computed in this type throughout.
         failure: what the parallel run was ended by, or None.
     """
 
     dtype: torch.dtype
-    loss: float
-    gradient: float
-    parameter: float
-    worst_gradient: str
-    worst_parameter: str
+    losses: Worst
+    gradients: Worst
+    parameters: Worst
     tolerance: float
     failure: str | None = None
 
     @property
     def ok(self) -> bool:
-        """Whether everything is within the tolerance."""
-        return self.failure is None and max(self.loss, self.gradient, self.parameter) <= self.tolerance
+        """Whether everything is within its tolerance."""
+        return self.failure is None and self.losses.ok and self.gradients.ok and self.parameters.ok
+
+    @property
+    def loss(self) -> float:
+        """The difference of the worst loss."""
+        return self.losses.difference
+
+    @property
+    def gradient(self) -> float:
+        """The difference of the worst gradient."""
+        return self.gradients.difference
+
+    @property
+    def parameter(self) -> float:
+        """The difference of the worst parameter."""
+        return self.parameters.difference
+
+    @property
+    def worst_gradient(self) -> str:
+        """The parameter whose gradient differs most."""
+        return self.gradients.tensor
+
+    @property
+    def worst_parameter(self) -> str:
+        """The parameter or buffer that differs most."""
+        return self.parameters.tensor
+
+    @property
+    def coarser(self) -> tuple[tuple[str, Precision], ...]:
+        """What has a tolerance of a coarser type than the run's, and the operator that decided it."""
+        each = (("loss", self.losses), ("gradients", self.gradients), ("parameters", self.parameters))
+        return tuple((what, w.precision) for what, w in each if w.precision is not None and w.precision.dtype != self.dtype)
 
 
 @dataclass(frozen=True)
@@ -87,24 +144,61 @@ class VerifyReport:
         """The headline's largest relative difference of a parameter after the last step."""
         return self.headline.parameter
 
+    @property
+    def unproved(self) -> str:
+        """Why the comparison proves nothing of the plan: it cuts no operator, or it sends nothing; "" where it does both.
+        The stages of a pipeline are cuts, and so are the ranks' own programs of hybrid_parallel."""
+        if self.plan is None:
+            return ""
+        cut, operators = self.cut
+        if not cut and not isinstance(self.plan, PipelinePlan) and self.plan.own is None:
+            return f"the plan cuts none of its {operators} operators: every device does the same work"
+        return "" if self.sent else "the plan sends nothing: no device depends on another"
+
+    @property
+    def proved(self) -> bool:
+        """Whether the plan cuts operators and sends something, and computes what one device computes."""
+        return self.ok and not self.unproved
+
+    @property
+    def cut(self) -> tuple[int, int]:
+        """How many operators the plan cuts, and how many there are."""
+        plans = [stage.plan for stage in self.plan.stages] if isinstance(self.plan, PipelinePlan) else [self.plan]
+        decisions = [d for plan in plans if plan is not None for d in plan.decisions.values()]
+        return sum(bool(d.assignment.used) for d in decisions), len(decisions)
+
+    @property
+    def sent(self) -> int:
+        """How many collectives, sends and receives the first device takes part in, in one step."""
+        return len(self.plan.collectives(0)) if self.plan is not None else 0
+
     def summary(self) -> str:
         """The report as text."""
-        head = (f"{'ok' if self.ok else 'NOT OK'}: {self.parallel_mode} on {self.devices} "
+        verdict = "NOT OK" if not self.ok else "ok, but nothing was proved" if self.unproved else "ok"
+        head = (f"{verdict}: {self.parallel_mode} on {self.devices} "
                 f"device{'s' * (self.devices > 1)}{self._stages} against one device, "
                 f"{self.steps} step{'s' * (self.steps > 1)}")
         rows = [("relative differences", "loss", "gradients", "parameters", "allowed", "")]
         for d in self.differences:
-            rows.append((str(d.dtype).removeprefix("torch."), f"{d.loss:.1e}", _named(d.gradient, d.worst_gradient),
-                         _named(d.parameter, d.worst_parameter), f"{d.tolerance:.0e}", "" if d.ok else "not ok"))
+            rows.append((_type(d.dtype), f"{d.loss:.1e}", _named(d.gradient, d.worst_gradient),
+                         _named(d.parameter, d.worst_parameter), _allowed(d), "" if d.ok else "not ok"))
         widths = [max(map(len, column)) for column in zip(*rows)]
         lines = [head, *("  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows)]
         for d in self.differences:
+            for precision in dict.fromkeys(p for _, p in d.coarser):
+                what = " and ".join(what for what, p in d.coarser if p == precision)
+                lines.append(f"allowed in {_type(d.dtype)}: the tolerance of {precision} for {what}")
+        for d in self.differences:
             if d.failure is not None:
-                lines.append(f"the plan could not run in {str(d.dtype).removeprefix('torch.')}: {d.failure}")
+                lines.append(f"the plan could not run in {_type(d.dtype)}: {d.failure}")
         if self.first_difference is not None:
             lines.append(f"first difference, {self.first_difference.phase}: {self.first_difference}")
         elif not self.ok:
             lines.append("first difference: none in the operators and gradients of the first step")
+        if self.plan is not None:
+            lines.append(f"cut: {self.cut[0]} of {self.cut[1]} operators; {self.sent} collectives a step")
+            if self.unproved:
+                lines += [f"nothing was proved: {self.unproved}", f"  to prove something: {_INSTEAD}"]
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
 
     __str__ = summary
@@ -117,5 +211,21 @@ class VerifyReport:
         return f" in {made.stages} stages, {made.name}, {made.micro_batches} micro-batches,"
 
 
+#: What to verify instead of a plan that proves nothing.
+_INSTEAD = ("verify(..., cut=True) or `shardwright verify --cut` plans on links that are free, where searches cut whatever "
+            "can be cut; parallel_mode=\"data_parallel\" cuts the batch; with a loss and trained parameters gradients are "
+            "sent; more than one device")
+
+
+def _type(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _named(value: float, name: str) -> str:
     return f"{value:.1e} ({name})" if name and value else f"{value:.1e}"
+
+
+def _allowed(d: Differences) -> str:
+    """The tolerances of the three, once where they are one."""
+    each = [f"{w.tolerance:.0e}" for w in (d.losses, d.gradients, d.parameters)]
+    return each[0] if len(set(each)) == 1 else " ".join(each)

@@ -2,6 +2,7 @@
 
     var  = Σ (x - mean)² / (count - correction)         Σ (x - mean) = 0, so no gradient goes through the mean
     norm = (Σ |x|^p)^(1/p), Σ [x ≠ 0] for p = 0, max |x| for p = ∞
+    weight norm = g v / √(Σ v²), over all dims but one
 
 The root's gradient at zero is zero, as in torch.
 """
@@ -13,7 +14,7 @@ import math
 import torch
 
 from ..graph import Op, Value
-from .dims import dims_of, wide
+from .dims import cut_size, dims_of, named, operand, wide
 from .notation import Assignment, Bound
 from .reduce import reduced_dims, reduction_cut, reduction_text
 from .registry import Expansion, Rule, register
@@ -117,6 +118,35 @@ def _power(b, size: Value, p: float) -> Value:
     return b.call(aten.masked_fill.Scalar, b.call(aten.pow.Tensor_Scalar, safe, p), zero, 0)
 
 
+# -- a weight by its direction and its length --------------------------------------------------------------------------
+
+
+def _lengths(op: Op) -> list[int]:
+    """The dims over which a weight's length is taken: all but one, or all."""
+    kept, rank = op.argument("dim", 0), len(op.inputs[0].shape)
+    return [d for d in range(rank) if kept == -1 or d != kept]
+
+
+def _weight_norm_text(op: Op) -> str:
+    names = named(len(op.inputs[0].shape))
+    over = _lengths(op)
+    length = ["1" if d in over else name for d, name in enumerate(names)] if op.inputs[1].shape else []
+    return f"{operand(names)}, {operand(length)} -> {operand(names)}"
+
+
+def _expand_weight_norm(op: Op, bound: Bound, assignment: Assignment) -> Expansion | None:
+    (v, g), dims = op.inputs, _lengths(op)
+    if cut_size(bound, assignment, [f"d{d}" for d in dims]) == 1:
+        return None
+
+    def work(b):
+        squares = b.call(aten.square.default, v)
+        length = b.call(aten.sqrt.default, b.call(aten.sum.dim_IntList, squares, dims, True))
+        return b.call(aten.mul.Tensor, v, b.call(aten.div.Tensor, g, length))
+    return work
+
+
+register((aten._weight_norm.default,), Rule(_weight_norm_text, expand=_expand_weight_norm, neutral=0))
 register((aten.var.default, aten.var.dim, aten.var.correction, aten.std.default, aten.std.dim, aten.std.correction,
           aten.var_mean.default, aten.var_mean.dim, aten.var_mean.correction, aten.std_mean.default,
           aten.std_mean.dim, aten.std_mean.correction), Rule(_moments_text, expand=_expand_moments, neutral=0))

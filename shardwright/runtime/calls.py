@@ -106,8 +106,9 @@ class Call:
         alike = len({self._value(a).dtype for a in self.operands}) == 1 and not dims
         if not alike and any(not self._dims(a) and self._shape(a) for a in self.operands):
             return None  # a number has rights of its own: it counts less than other tensors when types meet
-        if self.node.target is aten.copy.default and self._shape(self.operands[0]) != self.out:
-            return None
+        shaping = {aten.copy.default: 0, aten.expand_as.default: 1}.get(self.node.target)
+        if shaping is not None and self._shape(self.operands[shaping]) != self.out:
+            return None  # the result has the shape of this operand
         return self._written(plain_function(self.node), dims, self.operands)
 
     def _told_of_dims(self) -> Callable[[list], Any] | None:
@@ -162,7 +163,7 @@ class Call:
             return None
         self._lay_beside()
         out = self.out
-        apart = lambda made: made.view(*out, -1, *made.shape[1:])  # noqa: E731
+        apart = lambda made: made.view(*out, made.shape[0] // math.prod(out), *made.shape[1:])  # noqa: E731
         return self._written(plain_function(node), side=True, after=apart)
 
     def _sums_of_rows(self) -> Callable[[list], Any] | None:

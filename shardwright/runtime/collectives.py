@@ -57,6 +57,9 @@ def bind_all(steps: Conversion, shape: tuple[int, ...], rank: int, groups: Proce
     Raises:
         LayoutError: a dim that does not divide.
     """
+    if 0 in shape:  # nothing is sent of an empty tensor
+        after = steps.local_shapes(tuple(shape))[-1]
+        return (lambda x: x.new_empty(after),)
     out: list[Bound] = []
     last: tuple[Step, tuple[int, ...]] | None = None    # the step before, and the shape before it, where they may be joined
     for step, before in zip(steps.steps, steps.local_shapes(tuple(shape))):

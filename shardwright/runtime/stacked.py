@@ -76,7 +76,7 @@ class Axes(NamedTuple):
         x = x.view((*sizes, *local))
         strides = x.stride()
         if all(strides[k] == strides[k + 1] * sizes[k + 1] for k in range(len(sizes) - 1)):
-            return list(x.view((-1, *local)).unbind(0) if len(sizes) > 1 else x.unbind(0))
+            return list(x.view((math.prod(sizes), *local)).unbind(0) if len(sizes) > 1 else x.unbind(0))
         parts = [x]
         for _ in sizes:
             parts = [piece for part in parts for piece in part.unbind(0)]
