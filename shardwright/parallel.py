@@ -469,7 +469,7 @@ class AutoParallel(Settings, nn.Module):
 
     @property
     def plan(self) -> Plan | PipelinePlan:
-        """The plan of the latest shapes.
+        """The plan of the latest call.
 
         Raises:
             SettingError: before the first call.

@@ -488,7 +488,7 @@ def test_captured_once_for_each_signature(captures) -> None:
     model.train(False)
     model(X, T)
     assert len(captures) == 4
-    assert model.plan.graph.inputs[0].shape == (8, 8)  # the latest that was made
+    assert model.plan.graph.inputs[0].shape == (16, 8)  # of the latest call
 
 
 def test_a_submodule_in_evaluation_is_another_program(captures) -> None:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import shardwright as sw
 from gpt import GPT
 from networks import D, draw, labels
-from shardwright.capture import capture, capture_scalable
+from shardwright.capture import Recording, capture, capture_scalable
 
 parallel = import_module("shardwright.parallel")
 
@@ -81,8 +81,10 @@ def test_a_graph_at_other_sizes_is_the_one_that_is_captured_there(case, seed):
     net, choose, scaled = build(), random.Random(seed), 0
     vary = [(0, 2, 3) if case == "pooled" else (0, 1)]
     x = inputs(*(choose.randint(4, m) for m in most))
-    scalable = capture_scalable(net, (x,), vary=vary)
-    assert scalable.at([tuple(x.shape)]).inputs == capture(net, (x,)).inputs
+    recording = Recording()
+    plain = capture(net, (x,), recording=recording)
+    scalable = capture_scalable(net, (x,), vary=vary, recording=recording)
+    assert scalable.at([tuple(x.shape)]).inputs == plain.inputs
     for _ in range(4):
         y = inputs(*(choose.randint(4, m) for m in most))
         made = scalable.at([tuple(y.shape)])
