@@ -1,16 +1,19 @@
 # make demo    the four tutorial networks on eight devices in this one process, beside one device
 # make test    the test suite, on all cores;  make test ARGS="-k layout -x"  hands arguments to pytest
-# make venv    the environment in .venv, made once, brought up to date when pyproject.toml changes
-# make clean   removes what runs leave behind;  make distclean  the environment too
+# make venv    the environment, made once, brought up to date when pyproject.toml changes
+# make clean   removes what runs leave behind;  make distclean  the environments too
 
-# PYTHON makes the environment, TORCH is what pip installs before the package itself: TORCH=torch takes the newest
-# build, and a build already inside the range of pyproject.toml is then kept. Both count only when .venv is made.
-PYTHON ?= python3
-TORCH  ?= torch==2.13.0
-ARGS   ?=
+# TORCH is what pip installs before the package itself, and PYTHON makes the environment. The default has .venv; every
+# other TORCH has an environment of its own: make test TORCH=torch (the newest) has .venv-torch, and
+# make test TORCH="torch==2.9.0" has .venv-torch-2.9.0. Whatever is installed later leaves torch as it is.
+DEFAULT := torch==2.13.0
+PYTHON  ?= python3
+TORCH   ?= $(DEFAULT)
+ARGS    ?=
 
-VENV  := .venv
+VENV  := .venv$(if $(filter-out $(DEFAULT),$(TORCH)),-$(shell printf %s '$(TORCH)' | tr -cs 'A-Za-z0-9._' '-'))
 STAMP := $(VENV)/.shardwright-installed
+HELD  := $(VENV)/torch.txt
 PIP   := $(VENV)/bin/python -m pip --disable-pip-version-check install -qq
 
 .PHONY: demo test venv clean distclean
@@ -31,15 +34,16 @@ $(STAMP): pyproject.toml
 	@echo "$(VENV): making the environment (some minutes the first time)"
 	@$(PYTHON) -m venv $(VENV)
 	@echo "$(VENV): installing $(TORCH)"
-	@$(PIP) "$(TORCH)" \
-	    || echo "$(VENV): no $(TORCH) to be had here, so the newest that pyproject.toml allows" >&2
-	@echo "$(VENV): installing shardwright and its test and example requirements"
-	@$(PIP) --editable '.[test,examples]'
+	@$(PIP) "$(TORCH)" || { test '$(TORCH)' = '$(DEFAULT)' && $(PIP) --editable . \
+	    && echo "$(VENV): no $(TORCH) to be had here, so the newest that pyproject.toml allows" >&2; }
+	@$(VENV)/bin/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > $(HELD)
+	@echo "$(VENV): installing shardwright and its test and example requirements, with $$(cat $(HELD))"
+	@$(PIP) --constraint $(HELD) --editable '.[test,examples]'
 	@touch $@
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .hypothesis log_output rank_*
-	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+	find . -path './.venv*' -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV)
+	rm -rf .venv .venv-*

@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    __version__: str
     from . import ops
     from .cluster import Cluster, Level
     from .errors import (
@@ -60,10 +61,17 @@ _ROOMS = {
     **dict.fromkeys(("VerifyReport", "verify"), "verify"),
 }
 
-__all__ = sorted([*_ROOMS, "ops"])
+__all__ = sorted([*_ROOMS, "__version__", "ops"])
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib import metadata  # 20 ms, of which a worker that trains has no use
+
+        try:
+            return metadata.version("shardwright")  # pyproject.toml's, as it was when the package was installed
+        except metadata.PackageNotFoundError:  # a checkout that is on the path
+            return "0+unknown"
     if name == "ops":
         return import_module(".ops", __name__)  # a room with public functions of its own
     if name not in _ROOMS:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+import shardwright
 from shardwright import calibrate_cli, checkpoint_cli, explain_cli, plan_cli, simulate_cli, solve_cli, verify_cli
 from shardwright.launch import run
 
@@ -32,13 +33,7 @@ class _Version(argparse.Action):
     """Prints the version. An action of our own, because it is looked up only when asked for."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        from importlib import metadata
-
-        try:
-            version = metadata.version("shardwright")
-        except metadata.PackageNotFoundError:
-            version = "0+unknown"
-        print(f"shardwright {version}")
+        print(f"shardwright {shardwright.__version__}")
         parser.exit(0)
 
 

@@ -228,8 +228,13 @@ def overload_of(custom_op: Any) -> Any:
 
 
 def operators(*names: str) -> tuple[Any, ...]:
-    """Overloads of ATen whose names are private (``"_softmax.default"``), those that this version of torch has."""
-    return tuple(found for name in names if (found := _found(f"torch.ops.aten.{name}")) is not None)
+    """Overloads of ATen that not every version of torch has, or whose names are private: those that this version has.
+
+    Args:
+        names: such as ``"_softmax.default"``; without an overload's name it is the default one.
+    """
+    found = (_found(f"torch.ops.aten.{name if '.' in name else name + '.default'}") for name in names)
+    return tuple(overload for overload in found if overload is not None)
 
 
 def torch_function(name: str) -> Any:

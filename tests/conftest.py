@@ -68,13 +68,23 @@ LONGEST = ("examples_launched", "recursive", "processes", "random_networks", "pi
            "compiled", "hsdp", "tutorials", "collectives", "micro", "pipeline_errors", "conv", "models_processes")
 
 
+#: Files of the quick part, about a minute on a quiet core (``-m quick``): a bit of everything that a version of Python or of
+#: torch may change.
+QUICK = ("autograd_function", "capture", "cluster", "conversion", "environment", "indexing", "layout", "marks", "notation",
+         "packaging", "pipeline", "rank_tables", "schedules", "strategy", "torch_private", "window")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False  # pytest-xdist would hand out the files of most tests first
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files of `LONGEST` come first; others, and the tests of each, stay in their order."""
+    """Files of `LONGEST` come first; others, and the tests of each, stay in their order. Those of `QUICK` are marked."""
+    quick = {f"test_{name}" for name in QUICK}
+    for item in items:
+        if item.path.stem in quick:
+            item.add_marker("quick")
     places = {f"test_{name}": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 

@@ -52,6 +52,18 @@ def collected() -> tuple[list[Case], Callable[..., None]]:
     return cases, case
 
 
+def runs(target: Any, *args: Any, backward: bool = False, **kwargs: Any) -> bool:
+    """Whether this version of torch takes a call, or has a derivative for it."""
+    try:
+        results = outputs_of(target(*args, **kwargs))
+        if backward:
+            torch.autograd.backward(results, [torch.ones_like(x) for x in results], inputs=[args[0]])
+            args[0].grad = None
+    except RuntimeError:
+        return False
+    return True
+
+
 def outputs_of(result: Any) -> list[torch.Tensor]:
     """An operator's outputs as a list."""
     return list(result) if isinstance(result, (tuple, list)) else [result]

@@ -9,14 +9,15 @@ from __future__ import annotations
 import torch
 
 from ..graph import Op, Value
+from ..torch_private import operators
 from .dims import lent, named, normal, operand
 from .registry import POINTWISE, Rule, register
 
 aten = torch.ops.aten
 
 
-def _untagged() -> list:
-    names = """hardswish log_sigmoid rsub.Tensor floor_divide floor_divide.Scalar absolute fix
+def _untagged() -> tuple:
+    names = """leaky_relu ldexp.Tensor hardswish log_sigmoid rsub.Tensor floor_divide floor_divide.Scalar absolute fix
         where.ScalarOther where.ScalarSelf where.Scalar masked_fill.Tensor special_erf special_expit
         special_expm1 special_log1p special_xlogy arcsin arccos arctan arctan2 arcsinh arccosh arctanh
         __and__.Tensor __and__.Scalar __or__.Tensor __or__.Scalar __xor__.Tensor __xor__.Scalar
@@ -25,12 +26,7 @@ def _untagged() -> list:
         less_equal.Tensor less_equal.Scalar not_equal.Tensor not_equal.Scalar isclose isreal
         isin.Tensor_Scalar fill.Scalar fill.Tensor zero copy complex polar
         zeros_like ones_like full_like empty_like"""
-    return [_overload(name) for name in names.split()]
-
-
-def _overload(name: str):
-    packet, _, overload = name.partition(".")
-    return getattr(getattr(aten, packet), overload or "default")
+    return operators(*names.split())
 
 
 def _by_a_number(op: Op) -> bool:
@@ -68,15 +64,15 @@ def _glu(op: Op) -> str:
 
 
 register(_untagged(), POINTWISE)
-register([_overload(n) for n in "neg negative positive clone detach_copy alias_copy lift lift_fresh_copy conj_physical "
-          "deg2rad rad2deg".split()], Rule(POINTWISE.notation, linear=True))
-register([_overload(n) for n in "contiguous detach alias lift_fresh conj _conj resolve_conj resolve_neg real imag "
-          "_neg_view".split()], Rule(POINTWISE.notation, linear=True, view=True))
-register([_overload(n) for n in "mul.Tensor mul.Scalar multiply.Scalar div.Tensor div.Scalar divide.Scalar "
-          "true_divide.Tensor true_divide.Scalar multiply.Tensor divide.Tensor".split()],
-         Rule(POINTWISE.notation, linear=_by_a_number))
-register([_overload(n) for n in "to.dtype to.device to.dtype_layout to.prim_Device to.prim_dtype _to_copy".split()],
-         Rule(POINTWISE.notation, linear=_keeps_precision))
+_LINEAR = "neg negative positive clone detach_copy alias_copy lift lift_fresh_copy conj_physical deg2rad rad2deg"
+_VIEWS = "contiguous detach alias lift_fresh conj _conj resolve_conj resolve_neg real imag _neg_view"
+_PRODUCTS = """mul.Tensor mul.Scalar multiply.Scalar div.Tensor div.Scalar divide.Scalar true_divide.Tensor true_divide.Scalar
+    multiply.Tensor divide.Tensor"""
+_CASTS = "to.dtype to.device to.dtype_layout to.prim_Device to.prim_dtype _to_copy"
+register(operators(*_LINEAR.split()), Rule(POINTWISE.notation, linear=True))
+register(operators(*_VIEWS.split()), Rule(POINTWISE.notation, linear=True, view=True))
+register(operators(*_PRODUCTS.split()), Rule(POINTWISE.notation, linear=_by_a_number))
+register(operators(*_CASTS.split()), Rule(POINTWISE.notation, linear=_keeps_precision))
 register((aten.type_as.default, aten.to.other), Rule(_like_other))
 register((aten.prelu.default,), Rule(_prelu))
 register((aten.glu.default,), Rule(_glu))
