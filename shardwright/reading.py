@@ -229,9 +229,9 @@ class Reader:
 
     def autocast(self, node: torch.fx.Node) -> None:
         """A region under torch.autocast: inlined, its casts written out."""
-        device_type, dtype, enabled, shares, sub, *args = node.args
+        device_type, dtype, enabled, _, sub, *args = node.args
         outside, casts = self.casting, self.casts
-        self.casting = outside.within(device_type, dtype, enabled, shares)
+        self.casting = outside.within(device_type, dtype, enabled)
         self.casts = casts if outside else {}
         self.cells[node] = self.inlined(sub, args)
         self.casting, self.casts = outside, casts
