@@ -114,7 +114,7 @@ class Reader:
         self.named: set[int] = set()                       # marked operators whose bare name is taken
         self.drawing: list[str] = []                       # random operators, in order
         self.casting = Autocast()                          # the state of autocast
-        self.casts: dict[tuple[str, torch.dtype], Value] = {}  # (value, dtype) -> the value cast, while that is shared
+        self.casts: dict[tuple, Value] = {}                # (value, dtype, module) -> the value cast, while that is shared
         self.uncast: dict[str, Value] = {}                 # a cast made for autocast -> its value
         self.entered: dict[int, tuple[int, dict]] = {}     # recomputed region -> how many operators, which casts came before it
         self.spans: list[tuple[int, int, int]] = []        # region, its first operator, one past its last
@@ -279,7 +279,9 @@ class Reader:
         """The value in another dtype, for the operator of `node`."""
         if dtype is None or dtype == value.dtype:
             return value
-        cast = self.casts.get((value.name, dtype))
+        # Modules that share a parameter may lie in different stages of a pipeline: each casts it.
+        key = value.name, dtype, _module_path(node, self.prefix) if value.name in self.parameters else ""
+        cast = self.casts.get(key)
         if cast is None:
             name = self.unique(f"{value.name}_{str(dtype).removeprefix('torch.')}")
             cast = Value(name, value.shape, dtype, value.requires_grad)
@@ -288,7 +290,7 @@ class Reader:
                                _module_path(node, self.prefix), _source(node)))
             self.uncast[name] = value
             if self.casting.shares:
-                self.casts[value.name, dtype] = cast
+                self.casts[key] = cast
         return cast
 
     def mark(self, node: torch.fx.Node) -> None:

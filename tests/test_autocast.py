@@ -222,6 +222,30 @@ def test_a_cast_is_shared_within_a_region() -> None:
     assert casts(capture(Regions(), (x,))) == ["x", "x"]
 
 
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.first(x)))
+
+
+def test_stages_of_a_pipeline_cast_the_weights_that_they_share() -> None:
+    """A weight is in each stage that reads it; no cast of it is sent with every micro-batch."""
+    torch.manual_seed(8)
+    net = Tied()
+    one, (x, y) = copy.deepcopy(net), torch.randn(2, 8, 8)
+    model = parallel(net, F.mse_loss, devices=4).pipeline(2, micro_batches=2, stage_config={"first": 0, "last": 1})
+    with torch.autocast("cpu", BF16):
+        got, expected = model(x, y), F.mse_loss(one(x), y)
+    got.backward(), expected.backward()
+    near(got, expected, BF16)
+    gradients_near(net, one, BF16)
+    assert [t.name for t in model.plan.transfers if t.kind == "value"] == ["relu"]
+
+
 def test_a_recomputed_region_has_casts_of_its_own() -> None:
     """A cast that is dropped with its region is not one that others read."""
     class Net(nn.Module):

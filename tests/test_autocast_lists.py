@@ -289,7 +289,7 @@ HIDDEN = {"bilinear"}
 def same_bits(a: Any, b: Any) -> bool:
     if not isinstance(b, Tensor):
         return a == b
-    a, b = (torch.view_as_real(x) if x.is_complex() else x for x in (a, b))
+    a, b = (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in (a, b))
     return torch.equal(a.isnan(), b.isnan()) and torch.equal(a[~a.isnan()], b[~b.isnan()])
 
 
