@@ -14,9 +14,9 @@ without autocast is the one that is recorded:
 inputs do not count. An example, under bfloat16 on a CPU: `aten.linear` of three float32 tensors comes to three casts and
 ``addmm(bfloat16, bfloat16, bfloat16)``; so does form 3. Without autocast it comes to ``addmm(float32, float32, float32)``.
 
-An operator that is differentiated with its casts has the gradients that it has under autocast: a cast's gradient is cast
-back. One cast of a value is shared by all its consumers in a region (of a parameter: by those in one module), as autocast shares
-those of weights; a shared cast's gradients are summed in its own dtype. ``torch.autocast(cache_enabled=False)`` around the call of a model shares none.
+Gradients are those that the operator has under autocast: a cast's gradient is cast back. One cast of a value is shared by all
+its consumers in a region (of a parameter: by those in one module), as autocast shares those of weights; a shared cast's
+gradients are summed in its own dtype. ``torch.autocast(cache_enabled=False)`` around the call of a model shares none.
 """
 
 from __future__ import annotations

@@ -352,8 +352,8 @@ class Reader:
             args, kwargs, whole = self.cast(node, target, tuple(args), kwargs)
             first = len(self.ops)
             self.applied(node, target, written, args, kwargs)
-            if whole and first < len(self.ops):
-                self.ops[first] = replace(self.ops[first], target=under(self.ops[first].target, self.casting))
+            if whole:
+                self.ops[first:] = [replace(op, target=under(op.target, self.casting)) for op in self.ops[first:]]
             return
         self.applied(node, target, written, tuple(args), kwargs)
 

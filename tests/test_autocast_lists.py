@@ -19,7 +19,7 @@ import shardwright as sw
 from shardwright.autocast import Autocast, entered
 from shardwright.capture import capture
 from shardwright.errors import CaptureError, ShardwrightError
-from shardwright.graph import Graph, Op, Value, values_in
+from shardwright.graph import Graph, Op, Value
 from shardwright.rules import bound_rule, find_rule
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -108,7 +108,8 @@ def backward(outputs: Any, inputs: list[Tensor]) -> list[Tensor | None]:
 
 def operator(graph: Graph) -> Op | None:
     """The one operator of a graph beside casts and views."""
-    ops = [op for op in graph.ops if op.kind not in ("to", "broadcast_tensors") and not (find_rule(op) is not None and find_rule(op).view)]
+    ops = [op for op in graph.ops if op.kind not in ("to", "broadcast_tensors")
+           and not (find_rule(op) is not None and find_rule(op).view)]
     return ops[0] if len(ops) == 1 else None
 
 
