@@ -14,9 +14,9 @@ without autocast is the one that is recorded:
 inputs do not count. An example, under bfloat16 on a CPU: `aten.linear` of three float32 tensors comes to three casts and
 ``addmm(bfloat16, bfloat16, bfloat16)``; so does form 3. Without autocast it comes to ``addmm(float32, float32, float32)``.
 
-An operator that is differentiated with its casts has the gradients that it has under autocast: a cast's gradient is cast
-back. One cast of a value is shared by all its consumers in a region, as autocast shares those of weights; a shared cast's
-gradients are summed in its own dtype. ``torch.autocast(cache_enabled=False)`` shares none.
+Gradients are those that the operator has under autocast: a cast's gradient is cast back. One cast of a value is shared by all
+its consumers in a region (of a parameter: by those in one module), as autocast shares those of weights; a shared cast's
+gradients are summed in its own dtype. ``torch.autocast(cache_enabled=False)`` around the call of a model shares none.
 """
 
 from __future__ import annotations
@@ -62,12 +62,13 @@ class Autocast:
     def __bool__(self) -> bool:
         return bool(self.dtypes)
 
-    def within(self, device_type: str, dtype: torch.dtype | None, enabled: bool, shares: bool | None) -> Autocast:
-        """The state inside of a region ``torch.autocast(device_type, dtype, enabled, shares)``."""
+    def within(self, device_type: str, dtype: torch.dtype | None, enabled: bool) -> Autocast:
+        """The state inside of a region ``torch.autocast(device_type, dtype, enabled)``. Its ``cache_enabled`` is not known:
+        torch.export turns the cache off while it traces."""
         others = {name: held for name, held in self.dtypes if name != device_type}
         if enabled:
             others[device_type] = dtype or torch.get_autocast_dtype(device_type)
-        return Autocast(tuple(sorted(others.items())), self.shares if shares is None else shares)
+        return Autocast(tuple(sorted(others.items(), key=str)), self.shares)
 
     def __str__(self) -> str:
         on = ", ".join(f"{name} {str(dtype).removeprefix('torch.')}" for name, dtype in self.dtypes)
@@ -365,7 +366,8 @@ def _said(func: Any, args: tuple, kwargs: dict[str, Any], of: Callable[[Tensor],
 
 def _worked(func: Any, args: tuple, kwargs: dict[str, Any], results: Sequence[Tensor]) -> str:
     """An operator call as dtypes, whatever overload it is; an argument ``dtype`` as that of the floating inputs."""
-    given = _given(func, args, kwargs)
+    given = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()} | _given(func, args, kwargs)
+    given = {name: x for name, x in sorted(given.items()) if x is not None}
     within: torch.dtype | None = None
     if func is aten._to_copy.default:
         given = {"self": given["self"]}

@@ -119,7 +119,7 @@ class Reader:
         self.named: set[int] = set()                       # marked operators whose bare name is taken
         self.drawing: list[str] = []                       # random operators, in order
         self.casting = Autocast()                          # the state of autocast
-        self.casts: dict[tuple[str, torch.dtype], Value] = {}  # (value, dtype) -> the value cast, while that is shared
+        self.casts: dict[tuple, Value] = {}                # (value, dtype, module) -> the value cast, while that is shared
         self.uncast: dict[str, Value] = {}                 # a cast made for autocast -> its value
         self.sizes: Sizes | None = None                    # the symbols of a capture that is to scale
         self.assigned: list[str] = []                      # buffers whose new values are the last outputs
@@ -284,9 +284,9 @@ class Reader:
 
     def autocast(self, node: torch.fx.Node) -> None:
         """A region under torch.autocast: inlined, its casts written out."""
-        device_type, dtype, enabled, shares, sub, *args = node.args
+        device_type, dtype, enabled, _, sub, *args = node.args
         outside, casts = self.casting, self.casts
-        self.casting = outside.within(device_type, dtype, enabled, shares)
+        self.casting = outside.within(device_type, dtype, enabled)
         self.casts = casts if outside else {}
         self.cells[node] = self.inlined(sub, args)
         self.casting, self.casts = outside, casts
@@ -334,7 +334,9 @@ class Reader:
         """The value in another dtype, for the operator of `node`."""
         if dtype is None or dtype == value.dtype:
             return value
-        cast = self.casts.get((value.name, dtype))
+        # Modules that share a parameter may lie in different stages of a pipeline: each casts it.
+        key = value.name, dtype, _module_path(node, self.prefix) if value.name in self.parameters else ""
+        cast = self.casts.get(key)
         if cast is None:
             name = self.unique(f"{value.name}_{str(dtype).removeprefix('torch.')}")
             cast = Value(name, value.shape, dtype, value.requires_grad)
@@ -343,7 +345,7 @@ class Reader:
                                _module_path(node, self.prefix), _source(node)))
             self.uncast[name] = value
             if self.casting.shares:
-                self.casts[value.name, dtype] = cast
+                self.casts[key] = cast
         return cast
 
     def mark(self, node: torch.fx.Node) -> None:
@@ -405,8 +407,8 @@ class Reader:
             args, kwargs, whole = self.cast(node, target, tuple(args), kwargs)
             first = len(self.ops)
             self.applied(node, target, written, args, kwargs)
-            if whole and first < len(self.ops):
-                self.ops[first] = replace(self.ops[first], target=under(self.ops[first].target, self.casting))
+            if whole:
+                self.ops[first:] = [replace(op, target=under(op.target, self.casting)) for op in self.ops[first:]]
             return
         self.applied(node, target, written, tuple(args), kwargs)
 

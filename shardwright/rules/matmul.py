@@ -40,8 +40,9 @@ def _product(inputs: Sequence[Sequence[str]], out: Sequence[str], first: Sequenc
 def _linear(op: Op) -> str:
     if len(op.inputs[1].shape) == 1:
         return "... k, k -> ..."
-    bias = "" if len(op.inputs) < 3 else ", n?" if len(op.inputs[2].shape) < 2 else ", ... n?"
-    return f"... k, n k{bias} -> ... n"
+    if len(op.inputs) == 3 and len(op.inputs[2].shape) > 1:
+        return "... k!, n k!, ... n? -> ... n"
+    return "... k, n k" + (", n?" if len(op.inputs) == 3 else "") + " -> ... n"
 
 
 def _bias_after(op: Op, bound: Bound, assignment: Assignment, contracted: Sequence[str]) -> Expansion | None:
