@@ -401,8 +401,13 @@ def test_verify_compares_under_the_policy(monkeypatch) -> None:
     pipe = sw.verify(Chain(), (draw(16, 16),), draw(16, 16, seed=2), loss_fn=nn.MSELoss(), devices=4, steps=2, dtypes=(D,),
                      pipeline=setting("1f1b", 2), mixed_precision=sw.MixedPrecision(D, D))
     assert pipe.ok
-    convert = local._Ways.transpose
-    monkeypatch.setattr(local._Ways, "transpose", lambda ways, g: convert(ways, g) * (2 if ways.types else 1))
+    right = local.convert_shards
+
+    def wrong_sums(conversion: Any, shards: Tensor, run: Any) -> Tensor:
+        made = right(conversion, shards, run)
+        return made * 2 if made.dtype == D and conversion.source.partial else made  # of a gradient, in the type of sums
+
+    monkeypatch.setattr(local, "convert_shards", wrong_sums)
     wrong = sw.verify(Net(marks=4), inputs, target, mixed_precision=sw.MixedPrecision(torch.float32, D, D), **given)
     assert not wrong.ok
 
