@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase  # private torch name: what has running statistics
 from torch.utils import _pytree as pytree
 
 from .errors import SettingError
@@ -86,8 +85,9 @@ class MixedPrecision:
         if isinstance(given, torch.dtype):
             return cls(given)
         names = [f.name for f in fields(cls)]
-        if not isinstance(given, Mapping) and type(given).__name__ == "MixedPrecisionPolicy":
-            given = {name: getattr(given, name) for name in names if hasattr(given, name)}
+        if is_dataclass(given) and type(given).__name__ == "MixedPrecisionPolicy":  # as this version of torch has it
+            said = {f.name: getattr(given, f.name) for f in fields(given)}
+            given = {name: said[name] for name in said if name in names or said[name] != getattr(type(given)(), name)}
         if not isinstance(given, Mapping) or set(given) - set(names):
             raise SettingError(f"mixed_precision={given!r}", legal=_LEGAL)
         return cls(**given)
@@ -100,6 +100,10 @@ class MixedPrecision:
 
 #: The types in which operators compute and sums are taken.
 _TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+#: What may have running statistics.
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
+          nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 def masters(policy: MixedPrecision | None, net: nn.Module) -> dict[str, Master]:
@@ -117,8 +121,9 @@ def masters(policy: MixedPrecision | None, net: nn.Module) -> dict[str, Master]:
     if narrow:
         first = dict(named)[narrow[0]]
         more = f" and {len(narrow) - 1} more" if len(narrow) > 1 else ""
-        raise SettingError(f"mixed_precision: the parameter {narrow[0]!r}{more} is stored as {first.dtype}, in which the optimizer "
-                           "would lose most of its updates", strategy=f"mixed_precision: param_dtype={policy.param_dtype}",
+        raise SettingError(f"mixed_precision: the parameter {narrow[0]!r}{more} is stored as {first.dtype}, in which the "
+                           "optimizer would lose most of its updates",
+                           strategy=f"mixed_precision: param_dtype={policy.param_dtype}",
                            legal="net.float() before AutoParallel: the policy casts; or requires_grad_(False)")
     out = {}
     for name, parameter in named:
@@ -147,14 +152,15 @@ def _beside_statistics(computed: torch.dtype, net: nn.Module) -> set[int]:
     kept: set[int] = set()
     for path, module in net.named_modules():
         running = getattr(module, "running_mean", None)
-        if not isinstance(module, _NormBase) or running is None or running.dtype == computed:
+        if not isinstance(module, _NORMS) or running is None or running.dtype == computed:
             continue
         own = {p.dtype for p in module.parameters(recurse=False)}
         if computed.itemsize > 2 or running.dtype != torch.float32 or own - {torch.float32}:
             raise SettingError(f"mixed_precision: {path or 'the model'} has running statistics of {running.dtype}, beside which "
                                f"torch normalises nothing of {computed}",
                                strategy=f"mixed_precision: param_dtype={computed}",
-                               legal=f"statistics and parameters of {computed}, or of torch.float32 under a param_dtype of 16 bits")
+                               legal=f"statistics and parameters of {computed}, or of torch.float32 under a param_dtype of "
+                                     "16 bits")
         kept.update(id(p) for p in module.parameters(recurse=False))
     return kept
 

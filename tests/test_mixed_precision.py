@@ -7,6 +7,7 @@ are what it is for.
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -48,8 +49,9 @@ def train(name: str, mode: str = "semi_auto", *, devices: int = 8, hsdp: str | N
     policy, stored = POLICIES[name]
     net = Net(stored, marks=devices if mode in ("semi_auto", "sharding_propagation") else 0)
     one = copy.deepcopy(net)
-    model = parallel(net, loss_of, devices=devices, mode=mode, mixed_precision=policy, cluster=SLOW if devices == 8 else None,
-                     dataset="full_batch" if mode != "hybrid_parallel" else "data_parallel", **options)
+    model = parallel(net, loss_of, devices=devices, mode=mode, mixed_precision=policy, **options,
+                     cluster=SLOW if devices == 8 else None,
+                     dataset="full_batch" if mode != "hybrid_parallel" else "data_parallel")
     if hsdp is not None:
         model.hsdp(threshold=0, optimizer_level=hsdp)
     assert_trains_alike(model, net, one, policy, batches(stored, steps), within(policy, stored))
@@ -62,7 +64,8 @@ MODES = ("stand_alone", "hybrid_parallel", "data_parallel", "semi_auto", "shardi
 
 @pytest.mark.parametrize("name, mode", [
     *((name, mode) for name in ("bfloat16", "float32 of float64") for mode in MODES),
-    *((name, mode) for name in ("bfloat16, summed in it", "float64", "float64 of float32") for mode in ("data_parallel", "semi_auto"))])
+    *((name, mode) for name in ("bfloat16, summed in it", "float64", "float64 of float32")
+      for mode in ("data_parallel", "semi_auto"))])
 def test_every_mode_trains_as_one_device(name: str, mode: str) -> None:
     model = train(name, mode)
     if mode not in ("stand_alone", "hybrid_parallel"):
@@ -154,7 +157,8 @@ def test_what_is_sent_is_what_the_policy_says() -> None:
 
 def test_memory_and_price_of_a_plan() -> None:
     """Parameters, gradients and the optimizer's state are the stored type's; the search prices what the plan costs."""
-    given = dict(loss_fn=loss_of, targets=batches(torch.float32)[0][2], devices=2, parallel_mode="dynamic_programming", cluster=TWO)
+    given = dict(loss_fn=loss_of, targets=batches(torch.float32)[0][2], devices=2, parallel_mode="dynamic_programming",
+                 cluster=TWO)
     inputs = batches(torch.float32)[0][:2]
     for hsdp in (None, {"threshold": 0}, {"threshold": 0, "optimizer_level": "level3"}):
         plain = sw.plan(Net(tied=False), inputs, hsdp=hsdp, **given)
@@ -191,7 +195,8 @@ def test_pipelines_of_every_schedule(name: str) -> None:
             net = Chain(tied=tied, skip=tied).to(stored)
             one = copy.deepcopy(net)
             model = parallel(net, nn.MSELoss(), devices=4, mixed_precision=policy).pipeline(**setting(name, 4))
-            given = [(draw(16, 16, seed=i).to(stored), draw(16, 16, seed=i + 9).to(policy.output_dtype or stored)) for i in range(2)]
+            given = [(draw(16, 16, seed=i).to(stored), draw(16, 16, seed=i + 9).to(policy.output_dtype or stored))
+                     for i in range(2)]
             assert_trains_alike(model, net, one, policy, given, within(policy, stored), nn.functional.mse_loss)
             crossing = {t.value.dtype for t in model.plan.transfers if t.kind == "value"}
             assert crossing == {policy.param_dtype}
@@ -362,15 +367,17 @@ def test_a_checkpoint_holds_the_master_weights(tmp_path) -> None:
     held = {name: p.detach().clone() for name, p in model.net.named_parameters()}
     assert not any(torch.equal(p, p.bfloat16().float()) for name, p in held.items() if p.dim() > 1)
     net = Net()
-    other = parallel(net, loss_of, devices=4, mode="data_parallel", mixed_precision=BF16).hsdp(threshold=0, optimizer_level="level3")
+    other = parallel(net, loss_of, devices=4, mode="data_parallel", mixed_precision=BF16)
+    other.hsdp(threshold=0, optimizer_level="level3")
     theirs = torch.optim.AdamW(net.parameters())
     sw.load_checkpoint(other, theirs, tmp_path / "run")
     other(*batches(torch.float32)[1])
     assert all(torch.equal(p, held[name]) for name, p in net.named_parameters())
-    plain = Net()
-    sw.load_checkpoint(parallel(plain, loss_of, devices=2), path=tmp_path / "run")
-    plain_model = parallel(plain, loss_of, devices=2)
-    plain_model(*batches(torch.float32)[1])
+    plain = Net()  # without a policy
+    model = parallel(plain, loss_of, devices=2)
+    sw.load_checkpoint(model, path=tmp_path / "run")
+    model(*batches(torch.float32)[1])
+    assert all(torch.equal(p, held[name]) for name, p in plain.named_parameters())
 
 
 def test_gradients_accumulate_in_the_stored_type() -> None:
@@ -394,8 +401,13 @@ def test_verify_compares_under_the_policy(monkeypatch) -> None:
     pipe = sw.verify(Chain(), (draw(16, 16),), draw(16, 16, seed=2), loss_fn=nn.MSELoss(), devices=4, steps=2, dtypes=(D,),
                      pipeline=setting("1f1b", 2), mixed_precision=sw.MixedPrecision(D, D))
     assert pipe.ok
-    convert = local._Ways.transpose
-    monkeypatch.setattr(local._Ways, "transpose", lambda ways, g: convert(ways, g) * (2 if ways.types else 1))
+    right = local.convert_shards
+
+    def wrong_sums(conversion: Any, shards: Tensor, run: Any) -> Tensor:
+        made = right(conversion, shards, run)
+        return made * 2 if made.dtype == D and conversion.source.partial else made  # of a gradient, in the type of sums
+
+    monkeypatch.setattr(local, "convert_shards", wrong_sums)
     wrong = sw.verify(Net(marks=4), inputs, target, mixed_precision=sw.MixedPrecision(torch.float32, D, D), **given)
     assert not wrong.ok
 
@@ -412,6 +424,14 @@ def test_what_a_policy_is_made_of() -> None:
     assert sw.AutoParallel(Net(), mixed_precision=torch.float16).mixed_precision == sw.MixedPrecision(torch.float16)
     assert sw.AutoParallel(Net()).mixed_precision is None
     assert sw.MixedPrecision.of(fsdp.MixedPrecisionPolicy()) == sw.MixedPrecision()
+
+    @dataclass(frozen=True)
+    class MixedPrecisionPolicy(fsdp.MixedPrecisionPolicy):  # of a later torch
+        further: str = "no"
+
+    assert sw.MixedPrecision.of(MixedPrecisionPolicy(torch.bfloat16, torch.float32)) == made
+    with pytest.raises(sw.SettingError, match="further"):
+        sw.MixedPrecision.of(MixedPrecisionPolicy(torch.bfloat16, further="yes"))
     with pytest.raises(AttributeError):
         made.param_dtype = torch.float32  # type: ignore[misc]
 

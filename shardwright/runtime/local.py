@@ -81,11 +81,6 @@ class _Ways(NamedTuple):
     def convert(self, x: Tensor) -> Tensor:
         return convert_shards(self.forward, x if self.types is None else x.to(self.types[0]), self.run)
 
-    def transpose(self, gradient: Tensor) -> Tensor:
-        if self.types is None:
-            return convert_shards(self.backward, gradient, self.back)
-        return convert_shards(self.backward, gradient.to(self.types[1]), self.back).to(self.types[2])
-
 
 class _Convert(torch.autograd.Function):
     """A conversion and its transpose."""
@@ -99,7 +94,11 @@ class _Convert(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.ways.transpose(gradient), None
+        ways = ctx.ways
+        if ways.types is None:
+            return convert_shards(ways.backward, gradient, ways.back), None
+        _, sums, held = ways.types
+        return convert_shards(ways.backward, gradient.to(sums), ways.back).to(held), None
 
 
 class _Extreme(torch.autograd.Function):
