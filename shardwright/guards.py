@@ -180,6 +180,9 @@ class Guards:
             for kind in (*TABLES, *(h for h in HOOKS if h not in around)):
                 tables.append(attributes[kind])
                 paths.append((path, kind))
+        for kind in HOOKS:
+            tables.append(getattr(nn.modules.module, f"_global{kind}"))  # private torch name
+            paths.append(("the whole of torch.nn", kind))
         self._tables, self._paths = tables, paths
         self._lengths = list(map(len, tables))
         self._empty = [t for t in tables if not t]
