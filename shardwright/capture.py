@@ -156,6 +156,9 @@ def _data_detached() -> Iterator[None]:
 class Recording:
     """What captures of one model have seen of it besides operators.
 
+    Args:
+        why: what has changed since an earlier capture.
+
     Attributes:
         modules: by path, those outside of the model that its forward uses too.
         reads: the places that were read, by identity.
@@ -163,6 +166,7 @@ class Recording:
         guards: tell whether a program made of it still stands for the model; None until there is one.
     """
 
+    why: str = ""
     modules: list[tuple[str, nn.Module]] = field(default_factory=list)
     reads: dict[tuple[int, Any], Place] = field(default_factory=dict)
     effects: Effects | None = None
@@ -443,7 +447,7 @@ class _Watch:
         # torch.export turns an assigned buffer of the outermost module into a copy of its own, which fails where the tensor is an
         # input or another buffer; here all modules' are alike.
         for number, hook in [*_BUFFER_HOOKS.items()]:
-            if hook.__module__.startswith(("torch.export", "torch._export")):
+            if str(getattr(hook, "__module__", "")).startswith("torch."):
                 self._left_out[number] = _BUFFER_HOOKS.pop(number)
         self.running = True
         if self._finder is not None:

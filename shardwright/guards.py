@@ -180,10 +180,14 @@ class Guards:
             for kind in (*TABLES, *(h for h in HOOKS if h not in around)):
                 tables.append(attributes[kind])
                 paths.append((path, kind))
+        for kind in HOOKS:
+            tables.append(getattr(nn.modules.module, f"_global{kind}"))  # private torch name
+            paths.append(("the whole of torch.nn", kind))
         self._tables, self._paths = tables, paths
         self._lengths = list(map(len, tables))
         self._empty = [t for t in tables if not t]
         self._full = [t for t in tables if t]
+        self._full_paths = [at for at, t in zip(paths, tables) if t]
         self._counts = list(map(len, self._full))
         self._members = list(chain.from_iterable(map(dict.values, self._full)))
         self._keys = [tuple(t) for t in self._full]
@@ -250,8 +254,7 @@ class Guards:
             if len(table) != length:
                 return f"{path} has {len(table)} {_KINDS[kind]} and had {length}"
         was = iter(self._members)
-        for table, keys in zip(self._full, self._keys):
-            path, kind = next(at for at, t in zip(self._paths, self._tables) if t is table)
+        for (path, kind), table, keys in zip(self._full_paths, self._full, self._keys):
             for (key, now), before in zip(table.items(), was):
                 if now is not before:
                     return f"{path}.{key} is another one" if kind in TABLES else f"{path} has other {_KINDS[kind]}"

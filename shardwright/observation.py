@@ -61,6 +61,16 @@ class Change:
         return lambda: place.get() is not old
 
 
+@dataclass
+class _Kept:
+    """A dict or container, with what it held before the export, and when the forward began."""
+
+    owner: Any
+    before: Any
+    begun: Any
+    path: str
+
+
 class Observation:
     """One capture's reads and writes, as a context.
 
@@ -78,10 +88,8 @@ class Observation:
         self.written: dict[tuple[int, Any], Place] = {}
         self._modules, self._functions = list(modules), functions
         self._paths: dict[int, str] = {}                       # of the dicts of attributes
-        self._spaces: list[tuple[dict, dict, str]] = []
-        self._tables: list[tuple[dict, dict, str]] = []        # of parameters, buffers and submodules, before the export
-        self._begun: list[dict] = []                           # the same as the forward finds them
-        self._held: dict[int, tuple[Any, Any, str]] = {}       # containers with their contents
+        self._spaces: list[_Kept] = []                         # dicts of attributes, of parameters, buffers and submodules
+        self._held: dict[int, _Kept] = {}                      # containers
         self._places: dict[tuple[int, Any], tuple[Place, Any]] = {}
         self._replaced: dict[tuple[int, Any], Any] = {}        # numbers in whose place others stand
         self._generators: dict[int, tuple[Any, Any, str]] = {}
@@ -91,6 +99,7 @@ class Observation:
         self._classes: set[type] = set()
         self._seen: set[int] = set()
         self._on = False
+        self._own: set[tuple[int, Any]] = set()                # attributes that torch's layers have assigned for themselves
 
     @property
     def modules(self) -> list[tuple[str, nn.Module]]:
@@ -127,12 +136,19 @@ class Observation:
             self._replaced[place.identity] = place.get()
             self._places.setdefault(place.identity, (place, place.get()))
             place.set(value)
-        self._begun = [dict(table) for table, _, _ in self._tables]
+        for kept in (*self._spaces, *self._held.values()):  # torch.export has put its own tensors into the model
+            kept.begun = self._before(kept.owner)
         self._on = True
 
-    def _before(self, owner: dict) -> dict:
-        """A dict as it was before the forward."""
-        return {key: self._replaced.get((id(owner), key), value) for key, value in dict.items(owner)}
+    def _before(self, owner: Any) -> Any:
+        """A copy of a dict or container as it was before the forward."""
+        if isinstance(owner, dict):
+            return {key: self._replaced.get((id(owner), key), value) for key, value in dict.items(owner)}
+        return set(owner) if isinstance(owner, set) else list(owner)
+
+    def _kept(self, owner: Any, path: str) -> _Kept:
+        before = self._before(owner)
+        return _Kept(owner, before, before, path)
 
     def __exit__(self, *_: Any) -> None:
         self._on = False
@@ -143,8 +159,8 @@ class Observation:
                 setattr(cls, name, old)
         self._patched.clear()
         self.restore()
-        for table, before, _ in self._tables:
-            _refill(table, before)
+        for kept in (*self._spaces, *self._held.values()):
+            _refill(kept.owner, kept.before)
 
     # -- reads --
 
@@ -165,8 +181,9 @@ class Observation:
             return read(self, name)
 
         def __setattr__(self: Any, name: str, value: Any) -> None:
-            if is_relevant(sys._getframe(1).f_code):
-                wrote(self, name)
+            code = sys._getframe(1).f_code
+            if is_relevant(code):
+                wrote(self, name, code.co_filename.startswith(_LAYERS))
             assigned(self, name, value)
 
         for name, ours in (("__getattribute__", __getattribute__), ("__setattr__", __setattr__)):
@@ -212,10 +229,15 @@ class Observation:
                     self._note(Place(base, name, f"{path}.{name}" if name == "forward" else f"{base.__name__}.{name}"))
                 return
 
-    def _wrote(self, obj: Any, name: str) -> None:
+    def _wrote(self, obj: Any, name: str, by_torch: bool) -> None:
         attributes = getattr(obj, "__dict__", None)
         path = self._paths.get(id(attributes)) if self._on else None
-        if path is not None:  # otherwise the forward has made the object
+        if path is None:  # the forward has made the object
+            return
+        if by_torch:  # such as the list of its weights that an LSTM keeps
+            self._own.add((id(attributes), name))
+        else:
+            self._own.discard((id(attributes), name))
             self.written.setdefault((id(attributes), name), Place(attributes, name, f"{path}.{name}"))
 
     def _note(self, place: Place, scan: bool = True) -> None:
@@ -236,7 +258,7 @@ class Observation:
         if isinstance(value, tuple) and not is_simple(value) or isinstance(value, CONTAINERS):
             if id(value) not in self._held:
                 if not isinstance(value, tuple):
-                    self._held[id(value)] = value, self._before(value) if isinstance(value, dict) else _copied(value), path
+                    self._held[id(value)] = self._kept(value, path)
                 for entry in (list(dict.values(value)) if isinstance(value, dict) else list(value)):
                     self._found(entry, path)
             return
@@ -333,29 +355,28 @@ class Observation:
         if id(attributes) in self._paths:
             return
         self._paths[id(attributes)] = path
-        self._spaces.append((attributes, self._before(attributes), path))
+        self._spaces.append(self._kept(attributes, path))
         for name, value in attributes.items():
             if name in TABLES and isinstance(value, dict):
-                self._tables.append((value, dict(value), path))
-                if self._on:
-                    self._begun.append(dict(value))
+                self._spaces.append(self._kept(value, path))
             elif name not in _STANDARD and isinstance(value, CONTAINERS):
                 self._found(value, f"{path}.{name}")
 
     def changes(self) -> Iterator[Change]:
         """What the forward has changed, as it is now."""
         self._on = False
-        tables = [(table, begun, path) for (table, _, path), begun in zip(self._tables, self._begun)]
-        for space, before, path in [*self._spaces, *tables]:
+        for kept in self._spaces:
+            space, before, path = kept.owner, kept.begun, kept.path
             for key in {**before, **dict(dict.items(space))}:
                 old, new = before.get(key, MISSING), dict.get(space, key, MISSING)
-                if old is not new:
+                if old is not new and (id(space), key) not in self._own:
                     yield Change(Place(space, key, f"{path}.{key}"), old, new)
         for place, old in self._places.values():
             new = place.get()
             if new is not old and not (isinstance(place.owner, dict) and (id(place.owner) in self._paths or id(place.owner) in self._held)):
                 yield Change(place, old, new)
-        for held, before, path in self._held.values():
+        for kept in self._held.values():
+            held, before, path = kept.owner, kept.begun, kept.path
             if isinstance(held, dict):
                 for key in {**before, **dict(dict.items(held))}:
                     old, new = before.get(key, MISSING), dict.get(held, key, MISSING)
@@ -373,15 +394,11 @@ class Observation:
 
     def restore(self) -> None:
         """Put everything back as the forward has found it."""
-        for space, before, _ in self._spaces:
-            _refill(space, before)
-        for (table, _, _), begun in zip(self._tables, self._begun):
-            _refill(table, begun)
+        for kept in (*self._spaces, *self._held.values()):
+            _refill(kept.owner, kept.begun)
         for place, old in self._places.values():
             if place.get() is not old:
                 place.set(old)
-        for held, before, _ in self._held.values():
-            _refill(held, before)
         for generator, before, _ in self._generators.values():
             _set_random_state(generator, before)
 
@@ -433,10 +450,6 @@ def _uses(code: types.CodeType) -> tuple[tuple[bool, str, tuple[str, ...]], ...]
         if current is not None:
             found[current] = None
     return tuple(found)
-
-
-def _copied(container: Any) -> Any:
-    return set(container) if isinstance(container, set) else list(container)
 
 
 def _refill(held: Any, before: Any) -> None:

@@ -238,8 +238,7 @@ class AutoParallel(Settings, nn.Module):
         feed = spec, autocast.current("cpu", self._kind), fed
         program = self._found(feed)
         if program is None:
-            self._announce(feed)
-            program = self._build(args, kwargs)
+            program = self._build(args, kwargs, self._announce(feed))
             self._keep(feed, program)
         if torch.is_autocast_enabled(self._kind):
             with torch.autocast(self._kind, enabled=False):  # the program has the casts in it
@@ -298,10 +297,11 @@ class AutoParallel(Settings, nn.Module):
         self.net.train(mode)
         return self
 
-    def _announce(self, feed: tuple) -> None:
-        """Say that the model is captured anew: once for inputs of other shapes, in one line for each change of its state."""
+    def _announce(self, feed: tuple) -> str:
+        """Say that the model is captured anew: once for inputs of other shapes, in one line for each change of its state, which
+        is returned."""
         if not self._programs:
-            return
+            return ""
         known = [key for key in self._programs if _shapes(key) != _shapes(feed) and key[3].hold()]
         if known:
             if not self._warned and self._buckets is None:
@@ -309,20 +309,21 @@ class AutoParallel(Settings, nn.Module):
                 warnings.warn(f"inputs of shapes {_shapes(feed)} after {_shapes(known[0])}: a program is made for each shape, "
                               "which takes longest for this second one; further ones are not announced", RecaptureWarning,
                               stacklevel=8)
-            return
+            return ""
         states = self._states.get(feed) or [key[3] for key in reversed(self._programs)]
         change = states[0].change()
         if change is not None and not any(guards.only_mode_changed() for guards in states):
             warnings.warn(f"{change}: the model is captured and planned anew", RecaptureWarning, stacklevel=8)
+        return change or ""
 
-    def _build(self, args: tuple, kwargs: dict[str, Any]) -> Program:
+    def _build(self, args: tuple, kwargs: dict[str, Any], why: str) -> Program | PipelineProgram:
         observer = _OBSERVER.get()
         if observer is not None:
             observer(self, args, kwargs)
         check_inside(self.net)
         runtime, module = self._runtime(), _Holder(self.net, self.loss_fn)
         before = self._before()
-        recording = Recording()
+        recording = Recording(why)
         plan = self._planned(args, kwargs, module, before, recording=recording)
         followers = Followers(self) if before is None else None
         program = make_program(plan, module, runtime, before=before, fusion=self._fusion,
@@ -379,7 +380,7 @@ class AutoParallel(Settings, nn.Module):
         if parts:
             from .runtime.agreement import Agreement  # see runtime/run.py
             from .runtime.steps import begin_planning  # likewise
-            begin_planning()
+            begin_planning("" if recording is None else recording.why)
             ranks = Agreement(self.parallel_mode, fed)
         try:
             stored = self._stored

@@ -93,7 +93,7 @@ def left_behind(net: Habit) -> dict[str, Any]:
 
 def run_both(f: Callable, devices: int, between: Callable[[Any, int], None] = lambda net, step: None,
              loss: Callable[[], Callable] | None = None, prepare: Callable[[Habit], Any] = lambda net: None, *,
-             text: bool = False) -> sw.AutoParallel:
+             text: bool = False, marked: bool = True) -> sw.AutoParallel:
     """Train copies of a habit in parallel and in plain PyTorch, step by step, and compare.
 
     Args:
@@ -101,12 +101,14 @@ def run_both(f: Callable, devices: int, between: Callable[[Any, int], None] = la
         loss: makes a loss function, one for each of the two; None: outside.
         prepare: called with each of the two models.
         text: whether what is printed is compared.
+        marked: whether the first layer is cut.
     """
     global COUNT
     net = Habit(f)
     one = copy.deepcopy(net)
     cut = 2 if devices == 4 else 1
-    sw.shard(net.inner.fc, ((cut, 1), (cut, 1)))
+    if marked:
+        sw.shard(net.inner.fc, ((cut, 1), (cut, 1)))
     prepare(net), prepare(one)
     losses = (loss(), loss()) if loss else (None, None)
     model = parallel(net, losses[0], devices=devices)
@@ -547,7 +549,7 @@ def test_hooks_inside_and_of_all_modules(inside: bool) -> None:
     everyones = [nn.modules.module.register_module_forward_hook(lambda module, args, out: out * 1.5),
                  nn.modules.module.register_module_forward_pre_hook(lambda module, args: (args[0] + 0.1, *args[1:]))]
     try:
-        model = run_both(lambda m, x: m.out(m.inner(x)), 4, prepare=prepare, loss=nn.MSELoss if inside else None)
+        model = run_both(lambda m, x: m.out(m.inner(x)), 4, prepare=prepare, loss=nn.MSELoss if inside else None, marked=False)
     finally:
         for hook in everyones:
             hook.remove()

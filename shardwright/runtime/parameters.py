@@ -191,6 +191,13 @@ class ShardedState:
         nothing = torch.empty(0, dtype=whole.dtype, device=device)
         return DTensor.from_local(nothing, self._elsewhere, [Replicate()], run_check=False)
 
+    def take_buffers(self, holder: nn.Module, device: torch.device) -> None:
+        """Take the buffers that a model has now, some of which may be others than those that it began with."""
+        self.buffers = dict(holder.named_buffers())
+        for buffer in self.buffers.values():
+            if buffer.device.type != device.type:
+                buffer.data = buffer.data.to(device)
+
     def leaves(self, holder: nn.Module, sums: GradientSums, names: Collection[str] | None = None) -> dict[str, Tensor]:
         """Leaves of parameters for one program.
 

@@ -46,6 +46,8 @@ def process_pipeline(plan: PipelinePlan, holder: nn.Module, runtime: Runtime, be
     held: ShardedState | None = None if before is None else before.held
     if held is None:
         held = _state(plan, stages, holder, runtime, broadcast)
+    else:
+        held.take_buffers(holder, runtime.device)
     parameters = dict(holder.named_parameters())
     bodies = {}
     for stage in stages:

@@ -158,6 +158,8 @@ def _on_processes(lowered: Lowered, holder: nn.Module, runtime: Runtime, gradien
         stored = {name: parameter.storage for name, parameter in plan.parameters.items()}
         held = ShardedState(lambda name, whole: Place(stored.get(name) or Layout.replicated(plan.devices, whole.dim()), groups),
                             holder, groups, runtime.device, broadcast)
+    else:
+        held.take_buffers(holder, runtime.device)
     body = ProcessProgram(lowered, held.groups, compiled)
     leaves = held.leaves(holder, GradientSums(body.sums, body.types, held.groups, fusion, accumulation,
                                                body.scattered, body.followed))

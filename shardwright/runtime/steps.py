@@ -55,9 +55,9 @@ class Steps:
         self._meetings = 0
         self._last = ""
 
-    def plan(self) -> None:
+    def plan(self, why: str = "") -> None:
         """A model is about to be planned: a call of its own, until the program is there."""
-        self._turn(_PLANNING, "the planning of a model")
+        self._turn(_PLANNING, f"the planning of a model{': ' * bool(why)}{why}")
 
     def made(self) -> int:
         """The number of the program that has been planned by all ranks."""
@@ -139,15 +139,18 @@ def _steps() -> Steps | None:
     return _current[0]
 
 
-def begin_planning() -> None:
+def begin_planning(why: str = "") -> None:
     """This rank is about to plan a model, which all do together.
+
+    Args:
+        why: what has changed since it was planned before.
 
     Raises:
         RuntimeMismatchError, StuckError: as `Steps.begin`.
     """
     steps = _steps()
     if steps is not None:
-        steps.plan()
+        steps.plan(why)
 
 
 def counted(plan: Any) -> Callable[[], None] | None:
