@@ -224,6 +224,13 @@ def index_writes(m, x):
     return y
 
 
+def behind_the_batch(m, x):
+    y = (x @ m.w).unsqueeze(0)
+    z = y * 1
+    z[:, :, torch.tensor([0, 1])] = 5.
+    return z, y[:, :, torch.tensor([1, 0, 1])]
+
+
 def data_is_detached(m, x):
     h = x @ m.w
     h.data.clamp_(-1, 1)
@@ -242,7 +249,7 @@ def recomputed(m, x):
 
 PROGRAMS = [new_empty, routing, key_cache, static_cache, ring_buffer, running_mean, stale_view, through_views, parts,
             under_no_grad, no_grad_views_stay_views, other_types, out_arguments, turned_in_place, returned_itself, in_a_loop,
-            index_writes, data_is_detached, recomputed]
+            index_writes, behind_the_batch, data_is_detached, recomputed]
 
 
 def buffers() -> dict[str, Any]:
@@ -402,7 +409,7 @@ def greedy_inputs(rows: int = 8) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("mode", ["stand_alone", "data_parallel", "semi_auto"])
-def test_inputs_that_the_model_changes_are_changed(mode: str) -> None:
+def test_inputs_that_the_model_changes_are_changed(mode: str, tmp_path: Any) -> None:
     net = Greedy()
     one = copy.deepcopy(net)
     model = parallel(net, devices=1 if mode == "stand_alone" else 4, mode=mode)
@@ -413,7 +420,8 @@ def test_inputs_that_the_model_changes_are_changed(mode: str) -> None:
         squares(got).backward(), squares(expected).backward()
     close([p.grad for p in net.parameters()], [p.grad for p in one.parameters()])
     again = sw.plan(net, greedy_inputs(), devices=4, parallel_mode="data_parallel")
-    assert again.graph.changed == (0, 1)
+    again.save(tmp_path / "plan.json")
+    assert sw.Plan.load(tmp_path / "plan.json").graph.changed == again.graph.changed == (0, 1)
     assert sw.verify(Greedy(), greedy_inputs(), devices=4, parallel_mode="data_parallel").ok
 
 
