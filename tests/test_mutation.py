@@ -269,6 +269,32 @@ def test_swins_windows() -> None:
     assert_as_one_device(Apply(window_mask), (IMAGES,), devices=4)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("library", ["torchvision", "transformers"])
+def test_swin(library: str) -> None:
+    """Shifted windows, whose masks are written slice by slice."""
+    module = pytest.importorskip(library)
+    torch.manual_seed(0)
+    sizes = {"embed_dim": 8, "depths": [2, 2], "num_heads": [2, 4]}
+    if library == "torchvision":
+        net = module.models.SwinTransformer([4, 4], window_size=[4, 4], stochastic_depth_prob=0., num_classes=8, **sizes)
+    else:
+        net = Logits(module.SwinForImageClassification(module.SwinConfig(
+            image_size=32, patch_size=4, window_size=4, num_labels=8, drop_path_rate=0., **sizes)))
+    model = assert_as_one_device(net.to(D), (draw(4, 3, 32, 32), labels(4)), loss_fn=nn.CrossEntropyLoss(), devices=4)
+    operators = model.plan.operators
+    assert sum(layout.cuts[0] == 4 for op in operators for layout in op.out_layouts if layout.cuts) > len(operators) / 2
+
+
+class Logits(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).logits
+
+
 def test_dims_that_are_not_written_in_part_stay_cut() -> None:
     """Nothing is sent for the sake of a write."""
     def f(m, x):
