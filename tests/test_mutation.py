@@ -604,3 +604,20 @@ def test_errors_of_writes(f: Callable, message: str, legal: str) -> None:
     with pytest.raises(sw.CaptureError, match=message) as raised:
         capture(net, (X,))
     assert legal in raised.value.legal
+
+
+def written_on_ranks(rank: int, world: int) -> None:
+    for f in (new_empty, key_cache, through_views, under_no_grad, index_writes):
+        net = Apply(f, **buffers())
+        one = copy.deepcopy(net)
+        model = sw.AutoParallel(net, parallel_mode="data_parallel").dataset_strategy("full_batch")
+        for _ in range(2):
+            got, expected = model(X.clone()), one(X.clone())
+            close(got, expected, f.__name__)
+            squares(got).backward(), squares(expected).backward()
+        for mine, yours in ((net.w.grad, one.w.grad), (net.cache, one.cache)):
+            close(mine.full_tensor() if hasattr(mine, "full_tensor") else mine, yours, f.__name__)
+
+
+def test_in_processes() -> None:
+    run_ranks(written_on_ranks, 2)
