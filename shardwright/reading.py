@@ -445,9 +445,9 @@ class Reader:
         for i, (cell, meta) in enumerate(zip(cells, metas)):
             shared = [n for n in sources if cell is not None and isinstance(n.meta.get("val"), torch.Tensor)
                       and (shares_memory(n.meta["val"], meta) or gives_back(target, args, kwargs))]
-            if shared:
-                source = shared[i] if len(shared) == len(cells) else shared[0]
-                parent = self.cells[source].view
+            source = None if not shared else shared[i] if len(shared) == len(cells) else shared[0]
+            parent = None if source is None else self.cells[source].view
+            if parent is not None and any(v is parent.value for v in values_in((args, kwargs))):
                 same = gives_back(target, args, kwargs) or is_same(source.meta["val"], meta)
                 step = Step(target, args, kwargs, parent.value, i, sizes, same)
                 cell.view = View(parent.memory, cell.view.value, parent, step)
@@ -537,8 +537,11 @@ class Reader:
 
     def emit(self, target: Any, args: tuple, kwargs: dict) -> list[Value]:
         """Append an operator that stands for a part of the node that is read; its outputs."""
-        made = self.record(self.node, target, args, kwargs, metas=_made(target, args, kwargs), entered=False)
-        return [cell.view.value for cell in made]
+        metas = _made(target, args, kwargs)
+        if metas is None:
+            raise CaptureError(f"{target} cannot stand for a part of {self.node.target}", source=_source(self.node) or None,
+                               legal="an operator that returns its result")
+        return [cell.view.value for cell in self.record(self.node, target, args, kwargs, metas=metas, entered=False)]
 
     def record(self, node: torch.fx.Node, target: Any, args: tuple, kwargs: dict, further: Sequence[Value] = (),
                metas: list[torch.Tensor] | None = None, entered: bool = True) -> list[Cell]:

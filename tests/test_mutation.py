@@ -224,6 +224,13 @@ def index_writes(m, x):
     return y
 
 
+def behind_the_batch(m, x):
+    y = (x @ m.w).unsqueeze(0)
+    z = y * 1
+    z[:, :, torch.tensor([0, 1])] = 5.
+    return z, y[:, :, torch.tensor([1, 0, 1])]
+
+
 def data_is_detached(m, x):
     h = x @ m.w
     h.data.clamp_(-1, 1)
@@ -242,7 +249,7 @@ def recomputed(m, x):
 
 PROGRAMS = [new_empty, routing, key_cache, static_cache, ring_buffer, running_mean, stale_view, through_views, parts,
             under_no_grad, no_grad_views_stay_views, other_types, out_arguments, turned_in_place, returned_itself, in_a_loop,
-            index_writes, data_is_detached, recomputed]
+            index_writes, behind_the_batch, data_is_detached, recomputed]
 
 
 def buffers() -> dict[str, Any]:
@@ -260,6 +267,32 @@ def test_as_one_device(f: Callable) -> None:
 
 def test_swins_windows() -> None:
     assert_as_one_device(Apply(window_mask), (IMAGES,), devices=4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("library", ["torchvision", "transformers"])
+def test_swin(library: str) -> None:
+    """Shifted windows, whose masks are written slice by slice."""
+    module = pytest.importorskip(library)
+    torch.manual_seed(0)
+    sizes = {"embed_dim": 8, "depths": [2, 2], "num_heads": [2, 4]}
+    if library == "torchvision":
+        net = module.models.SwinTransformer([4, 4], window_size=[4, 4], stochastic_depth_prob=0., num_classes=8, **sizes)
+    else:
+        net = Logits(module.SwinForImageClassification(module.SwinConfig(
+            image_size=32, patch_size=4, window_size=4, num_labels=8, drop_path_rate=0., **sizes)))
+    model = assert_as_one_device(net.to(D), (draw(4, 3, 32, 32), labels(4)), loss_fn=nn.CrossEntropyLoss(), devices=4)
+    operators = model.plan.operators
+    assert sum(layout.cuts[0] == 4 for op in operators for layout in op.out_layouts if layout.cuts) > len(operators) / 2
+
+
+class Logits(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).logits
 
 
 def test_dims_that_are_not_written_in_part_stay_cut() -> None:
@@ -402,7 +435,7 @@ def greedy_inputs(rows: int = 8) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("mode", ["stand_alone", "data_parallel", "semi_auto"])
-def test_inputs_that_the_model_changes_are_changed(mode: str) -> None:
+def test_inputs_that_the_model_changes_are_changed(mode: str, tmp_path: Any) -> None:
     net = Greedy()
     one = copy.deepcopy(net)
     model = parallel(net, devices=1 if mode == "stand_alone" else 4, mode=mode)
@@ -413,7 +446,8 @@ def test_inputs_that_the_model_changes_are_changed(mode: str) -> None:
         squares(got).backward(), squares(expected).backward()
     close([p.grad for p in net.parameters()], [p.grad for p in one.parameters()])
     again = sw.plan(net, greedy_inputs(), devices=4, parallel_mode="data_parallel")
-    assert again.graph.changed == (0, 1)
+    again.save(tmp_path / "plan.json")
+    assert sw.Plan.load(tmp_path / "plan.json").graph.changed == again.graph.changed == (0, 1)
     assert sw.verify(Greedy(), greedy_inputs(), devices=4, parallel_mode="data_parallel").ok
 
 
@@ -570,3 +604,20 @@ def test_errors_of_writes(f: Callable, message: str, legal: str) -> None:
     with pytest.raises(sw.CaptureError, match=message) as raised:
         capture(net, (X,))
     assert legal in raised.value.legal
+
+
+def written_on_ranks(rank: int, world: int) -> None:
+    for f in (new_empty, key_cache, through_views, under_no_grad, index_writes):
+        net = Apply(f, **buffers())
+        one = copy.deepcopy(net)
+        model = sw.AutoParallel(net, parallel_mode="data_parallel").dataset_strategy("full_batch")
+        for _ in range(2):
+            got, expected = model(X.clone()), one(X.clone())
+            close(got, expected, f.__name__)
+            squares(got).backward(), squares(expected).backward()
+        for mine, yours in ((net.w.grad, one.w.grad), (net.cache, one.cache)):
+            close(mine.full_tensor() if hasattr(mine, "full_tensor") else mine, yours, f.__name__)
+
+
+def test_in_processes() -> None:
+    run_ranks(written_on_ranks, 2)

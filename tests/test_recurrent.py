@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 import shardwright as sw
 from networks import D, draw
 from one_device import assert_as_one_device, close, parallel, squares
+from ranks import run_ranks
 
 SETTINGS: list[dict[str, Any]] = [
     {}, {"num_layers": 2, "batch_first": True, "bias": False}, {"bidirectional": True, "batch_first": True}]
@@ -113,3 +115,38 @@ def test_packed_sequences_are_an_error_that_says_what_to_write() -> None:
     with pytest.raises(sw.CaptureError, match="packed sequences") as raised:
         parallel(Packed(), devices=4)(draw(4, 5, 4), torch.tensor([5, 3, 2, 1]))
     assert raised.value.source.startswith("test_recurrent.py") and "padded sequences" in raised.value.legal
+
+
+class Two(nn.Module):
+    """Two layers, for two stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.second = nn.LSTM(4, 6, batch_first=True, dtype=D), nn.GRU(6, 4, 2, batch_first=True, dtype=D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x)[0])[0]
+
+
+def test_in_a_pipeline() -> None:
+    net, x, y = Two(), draw(8, 3, 4), draw(8, 3, 4, seed=2)
+    one = copy.deepcopy(net)
+    model = parallel(net, nn.MSELoss(), devices=4).pipeline(stages=2, micro_batches=2, stage_config={"first": 0, "second": 1})
+    got, expected = model(x, y), nn.MSELoss()(one(x), y)
+    got.backward(), expected.backward()
+    close([got, *(p.grad for p in net.parameters())], [expected, *(p.grad for p in one.parameters())])
+
+
+def on_ranks(rank: int, world: int) -> None:
+    x, net, one = draw(8, 3, 4), Two(), Two()
+    model = sw.AutoParallel(net, parallel_mode="data_parallel").hsdp(threshold=0)
+    got, expected = model(x[4 * rank:4 * rank + 4]), one(x)
+    close(got, expected[4 * rank:4 * rank + 4])
+    (got ** 2).mean().backward(), (expected ** 2).mean().backward()
+    gradients = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in net.parameters()]
+    close(gradients, [p.grad for p in one.parameters()])
+
+
+def test_in_processes() -> None:
+    run_ranks(on_ranks, 2)

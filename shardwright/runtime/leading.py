@@ -1,6 +1,6 @@
 """An operator called with more dims before all others.
 
-    its arguments     dims are counted from the last one; of a shape, the new sizes come first
+    its arguments     dims are counted from the last one; of a shape, the new sizes come first; new dims are not indexed
     whether it may    says its rule, of the longer call: the first dim is one factor, which may be split and stands
                       in no other place, and the rest is as in the plain call
 
@@ -91,6 +91,8 @@ def _longer(op: Op, lead: tuple[int, ...]) -> Op:
             changes[argument.name] = counted[0] if isinstance(given, int) else counted
         elif argument.name in SHAPES and kind == "List[int]":
             changes[argument.name] = [*lead, *given]
+        elif kind == "List[Optional[Tensor]]":  # an index a dim
+            changes[argument.name] = [*[None] * len(lead), *given]
     args, kwargs = op.with_arguments(**changes)
     return replace(op, args=args, kwargs=kwargs)
 
