@@ -79,14 +79,13 @@ _watching: list[Any] = []
 
 
 def watch_wrapping(kind: type[nn.Module]) -> None:
-    """From now on, another library's wrapper around a module of this class is an error."""
+    """From now on, another library's wrapper around a module of this class, or around what holds one, is an error."""
     if _watching:
         return
 
     def look(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-        if isinstance(submodule, kind):
-            wrapper = _kind(type(module))
-            if wrapper is not None:
-                raise SettingError(f"{wrapper[0]} around a parallel model", legal=wrapper[1])
+        wrapper = _kind(type(module)) if submodule is not None else None
+        if wrapper is not None and any(isinstance(m, kind) for m in submodule.modules()):
+            raise SettingError(f"{wrapper[0]} around a parallel model", legal=wrapper[1])
 
     _watching.append(register_module_module_registration_hook(look))

@@ -234,6 +234,8 @@ class _Swapped:
             open_to_steps(parameter)
             if _versions(parameter) != self.versions[name]:
                 wrong.append((f"the slice of {name!r} was changed", "changes of the whole tensor, or outside of whole()"))
+        if not wrong and [dict(table) for table, _ in self.children] != [children for _, children in self.children]:
+            wrong.append(("modules were added, removed or replaced", "the same in a copy: copy.deepcopy(net).merge_and_unload(), say"))
         if not wrong:
             return None, now
         more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
