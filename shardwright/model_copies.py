@@ -38,11 +38,18 @@ def copied(model: AutoParallel, memo: dict[int, Any]) -> AutoParallel:
     """A deep copy of a wrapper and its model.
 
     Raises:
-        SettingError: the model waits for its first call to take loaded values.
+        SettingError: the model waits for its first call to take loaded values, has whole parameters on one rank alone, or
+            another ``forward``, which would go on calling the model itself.
     """
     if model._awaited:
         raise SettingError("copy.deepcopy: the model waits for its first call to take the values that were loaded",
                            legal="a copy after the first call of the model")
+    if model._whole is not None and model._whole.rank is not None:
+        raise SettingError(f"copy.deepcopy of the parallel model inside of whole(rank={model._whole.rank})",
+                           legal="a copy of the plain model, or of the parallel one outside")
+    if "forward" in vars(model):
+        raise SettingError("copy.deepcopy of a parallel model whose forward was replaced, as accelerate does for mixed precision",
+                           legal="a copy before it is prepared")
     cut = False
     for module in (model.net, model.loss_fn):
         for parameter in module.parameters() if isinstance(module, nn.Module) else ():
