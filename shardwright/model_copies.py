@@ -104,10 +104,10 @@ class Followers:
                     and made.plan_settings() == model.plan_settings():
                 mine, theirs = _named(model), _named(made)
                 self._copies.append((made, {n for n in mine if n in theirs and _alike(mine[n], theirs[n])}))
-        model._copies.clear()
 
     def follow(self) -> None:
         """Cut the copies' parameters as the model's are now; give values to those that had none, as the model's have."""
+        self._model._copies.clear()
         for made, alike in self._copies:
             mine, theirs = _named(self._model), _named(made)
             further = Followers(made)

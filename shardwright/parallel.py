@@ -222,7 +222,6 @@ class AutoParallel(Settings, nn.Module):
         observer = _OBSERVER.get()
         if observer is not None:
             observer(self, args, kwargs)
-        check_inside(self.net)
         runtime, module = self._runtime(), _Holder(self.net, self.loss_fn)
         before = next(iter(self._programs.values()), None)
         plan = self._planned(args, kwargs, module, before)
@@ -276,6 +275,7 @@ class AutoParallel(Settings, nn.Module):
                 stored = held_layouts(module)
             hybrid = self.parallel_mode == "hybrid_parallel"
             check_mode(module, self.parallel_mode)
+            check_inside(self.net)
             if hybrid:
                 devices = devices or 1
                 check_held(module, devices, runtime.processes)
