@@ -1,7 +1,7 @@
 """Other libraries' wrappers around a parallel model, inside of it or in its place: an error that says what to do instead.
 
     around     DDP(model), nn.DataParallel(model), FSDP(model), torch.compile(model): each registers the model as a submodule of
-               its own, which torch's hook for registrations sees; fully_shard(model) changes its class
+               its own, which torch's hook for registrations sees; fully_shard(model) puts a hook on it, and changes its class
     inside     AutoParallel(DDP(net)), torch.compile on a block, fully_shard(net), net.compile(): looked for when the model is
                wrapped, and before each planning
 """
@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from .errors import SettingError
+from .staging import CUT
 
 __all__ = ["check_inside", "compile_instead", "refuse_class", "watch_wrapping"]
 
@@ -56,7 +57,7 @@ def check_inside(net: nn.Module) -> None:
 
 
 def refuse_class(cls: type) -> None:
-    """See that the class which a parallel model is given is no other wrapper's, as ``fully_shard`` gives its own.
+    """See that the class which a parallel model is given, or of what is hooked to it, is no other wrapper's.
 
     Raises:
         SettingError: it is.
@@ -79,13 +80,15 @@ _watching: list[Any] = []
 
 
 def watch_wrapping(kind: type[nn.Module]) -> None:
-    """From now on, another library's wrapper around a module of this class, or around what holds one, is an error."""
+    """From now on, another library's wrapper is an error around a module of this class, what holds one, or a model whose
+    parameters are slices."""
     if _watching:
         return
 
     def look(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
         wrapper = _kind(type(module)) if submodule is not None else None
-        if wrapper is not None and any(isinstance(m, kind) for m in submodule.modules()):
+        if wrapper is not None and (any(isinstance(m, kind) for m in submodule.modules())
+                                    or any(hasattr(p, CUT) for p in submodule.parameters())):
             raise SettingError(f"{wrapper[0]} around a parallel model", legal=wrapper[1])
 
     _watching.append(register_module_module_registration_hook(look))

@@ -269,13 +269,13 @@ class AutoParallel(Settings, nn.Module):
             begin_planning()
             ranks = Agreement(self.parallel_mode, fed)
         try:
+            check_inside(self.net)
             stored = self._stored
             if before is None and parts and stored is None:
                 from .runtime.parameters import held_layouts  # see runtime/run.py
                 stored = held_layouts(module)
             hybrid = self.parallel_mode == "hybrid_parallel"
             check_mode(module, self.parallel_mode)
-            check_inside(self.net)
             if hybrid:
                 devices = devices or 1
                 check_held(module, devices, runtime.processes)
@@ -424,6 +424,10 @@ class AutoParallel(Settings, nn.Module):
         if name == "__class__":
             refuse_class(value)
         super().__setattr__(name, value)
+
+    def register_forward_pre_hook(self, hook: Callable[..., Any], **kwargs: Any) -> Any:
+        refuse_class(type(getattr(hook, "__self__", None)))  # as ``fully_shard`` begins
+        return super().register_forward_pre_hook(hook, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -337,8 +337,8 @@ def test_the_trainers_checkpoints_load_again(ours: list[dict[str, Any]], folder:
         assert {"model.safetensors", "config.json", "shardwright", "scheduler.pt", "trainer_state.json"} <= set(result["files"])
     read = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/whole/saved")
     assert_close(detached(read), ours[0]["trainer"]["weights"])
-    half = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/whole/run/checkpoint-{STEPS}")
-    assert_close(detached(half), ours[0]["trainer"]["weights"])
+    last = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/whole/run/checkpoint-{STEPS}")
+    assert_close(detached(last), ours[0]["trainer"]["resumed weights"])
     tokens = Rows(4).tokens
     plain = gpt2()
     plain.load_state_dict(ours[0]["trainer"]["weights"])
