@@ -194,7 +194,7 @@ def changes_are_written_back(kind: str) -> Callable[[int, int], None]:
 def other_changes_are_errors(rank: int, world: int) -> None:
     net, model = wrapped("marks")
     steps(model, sgd(net))
-    before, names = state(model), dict(net.named_modules())
+    before, names, order = state(model), dict(net.named_modules()), [*map(id, net.parameters())]
 
     def inside(change: Callable[[nn.Module], Any], rank: int | None = None) -> Callable[[], None]:
         def body() -> None:
@@ -218,9 +218,12 @@ def other_changes_are_errors(rank: int, world: int) -> None:
     refused(inside(lambda whole: setattr(whole, "up", nn.Linear(8, 17, dtype=D)), 0), "new parameter", "on rank 0")
     refused(inside(lambda whole: setattr(whole.up, "bias", nn.Parameter(torch.zeros(3, dtype=D)))), "'up.bias' of shape (16,)")
     refused(inside(lambda whole: delattr(whole, "scale")), "'scale' was removed")
+    refused(inside(lambda whole: whole.register_buffer("count", torch.zeros(2))), "'count' of shape (2,) is new")
+    refused(inside(lambda whole: whole.up.requires_grad_(False)), "requires_grad of 'up.weight' was changed")
+    refused(inside(lambda whole: setattr(whole, "act", nn.ReLU())), "modules were added")
     refused(inside(lambda whole: setattr(whole.again, "weight", nn.Parameter(whole.again.weight.detach() + 1))), "tied")
     close(state(model), before, "after errors")
-    assert dict(net.named_modules()) == names
+    assert dict(net.named_modules()) == names and [*map(id, net.parameters())] == order
 
 
 def an_error_on_one_rank_is_one_on_all(rank: int, world: int) -> None:
