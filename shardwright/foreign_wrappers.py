@@ -33,7 +33,7 @@ _KINDS = {"torch._dynamo": ("torch.compile", _COMPILE),
 
 
 def _kind(cls: type) -> tuple[str, str] | None:
-    """Which wrapper a class is, and what to do instead; None: none that is known."""
+    """The wrapper that a class is, and what to do instead of it; None: none that is known."""
     for base in cls.__mro__:
         for module, kind in _KINDS.items():
             if base.__module__ == module or base.__module__.startswith(f"{module}."):
@@ -49,11 +49,16 @@ def check_inside(net: nn.Module) -> None:
     """
     for path, module in net.named_modules():
         kind = _kind(type(module))
-        if kind is None and getattr(module, "_compiled_call_impl", None) is not None:  # `Module.compile`
+        if kind is None and _is_compiled(module):
             kind = _KINDS["torch._dynamo"]
         if kind is not None:
             where = f"the module {path!r} of the model is" if path else "the model is"
             raise SettingError(f"{where} wrapped by {kind[0]}", legal=kind[1])
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """``module.compile()`` was called."""
+    return getattr(module, "_compiled_call_impl", None) is not None  # private torch name; None where a version has none
 
 
 def refuse_class(cls: type) -> None:

@@ -148,7 +148,7 @@ def _named(model: AutoParallel) -> dict[str, Tensor]:
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have the same values, or neither has any."""
+    """Two tensors have the same values, or neither has any."""
     if a.is_meta or b.is_meta:
         return a.is_meta and b.is_meta and a.shape == b.shape
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.detach(), b.detach())

@@ -325,7 +325,7 @@ def _broadcast(tensor: Tensor, source: int) -> Tensor:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have the same values, bit by bit but for the sign of zero."""
+    """Two tensors have the same values: equal or both NaN, element by element."""
     return torch.equal(a, b) or a.is_floating_point() and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 

@@ -397,7 +397,7 @@ def one_accelerated() -> dict[str, Any]:
 
 
 class Plain(lightning.LightningModule):
-    """As the page's, with the plain model."""
+    """The page's, with the plain model."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()

@@ -42,7 +42,7 @@ class Net(nn.Module):
         return self.up(x)
 
     def generate(self, x: Tensor, steps: int = 2) -> Tensor:
-        """As generation does: the forward, again and again, without gradients."""
+        """The forward, again and again, without gradients."""
         with torch.no_grad():
             for _ in range(steps):
                 x = self(x)
@@ -118,7 +118,7 @@ def state(model: sw.AutoParallel) -> dict[str, Tensor]:
 
 
 def refused(body: Callable[[], Any], *words: str) -> str:
-    """What a body's error says, of which these are parts."""
+    """The text of a body's error, which has these words."""
     with pytest.raises(sw.ShardwrightError) as raised:
         body()
     for word in words:

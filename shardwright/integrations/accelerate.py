@@ -35,7 +35,7 @@ class Accelerator(accelerate.Accelerator):
         SettingError: a loader prepared before a model that every process feeds the whole batch.
     """
 
-    #: Whether every process is fed the whole batch; None: no parallel model has been prepared.
+    #: Every process is fed the whole batch; None: no parallel model has been prepared.
     _whole_batches: bool | None = None
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
