@@ -68,7 +68,7 @@ class WholeModel:
         self._outer = model._whole
         if self._outer is not None:
             if self._outer.rank is not None and self.rank != self._outer.rank:
-                raise SettingError(f"whole(rank={self.rank}) inside of whole(rank={self._outer.rank}): the other ranks have slices",
+                raise SettingError(f"whole(rank={self.rank}) inside of whole(rank={self._outer.rank}): other ranks have slices",
                                    legal="whole() around both")
             return self._net(parts, runtime.rank)
         _check(model)
@@ -241,7 +241,8 @@ class _Swapped:
             if _versions(parameter) != self.versions[name]:
                 wrong.append((f"the slice of {name!r} was changed", "changes of the whole tensor, or outside of whole()"))
         if not wrong and [dict(table) for table, _ in self.children] != [children for _, children in self.children]:
-            wrong.append(("modules were added, removed or replaced", "the same in a copy: copy.deepcopy(net).merge_and_unload(), say"))
+            wrong.append(("modules were added, removed or replaced",
+                          "the same in a copy: copy.deepcopy(net).merge_and_unload(), say"))
         if not wrong:
             return None, now
         more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
@@ -392,8 +393,10 @@ def refuse_calls_of_parts() -> None:
 
 
 def _refuse(module: nn.Module, args: tuple) -> None:
+    if not module._parameters or isinstance(module, Settings):
+        return
     for key, parameter in module._parameters.items():
-        if parameter is not None and hasattr(parameter, CUT) and not isinstance(module, Settings):
+        if parameter is not None and CUT in vars(parameter):
             frames = [(f.filename, f.lineno or 0) for f in traceback.extract_stack()]
             frames = [f for f in frames if "site-packages" not in f[0]] or frames  # a library's model is called by the user
             raise SettingError(f"{type(module).__name__} is called by itself, and of its {key!r} (parameter "

@@ -21,7 +21,8 @@ from ..parallel import AutoParallel
 
 __all__ = ["Accelerator"]
 
-_CHECKPOINTS = "sw.save_checkpoint(model, optimizer, path, step=…) and sw.load_checkpoint; model.save_pretrained(path) for weights"
+_CHECKPOINTS = "sw.save_checkpoint(model, optimizer, path, step=…) and sw.load_checkpoint; for weights " \
+               "model.save_pretrained(path)"
 
 
 class Accelerator(accelerate.Accelerator):
