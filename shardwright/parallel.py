@@ -224,6 +224,8 @@ class AutoParallel(Settings, nn.Module):
             observer(self, args, kwargs)
         runtime, module = self._runtime(), _Holder(self.net, self.loss_fn)
         before = next(iter(self._programs.values()), None)
+        if runtime.processes:
+            refuse_calls_of_parts()
         plan = self._planned(args, kwargs, module, before)
         followers = Followers(self) if before is None else None
         program = make_program(plan, module, runtime, before=before, fusion=self._fusion,
@@ -238,8 +240,6 @@ class AutoParallel(Settings, nn.Module):
             if isinstance(plan, PipelinePlan):
                 self._first_ranks.update((name, parameter.ranks.start) for name, parameter in plan.parameters.items())
             followers.follow()
-            if program.held is not None:
-                refuse_calls_of_parts()
         if self.save_graphs is not None:
             from .report import write_dumps
             parts = runtime.processes and self.parallel_mode != "stand_alone"

@@ -402,3 +402,7 @@ def _refuse(module: nn.Module, args: tuple) -> None:
             raise SettingError(f"{type(module).__name__} is called by itself, and of its {key!r} (parameter "
                                f"{getattr(parameter, CUT)!r}) this rank has a slice", source=user_frame(frames) or None,
                                legal=_CALLS)
+
+
+#: No hook of the user's: what runs the hooks of all modules around a program, or looks for them, leaves it out.
+_refuse.of_shardwright = True  # type: ignore[attr-defined]
