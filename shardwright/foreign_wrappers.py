@@ -1,7 +1,7 @@
 """Other libraries' wrappers around a parallel model, inside of it or in its place: an error that says what to do instead.
 
     around     DDP(model), nn.DataParallel(model), FSDP(model), torch.compile(model): each registers the model as a submodule of
-               its own, which torch's hook for registrations sees; fully_shard(model) changes its class
+               its own, which torch's hook for registrations sees; fully_shard(model) puts a hook on it, and changes its class
     inside     AutoParallel(DDP(net)), torch.compile on a block, fully_shard(net), net.compile(): looked for when the model is
                wrapped, and before each planning
 """
@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from .errors import SettingError
+from .staging import CUT
 
 __all__ = ["check_inside", "compile_instead", "refuse_class", "watch_wrapping"]
 
@@ -32,7 +33,7 @@ _KINDS = {"torch._dynamo": ("torch.compile", _COMPILE),
 
 
 def _kind(cls: type) -> tuple[str, str] | None:
-    """Which wrapper a class is, and what to do instead; None: none that is known."""
+    """The wrapper that a class is, and what to do instead of it; None: none that is known."""
     for base in cls.__mro__:
         for module, kind in _KINDS.items():
             if base.__module__ == module or base.__module__.startswith(f"{module}."):
@@ -48,15 +49,20 @@ def check_inside(net: nn.Module) -> None:
     """
     for path, module in net.named_modules():
         kind = _kind(type(module))
-        if kind is None and getattr(module, "_compiled_call_impl", None) is not None:  # `Module.compile`
+        if kind is None and _is_compiled(module):
             kind = _KINDS["torch._dynamo"]
         if kind is not None:
             where = f"the module {path!r} of the model is" if path else "the model is"
             raise SettingError(f"{where} wrapped by {kind[0]}", legal=kind[1])
 
 
+def _is_compiled(module: nn.Module) -> bool:
+    """``module.compile()`` was called."""
+    return getattr(module, "_compiled_call_impl", None) is not None  # private torch name; None where a version has none
+
+
 def refuse_class(cls: type) -> None:
-    """See that the class which a parallel model is given is no other wrapper's, as ``fully_shard`` gives its own.
+    """See that the class which a parallel model is given, or of what is hooked to it, is no other wrapper's.
 
     Raises:
         SettingError: it is.
@@ -79,14 +85,15 @@ _watching: list[Any] = []
 
 
 def watch_wrapping(kind: type[nn.Module]) -> None:
-    """From now on, another library's wrapper around a module of this class is an error."""
+    """From now on, another library's wrapper is an error around a module of this class, what holds one, or a model whose
+    parameters are slices."""
     if _watching:
         return
 
     def look(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-        if isinstance(submodule, kind):
-            wrapper = _kind(type(module))
-            if wrapper is not None:
-                raise SettingError(f"{wrapper[0]} around a parallel model", legal=wrapper[1])
+        wrapper = _kind(type(module)) if submodule is not None else None
+        if wrapper is not None and (any(isinstance(m, kind) for m in submodule.modules())
+                                    or any(hasattr(p, CUT) for p in submodule.parameters())):
+            raise SettingError(f"{wrapper[0]} around a parallel model", legal=wrapper[1])
 
     _watching.append(register_module_module_registration_hook(look))

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 __all__ = ["Followers", "copied"]
 
 #: Of a wrapper: settings and layouts, values that a copy may share.
-_SHARED = frozenset({"_dataset_strategy", "_gradients_mean", "_broadcast", "_cluster", "_memory", "_optimizer", "_fusion", "_hsdp",
-                     "_pipeline", "_strategies", "_parameter_strategies", "_warned", "_kind"})
+_SHARED = frozenset({"_dataset_strategy", "_gradients_mean", "_broadcast", "_cluster", "_memory", "_optimizer", "_fusion",
+                     "_hsdp", "_pipeline", "_strategies", "_parameter_strategies", "_warned", "_kind"})
 
 #: The tables that a wrapper has in common with its model.
 _TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
@@ -38,11 +38,18 @@ def copied(model: AutoParallel, memo: dict[int, Any]) -> AutoParallel:
     """A deep copy of a wrapper and its model.
 
     Raises:
-        SettingError: the model waits for its first call to take loaded values.
+        SettingError: the model waits for its first call to take loaded values, has whole parameters on one rank alone, or
+            another ``forward``, which would go on calling the model itself.
     """
     if model._awaited:
         raise SettingError("copy.deepcopy: the model waits for its first call to take the values that were loaded",
                            legal="a copy after the first call of the model")
+    if model._whole is not None and model._whole.rank is not None:
+        raise SettingError(f"copy.deepcopy of the parallel model inside of whole(rank={model._whole.rank})",
+                           legal="a copy of the plain model, or of the parallel one outside")
+    if "forward" in vars(model):
+        raise SettingError("copy.deepcopy of a parallel model whose forward was replaced, as accelerate does for mixed precision",
+                           legal="a copy before it is prepared")
     cut = False
     for module in (model.net, model.loss_fn):
         for parameter in module.parameters() if isinstance(module, nn.Module) else ():
@@ -97,10 +104,10 @@ class Followers:
                     and made.plan_settings() == model.plan_settings():
                 mine, theirs = _named(model), _named(made)
                 self._copies.append((made, {n for n in mine if n in theirs and _alike(mine[n], theirs[n])}))
-        model._copies.clear()
 
     def follow(self) -> None:
         """Cut the copies' parameters as the model's are now; give values to those that had none, as the model's have."""
+        self._model._copies.clear()
         for made, alike in self._copies:
             mine, theirs = _named(self._model), _named(made)
             further = Followers(made)
@@ -141,7 +148,7 @@ def _named(model: AutoParallel) -> dict[str, Tensor]:
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have the same values, or neither has any."""
+    """Two tensors have the same values, or neither has any."""
     if a.is_meta or b.is_meta:
         return a.is_meta and b.is_meta and a.shape == b.shape
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.detach(), b.detach())

@@ -320,9 +320,10 @@ class AutoParallel(Settings, nn.Module):
         observer = _OBSERVER.get()
         if observer is not None:
             observer(self, args, kwargs)
-        check_inside(self.net)
         runtime, module = self._runtime(), _Holder(self.net, self.loss_fn)
         before = self._before()
+        if runtime.processes:
+            refuse_calls_of_parts()
         recording = Recording(why)
         plan = self._planned(args, kwargs, module, before, recording=recording)
         followers = Followers(self) if before is None else None
@@ -342,8 +343,6 @@ class AutoParallel(Settings, nn.Module):
             if isinstance(plan, PipelinePlan):
                 self._first_ranks.update((name, parameter.ranks.start) for name, parameter in plan.parameters.items())
             followers.follow()
-            if program.held is not None:
-                refuse_calls_of_parts()
         if self.save_graphs is not None:
             from .report import write_dumps
             parts = runtime.processes and self.parallel_mode != "stand_alone"
@@ -383,6 +382,7 @@ class AutoParallel(Settings, nn.Module):
             begin_planning("" if recording is None else recording.why)
             ranks = Agreement(self.parallel_mode, fed)
         try:
+            check_inside(self.net)
             stored = self._stored
             if before is None and parts and stored is None:
                 from .runtime.parameters import held_layouts  # see runtime/run.py
@@ -549,6 +549,10 @@ class AutoParallel(Settings, nn.Module):
         if name == "__class__":
             refuse_class(value)
         super().__setattr__(name, value)
+
+    def register_forward_pre_hook(self, hook: Callable[..., Any], **kwargs: Any) -> Any:
+        refuse_class(type(getattr(hook, "__self__", None)))  # as ``fully_shard`` begins
+        return super().register_forward_pre_hook(hook, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -68,7 +68,7 @@ class WholeModel:
         self._outer = model._whole
         if self._outer is not None:
             if self._outer.rank is not None and self.rank != self._outer.rank:
-                raise SettingError(f"whole(rank={self.rank}) inside of whole(rank={self._outer.rank}): the other ranks have slices",
+                raise SettingError(f"whole(rank={self.rank}) inside of whole(rank={self._outer.rank}): other ranks have slices",
                                    legal="whole() around both")
             return self._net(parts, runtime.rank)
         _check(model)
@@ -151,15 +151,14 @@ class _Swapped:
                     if not _same(value, buffer):
                         buffer.copy_(value)
         self.began = {name: buffer.clone() for name, buffer in self.buffers.items()}
-        self.tables: list[tuple[dict[str, Any], str, Tensor]] = []
-        names = {id(p): n for n, p in self.cut.items()} | {id(b): n for n, b in self.buffers.items()}
+        #: The tables of each module, with what was in them.
+        self.tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        names = {id(p): n for n, p in self.cut.items()}
         for module in self.holder.modules():
             for table in (module._parameters, module._buffers):
-                for key, tensor in table.items():
-                    if id(tensor) in names:
-                        self.tables.append((table, key, tensor))
-                        if names[id(tensor)] in self.whole:
-                            table[key] = self.whole[names[id(tensor)]]
+                self.tables.append((table, dict(table)))
+                table.update((key, self.whole[names[id(tensor)]]) for key, tensor in self.tables[-1][1].items()
+                             if names.get(id(tensor)) in self.whole)
         self.children = [(module._modules, dict(module._modules)) for module in self.holder.modules()]
         for parameter in self.cut.values():
             close_to_steps(parameter)
@@ -201,30 +200,37 @@ class _Swapped:
     def _restored(self) -> tuple[SettingError | None, dict[str, Tensor]]:
         """The model as it was, but for values; an error for a change that has no value, and the values by name."""
         names = {id(p): n for n, p in self.cut.items()} | {id(b): n for n, b in self.buffers.items()}
-        back = {id(w): self.cut[n] for n, w in self.whole.items()}
+        back = {id(w) for w in self.whole.values()}
         now: dict[str, Tensor] = {}
         wrong: list[tuple[str, str]] = []
-        for table, key, tensor in self.tables:
-            name, held = names[id(tensor)], table.get(key)
-            expected = self.whole.get(name, tensor)
-            if held is None:
-                wrong.append((f"{name!r} was removed", "changes of the model's structure before its first call"))
-            elif whole_shape(held) != whole_shape(expected) or held.dtype != expected.dtype:
-                wrong.append((f"{name!r} of shape {tuple(whole_shape(expected))} and {expected.dtype} became "
-                              f"{tuple(whole_shape(held))} and {held.dtype}", "changes of the model's structure before its first call"))
-            elif now.get(name, held) is not held:
-                wrong.append((f"{name!r} is tied, and was replaced in one of its places", "the same tensor in all of them"))
-            if self.mine or name in self.buffers:
-                now[name] = held if held is not None else expected
-            table[key] = tensor
-        known = {id(t) for _, _, t in self.tables}
+        elsewhere = "changes of the model's structure before its first call, or in a copy.deepcopy(net)"
+        for table, before in self.tables:
+            for key, tensor in before.items():
+                name, held = names.get(id(tensor)), table.get(key)
+                expected = self.whole.get(name, tensor)
+                if name is None:
+                    if held is not tensor:
+                        wrong.append((f"{key!r} was replaced", elsewhere))
+                elif held is None:
+                    wrong.append((f"{name!r} was removed", elsewhere))
+                elif whole_shape(held) != whole_shape(expected) or held.dtype != expected.dtype:
+                    wrong.append((f"{name!r} of shape {tuple(whole_shape(expected))} and {expected.dtype} became "
+                                  f"{tuple(whole_shape(held))} and {held.dtype}", elsewhere))
+                elif held is expected and held.requires_grad != tensor.requires_grad:
+                    wrong.append((f"requires_grad of {name!r} was changed", "requires_grad_() outside of whole()"))
+                elif now.get(name, held) is not held:
+                    wrong.append((f"{name!r} is tied, and was replaced in one of its places", "the same tensor in all of them"))
+                if name is not None and (self.mine or name in self.buffers):
+                    now[name] = held if held is not None else expected
+            wrong += [(f"{key!r} of shape {tuple(table[key].shape)} is new", elsewhere) for key in table
+                      if key not in before and table[key] is not None and id(table[key]) not in back]
+            table.clear()
+            table.update(before)
+        known = {id(table) for table, _ in self.tables}
         for module in self.holder.modules():
-            for key, parameter in module._parameters.items():
-                if parameter is not None and id(parameter) in back:
-                    module._parameters[key] = back[id(parameter)]  # moved to another module
-                elif parameter is not None and id(parameter) not in known and not hasattr(parameter, CUT):
-                    wrong.append((f"{type(module).__name__} has a new parameter {key!r} of shape {tuple(parameter.shape)}",
-                                  "changes of the model's structure before its first call, or in a copy.deepcopy(net)"))
+            if id(module._parameters) not in known:
+                wrong += [(f"{type(module).__name__} has a new parameter {key!r} of shape {tuple(parameter.shape)}", elsewhere)
+                          for key, parameter in module._parameters.items() if parameter is not None and id(parameter) not in back]
         for name, parameter in self.whole.items():
             if parameter.grad is not None:
                 wrong.append((f"{name!r} has a gradient, of the whole tensor that goes now", "torch.no_grad(), or zero_grad() at "
@@ -234,6 +240,9 @@ class _Swapped:
             open_to_steps(parameter)
             if _versions(parameter) != self.versions[name]:
                 wrong.append((f"the slice of {name!r} was changed", "changes of the whole tensor, or outside of whole()"))
+        if not wrong and [dict(table) for table, _ in self.children] != [children for _, children in self.children]:
+            wrong.append(("modules were added, removed or replaced",
+                          "the same in a copy: copy.deepcopy(net).merge_and_unload(), say"))
         if not wrong:
             return None, now
         more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
@@ -259,7 +268,7 @@ class _Swapped:
         """
         from .runtime.parameters import with_values  # imports DTensor
         tensors = {**self.cut, **self.buffers}
-        changed: list[str] | None = []
+        changed: list[str] = []
         for name, parameter in self.cut.items():
             before = self._gathered(name, parameter)
             if self.mine and not _same(now[name].to(before.device), before):
@@ -317,7 +326,7 @@ def _broadcast(tensor: Tensor, source: int) -> Tensor:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have the same values, bit by bit but for the sign of zero."""
+    """Two tensors have the same values: equal or both NaN, element by element."""
     return torch.equal(a, b) or a.is_floating_point() and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
@@ -384,10 +393,16 @@ def refuse_calls_of_parts() -> None:
 
 
 def _refuse(module: nn.Module, args: tuple) -> None:
+    if not module._parameters or isinstance(module, Settings):
+        return
     for key, parameter in module._parameters.items():
-        if parameter is not None and hasattr(parameter, CUT) and not isinstance(module, Settings):
+        if parameter is not None and CUT in vars(parameter):
             frames = [(f.filename, f.lineno or 0) for f in traceback.extract_stack()]
             frames = [f for f in frames if "site-packages" not in f[0]] or frames  # a library's model is called by the user
             raise SettingError(f"{type(module).__name__} is called by itself, and of its {key!r} (parameter "
                                f"{getattr(parameter, CUT)!r}) this rank has a slice", source=user_frame(frames) or None,
                                legal=_CALLS)
+
+
+#: No hook of the user's: what runs the hooks of all modules around a program, or looks for them, leaves it out.
+_refuse.of_shardwright = True  # type: ignore[attr-defined]

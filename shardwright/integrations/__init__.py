@@ -1,6 +1,6 @@
-"""Other libraries' training loops around a parallel model. Each room imports its library; nothing here is imported with the
-package.
+"""Other libraries' training loops around a parallel model. Each module imports its library; none is imported with the package.
 
-    shardwright.integrations.hugging_face    Trainer of transformers, Accelerator of accelerate
-    shardwright.integrations.lightning       a strategy of Lightning's Trainer
+    shardwright.integrations.hugging_face    Trainer, Seq2SeqTrainer and TrainerMixin, of transformers
+    shardwright.integrations.accelerate      Accelerator
+    shardwright.integrations.lightning       ShardwrightStrategy, of Lightning's Trainer
 """

@@ -14,13 +14,15 @@ from typing import Any
 import accelerate
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from ..errors import SettingError
 from ..parallel import AutoParallel
 
 __all__ = ["Accelerator"]
 
-_CHECKPOINTS = "sw.save_checkpoint(model, optimizer, path, step=…) and sw.load_checkpoint; model.save_pretrained(path) for weights"
+_CHECKPOINTS = "sw.save_checkpoint(model, optimizer, path, step=…) and sw.load_checkpoint; for weights " \
+               "model.save_pretrained(path)"
 
 
 class Accelerator(accelerate.Accelerator):
@@ -34,7 +36,7 @@ class Accelerator(accelerate.Accelerator):
         SettingError: a loader prepared before a model that every process feeds the whole batch.
     """
 
-    #: Whether every process is fed the whole batch; None: no parallel model has been prepared.
+    #: Every process is fed the whole batch; None: no parallel model has been prepared.
     _whole_batches: bool | None = None
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
@@ -77,7 +79,11 @@ class Accelerator(accelerate.Accelerator):
         return made
 
     def gather_for_metrics(self, input_data: Any, *args: Any, **kwargs: Any) -> Any:
-        return input_data if self._whole_batches else super().gather_for_metrics(input_data, *args, **kwargs)
+        if not self._whole_batches:
+            return super().gather_for_metrics(input_data, *args, **kwargs)
+        state = self.gradient_state
+        last = state.remainder if state.end_of_dataloader and state.remainder > 0 else None  # rows of a last, smaller batch
+        return pytree.tree_map_only(torch.Tensor, lambda x: x[:last], input_data)
 
     def get_state_dict(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(model, AutoParallel):
