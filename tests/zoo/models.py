@@ -5,6 +5,7 @@ Each builder returns a model in float64, inputs, a target, and a loss of what th
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -14,8 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-
-from libraries import library
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -55,6 +54,15 @@ class Model:
 
 
 MODELS: dict[str, Model] = {}
+
+
+def library(name: str) -> Any:
+    """A library, imported where a model is built of it.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    return importlib.import_module(name)
 
 
 def model(library: str, note: str = "", slow: bool = False) -> Callable[[Callable[[], Built]], Callable[[], Built]]:
