@@ -23,6 +23,7 @@ __all__ = ["MODELS", "Built", "Model"]
 #: How many rows a batch has, and how many tokens a row.
 ROWS, LENGTH, VOCABULARY = 8, 8, 32
 
+
 @dataclass
 class Built:
     """A model, one batch and its loss: ``loss(net(*inputs, **kwargs), target)``."""
