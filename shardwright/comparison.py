@@ -204,15 +204,15 @@ class Comparison:
         return self.at(instruction, "forward", math.inf, self.ops.get(instruction.operator),
                        f"{type(error).__name__}: {error}")
 
-    def at(self, instruction: Any, phase: str, apart: float, op: Op | None, message: str = "") -> FirstDifference:
+    def at(self, instruction: Any, phase: str, apart: float, op: Op | None, message: str = "",
+           precision: Precision | None = None) -> FirstDifference:
         part = "conversion" if isinstance(instruction, Move) else "operator"
         if op is None:  # a conversion to the layout in which a result is handed out: after the operator that made it
             op = self.ops.get(getattr(instruction, "producer", ""))
         made = instruction.target.value.name if not isinstance(instruction, Compute) else instruction.op.name
         who = (op.name, op.kind, op.source) if op is not None else (instruction.operator, "", "")
-        tensor = self.original.get(made, made)
-        return FirstDifference(*who, phase, part, tensor, apart, self.dtype, message,
-                               *self.decided(self.allowed.value(tensor)))
+        return FirstDifference(*who, phase, part, self.original.get(made, made), apart, self.dtype, message,
+                               *self.decided(precision))
 
     def decided(self, precision: Precision | None) -> tuple[float, Precision | None]:
         """What is allowed of a tensor of this precision, and the precision."""
@@ -234,8 +234,9 @@ class Comparison:
             return  # inside of an operator that is worked out in several
         if self.found is None:
             apart, message = self.compare(name, shards, instance.layout)
-            if self.differs(apart, self.allowed.value(name)):
-                self.found = self.at(instruction, "forward", apart, self.ops.get(instruction.operator), message)
+            precision = self.allowed.value(name)
+            if self.differs(apart, precision):
+                self.found = self.at(instruction, "forward", apart, self.ops.get(instruction.operator), message, precision)
         self.keep(name, shards, instruction, instance)
 
     def compare(self, name: str, shards: Sequence[Tensor], layout: Layout) -> tuple[float, str]:

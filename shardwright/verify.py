@@ -61,7 +61,7 @@ def verify(net: nn.Module, inputs: tuple | Tensor, targets: Any = None, *, loss_
            dtypes: Sequence[torch.dtype] = (torch.float64, torch.float32),
            tolerances: Mapping[torch.dtype, float] | None = None, on_missing_rule: str = "error",
            kwargs: dict[str, Any] | None = None, uneven: bool = False, cluster: Any = None, memory: Any = None,
-           pipeline: Mapping[str, Any] | None = None, mixed_precision: Any = None) -> VerifyReport:
+           pipeline: Mapping[str, Any] | None = None, mixed_precision: Any = None, cut: bool = False) -> VerifyReport:
     """Compare a model under a plan with the same model on one device.
 
     Copies of the model train for a few steps on one batch, in each type: in plain PyTorch, and planned for `devices`
@@ -82,15 +82,18 @@ def verify(net: nn.Module, inputs: tuple | Tensor, targets: Any = None, *, loss_
             the gradient, as Adam does, makes steps of what is mere rounding in a gradient of nothing.
         dtypes: floating types.
         tolerances: the largest relative difference that is allowed in a type; default: 1e-10 in float64, 1e-4 in
-            float32.
+            float32. A value that an operator of a coarser type has a part in, such as a norm that the model computes in
+            float32, is allowed that type's; the report says which operator decided.
         kwargs: further inputs, by name.
         pipeline: the arguments of `AutoParallel.pipeline` as a dict; None: no pipeline. The backward then starts from the
             one loss of what the model returns.
         mixed_precision: as for `AutoParallel`. Both sides compute in its types, from parameters of each of `dtypes`; the largest
             difference that is allowed is at least the root of their precision.
+        cut: plan on links that are next to free, so that a search cuts whatever can be cut. A plan that cuts nothing, or
+            sends nothing, proves nothing: `VerifyReport.unproved` says so.
 
     Returns:
-        The report: ``.ok``, ``.max_loss_difference``, ``.first_difference``, ``.summary()``, …
+        The report: ``.ok``, ``.proved``, ``.max_loss_difference``, ``.first_difference``, ``.summary()``, …
 
     Raises:
         ShardwrightError: what cannot be planned, or a setting that makes no sense. Whatever the model itself raises on
@@ -103,6 +106,8 @@ def verify(net: nn.Module, inputs: tuple | Tensor, targets: Any = None, *, loss_
         raise SettingError("targets without a loss_fn", legal="verify(net, inputs, targets, loss_fn=…)")
     if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
         raise SettingError(f"verify(devices={devices!r})", legal="a whole number of at least 1")
+    if cut:
+        cluster = Cluster.of(cluster, devices).with_free_links()
 
     policy = MixedPrecision.of(mixed_precision)
 
@@ -115,7 +120,7 @@ def verify(net: nn.Module, inputs: tuple | Tensor, targets: Any = None, *, loss_
 
 
 def verify_call(model: AutoParallel, args: tuple, kwargs: dict[str, Any] | None = None, *, devices: int | None = None,
-                steps: int = 3) -> VerifyReport:
+                steps: int = 3, cut: bool = False) -> VerifyReport:
     """Verify one call of a wrapped model, with its settings; the model itself is left as it is.
 
     Args:
@@ -123,6 +128,7 @@ def verify_call(model: AutoParallel, args: tuple, kwargs: dict[str, Any] | None 
         args, kwargs: what it is called with.
         devices: None: as many as it would run on.
         steps: how many steps of plain SGD.
+        cut: plan on links that are next to free, as `verify`.
 
     Raises:
         SettingError: nothing says how many devices.
@@ -134,6 +140,8 @@ def verify_call(model: AutoParallel, args: tuple, kwargs: dict[str, Any] | None 
         wrapped.__dict__.update((k, v) for k, v in vars(model).items() if k not in model._NOT_SETTINGS)
         wrapped.random = "exact"  # fast numbers are others under each plan
         wrapped.sync_batch_norm = True  # and so are statistics of each device's own
+        if cut:
+            wrapped._cluster = Cluster.of(wrapped._cluster, runtime.devices).with_free_links()
         return wrapped
     return _Verification(model.net, model.loss_fn, args, kwargs or {}, wrap, devices, steps, None, tuple(TOLERANCES),
                          None, model.mixed_precision).report()

@@ -24,11 +24,14 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "verify", allow_abbrev=False, help="compare a plan with one device: losses, gradients, parameters",
         description="Compare a model under its plan with the same model on one device. Exit code 0: they agree, 1: "
-                    "they do not or the model cannot be planned, 2: there is nothing to verify.",
-        usage="%(prog)s [--devices N] [--steps K] script.py [script arguments]\n"
-              "       %(prog)s [--devices N] [--steps K] module:function | file.py:function")
+                    "they do not or the model cannot be planned, 2: there is nothing to verify. Where the plan cuts nothing "
+                    "or sends nothing, the report says that nothing was proved.",
+        usage="%(prog)s [--devices N] [--steps K] [--cut] script.py [script arguments]\n"
+              "       %(prog)s [--devices N] [--steps K] [--cut] module:function | file.py:function")
     parser.add_argument("--devices", type=positive, metavar="N", help="how many devices (default: as the target says)")
     parser.add_argument("--steps", type=positive, metavar="K", help="steps of the optimizer (default: 3)")
+    parser.add_argument("--cut", action="store_true", help="plan on links that are next to free, so that searches cut whatever "
+                                                           "can be cut")
     parser.add_argument("target", help="a training script that calls an AutoParallel model; or a function without "
                                        "arguments that returns the keyword arguments of shardwright.verify as a dict, "
                                        "or (net, inputs, targets, loss_fn)")
@@ -43,9 +46,9 @@ def verify(arguments: argparse.Namespace) -> int:
     """
     try:
         if os.path.isfile(arguments.target):
-            report = verify_script(arguments.target, arguments.script_args, arguments.devices, arguments.steps)
+            report = verify_script(arguments.target, arguments.script_args, arguments.devices, arguments.steps, arguments.cut)
         else:
-            report = verify_function(arguments.target, arguments.script_args, arguments.devices, arguments.steps)
+            report = verify_function(arguments.target, arguments.script_args, arguments.devices, arguments.steps, arguments.cut)
     except Nothing as error:
         arguments.parser.error(str(error))
     except ShardwrightError as error:
@@ -55,7 +58,8 @@ def verify(arguments: argparse.Namespace) -> int:
     return 0 if report.ok else 1
 
 
-def verify_script(script: str, script_args: list[str], devices: int | None, steps: int | None) -> VerifyReport:
+def verify_script(script: str, script_args: list[str], devices: int | None, steps: int | None,
+                  cut: bool = False) -> VerifyReport:
     """Run a script until it first calls an `AutoParallel` model, and verify that call.
 
     Raises:
@@ -64,10 +68,11 @@ def verify_script(script: str, script_args: list[str], devices: int | None, step
     from shardwright.verify import verify_call
 
     return first_call(script, script_args, devices, lambda model, args, kwargs: verify_call(
-        model, args, kwargs, devices=devices, steps=steps or 3))
+        model, args, kwargs, devices=devices, steps=steps or 3, cut=cut))
 
 
-def verify_function(target: str, rest: list[str], devices: int | None, steps: int | None) -> VerifyReport:
+def verify_function(target: str, rest: list[str], devices: int | None, steps: int | None,
+                    cut: bool = False) -> VerifyReport:
     """Verify what a function returns.
 
     Raises:
@@ -76,5 +81,6 @@ def verify_function(target: str, rest: list[str], devices: int | None, steps: in
     given = arguments_of(target, rest, "shardwright.verify")
     from shardwright.verify import verify as compare
 
-    given |= {key: value for key, value in (("devices", devices), ("steps", steps)) if value is not None}
+    told = (("devices", devices), ("steps", steps), ("cut", cut or None))
+    given |= {key: value for key, value in told if value is not None}
     return compare(**given)

@@ -62,7 +62,7 @@ def no_runtime_of_another_test():
 
 #: Files whose tests take longest together, the longest first: handed out at the end, one of them would keep one process
 #: of pytest-xdist busy while the others have nothing left to do. Another order costs time alone.
-LONGEST = ("examples_launched", "recursive", "processes", "random_networks", "pipeline_processes", "restarts",
+LONGEST = ("models", "examples_launched", "recursive", "processes", "random_networks", "pipeline_processes", "restarts",
            "balance", "recompute", "failures", "checkpoint_processes", "launch", "pipeline_hybrid", "hosts",
            "contest", "resnet", "calibrate", "one_search", "durability", "limits", "gradients", "mpirun", "loops",
            "compiled", "hsdp", "tutorials", "collectives", "micro", "pipeline_errors", "conv", "models_processes")

@@ -224,6 +224,16 @@ def test_a_mark_is_on_one_operator() -> None:
         capture(sw.shard(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), ((1, 1),)), (X.float(),))
 
 
+def test_the_plain_form_takes_what_the_one_in_place_takes() -> None:
+    """``x.pow_(2)`` and ``torch.pow(2, x)`` are both overloads called Scalar."""
+    class Net(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * 1).pow_(2.0).add_(1).mul_(x)
+
+    made = [op.target for op in capture(Net(), (torch.ones(4),)).ops]
+    assert made[1] is torch.ops.aten.pow.Tensor_Scalar and all(str(t._schema.arguments[0].type) == "Tensor" for t in made)
+
+
 def test_marks_leave_no_trace() -> None:
     plain, marked = Marked(None, None, None), Marked()
     assert kinds(capture(plain, (X,))) == kinds(capture(marked, (X,))) == ["matmul", "relu", "matmul", "tanh", "linear"]

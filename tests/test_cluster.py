@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 import shardwright as sw
 from shardwright.cluster_presets import PRESETS
@@ -113,6 +115,20 @@ def test_a_laptop_is_shared_by_its_devices(devices: int) -> None:
     for whole, part in ((one.memory, cpu.memory), (one.rate("float32"), cpu.rate("float32")),
                         (one.memory_bandwidth, cpu.memory_bandwidth)):
         assert part * devices == pytest.approx(whole)
+
+
+@pytest.mark.parametrize("name", ["h100x8", "h100x8x4", "cpu"])
+def test_free_links_cost_less_than_what_a_cut_saves(name: str) -> None:
+    plain = sw.Cluster.of(name)
+    free = plain.with_free_links()
+    assert [level.size for level in free.levels] == [level.size for level in plain.levels]
+    assert (free.peak, free.memory, free.memory_bandwidth) == (plain.peak, plain.memory, plain.memory_bandwidth)
+    assert sw.Cluster.of(free.to_dict()) == free
+    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    given = dict(parallel_mode="dynamic_programming", devices=4)
+    plans = [sw.plan(net, (torch.empty(4, 8),), cluster=cluster, **given) for cluster in (plain, free)]
+    whole, cut = ([bool(d.assignment.used) for d in plan.decisions.values()] for plan in plans)
+    assert all(cut) and not all(whole)
 
 
 @pytest.mark.parametrize("name", ["h100", "h100x8x0", "h100x8x2x2", "h100x16", "nothing", ""])

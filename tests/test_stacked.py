@@ -213,6 +213,23 @@ def test_operators_are_those_of_one_device(in_strategy):
     assert_as_one_device(Block(in_strategy).to(D), (torch.randn(8, 4, 8, dtype=D),))
 
 
+@pytest.mark.parametrize("cuts", [(4,), (2,), (1,)])
+def test_an_operator_that_takes_another_s_shape(cuts):
+    """Of the two operands the ranks have slices of the one, and the other alike."""
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tanh = sw.shard(torch.tanh, (cuts,))
+            self.head = nn.Parameter(torch.ones(1, dtype=D))
+
+        def forward(self, x):
+            return (self.tanh(x).expand_as(torch.ones(40)) * self.head, self.head.expand_as(self.tanh(x * 2)),
+                    torch.ones(40, dtype=D).expand_as(self.tanh(x * 3)) * self.head)
+
+    for mode in ("semi_auto", "sharding_propagation"):
+        assert_as_one_device(Net(), (torch.linspace(-1, 1, 40, dtype=D),), devices=4, mode=mode)
+
+
 def test_replicas_that_were_worked_on_apart_have_to_agree():
     axes, x = Axes((2, 2)), torch.randn(2, 1, 3, dtype=D, requires_grad=True)
     layout = Layout.of(4, [(Digit(2, 2),)])

@@ -13,8 +13,10 @@ import torch.nn as nn
 import operator_functional
 import shardwright as sw
 from shardwright import cli
+from shardwright.capture import capture
+from shardwright.precision import Allowed, precisions
 from shardwright.runtime import init as runtime_init
-from shardwright.verify import VerifyReport, verify_call
+from shardwright.verify import TOLERANCES, VerifyReport, verify_call
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
@@ -124,7 +126,8 @@ def test_tutorial_network_agrees(mode):
     assert report.max_loss_difference <= 1e-12
     assert report.max_gradient_difference <= 1e-12
     assert report.max_parameter_difference <= 1e-12
-    assert report.summary().startswith(f"ok: {mode} on {1 if mode == 'stand_alone' else 8} device")
+    verdict = "ok, but nothing was proved: stand_alone on 1 device" if mode == "stand_alone" else f"ok: {mode} on 8 devices"
+    assert report.summary().startswith(verdict) and report.proved == (mode != "stand_alone")
     if mode == "semi_auto":  # sums are taken in another order: not the very same program was run twice
         assert report.differences[1].gradient > 0
         assert report.plan.operator("matmul1").in_strategy == ((2, 4), (4, 1))
@@ -305,6 +308,138 @@ def test_what_cannot_be_planned_is_raised_and_so_is_what_the_model_raises():
         sw.verify(Eight(), (torch.randn(16, 16),))
 
 
+# -- parts in a coarser type -------------------------------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    """A norm worked out in float32 whatever the model's type, between products in that type, and a branch without it."""
+
+    def __init__(self, middle=None, strategy=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.beside = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.middle = sw.shard(middle, strategy) if middle is not None else torch.tanh
+
+    def forward(self, x):
+        h = self.first(x)
+        wide = h.to(torch.float32)
+        h = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(h.dtype)
+        return self.second(self.middle(h)), self.beside(x)
+
+
+def _off(by):
+    """An operator that is cut in any dim, as its rule says, and adds `by` of the part's own mean to each part."""
+    @torch.library.custom_op(f"verify_tests::off_{str(by).replace('-', '_').replace('.', '_')}", mutates_args=())
+    def off(x: torch.Tensor) -> torch.Tensor:
+        return x + by * x.mean()
+
+    off.register_fake(torch.empty_like)
+    off.register_autograd(lambda ctx, grad: grad + by * grad.mean())
+    sw.rule(off, "... -> ...")
+    return off
+
+
+OFF = {by: _off(by) for by in (3e-2, 1e-6)}
+
+
+def test_a_part_in_float32_has_its_tolerance_and_nothing_else_has():
+    given = dict(parallel_mode="recursive_programming", cut=True, devices=4, steps=2)
+    report = sw.verify(Normed(), torch.randn(16, 16), dtypes=(torch.float64,), **given)
+    assert report.proved, report.summary()
+    assert report.headline.dtype == torch.float64 and report.headline.tolerance == 1e-10
+    assert sorted({w.tolerance for w in (report.headline.losses, report.headline.gradients)}) in ([1e-10, 1e-4], [1e-4])
+    wide = line_of(Normed, "h.to(torch.float32)")
+    allowed = Allowed(report.plan.graph, torch.float64, TOLERANCES)
+    through, beside = allowed.result(0), allowed.result(1)
+    assert (through.dtype, through.source) == (torch.float32, wide) and beside.dtype == torch.float64
+    assert allowed.tolerance(through) == 1e-4 and allowed.tolerance(beside) == 1e-10
+    gradients = {name: allowed.of_parameter(name).dtype for name, _ in Normed().named_parameters()}
+    assert gradients == {n: torch.float64 if n.startswith("beside") else torch.float32 for n in gradients}
+    assert f"allowed in float64: the tolerance of float32 ({through.operator}, {wide}) for" in report.summary()
+    assert not sw.verify(Normed(), torch.randn(16, 16), dtypes=(torch.float32,), **given).headline.coarser
+
+
+def test_a_fault_above_the_tolerance_is_found_beside_a_part_in_float32():
+    first = found(Normed(OFF[3e-2], ((2, 4),))).first_difference
+    assert (first.operator, first.op, first.part) == ("middle", "off_0_03", "operator")
+    assert first.tolerance == 1e-4 and first.precision.source == line_of(Normed, "h.to(torch.float32)")
+    assert "more than the 1e-04 of float32 (" in str(first)
+
+
+def test_a_fault_too_small_for_float32_is_found_where_no_float32_is():
+    torch.manual_seed(0)
+    report = sw.verify(Net(OFF[1e-6], ((2, 4),)), torch.randn(16, 16), steps=1, dtypes=(torch.float64,))
+    assert not report.ok and report.first_difference.operator == "middle"
+    assert report.first_difference.tolerance == 1e-10 and report.first_difference.precision.dtype == torch.float64
+
+
+def test_a_wrong_partial_sum_is_found_before_a_norm_of_float32(monkeypatch):
+    import shardwright.runtime.local as local
+    right = local.convert_shards
+
+    def wrong(conversion, shards, how):
+        result = right(conversion, shards, how)
+        return result * (1 + 1e-3) if any(s.kind == "all_reduce" for s in conversion.steps) else result
+
+    monkeypatch.setattr(local, "convert_shards", wrong)
+    torch.manual_seed(0)
+    net = Normed()
+    sw.shard(net.first, ((1, 8), (1, 8), (1,)))
+    report = sw.verify(net, torch.randn(16, 16), steps=1, dtypes=(torch.float64,))
+    assert not report.ok and report.first_difference.source == line_of(Normed, "self.first(x)")
+
+
+def test_parameters_take_the_precision_of_their_gradients_step_by_step():
+    class Tail(nn.Module):
+        """The second layer's output is rounded to float32; the first layer's gradient goes through there."""
+
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            y = self.first(x)
+            return y.mean(), self.second(y).to(torch.float32).to(x.dtype)
+
+    graph = capture(Tail().double(), (torch.randn(8, 8, dtype=torch.float64),))
+    once, twice = precisions(graph, 1), precisions(graph, 2)
+    (first, second) = (v.name for v in graph.outputs)
+    assert once.values[first].dtype == torch.float64 and twice.values[first].dtype == torch.float32
+    assert {p.dtype for p in once.state.values()} == {torch.float32}
+    assert once.gradients[graph.parameters["second.weight"].name].dtype == torch.float32
+
+
+# -- what proves nothing -----------------------------------------------------------------------------------------------
+
+
+def test_a_plan_that_cuts_nothing_says_that_nothing_was_proved():
+    torch.manual_seed(0)
+    given = dict(devices=4, parallel_mode="dynamic_programming", steps=1, dtypes=(torch.float64,))
+    alone = sw.verify(Net(torch.tanh, None), torch.randn(4, 16), **given)
+    assert alone.ok and not alone.proved and alone.cut[0] == 0 and "cuts none of its" in alone.unproved
+    assert alone.summary().startswith("ok, but nothing was proved: dynamic_programming on 4 devices")
+    assert "to prove something: verify(..., cut=True)" in alone.summary()
+    cut = sw.verify(Net(torch.tanh, None), torch.randn(4, 16), **given, cut=True)
+    assert cut.proved and cut.cut[0] > cut.cut[1] / 2 and cut.sent > 0 and not cut.unproved, cut.summary()
+    assert cut.summary().startswith("ok: dynamic_programming on 4 devices")
+    assert f"cut: {cut.cut[0]} of {cut.cut[1]} operators; {cut.sent} collectives a step" in cut.summary()
+
+
+def test_a_plan_that_sends_nothing_says_that_nothing_was_proved():
+    class Each(nn.Module):
+        def forward(self, x):
+            return x * 2
+
+    report = sw.verify(Each(), torch.randn(8, 4), parallel_mode="data_parallel", dataset_strategy="data_parallel")
+    assert report.ok and report.cut == (1, 1) and report.sent == 0 and not report.proved
+    assert "sends nothing" in report.summary()
+
+
+def test_a_difference_is_told_whatever_was_proved():
+    report = found(Net(sixteen, ((1, 2),)), devices=2)
+    assert not report.proved and not report.unproved and report.summary().startswith("NOT OK")
+
+
 # -- a call of a wrapped model, and the command line -------------------------------------------------------------------
 
 
@@ -362,6 +497,10 @@ def as_tuple():
 def as_dict():
     return {"net": Net(), "inputs": torch.randn(8, 8), "devices": 4, "tolerances": {torch.float64: 0, torch.float32: 0}}
 
+def as_searched():
+    return {"net": nn.Sequential(nn.Linear(8, 8), nn.Tanh()), "inputs": torch.randn(8, 8), "devices": 4, "steps": 1,
+            "parallel_mode": "dynamic_programming"}
+
 def as_nothing():
     return None
 """
@@ -384,6 +523,10 @@ def test_functions_and_what_they_return(monkeypatch, capsys, tmp_path):
     assert "on 4 devices" in capsys.readouterr().out
     assert command(monkeypatch, "--devices", "3", target + "as_tuple") == 1
     assert "layer" in capsys.readouterr().err
+    assert command(monkeypatch, target + "as_searched") == 0
+    assert "nothing was proved: the plan cuts none of its" in capsys.readouterr().out
+    assert command(monkeypatch, "--cut", target + "as_searched") == 0
+    assert capsys.readouterr().out.startswith("ok: dynamic_programming on 4 devices")
     assert command(monkeypatch, target + "as_nothing") == 1
     assert "returns NoneType" in capsys.readouterr().err
     monkeypatch.chdir(tmp_path)

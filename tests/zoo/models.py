@@ -5,6 +5,7 @@ Each builder returns a model in float64, inputs, a target, and a loss of what th
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -15,14 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from libraries import library
-
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 __all__ = ["MODELS", "Built", "Model"]
 
 #: How many rows a batch has, and how many tokens a row.
 ROWS, LENGTH, VOCABULARY = 8, 8, 32
+
 
 @dataclass
 class Built:
@@ -55,6 +55,15 @@ class Model:
 
 
 MODELS: dict[str, Model] = {}
+
+
+def library(name: str) -> Any:
+    """A library, imported where a model is built of it.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    return importlib.import_module(name)
 
 
 def model(library: str, note: str = "", slow: bool = False) -> Callable[[Callable[[], Built]], Callable[[], Built]]:
