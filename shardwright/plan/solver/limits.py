@@ -27,6 +27,7 @@ from .priced_search import priced_search
 from .pricing import Pricing
 from ..problem import Problem, Solution
 from .reduce import consistent, reduced, restrict
+from .swept_pricing import SweptPricing
 
 __all__ = ["InfeasibleMemoryError", "solve_limited"]
 
@@ -70,9 +71,11 @@ def solve_limited(problem: Problem, *, seconds: float | None = None, gap: float 
     over = rows.least() > bound.limit
     if over.any():
         raise infeasible(problem, seconds=_left(until))
-    pricing = Pricing.of(bound, rows) if seconds is None else None
-    found, leanest = (None, None) if pricing is None else priced_search(bound, rows, pricing, gap)
     large = sum(table.size for table in bound.edges.values()) > WHOLE
+    pricing: Pricing | SweptPricing | None = Pricing.of(bound, rows) if seconds is None else None
+    if pricing is None and seconds is None and large:
+        pricing = SweptPricing(bound, rows)
+    found, leanest = (None, None) if pricing is None else priced_search(bound, rows, pricing, gap)
     if leanest is not None and found is None and large:
         return _leanest(problem, infeasible(problem, known=inner.lift(leanest.states[:-1])))
     if found is not None and (found.gap <= gap or large):

@@ -114,6 +114,16 @@ class Messages:
                                   *np.zeros((2, len(arcs), len(problem.costs[v])))))
             self._sides.append(made)
 
+    def resume(self, other: Messages) -> bool:
+        """Begin with the messages of another problem of the same nodes and edges, with other costs; whether it is one."""
+        if self.order != other.order or self.problem.edges.keys() != other.problem.edges.keys() or \
+                any(len(a) != len(b) for a, b in zip(self.problem.costs, other.problem.costs)):
+            return False
+        for mine, theirs in zip(self._sides, other._sides):
+            for a, b in zip(mine, theirs):
+                a.incoming = b.incoming.copy()
+        return True
+
     def sweep(self) -> float:
         """One sweep forwards and one backwards; the bound."""
         self._pass(1)
@@ -175,6 +185,20 @@ class Messages:
         first = self.order[0]
         own = self.problem.costs[first] + sum(side.incoming.sum(axis=0) for side in self._sides[first])
         return own + (sum(self._retained) - self._retained[first])
+
+    def thetas(self) -> list[np.ndarray]:
+        """By node, its costs and all that it was sent: what its states come to, next to one another."""
+        return [c + two[0].incoming.sum(axis=0) + two[1].incoming.sum(axis=0)
+                for c, two in zip(self.problem.costs, self._sides)]
+
+    def sent(self) -> dict[tuple[int, int], np.ndarray]:
+        """After a whole sweep, by (from, to): what the edge gives the latter's states, what these gave it taken off."""
+        out = {}
+        for v, (before, _) in enumerate(self._sides):
+            for n, u in enumerate(before.nodes.tolist()):
+                out[u, v] = -before.given[n]
+                out[v, u] = self._sides[u][1].incoming[before.rows[n]]
+        return out
 
     def costs(self) -> tuple[list[np.ndarray], dict[tuple[int, int], np.ndarray]]:
         """The energy as the last sweep, a backward one, leaves it: costs r by node; edges, not below 0."""
