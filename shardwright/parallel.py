@@ -27,7 +27,7 @@ from .plan import MODES, ParameterPlan, PipelinePlan, Plan, make_pipeline, make_
 from .plan.automatic_pipeline import Automatic
 from .plan.document import Document
 from .plan.hybrid import OwnPrograms, local_inputs
-from .plan.make import capture_micro, optimizer_parallel
+from .plan.make import budget_of, capture_micro, optimizer_parallel
 from .plan.micro import is_split
 from .plan.parameter_strategies import ParameterStrategies
 from .plan.storage import OptimizerParallel
@@ -98,6 +98,10 @@ class AutoParallel(Settings, nn.Module):
         memory: how much a device may hold, in the modes that search: bytes, "70GB", or "cluster" for its own.
         optimizer: what keeps state for each parameter, to reckon with its memory: "adam", "momentum", "sgd", or its bytes
             an element.
+        search_memory: by how much host memory the process may grow while it searches: bytes or text such as "2GB"; None:
+            half of what is free.
+        search_progress: what a long search calls every few seconds; None: a line on a terminal, False: nothing; see
+            `shardwright.plan`.
 
     Raises:
         SettingError: an unknown mode or setting.
@@ -111,7 +115,8 @@ class AutoParallel(Settings, nn.Module):
                  on_missing_rule: str = "error", save_graphs: str | Path | None = None,
                  sync_batch_norm: bool = False, random: str = "exact",
                  parameter_broadcast: bool = False, recompute: Any = None, uneven: bool = False,
-                 compile: bool | str = False, cluster: Any = None, memory: Any = None, optimizer: Any = "adam") -> None:
+                 compile: bool | str = False, cluster: Any = None, memory: Any = None, optimizer: Any = "adam",
+                 search_memory: Any = None, search_progress: Any = None) -> None:
         super().__init__()
         if not isinstance(net, nn.Module):
             raise SettingError(f"{net!r} is not an nn.Module", legal="a model written for one device")
@@ -134,6 +139,8 @@ class AutoParallel(Settings, nn.Module):
         self._gradients_mean = parallel_mode in ("data_parallel", "hybrid_parallel")
         self._broadcast, self.recompute, self.uneven = bool(parameter_broadcast), recompute, bool(uneven)
         self._cluster, self._memory, self._optimizer = cluster, memory, optimizer
+        budget_of(search_memory, search_progress)  # what there is not is said now
+        self._search_memory, self._search_progress = search_memory, search_progress
         self.compiled = "inductor" if compile is True else compile or None
         self._fusion, self.__dict__["_accumulation"] = Fusion(), Accumulation()
         self.__dict__["_programs"], self.__dict__["_submodules"] = {}, None
@@ -291,6 +298,7 @@ class AutoParallel(Settings, nn.Module):
                          sync_batch_norm=self.sync_batch_norm, hsdp=optimizer_parallel(self._hsdp, self.net, self.loss_fn),
                          uneven=self.uneven, strategies=self._strategies, cluster=self._cluster, memory=self._memory,
                          optimizer=self._optimizer, whole=stored_whole(self.net, self.loss_fn),
+                         search_memory=self._search_memory, search_progress=self._search_progress,
                          searcher=None if ranks is None else ranks.search)
             if self._pipeline is not None:
                 plan = make_pipeline(graph, wide, devices, self.parallel_mode, dataset, self._pipeline,

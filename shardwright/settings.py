@@ -250,4 +250,5 @@ class Settings:
                 "on_missing_rule": self.on_missing_rule, "sync_batch_norm": self.sync_batch_norm, "hsdp": self._hsdp,
                 "pipeline": self._pipeline, "recompute": self.recompute, "uneven": self.uneven, "strategies": self._strategies,
                 "param_strategies": self._parameter_strategies,
-                "cluster": self._cluster, "memory": self._memory, "optimizer": self._optimizer}
+                "cluster": self._cluster, "memory": self._memory, "optimizer": self._optimizer,
+                "search_memory": self._search_memory, "search_progress": self._search_progress}

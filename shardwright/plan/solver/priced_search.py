@@ -20,6 +20,7 @@ import numpy as np
 
 from ...errors import PlanError
 from .ascent import Prices, ascend
+from .budget import OutOfBudgetError, current
 from .facts import Facts
 from .local_search import within
 from .moments import Rows
@@ -81,6 +82,18 @@ class _PricedSearch:
         return self.states is not None and self.cost - self.prices.bound <= max(self.gap, 1e-9) * abs(self.cost)
 
     def run(self) -> Solution | None:
+        """
+        Raises:
+            OutOfBudgetError: there is not the memory to eliminate even once.
+        """
+        try:
+            return self.turns()
+        except OutOfBudgetError:
+            if isinstance(self.pricing, Pricing):
+                raise
+        return None if self.states is None else self.solution("prices of memory, as far as the host's memory went")
+
+    def turns(self) -> Solution | None:
         self.look(np.zeros(self.rows.count))
         if self.near:
             return self.solution("exact: what is best without a limit keeps it")
@@ -92,6 +105,7 @@ class _PricedSearch:
         for turn in range(ROUNDS):
             part: Any = self.pricing if direct else _Part(self.problem, self.rows, self.marks())
             bound = self.prices.bound
+            self.tell()
             known = Prices(self.rows.count, self.rows.limit)
             known.cuts, known.multipliers = list(self.known.values()), self.prices.multipliers
             near = self.gap / 4 if direct else max(self.gap / 4, ROUGH * 0.1 ** turn)
@@ -130,10 +144,16 @@ class _PricedSearch:
             "prices of memory, each minimised exactly, then splicing" if isinstance(self.pricing, Pricing) else
             "prices of memory, bounded by sweeps, then splicing")
 
+    def tell(self) -> None:
+        """How far it has come."""
+        best, bound = None if self.states is None else self.cost, self.prices.bound
+        current().watch("prices of memory", best, None if bound == -np.inf else bound)
+
     def keep(self, part: Any) -> None:
         """States that keep the limit: those that are least at higher prices than the best ones."""
         spliced = False
         for times in HIGHER:
+            self.tell()
             if any((cut.used <= self.rows.limit).all() for cut in self.known.values()) and times > 2.0:
                 break
             _, cut = part.least(times * self.prices.multipliers)
@@ -216,6 +236,7 @@ class _PricedSearch:
             mark[state] = True
         count, random = len(self.problem.costs), np.random.default_rng(0)
         for _ in range(WINDOWS):
+            self.tell()
             length = int(random.integers(LENGTH // 8, LENGTH))
             begin = int(random.integers(-length // 2, max(count - length // 2, 1)))
             self.take(self.splicer.window(self.states, max(begin, 0), min(begin + length, count), alive,

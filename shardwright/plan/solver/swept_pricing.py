@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ..problem import Problem
+from .budget import OutOfBudgetError, current
 from .moments import Rows
 from .repeats import Pair, Shorter, period, shorter
 from .trws import Messages
@@ -52,13 +53,19 @@ class SweptPricing:
         if short is None:
             nodes = tuple(range(len(costs)))
             short = Shorter(nodes, edges, np.array(nodes), {pair: pair for pair in edges})
-        messages = Messages(Problem(tuple(costs[v] for v in short.nodes), short.edges))
+        inner = Problem(tuple(costs[v] for v in short.nodes), short.edges)
+        try:
+            messages = Messages(inner)
+        except OutOfBudgetError:
+            return self._unswept(costs, edges, short) - float(multipliers.sum()) * self.rows.limit, self._nearest(inner, short)
+        budget = current()
         if self._last is not None:
             messages.resume(self._last)
         self._last = messages
         once = max(1, sum(table.size for table in short.edges.values()))
         before = -np.inf
         for turn in range(max(LOOK, min(SWEEPS, ENTRIES // once))):
+            budget.watch()
             messages.sweep()
             if turn % LOOK == LOOK - 1:
                 if messages.bound - before <= STALLED * abs(messages.bound):
@@ -68,6 +75,28 @@ class SweptPricing:
         value = bound_of(costs, edges, short, sent)
         looks = [self._look(theta, state) for theta, state in zip(thetas, messages.states.tolist())]
         return value - float(multipliers.sum()) * self.rows.limit, [looks[v] for v in short.stands.tolist()]
+
+    @staticmethod
+    def _unswept(costs: Sequence[np.ndarray], edges: Mapping[Pair, np.ndarray], short: Shorter) -> float:
+        """The bound without any messages: it takes no memory."""
+        zeros = {size: np.zeros(size) for size in {len(own) for own in costs}}
+        sent = {}
+        for (x, y), table in short.edges.items():
+            sent[x, y], sent[y, x] = zeros[table.shape[1]], zeros[table.shape[0]]
+        return bound_of(costs, edges, short, sent)
+
+    def _nearest(self, inner: Problem, short: Shorter) -> list[np.ndarray]:
+        """The states of each node that look best by their own costs and those over its edges, each at its least."""
+        least: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
+        totals = list(inner.costs)
+        for pair, table in inner.edges.items():
+            for axis, v in enumerate(pair):
+                key = (id(table), axis)
+                if key not in least:
+                    least[key] = table.min(axis=1 - axis), table
+                totals[v] = totals[v] + least[key][0]
+        looks = [self._look(total, int(total.argmin())) for total in totals]
+        return [looks[v] for v in short.stands.tolist()]
 
     @staticmethod
     def _look(theta: np.ndarray, state: int) -> np.ndarray:

@@ -31,6 +31,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..problem import Problem
+from .budget import current
 from .reduce import consistent
 
 __all__ = ["Messages", "Swept", "trws"]
@@ -99,6 +100,7 @@ class Messages:
                 sides[v][place[u] > place[v]].append((u, table))
         row = [{u: n for two in sides[v] for n, (u, _) in enumerate(two)} for v in range(len(self.order))]
         stacked: dict[tuple, np.ndarray] = {}
+        budget = current()
         self._sides = []
         for v, two in enumerate(sides):
             made = []
@@ -107,6 +109,7 @@ class Messages:
                 ends = counts.cumsum()
                 key = tuple((table.__array_interface__["data"][0], table.shape, table.strides) for _, table in arcs)
                 if key not in stacked:
+                    budget.ask(8 * len(problem.costs[v]) * int(counts.sum()))
                     stacked[key] = (np.concatenate([table for _, table in arcs], axis=1) if arcs else
                                     np.empty((len(problem.costs[v]), 0)))
                 made.append(_Side(np.array([u for u, _ in arcs], np.int64), [row[u][v] for u, _ in arcs],
