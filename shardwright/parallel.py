@@ -35,7 +35,7 @@ from .plan import MODES, ParameterPlan, PipelinePlan, Plan, make_pipeline, make_
 from .plan.automatic_pipeline import Automatic
 from .plan.document import Document
 from .plan.hybrid import OwnPrograms, local_inputs
-from .plan.make import capture_micro, optimizer_parallel
+from .plan.make import budget_of, capture_micro, optimizer_parallel
 from .plan.micro import is_split
 from .plan.parameter_strategies import ParameterStrategies
 from .plan.storage import OptimizerParallel
@@ -115,6 +115,10 @@ class AutoParallel(Settings, nn.Module):
             that was not used for the longest time is forgotten, and made anew when it is needed.
         mixed_precision: a `MixedPrecision`, or what `MixedPrecision.of` takes: parameters stay as they are for the optimizer
             and checkpoints, the model computes in another type, gradients are summed in a third. None: as the model is.
+        search_memory: by how much host memory the process may grow while it searches: bytes or text such as "2GB"; None:
+            half of what is free.
+        search_progress: what a long search calls every few seconds; None: a line on a terminal, False: nothing; see
+            `shardwright.plan`.
 
     Raises:
         SettingError: an unknown mode or setting.
@@ -130,7 +134,8 @@ class AutoParallel(Settings, nn.Module):
                  sync_batch_norm: bool = False, random: str = "exact",
                  parameter_broadcast: bool = False, recompute: Any = None, uneven: bool = False,
                  compile: bool | str = False, cluster: Any = None, memory: Any = None, optimizer: Any = "adam",
-                 max_programs: int = 64, mixed_precision: Any = None) -> None:
+                 max_programs: int = 64, mixed_precision: Any = None, search_memory: Any = None, search_progress: Any = None
+                 ) -> None:
         super().__init__()
         if not isinstance(net, nn.Module):
             raise SettingError(f"{net!r} is not an nn.Module", legal="a model written for one device")
@@ -160,6 +165,8 @@ class AutoParallel(Settings, nn.Module):
         self._broadcast, self.recompute, self.uneven = bool(parameter_broadcast), recompute, bool(uneven)
         self._cluster, self._memory, self._optimizer = cluster, memory, optimizer
         self.mixed_precision = MixedPrecision.of(mixed_precision)
+        budget_of(search_memory, search_progress)  # what there is not is said now
+        self._search_memory, self._search_progress = search_memory, search_progress
         self.compiled = "inductor" if compile is True else compile or None
         self._fusion, self.__dict__["_accumulation"] = Fusion(), Accumulation()
         self.__dict__["_programs"], self.__dict__["_states"] = OrderedDict(), {}
@@ -432,6 +439,7 @@ class AutoParallel(Settings, nn.Module):
                          sync_batch_norm=self.sync_batch_norm, hsdp=optimizer_parallel(self._hsdp, self.net, self.loss_fn),
                          uneven=self.uneven, strategies=self._strategies, cluster=self._cluster, memory=self._memory,
                          optimizer=self._optimizer, whole=stored_whole(self.net, self.loss_fn),
+                         search_memory=self._search_memory, search_progress=self._search_progress,
                          searcher=None if ranks is None else ranks.search)
             if self._pipeline is not None:
                 plan = make_pipeline(graph, wide, devices, self.parallel_mode, dataset, self._pipeline,

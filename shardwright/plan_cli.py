@@ -57,6 +57,9 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mode", metavar="MODE", help="the parallel mode (default: as the target says)")
     parser.add_argument("--memory", metavar="SIZE",
                         help='what a device may hold, such as "70GB", or "cluster" for its own')
+    parser.add_argument("--search-memory", metavar="SIZE",
+                        help='by how much host memory the search may grow, such as "2GB" (default: half of what is free)')
+    parser.add_argument("--quiet", action="store_true", help="say nothing while it searches")
     parser.add_argument("--hsdp", choices=("level1", "level2", "level3"), help="optimizer parallel, by its level")
     parser.add_argument("--pipeline", type=pipeline_of, metavar="STAGES[:MICRO[:SCHEDULER]]",
                         help="into how many stages and micro-batches, and the schedule, such as 4:8:1f1b; which module is "
@@ -141,7 +144,10 @@ def plan(arguments: argparse.Namespace) -> int:
 def planned(arguments: argparse.Namespace) -> Plan | PipelinePlan:
     """The plan of a script's first call, or of what a function returns."""
     given = {key: value for key, value in (("cluster", arguments.cluster), ("parallel_mode", arguments.mode),
-                                           ("memory", arguments.memory), ("strategies", arguments.strategies)) if value}
+                                           ("memory", arguments.memory), ("strategies", arguments.strategies),
+                                           ("search_memory", arguments.search_memory)) if value}
+    if arguments.quiet:
+        given["search_progress"] = False
     if arguments.hsdp:
         given["hsdp"] = {"optimizer_level": arguments.hsdp}
     devices = arguments.devices or _of_cluster(arguments.cluster)

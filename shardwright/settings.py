@@ -278,4 +278,5 @@ class Settings:
                 "pipeline": self._pipeline, "recompute": self.recompute, "uneven": self.uneven, "strategies": self._strategies,
                 "param_strategies": self._parameter_strategies,
                 "cluster": self._cluster, "memory": self._memory, "optimizer": self._optimizer,
-                "mixed_precision": self.mixed_precision}
+                "mixed_precision": self.mixed_precision, "search_memory": self._search_memory,
+                "search_progress": self._search_progress}

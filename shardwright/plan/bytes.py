@@ -9,7 +9,7 @@ from typing import Any
 from ..cluster import Cluster
 from ..errors import SettingError
 
-__all__ = ["memory_of", "words_of"]
+__all__ = ["amount_of", "memory_of", "words_of"]
 
 #: Bytes of each unit; "70G" is "70GB".
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
@@ -31,6 +31,18 @@ def memory_of(given: Any, cluster: Cluster) -> float | None:
         return None
     if given is True or isinstance(given, str) and given.strip().lower() == "cluster":
         return float(cluster.memory)
+    return amount_of(given, "memory", LEGAL)
+
+
+def amount_of(given: Any, name: str, legal: str) -> float:
+    """The bytes that a number or text such as "70GB" says.
+
+    Args:
+        name, legal: of the setting, for the error.
+
+    Raises:
+        SettingError: another thing, or nothing above 0.
+    """
     if isinstance(given, str):
         read = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*([kmgt]?i?)(b?)", given.strip().lower())
         unit = read[2].upper() if read else "?"
@@ -39,9 +51,9 @@ def memory_of(given: Any, cluster: Cluster) -> float | None:
         except ValueError:
             found = math.nan
     else:
-        found = float(given) if isinstance(given, (int, float)) else math.nan
+        found = float(given) if isinstance(given, (int, float)) and not isinstance(given, bool) else math.nan
     if not 0 < found < math.inf:
-        raise SettingError(f"memory={given!r} is no amount of memory", legal=LEGAL)
+        raise SettingError(f"{name}={given!r} is no amount of memory", legal=legal)
     return found
 
 

@@ -97,7 +97,7 @@ def _alone(source: Layout, use: Use, gradient: bool) -> tuple[tuple[Conversion, 
 
 
 class Deliveries:
-    """Prices of deliveries, in seconds.
+    """Prices of deliveries, in seconds, and footprints of operators; each is worked out once.
 
     Args:
         costs: a `Costs`.
@@ -106,6 +106,7 @@ class Deliveries:
     def __init__(self, costs: Any) -> None:
         self.costs = costs
         self.known: dict[tuple, np.ndarray] = {}
+        self.footprints: dict[tuple, Any] = {}  # of operators, by kind and strategy
         self.terms: dict[tuple, tuple[list[tuple[Conversion, bool]], np.ndarray, np.ndarray, np.ndarray]] = {}
 
     def price(self, source: Layout, uses: Iterable[Use], value: Value, parameter: bool = False) -> float:

@@ -123,7 +123,8 @@ class Energy:
 
 def energy(described: Described, options: Mapping[str, tuple[Strategy, ...]], fed: Feeding, carries: Mapping[str, int],
            costs: Any, *, stored: Mapping[str, Layout] | None = None, hsdp: OptimizerParallel | None = None,
-           cut: OptimizerParallel | None = None, known: Sequence[Mapping[str, Strategy]] = ()) -> Energy:
+           cut: OptimizerParallel | None = None, known: Sequence[Mapping[str, Strategy]] = (),
+           deliveries: Deliveries | None = None) -> Energy:
     """The problem of choosing one of the options of every operator.
 
     Args:
@@ -135,21 +136,22 @@ def energy(described: Described, options: Mapping[str, tuple[Strategy, ...]], fe
         hsdp: how the other parameters are stored; None: as their operators ask for them.
         cut: where `hsdp` is None, each of the others may also be stored so, and what is gathered of it kept or not.
         known: plans out of these options whose shared uses are to be among those that may be served once.
+        deliveries: prices that are known from before, of the same operators and costs; to be added to.
 
     Raises:
         PlanError: an operator none of whose strategies can be worked out.
     """
-    return _Builder(described, options, fed, carries, costs, dict(stored or {}), hsdp, cut, known).build()
+    return _Builder(described, options, fed, carries, costs, dict(stored or {}), hsdp, cut, known, deliveries).build()
 
 
 class _Builder:
     def __init__(self, described: Described, options: Mapping[str, tuple[Strategy, ...]], fed: Feeding,
                  carries: Mapping[str, int], costs: Any, stored: dict[str, Layout],
                  hsdp: OptimizerParallel | None, cut: OptimizerParallel | None,
-                 known: Sequence[Mapping[str, Strategy]]) -> None:
+                 known: Sequence[Mapping[str, Strategy]], deliveries: Deliveries | None) -> None:
         self.described, self.graph, self.costs = described, described.graph, costs
         self.given, self.stored, self.hsdp, self.cut, self.known = options, stored, hsdp, cut, known
-        self.deliveries = Deliveries(costs)
+        self.deliveries = Deliveries(costs) if deliveries is None else deliveries
         self.consumers, self.makers = self.graph.consumers(), self.graph.producers()
         self.ends = self._ends(fed, carries)
         self.sources = self._sources(fed)
@@ -163,6 +165,7 @@ class _Builder:
         self.storages: dict[str, tuple[Storage, ...]] = {}
         self.shares: dict[str, tuple[Shared, ...]] = {}
         self.footprints: dict[str, tuple[Footprint, ...]] = {}
+        self.looked_by_name: dict[str, tuple[tuple[Strategy, ...], tuple[Footprint, ...], np.ndarray]] = {}
         self.looked_at: dict[tuple, tuple[tuple[Strategy, ...], tuple[Footprint, ...], np.ndarray]] = {}
         self.tables: dict[Hashable, np.ndarray] = {}
         self.asked: dict[tuple[int, int], tuple[tuple[Uses, ...], np.ndarray]] = {}
@@ -224,13 +227,21 @@ class _Builder:
         return list({v.name: i for i, v in reversed(list(enumerate(op.inputs)))}.values())[::-1]
 
     def _look_at(self, op: Op) -> tuple[tuple[Strategy, ...], tuple[Footprint, ...], np.ndarray]:
+        if op.name not in self.looked_by_name:
+            self.looked_by_name[op.name] = self._look(op)
+        return self.looked_by_name[op.name]
+
+    def _look(self, op: Op) -> tuple[tuple[Strategy, ...], tuple[Footprint, ...], np.ndarray]:
         given = self.given[op.name]
         key = (self.described.kinds[op.name], id(given))
         if key not in self.looked_at:
             kept, prints, reason = [], [], None
             for strategy in given:
                 try:
-                    prints.append(footprint(self.described.decided(op, strategy, ""), self.costs))
+                    kind = self.described.kinds[op.name], strategy
+                    if kind not in self.deliveries.footprints:
+                        self.deliveries.footprints[kind] = footprint(self.described.decided(op, strategy, ""), self.costs)
+                    prints.append(self.deliveries.footprints[kind])
                     kept.append(strategy)
                 except ShardwrightError as error:
                     reason = error

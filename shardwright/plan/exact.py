@@ -16,8 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from .solver.bounding import bounded, eliminated
+from .solver.budget import OutOfBudgetError, current, spending
 from .solver.contradiction import contradiction
 from .solver.elimination import eliminate
+from .solver.limits import solve_limited, swept
 from .solver.order import elimination_order
 from .solver.tables import Tables
 from .solver.milp import milp
@@ -32,7 +34,6 @@ SECONDS = 60.0  # for a problem that cannot be eliminated at once, where the cal
 PROVED = 1e-9  # relative: what is as near as that to its bound is the best, but for rounding
 
 
-@uncollected()
 def solve(problem: Problem, *, seconds: float | None = None, merge: bool = False, gap: float = PROVED) -> Solution:
     """The best assignment.
 
@@ -47,20 +48,30 @@ def solve(problem: Problem, *, seconds: float | None = None, merge: bool = False
     Raises:
         PlanError: where nothing is allowed; it names nodes whose states contradict one another.
     """
+    with spending(current()):
+        return _solve(problem, seconds, merge, gap)
+
+
+@uncollected()
+def _solve(problem: Problem, seconds: float | None, merge: bool, gap: float) -> Solution:
     notes = []
     if merge:
         problem = interned(problem)
         tables = len({id(table) for table in problem.edges.values()})
         notes.append(f"merged: {len(problem.edges)} edges have {tables} different tables")
     if problem.limit is not None:
-        from .solver.limits import solve_limited
         return solve_limited(problem, seconds=seconds, gap=gap)
     until = time.monotonic() + (SECONDS if seconds is None else seconds)
     inner = consistent(problem)
     made = Tables()
-    gone = eliminated(inner.problem, made, None if seconds is None else until)
+    current().watch("elimination")
+    try:
+        gone = eliminated(inner.problem, made, None if seconds is None else until)
+        found = None if gone is not None else bounded(inner.problem, made, until)
+    except OutOfBudgetError:
+        gone, made = None, Tables()  # what was made goes
+        found = swept(inner.problem, gap)
     if gone is None:
-        found = bounded(inner.problem, made, until)
         if found is None:
             raise contradiction(problem)
         states = tuple(inner.lift(found.states))

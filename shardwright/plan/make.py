@@ -24,7 +24,7 @@ from ..staging import Pipelining, pipelining, staged_modules
 from .alike import Alike
 from .chosen import Chosen
 from .automatic_pipeline import UNITS_BY, Automatic, check_automatic
-from .bytes import memory_of
+from .bytes import amount_of, memory_of, words_of
 from .costs import Costs
 from .decision import Feeding, feeding
 from .document import Document, as_document
@@ -44,6 +44,7 @@ from .recursive import recursive_programming
 from .reuse import at_other_sizes
 from .search import Decided
 from .semi_auto import data_parallel, semi_auto
+from .solver.budget import LEAST, SearchBudget, spending
 from .storage import OptimizerParallel
 from .uncollected import uncollected
 from .unit_prices import recomputed
@@ -77,7 +78,8 @@ def make_plan(graph: Graph, devices: int, parallel_mode: str, dataset_strategy: 
               used: dict[str, Layout] | None = None, own: OwnPrograms | None = None, uneven: bool = False,
               cluster: Any = None, memory: Any = None, optimizer: Any = "adam",
               whole: frozenset[str] = frozenset(), strategies: Document | None = None,
-              searcher: Searcher | None = None, fed: Feeding | None = None, earlier: Plan | None = None) -> Plan:
+              searcher: Searcher | None = None, fed: Feeding | None = None, earlier: Plan | None = None,
+              search_memory: Any = None, search_progress: Any = None) -> Plan:
     """Plan a captured model; every error that a strategy can cause is raised here.
 
     Args:
@@ -95,6 +97,10 @@ def make_plan(graph: Graph, devices: int, parallel_mode: str, dataset_strategy: 
         searcher: who searches, in the modes that do, where several processes plan together; None: this one.
         fed: how the graph is fed, where it is a stage of a pipeline; None: as `dataset_strategy` says.
         earlier: a plan of the same model at other sizes, whose strategies hold here too where they fit (`reuse`).
+        search_memory: by how much host memory the process may grow while it searches: bytes or text such as "2GB"; None:
+            half of what is free.
+        search_progress: called with a `SearchProgress` every few seconds of a search; None: a line of it goes to the log
+            `shardwright.search`, and to stderr where that is a terminal; True: to stderr in any case; False: nothing.
 
     Raises:
         ShardwrightError: a strategy or a setting that does not fit, with the operator and a legal choice.
@@ -108,6 +114,7 @@ def make_plan(graph: Graph, devices: int, parallel_mode: str, dataset_strategy: 
     cluster = Cluster.of(cluster, devices)
     asked, memory = memory, memory_of(memory, cluster)
     optimizer_bytes(optimizer)  # an optimizer that there is not is said now
+    budget = budget_of(search_memory, search_progress)
     if memory is not None and parallel_mode not in FITTING:
         raise SettingError(f"memory={asked!r} limits what is searched; {parallel_mode} " + (
             "follows marks, whatever memory that takes" if parallel_mode in SEARCHES else "searches nothing"),
@@ -155,7 +162,12 @@ def make_plan(graph: Graph, devices: int, parallel_mode: str, dataset_strategy: 
         costs = Costs(cluster, devices)
         if memory is not None:
             given |= dict(memory=memory, optimizer=optimizer, cut=replace(CUT, whole=whole))
-        find = lambda: Decided(*planner(graph, devices, fed, costs=costs, hsdp=hsdp, **given))  # noqa: E731
+
+
+        def find() -> Decided:
+            with spending(SearchBudget(*budget)):
+                return Decided(*planner(graph, devices, fed, costs=costs, hsdp=hsdp, **given))
+
         result = find() if searcher is None else searcher(
             graph, dict(devices=devices, memory=asked, optimizer=optimizer, hsdp=hsdp, uneven=uneven,
                         on_missing_rule=on_missing_rule),
@@ -169,6 +181,22 @@ def make_plan(graph: Graph, devices: int, parallel_mode: str, dataset_strategy: 
                 found=found, optimizer=optimizer)
     made.routed  # whatever cannot be routed is said now
     return made
+
+
+def budget_of(memory: Any, progress: Any) -> tuple[float | None, Any]:
+    """What a `SearchBudget` is made of.
+
+    Raises:
+        SettingError: no amount of memory, or less than a search takes at least; nothing that can be called.
+    """
+    if progress is not None and not isinstance(progress, bool) and not callable(progress):
+        raise SettingError(f"search_progress={progress!r} cannot be called", legal="a function of one argument, True, False or None")
+    if memory is None:
+        return None, progress
+    allowed = amount_of(memory, "search_memory", '"2GB", "512MiB" or a number of bytes')
+    if allowed < LEAST:
+        raise SettingError(f"search_memory={memory!r} is less than a search takes", legal=f"{words_of(LEAST)} or more")
+    return allowed, progress
 
 
 def capture_micro(net: nn.Module, args: tuple, kwargs: dict[str, Any], count: int, **given: Any) -> tuple[Graph, Graph | None]:
@@ -261,7 +289,8 @@ def plan(net: nn.Module, inputs: tuple, loss_fn: Any = None, targets: Any = None
          sync_batch_norm: bool = False, hsdp: Mapping[str, Any] | OptimizerParallel | None = None,
          recompute: Any = None, uneven: bool = False, cluster: Any = None, memory: Any = None,
          optimizer: Any = "adam", strategies: Any = None, param_strategies: Any = None,
-         pipeline: Mapping[str, Any] | None = None, mixed_precision: Any = None) -> Plan | PipelinePlan:
+         pipeline: Mapping[str, Any] | None = None, mixed_precision: Any = None, search_memory: Any = None,
+         search_progress: Any = None) -> Plan | PipelinePlan:
     """Plan a model without running it: no process group, no devices, nothing allocated.
 
     Args:
@@ -289,6 +318,11 @@ def plan(net: nn.Module, inputs: tuple, loss_fn: Any = None, targets: Any = None
         optimizer: what keeps state for each parameter, to reckon with its memory: "adam", "momentum", "sgd", or its bytes
             an element.
         mixed_precision: in which types parameters are stored, read, and their gradients summed, as `AutoParallel` takes it.
+        search_memory: by how much host memory the process may grow while it searches: bytes or text such as "2GB"; None:
+            half of what is free. A search that would take more keeps less, and so its plan may be farther from its bound.
+        search_progress: called with a `SearchProgress` (phase, seconds, best, bound, grown) every few seconds of a search;
+            None: a line of it goes to the log `shardwright.search`, and to stderr where that is a terminal; True: to stderr
+            in any case; False: nothing.
 
     Returns:
         The plan.
@@ -319,7 +353,8 @@ def plan(net: nn.Module, inputs: tuple, loss_fn: Any = None, targets: Any = None
     graph, wide = captured(None if automatic is None else automatic.count)
     given = dict(on_missing_rule=on_missing_rule, sync_batch_norm=sync_batch_norm,
                  hsdp=optimizer_parallel(hsdp, net, loss_fn), uneven=uneven, cluster=cluster, memory=memory,
-                 optimizer=optimizer, whole=stored_whole(net, loss_fn), strategies=as_document(strategies))
+                 optimizer=optimizer, whole=stored_whole(net, loss_fn), strategies=as_document(strategies),
+                 search_memory=search_memory, search_progress=search_progress)
     lies = as_parameter_strategies(param_strategies)
     if lies is not None:
         if parallel_mode in ("stand_alone", "hybrid_parallel"):

@@ -13,6 +13,7 @@ from ..graph import Graph, Op
 from ..layout import Digits, Layout
 from .candidates import Described, Strategy, atoms_of, options_of, strategy_of
 from .decision import Decision, Feeding, batch_dims
+from .delivery import Deliveries
 from .energy import Energy, energy
 from .problem import Solution
 from .route import wanted_in_two
@@ -139,6 +140,11 @@ class Search:
         """The digits that are assigned."""
         return atoms_of(self.described.devices, [level.size for level in self.costs.cluster.levels])
 
+    @cached_property
+    def deliveries(self) -> Deliveries:
+        """Prices that all energies of the search share."""
+        return Deliveries(self.costs)
+
     def options(self, known: Iterable[Mapping[str, Decision]] = (), atoms: Digits | None = None
                 ) -> dict[str, tuple[Strategy, ...]]:
         """The strategies of every operator, those of known plans among them."""
@@ -153,7 +159,7 @@ class Search:
         """
         plans = [{name: strategy_of(decision) for name, decision in plan.items()} for plan in known]
         return energy(self.described, options, self.fed, self.carries, self.costs, stored=self.stored, hsdp=self.hsdp,
-                      cut=cut, known=plans)
+                      cut=cut, known=plans, deliveries=self.deliveries)
 
     def decided(self, made: Energy, solution: Solution, cause: str, proved: bool = True) -> Decided:
         """A solution as a planner's result."""

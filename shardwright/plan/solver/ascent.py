@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from .budget import current
 from .pricing import Cut
 
 __all__ = ["Prices", "ascend", "cheapest"]
@@ -91,7 +92,9 @@ def ascend(pricing: Any, prices: Prices, *, cap: float, gap: float, most: int) -
     if not prices.cuts:
         prices.see(prices.multipliers, *pricing.least(prices.multipliers))
     value = np.inf
+    budget = current()
     for _ in range(most):
+        budget.watch()
         multipliers, value = cheapest(prices.cuts, prices.limit, cap)
         if value - prices.bound <= gap * abs(value):
             capped = float(multipliers.sum()) * max(prices.limit, 1.0) >= 0.999 * cap

@@ -29,6 +29,7 @@ from .tables import Shapes, Tables
 __all__ = ["Eliminated", "Script", "eliminate", "shared_work"]
 
 LEAST, SLICE, SUM, CONSTANT = range(4)
+WATCHED = 512  # steps between two looks at how much memory there is
 
 #: The number of a table, and where v stands among its nodes: those before it, those after it.
 Seen = tuple[int, Scope, Scope]
@@ -144,7 +145,9 @@ class Script:
         made = Tables() if made is None else made
         tables = [*map(made.vector, costs), *(edges[pair] for pair in self._pairs)]
         constant, put, least = 0.0, tables.append, made.least
-        for kind, of, more in self._work:
+        for step, (kind, of, more) in enumerate(self._work):
+            if step % WATCHED == 0:
+                made.budget.watch()
             if kind == LEAST:
                 if until is not None and time.monotonic() > until:
                     return None

@@ -17,6 +17,7 @@ from dataclasses import replace
 import numpy as np
 
 from ...errors import PlanError
+from .budget import OutOfBudgetError, current
 from .descent import GRACE, descend
 from .least_memory import InfeasibleMemoryError, infeasible
 from .local_search import wide, within
@@ -27,6 +28,7 @@ from .priced_search import priced_search
 from .pricing import Pricing
 from ..problem import Problem, Solution
 from .reduce import consistent, reduced, restrict
+from .swept_pricing import SweptPricing
 
 __all__ = ["InfeasibleMemoryError", "solve_limited"]
 
@@ -70,9 +72,15 @@ def solve_limited(problem: Problem, *, seconds: float | None = None, gap: float 
     over = rows.least() > bound.limit
     if over.any():
         raise infeasible(problem, seconds=_left(until))
-    pricing = Pricing.of(bound, rows) if seconds is None else None
-    found, leanest = (None, None) if pricing is None else priced_search(bound, rows, pricing, gap)
     large = sum(table.size for table in bound.edges.values()) > WHOLE
+    pricing: Pricing | SweptPricing | None = Pricing.of(bound, rows) if seconds is None else None
+    if pricing is None and seconds is None and large:
+        pricing = SweptPricing(bound, rows)
+    try:
+        found, leanest = (None, None) if pricing is None else priced_search(bound, rows, pricing, gap)
+    except OutOfBudgetError:
+        pricing = None  # what it made goes first
+        found, leanest = priced_search(bound, rows, SweptPricing(bound, rows), gap)
     if leanest is not None and found is None and large:
         return _leanest(problem, infeasible(problem, known=inner.lift(leanest.states[:-1])))
     if found is not None and (found.gap <= gap or large):
@@ -90,6 +98,22 @@ def solve_limited(problem: Problem, *, seconds: float | None = None, gap: float 
     states = tuple(inner.lift(states[:-1]))
     cost = problem.cost(states)
     return Solution(states, cost, cost if found.bound >= found.cost else min(cost, least), found.notes)
+
+
+def swept(problem: Problem, gap: float) -> Solution:
+    """A consistent problem without a limit, where there is not the memory for elimination.
+
+    Raises:
+        PlanError: nothing was found.
+    """
+    names = (*problem.names, "what every plan holds") if problem.names else ()  # as `binding` leaves it
+    free = replace(problem, costs=(*problem.costs, np.zeros(1)), names=names, usages=(), limit=0.0)
+    rows = Rows.of(free, 0)
+    found, _ = priced_search(free, rows, SweptPricing(free, rows), gap)
+    if found is None:
+        raise PlanError("no allowed assignment of strategies was found in the host's memory that the search may take",
+                        legal="a larger search_memory")
+    return replace(found, states=found.states[:-1])
 
 
 def _leanest(problem: Problem, error: InfeasibleMemoryError) -> Solution:

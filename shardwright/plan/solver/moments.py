@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..problem import Problem, Usage
+from .budget import current
 
 __all__ = ["Rows", "binding"]
 
@@ -203,11 +204,15 @@ class Rows:
         """The edges with the memory paid for that two nodes decide; of equal tables and prices one table is made."""
         price, out = self.prices(multipliers), dict(edges)
         paid: dict[tuple[int, int, float], tuple[np.ndarray, np.ndarray]] = {}
+        budget = current()
         for n in np.flatnonzero((price > 0) & (self.step > 0)).tolist():
             pair = (int(self.node[n]), int(self.other[n]))
             table = out[pair]
             key = (id(table), int(self.array[n]), float(price[n]))
             if key not in paid:
+                budget.ask(table.nbytes)
+                if len(paid) % 64 == 0:
+                    budget.watch()
                 paid[key] = table + key[2] * self.arrays[key[1]], table
             out[pair] = paid[key][0]
         return out

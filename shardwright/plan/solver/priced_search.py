@@ -1,10 +1,11 @@
-"""The cheapest states within a memory limit, where elimination can do the problem at any prices.
+"""The cheapest states within a memory limit, by prices of memory.
 
 In turns, until cost and bound are near enough:
 
     1. prices    the best ones for a part of the problem: states that were least at some prices, and what goes with them
                  (ascent.py on few states, which is quick)
-    2. bound     the least of the whole at those prices, exactly (pricing.py); its states join the part
+    2. bound     the least of the whole at those prices, exactly (pricing.py); its states join the part. Where elimination
+                 cannot do the whole, a bound by sweeps (swept_pricing.py); the states that look best to them join
     3. states    of all that are known, spliced and then improved stretch by stretch (splicing.py)
 
 Nothing here looks at a clock: the same problem has the same answer everywhere.
@@ -19,12 +20,16 @@ import numpy as np
 
 from ...errors import PlanError
 from .ascent import Prices, ascend
+from .budget import OutOfBudgetError, current
+from .facts import Facts
 from .local_search import within
 from .moments import Rows
 from .pricing import Cut, Pricing
 from ..problem import Problem, Solution
 from .reduce import consistent, restrict
+from .repeats import kinds
 from .splicing import Splicer
+from .swept_pricing import SweptPricing
 
 __all__ = ["priced_search"]
 
@@ -38,6 +43,7 @@ DEARER = 4.0  # how much more at a time
 HIGHER = (1.02, 1.1, 1.4, 2.0, 4.0, 16.0, 256.0)  # times the best prices, to find what keeps the limit
 FEW = 12  # states: a node of no more has all of them in the part
 NEAREST = 8  # of the known states, by what they come to at the best prices, are spliced with one another
+SETTLED = 0.2  # of what the bound lacks of the part's value: what a turn has to bring where the part has no new state
 MIXED = 500  # nodes up to which HiGHS is asked to mix known states: it may take minutes over thousands
 ENTRIES = 20_000  # ... and entries of the edges
 NODES = 300  # of its tree
@@ -45,7 +51,8 @@ WINDOWS = 60  # stretches that are chosen anew
 LENGTH = 96  # nodes of a stretch
 
 
-def priced_search(problem: Problem, rows: Rows, pricing: Pricing, gap: float) -> tuple[Solution | None, Cut]:
+def priced_search(problem: Problem, rows: Rows, pricing: Pricing | SweptPricing, gap: float
+                  ) -> tuple[Solution | None, Cut | None]:
     """States that keep the limit, and a bound, or None where none were found; and of all states that were seen those that
     hold least at their fullest moment.
 
@@ -55,12 +62,15 @@ def priced_search(problem: Problem, rows: Rows, pricing: Pricing, gap: float) ->
         gap: how far from the bound, relative to it, the cost may be for the search to end.
     """
     search = _PricedSearch(problem, rows, pricing, gap)
-    return search.run(), min(search.known.values(), key=lambda cut: cut.used.max())
+    return search.run(), min(search.known.values(), key=lambda cut: cut.used.max(), default=None)
 
 
 class _PricedSearch:
-    def __init__(self, problem: Problem, rows: Rows, pricing: Pricing, gap: float) -> None:
+    def __init__(self, problem: Problem, rows: Rows, pricing: Pricing | SweptPricing, gap: float) -> None:
         self.problem, self.rows, self.pricing, self.gap = problem, rows, pricing, gap
+        self.facts = pricing.facts if isinstance(pricing, Pricing) else Facts()
+        self.kinds = None if isinstance(pricing, Pricing) else kinds(problem.costs, problem.edges).tolist()
+        self.looks: list[np.ndarray] = []  # states (bool, by node) that looked best to sweeps
         self.splicer = Splicer(problem, rows)
         self.prices = Prices(rows.count, rows.limit)
         self.states: list[int] | None = None
@@ -72,15 +82,30 @@ class _PricedSearch:
         return self.states is not None and self.cost - self.prices.bound <= max(self.gap, 1e-9) * abs(self.cost)
 
     def run(self) -> Solution | None:
-        zero = np.zeros(self.rows.count)
-        self.see(zero, *self.pricing.least(zero))
+        """
+        Raises:
+            OutOfBudgetError: there is not the memory to eliminate even once.
+        """
+        try:
+            return self.turns()
+        except OutOfBudgetError:
+            if isinstance(self.pricing, Pricing):
+                raise
+        return None if self.states is None else self.solution("prices of memory, as far as the host's memory went")
+
+    def turns(self) -> Solution | None:
+        self.look(np.zeros(self.rows.count))
         if self.near:
             return self.solution("exact: what is best without a limit keeps it")
         least = max(abs(self.prices.bound), 1e-300)
         cap, most = FIRST_PRICE * least, MOST_PRICE * least
-        direct = self.pricing.work <= DIRECT
+        exact = isinstance(self.pricing, Pricing)
+        direct = exact and self.pricing.work <= DIRECT
+        size, spliced = 0, False
         for turn in range(ROUNDS):
             part: Any = self.pricing if direct else _Part(self.problem, self.rows, self.marks())
+            bound = self.prices.bound
+            self.tell()
             known = Prices(self.rows.count, self.rows.limit)
             known.cuts, known.multipliers = list(self.known.values()), self.prices.multipliers
             near = self.gap / 4 if direct else max(self.gap / 4, ROUGH * 0.1 ** turn)
@@ -90,7 +115,7 @@ class _PricedSearch:
             if direct:
                 self.prices = known
             else:
-                self.see(known.multipliers, *self.pricing.least(known.multipliers))
+                self.look(known.multipliers)
             if value == np.inf:
                 if cap > most:
                     break
@@ -98,11 +123,16 @@ class _PricedSearch:
             elif value < np.inf:
                 if direct or value - self.prices.bound <= max(self.gap / 2, 1e-9) * abs(value):
                     break
-                if value - self.prices.bound <= self.gap * abs(value):
+                if value - self.prices.bound <= self.gap * abs(value) and (exact or not spliced):
                     self.keep(part)
                     self.splice()
+                    spliced = True
                 if self.near:
                     break
+                if not exact:
+                    if part.size == size and self.prices.bound - bound <= SETTLED * (value - bound):
+                        break  # the same states, and no better bound: so it would go on
+                    size = part.size
         if not self.near:
             self.keep(part)
             self.splice()
@@ -110,12 +140,20 @@ class _PricedSearch:
             self.windows()
         if not self.near and len(self.problem.costs) <= MIXED:
             self.mix()
-        return None if self.states is None else self.solution("prices of memory, each minimised exactly, then splicing")
+        return None if self.states is None else self.solution(
+            "prices of memory, each minimised exactly, then splicing" if isinstance(self.pricing, Pricing) else
+            "prices of memory, bounded by sweeps, then splicing")
+
+    def tell(self) -> None:
+        """How far it has come."""
+        best, bound = None if self.states is None else self.cost, self.prices.bound
+        current().watch("prices of memory", best, None if bound == -np.inf else bound)
 
     def keep(self, part: Any) -> None:
         """States that keep the limit: those that are least at higher prices than the best ones."""
         spliced = False
         for times in HIGHER:
+            self.tell()
             if any((cut.used <= self.rows.limit).all() for cut in self.known.values()) and times > 2.0:
                 break
             _, cut = part.least(times * self.prices.multipliers)
@@ -126,10 +164,17 @@ class _PricedSearch:
             if self.near:
                 break
 
-    def see(self, multipliers: np.ndarray, value: float, cut: Cut) -> None:
+    def look(self, multipliers: np.ndarray) -> None:
         """What the whole comes to at these prices."""
-        self.prices.see(multipliers, value, cut)
-        self.offer(cut)
+        if isinstance(self.pricing, Pricing):
+            value, cut = self.pricing.least(multipliers)
+            self.prices.see(multipliers, value, cut)
+            self.offer(cut)
+            return
+        value, looks = self.pricing.least(multipliers)
+        self.looks = [a | b for a, b in zip(self.looks, looks)] if self.looks else looks
+        if value > self.prices.bound:
+            self.prices.multipliers, self.prices.bound = multipliers, value
 
     def offer(self, cut: Cut) -> None:
         self.known.setdefault(cut.states, cut)
@@ -146,16 +191,19 @@ class _PricedSearch:
             for v in pair:
                 neighbours[v] += 1
             small, large = (0, 1) if table.shape[0] < table.shape[1] else (1, 0)
-            one = self.pricing.facts.share(table) * table.shape[small] <= 1.0 + 1e-9
+            one = self.facts.share(table) * table.shape[small] <= 1.0 + 1e-9
             if one and table.shape[small] < table.shape[large]:
                 follows[pair[large]] = True
-        seen = np.array(list(self.known))
+        seen = np.array(list(self.known), np.int64).reshape(-1, len(neighbours))
+        which = [id(own) for own in problem.costs] if self.kinds is None else self.kinds
         alike: dict[int, np.ndarray] = {}  # by what nodes cost: in equal layers the same operator's
         for v, own in enumerate(problem.costs):
-            mark = alike.setdefault(id(own), np.zeros(len(own), bool))
+            mark = alike.setdefault(which[v], np.zeros(len(own), bool))
             mark[seen[:, v]] = True
+            if self.looks:
+                mark |= self.looks[v]
         whole = {size: np.ones(size, bool) for size in {len(own) for own in problem.costs}}
-        return [whole[len(own)] if len(own) <= FEW or neighbours[v] <= 1 or follows[v] else alike[id(own)]
+        return [whole[len(own)] if len(own) <= FEW or neighbours[v] <= 1 or follows[v] else alike[which[v]]
                 for v, own in enumerate(problem.costs)]
 
     def splice(self) -> None:
@@ -188,6 +236,7 @@ class _PricedSearch:
             mark[state] = True
         count, random = len(self.problem.costs), np.random.default_rng(0)
         for _ in range(WINDOWS):
+            self.tell()
             length = int(random.integers(LENGTH // 8, LENGTH))
             begin = int(random.integers(-length // 2, max(count - length // 2, 1)))
             self.take(self.splicer.window(self.states, max(begin, 0), min(begin + length, count), alive,
@@ -197,14 +246,18 @@ class _PricedSearch:
 
     def mix(self) -> None:
         """The best out of the states of the nearest that are known, by HiGHS, where that is little to ask of it."""
-        nearest = [*self.order()[:2 * NEAREST], *(() if self.states is None else (self.pricing.cut(self.states),))]
+        nearest = [*self.order()[:2 * NEAREST], *(() if self.states is None else (self.cut(self.states),))]
         alive = [np.zeros(len(own), bool) for own in self.problem.costs]
         for cut in nearest:
             for mark, state in zip(alive, cut.states):
                 mark[state] = True
         found = within(self.problem, alive, entries=ENTRIES, nodes=NODES)
         if found is not None:
-            self.offer(self.pricing.cut(found))
+            self.offer(self.cut(found))
+
+    def cut(self, states: Sequence[int]) -> Cut:
+        states = tuple(map(int, states))
+        return Cut(states, self.problem.cost(states), self.rows.used(states))
 
     def order(self) -> list[Cut]:
         """What is known, by what it comes to at the best prices."""
@@ -225,6 +278,7 @@ class _Part:
         first = restrict(problem, alive)
         self._steps = [first, consistent(first.problem)]
         inner = self._steps[-1].problem
+        self.size = sum(map(len, inner.costs))
         found = Pricing.of(inner, Rows.of(inner, rows.count))
         if found is None:
             raise PlanError("a part of the problem is larger than the whole")

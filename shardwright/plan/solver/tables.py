@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from .budget import current
 from .facts import SPARSE, Facts, slices
 
 __all__ = ["Shapes", "Tables"]
@@ -27,6 +28,7 @@ class Tables:
 
     def __init__(self, facts: Facts | None = None) -> None:
         self.facts = Facts() if facts is None else facts
+        self.budget = current()
         self._made: dict[tuple, tuple[np.ndarray, tuple]] = {}
         self._vectors: dict[bytes, np.ndarray] = {}
 
@@ -43,6 +45,7 @@ class Tables:
         return found[0]
 
     def _add(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
+        self.budget.ask(one.nbytes)
         return one + other
 
     def least(self, where: tuple[tuple[int, ...], ...], tables: Sequence[np.ndarray], dims: int) -> np.ndarray:
@@ -59,6 +62,8 @@ class Tables:
         return found[0]
 
     def _reduce(self, parts: Sequence[tuple[tuple[int, ...], np.ndarray]], dims: int) -> np.ndarray:
+        sizes = {dim: size for where, table in parts for dim, size in zip(where, table.shape) if dim >= 0}
+        self.budget.ask(8 * math.prod(sizes.values()))
         seen = [dim for where, _ in parts for dim in where]
         spread: dict[int, np.ndarray] = {}
         out = []

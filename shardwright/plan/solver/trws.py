@@ -31,6 +31,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..problem import Problem
+from .budget import current
 from .reduce import consistent
 
 __all__ = ["Messages", "Swept", "trws"]
@@ -99,6 +100,7 @@ class Messages:
                 sides[v][place[u] > place[v]].append((u, table))
         row = [{u: n for two in sides[v] for n, (u, _) in enumerate(two)} for v in range(len(self.order))]
         stacked: dict[tuple, np.ndarray] = {}
+        budget = current()
         self._sides = []
         for v, two in enumerate(sides):
             made = []
@@ -107,12 +109,23 @@ class Messages:
                 ends = counts.cumsum()
                 key = tuple((table.__array_interface__["data"][0], table.shape, table.strides) for _, table in arcs)
                 if key not in stacked:
+                    budget.ask(8 * len(problem.costs[v]) * int(counts.sum()))
                     stacked[key] = (np.concatenate([table for _, table in arcs], axis=1) if arcs else
                                     np.empty((len(problem.costs[v]), 0)))
                 made.append(_Side(np.array([u for u, _ in arcs], np.int64), [row[u][v] for u, _ in arcs],
                                   ends - counts, ends.tolist(), counts, stacked[key],
                                   *np.zeros((2, len(arcs), len(problem.costs[v])))))
             self._sides.append(made)
+
+    def resume(self, other: Messages) -> bool:
+        """Begin with the messages of another problem of the same nodes and edges, with other costs; whether it is one."""
+        if self.order != other.order or self.problem.edges.keys() != other.problem.edges.keys() or \
+                any(len(a) != len(b) for a, b in zip(self.problem.costs, other.problem.costs)):
+            return False
+        for mine, theirs in zip(self._sides, other._sides):
+            for a, b in zip(mine, theirs):
+                a.incoming = b.incoming.copy()
+        return True
 
     def sweep(self) -> float:
         """One sweep forwards and one backwards; the bound."""
@@ -175,6 +188,20 @@ class Messages:
         first = self.order[0]
         own = self.problem.costs[first] + sum(side.incoming.sum(axis=0) for side in self._sides[first])
         return own + (sum(self._retained) - self._retained[first])
+
+    def thetas(self) -> list[np.ndarray]:
+        """By node, its costs and all that it was sent: what its states come to, next to one another."""
+        return [c + two[0].incoming.sum(axis=0) + two[1].incoming.sum(axis=0)
+                for c, two in zip(self.problem.costs, self._sides)]
+
+    def sent(self) -> dict[tuple[int, int], np.ndarray]:
+        """After a whole sweep, by (from, to): what the edge gives the latter's states, what these gave it taken off."""
+        out = {}
+        for v, (before, _) in enumerate(self._sides):
+            for n, u in enumerate(before.nodes.tolist()):
+                out[u, v] = -before.given[n]
+                out[v, u] = self._sides[u][1].incoming[before.rows[n]]
+        return out
 
     def costs(self) -> tuple[list[np.ndarray], dict[tuple[int, int], np.ndarray]]:
         """The energy as the last sweep, a backward one, leaves it: costs r by node; edges, not below 0."""
