@@ -25,9 +25,9 @@ from .marks import Operator
 from .mutation import Cell, Memory, Step, View, Writer, gives_back, is_same, plain_form, serial, shares_memory
 from .normalisation import batch_norm, without_side_effects
 from .opaque import OPAQUE, Applied
+from .recompute import EDGE, Settings, recomputed_ops
 from .rules.recurrent import layer_by_layer, without_dropout
 from .rules.scatter import assigned, overwritten
-from .recompute import EDGE, Settings, recomputed_ops
 from .vmapped import regions, written_out
 
 __all__ = ["MarkUse", "Reader", "bare", "is_users", "user_frame"]
@@ -169,13 +169,15 @@ class Reader:
         kept += changed.values()
         graph = Graph(tuple(inputs), parameters, buffers, constants,
                       tuple(recomputed_ops(self.ops, self.regions, self.spans, self.mark_names)), tuple(kept),
-                      self.program.call_spec.in_spec, self.program.call_spec.out_spec, self.updates, self.aliases, changed=tuple(changed))
+                      self.program.call_spec.in_spec, self.program.call_spec.out_spec, self.updates, self.aliases,
+                      changed=tuple(changed))
         return _without_dead(graph)
 
     def changed_inputs(self, names: list[str]) -> dict[int, Value]:
         """The inputs that the model changed in place, and what they hold at the end: values of their own, since they may be
         handed out otherwise than the model's outputs."""
-        memories = {c.memory.name: c.memory for c in self.cells.values() if isinstance(c, Cell) and c.memory.owner == "input"}
+        memories = {cell.memory.name: cell.memory for cell in self.cells.values()
+                    if isinstance(cell, Cell) and cell.memory.owner == "input"}
         return {i: self.emit(aten.alias.default, (self.writer.read(memories[name].whole),), {})[0]
                 for i, name in enumerate(names) if name in memories and memories[name].version}
 
