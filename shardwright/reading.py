@@ -26,9 +26,9 @@ from .marks import Operator
 from .mutation import Cell, Memory, Step, View, Writer, gives_back, is_same, plain_form, serial, shares_memory
 from .normalisation import batch_norm, without_side_effects
 from .opaque import OPAQUE, Applied
+from .recompute import EDGE, Settings, recomputed_ops
 from .rules.recurrent import layer_by_layer, without_dropout
 from .rules.scatter import assigned, overwritten
-from .recompute import EDGE, Settings, recomputed_ops
 from .scaling import Sizes
 from .torch_private import FakeTensor, OpOverload, pytree, schema_of
 from .vmapped import regions, written_out
@@ -194,7 +194,8 @@ class Reader:
     def changed_inputs(self, names: list[str]) -> dict[int, Value]:
         """The inputs that the model changed in place, and what they hold at the end: values of their own, since they may be
         handed out otherwise than the model's outputs."""
-        memories = {c.memory.name: c.memory for c in self.cells.values() if isinstance(c, Cell) and c.memory.owner == "input"}
+        memories = {cell.memory.name: cell.memory for cell in self.cells.values()
+                    if isinstance(cell, Cell) and cell.memory.owner == "input"}
         return {i: self.emit(aten.alias.default, (self.writer.read(memories[name].whole),), {})[0]
                 for i, name in enumerate(names) if name in memories and memories[name].version}
 
