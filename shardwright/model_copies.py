@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +29,8 @@ __all__ = ["Followers", "copied"]
 
 #: Of a wrapper: settings and layouts, values that a copy may share.
 _SHARED = frozenset({"_dataset_strategy", "_gradients_mean", "_broadcast", "_cluster", "_memory", "_optimizer", "_fusion",
-                     "_hsdp", "_pipeline", "_strategies", "_parameter_strategies", "_warned", "_kind"})
+                     "_hsdp", "_pipeline", "_strategies", "_parameter_strategies", "_warned", "_kind",
+                     "_search_memory", "_search_progress"})
 
 #: The tables that a wrapper has in common with its model.
 _TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
@@ -62,7 +64,7 @@ def copied(model: AutoParallel, memo: dict[int, Any]) -> AutoParallel:
     held["net"] = copy.deepcopy(model.net, memo)
     held["loss_fn"] = copy.deepcopy(model.loss_fn, memo)
     held |= {table: held["net"].__dict__[table] for table in _TABLES}
-    held |= {"_programs": {}, "_submodules": None, "_accumulation": Accumulation(), "_strategy_files": [], "_awaited": [],
+    held |= {"_programs": OrderedDict(), "_states": {}, "_accumulation": Accumulation(), "_strategy_files": [], "_awaited": [],
              "_copies": [], "_whole": None, "_first_ranks": dict(model._first_ranks),
              "_stored": model._stored if cut else None, "_used": model._used if cut else None}
     for key, value in vars(model).items():
@@ -136,7 +138,6 @@ class Followers:
             return with_values(with_slice(mine[names[old]]), whole).detach()
 
         substitute(_Holder(made.net, made.loss_fn), successors, cut)
-        made.__dict__["_submodules"] = None
         made._stored, made._used = self._model._stored, self._model._used
         made._first_ranks.update(self._model._first_ranks)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -24,7 +24,12 @@ _whole = nn.modules.module
 
 def has_global_hooks() -> bool:
     """Whether there are forward hooks of all modules."""
-    return bool(_whole._global_forward_pre_hooks or _whole._global_forward_hooks)
+    return bool(_users(_whole._global_forward_pre_hooks) or _whole._global_forward_hooks)
+
+
+def _users(hooks: Mapping[int, Callable[..., Any]]) -> list[tuple[int, Callable[..., Any]]]:
+    """The hooks of all modules that are the user's: ours looks at calls of modules whose parameters are slices."""
+    return [(number, hook) for number, hook in hooks.items() if not getattr(hook, "of_shardwright", False)]
 
 
 def hooked(net: nn.Module, run: Callable[..., Any], args: tuple, kwargs: dict[str, Any], *, forward: bool, own: bool = True,
@@ -38,7 +43,7 @@ def hooked(net: nn.Module, run: Callable[..., Any], args: tuple, kwargs: dict[st
         target: whether the last positional argument is the loss's, which hooks do not see.
     """
     args, rest = (args[:-1], args[-1:]) if target else (args, ())
-    before = [*_whole._global_forward_pre_hooks.items()] if everyones else []
+    before = _users(_whole._global_forward_pre_hooks) if everyones else []
     after = [*_whole._global_forward_hooks.items()] if everyones and forward else []
     if own:
         before += net._forward_pre_hooks.items()

@@ -122,7 +122,8 @@ class Observation:
                     self._found(hook, f"a hook of {path}")
         for hooks in (nn.modules.module._global_forward_pre_hooks, nn.modules.module._global_forward_hooks):
             for hook in hooks.values():
-                self._found(hook, "a hook of all modules")
+                if not getattr(hook, "of_shardwright", False):
+                    self._found(hook, "a hook of all modules")
         self._watch(nn.Module)
         return self
 

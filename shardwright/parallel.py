@@ -323,7 +323,7 @@ class AutoParallel(Settings, nn.Module):
             warnings.warn(f"{change}: the model is captured and planned anew", RecaptureWarning, stacklevel=8)
         return change or ""
 
-    def _build(self, args: tuple, kwargs: dict[str, Any], why: str) -> Program | PipelineProgram:
+    def _build(self, args: tuple, kwargs: dict[str, Any], why: str = "") -> Program | PipelineProgram:
         observer = _OBSERVER.get()
         if observer is not None:
             observer(self, args, kwargs)

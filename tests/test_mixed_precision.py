@@ -7,14 +7,14 @@ are what it is for.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.fsdp as fsdp
 import torch.nn.functional as F
-from mixed import APART, SEEN, Net, apart, assert_trains_alike, batches, loss_of, reference
+from mixed import APART, Net, apart, assert_trains_alike, batches, loss_of, reference
 from networks import D, draw
 from one_device import parallel
 from pipelines import Chain, setting
@@ -82,14 +82,18 @@ def test_optimizer_parallel_at_every_level(mode: str, name: str, level: str) -> 
 
 def test_types_that_the_model_sees() -> None:
     """Parameters and inputs have `param_dtype` where the model is captured, buffers their own; nothing of the model stays so."""
-    net = Net()
-    model = parallel(net, loss_of, devices=4, mixed_precision=BF16)
-    loss = model(*batches(torch.float32)[0])
-    assert SEEN == [torch.bfloat16, torch.bfloat16, torch.float32] and loss.dtype == torch.float32
+    class Seen(Net):
+        def forward(self, x: Tensor, offset: Tensor) -> tuple[Tensor, ...]:
+            return self.up.weight * 1, offset * 1, self.scale * 1, super().forward(x, offset)
+
+    net, inputs = Seen(), batches(torch.float32)[0][:2]
+    model = parallel(net, None, devices=4, mixed_precision=replace(BF16, output_dtype=None))
+    assert [y.dtype for y in model(*inputs)][:3] == [torch.bfloat16, torch.bfloat16, torch.float32]
     assert {p.dtype for p in net.parameters()} == {torch.float32} == {b.dtype for b in net.buffers()}
-    plan = sw.plan(Net(), batches(torch.float32)[0][:2], loss_of, batches(torch.float32)[0][2], devices=4,
-                   mixed_precision={"param_dtype": torch.bfloat16, "cast_forward_inputs": False})
-    assert SEEN == [torch.bfloat16, torch.float32, torch.float32]
+    uncast = {"param_dtype": torch.bfloat16, "cast_forward_inputs": False}
+    plan = sw.plan(Seen(), inputs, devices=4, mixed_precision=uncast)
+    assert [v.dtype for v in plan.graph.outputs][:3] == [torch.bfloat16, torch.float32, torch.float32]
+    plan = sw.plan(Net(), inputs, loss_of, batches(torch.float32)[0][2], devices=4, mixed_precision=uncast)
     assert [o.op for o in plan.operators][:2] == ["embedding", "unsqueeze"]  # the input is not cast
 
 
