@@ -542,6 +542,13 @@ def test_hooks_at_the_borders(devices: int, inside: bool) -> None:
     assert len(model._programs) == 1
 
 
+def test_hooks_at_the_borders_are_verified_too() -> None:
+    net = Habit(lambda m, x: m.out(m.inner(x)))
+    net.register_forward_hook(lambda module, args, out: out + args[0].mean())
+    report = sw.verify(net, (batches()[0],), devices=4, steps=2)
+    assert report.ok, report
+
+
 @pytest.mark.parametrize("inside", [False, True], ids=["loss outside", "loss inside"])
 def test_hooks_inside_and_of_all_modules(inside: bool) -> None:
     def prepare(net: Habit) -> None:
