@@ -347,7 +347,8 @@ def _with_counters(exported: Callable[..., _Exported]) -> _Exported:
                     raise depends(numbers.counters[0])
             if numbers.read:  # assigned once and for all, or again at each call?
                 after = exported(dict(numbers.read)).outcome.numbers
-                moving = next((p for p, _, new in after if any(p.identity == q.identity and new != was for q, was in numbers.read)), None)
+                settled = {place.identity: new for place, new in numbers.read}
+                moving = next((p for p, _, new in after if settled.get(p.identity, new) != new), None)
                 if moving is not None:
                     raise depends(moving)
         return first

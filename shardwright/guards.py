@@ -210,7 +210,8 @@ class Guards:
         self._cell_places = [p for p in places if isinstance(p.owner, types.CellType)]
         self._cells = [p.owner for p in self._cell_places]
         self._cell_values = [p.get() for p in self._cell_places]
-        self._others = [(p, p.get()) for p in places if not isinstance(p.owner, (type, types.CellType)) and type(p.owner) is not dict]
+        self._others = [(p, p.get()) for p in places
+                        if not isinstance(p.owner, (type, types.CellType)) and type(p.owner) is not dict]
 
     def _contain(self, value: Any, path: str, seen: set[int], found: dict[tuple[int, Any], Place]) -> None:
         """Guard the contents of a container: of a dict its keys, and its values as places of their own."""

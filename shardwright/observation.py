@@ -226,7 +226,7 @@ class Observation:
     def _class_place(self, cls: type, name: str, path: str) -> None:
         for base in cls.__mro__:
             if name in base.__dict__:
-                if is_users(getattr(sys.modules.get(base.__module__), "__file__", None) or "<"):
+                if _is_users_class(base):
                     self._note(Place(base, name, f"{path}.{name}" if name == "forward" else f"{base.__name__}.{name}"))
                 return
 
@@ -329,7 +329,7 @@ class Observation:
                             or not is_users(getattr(value, "__file__", None) or "<")):
                         break
                     place = Place(vars(value), attribute, f"{value.__name__}.{attribute}")
-                elif isinstance(value, type) and is_users(getattr(sys.modules.get(value.__module__), "__file__", None) or "<"):
+                elif isinstance(value, type) and _is_users_class(value):
                     owner = next((b for b in value.__mro__ if attribute in b.__dict__), None)
                     if owner is None:
                         break
@@ -344,7 +344,7 @@ class Observation:
         inner = user_function(value) if isinstance(value, (types.FunctionType, functools.partial)) else None
         if isinstance(value, types.FunctionType) and inner is None or isinstance(value, types.BuiltinFunctionType):
             return  # a library's own: nobody puts another in its place
-        if isinstance(value, type) and not is_users(getattr(sys.modules.get(value.__module__), "__file__", None) or "<"):
+        if isinstance(value, type) and not _is_users_class(value):
             return
         self._note(place, scan=inner is None)
         if inner is not None:
@@ -374,7 +374,8 @@ class Observation:
                     yield Change(Place(space, key, f"{path}.{key}"), old, new)
         for place, old in self._places.values():
             new = place.get()
-            if new is not old and not (isinstance(place.owner, dict) and (id(place.owner) in self._paths or id(place.owner) in self._held)):
+            looked_at = isinstance(place.owner, dict) and (id(place.owner) in self._paths or id(place.owner) in self._held)
+            if new is not old and not looked_at:
                 yield Change(place, old, new)
         for kept in self._held.values():
             held, before, path = kept.owner, kept.begun, kept.path
@@ -410,6 +411,10 @@ _NOT_USERS = frozenset({"torch", "builtins", "numpy", "collections", "types", "f
 
 def _is_relevant(file: str) -> bool:
     return is_users(file) or file.startswith(_LAYERS) and file != _MODULE_FILE
+
+
+def _is_users_class(cls: type) -> bool:
+    return is_users(getattr(sys.modules.get(cls.__module__), "__file__", None) or "<")
 
 
 def user_function(value: Any) -> types.FunctionType | None:

@@ -323,7 +323,13 @@ class AutoParallel(Settings, nn.Module):
             warnings.warn(f"{change}: the model is captured and planned anew", RecaptureWarning, stacklevel=8)
         return change or ""
 
-    def _build(self, args: tuple, kwargs: dict[str, Any], why: str = "") -> Program | PipelineProgram:
+    def _build(self, args: tuple, kwargs: dict[str, Any], why: str = "", hooks_around: bool = True) -> Program | PipelineProgram:
+        """Capture, plan and put a call on the runtime.
+
+        Args:
+            why: what has changed since it was planned before.
+            hooks_around: whether the model's own hooks run around the program; otherwise they are a part of it.
+        """
         observer = _OBSERVER.get()
         if observer is not None:
             observer(self, args, kwargs)
@@ -332,7 +338,7 @@ class AutoParallel(Settings, nn.Module):
         if runtime.processes:
             refuse_calls_of_parts()
         recording = Recording(why)
-        plan = self._planned(args, kwargs, module, before, recording=recording)
+        plan = self._planned(args, kwargs, module, before, recording=recording, hooks_around=hooks_around)
         followers = Followers(self) if before is None else None
         program = make_program(plan, module, runtime, before=before, fusion=self._fusion,
                                accumulation=self._accumulation, broadcast=self._broadcast, compiled=self.compiled,
@@ -366,13 +372,14 @@ class AutoParallel(Settings, nn.Module):
         return None
 
     def _planned(self, args: tuple, kwargs: dict[str, Any], module: _Holder, before: Program | None, *,
-                 runs: bool = True, recording: Recording | None = None) -> Plan | PipelinePlan:
+                 runs: bool = True, recording: Recording | None = None, hooks_around: bool = True) -> Plan | PipelinePlan:
         """The plan of a call, on which all ranks agree. Nothing of the model changes.
 
         Args:
             before: the program of an earlier call, or None.
             runs: whether it is about to run, so that ranks must hold the same values too.
             recording: takes what the captures see of the model besides operators.
+            hooks_around: as of `_build`.
         """
         args, kwargs = opened((args, kwargs))
         runtime = self._runtime()
@@ -410,7 +417,7 @@ class AutoParallel(Settings, nn.Module):
             self._fusion.check(sum(p.requires_grad for p in module.parameters()))
             splits = is_split(whole_args, whole_kwargs)
 
-            how: dict[str, Any] = dict(loss_fn=self.loss_fn, device=runtime.device, hooks_around=True,
+            how: dict[str, Any] = dict(loss_fn=self.loss_fn, device=runtime.device, hooks_around=hooks_around,
                                        mixed_precision=self.mixed_precision)
             recording = recording or Recording()
 

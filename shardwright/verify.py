@@ -278,7 +278,7 @@ class _Verification:
 
     def program(self, twin: _Twin) -> Program | PipelineProgram:
         """The copy, planned. What cannot be planned is the user's to hear."""
-        return self.wrap(twin.net, twin.loss_fn, self.runtime)._build(twin.args, twin.kwargs)
+        return self.wrap(twin.net, twin.loss_fn, self.runtime)._build(twin.args, twin.kwargs, hooks_around=False)
 
     def on_one_device(self, one: _Twin, program: Program | PipelineProgram) -> Callable[[], Any]:
         """The call on one device: in plain PyTorch, or where it draws random numbers, which are ours, planned for one."""

@@ -167,7 +167,8 @@ def test_every_guard_can_fail() -> None:
     trips(lambda: net.limits[1].__setitem__(0, 3), lambda: net.limits[1].__setitem__(0, 2))
     for table, name in ((net._modules, "first"), (net.first._parameters, "weight"), (net._buffers, "mean")):
         kept, order = table[name], dict(table)
-        trips(lambda: table.update({name: other if table is net._modules else torch.zeros(8)}), lambda: table.update({name: kept}))
+        replaced = other if table is net._modules else torch.zeros(8)
+        trips(lambda: table.update({name: replaced}), lambda: table.update({name: kept}))
         trips(lambda: table.pop(name), lambda: (table.clear(), table.update(order)))
         trips(lambda: table.update(further=None), lambda: table.pop("further"))
     trips(lambda: net.first.eval(), lambda: net.first.train())

@@ -26,6 +26,7 @@ from torch.nn import functional as F
 
 import shardwright as sw
 from one_device import close, parallel
+from shardwright.capture import capture
 from test_capture import line_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::shardwright.RecaptureWarning")
@@ -129,8 +130,8 @@ def run_both(f: Callable, devices: int, between: Callable[[Any, int], None] = la
                     value = model(x, x[:, :4]) if side == 0 else losses[1](one(x), x[:, :4])
                 if value.requires_grad:
                     value.backward()
-                made[side].append({"loss": value.detach().clone(),
-                                   "gradients": {n: None if p.grad is None else p.grad.clone() for n, p in inner.named_parameters()},
+                gradients = {n: None if p.grad is None else p.grad.clone() for n, p in inner.named_parameters()}
+                made[side].append({"loss": value.detach().clone(), "gradients": gradients,
                                    "buffers": {n: b.clone() for n, b in inner.named_buffers()},
                                    "left": copy.deepcopy(left_behind(inner))})
                 optimizer.step(), optimizer.zero_grad()
@@ -541,6 +542,13 @@ def test_hooks_at_the_borders(devices: int, inside: bool) -> None:
     assert len(model._programs) == 1
 
 
+def test_hooks_at_the_borders_are_verified_too() -> None:
+    net = Habit(lambda m, x: m.out(m.inner(x)))
+    net.register_forward_hook(lambda module, args, out: out + args[0].mean())
+    report = sw.verify(net, (batches()[0],), devices=4, steps=2)
+    assert report.ok, report
+
+
 @pytest.mark.parametrize("inside", [False, True], ids=["loss outside", "loss inside"])
 def test_hooks_inside_and_of_all_modules(inside: bool) -> None:
     def prepare(net: Habit) -> None:
@@ -706,7 +714,8 @@ REFUSED = {tensor_in_an_attribute: "assigns a tensor to net.last", tensor_in_a_l
            draws_of_python: "draws a number from random", draws_of_numpy: "draws a number from numpy.random",
            draws_of_its_own: "draws a number from net.random", draws_of_its_own_numpy: "draws a number from net.numpy",
            prints_a_tensor: "prints the values of tensors", logs_a_tensor: "logs the values of tensors",
-           prints_a_counter: "net.calls changes at each call", hook_on_a_tensor: "register_hook", gradient_retained: "retain_grad",
+           prints_a_counter: "net.calls changes at each call", hook_on_a_tensor: "register_hook",
+           gradient_retained: "retain_grad",
            counter_that_decides: "net.calls changes at each call", counter_that_multiplies: "net.calls changes at each call",
            number_that_decays: "net.beta changes at each call", number_that_cycles: "net.calls changes at each call",
            counter_copied: "net.calls changes at each call", buffer_of_another_shape: "another shape or dtype",
@@ -763,6 +772,14 @@ def test_a_trained_tensor_of_nobody() -> None:
     with pytest.raises(sw.CaptureError, match="no parameter of the model") as raised:
         parallel(Habit(f), devices=4)(batches()[0])
     assert raised.value.source == line_of(f, "# here")
+
+
+def test_an_lstm_keeps_its_own_list_of_weights() -> None:
+    net = nn.LSTM(4, 4, dtype=D)
+    weights = net._flat_weights
+    graph = capture(net, (torch.randn(3, 2, 4, dtype=D),))
+    assert set(graph.parameters) == {n for n, _ in net.named_parameters()} and not graph.constants
+    assert net._flat_weights is weights and all(a is b for a, b in zip(weights, net.parameters()))
 
 
 def test_nothing_of_torch_or_python_stays_changed() -> None:
