@@ -28,7 +28,7 @@ from .opaque import collect_functions
 from .reading import Reader, bare, is_users, user_frame
 from .recompute import collect_regions
 from .staging import whole_shape
-from .torch_private import NOISY_LOGGERS, FakeTensorMode, buffer_table, parameter_table, pytree, stack_lines
+from .torch_private import NOISY_LOGGERS, FakeTensorMode, buffer_table, parameter_table, pytree, recurrent_weights, stack_lines
 from .trees import closed, opened
 
 __all__ = ["WithLoss", "capture"]
@@ -137,7 +137,8 @@ def capture(net: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None, *
     try:
         with _fake_state(module, mode, device), collect_marks() as calls, _quiet(), \
                 collect_functions(_calling_line) as functions, collect_regions(module, prefix) as regions, \
-                stack_lines(_innermost, _UsersLine), _objects_opened(module), cumulative_momentum(module):
+                stack_lines(_innermost, _UsersLine), _objects_opened(module), cumulative_momentum(module), \
+                recurrent_weights(module):
             program = torch.export.export(module, fake_args, fake_kwargs, strict=False)
     except ShardwrightError as error:
         raised = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)]

@@ -29,9 +29,10 @@ from torch.utils import checkpoint
 from .errors import TorchVersionError
 
 __all__ = [
-    "MODULE_TABLES", "NOISY_LOGGERS", "OpOverload", "OpOverloadPacket", "VMAP_ENDS", "buffer_table", "default_store", "demand", "fused_optimizers",
-    "group_timeout", "in_place_of_checkpoint", "is_view", "local_tensor", "module_table", "number_of_groups", "operators", "overload_name",
-    "overload_of", "parameter_table", "register_node", "schedule_without_transfers", "schema_of", "spec_of", "stack_lines",
+    "MODULE_TABLES", "NOISY_LOGGERS", "VMAP_ENDS", "OpOverload", "OpOverloadPacket", "buffer_table", "computation",
+    "default_store", "demand", "fused_optimizers", "group_timeout", "in_place_of_checkpoint", "is_view", "local_tensor",
+    "module_table", "number_of_groups", "operators", "overload_name", "overload_of", "parameter_table",
+    "recurrent_weights", "register_node", "schedule_without_transfers", "schema_of", "spec_of", "stack_lines",
     "storage_id", "torch_function", "version_of", "vmap_function", "worker_processes",
 ]
 
@@ -279,6 +280,27 @@ def stack_lines(keep: Callable[[Any, Any], Any], captured: Any) -> Iterator[None
         yield
 
 
+class _Weights(list):
+    """A list that export does not look into."""
+
+
+@contextlib.contextmanager
+def recurrent_weights(module: nn.Module) -> Iterator[None]:
+    """While active, export may exchange the weights that `torch.nn.LSTM` and its like hold in a list beside their table.
+
+    torch 2.9 takes the exchange for an assignment by the model. Afterwards the list is as it was.
+    """
+    held = [(sub, sub._flat_weights) for sub in module.modules()
+            if isinstance(sub, nn.RNNBase) and hasattr(sub, "_flat_weights")]
+    for sub, weights in held:
+        sub._flat_weights = _Weights(weights)
+    try:
+        yield
+    finally:
+        for sub, weights in held:
+            sub._flat_weights = weights
+
+
 @contextlib.contextmanager
 def in_place_of_checkpoint(ours: Callable[..., Any]) -> Iterator[None]:
     """While active, calls of `torch.utils.checkpoint.checkpoint` come to `ours`, under whatever name users hold it.
@@ -325,6 +347,12 @@ def number_of_groups() -> int:
 def worker_processes(agent: Any) -> Any:
     """The started workers of an elastic agent, None before they start."""
     return _read(agent, "_pcontext", "`shardwright run`")
+
+
+def computation(action: Any) -> str:
+    """The letter of an action of torch's own schedules: F, B, I or W. It is the value of an enum, or its text in torch 2.9."""
+    value = action.computation_type.value
+    return value if isinstance(value, str) else str(action.computation_type)
 
 
 def schedule_without_transfers(base: type) -> type:
