@@ -40,7 +40,8 @@ from .scaling import NotScalable, ScalableGraph, Sizes
 from .side_effects import (Blamed, Effects, LineFinder, Outcome, counter, depends, judged, numbered, refuse_backward_hooks,
                             watched_calls)
 from .staging import whole_shape
-from .torch_private import NOISY_LOGGERS, FakeTensor, FakeTensorMode, buffer_table, parameter_table, pytree, stack_lines
+from .torch_private import (NOISY_LOGGERS, FakeTensor, FakeTensorMode, buffer_table, parameter_table, pytree, rejoin_weights,
+                            stack_lines)
 from .trees import closed, opened
 
 __all__ = ["Recording", "WithLoss", "capture", "capture_scalable"]
@@ -92,19 +93,12 @@ def _fake_state(module: nn.Module, mode: FakeTensorMode, device: torch.device, t
                     if tensor is not None:
                         saved.append((held, name, tensor))
                         held[name] = fake(tensor)
-        _rejoin_weights(module)
+        rejoin_weights(module, exported=True)
         yield
     finally:
         for held, name, tensor in saved:
             held[name] = tensor
-        _rejoin_weights(module)
-
-
-def _rejoin_weights(module: nn.Module) -> None:
-    """Recurrent layers keep a list of their weights beside the parameters, and compute with that."""
-    for layer in module.modules():
-        if isinstance(layer, nn.RNNBase) and hasattr(layer, "_flat_weights_names"):  # private torch names
-            layer._flat_weights = [getattr(layer, name, None) for name in layer._flat_weights_names]
+        rejoin_weights(module)
 
 
 class _UsersLine:
@@ -501,7 +495,7 @@ def _quiet() -> Iterator[None]:
         log.setLevel(logging.CRITICAL)
     try:
         with contextlib.redirect_stderr(written), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", r"The tensor attributes? self\..*_flat_weights")  # see `_rejoin_weights`
+            warnings.filterwarnings("ignore", r"The tensor attributes? self\..*_flat_weights")  # see `rejoin_weights`
             yield
     except Exception as error:
         graph = str(getattr(error, "partial_fx_graph", ""))

@@ -23,7 +23,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from .errors import SettingError
-from .torch_private import schedule_without_transfers
+from .torch_private import computation, schedule_without_transfers
 
 __all__ = ["SCHEDULES", "Action", "Schedule", "check", "forward_only", "schedule"]
 
@@ -382,5 +382,5 @@ def _torch_order(name: str, groups: int, chunks: int, micro_batches: int) -> lis
     stages = [SimpleNamespace(stage_index=v * groups, num_stages=groups * chunks, group_size=groups, group_rank=0,
                               submod=None, is_last=False) for v in range(chunks)]
     made = order(stages, micro_batches).pipeline_order
-    return [[Action(a.stage_index, a.computation_type.value, a.microbatch_index) for a in made[g] if a is not None]
+    return [[Action(a.stage_index, computation(a), a.microbatch_index) for a in made[g] if a is not None]
             for g in range(groups)]

@@ -15,6 +15,7 @@ Example::
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -29,10 +30,11 @@ from torch.utils import checkpoint
 from .errors import TorchVersionError
 
 __all__ = [
-    "MODULE_TABLES", "NOISY_LOGGERS", "OpOverload", "OpOverloadPacket", "VMAP_ENDS", "buffer_table", "default_store", "demand", "fused_optimizers",
-    "group_timeout", "in_place_of_checkpoint", "is_view", "local_tensor", "module_table", "number_of_groups", "operators", "overload_name",
-    "overload_of", "parameter_table", "register_node", "schedule_without_transfers", "schema_of", "spec_of", "stack_lines",
-    "storage_id", "torch_function", "version_of", "vmap_function", "worker_processes",
+    "MODULE_TABLES", "NOISY_LOGGERS", "VMAP_ENDS", "OpOverload", "OpOverloadPacket", "backward_can_start_at_functions",
+    "buffer_table", "computation", "default_store", "demand", "fused_optimizers", "group_timeout",
+    "in_place_of_checkpoint", "is_view", "local_tensor", "module_table", "number_of_groups", "operators", "overload_name",
+    "overload_of", "parameter_table", "rejoin_weights", "register_node", "schedule_without_transfers", "schema_of",
+    "spec_of", "stack_lines", "storage_id", "torch_function", "version_of", "vmap_function", "worker_processes",
 ]
 
 #: Name in this module -> (path in torch, the feature that needs it). Looked up when first imported.
@@ -280,6 +282,23 @@ def stack_lines(keep: Callable[[Any, Any], Any], captured: Any) -> Iterator[None
         yield
 
 
+class _Weights(list):
+    """A list that export does not look into."""
+
+
+def rejoin_weights(module: nn.Module, exported: bool = False) -> None:
+    """Recurrent layers compute with a list of their weights beside their parameters: the list is made of these anew.
+
+    Args:
+        exported: the module is about to be exported, which exchanges the list's tensors. torch 2.9 takes an exchange in a
+            plain list for an assignment by the model.
+    """
+    for layer in module.modules():
+        if isinstance(layer, nn.RNNBase) and hasattr(layer, "_flat_weights_names"):
+            weights = [getattr(layer, name, None) for name in layer._flat_weights_names]
+            layer._flat_weights = _Weights(weights) if exported else weights
+
+
 @contextlib.contextmanager
 def in_place_of_checkpoint(ours: Callable[..., Any]) -> Iterator[None]:
     """While active, calls of `torch.utils.checkpoint.checkpoint` come to `ours`, under whatever name users hold it.
@@ -326,6 +345,29 @@ def number_of_groups() -> int:
 def worker_processes(agent: Any) -> Any:
     """The started workers of an elastic agent, None before they start."""
     return _read(agent, "_pcontext", "`shardwright run`")
+
+
+def computation(action: Any) -> str:
+    """The letter of an action of torch's own schedules: F, B, I or W. It is the value of an enum, or its text in torch 2.9."""
+    value = action.computation_type.value
+    return value if isinstance(value, str) else str(action.computation_type)
+
+
+class _Probe(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+
+@functools.cache
+def backward_can_start_at_functions() -> bool:
+    """Whether a backward may start at a node of a torch.autograd.Function, as one to the weights alone does; not in torch 2.9."""
+    with torch.enable_grad():
+        node = _Probe.apply(torch.ones(1, requires_grad=True)).grad_fn
+    try:
+        return node._input_metadata is not None
+    except RuntimeError:
+        return False
 
 
 def schedule_without_transfers(base: type) -> type:

@@ -60,6 +60,8 @@ class Gradient(DTensor):
                 if local[0].numel():
                     function(*local, **(kwargs or {}))
                 return args[0]
+        if function is Tensor.detach:  # DTensor's makes a plain DTensor, which torch 2.9 does not take for a view of this
+            return _detached(args[0])
         with DisableTorchFunctionSubclass():
             if function in _FUSED:
                 return function(*pytree.tree_map_only(DTensor, _local, args),
@@ -91,6 +93,10 @@ def _locals(args: Sequence[Any]) -> list[Any] | None:
             a = a if theirs is None else local_tensor(a)
         out.append(a)
     return out
+
+
+def _detached(x: Gradient) -> Gradient:
+    return Gradient(local_tensor(x).detach(), spec_of(x), requires_grad=False)
 
 
 def _local(x: DTensor) -> Tensor:
@@ -158,6 +164,8 @@ class Unsummed(Gradient):
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if function in _REFUSED:
             raise not_summed("a norm, or a change, of gradients")
+        if function is Tensor.detach:
+            return _detached(args[0])
         with DisableTorchFunctionSubclass():
             return function(*args, **(kwargs or {}))
 

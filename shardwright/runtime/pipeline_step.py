@@ -200,7 +200,8 @@ class Step:
     def _backward_to_inputs(self, s: int, k: int) -> None:
         outputs, gradients = self._owed(s, k)
         read = self._read(s, k)
-        if self.program.bodies[s].stage.plan.regions:  # what is computed again is there once: weights have their turn now
+        # Recomputed values are there once, and some versions of torch cannot start at weights: weights have their turn now.
+        if self.program.bodies[s].stage.plan.regions or not torch_private.backward_can_start_at_functions():
             torch.autograd.backward(outputs, gradients, inputs=[*read, *self._trained(s)])
         elif read and outputs:
             with torch.enable_grad():  # it detaches outputs in place, which views cannot be
