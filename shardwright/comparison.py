@@ -105,7 +105,7 @@ def difference(reference: Tensor, other: Tensor, floor: float = 0.0) -> float:
 
 def worst(reference: Mapping[str, Tensor | None], other: Mapping[str, Tensor | None],
           precision: Callable[[str], Precision | None], allowed: Allowed, floor: float = 0.0) -> Worst:
-    """Of tensors of one name the pair that differs most, measured by what is allowed of it. A gradient that is not there
+    """The pair of tensors of one name that differs most, measured by what is allowed of it. A gradient that is not there
     is zero.
 
     Args:
@@ -215,11 +215,11 @@ class Comparison:
                                *self.decided(precision))
 
     def decided(self, precision: Precision | None) -> tuple[float, Precision | None]:
-        """What is allowed of a tensor of this precision, and the precision."""
+        """The largest difference that is allowed of a tensor of this precision, and the precision."""
         return self.allowed.tolerance(precision), precision
 
     def differs(self, apart: float, precision: Precision | None) -> bool:
-        """Whether a difference is more than this precision allows."""
+        """True where a difference is more than this precision allows."""
         return apart > self.allowed.tolerance(precision)
 
     # -- forward --
