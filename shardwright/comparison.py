@@ -23,7 +23,7 @@ from .plan.instructions import Compute, Instance, Move, made_by
 from .plan.plan import Plan
 from .precision import Allowed, Precision
 from .report.verification import Worst
-from .rules import expand, has_rule
+from .rules import expand, find_rule, has_rule
 from .rules.random import run_on_one
 from .runtime.local import LocalProgram
 from .runtime.shards import ReplicasDiffer, assemble
@@ -43,7 +43,8 @@ class FirstDifference:
         part: "operator": what it computes on slices; "conversion": how a tensor came to it, or its gradient back;
             "capture": the graph that was captured is not the model.
         tensor: the value (or, for a gradient, the value or parameter) that differs.
-        difference: the largest difference, relative to the largest value among the operator's output and inputs;
+        difference: the largest difference, relative to the largest value of the operator's output and of its terms: Σ |x| |w|
+            of a product, the inputs of others;
             infinite where the shapes or the replicas differ, or where it could not run at all.
         dtype: the type in which it was found.
         tolerance: what was allowed.
@@ -105,7 +106,7 @@ def difference(reference: Tensor, other: Tensor, floor: float = 0.0) -> float:
 
 def worst(reference: Mapping[str, Tensor | None], other: Mapping[str, Tensor | None],
           precision: Callable[[str], Precision | None], allowed: Allowed, floor: float = 0.0) -> Worst:
-    """Of tensors of one name the pair that differs most, measured by what is allowed of it. A gradient that is not there
+    """The pair of tensors of one name that differs most, measured by what is allowed of it. A gradient that is not there
     is zero.
 
     Args:
@@ -140,8 +141,7 @@ class Reference:
         self.values[SEED.name] = seed
         for op in graph.ops:
             outs = call(op, self.values)
-            # A difference is what rounding makes of the terms, and those are as large as the inputs.
-            scale = max([0.0, *(largest(self.values[v.name]) for v in op.inputs if v.dtype.is_floating_point)])
+            scale = self.terms(op)
             for value, out in zip(op.outputs, outs):
                 if value is None:
                     continue
@@ -152,6 +152,14 @@ class Reference:
                 self.values[value.name] = out
                 self.scales[value.name] = max(scale, largest(out))
         self.outputs = [self.values[o.name] if isinstance(o, Value) else o for o in graph.outputs]
+
+    def terms(self, op: Op) -> float:
+        """The size of the terms of an operator, which rounding is a part of: of a product Σ |x| |w|, of others their inputs."""
+        rule, floating = find_rule(op), [v for v in dict.fromkeys(op.inputs) if v.dtype.is_floating_point]
+        if rule is None or not rule.is_product(op):
+            return max((largest(self.values[v.name]) for v in floating), default=0.0)
+        with torch.no_grad():
+            return max(map(largest, call(op, self.values | {v.name: self.values[v.name].abs() for v in floating})), default=0.0)
 
     def gradient(self, name: str) -> Tensor | None:
         return self.values[name].grad
@@ -215,11 +223,11 @@ class Comparison:
                                *self.decided(precision))
 
     def decided(self, precision: Precision | None) -> tuple[float, Precision | None]:
-        """What is allowed of a tensor of this precision, and the precision."""
+        """The largest difference that is allowed of a tensor of this precision, and the precision."""
         return self.allowed.tolerance(precision), precision
 
     def differs(self, apart: float, precision: Precision | None) -> bool:
-        """Whether a difference is more than this precision allows."""
+        """True where a difference is more than this precision allows."""
         return apart > self.allowed.tolerance(precision)
 
     # -- forward --

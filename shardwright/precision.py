@@ -101,7 +101,7 @@ class Allowed:
         self.step = self.run if steps == 1 else precisions(graph)
 
     def tolerance(self, precision: Precision | None) -> float:
-        """What is allowed of a value of this precision: not less than what is allowed in the run's own type."""
+        """The largest difference allowed of a value of this precision: not less than what is allowed in the run's own type."""
         own = self._of(self.dtype)
         return own if precision is None else max(own, self._of(precision.dtype))
 

@@ -20,7 +20,7 @@ __all__ = ["Differences", "VerifyReport", "Worst"]
 
 @dataclass(frozen=True)
 class Worst:
-    """Of several tensors the one that differs most, measured by what is allowed of it.
+    """The tensor that differs most of several, measured by what is allowed of it.
 
     Attributes:
         difference: relative to the largest value of the tensor.
@@ -36,7 +36,7 @@ class Worst:
 
     @property
     def ok(self) -> bool:
-        """Whether the difference is within the tolerance."""
+        """True where the difference is within the tolerance."""
         return self.difference <= self.tolerance
 
     def excess(self) -> float:
@@ -65,7 +65,7 @@ class Differences:
 
     @property
     def ok(self) -> bool:
-        """Whether everything is within its tolerance."""
+        """True where everything is within its tolerance."""
         return self.failure is None and self.losses.ok and self.gradients.ok and self.parameters.ok
 
     @property
@@ -95,7 +95,7 @@ class Differences:
 
     @property
     def coarser(self) -> tuple[tuple[str, Precision], ...]:
-        """What has a tolerance of a coarser type than the run's, and the operator that decided it."""
+        """The results that have the tolerance of a coarser type than the run's, and the operator that decided it."""
         each = (("loss", self.losses), ("gradients", self.gradients), ("parameters", self.parameters))
         return tuple((what, w.precision) for what, w in each if w.precision is not None and w.precision.dtype != self.dtype)
 
@@ -121,8 +121,8 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether the plan computes what one device computes, in every type."""
-        return all(d.ok for d in self.differences)
+        """True where the plan computes what one device computes, in every type, and no operator of the first step differs."""
+        return all(d.ok for d in self.differences) and self.first_difference is None
 
     @property
     def headline(self) -> Differences:
@@ -157,7 +157,7 @@ class VerifyReport:
 
     @property
     def proved(self) -> bool:
-        """Whether the plan cuts operators and sends something, and computes what one device computes."""
+        """True where the plan cuts operators, sends something, and computes what one device computes."""
         return self.ok and not self.unproved
 
     @property

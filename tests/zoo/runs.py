@@ -34,8 +34,8 @@ __all__ = ["DEVICES", "MODES", "Outcome", "Zoo"]
 
 DEVICES, STEPS = 4, 2
 
-#: Each with every product marked at random, with every fourth marked, with nothing marked.
 MODES = ("semi_auto", "sharding_propagation", "recursive_programming", "dynamic_programming")
+#: The modes that follow marks: every operator is marked, or every fourth of those that multiply or read a weight. See `marked`.
 MARKED = {"semi_auto": 1, "sharding_propagation": 4}
 
 #: Links that cost nothing: a search cuts whatever can be cut.

@@ -34,8 +34,8 @@ HEAD = f"""# Models that are tested
 Written by `WRITE_MODELS=1 python -m pytest tests/zoo`, with {VERSIONS}.
 
 Each model is as its library has it, small and with random weights. It is captured once and planned for {DEVICES} devices in
-{len(MODES)} modes, on links that cost next to nothing, so that a search cuts whatever can be cut. Each plan trains for {STEPS} steps,
-all devices in one process. Losses, gradients and the state after the last step are compared with the same {STEPS} steps on one
+{len(MODES)} modes, on links that cost next to nothing, so that a search cuts whatever can be cut. Each plan trains for
+{STEPS} steps, all devices in one process. Losses, gradients and the state after the last step are compared with the same {STEPS} steps on one
 device. A percentage says that they are equal, and how many of the operators that have a dim to be cut in two the plan does
 cut (rounded down to tens).
 

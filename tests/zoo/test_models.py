@@ -25,7 +25,7 @@ WAITS = {
 }
 
 #: How many of the operators that have a dim to be cut a plan cuts at least.
-LEAST = {"semi_auto": 0.95, "sharding_propagation": 0.7, "recursive_programming": 0.65, "dynamic_programming": 0.65}
+LEAST = {"semi_auto": 0.95, "sharding_propagation": 0.7, "recursive_programming": 0.55, "dynamic_programming": 0.55}
 
 OUTCOMES: dict[tuple[str, str], Outcome] = {}
 PRECISION: dict[str, str] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from models import MODELS
@@ -45,14 +47,13 @@ def test_an_error_of_a_thousandth_is_found_in_a_model_with_parts_in_float32(part
     def wrong(conversion, shards, how):
         result = right(conversion, shards, how)
         sums = any(step.kind in ("all_reduce", "reduce_scatter") for step in conversion.steps)
-        if sums and len(wrongs) < 40 and (local.sys._getframe(1).f_code.co_name == "backward") == (part == "backward"):
-            wrongs.append(conversion)
-            ramp = torch.linspace(0, 1e-3, result.shape[-1], dtype=torch.float64).to(result.dtype) if result.dim() else 1e-3
-            return result * (1 + ramp)
-        return result
+        if not sums or (sys._getframe(1).f_code.co_name == "backward") != (part == "backward"):
+            return result
+        wrongs.append(conversion)
+        ramp = torch.linspace(0, 1e-3, result.shape[-1], dtype=torch.float64).to(result.dtype) if result.dim() else 1e-3
+        return result * (1 + ramp)
 
     monkeypatch.setattr(local, "convert_shards", wrong)
-    monkeypatch.setattr(local, "sys", __import__("sys"), raising=False)
     report = verified("llama", "recursive_programming", steps=1, dtypes=(torch.float64,))
     assert wrongs and not report.ok, report.summary()
     assert report.first_difference is not None and report.first_difference.tolerance <= 1e-4
