@@ -18,6 +18,13 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+
+# torchvision's wheel has operators for the CUDA build of torch alone. On a CPU build it is imported (by transformers and
+# timm too) only where the operators are known by name; none of the models in the tests calls one.
+if torch.version.cuda is None:
+    TORCHVISION = torch.library.Library("torchvision", "FRAGMENT")
+    for _name in ("nms", "qnms"):
+        TORCHVISION.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 hypothesis.settings.register_profile("local", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
