@@ -28,6 +28,7 @@ from .footprint import Footprint, footprint
 from .keeping import saved_inputs
 from .problem import Problem
 from .route import Use
+from .solver.budget import current
 from .storage import OptimizerParallel, stored_layouts
 
 __all__ = ["Energy", "Shared", "Storage", "energy"]
@@ -200,7 +201,9 @@ class _Builder:
 
     def build(self) -> Energy:
         values = {v.name for v in self.graph.parameters.values()}
+        budget = current()
         for op in self.graph.ops:
+            budget.tell("costs of strategies")
             options, footprints, costs = self._look_at(op)
             for i in self._read(op):
                 if op.inputs[i].name in values and op.inputs[i].name not in self.parameters:

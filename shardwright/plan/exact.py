@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..errors import PlanError
 from .solver.bounding import bounded, eliminated
 from .solver.budget import OutOfBudgetError, current, spending
 from .solver.contradiction import contradiction
@@ -49,7 +50,10 @@ def solve(problem: Problem, *, seconds: float | None = None, merge: bool = False
         PlanError: where nothing is allowed; it names nodes whose states contradict one another.
     """
     with spending(current()):
-        return _solve(problem, seconds, merge, gap)
+        try:
+            return _solve(problem, seconds, merge, gap)
+        except OutOfBudgetError as error:
+            raise PlanError(f"no assignment of strategies was found: {error}", legal="a larger search_memory") from None
 
 
 @uncollected()

@@ -39,6 +39,7 @@ from .operator_memory import OperatorMemory
 from .problem import Problem, Usage
 from .recompute import hands_on
 from .segments import segments_of
+from .solver.budget import current
 
 __all__ = ["holding"]
 
@@ -95,7 +96,9 @@ class _Holder:
         for name, value in self.graph.parameters.items():
             if value.name in self.energy.parameters:
                 self.parameter(value)
+        budget = current()
         for op in self.graph.ops:
+            budget.tell("memory of strategies")
             self.operator(op)
             for k, value in enumerate(v for v in op.outputs if v is not None):
                 self.made(op, k, value)

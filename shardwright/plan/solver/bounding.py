@@ -19,6 +19,7 @@ import numpy as np
 
 from ...errors import PlanError
 from ..problem import Problem, Solution
+from .budget import current
 from .descent import descend
 from .elimination import Eliminated, eliminate, shared_work
 from .milp import milp
@@ -104,6 +105,7 @@ class _Search:
         messages = Messages(self.core)
         looks = 0
         while not (self.late or self.proved):
+            current().watch("bounds", None if self.cost == np.inf else self.cost, None if self.bound == -np.inf else self.bound)
             messages.best = self.cost - self.constant
             before, left = messages.bound, sum(map(len, self.core.costs))
             found, least = messages.states, np.inf

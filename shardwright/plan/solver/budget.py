@@ -100,18 +100,26 @@ class SearchBudget:
         """Between two steps.
 
         Args:
-            phase, best, bound: see `SearchProgress`; None: as before. A new phase has neither best nor bound.
+            phase, best, bound: as `tell` takes them.
 
         Raises:
             OutOfBudgetError: the process has grown past what is allowed.
+        """
+        self.tell(phase, best, bound)
+        if self.room() < 0:
+            self.ask(2 * SMALL)
+
+    def tell(self, phase: str | None = None, best: float | None = None, bound: float | None = None) -> None:
+        """How far it has come.
+
+        Args:
+            phase, best, bound: see `SearchProgress`; None: as before. A new phase has neither best nor bound.
         """
         if phase is not None and phase != self.phase:
             self.phase, self.best, self.bound = phase, None, None
         self.best = self.best if best is None else best
         self.bound = self.bound if bound is None else bound
         self._say()
-        if self.room() < 0:
-            self.ask(2 * SMALL)
 
     def _say(self) -> None:
         now = time.monotonic()

@@ -44,6 +44,7 @@ STILL = 3  # searches that find nothing, after which one begins elsewhere
 WHOLE = 300_000  # entries of the edges up to which HiGHS is asked about the whole
 LEAST = 5.0  # seconds to look for the least limit at least
 NOTHING = "no assignment within the memory limit was found in the time given"
+COPIES = 4  # of all tables that this takes, none shared
 MANY = 10_000  # nodes above which dominated states are not looked for
 
 
@@ -165,6 +166,7 @@ class _Best:
 def _search(problem: Problem, rows: Rows, until: float, gap: float) -> Solution:
     """Bound and states of a problem of `binding`."""
     start = time.monotonic()
+    current().ask(COPIES * 8 * sum(table.size for table in problem.edges.values()))
     priced = Priced(problem, rows)
     ascent = Ascent(priced)
     best = _Best(problem, rows)

@@ -62,7 +62,7 @@ def priced_search(problem: Problem, rows: Rows, pricing: Pricing | SweptPricing,
         gap: how far from the bound, relative to it, the cost may be for the search to end.
     """
     search = _PricedSearch(problem, rows, pricing, gap)
-    return search.run(), min(search.known.values(), key=lambda cut: cut.used.max(), default=None)
+    return search.run(), min(search.known.values(), key=lambda cut: cut.used.max(initial=0.0), default=None)
 
 
 class _PricedSearch:

@@ -1,0 +1,324 @@
+"""A search keeps to the host memory that it is given, ends with a plan and a true bound, and says how far it has come."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import shardwright as sw
+from shardwright.errors import SettingError
+from shardwright.plan.exact import solve
+from shardwright.plan.problem import Problem, Usage
+from shardwright.plan.solver.budget import OutOfBudgetError, SearchBudget, SearchProgress, free_memory, spending
+from shardwright.plan.solver import priced_search as searching
+from shardwright.plan.solver.limits import swept
+from shardwright.plan.solver.moments import Rows, binding
+from shardwright.plan.solver.priced_search import priced_search
+from shardwright.plan.solver.pricing import Pricing
+from shardwright.plan.solver.reduce import consistent
+from shardwright.plan.solver.repeats import period, shorter
+from shardwright.plan.solver.swept_pricing import SweptPricing
+from shardwright.plan.solver.tables import Tables
+
+ENOUGH = 4e9  # bytes: as good as no limit here
+
+
+@pytest.fixture(autouse=True)
+def without_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No integer programs: what they take depends on the draw."""
+    monkeypatch.setattr(searching, "MIXED", 0)
+
+
+def random_problem(seed: int, nodes: int = 7, limit: float | None = None) -> Problem:
+    """A small one whose states can all be listed."""
+    draw = np.random.default_rng(seed)
+    sizes = draw.integers(2, 4, nodes)
+    costs = tuple(draw.integers(0, 20, size).astype(float) for size in sizes)
+    edges = {}
+    for i, j in product(range(nodes), repeat=2):
+        if i < j and (j == i + 1 or draw.random() < 0.3):
+            table = draw.integers(0, 30, (sizes[i], sizes[j])).astype(float)
+            table[draw.random(table.shape) < 0.1] = np.inf
+            edges[i, j] = table
+    usages = tuple(Usage(v, v, nodes + 2, draw.integers(1, 9, sizes[v]).astype(float)) for v in range(nodes))
+    return Problem(costs, edges, (), usages if limit is not None else (), limit)
+
+
+def layers(count: int, seed: int = 0, hub: bool = False) -> Problem:
+    """Equal layers of four nodes that share their tables, each joined to the next, with memory that lives to the end."""
+    draw = np.random.default_rng(seed)
+    sizes = (4, 5, 3, 4)
+    own = [draw.random(size) * 10 for size in sizes]
+    inner = {pair: draw.random((sizes[pair[0]], sizes[pair[1]])) * 10 for pair in ((0, 1), (0, 2), (1, 3), (2, 3), (0, 3))}
+    between, positions = draw.random((4, 4)) * 10, draw.random((3, 5)) * 5
+    held = [draw.integers(1, 50, size).astype(float) for size in sizes]
+    costs, edges, usages, first = [np.array([1.0, 1.1])], {}, [], 1
+    if hub:
+        costs[0] = np.array([1.0, 2.0, 0.5])
+    for k in range(count):
+        at = first + 4 * k
+        costs += own
+        edges |= {(at + a, at + b): table for (a, b), table in inner.items()}
+        if k:
+            edges[at - 1, at] = between
+        if hub:
+            edges[0, at + 1] = positions
+        usages += [Usage(at + n, at + n, 8 * count - at - n, amount) for n, amount in enumerate(held)]
+    return Problem(tuple(costs), edges, (), tuple(usages), None)
+
+
+def most_held(problem: Problem) -> float:
+    """The most that the best states hold where nothing limits them."""
+    free = solve(replace(problem, usages=())).states
+    return max(sum(u.held(free) for u in problem.usages if u.start <= t < u.stop) for t in {u.start for u in problem.usages})
+
+
+def least(problem: Problem) -> float:
+    """The least cost within the limit, of all states."""
+    found = np.inf
+    for states in product(*(range(len(own)) for own in problem.costs)):
+        if problem.limit is not None:
+            moments = {use.start for use in problem.usages}
+            if any(sum(u.held(states) for u in problem.usages if u.start <= t < u.stop) > problem.limit for t in moments):
+                continue
+        found = min(found, problem.cost(states))
+    return found
+
+
+# -- equal layers --
+
+@pytest.mark.parametrize("hub", [False, True])
+def test_most_of_equal_layers_are_left_out(hub):
+    problem = layers(40, hub=hub)
+    size = period(problem.costs, problem.edges)
+    assert size == 4
+    short = shorter(problem.costs, problem.edges, size)
+    assert short is not None and len(short.nodes) < 40
+    for (i, j), (x, y) in short.pairs.items():  # what stands for an edge has its table, and ends of its kinds
+        assert short.edges[x, y] is problem.edges[i, j]
+        for v, s in ((i, x), (j, y)):
+            assert np.array_equal(problem.costs[v], problem.costs[short.nodes[s]])
+
+
+def test_layers_that_differ_are_all_left():
+    problem = layers(12)
+    costs = tuple(own + 0.01 * v for v, own in enumerate(problem.costs))
+    assert shorter(costs, problem.edges, 4) is None
+
+
+@pytest.mark.parametrize("hub", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_bound_by_sweeps_is_one_and_near_the_best(seed, hub):
+    problem = layers(30, seed, hub)
+    best = solve(replace(problem, usages=())).cost
+    bound, looks = SweptPricing(replace(problem, limit=0.0), Rows.of(replace(problem, usages=(), limit=0.0), 0)).least(
+        np.zeros(0))
+    assert bound <= best * (1 + 1e-9)
+    assert bound >= 0.9 * best
+    assert len(looks) == len(problem.costs) and all(mark.any() for mark in looks)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_with_prices_it_is_below_whatever_keeps_the_limit(seed):
+    draw, problem = np.random.default_rng(seed), layers(16, seed)
+    problem = replace(problem, limit=0.9 * most_held(problem))
+    bound, times = binding(consistent(problem).problem)
+    rows = Rows.of(bound, len(times))
+    known, _ = priced_search(bound, rows, Pricing.of(bound, rows), 1e-2)
+    pricing = SweptPricing(bound, rows)
+    for _ in range(5):
+        prices = np.zeros(len(times))
+        prices[draw.integers(0, len(times), 2)] = draw.random(2) * 0.1
+        assert pricing.least(prices)[0] <= known.cost * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_search_by_sweeps_is_as_good_as_one_by_elimination(seed):
+    problem = layers(30, seed)
+    problem = replace(problem, limit=0.85 * most_held(problem))
+    bound, times = binding(consistent(problem).problem)
+    rows = Rows.of(bound, len(times))
+    exact, _ = priced_search(bound, rows, Pricing.of(bound, rows), 1e-3)
+    found, _ = priced_search(bound, rows, SweptPricing(bound, rows), 1e-3)
+    assert found is not None
+    assert found.bound <= exact.cost * (1 + 1e-9)
+    assert found.cost <= exact.cost * 1.02
+    assert (rows.used(found.states) <= problem.limit).all()
+
+
+# -- the budget --
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_the_budget_the_bound_is_true_and_the_states_are_allowed(seed):
+    problem = random_problem(seed)
+    best = least(problem)
+    if not np.isfinite(best):
+        return
+    for found in (solve(problem), swept(consistent(problem).problem, 1e-9)):
+        assert found.bound <= best + 1e-9 <= found.cost + 1e-8
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_where_elimination_is_refused_sweeps_take_its_place(seed, monkeypatch):
+    problem = random_problem(seed)
+    best = least(problem)
+    if not np.isfinite(best):
+        return
+    asked, refused = SearchBudget.ask, []
+
+    def refuse(self, size):
+        if not refused:
+            refused.append(size)
+            raise OutOfBudgetError("no more")
+        asked(self, size)
+    monkeypatch.setattr(SearchBudget, "ask", refuse)
+    found = solve(problem)
+    assert refused and found.bound <= best + 1e-9 <= found.cost + 1e-8
+
+
+def test_what_is_larger_than_the_room_is_refused():
+    budget = SearchBudget(50e6, progress=False)
+    budget.ask(10e6)
+    with pytest.raises(OutOfBudgetError, match="50 MB"):
+        budget.ask(60e6)
+    held = np.ones(8_000_000)  # 64 MB
+    with pytest.raises(OutOfBudgetError):
+        budget.watch()
+    assert held[0] == 1 and budget.grown > 55e6
+
+
+def test_a_table_that_is_too_large_is_not_made():
+    with spending(SearchBudget(30e6, progress=False)):
+        tables = Tables()
+        with pytest.raises(OutOfBudgetError):
+            tables.least(((0, -1), (1, -1)), (np.zeros((4000, 3)), np.zeros((4000, 3))), 2)
+        assert tables.least(((0, -1), (1, -1)), (np.zeros((40, 3)), np.zeros((40, 3))), 2).shape == (40, 40)
+
+
+def test_half_of_what_is_free_is_the_default():
+    assert 0 < SearchBudget(progress=False).allowed <= free_memory() * 0.75
+
+
+def test_a_search_in_a_child_keeps_to_its_budget():
+    """Measured from outside: how much memory a forked child takes beyond what it began with."""
+    problem = layers(24)
+    draw = np.random.default_rng(0)
+    wide = {pair: draw.random(table.shape) for pair, table in problem.edges.items()}  # no two tables are equal
+    sizes = [len(own) * 20 for own in problem.costs]
+    costs = tuple(draw.random(size) for size in sizes)
+    edges = {pair: draw.random((sizes[pair[0]], sizes[pair[1]])) for pair in wide}
+    problem = Problem(costs, edges)
+    receive, send = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            budget = SearchBudget(100e6, progress=False)
+            most = [0.0]
+            watch = SearchBudget.watch
+
+            def watched(self, *args, **named):
+                most[0] = max(most[0], self.grown)
+                watch(self, *args, **named)
+            SearchBudget.watch = watched
+            with spending(budget):
+                found = solve(problem, gap=1e-2)
+            os.write(send, repr((most[0], found.cost, found.bound)).encode())
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(send)
+    text = b""
+    while part := os.read(receive, 1000):
+        text += part
+    os.close(receive)
+    assert os.waitpid(child, 0)[1] == 0
+    grown, cost, bound = eval(text.decode())
+    assert grown <= 160e6
+    assert bound <= cost * (1 + 1e-9)
+
+
+# -- settings --
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+
+
+@pytest.mark.parametrize("given, match", [("much", "search_memory"), (-1, "search_memory"), (True, "search_memory"),
+                                          ("1MB", "256.00 MB or more")])
+def test_an_amount_that_there_is_not_is_an_error(given, match):
+    with pytest.raises(SettingError, match=match):
+        sw.AutoParallel(net(), parallel_mode="dynamic_programming", search_memory=given)
+    with pytest.raises(SettingError, match=match):
+        sw.plan(net(), (torch.zeros(8, 16),), parallel_mode="dynamic_programming", devices=4, search_memory=given)
+
+
+def test_what_cannot_be_called_is_no_progress():
+    with pytest.raises(SettingError, match="search_progress"):
+        sw.AutoParallel(net(), search_progress="loud")
+
+
+def test_a_wrapper_plans_with_its_setting():
+    model = sw.AutoParallel(net(), parallel_mode="dynamic_programming", search_memory="1GB", search_progress=False)
+    settings = model.plan_settings()
+    assert settings["search_memory"] == "1GB" and settings["search_progress"] is False
+
+
+@pytest.mark.parametrize("mode", ["dynamic_programming", "recursive_programming"])
+def test_a_plan_is_the_same_whatever_the_budget(mode):
+    given = dict(parallel_mode=mode, devices=8, memory="20KB", search_progress=False)
+    one = sw.plan(net(), (torch.zeros(64, 16),), **given)
+    other = sw.plan(net(), (torch.zeros(64, 16),), search_memory=ENOUGH, **given)
+    assert one.cost == other.cost and one.peak <= 20e3
+
+
+# -- progress --
+
+def test_a_long_search_says_how_far_it_is(monkeypatch):
+    from shardwright.plan.solver import budget as module
+    monkeypatch.setattr(module, "SILENT", 0.0)
+    monkeypatch.setattr(module, "EVERY", 0.0)
+    said: list[SearchProgress] = []
+    problem = layers(20)
+    bound, times = binding(consistent(replace(problem, limit=0.8 * most_held(problem))).problem)
+    rows = Rows.of(bound, len(times))
+    with spending(SearchBudget(ENOUGH, progress=said.append)):
+        priced_search(bound, rows, SweptPricing(bound, rows), 1e-2)
+    assert any(line.phase == "prices of memory" and line.bound is not None for line in said)
+    assert [line.seconds for line in said] == sorted(line.seconds for line in said)
+    assert "prices of memory" in str(said[-1]) and " s a step" in str(said[-1]) or "no plan yet" in str(said[-1])
+
+
+def test_a_short_one_says_nothing(capfd, caplog):
+    with spending(SearchBudget(ENOUGH, progress=True)), caplog.at_level("INFO"):
+        solve(random_problem(0))
+    assert not caplog.records and not capfd.readouterr().err
+
+
+def test_false_is_silence(monkeypatch, capfd, caplog):
+    from shardwright.plan.solver import budget as module
+    monkeypatch.setattr(module, "SILENT", 0.0)
+    monkeypatch.setattr(module, "EVERY", 0.0)
+    with spending(SearchBudget(ENOUGH, progress=False)), caplog.at_level("INFO"):
+        solve(random_problem(0))
+    assert not caplog.records and not capfd.readouterr().err
+
+
+def test_the_command_takes_it(tmp_path: Path, capsys, monkeypatch):
+    from shardwright.cli import main
+    script = tmp_path / "small.py"
+    script.write_text("import torch\nfrom torch import nn\n\n\ndef model():\n"
+                      "    return {'net': nn.Linear(8, 8), 'inputs': (torch.zeros(8, 8),), "
+                      "'parallel_mode': 'dynamic_programming'}\n")
+    out = str(tmp_path / "plan.json")
+    target = [f"{script}:model", "--devices", "4", "--output", out]
+    assert main(["plan", *target, "--search-memory", "1GB", "--quiet"]) == 0
+    assert main(["plan", *target, "--search-memory", "1MB"]) == 1
+    assert "search_memory='1MB'" in capsys.readouterr().err
