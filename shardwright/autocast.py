@@ -30,18 +30,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from .torch_private import NOISY_LOGGERS, FakeTensorMode, OpOverload, TorchDispatchMode, operators, pytree, schema_of
 
 __all__ = ["Autocast", "Casts", "Like", "UnderAutocast", "casts_of", "current", "entered", "under", "with_dtype"]
 
 aten = torch.ops.aten
 
-_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+_LOG = logging.getLogger(f"torch.{NOISY_LOGGERS[1]}")
 
 #: Operators that copy elements and leave them as they are, besides views.
-_COPIES = frozenset((aten.clone.default, aten._unsafe_view.default, aten.contiguous.default, aten.lift_fresh.default))
+_CASTS = frozenset(operators("_to_copy"))
+_COPIES = frozenset((aten.clone.default, *operators("_unsafe_view"), aten.contiguous.default, aten.lift_fresh.default))
 
 
 # -- the state of autocast ---------------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ def _casts(target: Any, leaves: tuple, spec: Any, kinds: tuple[type, ...], state
     if seen is None:
         return Casts(plain, whole=True)
     if seen.itself:
-        opaque = isinstance(target, torch._ops.OpOverload) and target.namespace not in ("aten", "prims", "shardwright")
+        opaque = isinstance(target, OpOverload) and target.namespace not in ("aten", "prims", "shardwright")
         return Casts(plain, whole=opaque, made=seen.made)  # operators called within a custom one are under autocast too
     without = call.run(_OFF, plain)
     if without is not None and without.exact == seen.exact:
@@ -231,7 +231,7 @@ def _forms(call: _Call, seen: _Trace, likes: Sequence[Like]
 
 def with_dtype(target: Any, args: tuple, kwargs: dict[str, Any], dtype: torch.dtype) -> tuple[tuple, dict[str, Any]]:
     """The arguments of an operator with its argument ``dtype`` set."""
-    at = [a.name for a in target._schema.arguments].index("dtype")
+    at = [a.name for a in schema_of(target).arguments].index("dtype")
     if at < len(args):
         return (*args[:at], dtype, *args[at + 1:]), kwargs
     return args, kwargs | {"dtype": dtype}
@@ -242,7 +242,7 @@ class _Call:
 
     def __init__(self, target: Any, leaves: tuple, spec: Any, state: Autocast) -> None:
         self.target, self.leaves, self.spec, self.state = target, leaves, spec, state
-        schema = getattr(target, "_schema", None)
+        schema = schema_of(target)
         self.names = [a.name for a in schema.arguments] if schema is not None else []
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         given = dict(zip(self.names, args)) | kwargs
@@ -326,7 +326,7 @@ class _Trace(TorchDispatchMode):
         self.itself = not self.exact and _said(func, args, kwargs, id) == self.call
         self.exact.append(repr((func, *pytree.tree_map_only(Tensor, _dtype, (args, kwargs, result)))))
         root = self.roots.get(id(tensors[0])) if tensors else None
-        if func is aten._to_copy.default and root is not None and _floating(tensors[0], results[0]):
+        if func in _CASTS and root is not None and _floating(tensors[0], results[0]):
             self.casts.setdefault(root, set()).add(results[0].dtype)
         elif _moves(func):
             if root is not None:
@@ -346,13 +346,13 @@ def _floating(*tensors: Tensor) -> bool:
 
 def _moves(func: Any) -> bool:
     """Whether an operator's results have the elements of its first input as they are."""
-    returned = func._schema.returns
+    returned = schema_of(func).returns
     return func in _COPIES or bool(returned) and all(r.alias_info is not None and not r.alias_info.is_write for r in returned)
 
 
 def _given(func: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call by name, without those that have their default."""
-    arguments = func._schema.arguments
+    arguments = schema_of(func).arguments
     given: dict[str, Any] = dict(zip([a.name for a in arguments], args)) | kwargs
     return {a.name: given[a.name] for a in arguments
             if a.name in given and (isinstance(given[a.name], Tensor) or not a.has_default_value()
@@ -366,14 +366,14 @@ def _said(func: Any, args: tuple, kwargs: dict[str, Any], of: Callable[[Tensor],
 
 def _worked(func: Any, args: tuple, kwargs: dict[str, Any], results: Sequence[Tensor]) -> str:
     """An operator call as dtypes, whatever overload it is; an argument ``dtype`` as that of the floating inputs."""
-    given = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()} | _given(func, args, kwargs)
+    given = {a.name: a.default_value for a in schema_of(func).arguments if a.has_default_value()} | _given(func, args, kwargs)
     given = {name: x for name, x in sorted(given.items()) if x is not None}
     within: torch.dtype | None = None
-    if func is aten._to_copy.default:
+    if func in _CASTS:
         given = {"self": given["self"]}
     else:
         within = given.pop("dtype", None) or (torch.float32 if given.pop("half_to_float", False) else None)
 
     def taken(x: Tensor) -> torch.dtype:
         return within if within is not None and x.dtype.is_floating_point else x.dtype
-    return repr((func._schema.name, pytree.tree_map_only(Tensor, taken, given), [x.dtype for x in results]))
+    return repr((schema_of(func).name, pytree.tree_map_only(Tensor, taken, given), [x.dtype for x in results]))

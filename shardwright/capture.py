@@ -40,8 +40,8 @@ from .scaling import NotScalable, ScalableGraph, Sizes
 from .side_effects import (Blamed, Effects, LineFinder, Outcome, counter, depends, judged, numbered, refuse_backward_hooks,
                             watched_calls)
 from .staging import whole_shape
-from .torch_private import (NOISY_LOGGERS, FakeTensor, FakeTensorMode, buffer_table, parameter_table, pytree, rejoin_weights,
-                            stack_lines)
+from .torch_private import (NOISY_LOGGERS, FakeTensor, FakeTensorMode, buffer_table, hooks_of_all_modules, parameter_table, pytree,
+                            rejoin_weights, stack_lines, storage_id)
 from .trees import closed, opened
 
 __all__ = ["Recording", "WithLoss", "capture", "capture_scalable"]
@@ -266,7 +266,7 @@ def _captured(net: nn.Module, args: tuple, kwargs: dict[str, Any], loss_fn: Any,
         tied.setdefault(id(tensor), []).append(bare(name, prefix))
     aliases = {alias: names[0] for names in tied.values() for alias in names[1:]}
     buffer_names = {(id(vars(m)["_buffers"]), key): bare(f"{path}.{key}" if path else key, prefix)
-                    for path, m in module.named_modules() for key in m._buffers}
+                    for path, m in module.named_modules() for key in buffer_table(m)}
 
     def exported(counters: Mapping[Place, Any], finder: LineFinder | None = None) -> _Exported:
         seen = Observation(modules, [] if loss_fn is None else [("loss_fn", loss_fn)])
@@ -401,8 +401,8 @@ def _check_updates(graph: Graph) -> None:
                                legal="a value without them: .detach(), or torch.no_grad()")
 
 
-#: Hooks of all modules that see a buffer being assigned. # private torch name
-_BUFFER_HOOKS = nn.modules.module._global_buffer_registration_hooks
+#: Hooks of all modules that see a buffer being assigned.
+_BUFFER_HOOKS = hooks_of_all_modules().buffer_registration
 
 
 class _Watch:
@@ -462,8 +462,8 @@ class _Watch:
             return None
         self._seen.restore()
         # Buffers are written one after the other: what shares memory with the old value of one is copied first.
-        old = {b.untyped_storage()._cdata for b in self._module.buffers()}  # private torch name
-        return result, [t.clone() if t.untyped_storage()._cdata in old else t for *_, t in self.outcome.updates]
+        old = {storage_id(b.untyped_storage()) for b in self._module.buffers()}
+        return result, [t.clone() if storage_id(t.untyped_storage()) in old else t for *_, t in self.outcome.updates]
 
 
 def _input_names(net: nn.Module, count: int) -> dict[str, str]:

@@ -15,6 +15,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from .errors import SettingError
 from .staging import CUT
+from .torch_private import COMPILER, is_compiled
 
 __all__ = ["check_inside", "compile_instead", "refuse_class", "watch_wrapping"]
 
@@ -25,7 +26,7 @@ _SHARDS = "AutoParallel alone, of the plain net: model.hsdp(optimizer_level=\"le
 _ACCELERATE = "; in HF Trainer, accelerate or Lightning: see shardwright.integrations"
 
 #: The module in which a wrapper's class is made -> its name, and what to do instead.
-_KINDS = {"torch._dynamo": ("torch.compile", _COMPILE),
+_KINDS = {COMPILER: ("torch.compile", _COMPILE),
           "torch.nn.parallel.distributed": ("DistributedDataParallel", _REPLICAS + _ACCELERATE),
           "torch.nn.parallel.data_parallel": ("nn.DataParallel", _REPLICAS + _ACCELERATE),
           "torch.distributed.fsdp": ("FSDP", _SHARDS + _ACCELERATE),
@@ -50,7 +51,7 @@ def check_inside(net: nn.Module) -> None:
     for path, module in net.named_modules():
         kind = _kind(type(module))
         if kind is None and _is_compiled(module):
-            kind = _KINDS["torch._dynamo"]
+            kind = _KINDS[COMPILER]
         if kind is not None:
             where = f"the module {path!r} of the model is" if path else "the model is"
             raise SettingError(f"{where} wrapped by {kind[0]}", legal=kind[1])
@@ -58,7 +59,7 @@ def check_inside(net: nn.Module) -> None:
 
 def _is_compiled(module: nn.Module) -> bool:
     """``module.compile()`` was called."""
-    return getattr(module, "_compiled_call_impl", None) is not None  # private torch name; None where a version has none
+    return is_compiled(module)
 
 
 def refuse_class(cls: type) -> None:

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from .errors import SettingError
 from .graph import Master
+from .torch_private import pytree
 from .trees import closed, opened
 
 __all__ = ["MixedPrecision", "captured_types", "casts", "masters", "one_device"]

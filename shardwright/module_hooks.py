@@ -16,15 +16,15 @@ from typing import Any
 from torch import nn
 
 from .marks import Operator
+from .torch_private import hooks_of, hooks_of_all_modules
 
 __all__ = ["has_global_hooks", "hooked", "outermost_left_out"]
 
-_whole = nn.modules.module
 
 
 def has_global_hooks() -> bool:
     """Whether there are forward hooks of all modules."""
-    return bool(_users(_whole._global_forward_pre_hooks) or _whole._global_forward_hooks)
+    return bool(_users(hooks_of_all_modules().forward_pre) or hooks_of_all_modules().forward)
 
 
 def _users(hooks: Mapping[int, Callable[..., Any]]) -> list[tuple[int, Callable[..., Any]]]:
@@ -43,13 +43,13 @@ def hooked(net: nn.Module, run: Callable[..., Any], args: tuple, kwargs: dict[st
         target: whether the last positional argument is the loss's, which hooks do not see.
     """
     args, rest = (args[:-1], args[-1:]) if target else (args, ())
-    before = _users(_whole._global_forward_pre_hooks) if everyones else []
-    after = [*_whole._global_forward_hooks.items()] if everyones and forward else []
+    before = _users(hooks_of_all_modules().forward_pre) if everyones else []
+    after = [*hooks_of_all_modules().forward.items()] if everyones and forward else []
     if own:
-        before += net._forward_pre_hooks.items()
-        after += net._forward_hooks.items() if forward else ()
+        before += hooks_of(net).forward_pre.items()
+        after += hooks_of(net).forward.items() if forward else ()
     for number, hook in before:
-        if number in net._forward_pre_hooks_with_kwargs:
+        if number in hooks_of(net).forward_pre_with_kwargs:
             changed = hook(net, args, kwargs)
             if changed is not None:
                 args, kwargs = changed
@@ -59,7 +59,7 @@ def hooked(net: nn.Module, run: Callable[..., Any], args: tuple, kwargs: dict[st
                 args = changed if isinstance(changed, tuple) else (changed,)
     result = run(*args, *rest, **kwargs)
     for number, hook in after:
-        with_kwargs = number in net._forward_hooks_with_kwargs or number in _whole._global_forward_hooks_with_kwargs
+        with_kwargs = number in hooks_of(net).forward_with_kwargs or number in hooks_of_all_modules().forward_with_kwargs
         changed = hook(net, args, kwargs, result) if with_kwargs else hook(net, args, result)
         if changed is not None:
             result = changed
@@ -76,13 +76,13 @@ def outermost_left_out(net: nn.Module, root: nn.Module, forward: bool, around: b
         around: whether any do; otherwise hooks of all modules leave out `root` alone where it is not the user's.
     """
     kept: list[tuple[OrderedDict, OrderedDict]] = []
-    for table in (net._forward_pre_hooks, net._forward_hooks) if forward else (net._forward_pre_hooks,):
+    for table in (hooks_of(net).forward_pre, hooks_of(net).forward) if forward else (hooks_of(net).forward_pre,):
         if around:
             kept.append((table, OrderedDict(table)))
             for number in [n for n, hook in table.items() if not isinstance(getattr(hook, "__self__", None), Operator)]:
                 del table[number]
     left_out = root if around or root is not net else None
-    for table in (_whole._global_forward_pre_hooks, _whole._global_forward_hooks):
+    for table in (hooks_of_all_modules().forward_pre, hooks_of_all_modules().forward):
         kept.append((table, OrderedDict(table)))
         for number, hook in table.items():
             table[number] = _but_for(left_out, hook)

@@ -21,6 +21,7 @@ import torch
 from .errors import CaptureError
 from .graph import Value, map_values
 from .rules.scatter import assigned
+from .torch_private import overload_name, schema_of, storage_id
 
 __all__ = ["Cell", "Memory", "Step", "View", "Writer", "gives_back", "is_same", "plain_form", "serial",
            "shares_memory"]
@@ -187,7 +188,7 @@ def _permuted(step: Step, whole: Value, part: Value) -> tuple | None:
 
 
 def _argument(step: Step, name: str, default: Any = None) -> Any:
-    names = [a.name for a in step.target._schema.arguments]
+    names = [a.name for a in schema_of(step.target).arguments]
     given = dict(zip(names, step.args)) | step.kwargs
     return given.get(name, default)
 
@@ -268,7 +269,7 @@ def plain_form(target: Any) -> Any | None:
     ``aten.add.out`` -> ``aten.add.Tensor``; None where there is none."""
     if target in _FUNCTIONAL:
         return _FUNCTIONAL[target]
-    namespace, name = target._schema.name.split("::")
+    namespace, name = schema_of(target).name.split("::")
     if name.startswith("__i") and name.endswith("__"):
         plain = f"__{name[3:]}"
     else:
@@ -276,11 +277,11 @@ def plain_form(target: Any) -> Any | None:
     packet = getattr(getattr(torch.ops, namespace), plain, None)
     if packet is None:
         return None
-    wanted = [(a.name, str(a.type)) for a in target._schema.arguments if not (a.kwarg_only and _is_written(a))]
+    wanted = [(a.name, str(a.type)) for a in schema_of(target).arguments if not (a.kwarg_only and _is_written(a))]
     overloads = [getattr(packet, n) for n in packet.overloads()]
-    overloads.sort(key=lambda o: o._overloadname != target._overloadname)
-    return next((o for o in overloads if not any(map(_is_written, o._schema.arguments))
-                 and [(a.name, str(a.type)) for a in o._schema.arguments] == wanted), None)
+    overloads.sort(key=lambda o: overload_name(o) != overload_name(target))
+    return next((o for o in overloads if not any(map(_is_written, schema_of(o).arguments))
+                 and [(a.name, str(a.type)) for a in schema_of(o).arguments] == wanted), None)
 
 
 def _is_written(argument: Any) -> bool:
@@ -289,7 +290,7 @@ def _is_written(argument: Any) -> bool:
 
 def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors of a capture are views of one memory."""
-    return a.untyped_storage()._cdata == b.untyped_storage()._cdata  # private torch name
+    return storage_id(a.untyped_storage()) == storage_id(b.untyped_storage())
 
 
 def is_same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -26,6 +26,7 @@ from torch import nn
 from .guards import CONTAINERS, HOOKS, MISSING, TABLES, Place, is_simple
 from .marks import Operator
 from .reading import is_users
+from .torch_private import hooks_of_all_modules
 
 __all__ = ["Change", "Observation", "user_function"]
 
@@ -120,7 +121,7 @@ class Observation:
             for hooks in HOOKS[:2]:
                 for hook in vars(module)[hooks].values():
                     self._found(hook, f"a hook of {path}")
-        for hooks in (nn.modules.module._global_forward_pre_hooks, nn.modules.module._global_forward_hooks):
+        for hooks in (hooks_of_all_modules().forward_pre, hooks_of_all_modules().forward):
             for hook in hooks.values():
                 if not getattr(hook, "of_shardwright", False):
                     self._found(hook, "a hook of all modules")

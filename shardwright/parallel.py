@@ -51,7 +51,7 @@ from .sequence_buckets import SequenceBuckets
 from .settings import Settings
 from .settling import global_inputs, implied_devices
 from .staging import Pipelining, staged_modules
-from .torch_private import MODULE_TABLES, pytree
+from .torch_private import MODULE_TABLES, hooks_of, pytree
 from .trees import opened
 from .whole_model import WholeModel, attribute_of_net, refuse_calls_of_parts, signed_as_net
 
@@ -190,7 +190,7 @@ class AutoParallel(Settings, nn.Module):
         wrapper around it."""
         if not has_global_hooks():
             return super().__call__(*args, **kwargs)
-        if self._backward_hooks or self._backward_pre_hooks:
+        if hooks_of(self).backward or hooks_of(self).backward_pre:
             raise SettingError("hooks in the backward of the model, beside forward hooks of all modules",
                                legal="one of them, or forward hooks of the modules that are meant")
         return hooked(self, self._with_global_hooks, args, kwargs, forward=True)
@@ -226,7 +226,8 @@ class AutoParallel(Settings, nn.Module):
     def _between_hooks(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A call with the hooks of the outermost module around it."""
         net = self.net
-        if net._forward_pre_hooks or net._forward_hooks and self.loss_fn is None:
+        hooks = hooks_of(net)
+        if hooks.forward_pre or hooks.forward and self.loss_fn is None:
             return hooked(net, self._run, args, kwargs, forward=self.loss_fn is None, target=self.loss_fn is not None)
         return self._run(*args, **kwargs)
 

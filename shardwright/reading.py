@@ -455,12 +455,12 @@ class Reader:
 
     def in_place(self, node: torch.fx.Node, target: Any, written: list[str], args: tuple, kwargs: dict) -> None:
         """``x.relu_()`` becomes a plain relu, and the variable x holds its result from here on."""
-        given = dict(zip((a.name for a in target._schema.arguments), node.args)) | dict(node.kwargs)
+        given = dict(zip((a.name for a in schema_of(target).arguments), node.args)) | dict(node.kwargs)
         changed = [self.cells.get(n) for n in pytree.tree_leaves([given[name] for name in written])
                    if isinstance(n, torch.fx.Node)]
         plain = plain_form(target)
         if torch.Tag.inplace_view in target.tags and target is not aten.detach_.default and plain is not None \
-                and plain._schema.returns[0].alias_info is not None:
+                and schema_of(plain).returns[0].alias_info is not None:
             self.turn(node, plain, args, kwargs)
             return
         if target is aten.fill_diagonal_.default and len(args[0].shape) == 2:

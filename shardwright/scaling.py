@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from .graph import Graph, Op, Value
+from .torch_private import environment_of, formula_of, holds_at, number_at
 
 __all__ = ["Fraction", "NotScalable", "ScalableGraph", "Size", "Sizes"]
 
@@ -62,15 +63,15 @@ class Sizes:
     """
 
     def __init__(self, inputs: Sequence[torch.Tensor], captured: Sequence[tuple[int, ...]]) -> None:
-        self.shapes = [tuple(_formula(s) for s in x.shape) for x in inputs]
+        self.shapes = [tuple(formula_of(s) for s in x.shape) for x in inputs]
         self.captured = {f: size for formulas, shape in zip(self.shapes, captured, strict=True)
                          for f, size in zip(formulas, shape) if not isinstance(f, int)}
         self.symbols = {f for shape in self.shapes for f in shape if not isinstance(f, int)}
-        self.environment = next((_environment(x) for x in inputs if any(not isinstance(s, int) for s in x.shape)), None)
+        self.environment = next((environment_of(x) for x in inputs if any(not isinstance(s, int) for s in x.shape)), None)
 
     def known(self, number: Any) -> bool:
         """Whether a symbolic number follows from the inputs' sizes; otherwise it depends on the values of tensors."""
-        return _formula(number).free_symbols <= self.symbols
+        return formula_of(number).free_symbols <= self.symbols
 
     def of(self, number: Any) -> Any:
         """A symbolic number as a plain one that keeps its formula; any other number as it is.
@@ -82,10 +83,10 @@ class Sizes:
             return number
         if isinstance(number, torch.SymBool) or not self.known(number):
             raise NotScalable(str(number))
-        formula = _formula(number)
+        formula = formula_of(number)
         if isinstance(number, torch.SymInt):
-            return Size.of(_value(formula, self.captured), formula) if formula.free_symbols else int(formula)
-        return Fraction.of(_value(formula, self.captured), formula) if formula.free_symbols else float(formula)
+            return Size.of(number_at(formula, self.captured), formula) if formula.free_symbols else int(formula)
+        return Fraction.of(number_at(formula, self.captured), formula) if formula.free_symbols else float(formula)
 
     def shape(self, tensor: torch.Tensor) -> tuple[Any, ...]:
         """A tensor's shape; sizes that depend on the values of tensors stay symbols."""
@@ -117,7 +118,7 @@ class ScalableGraph:
 
         def number(x: Size | Fraction) -> int | float:
             if x.formula not in numbers:
-                numbers[x.formula] = _value(x.formula, chosen)
+                numbers[x.formula] = number_at(x.formula, chosen)
             return numbers[x.formula]
         return _Rewritten(self.graph, number, {}, {}).made()
 
@@ -154,9 +155,9 @@ class ScalableGraph:
         for shape, formulas in zip(shapes, self.sizes.shapes):
             for size, formula in zip(shape, formulas):
                 if not isinstance(formula, int) and (not formula.free_symbols <= chosen.keys()
-                                                     or _value(formula, chosen) != size):
+                                                     or number_at(formula, chosen) != size):
                     return None
-        return chosen if _holds(self.sizes.environment, chosen) else None
+        return chosen if holds_at(self.sizes.environment, chosen) else None
 
 
 class _Rewritten:
@@ -206,41 +207,3 @@ class _Rewritten:
         return replace(op, name=self.operators.get(op.name, op.name), args=self.leaf(op.args), kwargs=self.leaf(op.kwargs),
                        inputs=tuple(map(self.value, op.inputs)), outputs=tuple(None if v is None else self.value(v)
                                                                                  for v in op.outputs))
-
-
-# -- private torch names: the formula of a symbolic number, and what was assumed of symbols --
-
-
-def _formula(number: Any) -> Any:
-    return number if isinstance(number, int) else number.node.expr
-
-
-
-def _environment(tensor: torch.Tensor) -> Any:
-    return tensor.fake_mode.shape_env  # type: ignore[attr-defined]
-
-
-def _value(formula: Any, chosen: Mapping[Any, int]) -> int | float:
-    """The number that Python reckons: sympy rounds roots and quotients otherwise in the last place."""
-    if formula.is_integer:
-        return int(formula.xreplace(_sympy(chosen)))
-    from torch.utils._sympy.interp import sympy_interp  # lazy: likewise
-    from torch.utils._sympy.reference import PythonReferenceAnalysis
-    return float(sympy_interp(PythonReferenceAnalysis, dict(chosen), formula))
-
-
-def _holds(environment: Any, chosen: Mapping[Any, int]) -> bool:
-    """Whether sizes are within all that the capture assumed of them."""
-    if environment is None:
-        return True
-    for symbol, size in chosen.items():
-        within = environment.var_to_range.get(symbol)
-        if within is not None and not (within.lower <= size <= within.upper):
-            return False
-    at = _sympy(chosen)
-    return all(guard.expr.xreplace(at) == True for guard in environment.guards)  # noqa: E712  a truth value of sympy
-
-
-def _sympy(chosen: Mapping[Any, int]) -> dict[Any, Any]:
-    import sympy  # lazy: half a second that a script with one shape does without
-    return {symbol: sympy.Integer(size) for symbol, size in chosen.items()}

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils import _pytree as pytree
 
 from .errors import SettingError
+from .torch_private import pytree
 
 __all__ = ["PaddedCall", "SequenceBuckets"]
 

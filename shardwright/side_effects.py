@@ -37,6 +37,7 @@ from .errors import CaptureError
 from .guards import CONTAINERS, MISSING, Place, contents, is_simple, spelled
 from .observation import Change, Observation
 from .reading import is_users
+from .torch_private import hooks_of_all_modules
 
 __all__ = ["Blamed", "Counter", "Effects", "LineFinder", "Outcome", "counter", "depends", "judged", "numbered",
            "refuse_backward_hooks", "watched_calls"]
@@ -497,9 +498,9 @@ def refuse_backward_hooks(modules: list[tuple[str, nn.Module]]) -> None:
     Raises:
         CaptureError: with the line of the hook.
     """
-    whole = nn.modules.module
+    everyones = hooks_of_all_modules()
     for path, hooks in [*((path, vars(m)[kind]) for path, m in modules for kind in ("_backward_hooks", "_backward_pre_hooks")),
-                        ("all modules", whole._global_backward_hooks), ("all modules", whole._global_backward_pre_hooks)]:
+                        ("all modules", everyones.backward), ("all modules", everyones.backward_pre)]:
         for hook in hooks.values():
             code = getattr(getattr(hook, "__func__", hook), "__code__", None)
             line = None if code is None else f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}"

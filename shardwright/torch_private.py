@@ -17,10 +17,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +30,13 @@ from torch.utils import checkpoint
 from .errors import TorchVersionError
 
 __all__ = [
-    "MODULE_TABLES", "NOISY_LOGGERS", "VMAP_ENDS", "OpOverload", "OpOverloadPacket", "backward_can_start_at_functions",
-    "buffer_table", "computation", "default_store", "demand", "fused_optimizers", "group_timeout",
-    "in_place_of_checkpoint", "is_view", "local_tensor", "module_table", "number_of_groups", "operators", "overload_name",
-    "overload_of", "parameter_table", "rejoin_weights", "register_node", "schedule_without_transfers", "schema_of",
-    "spec_of", "stack_lines", "storage_id", "torch_function", "version_of", "vmap_function", "worker_processes",
+    "COMPILER", "MODULE_TABLES", "NOISY_LOGGERS", "VMAP_ENDS", "HooksOfAllModules", "ModuleHooks", "OpOverload",
+    "OpOverloadPacket", "backward_can_start_at_functions", "buffer_table", "computation", "default_store", "demand",
+    "environment_of", "formula_of", "fused_optimizers", "group_timeout", "holds_at", "hooks_of", "hooks_of_all_modules",
+    "in_place_of_checkpoint", "is_compiled", "is_view", "local_tensor", "module_table", "number_at", "number_of_groups",
+    "operators", "overload_name", "overload_of", "parameter_table", "register_node", "rejoin_weights",
+    "schedule_without_transfers", "schema_of", "spec_of", "stack_lines", "storage_id", "torch_function", "version_of",
+    "vmap_function", "worker_processes",
 ]
 
 #: Name in this module -> (path in torch, the feature that needs it). Looked up when first imported.
@@ -71,6 +73,9 @@ OpOverload, OpOverloadPacket = type(torch.ops.aten.add.Tensor), type(torch.ops.a
 
 #: Tables of an nn.Module: parameters, buffers, submodules, names of buffers that no state dict holds.
 MODULE_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+
+#: The package of ``torch.compile``.
+COMPILER = "torch._dynamo"
 
 #: Loggers, below ``torch.``, that export fills beside the error that it raises.
 NOISY_LOGGERS = ("fx.experimental.symbolic_shapes", "_subclasses.fake_tensor")
@@ -200,6 +205,47 @@ def buffer_table(module: nn.Module) -> dict[str, Tensor | None]:
 def module_table(module: nn.Module) -> dict[str, nn.Module | None]:
     """The direct submodules of a module, by their names."""
     return _read(module, "_modules", "running a planned program")
+
+
+class ModuleHooks(NamedTuple):
+    """The tables of a module's hooks: number of a hook -> the hook."""
+
+    forward_pre: dict[int, Any]
+    forward: dict[int, Any]
+    backward_pre: dict[int, Any]
+    backward: dict[int, Any]
+    forward_pre_with_kwargs: dict[int, bool]
+    forward_with_kwargs: dict[int, bool]
+
+
+class HooksOfAllModules(NamedTuple):
+    """The same of the hooks that every module has."""
+
+    forward_pre: dict[int, Any]
+    forward: dict[int, Any]
+    backward_pre: dict[int, Any]
+    backward: dict[int, Any]
+    forward_with_kwargs: dict[int, bool]
+    buffer_registration: dict[int, Any]
+
+
+def hooks_of(module: nn.Module) -> ModuleHooks:
+    """The hooks of a module itself."""
+    return ModuleHooks(module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks,
+                       module._forward_pre_hooks_with_kwargs, module._forward_hooks_with_kwargs)
+
+
+def hooks_of_all_modules() -> HooksOfAllModules:
+    """The hooks of all modules."""
+    held = nn.modules.module
+    return HooksOfAllModules(held._global_forward_pre_hooks, held._global_forward_hooks, held._global_backward_pre_hooks,
+                             held._global_backward_hooks, held._global_forward_hooks_with_kwargs,
+                             held._global_buffer_registration_hooks)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``module.compile()`` was called; False where a version of torch has no such thing."""
+    return getattr(module, "_compiled_call_impl", None) is not None
 
 
 # Operators
@@ -376,3 +422,41 @@ def schedule_without_transfers(base: type) -> type:
     The sends and receives that it would add follow from a plan, and making them takes seconds for long schedules.
     """
     return type(base.__name__, (base,), {"_prepare_schedule_with_comms": lambda self, order: None})
+
+
+# Symbolic sizes
+
+def formula_of(number: Any) -> Any:
+    """The formula of a symbolic number, as sympy has it; a plain number as it is."""
+    return number if isinstance(number, int) else number.node.expr
+
+
+def environment_of(tensor: Tensor) -> Any:
+    """What is assumed of the symbols in a fake tensor's shape."""
+    return tensor.fake_mode.shape_env  # type: ignore[attr-defined]
+
+
+def number_at(formula: Any, chosen: Mapping[Any, int]) -> int | float:
+    """The number that Python reckons: sympy rounds roots and quotients otherwise in the last place."""
+    if formula.is_integer:
+        return int(formula.xreplace(_sympy(chosen)))
+    interpret = _needed("torch.utils._sympy.interp.sympy_interp", "a model at other sizes of its inputs")
+    python = _needed("torch.utils._sympy.reference.PythonReferenceAnalysis", "a model at other sizes of its inputs")
+    return float(interpret(python, dict(chosen), formula))
+
+
+def holds_at(environment: Any, chosen: Mapping[Any, int]) -> bool:
+    """Whether sizes are within all that a capture assumed of them."""
+    if environment is None:
+        return True
+    for symbol, size in chosen.items():
+        within = environment.var_to_range.get(symbol)
+        if within is not None and not (within.lower <= size <= within.upper):
+            return False
+    at = _sympy(chosen)
+    return all(guard.expr.xreplace(at) == True for guard in environment.guards)  # noqa: E712  a truth value of sympy
+
+
+def _sympy(chosen: Mapping[Any, int]) -> dict[Any, Any]:
+    import sympy  # lazy: half a second that a script with one shape does without
+    return {symbol: sympy.Integer(size) for symbol, size in chosen.items()}

@@ -31,6 +31,7 @@ from .runtime.init import current
 from .runtime.optimizers import close_to_steps, open_to_steps
 from .settings import Settings
 from .staging import CUT, whole_shape
+from .torch_private import buffer_table, parameter_table, version_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -155,7 +156,7 @@ class _Swapped:
         self.tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
         names = {id(p): n for n, p in self.cut.items()}
         for module in self.holder.modules():
-            for table in (module._parameters, module._buffers):
+            for table in (parameter_table(module), buffer_table(module)):
                 self.tables.append((table, dict(table)))
                 table.update((key, self.whole[names[id(tensor)]]) for key, tensor in self.tables[-1][1].items()
                              if names.get(id(tensor)) in self.whole)
@@ -315,7 +316,7 @@ def _differ(names: list[str], how: str) -> SettingError:
 def _versions(parameter: DTensor) -> tuple[int, int]:
     """How often a parameter and its slice were changed in place."""
     with torch.no_grad():
-        return parameter._version, parameter.to_local()._version
+        return version_of(parameter), version_of(parameter.to_local())
 
 
 def _broadcast(tensor: Tensor, source: int) -> Tensor:

@@ -22,7 +22,10 @@ PACKAGE = Path(sw.__file__).parent
 FILES = sorted(p for p in PACKAGE.rglob("*.py") if p.name != "torch_private.py")
 
 #: Private by their spelling alone: names of Python's own library.
-PYTHONS = {"_asdict", "_current_frames", "_exit", "_getframe", "_SubParsersAction"}
+PYTHONS = {"_asdict", "_current_frames", "_exit", "_fields", "_getframe", "_inst", "_replace", "_SubParsersAction"}
+
+#: And of other libraries: numpy's generator, and what accelerate and Lightning have.
+OTHERS = {"_rand", "_dataloaders", "_accelerator_connector"}
 
 #: Methods that torch documents for subclasses of its elastic agents.
 EXTENDED = {"_monitor_workers", "_shutdown", "_start_workers"}
@@ -69,7 +72,7 @@ def uses(tree: ast.Module, own: set[str]) -> list[tuple[int, str]]:
             names = [node.args[1].value]
         else:
             continue
-        found += [(node.lineno, name) for name in names if is_private(name) and name not in own | PYTHONS | EXTENDED]
+        found += [(node.lineno, name) for name in names if is_private(name) and name not in own | PYTHONS | OTHERS | EXTENDED]
     return found
 
 
@@ -113,7 +116,7 @@ from shardwright import torch_private
 torch_private._found = lambda path: None  # a torch without any of them
 import shardwright as sw
 for module in pkgutil.walk_packages(sw.__path__, "shardwright."):
-    if not module.name.endswith("__main__"):
+    if not module.name.endswith("__main__") and ".integrations." not in module.name:  # these need their libraries
         import_module(module.name)
 sw.init(devices=2)
 try:

@@ -14,10 +14,10 @@ from typing import Any
 import accelerate
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from ..errors import SettingError
 from ..parallel import AutoParallel
+from ..torch_private import pytree
 
 __all__ = ["Accelerator"]
 

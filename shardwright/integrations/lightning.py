@@ -25,12 +25,12 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from ..errors import SettingError
 from ..parallel import AutoParallel
 from ..runtime.init import init
 from ..staging import CUT, whole_shape
+from ..torch_private import pytree
 
 __all__ = ["ShardwrightStrategy"]
 

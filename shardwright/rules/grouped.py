@@ -12,6 +12,7 @@ import torch
 from ..graph import Op
 from .dims import all_whole
 from .registry import Rule, register
+from ..torch_private import operators
 
 __all__ = ["FLOPS"]
 
@@ -60,5 +61,5 @@ _FALLBACK = "transformers::grouped_mm_fallback"
 FLOPS = {"aten::_grouped_mm": _flops, _FALLBACK: _flops,
          f"{_FALLBACK}_backward": lambda *args, **kwargs: 2 * _flops(*args, **kwargs)}
 
-register((aten._grouped_mm.default,) if hasattr(aten, "_grouped_mm") else (), Rule(_grouped, neutral=0))  # private torch name
+register(operators("_grouped_mm"), Rule(_grouped, neutral=0))
 register((_FALLBACK,), Rule("rows! k, e! k n, e! -> rows! n", neutral=0))

@@ -18,6 +18,7 @@ from .dims import cut_size, dims_of, named, operand, wide
 from .notation import Assignment, Bound
 from .reduce import reduced_dims, reduction_cut, reduction_text
 from .registry import Expansion, Rule, register
+from ..torch_private import operators
 
 aten = torch.ops.aten
 
@@ -146,7 +147,7 @@ def _expand_weight_norm(op: Op, bound: Bound, assignment: Assignment) -> Expansi
     return work
 
 
-register((aten._weight_norm.default,), Rule(_weight_norm_text, expand=_expand_weight_norm, neutral=0))
+register(operators("_weight_norm"), Rule(_weight_norm_text, expand=_expand_weight_norm, neutral=0))
 register((aten.var.default, aten.var.dim, aten.var.correction, aten.std.default, aten.std.dim, aten.std.correction,
           aten.var_mean.default, aten.var_mean.dim, aten.var_mean.correction, aten.std_mean.default,
           aten.std_mean.dim, aten.std_mean.correction), Rule(_moments_text, expand=_expand_moments, neutral=0))

@@ -155,7 +155,7 @@ def find_rule(op: Op) -> Rule | None:
     if function is not None:
         return _RULES.get(function) or whole_rule(op)
     found = _RULES.get(op.target)
-    if found is None and isinstance(op.target, torch._ops.OpOverload):
+    if found is None and isinstance(op.target, OpOverload):
         found = _RULES.get(op.target.name())
     if found is None and torch.Tag.pointwise in getattr(op.target, "tags", ()) \
             and torch.Tag.nondeterministic_seeded not in op.target.tags:

@@ -221,7 +221,7 @@ def copy_of_gradient(gradient: Gradient) -> Gradient:
     """
     if isinstance(gradient, Unsummed):
         raise not_summed("copy.deepcopy")
-    made = type(gradient)(gradient._local_tensor.clone(), gradient._spec, requires_grad=False)
+    made = type(gradient)(local_tensor(gradient).clone(), spec_of(gradient), requires_grad=False)
     if isinstance(gradient, StageGradient):
         made.counts = gradient.counts
     return made
