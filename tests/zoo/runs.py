@@ -82,6 +82,10 @@ class Zoo:
         torch.manual_seed(0)
         self.model = model
         self.built: Built = model.build()
+        with torch.no_grad():
+            for parameter in self.built.net.parameters():  # a head of zeros would leave no gradient to anything before it
+                if not parameter.any():
+                    parameter.normal_(0.0, 0.1)
         built = self.built
         self.graph = capture(built.net, (*built.inputs, built.target), built.kwargs, loss_fn=built.loss)
         self.allowed = Allowed(self.graph, torch.float64, TOLERANCES, STEPS)
