@@ -37,7 +37,7 @@ PAGE = (Path(__file__).parent.parent / "docs" / "integrations.md").read_text()
 
 #: bf16=True autocasts the forward, of which casts are lost until captures decide by operator what is cast. Set it to True
 #: then: the test below runs as it stands.
-AUTOCAST_CASTS_EVERY_OPERATOR = False
+AUTOCAST_CASTS_EVERY_OPERATOR = True
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 transformers.logging.set_verbosity_error()
