@@ -163,7 +163,6 @@ def make_plan(graph: Graph, devices: int, parallel_mode: str, dataset_strategy: 
         if memory is not None:
             given |= dict(memory=memory, optimizer=optimizer, cut=replace(CUT, whole=whole))
 
-
         def find() -> Decided:
             with spending(SearchBudget(*budget)):
                 return Decided(*planner(graph, devices, fed, costs=costs, hsdp=hsdp, **given))
