@@ -14,15 +14,7 @@ from runs import MODES, Outcome, Zoo
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 #: Models that cannot be planned or captured yet -> what they wait for.
-WAITS = {
-    "mixtral": "a rule of grouped products",
-    "olmoe": "a rule of grouped products",
-    "qwen3_moe": "a rule of grouped products",
-    "deepseek_v3": "writes into slices, and a rule of grouped products",
-    "swin": "writes into slices",
-    "lstm": "a rule of recurrent networks",
-    "gru": "a rule of recurrent networks",
-}
+WAITS: dict[str, str] = {}
 
 #: How many of the operators that have a dim to be cut a plan cuts at least.
 LEAST = {"semi_auto": 0.95, "sharding_propagation": 0.7, "recursive_programming": 0.55, "dynamic_programming": 0.55}
