@@ -41,7 +41,7 @@ from .side_effects import (Blamed, Effects, LineFinder, Outcome, counter, depend
                             watched_calls)
 from .staging import whole_shape
 from .torch_private import (NOISY_LOGGERS, FakeTensor, FakeTensorMode, buffer_table, hooks_of_all_modules, parameter_table, pytree,
-                            rejoin_weights, stack_lines, storage_id)
+                            recurrent_weights, stack_lines, storage_id)
 from .trees import closed, opened
 
 __all__ = ["Recording", "WithLoss", "capture", "capture_scalable"]
@@ -93,12 +93,11 @@ def _fake_state(module: nn.Module, mode: FakeTensorMode, device: torch.device, t
                     if tensor is not None:
                         saved.append((held, name, tensor))
                         held[name] = fake(tensor)
-        rejoin_weights(module, exported=True)
-        yield
+        with recurrent_weights(module):
+            yield
     finally:
         for held, name, tensor in saved:
             held[name] = tensor
-        rejoin_weights(module)
 
 
 class _UsersLine:
@@ -495,7 +494,7 @@ def _quiet() -> Iterator[None]:
         log.setLevel(logging.CRITICAL)
     try:
         with contextlib.redirect_stderr(written), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", r"The tensor attributes? self\..*_flat_weights")  # see `rejoin_weights`
+            warnings.filterwarnings("ignore", r"The tensor attributes? self\..*_flat_weights")  # see `recurrent_weights`
             yield
     except Exception as error:
         graph = str(getattr(error, "partial_fx_graph", ""))

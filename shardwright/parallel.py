@@ -456,7 +456,7 @@ class AutoParallel(Settings, nn.Module):
             else:
                 own = OwnPrograms(own_parameters(module), self.loss_fn is not None) if hybrid else None
                 plan = make_plan(graph, devices, self.parallel_mode, dataset, own=own,
-                                 earlier=None if hybrid else self._earlier(graph), **given)
+                                 earlier=() if hybrid else self._earlier(graph), **given)
             if self._parameter_strategies is not None and before is None:
                 self._parameter_strategies.check_kept(plan)
         except Exception as error:
@@ -469,10 +469,10 @@ class AutoParallel(Settings, nn.Module):
                         (*stream.upcoming(), self.random) if plan.draws and runs else None, (self._fusion, self._broadcast))
         return plan
 
-    def _earlier(self, graph: Graph) -> Plan | None:
-        """The latest plan of as many operators: that of the same model at other sizes, perhaps."""
+    def _earlier(self, graph: Graph) -> list[Plan]:
+        """Plans of as many operators, the latest first: those of the same model at other sizes, perhaps."""
         plans = (program.plan for program in reversed(self._programs.values()))
-        return next((p for p in plans if isinstance(p, Plan) and len(p.graph.ops) == len(graph.ops)), None)
+        return [p for p in plans if isinstance(p, Plan) and len(p.graph.ops) == len(graph.ops)]
 
     def _groups(self, devices: int | None) -> int:
         """Into how many groups a pipeline cuts the devices, where they can be."""

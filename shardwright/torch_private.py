@@ -34,7 +34,7 @@ __all__ = [
     "OpOverloadPacket", "backward_can_start_at_functions", "buffer_table", "computation", "default_store", "demand",
     "environment_of", "formula_of", "fused_optimizers", "group_timeout", "holds_at", "hooks_of", "hooks_of_all_modules",
     "in_place_of_checkpoint", "is_compiled", "is_view", "local_tensor", "module_table", "number_at", "number_of_groups",
-    "operators", "overload_name", "overload_of", "parameter_table", "register_node", "rejoin_weights",
+    "operators", "overload_name", "overload_of", "parameter_table", "register_node", "recurrent_weights",
     "schedule_without_transfers", "schema_of", "spec_of", "stack_lines", "storage_id", "torch_function", "version_of",
     "vmap_function", "worker_processes",
 ]
@@ -332,17 +332,22 @@ class _Weights(list):
     """A list that export does not look into."""
 
 
-def rejoin_weights(module: nn.Module, exported: bool = False) -> None:
-    """Recurrent layers compute with a list of their weights beside their parameters: the list is made of these anew.
+@contextlib.contextmanager
+def recurrent_weights(module: nn.Module) -> Iterator[None]:
+    """While active, recurrent layers compute with the parameters in their tables: they hold a list of these beside, which is
+    put back as it was.
 
-    Args:
-        exported: the module is about to be exported, which exchanges the list's tensors. torch 2.9 takes an exchange in a
-            plain list for an assignment by the model.
+    Export exchanges the list's tensors, which torch 2.9 takes for an assignment by the model where the list is a plain one.
     """
-    for layer in module.modules():
-        if isinstance(layer, nn.RNNBase) and hasattr(layer, "_flat_weights_names"):
-            weights = [getattr(layer, name, None) for name in layer._flat_weights_names]
-            layer._flat_weights = _Weights(weights) if exported else weights
+    held = [(layer, layer._flat_weights) for layer in module.modules()
+            if isinstance(layer, nn.RNNBase) and hasattr(layer, "_flat_weights_names")]
+    for layer, _ in held:
+        layer._flat_weights = _Weights([getattr(layer, name, None) for name in layer._flat_weights_names])
+    try:
+        yield
+    finally:
+        for layer, weights in held:
+            layer._flat_weights = weights
 
 
 @contextlib.contextmanager

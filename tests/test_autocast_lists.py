@@ -16,7 +16,7 @@ from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists, Au
 from torch.utils import _pytree as pytree
 
 import shardwright as sw
-from shardwright.autocast import Autocast, entered
+from shardwright.autocast import Autocast, UnderAutocast, entered
 from shardwright.capture import capture
 from shardwright.errors import CaptureError, ShardwrightError
 from shardwright.graph import Graph, Op, Value
@@ -167,6 +167,7 @@ def test_listed_operators_on_four_devices(list_name: str, call: Called) -> None:
         made = operator(graph)
         floating = [v.dtype for op in ([made] if made is not None else graph.ops) for v in (*op.inputs, *op.outputs)
                     if v is not None and v.dtype.is_floating_point] or [FP32]
+        floating += [dtype for op in graph.ops if isinstance(op.target, UnderAutocast)]  # which casts inside
         given_in = [x.dtype for x in theirs if x.is_floating_point()]  # a gradient is rounded to its input's dtype
         order = [BF16, FP16, FP32]
         coarsest, coarsest_gradient = min(floating, key=order.index), min(floating + given_in, key=order.index)

@@ -201,7 +201,7 @@ def test_a_part_has_what_is_known_and_what_goes_with_it():
     bound, times = binding(consistent(problem).problem)
     rows = Rows.of(bound, len(times))
     search = _PricedSearch(bound, rows, Pricing.of(bound, rows), 1e-9)
-    search.see(np.zeros(rows.count), *search.pricing.least(np.zeros(rows.count)))
+    search.look(np.zeros(rows.count))
     marks = search.marks()
     assert all(mark.all() for mark in marks), "nodes of few states have all"
     assert restrict(bound, marks).problem.cost(next(iter(search.known))) == search.prices.bound

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -78,7 +78,7 @@ def make_plan(graph: Graph, devices: int, parallel_mode: str, dataset_strategy: 
               used: dict[str, Layout] | None = None, own: OwnPrograms | None = None, uneven: bool = False,
               cluster: Any = None, memory: Any = None, optimizer: Any = "adam",
               whole: frozenset[str] = frozenset(), strategies: Document | None = None,
-              searcher: Searcher | None = None, fed: Feeding | None = None, earlier: Plan | None = None,
+              searcher: Searcher | None = None, fed: Feeding | None = None, earlier: Sequence[Plan] = (),
               search_memory: Any = None, search_progress: Any = None) -> Plan:
     """Plan a captured model; every error that a strategy can cause is raised here.
 
@@ -96,7 +96,8 @@ def make_plan(graph: Graph, devices: int, parallel_mode: str, dataset_strategy: 
         strategies: a plan whose operators' strategies hold here too, over what the model's own marks say.
         searcher: who searches, in the modes that do, where several processes plan together; None: this one.
         fed: how the graph is fed, where it is a stage of a pipeline; None: as `dataset_strategy` says.
-        earlier: a plan of the same model at other sizes, whose strategies hold here too where they fit (`reuse`).
+        earlier: plans of the same model at other sizes, the latest first: the strategies of the first that fits hold here too
+            (`reuse`).
         search_memory: by how much host memory the process may grow while it searches: bytes or text such as "2GB"; None:
             half of what is free.
         search_progress: called with a `SearchProgress` every few seconds of a search; None: a line of it goes to the log
@@ -149,9 +150,10 @@ def make_plan(graph: Graph, devices: int, parallel_mode: str, dataset_strategy: 
     if strategies is not None:
         graph, planner, stored = strategies.onto(graph, devices, planner, stored, on_missing_rule=on_missing_rule,
                                                  uneven=uneven, first=used is None)
-    same = None if earlier is None or strategies is not None else \
-        at_other_sizes(earlier, graph, devices, on_missing_rule=on_missing_rule, uneven=uneven)
-    if same is not None:
+    for one in earlier if strategies is None else ():
+        same = at_other_sizes(one, graph, devices, on_missing_rule=on_missing_rule, uneven=uneven)
+        if same is None:
+            continue
         ops = tuple(same.decisions[op.name].op for op in graph.ops)
         made = Plan(graph.with_ops(ops), devices, parallel_mode, fed, same.decisions, same.carries, stored, same.hsdp,
                     cluster=cluster, found=same.found, optimizer=optimizer)
