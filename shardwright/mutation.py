@@ -277,11 +277,16 @@ def plain_form(target: Any) -> Any | None:
     packet = getattr(getattr(torch.ops, namespace), plain, None)
     if packet is None:
         return None
-    wanted = [(a.name, str(a.type)) for a in schema_of(target).arguments if not (a.kwarg_only and _is_written(a))]
+    wanted = [_taken(a) for a in schema_of(target).arguments if not (a.kwarg_only and _is_written(a))]
     overloads = [getattr(packet, n) for n in packet.overloads()]
     overloads.sort(key=lambda o: overload_name(o) != overload_name(target))
     return next((o for o in overloads if not any(map(_is_written, schema_of(o).arguments))
-                 and [(a.name, str(a.type)) for a in schema_of(o).arguments] == wanted), None)
+                 and list(map(_taken, schema_of(o).arguments)) == wanted), None)
+
+
+def _taken(argument: Any) -> tuple[str, str]:
+    """Name and type of an argument; the tensor itself is ``self`` to ``dropout_`` and ``input`` to ``dropout``."""
+    return "self" if argument.name == "input" else argument.name, str(argument.type)
 
 
 def _is_written(argument: Any) -> bool:
