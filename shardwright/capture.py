@@ -40,7 +40,7 @@ from .scaling import NotScalable, ScalableGraph, Sizes
 from .side_effects import (Blamed, Effects, LineFinder, Outcome, counter, depends, judged, numbered, refuse_backward_hooks,
                             watched_calls)
 from .staging import whole_shape
-from .torch_private import (NOISY_LOGGERS, FakeTensor, FakeTensorMode, buffer_table, hooks_of_all_modules, parameter_table, pytree,
+from .torch_private import (NOISY_LOGGERS, FakeTensor, FakeTensorMode, buffer_table, hooks_of, hooks_of_all_modules, parameter_table, pytree,
                             recurrent_weights, stack_lines, storage_id)
 from .trees import closed, opened
 
@@ -269,7 +269,7 @@ def _captured(net: nn.Module, args: tuple, kwargs: dict[str, Any], loss_fn: Any,
 
     def exported(counters: Mapping[Place, Any], finder: LineFinder | None = None) -> _Exported:
         seen = Observation(modules, [] if loss_fn is None else [("loss_fn", loss_fn)])
-        watch = _Watch(module, seen, counters, finder)
+        watch, hooks = _Watch(module, seen, counters, finder), _hooks_inside(module)
         with _fake_state(module, mode, device, types), casts(mixed_precision, net), cumulative_momentum(module), \
                 collect_marks() as calls, _quiet(), \
                 collect_functions(_calling_line) as functions, collect_regions(module, prefix) as regions, \
@@ -277,6 +277,8 @@ def _captured(net: nn.Module, args: tuple, kwargs: dict[str, Any], loss_fn: Any,
                 watch, _objects_opened(module):
             program = torch.export.export(module, fake_args, fake_kwargs, strict=False,
                                           dynamic_shapes=None if vary is None else _dynamic((fake_args, fake_kwargs), vary))
+        if _hooks_inside(module) != hooks:  # which the forward puts on its parts once, and notes that it has
+            watch.outcome.effects.assign()
         called = _input_names(net, len(fake_args) - 1) if loss_fn is not None else {}
         reader = Reader(program, calls, mark_names(net), prefix, aliases, called, [f for f, _ in functions], regions)
         reader.casting = current("cpu", device.type)  # around the call: its casts are written out too
@@ -314,6 +316,11 @@ def _dynamic(inputs: Any, vary: Sequence[Collection[int]]) -> torch.export.Shape
         if dims:
             collection[tensor] = dict.fromkeys(dims, torch.export.Dim.AUTO)
     return collection
+
+
+def _hooks_inside(module: nn.Module) -> int:
+    """How many forward hooks the parts of a model have."""
+    return sum(len(hooks_of(m).forward) + len(hooks_of(m).forward_pre) for m in module.modules())
 
 
 def _named_modules(net: nn.Module, loss_fn: Any) -> list[tuple[str, nn.Module]]:

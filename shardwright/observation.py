@@ -385,7 +385,8 @@ class Observation:
                     old, new = before.get(key, MISSING), dict.get(held, key, MISSING)
                     if old is not new:
                         yield Change(Place(held, key, f"{path}[{key!r}]"), old, new)
-            elif len(held) != len(before) or any(a is not b for a, b in zip(held, before)):
+            elif held != before if isinstance(held, set) else \
+                    len(held) != len(before) or any(a is not b for a, b in zip(held, before)):
                 yield Change(Place(held, None, path), tuple(before), tuple(held))
 
     def draws(self) -> tuple[str, Callable[[], Callable[[], bool]]] | None:

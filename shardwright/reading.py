@@ -160,10 +160,6 @@ class Reader:
             elif spec.kind is InputKind.CONSTANT_TENSOR:
                 value = Value(self.unique(spec.target), tuple(meta.shape), meta.dtype)
                 constants[value.name] = self.program.constants[spec.target]
-                if isinstance(constants[value.name], FakeTensor):
-                    users = [_source(user) for user in node.users]
-                    raise CaptureError("a tensor comes of others in a way that the capture does not see",
-                                       source=next(filter(None, users), None), legal="torch's own operators")
             else:
                 name = bare(spec.target, self.prefix)
                 name = self.aliases.get(name, name)
@@ -189,7 +185,13 @@ class Reader:
         graph = Graph(tuple(inputs), parameters, buffers, constants,
                       tuple(recomputed_ops(self.ops, self.regions, self.spans, self.mark_names)), tuple(kept),
                       self.program.call_spec.in_spec, self.out_spec, self.updates, self.aliases, changed=tuple(changed))
-        return _without_dead(graph)
+        graph = _without_dead(graph)
+        unseen = {name for name, tensor in constants.items() if isinstance(tensor, FakeTensor)}
+        for op in graph.ops:
+            if any(v.name in unseen for v in op.inputs):
+                raise CaptureError("a tensor comes of others in a way that the capture does not see", **op.where,
+                                   legal="torch's own operators")
+        return replace(graph, constants={n: tensor for n, tensor in constants.items() if n not in unseen}) if unseen else graph
 
     def changed_inputs(self, names: list[str]) -> dict[int, Value]:
         """The inputs that the model changed in place, and what they hold at the end: values of their own, since they may be

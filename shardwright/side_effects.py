@@ -132,6 +132,12 @@ class Effects:
         """None: they are of the model that was captured."""
         return Effects()
 
+    def assign(self) -> None:
+        """Make the assignments now, as the first call of the forward would."""
+        for entry in self.entries:
+            if isinstance(entry, _Assigned):
+                entry.place.set(entry.value)
+
     def described(self) -> list[tuple]:
         """To compare two captures of one model."""
         return [(type(e).__name__, e.place.path, repr(getattr(e, "value", None)), getattr(e, "steps", None))
