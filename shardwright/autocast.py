@@ -179,7 +179,7 @@ class Casts(NamedTuple):
 
 
 def casts_of(target: Any, args: tuple, kwargs: dict[str, Any], state: Autocast) -> Casts:
-    """What autocast does to one operator call.
+    """The casts that autocast makes for one operator call.
 
     Args:
         args, kwargs: its arguments, `Like`s in the place of tensors.
@@ -250,7 +250,7 @@ class _Call:
 
     def run(self, state: Autocast, inputs: Sequence[torch.dtype | None], dtype: torch.dtype | None = None
             ) -> _Trace | None:
-        """What the call comes to; None where it cannot run.
+        """The operators and dtypes that the call runs; None where it cannot run.
 
         Args:
             state: the state of autocast that it runs under.
@@ -345,7 +345,7 @@ def _floating(*tensors: Tensor) -> bool:
 
 
 def _moves(func: Any) -> bool:
-    """Whether an operator's results have the elements of its first input as they are."""
+    """True where an operator only moves the elements of its first input."""
     returned = schema_of(func).returns
     return func in _COPIES or bool(returned) and all(r.alias_info is not None and not r.alias_info.is_write for r in returned)
 

@@ -147,7 +147,7 @@ def _data_detached() -> Iterator[None]:
 
 @dataclass
 class Recording:
-    """What captures of one model have seen of it besides operators.
+    """State and side effects that captures of one model have observed.
 
     Args:
         why: what has changed since an earlier capture.
@@ -166,7 +166,7 @@ class Recording:
     guards: Guards | None = None
 
     def take(self, other: Recording) -> None:
-        """What another capture of the same state of the model has seen."""
+        """Copy the observations of another capture of the same state of the model."""
         self.modules, self.reads, self.effects = other.modules, dict(other.reads), other.effects
 
     def add(self, seen: Observation, effects: Effects) -> None:
@@ -360,7 +360,7 @@ def _with_counters(exported: Callable[..., _Exported]) -> _Exported:
 
 
 def _same_program(a: Graph, b: Graph) -> bool:
-    """Whether two captures of one model gave the same program."""
+    """True where two captures of one model gave the same program."""
     def spelled(graph: Graph) -> list[str]:
         return [f"{op.name} {op.kind} {op.args} {op.kwargs} {op.outputs}" for op in graph.ops] + [str(graph.outputs)]
     return spelled(a) == spelled(b) and list(a.constants) == list(b.constants) and \

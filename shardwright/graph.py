@@ -230,7 +230,7 @@ class Graph:
     changed: tuple[int, ...] = ()
 
     def result(self, outputs: Sequence[Any]) -> Any:
-        """What the user's model returns, of the outputs of a run."""
+        """Outputs of a run that the user's model returns."""
         return pytree.tree_unflatten(list(outputs[:len(outputs) - len(self.changed)]), self.out_spec)
 
     def producers(self) -> dict[str, Op]:

@@ -56,7 +56,7 @@ _class_get = types.MappingProxyType.get
 
 
 def is_simple(value: Any) -> bool:
-    """Whether a value cannot change in place: numbers, strings, dtypes, functions, classes, tuples of these."""
+    """True for a value that cannot change in place: numbers, strings, dtypes, functions, classes, tuples of these."""
     if isinstance(value, (tuple, frozenset)):
         return all(map(is_simple, value))
     return isinstance(value, _SIMPLE) or isinstance(value, _FUNCTIONS)

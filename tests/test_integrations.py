@@ -35,10 +35,6 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.long]
 WORLD, STEPS = 2, 20
 PAGE = (Path(__file__).parent.parent / "docs" / "integrations.md").read_text()
 
-#: bf16=True autocasts the forward, of which casts are lost until captures decide by operator what is cast. Set it to True
-#: then: the test below runs as it stands.
-AUTOCAST_CASTS_EVERY_OPERATOR = True
-
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -266,9 +262,8 @@ def on_ranks(rank: int, world: int, folder: str) -> dict[str, Any]:
         out = {"trainer": the_trainer(rank, f"{folder}/whole"), "parts": the_trainer_by_parts(rank, f"{folder}/parts"),
                "accelerate": with_accelerate(rank), "lightning": with_lightning(rank, f"{folder}/lightning"),
                "peft": with_peft(rank, f"{folder}/peft"), "averages": with_averages(rank)}
-        if AUTOCAST_CASTS_EVERY_OPERATOR:
-            AcceleratorState._reset_state(reset_partial_state=True)
-            out["bf16"] = the_trainer_by_parts(rank, f"{folder}/bf16", bf16=True)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        out["bf16"] = the_trainer_by_parts(rank, f"{folder}/bf16", bf16=True)
     return out
 
 
@@ -359,7 +354,6 @@ def test_the_trainer_feeds_parts_of_batches(ours: list[dict[str, Any]], folder: 
         assert_close(result["loaded"], result["weights"])
 
 
-@pytest.mark.skipif(not AUTOCAST_CASTS_EVERY_OPERATOR, reason="casts of autocast are lost in captures")
 def test_the_trainer_in_half_precision(ours: list[dict[str, Any]], folder: str) -> None:
     one = one_trainer(f"{folder}/one_bf16", 40, 4, gradient_accumulation_steps=2, save_strategy="no", bf16=True)
     for result in (rank["bf16"] for rank in ours):
