@@ -1,14 +1,16 @@
 """How long a call takes with sizes of the inputs that are new: a GPT of 12 layers, captured, planned, lowered.
 
-    python benchmarks/further_sizes.py               a minute
+    python benchmarks/further_sizes.py               some minutes
     python benchmarks/further_sizes.py --quick       few sizes
     python benchmarks/further_sizes.py --output further_sizes.json
 
-One thread, four devices in this process, in modes that decide by rules and by a search. Batch size and sequence length
-change at each call. "added": seconds of processor time of the first call at a size, less those of a second one. ``first``:
-the first call of the model; ``second size``: the first of another size, which captures the model with symbols;
-``further sizes``: each one after it, with the loss compared with that of a model that is captured and planned for this
-size alone, whose first call is ``alone``.
+One thread, four devices in this process: modes that decide by rules and by a search, and a pipeline of two stages and two
+micro-batches. Batch size and sequence length change at each call. "added": seconds of processor time of the first call at a
+size, less those of a second one. ``first``: the first call of the model; ``second size``: the first of another size, which
+captures the model with symbols; ``further sizes``: each one after it, with the loss compared with that of a model that is
+captured and planned for this size alone, whose first call is ``alone``. ``said: first`` and ``said: further sizes``: the same of
+a model that is told which dims vary (``varying=(0, 1)``), whose first call captures it with symbols too; the second size is one
+of the further ones.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ import shardwright as sw  # noqa: E402
 from gpt import GPT  # noqa: E402
 
 LAYERS, DEVICES, VOCABULARY, LENGTH = 12, 4, 64, 64
-MODES = ("semi_auto", "dynamic_programming")
+MICRO_BATCHES = 2
+MODES = ("semi_auto", "dynamic_programming", "pipeline")
 #: Seconds that a further size may take beyond a call at a known one.
 MOST = 0.1
 
@@ -49,8 +52,13 @@ class Language(nn.Module):
         return F.cross_entropy(self.net(tokens).flatten(0, 1), tokens.flatten())
 
 
-def wrapped(mode: str) -> sw.AutoParallel:
-    return sw.AutoParallel(Language(), parallel_mode=mode).dataset_strategy("full_batch")
+def wrapped(mode: str, **given: object) -> sw.AutoParallel:
+    model = sw.AutoParallel(Language(), parallel_mode="semi_auto" if mode == "pipeline" else mode, **given)
+    model.dataset_strategy("full_batch")
+    if mode == "pipeline":
+        stages = {f"net.blocks.{i}": 2 * i // LAYERS for i in range(LAYERS)} | {"net.norm": 1}
+        model.pipeline(stages=2, micro_batches=MICRO_BATCHES, stage_config=stages)
+    return model
 
 
 def added(model: sw.AutoParallel, tokens: Tensor) -> tuple[float, float]:
@@ -63,22 +71,26 @@ def added(model: sw.AutoParallel, tokens: Tensor) -> tuple[float, float]:
 
 
 def measure(results: Results, sizes: Sequence[tuple[int, int]]) -> None:
+    wrapped(MODES[0])(torch.zeros(4, 8, dtype=torch.long))  # what torch loads at its first capture is no model's cost
     for mode in MODES:
-        model, further, alone = wrapped(mode), [], []
+        plain, told = wrapped(mode), wrapped(mode, varying=(0, 1))
+        seconds: dict[str, list[float]] = {}
         for number, (rows, length) in enumerate(sizes):
+            rows *= MICRO_BATCHES if mode == "pipeline" else 1
             tokens = torch.randint(VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(number))
-            seconds, loss = added(model, tokens)
-            if number < 2:
-                name = ("first", "second size")[number]
-                results.figures.append(Figure(mode, f"{name}, s", Spread.of([seconds])))
-                continue
-            own, expected = added(wrapped(mode), tokens)
-            if abs(loss - expected) > 1e-5 * abs(expected):
-                raise AssertionError(f"{mode}, {rows} x {length}: {loss}, captured by itself {expected}")
-            further.append(seconds)
-            alone.append(own)
-        results.figures.append(Figure(mode, "alone, s", Spread.of(alone)))
-        results.figures.append(Figure(mode, "further sizes, s", Spread.of(further), at_most=MOST))
+            taken, loss = added(plain, tokens)
+            seconds.setdefault(("first", "second size", "further sizes")[min(number, 2)], []).append(taken)
+            taken, same = added(told, tokens)
+            seconds.setdefault(("said: first", "said: further sizes")[min(number, 1)], []).append(taken)
+            taken, expected = added(wrapped(mode), tokens)
+            if number:
+                seconds.setdefault("alone", []).append(taken)
+            for found in (loss, same):
+                if abs(found - expected) > 1e-5 * abs(expected):
+                    raise AssertionError(f"{mode}, {rows} x {length}: {found}, captured by itself {expected}")
+        for name, taken in seconds.items():
+            most = MOST if name.endswith("further sizes") else None
+            results.figures.append(Figure(mode, f"{name}, s", Spread.of(taken), at_most=most))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

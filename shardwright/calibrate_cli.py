@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwright.errors import SettingError, ShardwrightError
+from shardwright.errors import PACKAGE_FOLDER, SettingError, ShardwrightError
 
 if TYPE_CHECKING:
     from shardwright.cluster import Cluster
@@ -115,7 +115,7 @@ def _start(arguments: argparse.Namespace) -> int:
     if arguments.name is not None:
         script_args.append(f"--name={arguments.name}")
     code = run.run(argparse.Namespace(
-        script=str(Path(__file__).with_name("__main__.py")), script_args=script_args, devices=None, join=None,
+        script=str(Path(PACKAGE_FOLDER) / "__main__.py"), script_args=script_args, devices=None, join=None,
         worker_num=devices, local_worker_num=None, master_addr=None, master_port=None, node_rank=None,
         log_dir=arguments.log_dir, cluster_time_out=None, threads=None, max_restarts=None, grace_period=None,
         parser=arguments.parser))

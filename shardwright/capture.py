@@ -29,6 +29,7 @@ from .errors import CaptureError, ShardwrightError
 from .graph import Graph, values_in
 from .guards import Guards, Place
 from .marks import collect_marks, mark_names
+from .memoised import computed_for_real
 from .mixed_precision import MixedPrecision, captured_types, casts, masters
 from .module_hooks import outermost_left_out
 from .normalisation import cumulative_momentum
@@ -37,14 +38,14 @@ from .opaque import collect_functions
 from .reading import Reader, bare, is_users, user_frame
 from .recompute import collect_regions
 from .scaling import NotScalable, ScalableGraph, Sizes
-from .side_effects import (Blamed, Effects, LineFinder, Outcome, counter, depends, judged, numbered, refuse_backward_hooks,
+from .side_effects import (Blamed, Effects, LineFinder, Outcome, advanced, counter, depends, judged, numbered, refuse_backward_hooks,
                             watched_calls)
 from .staging import whole_shape
 from .torch_private import (NOISY_LOGGERS, FakeTensor, FakeTensorMode, buffer_table, hooks_of, hooks_of_all_modules, parameter_table, pytree,
                             recurrent_weights, stack_lines, storage_id)
 from .trees import closed, opened
 
-__all__ = ["Recording", "WithLoss", "capture", "capture_scalable"]
+__all__ = ["ModelAndLoss", "Recording", "WithLoss", "capture", "capture_scalable"]
 
 #: What torch says of a model that it cannot follow -> what to write instead.
 _INSTEAD = {
@@ -228,22 +229,25 @@ def capture_scalable(net: nn.Module, args: tuple, kwargs: dict[str, Any] | None 
         recording: of a plain capture at other sizes.
 
     Returns:
-        None where no formula tells what depends on these sizes, or where the forward does something besides its result that
-        depends on them.
+        None where no formula tells what depends on these sizes, or where the forward does something else besides its result
+        than in the plain capture.
     """
-    try:
-        made = _captured(net, args, dict(kwargs or {}), loss_fn, torch.device(device), hooks_around, mixed_precision, vary)
-    except (CaptureError, Blamed, NotScalable):
-        return None  # one size at a time it may be captured still, or the error is raised then
     known = recording.effects
-    if made.outcome.numbers or known is None or known.entries or known.described() != made.outcome.effects.described():
+    if known is None or not all(isinstance(place.get(), (int, float)) for place in known.advanced()):
         return None
-    return ScalableGraph(made.graph, made.sizes)
+    counters = {place: counter(place.get(), place.path) for place in known.advanced()}
+    try:
+        made = _captured(net, args, dict(kwargs or {}), loss_fn, torch.device(device), hooks_around, mixed_precision, vary, counters)
+    except (ShardwrightError, Blamed, NotScalable):
+        return None  # one size at a time it may be captured still, or the error is raised then
+    effects = advanced(made.outcome, counters)
+    return ScalableGraph(made.graph, made.sizes) if effects is not None and effects.described() == known.described() else None
 
 
 def _captured(net: nn.Module, args: tuple, kwargs: dict[str, Any], loss_fn: Any, device: torch.device, hooks_around: bool,
-              mixed_precision: MixedPrecision | None, vary: Sequence[Collection[int]] | None = None) -> _Exported:
-    """One capture, as `capture` tells."""
+              mixed_precision: MixedPrecision | None, vary: Sequence[Collection[int]] | None = None,
+              counters: Mapping[Place, Any] | None = None) -> _Exported:
+    """One capture, as `capture` and `capture_scalable` tell."""
     module = net if loss_fn is None else WithLoss(net, loss_fn)
     prefix = "" if loss_fn is None else "net"
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -269,11 +273,12 @@ def _captured(net: nn.Module, args: tuple, kwargs: dict[str, Any], loss_fn: Any,
 
     def exported(counters: Mapping[Place, Any], finder: LineFinder | None = None) -> _Exported:
         seen = Observation(modules, [] if loss_fn is None else [("loss_fn", loss_fn)])
+        remembering = computed_for_real(modules, [] if loss_fn is None else [loss_fn])
         watch, hooks = _Watch(module, seen, counters, finder), _hooks_inside(module)
         with _fake_state(module, mode, device, types), casts(mixed_precision, net), cumulative_momentum(module), \
                 collect_marks() as calls, _quiet(), \
                 collect_functions(_calling_line) as functions, collect_regions(module, prefix) as regions, \
-                stack_lines(_innermost, _UsersLine), _data_detached(), seen, watched_calls(watch.effects, lambda: watch.running), \
+                stack_lines(_innermost, _UsersLine), _data_detached(), remembering, seen, watched_calls(watch.effects, lambda: watch.running), \
                 watch, _objects_opened(module):
             program = torch.export.export(module, fake_args, fake_kwargs, strict=False,
                                           dynamic_shapes=None if vary is None else _dynamic((fake_args, fake_kwargs), vary))
@@ -291,7 +296,7 @@ def _captured(net: nn.Module, args: tuple, kwargs: dict[str, Any], loss_fn: Any,
 
     try:
         with outermost_left_out(net, module, loss_fn is None, hooks_around):
-            made = _with_counters(exported) if vary is None else exported({})
+            made = _with_counters(exported) if vary is None else exported(counters)
         _check_constants(made.graph)
         _check_updates(made.graph)
         return made
@@ -515,3 +520,25 @@ def _quiet() -> Iterator[None]:
 def _calling_line() -> str | None:
     """The user's line that is being run."""
     return user_frame([(f.filename, f.lineno or 0) for f in traceback.extract_stack()]) or None
+
+
+class ModelAndLoss(nn.Module):
+    """The wrapped model and its loss under the names that a captured graph uses."""
+
+    def __init__(self, net: nn.Module, loss_fn: Any) -> None:
+        super().__init__()
+        self.__dict__["tables"] = [("", net)] + ([("loss_fn.", loss_fn)] if isinstance(loss_fn, nn.Module) else [])
+
+    def named_parameters(self, *args: Any, **kwargs: Any):  # type: ignore[override]
+        for prefix, module in self.tables:
+            for name, tensor in module.named_parameters(*args, **kwargs):
+                yield prefix + name, tensor
+
+    def modules(self):  # type: ignore[override]
+        for _, module in self.tables:
+            yield from module.modules()
+
+    def named_buffers(self, *args: Any, **kwargs: Any):  # type: ignore[override]
+        for prefix, module in self.tables:
+            for name, tensor in module.named_buffers(*args, **kwargs):
+                yield prefix + name, tensor

@@ -1,8 +1,8 @@
 """The command line: ``shardwright <command> ...``.
 
-A command is a module with a function ``add_parser(subparsers)``. It adds its parser and sets the defaults ``func``,
-which takes the parsed arguments and returns the exit code, and ``parser``, its parser, for errors found later. Such a
-module imports nothing heavy while it is imported, so that ``shardwright --help`` answers at once; torch is imported by
+A command is a function ``add_..._parser(subparsers)``. It adds its parser and sets the defaults ``func``,
+which takes the parsed arguments and returns the exit code, and ``parser``, its parser, for errors found later. The
+function's module imports nothing heavy while it is imported, so that ``shardwright --help`` answers at once; torch is imported by
 the functions that use it.
 """
 
@@ -14,12 +14,19 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import shardwright
-from shardwright import calibrate_cli, checkpoint_cli, explain_cli, plan_cli, simulate_cli, solve_cli, verify_cli
-from shardwright.launch import run
+from shardwright.calibrate_cli import add_parser as add_calibrate_parser
+from shardwright.checkpoint_cli import add_parser as add_checkpoint_parser
+from shardwright.explain_cli import add_parser as add_explain_parser
+from shardwright.launch.run import add_parser as add_run_parser
+from shardwright.plan_cli import add_parser as add_plan_parser
+from shardwright.simulate_cli import add_parser as add_simulate_parser
+from shardwright.solve_cli import add_parser as add_solve_parser
+from shardwright.verify_cli import add_parser as add_verify_parser
 
 __all__ = ["main"]
 
-COMMANDS = (run, plan_cli, explain_cli, simulate_cli, solve_cli, verify_cli, checkpoint_cli, calibrate_cli)
+COMMANDS = (add_run_parser, add_plan_parser, add_explain_parser, add_simulate_parser, add_solve_parser, add_verify_parser,
+            add_checkpoint_parser, add_calibrate_parser)
 
 
 class Parser(argparse.ArgumentParser):
@@ -42,8 +49,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="shardwright", allow_abbrev=False, description="Operator-level parallel training on PyTorch.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the installed version")
     subparsers = parser.add_subparsers(metavar="command", required=True)
-    for command in COMMANDS:
-        command.add_parser(subparsers)
+    for add_parser in COMMANDS:
+        add_parser(subparsers)
     return parser
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,61 +21,13 @@ from .plan.decision import Feeding
 from .plan.instructions import Compute, Instance, Move, made_by
 from .plan.plan import Plan
 from .precision import Allowed, Precision
-from .report.verification import Worst
+from .report.verification import FirstDifference, Worst
 from .rules import expand, find_rule, has_rule
 from .rules.random import run_on_one
 from .runtime.local import LocalProgram
 from .runtime.shards import ReplicasDiffer, assemble
 
-__all__ = ["Comparison", "FirstDifference", "Reference", "call", "difference", "largest", "worst"]
-
-
-@dataclass(frozen=True)
-class FirstDifference:
-    """The first thing that a plan does differently.
-
-    Attributes:
-        operator: the operator's name, as in ``plan.operator(name)``; "" for a part of "capture".
-        op: its plain name, such as "matmul".
-        source: ``file.py:41``, the line that calls it.
-        phase: "forward", or "gradient": everything is the same up to the backward.
-        part: "operator": what it computes on slices; "conversion": how a tensor came to it, or its gradient back;
-            "capture": the graph that was captured is not the model.
-        tensor: the value (or, for a gradient, the value or parameter) that differs.
-        difference: the largest difference, relative to the largest value of the operator's output and of its terms: Σ |x| |w|
-            of a product, the inputs of others;
-            infinite where the shapes or the replicas differ, or where it could not run at all.
-        dtype: the type in which it was found.
-        tolerance: what was allowed.
-        precision: which type decided that, and which operator brought it in.
-        message: what happened, where there is more to say.
-    """
-
-    operator: str
-    op: str
-    source: str
-    phase: str
-    part: str
-    tensor: str
-    difference: float
-    dtype: torch.dtype
-    message: str = ""
-    tolerance: float = 0.0
-    precision: Precision | None = None
-
-    def __str__(self) -> str:
-        if self.part == "capture":
-            how = f", {self.message}" * bool(self.message)
-            return f"the graph as it was captured{how}: {self.tensor} differs by {self.difference:.1e}"
-        name = self.operator if self.op in self.operator else f"{self.operator} ({self.op})"
-        what = f"{self.tensor}" if self.phase == "forward" else f"the gradient of {self.tensor}"
-        by = f"differs by {self.difference:.1e}" if math.isfinite(self.difference) else "is not the same at all"
-        if self.precision is not None and math.isfinite(self.difference):
-            by += f", more than the {self.tolerance:.0e} of {self.precision}"
-        parts = [f"{name}{f', {self.source}' if self.source else ''}: {what} {by}"]
-        if self.part == "conversion":
-            parts.append("in the conversion for it, not in the operator")
-        return "; ".join(parts + [self.message] * bool(self.message))
+__all__ = ["Comparison", "Reference", "call", "difference", "largest", "worst"]
 
 
 def largest(x: Tensor) -> float:
@@ -309,10 +260,15 @@ class Comparison:
                     return self.blame(value.name, apart, why or message)
         return None
 
-    def buffers(self, state: Mapping[str, Tensor]) -> FirstDifference | None:
-        """A buffer that the step leaves with another value; its first user is named."""
+    def buffers(self, state: Mapping[str, Tensor], after_step: Mapping[str, Tensor] | None = None) -> FirstDifference | None:
+        """A buffer that the step leaves with another value; its first user is named.
+
+        Args:
+            after_step: the values that some buffers are to have, instead of those of the reference.
+        """
         for name, value in self.graph.buffers.items():
             after = self.reference.values[self.graph.updates[name].name if name in self.graph.updates else value.name]
+            after = (after_step or {}).get(name, after)
             apart = difference(after, state[name], self.reference.scales.get(value.name, 0.0))
             precision = self.allowed.value(self.graph.updates.get(name, value).name)
             if self.differs(apart, precision):

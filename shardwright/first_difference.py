@@ -13,18 +13,19 @@ A pipeline's stages run by their schedule, each forward beside the captured grap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .comparison import Comparison, FirstDifference, Reference, call, difference, largest
+from .comparison import Comparison, Reference, call, difference, largest
 from .graph import Graph, Value
 from .lower import lower
 from .plan.pipelined import Stage
 from .precision import Allowed
+from .report.verification import FirstDifference
 from .runtime.local import LocalProgram
 from .runtime.pipeline import Here, PipelineProgram
 from .runtime.random import of_micro_batch, stream
@@ -33,7 +34,7 @@ from .schedules import Schedule
 from .torch_private import pytree
 from .trees import opened
 
-__all__ = ["FirstDifference", "call", "difference", "find_first_difference", "largest"]
+__all__ = ["call", "difference", "find_first_difference", "largest"]
 
 
 def find_first_difference(program: Program | PipelineProgram, state: dict[str, Tensor], inputs: Sequence[Tensor],
@@ -119,7 +120,7 @@ class _OfStages(_Search):
 
     def run(self, plain: Any) -> FirstDifference | None:
         plan = self.plan
-        self.references = list(self.micro_references())
+        self.references, after = self.micro_references()
         joined = [None if join is None else _joined([r.outputs[i] for r in self.references], *join)
                   for i, join in enumerate(plan.micro.joins)]
         if (found := self.captured(joined, plain)) is not None:
@@ -141,21 +142,26 @@ class _OfStages(_Search):
             last = self.made[self.played[-1]]
             return self.forwards() or last.failed(self.bodies[self.played[-1][0]], error)
         last = self.made[plan.stages[-1].number, len(self.references) - 1]
-        return self.forwards() or last.buffers(self.state) or self.backwards(program, result)
+        return self.forwards() or last.buffers(self.state, after) or self.backwards(program, result)
 
-    def micro_references(self) -> Iterator[Reference]:
-        """The captured graph on each micro-batch, each with the buffers that the one before it left."""
+    def micro_references(self) -> tuple[list[Reference], dict[str, Tensor]]:
+        """The captured graph on each micro-batch, with buffers as the one before it left them, or as the step began; and the new
+        values of those that change once a step."""
         plan, count = self.plan, self.plan.micro_batches
         parts = [[x.detach().chunk(count)[k] if split else x.detach() for x, split in zip(self.inputs, plan.split)]
                  for k in range(count)]
-        state, totals = dict(self.state), []
+        state, totals, made = dict(self.state), [], []
         if plan.micro.counts is not None:
             each = [_counted(plan.micro.counts, self.graph, self.state, part) for part in parts]
             totals = [sum(counts[1:], counts[0]) for counts in zip(*each)]
         for k, part in enumerate(parts):
             reference = Reference(self.graph, state, [*part, *totals], of_micro_batch(self.seed, k))
-            state |= {name: reference.values[v.name].detach() for name, v in self.graph.updates.items()}
-            yield reference
+            state |= {name: reference.values[v.name].detach() for name, v in self.graph.updates.items()
+                      if name not in plan.micro.updates}
+            made.append(reference)
+        after = {name: _joined([r.values[self.graph.updates[name].name] for r in made], *join)
+                 for name, join in plan.micro.updates.items()}
+        return made, after
 
     def forwards(self) -> FirstDifference | None:
         """Of what was played, the first that differs in the order of the stages, hence of the program."""

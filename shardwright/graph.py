@@ -14,7 +14,8 @@ import torch
 
 from .torch_private import pytree, schema_of
 
-__all__ = ["SEED", "Graph", "Master", "Op", "Pieces", "Recompute", "Value", "map_values", "values_in"]
+__all__ = ["SEED", "Graph", "Master", "Op", "Pieces", "Recompute", "Value", "dtype_word", "map_values", "types_of",
+           "values_in"]
 
 
 class Master(NamedTuple):
@@ -147,7 +148,7 @@ class Op:
     inputs: tuple[Value, ...]
     outputs: tuple[Value | None, ...]
     module: str = ""
-    source: str = ""
+    source: str = field(default="", compare=False)
     mark: Any = None
     origin: str | None = None
     number: int = 0
@@ -254,3 +255,19 @@ class Graph:
     def with_ops(self, ops: tuple[Op, ...]) -> Graph:
         """The same graph with other operators."""
         return replace(self, ops=ops)
+
+
+def types_of(op: Op) -> str:
+    """``f32[32, 784], f32[784, 512] -> f32[32, 512]``: an operator's tensors, inputs and outputs."""
+    def side(values: tuple[Value | None, ...]) -> str:
+        return ", ".join(f"{dtype_word(v.dtype)}{list(v.shape)}" for v in values if v is not None)
+    return f"{side(op.inputs)} -> {side(op.outputs)}".strip()
+
+
+def dtype_word(dtype: torch.dtype) -> str:
+    """``f32`` for torch.float32."""
+    name = str(dtype).removeprefix("torch.")
+    for word, letter in (("bfloat", "bf"), ("float", "f"), ("complex", "c"), ("uint", "u"), ("int", "i")):
+        if name.startswith(word):
+            return letter + name.removeprefix(word)
+    return name

@@ -21,14 +21,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 
-from .errors import LayoutError
+from .errors import PACKAGE_FOLDER, LayoutError
 
 __all__ = ["Digit", "Digits", "Layout", "allocate", "beside", "complement", "digits_size", "group_of", "groups",
            "merge", "overlap"]
 
 RESERVED_NAME = "interleaved_parallel"
 REDUCTIONS = ("sum", "max", "min")
-_OURS = os.path.dirname(__file__) + os.sep
 
 
 @dataclass(frozen=True, order=True)
@@ -148,7 +147,7 @@ def groups(devices: int, digits: Iterable[Digit]) -> tuple[tuple[int, ...], ...]
 def _users(message: str, **details: object) -> LayoutError:
     """An error in what a user writes, with the line that writes it: the nearest outside of this package."""
     frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE_FOLDER):
         frame = frame.f_back
     return LayoutError(message, source=f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}", **details)
 

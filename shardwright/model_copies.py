@@ -12,18 +12,17 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .capture import ModelAndLoss
 from .errors import SettingError
 from .runtime.deferred import put_in_place, substitute
 from .runtime.fusion import Accumulation
+from .settings import Settings
 from .staging import CUT
-
-if TYPE_CHECKING:
-    from .parallel import AutoParallel
 
 __all__ = ["Followers", "copied"]
 
@@ -36,7 +35,7 @@ _SHARED = frozenset({"_dataset_strategy", "_gradients_mean", "_broadcast", "_clu
 _TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 
-def copied(model: AutoParallel, memo: dict[int, Any]) -> AutoParallel:
+def copied(model: Settings, memo: dict[int, Any]) -> Settings:
     """A deep copy of a wrapper and its model.
 
     Raises:
@@ -97,9 +96,9 @@ class Followers:
         model: the wrapper, with its parameters as they were.
     """
 
-    def __init__(self, model: AutoParallel) -> None:
+    def __init__(self, model: Settings) -> None:
         self._model = model
-        self._copies: list[tuple[AutoParallel, set[str]]] = []
+        self._copies: list[tuple[Settings, set[str]]] = []
         for ref in model._copies:
             made = ref()
             if made is not None and not made._programs and made._stored is None \
@@ -120,9 +119,8 @@ class Followers:
                 self._cut(made, mine, theirs, alike)
             further.follow()
 
-    def _cut(self, made: AutoParallel, mine: dict[str, Tensor], theirs: dict[str, Tensor], alike: set[str]) -> None:
-        from .runtime.parameters import with_values  # imports DTensor
-        from .parallel import _Holder
+    def _cut(self, made: Settings, mine: dict[str, Tensor], theirs: dict[str, Tensor], alike: set[str]) -> None:
+        from .runtime.dtensors import with_values  # imports DTensor
         successors: dict[int, nn.Parameter] = {}
         for name, old in theirs.items():
             if not hasattr(mine.get(name), CUT) or not isinstance(old, nn.Parameter):
@@ -137,14 +135,13 @@ class Followers:
         def cut(old: int, whole: Tensor) -> Tensor:
             return with_values(with_slice(mine[names[old]]), whole).detach()
 
-        substitute(_Holder(made.net, made.loss_fn), successors, cut)
+        substitute(ModelAndLoss(made.net, made.loss_fn), successors, cut)
         made._stored, made._used = self._model._stored, self._model._used
         made._first_ranks.update(self._model._first_ranks)
 
 
-def _named(model: AutoParallel) -> dict[str, Tensor]:
-    from .parallel import _Holder
-    holder = _Holder(model.net, model.loss_fn)
+def _named(model: Settings) -> dict[str, Tensor]:
+    holder = ModelAndLoss(model.net, model.loss_fn)
     return dict(holder.named_parameters()) | dict(holder.named_buffers())
 
 

@@ -21,7 +21,7 @@ import torch
 from .errors import CaptureError
 from .graph import Value, map_values
 from .rules.scatter import assigned
-from .torch_private import overload_name, schema_of, storage_id
+from .torch_private import formula_of, overload_name, schema_of, storage_id
 
 __all__ = ["Cell", "Memory", "Step", "View", "Writer", "gives_back", "is_same", "plain_form", "serial",
            "shares_memory"]
@@ -299,9 +299,10 @@ def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors that share memory are the same elements in the same dims."""
+    """True where two tensors that share memory are the same elements in the same dims; where sizes are symbols, at all sizes."""
     def place(t: torch.Tensor) -> tuple:
-        return t.shape, t.stride(), t.storage_offset(), t.dtype, t.is_conj(), t.is_neg()
+        numbers = [formula_of(n) for n in (*t.shape, *t.stride(), t.storage_offset())]
+        return t.dim(), numbers, t.dtype, t.is_conj(), t.is_neg()
     return place(a) == place(b)
 
 

@@ -117,6 +117,8 @@ class Observation:
             forward = type(module).forward
             if user_function(forward) is not None:
                 self._scan(forward, 0)
+                for cls in type(module).__mro__:
+                    self._class_containers(cls)
                 self._class_place(type(module), "forward", path)
             for hooks in HOOKS[:2]:
                 for hook in vars(module)[hooks].values():
@@ -309,6 +311,10 @@ class Observation:
         if function is None or id(function) in self._scanned or depth > _DEPTH:
             return
         self._scanned.add(id(function))
+        self._space(vars(function), function.__qualname__)
+        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            if isinstance(value, CONTAINERS):
+                self._found(value, f"a default of {function.__qualname__}")
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
         for is_cell, name, chain in _uses(function.__code__):
             if is_cell:
@@ -347,9 +353,19 @@ class Observation:
             return  # a library's own: nobody puts another in its place
         if isinstance(value, type) and not _is_users_class(value):
             return
+        if isinstance(value, type):
+            self._class_containers(value)
         self._note(place, scan=inner is None)
         if inner is not None:
             self._scan(inner, depth + 1)
+
+    def _class_containers(self, cls: type) -> None:
+        """Watch the lists and dicts of a class of the user's."""
+        if id(cls) not in self._scanned and _is_users_class(cls):
+            self._scanned.add(id(cls))
+            for name, value in list(vars(cls).items()):
+                if isinstance(value, CONTAINERS):
+                    self._found(value, f"{cls.__name__}.{name}")
 
     # -- writes --
 

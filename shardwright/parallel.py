@@ -9,16 +9,16 @@ import contextlib
 import contextvars
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from . import autocast
-from .capture import Recording, capture, capture_scalable
+from .capture import ModelAndLoss, Recording, capture, capture_scalable
 from .errors import SettingError
 from .foreign_wrappers import check_inside, compile_instead, refuse_class, watch_wrapping
 from .graph import Graph
@@ -35,8 +35,8 @@ from .plan import MODES, ParameterPlan, PipelinePlan, Plan, make_pipeline, make_
 from .plan.automatic_pipeline import Automatic
 from .plan.document import Document
 from .plan.hybrid import OwnPrograms, local_inputs
-from .plan.make import budget_of, capture_micro, optimizer_parallel
-from .plan.micro import is_split
+from .plan.make import budget_of, optimizer_parallel
+from .plan.micro import is_split, micro_calls
 from .plan.parameter_strategies import ParameterStrategies
 from .plan.storage import OptimizerParallel
 from .recompute import with_policy
@@ -57,6 +57,8 @@ from .whole_model import WholeModel, attribute_of_net, refuse_calls_of_parts, si
 
 __all__ = ["AutoParallel", "RecaptureWarning", "observed"]
 
+
+Earlier = TypeVar("Earlier", Plan, PipelinePlan)
 
 #: Called with (model, args, kwargs) before a model is captured, or None.
 _OBSERVER: contextvars.ContextVar[Callable | None] = contextvars.ContextVar("shardwright_observer", default=None)
@@ -113,6 +115,9 @@ class AutoParallel(Settings, nn.Module):
             an element.
         max_programs: how many programs are kept, one for each shape of the inputs and state of the model. Beyond it the one
             that was not used for the longest time is forgotten, and made anew when it is needed.
+        varying: dims of the inputs whose sizes will differ from call to call, such as (0, 1) for batch and sequence: the first
+            call captures the model with symbols for them too, which takes longer, and no later one has to. Otherwise the
+            second size does that. With several `buckets` they are dim 0 and that of the sequence.
         mixed_precision: a `MixedPrecision`, or what `MixedPrecision.of` takes: parameters stay as they are for the optimizer
             and checkpoints, the model computes in another type, gradients are summed in a third. None: as the model is.
         search_memory: by how much host memory the process may grow while it searches: bytes or text such as "2GB"; None:
@@ -134,8 +139,8 @@ class AutoParallel(Settings, nn.Module):
                  sync_batch_norm: bool = False, random: str = "exact",
                  parameter_broadcast: bool = False, recompute: Any = None, uneven: bool = False,
                  compile: bool | str = False, cluster: Any = None, memory: Any = None, optimizer: Any = "adam",
-                 max_programs: int = 64, mixed_precision: Any = None, search_memory: Any = None, search_progress: Any = None
-                 ) -> None:
+                 max_programs: int = 64, varying: Sequence[int] = (), mixed_precision: Any = None, search_memory: Any = None,
+                 search_progress: Any = None) -> None:
         super().__init__()
         if not isinstance(net, nn.Module):
             raise SettingError(f"{net!r} is not an nn.Module", legal="a model written for one device")
@@ -151,7 +156,9 @@ class AutoParallel(Settings, nn.Module):
         watch_wrapping(AutoParallel)
         if not isinstance(max_programs, int) or isinstance(max_programs, bool) or max_programs < 1:
             raise SettingError(f"max_programs={max_programs!r}", legal="a whole number of at least 1")
-        self.max_programs = max_programs
+        if not isinstance(varying, (tuple, list)) or not all(type(d) is int and d >= 0 for d in varying):
+            raise SettingError(f"varying={varying!r}", legal="dims of the inputs, counted from 0, such as varying=(0, 1)")
+        self.max_programs, self.varying = max_programs, tuple(varying)
         # The wrapper has the model's own tables of parameters, buffers and submodules, hence its names and state.
         for table in MODULE_TABLES:
             self.__dict__[table] = net.__dict__[table]
@@ -312,10 +319,11 @@ class AutoParallel(Settings, nn.Module):
             return ""
         known = [key for key in self._programs if _shapes(key) != _shapes(feed) and key[3].hold()]
         if known:
-            if not self._warned and self._buckets is None:
+            if not self._warned and not self._varying():
                 self._warned = True
                 warnings.warn(f"inputs of shapes {_shapes(feed)} after {_shapes(known[0])}: a program is made for each shape, "
-                              "which takes longest for this second one; further ones are not announced", RecaptureWarning,
+                              "which takes longest for this second one; further ones are not announced. AutoParallel(…, "
+                              "varying=(0, 1)) prepares the first call for dims that vary", RecaptureWarning,
                               stacklevel=8)
             return ""
         states = self._states.get(feed) or [key[3] for key in reversed(self._programs)]
@@ -334,7 +342,7 @@ class AutoParallel(Settings, nn.Module):
         observer = _OBSERVER.get()
         if observer is not None:
             observer(self, args, kwargs)
-        runtime, module = self._runtime(), _Holder(self.net, self.loss_fn)
+        runtime, module = self._runtime(), ModelAndLoss(self.net, self.loss_fn)
         before = self._before()
         if runtime.processes:
             refuse_calls_of_parts()
@@ -348,7 +356,7 @@ class AutoParallel(Settings, nn.Module):
         around = {id(self.net): HOOKS[:2] if self.loss_fn is None else HOOKS[:1]}
         program.effects = recording.effects
         program.guards = recording.guards = Guards(recording.modules, recording.reads.values(), around,
-                                                   recording.effects.advanced())
+                                                   {place.identity for place in recording.effects.advanced()})
         if before is None:
             watch_steps(self.net)
             self._stored = {name: parameter.storage for name, parameter in plan.parameters.items()}
@@ -372,7 +380,7 @@ class AutoParallel(Settings, nn.Module):
         self._stored = self._used = None
         return None
 
-    def _planned(self, args: tuple, kwargs: dict[str, Any], module: _Holder, before: Program | None, *,
+    def _planned(self, args: tuple, kwargs: dict[str, Any], module: ModelAndLoss, before: Program | None, *,
                  runs: bool = True, recording: Recording | None = None, hooks_around: bool = True) -> Plan | PipelinePlan:
         """The plan of a call, on which all ranks agree. Nothing of the model changes.
 
@@ -424,15 +432,11 @@ class AutoParallel(Settings, nn.Module):
 
             def captured(count: int | None) -> tuple[Graph, Graph | None]:
                 with for_ranks(devices), one_slice(module):
-                    if count is not None:
-                        made = capture_micro(self.net, whole_args, whole_kwargs, count, recording=recording, **how)
-                    else:
-                        made = self._graphs.graph(
-                            (autocast.current("cpu", self._kind), _without_sizes(args, kwargs)),
-                            tuple(shape for shape, _ in fed), recording,
-                            partial(capture, self.net, whole_args, whole_kwargs, **how),
-                            partial(capture_scalable, self.net, whole_args, whole_kwargs, **how)), None
-                return with_policy(made[0], self.recompute), made[1]
+                    calls = [(whole_args, whole_kwargs)] if count is None else micro_calls(whole_args, whole_kwargs, count)
+                    graph, *wide = self._graphs.graphs(autocast.current("cpu", self._kind), calls, recording,
+                                                       partial(capture, self.net, **how),
+                                                       partial(capture_scalable, self.net, **how), self._varying())
+                return with_policy(graph, self.recompute), wide[0] if wide else None
 
             automatic = None if self._pipeline is None else Automatic.of(
                 self._pipeline, whole_args, whole_kwargs, captured, None if before is None else before.plan,
@@ -452,11 +456,11 @@ class AutoParallel(Settings, nn.Module):
             if self._pipeline is not None:
                 plan = make_pipeline(graph, wide, devices, self.parallel_mode, dataset, self._pipeline,
                                      staged_modules(self.net, dict(self._pipeline.stage_config)), splits,
-                                     automatic=automatic, **given)
+                                     automatic=automatic, earlier=self._earlier(PipelinePlan), **given)
             else:
                 own = OwnPrograms(own_parameters(module), self.loss_fn is not None) if hybrid else None
                 plan = make_plan(graph, devices, self.parallel_mode, dataset, own=own,
-                                 earlier=() if hybrid else self._earlier(graph), **given)
+                                 earlier=() if hybrid else self._earlier(Plan), **given)
             if self._parameter_strategies is not None and before is None:
                 self._parameter_strategies.check_kept(plan)
         except Exception as error:
@@ -469,10 +473,14 @@ class AutoParallel(Settings, nn.Module):
                         (*stream.upcoming(), self.random) if plan.draws and runs else None, (self._fusion, self._broadcast))
         return plan
 
-    def _earlier(self, graph: Graph) -> list[Plan]:
-        """Plans of as many operators, the latest first: those of the same model at other sizes, perhaps."""
-        plans = (program.plan for program in reversed(self._programs.values()))
-        return [p for p in plans if isinstance(p, Plan) and len(p.graph.ops) == len(graph.ops)]
+    def _earlier(self, kind: type[Earlier]) -> list[Earlier]:
+        """Plans of one kind, the latest first: those of the same model at other sizes, perhaps."""
+        return [program.plan for program in reversed(self._programs.values()) if isinstance(program.plan, kind)]
+
+    def _varying(self) -> tuple[int, ...]:
+        """The dims of the inputs of which it is known beforehand that their sizes will differ."""
+        buckets = self._buckets
+        return self.varying if self.varying or buckets is None or len(buckets.seq) == 1 else (0, buckets.dim)
 
     def _groups(self, devices: int | None) -> int:
         """Into how many groups a pipeline cuts the devices, where they can be."""
@@ -511,7 +519,7 @@ class AutoParallel(Settings, nn.Module):
             ShardwrightError: whatever cannot be planned.
         """
         before = self._before()
-        plan = self._planned(args, kwargs, _Holder(self.net, self.loss_fn), before, runs=False)
+        plan = self._planned(args, kwargs, ModelAndLoss(self.net, self.loss_fn), before, runs=False)
         if before is None:
             self._write_strategies(plan)
         return plan.parameters
@@ -575,34 +583,6 @@ class AutoParallel(Settings, nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return attribute_of_net(self, name)
-
-
-class _Holder(nn.Module):
-    """The wrapped model and its loss under the names that a captured graph uses."""
-
-    def __init__(self, net: nn.Module, loss_fn: Any) -> None:
-        super().__init__()
-        self.__dict__["tables"] = [("", net)] + ([("loss_fn.", loss_fn)] if isinstance(loss_fn, nn.Module) else [])
-
-    def named_parameters(self, *args: Any, **kwargs: Any):  # type: ignore[override]
-        for prefix, module in self.tables:
-            for name, tensor in module.named_parameters(*args, **kwargs):
-                yield prefix + name, tensor
-
-    def modules(self):  # type: ignore[override]
-        for _, module in self.tables:
-            yield from module.modules()
-
-    def named_buffers(self, *args: Any, **kwargs: Any):  # type: ignore[override]
-        for prefix, module in self.tables:
-            for name, tensor in module.named_buffers(*args, **kwargs):
-                yield prefix + name, tensor
-
-
-def _without_sizes(args: tuple, kwargs: dict[str, Any]) -> tuple:
-    """What of a call decides its graph besides the sizes of tensors."""
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    return spec, tuple((x.dtype, x.dim(), x.requires_grad) if isinstance(x, torch.Tensor) else (type(x), x) for x in leaves)
 
 
 def _shapes(key: tuple) -> list[tuple[int, ...]]:

@@ -20,7 +20,7 @@ import torch
 from torch.export.graph_signature import InputKind, OutputKind
 
 from .autocast import Autocast, Like, casts_of, entered, under, with_dtype
-from .errors import CaptureError
+from .errors import PACKAGE_FOLDER, CaptureError
 from .graph import Graph, Master, Op, Value, map_values, values_in
 from .marks import Operator
 from .mutation import Cell, Memory, Step, View, Writer, gives_back, is_same, plain_form, serial, shares_memory
@@ -45,7 +45,6 @@ _UNCHANGEABLE = {"parameter": "a change outside of the model's forward",
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in ')
-_OURS = __file__.rsplit("/", 1)[0] + "/"
 _TORCH = torch.__file__.rsplit("/", 1)[0] + "/"
 _PYTHON = sysconfig.get_path("stdlib") + "/"
 
@@ -71,7 +70,7 @@ class MarkUse:
 
 def is_users(file: str) -> bool:
     """Whether a file is neither ours nor torch's nor Python's own; installed packages may be the user's model."""
-    return not (file.startswith((_OURS, _TORCH, "<")) or file.startswith(_PYTHON) and "-packages/" not in file)
+    return not (file.startswith((PACKAGE_FOLDER, _TORCH, "<")) or file.startswith(_PYTHON) and "-packages/" not in file)
 
 
 def user_frame(frames: list[tuple[str, int]]) -> str:

@@ -195,8 +195,8 @@ class _Rewritten:
             return self.value(x)
         if kind is Size or kind is Fraction:
             return self.number(x)
-        if isinstance(x, (tuple, list)) and not hasattr(x, "_fields"):  # torch.fx has lists of its own
-            return (tuple if isinstance(x, tuple) else list)([self.leaf(y) for y in x])
+        if isinstance(x, (tuple, list)) and not hasattr(x, "_fields"):
+            return (tuple if isinstance(x, tuple) else kind)([self.leaf(y) for y in x])  # torch.fx has lists of its own
         if isinstance(x, dict):
             return {k: self.leaf(y) for k, y in x.items()}
         if kind is slice:

@@ -7,17 +7,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from .errors import SettingError
 from .plan import MODES, PipelinePlan, Plan
-from .plan.document import Document
+from .plan.document_files import read_document
 from .plan.parameter_strategies import ParameterStrategies
 from .plan.storage import OptimizerParallel
 from .runtime.fusion import Fusion, fusion_of
 from .sequence_buckets import SequenceBuckets
 from .staging import pipelining
+from .torch_private import gradient_hooks
 
 if TYPE_CHECKING:
-    from .parallel import AutoParallel
+    from typing_extensions import Self
 
 __all__ = ["Settings"]
 
@@ -25,7 +28,7 @@ __all__ = ["Settings"]
 class Settings:
     """What `AutoParallel` may be told."""
 
-    def dataset_strategy(self, strategy: str | tuple) -> AutoParallel:
+    def dataset_strategy(self, strategy: str | tuple) -> Self:
         """How the batch is fed.
 
         Args:
@@ -43,7 +46,7 @@ class Settings:
         self._dataset_strategy = self._before_first_call("dataset_strategy", strategy)
         return self
 
-    def enable_gradients_mean(self, enabled: bool = True) -> AutoParallel:
+    def enable_gradients_mean(self, enabled: bool = True) -> Self:
         """With the loss outside and each rank feeding its own part: whether gradients are those of the mean of the
         ranks' losses (True; the default of data_parallel) or of their sum. With `loss_fn` it makes no difference.
 
@@ -53,7 +56,7 @@ class Settings:
         self._gradients_mean = self._before_first_call("enable_gradients_mean", bool(enabled))
         return self
 
-    def parameter_broadcast(self, enabled: bool = True) -> AutoParallel:
+    def parameter_broadcast(self, enabled: bool = True) -> Self:
         """In processes, whether parameters and buffers begin with the values that they have on rank 0; otherwise (the
         default) they must begin alike, and ranks that differ are named in an error. In one process it changes nothing.
 
@@ -64,7 +67,7 @@ class Settings:
         return self
 
     def comm_fusion(self, config: dict[str, Any] | None = None, *, allreduce: Any = None, openstate: bool = True
-                    ) -> AutoParallel:
+                    ) -> Self:
         """Which gradients are summed over ranks in one collective: they wait for one another, and travel while the
         backward goes on.
 
@@ -93,7 +96,7 @@ class Settings:
         self._fusion = self._before_first_call("comm_fusion", fusion if openstate else Fusion(limit=0))
         return self
 
-    def hsdp(self, shard_size: int = -1, threshold: float = 64, optimizer_level: str = "level1") -> AutoParallel:
+    def hsdp(self, shard_size: int = -1, threshold: float = 64, optimizer_level: str = "level1") -> Self:
         """Optimizer parallel: parameters that several devices hold alike are stored in parts, on top of what operators'
         own strategies cut; gathered before use, their gradients summed and scattered. What is computed stays the same.
 
@@ -114,7 +117,7 @@ class Settings:
         return self
 
     def pipeline(self, stages: int | str = 2, scheduler: str = "1f1b", micro_batches: int | str | None = None,
-                 stage_config: Mapping[str, int] | None = None, chunks: int | None = None) -> AutoParallel:
+                 stage_config: Mapping[str, int] | None = None, chunks: int | None = None) -> Self:
         """Put parts of the model on different devices, and batches through them in pieces.
 
         Of N devices, stage s has the ranks from s·N/S to (s+1)·N/S; strategies and layouts inside of it speak of these
@@ -149,12 +152,13 @@ class Settings:
         return self
 
     def buckets(self, seq: Sequence[int], dim: int = 1, fill: Mapping[str, float] | None = None,
-                mask: str | None = "attention_mask") -> AutoParallel:
+                mask: str | None = "attention_mask") -> Self:
         """Pad sequences to one of a few lengths, so that a language model fed with many lengths has few programs.
 
         Each call is padded on the right to the shortest bucket that holds it. Padding is masked, its labels are ignored by
         the loss, and results are cut back to the sequence's own length. Where each process feeds its own part of the
-        batch, all processes take the longest bucket that one of them needs.
+        batch, all processes take the longest bucket that one of them needs. With several buckets the first
+        call captures the model for all of them (``varying``).
 
             model.buckets(seq=[512, 1024, 2048])
 
@@ -174,7 +178,7 @@ class Settings:
         self._buckets = self._before_first_call("buckets", value)
         return self
 
-    def load_operator_strategy_file(self, path: str | Path) -> AutoParallel:
+    def load_operator_strategy_file(self, path: str | Path) -> Self:
         """Split operators as a plan says that was saved: each line is a mark, over what the model's own marks say.
         Operators without a line are left to the mode; where each has one, the plan is that of the file.
 
@@ -190,10 +194,10 @@ class Settings:
             raise SettingError(f"load_operator_strategy_file: {self.parallel_mode} runs operators as they stand",
                                legal=", ".join(m for m in MODES if m not in ("stand_alone", "hybrid_parallel")))
         self._before_first_call("load_operator_strategy_file", path)
-        self._strategies = Document.read(path)
+        self._strategies = read_document(path)
         return self
 
-    def save_operator_strategy_file(self, path: str | Path) -> AutoParallel:
+    def save_operator_strategy_file(self, path: str | Path) -> Self:
         """Write the plan as a document (`Plan.save`): now, or when it is made, at the first call or by `infer_layout`. In
         processes the first rank writes.
 
@@ -204,7 +208,7 @@ class Settings:
         self._save_when_planned("save_operator_strategy_file", path, lambda plan: plan.save(path))
         return self
 
-    def load_param_strategy_file(self, path: str | Path) -> AutoParallel:
+    def load_param_strategy_file(self, path: str | Path) -> Self:
         """Store parameters as a file says. Operators are split as marks and the mode say; what brings a parameter from
         there to its use is part of the plan, and searches reckon with it. Parameters without a line are stored as the
         mode and `hsdp` say.
@@ -225,7 +229,7 @@ class Settings:
         self._parameter_strategies = ParameterStrategies.read(path)
         return self
 
-    def save_param_strategy_file(self, path: str | Path) -> AutoParallel:
+    def save_param_strategy_file(self, path: str | Path) -> Self:
         """Write how each parameter is stored, a line for each (`ParameterStrategies`): now, or when the plan is made, at the
         first call or by `infer_layout`. In processes the first rank writes. Checkpoints are transformed by it.
 
@@ -257,9 +261,11 @@ class Settings:
 
         Between the two they are no gradients yet: an optimizer's step and ``clip_grad_norm_`` are refused (`SettingError`),
         ``zero_grad`` drops them. Sums that lie inside of the program, such as those of a cut parameter's activations, are
-        taken as ever. In one process, where gradients are whole, it changes nothing.
+        taken as ever. In one process, where gradients are whole, it changes nothing; nor where parameters have hooks, which
+        are to see the gradient of each backward.
         """
-        before, self._accumulation.open = self._accumulation.open, True
+        trained = [*self.parameters(), *(self.loss_fn.parameters() if isinstance(self.loss_fn, nn.Module) else ())]
+        before, self._accumulation.open = self._accumulation.open, not any(any(gradient_hooks(p)) for p in trained)
         try:
             yield
         finally:

@@ -33,20 +33,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from .errors import CaptureError
+from .errors import PACKAGE_FOLDER, CaptureError
 from .guards import CONTAINERS, MISSING, Place, contents, is_simple, spelled
 from .observation import Change, Observation
 from .reading import is_users
 from .torch_private import hooks_of_all_modules
 
-__all__ = ["Blamed", "Counter", "Effects", "LineFinder", "Outcome", "counter", "depends", "judged", "numbered",
+__all__ = ["Blamed", "Counter", "Effects", "LineFinder", "Outcome", "advanced", "counter", "depends", "judged", "numbered",
            "refuse_backward_hooks", "watched_calls"]
 
 _PYTHON = sysconfig.get_path("stdlib") + "/"
-_OURS = __file__.rsplit("/", 1)[0] + "/"
 _VALUELESS = re.compile(r"(Fake|Functional)Tensor\(")
 
 _STATE = "a registered buffer (self.register_buffer) for state, or a further output of the forward"
+_TABLE = f"{_STATE}; for a table that is made once, a call of the plain model before, or functools.lru_cache"
 
 
 class Blamed(Exception):
@@ -139,13 +139,14 @@ class Effects:
                 entry.place.set(entry.value)
 
     def described(self) -> list[tuple]:
-        """To compare two captures of one model."""
-        return [(type(e).__name__, e.place.path, repr(getattr(e, "value", None)), getattr(e, "steps", None))
-                if isinstance(e, (_Assigned, _Advanced)) else (type(e).__name__, e.text) for e in self.entries]
+        """To compare two captures of one model: texts in their order, then what is assigned, which has none."""
+        texts = [(type(e).__name__, e.text) for e in self.entries if isinstance(e, (_Printed, _Logged))]
+        return texts + sorted((type(e).__name__, e.place.path, repr(getattr(e, "value", None)), repr(getattr(e, "steps", None)))
+                              for e in self.entries if isinstance(e, (_Assigned, _Advanced)))
 
-    def advanced(self) -> set[tuple[int, Any]]:
+    def advanced(self) -> list[Place]:
         """The places of its counters."""
-        return {e.place.identity for e in self.entries if isinstance(e, _Advanced)}
+        return [e.place for e in self.entries if isinstance(e, _Advanced)]
 
 
 # -- counters ----------------------------------------------------------------------------------------------------------
@@ -313,7 +314,7 @@ def _written(change: Change, new: Any, outcome: Outcome) -> None:
         raise Blamed(f"the forward changes {place.path}, a {type(place.owner).__name__}: {what}", _STATE, change.watch)
     if _holds_tensor(new):
         raise Blamed(f"the forward assigns a tensor to {place.path}, where the program would not put it",
-                     _STATE, change.watch)
+                     _TABLE, change.watch)
     if new is MISSING:
         raise Blamed(f"the forward deletes {place.path}", "a forward that leaves its attributes", change.watch)
     if _is_number(change.old) and _is_number(new):
@@ -359,6 +360,19 @@ def numbered(outcome: Outcome, again: Outcome, counters: Mapping[Place, Counter]
             outcome.effects.entries.append(_Advanced(place, end.steps))
             numbers.counters.append(place)
     return numbers
+
+
+def advanced(outcome: Outcome, counters: Mapping[Place, Counter]) -> Effects | None:
+    """The effects of a capture in which `counters` stood for the numbers that are counted on, as an earlier one has shown; None:
+    another number has changed, or the program depends on one of them.
+
+    Args:
+        outcome: of the capture.
+    """
+    ends = {place.identity: new for place, _, new in outcome.numbers}
+    steps = [_Advanced(place, end.steps) for place, begun in counters.items()
+             if isinstance(end := ends.pop(place.identity, None), Counter) and not begun.trace.used]
+    return None if ends or len(steps) < len(counters) else Effects([*outcome.effects.entries, *steps])
 
 
 def depends(place: Place) -> Blamed:
@@ -472,7 +486,7 @@ def _frames() -> Iterator[FrameType]:
     """The frames of the call that is under way, from the innermost; ours are left out."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if not frame.f_code.co_filename.startswith(_OURS):
+        if not frame.f_code.co_filename.startswith(PACKAGE_FOLDER):
             yield frame
         frame = frame.f_back
 

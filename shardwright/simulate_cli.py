@@ -35,7 +35,7 @@ def simulate(arguments: argparse.Namespace) -> int:
 
     from shardwright.cluster import Cluster
     from shardwright.plan import Plan
-    from shardwright.plan.simulate import moments, timeline_of
+    from shardwright.plan.pipelined import moments, timeline_of
     from shardwright.report.simulated import simulated
     from shardwright.report.timeline import picture, trace
     from shardwright.scripts import Nothing, import_modules

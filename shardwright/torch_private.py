@@ -30,10 +30,10 @@ from torch.utils import checkpoint
 from .errors import TorchVersionError
 
 __all__ = [
-    "COMPILER", "MODULE_TABLES", "NOISY_LOGGERS", "VMAP_ENDS", "HooksOfAllModules", "ModuleHooks", "OpOverload",
+    "COMPILER", "MODULE_TABLES", "NOISY_LOGGERS", "VMAP_ENDS", "HooksOfAllModules", "ModuleHooks", "GradientHooks", "OpOverload",
     "OpOverloadPacket", "backward_can_start_at_functions", "buffer_table", "computation", "default_store", "demand",
-    "environment_of", "formula_of", "fused_optimizers", "group_timeout", "holds_at", "hooks_of", "hooks_of_all_modules",
-    "in_place_of_checkpoint", "is_compiled", "is_view", "local_tensor", "module_table", "number_at", "number_of_groups",
+    "environment_of", "formula_of", "fused_optimizers", "gradient_hooks", "group_timeout", "holds_at", "hooks_of", "hooks_of_all_modules",
+    "in_place_of_checkpoint", "is_compiled", "is_view", "local_tensor", "module_table", "move_gradient_hooks", "number_at", "number_of_groups",
     "operators", "overload_name", "overload_of", "parameter_table", "register_node", "recurrent_weights",
     "schedule_without_transfers", "schema_of", "spec_of", "stack_lines", "storage_id", "torch_function", "version_of",
     "vmap_function", "worker_processes",
@@ -188,6 +188,28 @@ def spec_of(x: Any) -> Any:
     if spec is None and hasattr(x, "placements"):
         raise _missing_error("torch.distributed.tensor.DTensor._spec", "parameters that are DTensors")
     return spec
+
+
+def gradient_hooks(tensor: Tensor) -> GradientHooks:
+    """The hooks that were put on a leaf with ``register_hook`` and ``register_post_accumulate_grad_hook``."""
+    return GradientHooks(_read(tensor, "_backward_hooks", "hooks of parameters") or {},
+                         _read(tensor, "_post_accumulate_grad_hooks", "hooks of parameters") or {})
+
+
+def move_gradient_hooks(old: Tensor, new: Tensor) -> None:
+    """Put a leaf's hooks onto another, where the handles of the old ones still remove them."""
+    held = gradient_hooks(old)
+    if held.before:
+        new._backward_hooks = held.before
+    if held.after:
+        new._post_accumulate_grad_hooks = held.after
+
+
+class GradientHooks(NamedTuple):
+    """The hooks of a leaf: number of a hook -> the hook, of those called with its gradient, and with the leaf after it."""
+
+    before: dict[int, Any]
+    after: dict[int, Any]
 
 
 # Modules
@@ -459,6 +481,8 @@ def holds_at(environment: Any, chosen: Mapping[Any, int]) -> bool:
         if within is not None and not (within.lower <= size <= within.upper):
             return False
     at = _sympy(chosen)
+    # Symbols that a guard found equal to others are in no shape any more, but in the guards of before.
+    at |= {symbol: formula.xreplace(at) for symbol, formula in environment.replacements.items() if symbol not in at}
     return all(guard.expr.xreplace(at) == True for guard in environment.guards)  # noqa: E712  a truth value of sympy
 
 

@@ -26,12 +26,12 @@ from torch import Tensor, nn
 from .cluster import Cluster
 from .comparison import worst
 from .errors import SettingError
-from .first_difference import FirstDifference, find_first_difference
+from .first_difference import find_first_difference
 from .mixed_precision import MixedPrecision, one_device
 from .parallel import AutoParallel, observed
 from .plan import PipelinePlan, Plan
 from .precision import Allowed
-from .report.verification import Differences, VerifyReport, Worst
+from .report.verification import Differences, FirstDifference, VerifyReport, Worst
 from .runtime.deferred import materialize
 from .runtime.init import Runtime, current
 from .runtime.pipeline import PipelineProgram
@@ -297,7 +297,7 @@ class _Verification:
     def train(self, twin: _Twin, call: Callable[[], Any], catch: bool = False) -> _Run:
         self.rewind()
         run = _Run()
-        parameters, buffers = twin.named()
+        parameters, _ = twin.named()
         optimizer = self.optimizer(list(parameters.values())) if parameters else None
         try:
             for step in range(self.steps):
@@ -316,7 +316,7 @@ class _Verification:
             if not catch or isinstance(error, MemoryError):
                 raise
             run.failure = f"{type(error).__name__}: {error}"
-        run.parameters, run.buffers = parameters, buffers
+        run.parameters, run.buffers = parameters, twin.named()[1]  # a forward may have assigned buffers
         return run
 
     def search(self, dtype: torch.dtype) -> FirstDifference | None:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from .capture import ModelAndLoss
 from .errors import SettingError
 from .layerwise import own_parameters
 from .reading import user_frame
@@ -35,8 +36,6 @@ from .torch_private import buffer_table, parameter_table, version_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-    from .parallel import AutoParallel
 
 __all__ = ["WholeModel", "attribute_of_net", "refuse_calls_of_parts", "signed_as_net"]
 
@@ -55,7 +54,7 @@ class WholeModel:
         device: of the whole parameters; None: that of the run.
     """
 
-    def __init__(self, model: AutoParallel, rank: int | None = None, device: torch.device | None = None) -> None:
+    def __init__(self, model: Settings, rank: int | None = None, device: torch.device | None = None) -> None:
         self.model, self.rank, self._device = model, rank, device
         self._outer: WholeModel | None = None
         self._state: _Swapped | None = None
@@ -90,14 +89,13 @@ class WholeModel:
             state.leave(error)
 
 
-def _check(model: AutoParallel) -> None:
+def _check(model: Settings) -> None:
     """See that there is a whole model.
 
     Raises:
         SettingError: parameters without values, or of which each rank has its own.
     """
-    from .parallel import _Holder
-    holder = _Holder(model.net, model.loss_fn)
+    holder = ModelAndLoss(model.net, model.loss_fn)
     own = sorted(own_parameters(holder))
     if own:
         raise SettingError(f"the parameter {own[0]!r} is layerwise_parallel, a slice of each rank's own: there is no whole model",
@@ -110,7 +108,7 @@ def _check(model: AutoParallel) -> None:
                            legal="whole() after the first call of the model")
 
 
-def _is_cut(model: AutoParallel) -> bool:
+def _is_cut(model: Settings) -> bool:
     return any(hasattr(p, CUT) for p in model.net.parameters()) or \
         isinstance(model.loss_fn, nn.Module) and any(hasattr(p, CUT) for p in model.loss_fn.parameters())
 
@@ -123,10 +121,9 @@ class _Swapped:
         here: this rank.
     """
 
-    def __init__(self, model: AutoParallel, rank: int | None, here: int, device: torch.device | None) -> None:
+    def __init__(self, model: Settings, rank: int | None, here: int, device: torch.device | None) -> None:
         from .checkpoint.ranks import ranks_of_now  # above this file's other needs, and of use to processes alone
-        from .parallel import _Holder
-        self.holder = _Holder(model.net, model.loss_fn)
+        self.holder = ModelAndLoss(model.net, model.loss_fn)
         self.rank, self.mine = rank, rank is None or rank == here
         self.ranks = ranks_of_now("whole models")
         asked = self.ranks.exchanged(rank)
@@ -167,7 +164,7 @@ class _Swapped:
 
     def _gathered(self, name: str, parameter: DTensor) -> Tensor:
         """The whole value of a parameter, on every rank, in memory of its own."""
-        from .runtime.parameters import gathered  # imports DTensor
+        from .runtime.dtensors import gathered  # imports DTensor
         with torch.no_grad():
             if whole_shape(parameter) != parameter.shape:  # of another stage
                 value = torch.empty(whole_shape(parameter), dtype=parameter.dtype, device=parameter.device)
@@ -267,7 +264,7 @@ class _Swapped:
         Raises:
             SettingError: ranks that have changed different things.
         """
-        from .runtime.parameters import with_values  # imports DTensor
+        from .runtime.dtensors import with_values  # imports DTensor
         tensors = {**self.cut, **self.buffers}
         changed: list[str] = []
         for name, parameter in self.cut.items():
@@ -334,7 +331,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 # -- methods and parts of the model ------------------------------------------------------------------------------------
 
 
-def attribute_of_net(model: AutoParallel, name: str) -> Any:
+def attribute_of_net(model: Settings, name: str) -> Any:
     """An attribute of the wrapped model. Its ``generate`` runs under `whole`, on every rank; ``save_pretrained`` and
     ``push_to_hub`` do on rank 0, for which the others wait.
 
@@ -368,7 +365,7 @@ class signed_as_net:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
 
-    def __get__(self, model: AutoParallel | None, kind: type | None = None) -> Any:
+    def __get__(self, model: Settings | None, kind: type | None = None) -> Any:
         if model is None:
             return self.function
         if model.loss_fn is not None:  # the target comes last

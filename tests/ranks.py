@@ -115,6 +115,12 @@ def run_scenarios(rank: int, world: int, scenarios: dict[str, Callable[[int, int
     return results
 
 
+def all_passed(results: list[dict[str, str | None]]) -> None:
+    """Each scenario that failed is told once, with the first rank's traceback."""
+    failed = {name: said for name in results[0] for said in [next((r[name] for r in results if r[name]), None)] if said}
+    assert not failed, "\n\n".join(f"{name}:\n{said}" for name, said in failed.items())
+
+
 def _rank(rank: int, world: int, port: int, timeout: float, sender: Any, stands: Any, fn: Callable, args: tuple) -> None:
     code = 0
     faulthandler.register(signal.SIGUSR1, file=stands)

@@ -127,6 +127,8 @@ def strategies(graph: Graph, count: int) -> list[tuple]:
 def assert_close(got: Any, expected: Any, coarsest: torch.dtype, what: str) -> None:
     """Equal in dtype, and in value up to the order of sums in this precision."""
     tolerance = {BF16: 2 ** -7, FP16: 2 ** -10, FP32: 1e-5}[coarsest]
+    if coarsest in (BF16, FP16) and what.startswith("conv_transpose"):
+        tolerance *= 8  # on CPUs without products in 16 bits torch adds the columns of a transposed convolution in 16 bits
     for a, b in zip(pytree.tree_leaves(got), pytree.tree_leaves(expected), strict=True):
         if not isinstance(b, Tensor):
             assert a == b, what

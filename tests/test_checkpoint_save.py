@@ -20,7 +20,7 @@ from networks import D, draw
 from torch import nn
 
 import shardwright as sw
-from shardwright.checkpoint import callback, folders, joining, manifest, saving, whole_files, writing
+from shardwright.checkpoint import callback, folders, joining, manifest, saving, whole_files, words, writing
 from shardwright.checkpoint.digests import BLOCK, digest, shares
 from shardwright.checkpoint.reading import Stored
 from shardwright.checkpoint.words import from_words, to_words
@@ -334,7 +334,7 @@ def test_any_box_is_written_and_read(tmp_path_factory: pytest.TempPathFactory, g
     try:
         folder = tmp_path_factory.mktemp("box")
         whole = torch.arange(math.prod(shape) + 1, dtype=torch.float32)[1:].to(dtype).reshape(shape)
-        described = {"model.other": ((3,), "uint8", None), "model.x": (tuple(shape), manifest.word_of(dtype), None)}
+        described = {"model.other": ((3,), "uint8", None), "model.x": (tuple(shape), words.word_of(dtype), None)}
         files = whole_files.WholeFiles(described, "ab", 1)
         files.begin(folder)
         files.write(folder, [("model.x", [0] * len(shape), torch.zeros(shape, dtype=dtype))])

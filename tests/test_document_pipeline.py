@@ -19,7 +19,7 @@ from torch import nn
 import shardwright as sw
 from shardwright.errors import PlanError, ShardwrightError
 from shardwright.layout import Layout
-from shardwright.plan.document import Document
+from shardwright.plan.document_files import read_document
 from shardwright.plan.document_pipeline_writing import pipeline_written
 from shardwright.plan.make import capture_micro, make_plan
 from shardwright.plan.pipelining import pipeline_plan
@@ -325,7 +325,7 @@ def test_a_file_of_another_pipeline(given: dict[str, Any], message: str, tmp_pat
 def test_a_file_of_no_pipeline(tmp_path: Path) -> None:
     planned(pipeline=None).save(tmp_path / "plan.json")
     with pytest.raises(PlanError, match="of no pipeline, and 2 stages are asked for"):
-        planned(strategies=Document.read(tmp_path / "plan.json"))
+        planned(strategies=read_document(tmp_path / "plan.json"))
 
 
 # -- stages of unequal size --------------------------------------------------------------------------------------------

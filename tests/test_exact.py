@@ -48,8 +48,8 @@ def answer(solver, problem):
 def joints(monkeypatch):
     """Sets how many entries a joint may have, for all that searches."""
     def set_most(most):
-        for module in ("solver.bounding", "exact"):
-            monkeypatch.setattr(sys.modules[f"shardwright.plan.{module}"], "elimination_order",
+        for module in ("shardwright.plan.solver.bounding", "shardwright.plan.exact"):
+            monkeypatch.setattr(sys.modules[module], "elimination_order",
                                 partial(elimination_order, most=most))
     return set_most
 

@@ -491,8 +491,9 @@ def ended(tmp_path_factory) -> Waves:
     """What a first capture loads is loaded here, before ranks are forked."""
     folder = tmp_path_factory.mktemp("failures")
     sw.plan(network(), (draw(16, 8),), loss_fn=nn.CrossEntropyLoss(), targets=labels(16), devices=4)
-    for module in ("parameters", "processes", "agreement", "steps"):
-        import_module(f"shardwright.runtime.{module}")
+    for module in ("shardwright.runtime.parameters", "shardwright.runtime.processes", "shardwright.runtime.agreement",
+                   "shardwright.runtime.steps"):
+        import_module(module)
     return Waves(folder)
 
 

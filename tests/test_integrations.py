@@ -61,10 +61,10 @@ class Rows(torch.utils.data.Dataset):
         return {"input_ids": self.tokens[index], "labels": self.tokens[index], "title": 3}
 
 
-def gpt2() -> nn.Module:
+def gpt2(layers: int = 1) -> nn.Module:
     torch.manual_seed(0)
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(
-        vocab_size=64, bos_token_id=1, eos_token_id=2, n_positions=16, n_embd=16, n_layer=1, n_head=4, resid_pdrop=0.0,
+        vocab_size=64, bos_token_id=1, eos_token_id=2, n_positions=16, n_embd=16, n_layer=layers, n_head=4, resid_pdrop=0.0,
         embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False))
 
 
@@ -251,6 +251,85 @@ def with_averages(rank: int) -> dict[str, Any]:
     return {"weights": weights(made["model"]), "averages": weights(made["average"].module), "outputs": made["outputs"]}
 
 
+def stages(model: sw.AutoParallel, *paths: str, feed: str = "full_batch") -> sw.AutoParallel:
+    """A pipeline of two stages, of which each begins with one of these modules."""
+    return model.dataset_strategy(feed).pipeline(stages=2, micro_batches=2, stage_config=dict(zip(paths, range(2))))
+
+
+def plain_layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16, dtype=D), nn.Tanh(), nn.Linear(16, 4, dtype=D))
+
+
+def piped(feed: str = "full_batch") -> sw.AutoParallel:
+    return stages(sw.AutoParallel(plain_layers(), nn.MSELoss()), "0", "2", feed=feed)
+
+
+def piped_gpt2(feed: str = "full_batch") -> sw.AutoParallel:
+    return stages(sw.AutoParallel(gpt2(2)), "transformer.h.0", "transformer.h.1", feed=feed)
+
+
+def pipeline_trainer(model: sw.AutoParallel, folder: str) -> Any:
+    return hugging_face.Trainer(model=model, train_dataset=Rows(18), eval_dataset=Rows(18), args=transformers.TrainingArguments(
+        **settings(folder, 4, ddp_backend="gloo", gradient_accumulation_steps=2)))
+
+
+def pipelines(rank: int, folder: str) -> dict[str, Any]:
+    """Two stages, in each of the loops."""
+    out: dict[str, Any] = {}
+    trainer = pipeline_trainer(piped_gpt2(), f"{folder}/run")
+    trainer.train()
+    trainer.evaluate()
+    again = pipeline_trainer(piped_gpt2(), f"{folder}/run")
+    again.train(resume_from_checkpoint=f"{folder}/run/checkpoint-{STEPS // 2}")
+    trainer.save_model(f"{folder}/saved")
+    out["trainer"] = {"losses": logged(trainer), "evaluated": logged(trainer, "eval_loss"), "weights": weights(trainer.model),
+                      "resumed": weights(again.model)}
+    out["accelerate"] = run("accelerate", sw=_Piped(), net=plain_layers(), loader=pairs(8, 2 * STEPS))
+
+    class Task(lightning.LightningModule):
+        def __init__(self, feed: str = "full_batch") -> None:
+            super().__init__()
+            self.model, self.losses = piped(feed), []
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            loss = self.model(*batch)
+            self.losses.append(loss.item())
+            return loss
+
+        def validation_step(self, batch: Any, index: int) -> None:
+            self.log("val", self.model(*batch))
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.model.parameters(), 1e-2)
+
+    def fitted(task: Task, **more: Any) -> Any:
+        trainer = lightning.Trainer(strategy=our_lightning.ShardwrightStrategy(), devices=2, use_distributed_sampler=False,
+                                    **lightnings(folder) | more)
+        trainer.fit(task, pairs(8, 2 * STEPS), pairs(8, 2))
+        return trainer
+    task = Task()
+    trainer = fitted(task)
+    trainer.save_checkpoint(f"{folder}/weights.ckpt", weights_only=True)
+    out["lightning"] = {"losses": task.losses, "weights": weights(task.model)}
+    out["accelerate"] = {"losses": out["accelerate"]["losses"], "weights": weights(out["accelerate"]["model"])}
+    parts = Task("data_parallel")
+    kept = Task()
+    out["errors"] = {"Trainer": error_of(lambda: pipeline_trainer(piped_gpt2("data_parallel"), f"{folder}/run")),
+                     "accelerate": error_of(lambda: our_accelerate.Accelerator().prepare(piped("data_parallel"))),
+                     "Lightning": error_of(lambda: fitted(parts)),
+                     "ModelCheckpoint": error_of(lambda: fitted(kept, enable_checkpointing=True))}
+    out["ran"] = [len(parts.losses), len(kept.losses)]
+    return out
+
+
+class _Piped:
+    """The package, whose models are pipelines."""
+
+    def AutoParallel(self, net: nn.Module, loss_fn: Any) -> sw.AutoParallel:
+        return stages(sw.AutoParallel(net, loss_fn), "0", "2")
+
+
 def on_ranks(rank: int, world: int, folder: str) -> dict[str, Any]:
     from accelerate.state import AcceleratorState, GradientState
     AcceleratorState._reset_state(reset_partial_state=True)  # of the process that this one is forked from
@@ -262,6 +341,8 @@ def on_ranks(rank: int, world: int, folder: str) -> dict[str, Any]:
         out = {"trainer": the_trainer(rank, f"{folder}/whole"), "parts": the_trainer_by_parts(rank, f"{folder}/parts"),
                "accelerate": with_accelerate(rank), "lightning": with_lightning(rank, f"{folder}/lightning"),
                "peft": with_peft(rank, f"{folder}/peft"), "averages": with_averages(rank)}
+        AcceleratorState._reset_state(reset_partial_state=True)
+        out["pipelines"] = pipelines(rank, f"{folder}/pipelines")
         AcceleratorState._reset_state(reset_partial_state=True)
         out["bf16"] = the_trainer_by_parts(rank, f"{folder}/bf16", bf16=True)
     return out
@@ -469,6 +550,49 @@ def test_adapters_train_as_on_one_device(ours: list[dict[str, Any]], folder: str
     torch.testing.assert_close(next_token(read(tokens), tokens), expected, rtol=1e-9, atol=0.0)
     merged = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/peft/merged", dtype=D)
     torch.testing.assert_close(next_token(merged(tokens), tokens), expected, rtol=1e-6, atol=0.0)
+
+
+def test_pipelines_train_as_on_one_device(ours: list[dict[str, Any]], folder: str) -> None:
+    with one_device():
+        one = transformers.Trainer(model=gpt2(2), train_dataset=Rows(18), eval_dataset=Rows(18), args=transformers.TrainingArguments(
+            **settings(f"{folder}/one-pipeline", 4, save_strategy="no", gradient_accumulation_steps=2)))
+        one.train()
+        one.evaluate()
+    expected = {}
+    for library, limit in (("accelerate", 1.0), ("lightning", 0.5)):
+        net, losses = plain_layers(), []
+        optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
+        for step, (x, y) in enumerate(pairs(8, 2 * STEPS)):
+            loss = F.mse_loss(net(x), y)
+            (loss / 2).backward()
+            losses.append(loss.item())
+            if step % 2:
+                nn.utils.clip_grad_norm_(net.parameters(), limit)
+                optimizer.step()
+                optimizer.zero_grad()
+        expected[library] = {"losses": losses, "weights": detached(net)}
+    for result in (rank["pipelines"] for rank in ours):
+        assert len(result["trainer"]["losses"]) == STEPS
+        assert_close(result["trainer"]["losses"], logged(one), double=False)
+        assert_close(result["trainer"]["evaluated"], logged(one, "eval_loss"), double=False)
+        assert_close(result["trainer"]["weights"], detached(one.model), double=False)
+        assert_close(result["trainer"]["resumed"], detached(one.model), double=False)
+        for library in ("accelerate", "lightning"):
+            assert_close(result[library]["losses"], expected[library]["losses"])
+            assert_close(result[library]["weights"], expected[library]["weights"])
+    read = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/pipelines/saved")
+    assert_close(detached(read), detached(one.model), double=False)
+    held = torch.load(f"{folder}/pipelines/weights.ckpt", weights_only=False)["state_dict"]
+    assert_close({name.removeprefix("model."): value for name, value in held.items()}, expected["lightning"]["weights"])
+
+
+def test_pipelines_are_refused_before_anything_runs(ours: list[dict[str, Any]]) -> None:
+    for result in (rank["pipelines"] for rank in ours):
+        for library in ("Trainer", "accelerate", "Lightning"):
+            said = result["errors"][library]
+            assert "hands each process its own part of a batch" in said and 'legal: dataset_strategy("full_batch")' in said
+        assert "ModelCheckpoint(save_weights_only=True)" in result["errors"]["ModelCheckpoint"]
+        assert result["ran"] == [0, 0]
 
 
 def test_averages_are_those_of_one_device(ours: list[dict[str, Any]]) -> None:

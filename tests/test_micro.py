@@ -20,7 +20,7 @@ from shardwright.errors import ShardwrightError
 from shardwright.first_difference import call
 from shardwright.graph import SEED, Graph, Value
 from shardwright.plan.graph_document import fingerprint, read_graph, write_graph
-from shardwright.plan.micro import Join, Micro, is_split, micro_inputs, split, wide_inputs
+from shardwright.plan.micro import Join, Micro, is_split, micro_calls, split
 from shardwright.runtime.random import of_micro_batch
 
 D = torch.float64
@@ -37,8 +37,8 @@ def classes(*shape: int, count: int = 5, ignored: float = 0.0) -> Tensor:
 
 
 def micro_of(net: nn.Module, args: tuple, count: int, kwargs: dict[str, Any] | None = None, **options: Any) -> Micro:
-    wide = capture(net, *wide_inputs(args, kwargs, count)) if count > 1 else None
-    return split(capture(net, *micro_inputs(args, kwargs, count)), count, wide, **options)
+    graph, *wide = [capture(net, *call) for call in micro_calls(args, kwargs, count)]
+    return split(graph, count, *wide, **options)
 
 
 def ran(graph: Graph, values: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -71,12 +71,15 @@ def in_micro_batches(net: nn.Module, micro: Micro, args: tuple, count: int, kwar
         each = [ran(micro.counts, state | dict(zip(names, x))) for x in fed]
         assert len(micro.counts.outputs) == len(micro.totals)
         totals = {name: sum(values[v.name] for values in each) for name, v in zip(micro.totals, micro.counts.outputs)}
-    made = []
+    made, updated = [], []
     for k, x in enumerate(fed):
         seed = {SEED.name: seeds[k]} if seeds else {}
         values = ran(micro.graph, state | totals | dict(zip(names, x)) | seed)
         made.append([values[o.name] if isinstance(o, Value) else o for o in micro.graph.outputs])
-        state |= {micro.graph.buffers[n].name: values[v.name].detach() for n, v in micro.graph.updates.items()}
+        state |= {micro.graph.buffers[n].name: values[v.name].detach() for n, v in micro.graph.updates.items()
+                  if n not in micro.updates}
+        updated.append({n: values[micro.graph.updates[n].name].detach() for n in micro.updates})
+    state |= {micro.graph.buffers[n].name: joined(join, [u[n] for u in updated], parts) for n, join in micro.updates.items()}
     outputs = [joined(join, [m[i] for m in made], parts) for i, join in enumerate(micro.joins)]
     return outputs, {n: state[v.name] for n, v in micro.graph.buffers.items()}
 
@@ -103,8 +106,10 @@ def check(net: nn.Module, *args: Any, count: int = 4, kwargs: dict[str, Any] | N
     """Outputs and gradients of parameters are those of the whole batch. Returns what was run."""
     net = net.double()
     micro = micro_of(net, args, count, kwargs)
+    outputs, buffers = in_micro_batches(net, micro, args, count, kwargs)
     expected = pytree.tree_leaves(net(*args, **(kwargs or {})))
-    outputs, _ = in_micro_batches(net, micro, args, count, kwargs)
+    for n in micro.updates:
+        torch.testing.assert_close(buffers[n], dict(net.named_buffers())[n].detach(), rtol=exact, atol=exact)
     assert len(outputs) == len(expected)
     for ours, theirs in zip(outputs, expected):
         if isinstance(theirs, Tensor):
@@ -266,7 +271,7 @@ def test_a_counted_loss_keeps_its_name_and_mark() -> None:
     net.loss = sw.shard(F.cross_entropy, in_strategy=((2, 1), (2,)))
     micro = micro_of(net, (X.float(), T), 2)
     op, = (op for op in micro.graph.ops if op.kind == "cross_entropy_loss")
-    before, = (op for op in capture(net, *micro_inputs((X.float(), T), None, 2)).ops if op.kind == op.kind and op.mark)
+    before, = (op for op in capture(net, *micro_calls((X.float(), T), None, 2)[0]).ops if op.kind == op.kind and op.mark)
     assert (op.name, op.module, op.source, op.mark) == (before.name, before.module, before.source, before.mark)
     assert op.argument("reduction") == 2 and op.mark is not None
     assert [v.name for v in micro.counts.inputs] == ["others_0"] and micro.counts.outputs[0].dtype == torch.float32
@@ -497,19 +502,68 @@ def test_what_mixes_the_batch_is_refused(name: str) -> None:
 
 def test_what_nothing_depends_on_is_not_refused() -> None:
     def function(m: Scored, z: Tensor) -> Tensor:
-        m.seen.copy_(z.detach().amax(0))
+        z.detach().amax(0)                                  # of nobody
         return z.mean()
-    net = Scored(function)
-    net.register_buffer("seen", torch.zeros(5))
-    micro = check(net, X)
-    assert micro.joins == (Join("mean"),) and "seen" in micro.graph.updates
+    assert check(Scored(function), X).joins == (Join("mean"),)
 
 
-def test_a_result_of_a_buffer_that_changes_is_refused() -> None:
+def average(m: Scored, z: Tensor) -> Tensor:
+    m.weight = 0.9 * m.weight + 0.1 * z.detach().mean(0)
+    return z.mean()
+
+
+def old_value(m: Scored, z: Tensor) -> Tensor:
+    out = (z * m.weight).mean()
+    m.weight = m.weight.lerp(z.detach().mean(0), 0.1)
+    return out
+
+
+def total(m: Scored, z: Tensor) -> Tensor:
+    m.weight = m.weight / 2 + z.detach().sum(0)
+    return z.mean()
+
+
+def decays(m: Scored, z: Tensor) -> Tensor:
+    m.weight.mul_(0.9)
+    return (z * m.weight).mean()
+
+
+def counts(m: Scored, z: Tensor) -> Tensor:
+    m.weight = m.weight + 1
+    return z.mean()
+
+
+@pytest.mark.parametrize("function,how", [(average, "mean"), (old_value, "mean"), (total, "sum"), (decays, "same"), (counts, "same")])
+def test_a_buffer_changes_once_a_step(function: Callable, how: str) -> None:
+    assert check(Scored(function), X).updates == {"weight": Join(how)}
+
+
+def largest(m: Scored, z: Tensor) -> Tensor:
+    m.weight = z.detach().amax(0)
+    return z.mean()
+
+
+def first_rows(m: Scored, z: Tensor) -> Tensor:
+    m.weight = z.detach()[0]
+    return z.mean()
+
+
+def spread(m: Scored, z: Tensor) -> Tensor:
+    m.weight = 0.9 * m.weight + 0.1 * z.detach().var(0)
+    return z.mean()
+
+
+@pytest.mark.parametrize("function", [largest, first_rows, spread])
+def test_a_buffer_of_the_whole_batch_is_refused(function: Callable) -> None:
+    with pytest.raises(ShardwrightError, match="(?s)test_micro.py:.*the new value of the buffer 'weight'.*a sum or a mean over the"):
+        micro_of(Scored(function), (X.float(),), 2)
+
+
+def test_a_result_of_a_new_value_of_the_whole_batch_is_refused() -> None:
     def function(m: Scored, z: Tensor) -> Tensor:
-        m.weight.mul_(0.9)
+        m.weight = 0.9 * m.weight + 0.1 * z.detach().mean(0)
         return (z * m.weight).mean()
-    with pytest.raises(ShardwrightError, match="the buffer 'weight', which changes from one"):
+    with pytest.raises(ShardwrightError, match="test_micro.py:.*which is reduced over the batch, otherwise than linearly"):
         micro_of(Scored(function), (X.float(),), 2)
 
 
@@ -522,17 +576,17 @@ def test_a_program_that_depends_on_the_batch_is_refused() -> None:
 
 def test_batches_that_do_not_divide() -> None:
     with pytest.raises(ShardwrightError, match=r"(?s)input 0 has 6 rows, which 4 micro-batches .*legal: 1, 2, 3, 6"):
-        micro_inputs((numbers(6, 2),), None, 4)
+        micro_calls((numbers(6, 2),), None, 4)
     with pytest.raises(ShardwrightError, match="input y"):
-        micro_inputs((), {"s": torch.ones(()), "y": numbers(6, 2)}, 4)
+        micro_calls((), {"s": torch.ones(()), "y": numbers(6, 2)}, 4)
     with pytest.raises(ShardwrightError, match="no batch to split"):
-        micro_inputs((torch.ones(()), 3), None, 2)
+        micro_calls((torch.ones(()), 3), None, 2)
 
 
 def test_which_inputs_are_split() -> None:
     args = (torch.ones(()), {"x": X, "mask": numbers(6, 6)}, 3, T)
     assert is_split(args) == (False, True, False, True)
-    (_, held, three, target), kwargs = micro_inputs(args, {"y": X[:, 0]}, 4)
+    (_, held, three, target), kwargs = micro_calls(args, {"y": X[:, 0]}, 4)[0]
     assert [tuple(t.shape) for t in (held["x"], held["mask"], target, kwargs["y"])] == [(2, 6), (6, 6), (2,), (2,)]
     assert three == 3 and held["x"].is_meta and held["x"].dtype == D
-    assert wide_inputs(args, None, 4)[0][1]["x"].shape == (4, 6)
+    assert micro_calls(args, None, 4)[1][0][1]["x"].shape == (4, 6)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwright as sw
-from shardwright.plan.search import Found
+from shardwright.plan.decision import Found
 
 
 class Tutorial(nn.Module):

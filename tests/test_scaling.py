@@ -1,6 +1,7 @@
 """A model called with many sizes: one capture that scales, one plan that is reused, the results of one device."""
 
 import copy
+import logging
 import random
 from importlib import import_module
 
@@ -20,6 +21,10 @@ parallel = import_module("shardwright.parallel")
 @pytest.fixture(autouse=True)
 def four_devices():
     sw.init(devices=4)
+
+
+#: Links on which whatever is cut is sent for nothing.
+FREE = sw.Cluster("free", (sw.Level("links", 4, 1e18, 1e-15),), 1e9, {"float64": 1e9}, 1e11, 1e-9)
 
 
 class Language(nn.Module):
@@ -118,8 +123,7 @@ def step(model, x):
 @pytest.mark.parametrize("mode", ["data_parallel", "semi_auto", "recursive_programming", "dynamic_programming"])
 def test_further_sizes_are_neither_captured_nor_searched_and_run_as_on_one_device(mode, captures, monkeypatch):
     plain = Language()
-    free = sw.Cluster("free", (sw.Level("links", 4, 1e18, 1e-15),), 1e9, {"float64": 1e9}, 1e11, 1e-9)
-    model = sw.AutoParallel(copy.deepcopy(plain), parallel_mode=mode, cluster=free)
+    model = sw.AutoParallel(copy.deepcopy(plain), parallel_mode=mode, cluster=FREE)
     model.dataset_strategy("full_batch")
     made = import_module("shardwright.plan.make")
     for name in ("semi_auto", "data_parallel"):
@@ -140,6 +144,25 @@ def test_further_sizes_are_neither_captured_nor_searched_and_run_as_on_one_devic
     assert any(cut > 1 for strategy in strategies[0] for cuts in strategy for cut in cuts)
     if model.plan.found is not None:
         assert model.plan.bound is None and "nothing was searched" in " ".join(model.plan.found.notes)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_loss_that_has_found_two_sizes_equal_and_a_loop_of_several_lines(seed, captures):
+    """`mse_loss` asks whether input and target have one size. Each call of the loop has a line of its own."""
+    torch.manual_seed(seed)
+    plain, choose = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)).to(D), random.Random(seed)
+    loss_fn = nn.MSELoss()
+    model = sw.AutoParallel(copy.deepcopy(plain), loss_fn=loss_fn).dataset_strategy("full_batch")
+    model(draw(12, 8), draw(12, 4, seed=1)).backward()
+    for rows in (16, 24, 4 * choose.randint(2, 9), 12):
+        model.zero_grad(), plain.zero_grad()
+        x, y = draw(rows, 8, seed=rows), draw(rows, 4, seed=rows + 1)
+        loss, wanted = model(x, y), loss_fn(plain(x), y)
+        loss.backward(), wanted.backward()
+        torch.testing.assert_close(loss, wanted)
+        for found, one in zip(model.parameters(), plain.parameters()):
+            torch.testing.assert_close(found.grad, one.grad)
+    assert captures == ["capture", "capture_scalable"]
 
 
 def _counted(planner, name, seen):
@@ -211,6 +234,202 @@ def test_programs_that_were_not_used_lately_are_forgotten():
     for wrong in (0, -1, 1.5, True, None):
         with pytest.raises(sw.SettingError, match="max_programs"):
             sw.AutoParallel(plain, max_programs=wrong)
+
+
+# -- pipelines -----------------------------------------------------------------------------------------------------------
+
+
+def piped(plain, mode="semi_auto", micro_batches=2, **given):
+    model = sw.AutoParallel(copy.deepcopy(plain), parallel_mode=mode, **given).dataset_strategy("full_batch")
+    layers = len(plain.net.blocks)
+    return model.pipeline(stages=2, micro_batches=micro_batches,
+                          stage_config={f"net.blocks.{i}": 2 * i // layers for i in range(layers)} | {"net.norm": 1})
+
+
+def compared(plain, model, sizes):
+    """Steps of both at some sizes of tokens."""
+    for seed, (rows, length) in enumerate(sizes):
+        x = labels(rows * length, 16, seed=seed).view(rows, length)
+        (wanted, gradients), (found, others) = step(plain, x), step(model, x)
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(others, gradients, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["data_parallel", "recursive_programming"])
+def test_a_pipeline_is_neither_captured_nor_searched_at_further_sizes(mode, captures, monkeypatch):
+    made = import_module("shardwright.plan.make")
+    table = made.PLANNERS if mode == "data_parallel" else made.SEARCHES
+    monkeypatch.setitem(table, mode, _counted(table[mode], mode, captures))
+    plain, choose = Language(layers=2), random.Random(5)
+    model = piped(plain, mode, cluster=FREE)
+    compared(plain, model, [(8, 16)])
+    assert captures.count("capture") == 2              # of a micro-batch, and of twice the rows
+    compared(plain, model, [(16, 24)])
+    assert captures.count("capture_scalable") == 1     # for both
+    before = captures.copy()
+    compared(plain, model, [(8 * choose.randint(1, 4), 8 * choose.randint(1, 4)) for _ in range(5)])
+    assert captures == before
+    assert captures.count("capture") == 2 and captures.count(mode) == 2
+    assert any(cut > 1 for o in model.plan.operators for cuts in o.in_strategy for cut in cuts)
+
+
+def test_a_pipeline_whose_stages_are_chosen_keeps_them_at_further_sizes(captures):
+    plain = Language(layers=2)
+    model = sw.AutoParallel(copy.deepcopy(plain), parallel_mode="recursive_programming").dataset_strategy("full_batch")
+    model.pipeline(stages="auto", micro_batches=2)
+    compared(plain, model, [(8, 16), (16, 24)])
+    assert isinstance(model.plan, sw.PipelinePlan)
+    before, stages = captures.copy(), model.plan.chosen.stages
+    compared(plain, model, [(16, 16), (8, 32), (24, 8)])
+    assert captures == before and model.plan.chosen.stages == stages
+
+
+def test_a_pipeline_of_micro_batches_of_one_row(captures):
+    plain = Language(layers=2)
+    model = piped(plain, micro_batches=4)
+    compared(plain, model, [(4, 8), (4, 12), (8, 12), (4, 16), (16, 20), (12, 24)])
+    assert captures.count("capture") == 2 + 2          # a size of 1 is never a symbol
+    assert captures.count("capture_scalable") == 1
+
+
+def test_a_pipeline_of_a_model_with_branches_on_a_size(captures):
+    class Branch(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8, dtype=D), nn.Linear(8, 8, dtype=D)
+
+        def forward(self, x):
+            h = self.a(x)
+            if x.shape[1] > 10:
+                h = h.tanh() * x.shape[1]
+            return self.b(h).square().sum(1).mean()
+    plain, choose = Branch(), random.Random(2)
+    model = sw.AutoParallel(copy.deepcopy(plain)).dataset_strategy("full_batch")
+    model.pipeline(stages=2, micro_batches=2, stage_config={"a": 0, "b": 1})
+    for seed in range(8):
+        x = draw(4 * choose.randint(1, 4), choose.randint(6, 14), 8, seed=seed)
+        (wanted, gradients), (found, others) = step(plain, x), step(model, x)
+        torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(others, gradients)
+    assert captures.count("capture_scalable") <= 4
+    assert captures.count("capture") <= 2 + 2 + 1
+
+
+# -- what the forward does besides its result ------------------------------------------------------------------------------
+
+
+class Counting(Language):
+    """Counts its calls, prints, logs, assigns."""
+
+    def __init__(self, layers=1, length=32):
+        super().__init__(layers, length)
+        self.calls, self.left, self.kind = 0, 0.5, ""
+
+    def forward(self, tokens):
+        self.calls += 1
+        self.left -= 0.25
+        print("forward")
+        logging.getLogger("scaling").warning("a call")
+        self.kind = "tokens"
+        return super().forward(tokens)
+
+
+class Telling(Language):
+    """Prints and keeps its sizes."""
+
+    def forward(self, tokens):
+        self.rows = tokens.shape[0]
+        print(f"{tokens.shape[0]} rows of {tokens.shape[1]}")
+        return super().forward(tokens)
+
+
+class CountingLong(Language):
+    """Counts its long inputs twice."""
+
+    def __init__(self, layers=1, length=32):
+        super().__init__(layers, length)
+        self.calls = 0
+
+    def forward(self, tokens):
+        self.calls += 2 if tokens.shape[1] > 10 else 1
+        return super().forward(tokens)
+
+
+def effects(model, x, capsys, caplog):
+    caplog.clear()
+    capsys.readouterr()
+    loss = model(x).detach()
+    net = getattr(model, "net", model) if isinstance(model, sw.AutoParallel) else model
+    state = {name: getattr(net, name, None) for name in ("calls", "left", "kind", "rows")}
+    return loss, (capsys.readouterr().out, [r.getMessage() for r in caplog.records if r.name == "scaling"], state)
+
+
+@pytest.mark.parametrize("kind, pipeline, most", [(Counting, False, (1, 1)), (Counting, True, (2, 1)),
+                                                  (Telling, False, (None, None)), (CountingLong, False, (None, 4))])
+def test_what_is_done_besides_the_result_is_done_at_every_size(kind, pipeline, most, captures, capsys, caplog):
+    plain, choose = kind(layers=2), random.Random(3)
+    model = piped(plain) if pipeline else sw.AutoParallel(copy.deepcopy(plain)).dataset_strategy("full_batch")
+    for rows, length in ((4, 6), (8, 12), *((4 * choose.randint(1, 4), choose.randint(2, 20)) for _ in range(5)), (4, 6)):
+        x = labels(rows * length, 16, seed=rows).view(rows, length)
+        (wanted, done), (found, others) = effects(plain, x, capsys, caplog), effects(model, x, capsys, caplog)
+        torch.testing.assert_close(found, wanted)
+        assert others == done
+    for name, count in zip(("capture", "capture_scalable"), most):
+        assert count is None or captures.count(name) <= count
+
+
+def test_a_count_that_the_program_depends_on_is_refused_at_every_size():
+    class Depends(Language):
+        calls = 1
+
+        def forward(self, tokens):
+            self.calls += 1
+            return super().forward(tokens) * (self.calls if tokens.shape[1] > 10 else 1)
+    model = sw.AutoParallel(Depends()).dataset_strategy("full_batch")
+    model(labels(4 * 8, 16).view(4, 8))
+    for rows, length in ((4, 12), (8, 14)):
+        with pytest.raises(sw.CaptureError, match="depends on its value"):
+            model(labels(rows * length, 16).view(rows, length))
+    model(labels(8 * 6, 16).view(8, 6))
+
+
+# -- sizes that are known to differ ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pipeline", [False, True])
+def test_dims_that_are_said_to_vary_are_symbols_from_the_first_call_on(pipeline, captures, recwarn):
+    plain, choose = Language(layers=2), random.Random(7)
+    model = piped(plain, varying=(0, 1)) if pipeline else \
+        sw.AutoParallel(copy.deepcopy(plain), varying=(0, 1)).dataset_strategy("full_batch")
+    compared(plain, model, [(8, 16)])
+    first = ["capture"] * (2 if pipeline else 1) + ["capture_scalable"]
+    assert captures == first
+    compared(plain, model, [(4 * choose.randint(1, 4), choose.randint(2, 32)) for _ in range(5)])
+    assert captures == first
+    assert not any(issubclass(w.category, sw.RecaptureWarning) for w in recwarn)
+
+
+def test_buckets_are_sizes_that_vary(captures):
+    plain = Language()
+    model = sw.AutoParallel(copy.deepcopy(plain)).dataset_strategy("full_batch").buckets(
+        seq=[8, 16, 32], mask=None, fill={"tokens": 0})
+    for rows, length in ((8, 16), (8, 32), (16, 8)):
+        compared(plain, model, [(rows, length)])
+    assert captures == ["capture", "capture_scalable"]
+
+
+def test_dims_that_vary_otherwise_than_was_said():
+    plain = Branching()
+    for varying in ((0, 1, 2), (2,), (0, 7)):          # one that the model fixes; one that no input has
+        model = sw.AutoParallel(copy.deepcopy(plain), varying=varying).dataset_strategy("full_batch")
+        for rows, length in ((4, 6), (8, 6), (8, 12), (3, 5), (1, 7)):
+            x = draw(rows, length, 8, seed=rows)
+            (wanted, gradients), (found, others) = step(plain, x), step(model, x)
+            torch.testing.assert_close(found, wanted)
+            torch.testing.assert_close(others, gradients)
+    for wrong in (0, (-1,), (1.5,), "01", (True,)):
+        with pytest.raises(sw.SettingError, match="varying"):
+            sw.AutoParallel(plain, varying=wrong)
 
 
 def _on_ranks(rank, world):

@@ -24,7 +24,8 @@ from shardwright.plan.usages import holding
 from shardwright.plan.memory import Timeline
 from shardwright.plan.problem import Problem, Solution
 from shardwright.plan.recursive import recursive_programming
-from shardwright.plan.search import Decided, Search
+from shardwright.plan.decision import Decided
+from shardwright.plan.search import Search
 from test_search import MODELS, cluster
 
 DEVICES = 4

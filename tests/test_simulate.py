@@ -18,7 +18,8 @@ from shardwright.cluster import Cluster, Level
 from shardwright.errors import SettingError
 from shardwright.plan import PipelinePlan
 from shardwright.plan.costs import Costs
-from shardwright.plan.simulate import Once, Simulation, moments, simulate, timeline_of
+from shardwright.plan.pipelined import moments, timeline_of
+from shardwright.plan.simulate import Once, Simulation, simulate
 from shardwright.schedules import Action, Schedule, forward_only, schedule
 
 

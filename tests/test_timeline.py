@@ -17,7 +17,8 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.cli import main
-from shardwright.plan.simulate import Moment, Simulation, simulate, timeline_of
+from shardwright.plan.pipelined import Moment, timeline_of
+from shardwright.plan.simulate import Simulation, simulate
 from shardwright.report.timeline import FONT, KINDS, SMALL, WIDE, headline, picture, trace
 from shardwright.schedules import Schedule, schedule
 

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from .manifest import dtype_of, word_of
 from .reading import Stored
 from .state import Place, Subject, state_names
-from .words import from_words
+from .words import dtype_of, from_words, word_of
 
 __all__ = ["Filling"]
 

@@ -26,8 +26,9 @@ from torch import Tensor
 
 from ..runtime.host_memory import HostMemory
 from .boxes import Written
-from .manifest import dtype_of, element_size
+from .manifest import element_size
 from .ranks import Ranks
+from .words import dtype_of
 
 __all__ = ["Joint", "joined", "joints_of", "scattered"]
 

@@ -24,13 +24,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from ..errors import CheckpointError
 from .digests import ALGORITHM, blocks_of, digest, shares
+from .words import dtype_of
 
-__all__ = ["Entry", "File", "KINDS", "MANIFEST", "Manifest", "Piece", "SCHEMA", "check_files", "dtype_of", "element_size",
-           "model_fingerprint", "new_id", "read", "verify", "word_of", "write"]
+__all__ = ["Entry", "File", "KINDS", "MANIFEST", "Manifest", "Piece", "SCHEMA", "check_files", "element_size",
+           "model_fingerprint", "new_id", "read", "verify", "write"]
 
 MANIFEST = "manifest.json"
 
@@ -132,23 +131,6 @@ def _section(name: str, lines: Mapping[str, Any]) -> str:
 def new_id() -> str:
     """An id for a save, unlike all others."""
     return secrets.token_hex(16)
-
-
-def word_of(dtype: torch.dtype) -> str:
-    """How a dtype is written."""
-    return str(dtype).removeprefix("torch.")
-
-
-def dtype_of(word: str) -> torch.dtype:
-    """The dtype that a word names.
-
-    Raises:
-        ValueError: none.
-    """
-    dtype = getattr(torch, word, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"no dtype {word!r}")
-    return dtype
 
 
 def element_size(word: str) -> int:

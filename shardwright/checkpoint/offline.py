@@ -22,12 +22,11 @@ from .loading import load_checkpoint
 from .placing import strategy_name
 from .ranks import Alone
 from .reading import Stored
-from .state import Subject
+from .state import Box, Subject
 from .transform import Progress, check_sound, merge, opened, transform
 
 __all__ = ["load_distributed_checkpoint", "rank_list_for_transform", "transform_checkpoints"]
 
-Box = tuple[slice, ...]
 
 
 def rank_list_for_transform(rank_id: int, src_strategy_file: str | os.PathLike | None = None,

@@ -21,9 +21,10 @@ from torch import Tensor
 from torch.utils.serialization import config
 
 from .folders import write_file
-from .manifest import Entry, Piece, dtype_of
+from .manifest import Entry, Piece
 from .marking import trailer
 from .whole_files import memory_of
+from .words import dtype_of
 
 __all__ = ["METADATA", "Item", "PartFile", "entries_of", "part_name", "write_metadata"]
 

@@ -20,8 +20,9 @@ from ..errors import CheckpointError
 from ..layout import Layout
 from ..plan.parameter_strategies import ParameterStrategies, Storage
 from .boxes import written_here
-from .manifest import Entry, dtype_of
+from .manifest import Entry
 from .state import Box, Held, Place
+from .words import dtype_of
 
 __all__ = ["Box", "Lies", "boxes_of", "one_device", "placed", "strategy_name"]
 

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from .manifest import MANIFEST, Entry, Manifest, Piece, dtype_of, element_size, read
+from .manifest import MANIFEST, Entry, Manifest, Piece, element_size, read
 from .safetensors import header_of
+from .words import dtype_of
 
 __all__ = ["HUGGING_FACE", "Stored", "is_hugging_face"]
 

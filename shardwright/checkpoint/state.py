@@ -24,8 +24,8 @@ from ..plan import PipelinePlan, Plan
 from ..plan.padding import true_slice
 from ..plan.spelling import spell_layout
 from ..staging import whole_shape
-from .manifest import word_of
 from .ranks import Alone
+from .words import word_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -197,7 +197,7 @@ class Subject:
             return self._places[key], tensor.to_local().detach()
 
     def _of_slices(self, name: str, tensor: DTensor) -> Place:
-        from ..runtime.parameters import layout_of
+        from ..runtime.dtensors import layout_of
         mesh = tensor.device_mesh
         layout = Layout.replicated(1, tensor.dim()) if mesh.size() == 1 else layout_of(tensor)
         if layout is None:

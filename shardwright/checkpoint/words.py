@@ -19,11 +19,26 @@ from typing import Any
 import numpy as np
 import torch
 
-from .manifest import dtype_of, word_of
-
-__all__ = ["from_words", "to_words"]
+__all__ = ["dtype_of", "from_words", "to_words", "word_of"]
 
 _LEAVES = (bool, int, str, type(None))
+
+
+def word_of(dtype: torch.dtype) -> str:
+    """How a dtype is written."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(word: str) -> torch.dtype:
+    """The dtype that a word names.
+
+    Raises:
+        ValueError: none.
+    """
+    dtype = getattr(torch, word, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"no dtype {word!r}")
+    return dtype
 
 
 def to_words(value: Any, where: str = "") -> Any:

@@ -18,6 +18,7 @@ from torch import nn
 from ..errors import SettingError
 from ..parallel import AutoParallel
 from ..torch_private import pytree
+from .feeding import check_feeding
 
 __all__ = ["Accelerator"]
 
@@ -33,7 +34,8 @@ class Accelerator(accelerate.Accelerator):
     model before its loaders, or with them.
 
     Raises:
-        SettingError: a loader prepared before a model that every process feeds the whole batch.
+        SettingError: a loader prepared before a model that every process feeds the whole batch; a pipeline whose processes
+            each feed their own part.
     """
 
     #: Every process is fed the whole batch; None: no parallel model has been prepared.
@@ -49,9 +51,12 @@ class Accelerator(accelerate.Accelerator):
         """Hand out batches as the model's ``dataset_strategy`` says, from now on.
 
         Raises:
-            SettingError: a loader that hands them out in another way was prepared before; a strategy by cuts.
+            SettingError: a loader that hands them out in another way was prepared before; a strategy by cuts; a pipeline that
+                is not fed the whole batch.
         """
         strategy = model._dataset_strategy
+        if self.num_processes > 1:
+            check_feeding(model, "accelerate")
         if not isinstance(strategy, str):
             raise SettingError(f"accelerate cannot hand out slices of batches as dataset_strategy({strategy!r}) has it",
                                legal='"data_parallel" or "full_batch", or a loader of your own that is not prepared')

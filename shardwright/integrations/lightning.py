@@ -31,6 +31,7 @@ from ..parallel import AutoParallel
 from ..runtime.init import init
 from ..staging import CUT, whole_shape
 from ..torch_private import pytree
+from .feeding import check_feeding
 
 __all__ = ["ShardwrightStrategy"]
 
@@ -75,7 +76,14 @@ class ShardwrightStrategy(DDPStrategy):
         if outside and trainer.world_size > 1:
             raise SettingError(f"the parameter {outside[0]!r} is trained and lies outside of the parallel model: its gradient "
                                "would be each rank's own", legal="one AutoParallel around all that is trained")
+        keeping = [c for c in trainer.checkpoint_callbacks if not getattr(c, "save_weights_only", True)]
         for model in models:
+            if trainer.world_size > 1:
+                check_feeding(model, "Lightning")
+                if model._pipeline is not None and keeping and trainer.state.fn == TrainerFn.FITTING:
+                    raise SettingError(f"{type(keeping[0]).__name__} would save the state of an optimizer that lies in the stages of a "
+                                       "pipeline", legal="ModelCheckpoint(save_weights_only=True), and sw.save_checkpoint(model, "
+                                                         "optimizer, path, step=…) to go on from; or enable_checkpointing=False")
             whole = model._dataset_strategy == "full_batch"
             shards = trainer._accelerator_connector.use_distributed_sampler
             if whole and shards and trainer.world_size > 1:

@@ -25,11 +25,10 @@ from ..graph import Graph
 from .balance import Balanced, Way, balance, least_memory
 from .bytes import words_of
 from .chosen import Alternative, Chosen, StageChoice
-from .decision import Feeding, feeding
+from .decision import Decided, Feeding, feeding
 from .handed import Handed
 from .plan import Plan
 from .rows import with_rows
-from .search import Decided
 from .unit_prices import UnitPrices, all_recomputed, unit_prices
 from .units import units_of
 

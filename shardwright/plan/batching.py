@@ -178,8 +178,8 @@ def _worked_out(op: Op, described: Rule, read: Sequence[str]) -> str:
 
 
 def additive(op: Op) -> bool:
-    """Whether it adds or subtracts."""
-    return op.kind in _ADDITIVE and op.outputs[0] is not None
+    """True for a sum, a difference, or so much of one tensor and the rest of another."""
+    return (op.kind in _ADDITIVE or op.kind == "lerp" and overload_name(op.target) == "Scalar") and op.outputs[0] is not None
 
 
 def product(op: Op) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,8 +13,13 @@ from ..errors import MissingRuleError, SettingError, ShardwrightError
 from ..graph import Graph, Op
 from ..layout import Digits, Layout, digits_size
 from ..rules import Assignment, Bound, Rule, bound_rule, find_rule, whole_rule
+from .storage import OptimizerParallel
 
-__all__ = ["Decision", "Feeding", "batch_dims", "feeding"]
+__all__ = ["MODES", "Decided", "Decision", "Feeding", "Found", "batch_dims", "feeding"]
+
+#: All parallel modes.
+MODES = ("stand_alone", "hybrid_parallel", "data_parallel", "semi_auto", "sharding_propagation", "recursive_programming",
+         "dynamic_programming")
 
 
 @dataclass(frozen=True)
@@ -198,3 +203,35 @@ def output_layouts(values: Sequence[Any], devices: int, fed: Feeding, carries: d
                 whole = Layout.of(devices, (first,) + ((),) * (rank_of_tensor - 1))
         layouts.append(whole)
     return layouts
+
+
+@dataclass(frozen=True)
+class Found:
+    """A search's report on its plan.
+
+    Attributes:
+        cost: seconds of a step, as the search prices it.
+        bound: no plan out of the strategies that were searched is priced below it by the search; None: nothing was proved.
+            The search credits one use of a shared value as served once, of few that are tried: a program that serves
+            more of them together takes less than its price.
+        operators, strategies: how many were looked at.
+        notes: what else is to be known.
+        limit: bytes that a device was allowed; None: memory was not looked at.
+    """
+
+    cost: float
+    bound: float | None
+    operators: int
+    strategies: int
+    notes: tuple[str, ...] = ()
+    limit: float | None = None
+
+
+class Decided(NamedTuple):
+    """A planner's result: decisions by operator, value name -> the dim that carries the batch; of a search, its report, and
+    the storage of parameters where the search decides that too."""
+
+    decisions: dict[str, Decision]
+    carries: dict[str, int]
+    found: Found | None = None
+    hsdp: OptimizerParallel | None = None

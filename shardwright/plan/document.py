@@ -10,34 +10,28 @@ hand, and is a mark from then on.
 from __future__ import annotations
 
 import difflib
-import json
 import math
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import LayoutError, PlanError, ShardwrightError
 from ..graph import Graph, Op
 from ..layout import Layout
 from ..reading import MarkUse
-from .decision import Decision, Feeding, batch_dims
+from ..schedules import Schedule
+from .decision import Decision, Feeding, Found, batch_dims
 from .document_head import Head
 from .document_lines import Line, called, field_line, read_lines
-from .document_writing import PIPELINE_SCHEMA, SCHEMA, digest, fed_by, head_digest
+from .document_writing import digest, fed_by, head_digest
 from .graph_document import fingerprint, read_graph, unpacked
-from .search import Found
+from .plan import Plan
 from .semi_auto import data_parallel, semi_auto
 from .spelling import read_layout, spell_layout
 
-if TYPE_CHECKING:
-    from ..schedules import Schedule
-    from .document_pipeline import PipelineDocument
-    from .plan import Plan
-
-__all__ = ["Document", "as_document"]
+__all__ = ["Document"]
 
 #: As those of `make.PLANNERS`.
 Planner = Callable[..., tuple[dict[str, Decision], dict[str, int]]]
@@ -55,36 +49,6 @@ class Document(Head):
     operators: dict[str, Line]
     parameters: dict[str, Line]
     captured: str
-
-    @staticmethod
-    def read(path: str | Path) -> Document | PipelineDocument:
-        """Read a document.
-
-        Raises:
-            PlanError: no such file, not a plan, cut short, of another schema, or with two lines for one operator.
-        """
-        path = Path(path)
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not text"
-            raise PlanError(f"the plan cannot be read: {reason}", source=str(path),
-                            legal="a file that Plan.save wrote") from None
-        try:
-            words = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise PlanError(f"not a plan, or cut short: {error.msg}", source=f"{path}:{error.lineno}",
-                            legal="a file that Plan.save wrote") from None
-        if not isinstance(words, dict) or "schema" not in words:
-            raise PlanError("not a plan: it has no schema", source=str(path), legal="a file that Plan.save wrote")
-        schema = PIPELINE_SCHEMA if "pipeline" in words else SCHEMA
-        if words["schema"] != schema or isinstance(words["schema"], bool):
-            raise PlanError(f"a plan of schema {words['schema']!r}", source=str(path),
-                            legal=f"schema {schema}, or the version of Shardwright that wrote it")
-        if "pipeline" in words:
-            from .document_pipeline import PipelineDocument  # which reads its stages through this file
-            return PipelineDocument.of(path, text, words)
-        return Document.of(path, text, words)
 
     @classmethod
     def of(cls, path: Path, text: str, words: dict[str, Any], number: int = -1) -> Document:
@@ -168,7 +132,6 @@ class Document(Head):
         Raises:
             ShardwrightError: an impossible line, with where it stands and what would be legal.
         """
-        from .plan import Plan  # which saves itself through this file
         graph, devices, mode, hsdp = graph or self.graph(), self.devices, self.mode, self.hsdp
         own = self.own
         fed = fed or self.fed(graph, devices, mode)
@@ -333,13 +296,3 @@ class Document(Head):
 def _alike(graph: Graph) -> list[tuple[str, str]]:
     """What two graphs have in common that differ in the names of their operators."""
     return [(op.kind, op.module) for op in graph.ops]
-
-
-def as_document(given: Document | PipelineDocument | str | os.PathLike | None) -> Document | PipelineDocument | None:
-    """A document, or that of a path.
-
-    Raises:
-        PlanError: a file that holds none.
-    """
-    from .document_pipeline import PipelineDocument  # which reads its stages through this file
-    return given if given is None or isinstance(given, (Document, PipelineDocument)) else Document.read(given)

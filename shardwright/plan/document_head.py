@@ -9,6 +9,7 @@ from typing import Any
 
 from ..cluster import Cluster
 from ..errors import PlanError, ShardwrightError
+from .decision import MODES
 from .hybrid import OwnPrograms
 from .memory import optimizer_bytes
 from .storage import OptimizerParallel
@@ -45,7 +46,6 @@ class Head:
     @property
     def mode(self) -> str:
         """Its parallel mode."""
-        from .make import MODES  # which imports what a document is read into
         if self.words.get("mode") not in MODES:
             raise self.wrong(f"mode: {self.words.get('mode')!r}", ", ".join(MODES))
         return self.words["mode"]
@@ -65,6 +65,9 @@ class Head:
         known = {f.name for f in fields(OptimizerParallel)}
         if not isinstance(given, dict) or set(given) - known:
             raise self.wrong(f"hsdp: {given!r}", f"an object with {', '.join(sorted(known))}")
+        for name in ("whole", "kept"):
+            if not isinstance(given.get(name, []), list) or not all(isinstance(x, str) for x in given.get(name, [])):
+                raise self.wrong(f"hsdp: {name}: {given[name]!r}", "a list of names of parameters")
         try:
             return OptimizerParallel(**{k: frozenset(v) if isinstance(v, list) else v for k, v in given.items()})
         except (TypeError, ShardwrightError) as error:

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import PlanError, ShardwrightError
-from ..graph import Op
+from ..graph import Op, types_of
 from ..layout import Layout
 from ..rules import Bound, bound_rule, whole_rule
 from ..rules.strategy import output_layouts_of
 from .decision import Decision, description
-from .graph_document import recompute_of, types_of
+from .graph_document import recompute_of
 from .spelling import read_assignment, read_digits, read_layout
 
 __all__ = ["Line", "called", "field_line", "read_lines", "section_places"]

@@ -31,6 +31,7 @@ from .micro import Join, Micro
 from .pipelined import PipelinePlan
 from .pipelining import planned_stages
 from .plan import Plan
+from .semi_auto import semi_auto
 from .stages import Source, StageGraph
 
 __all__ = ["PipelineDocument"]
@@ -174,8 +175,9 @@ class PipelineDocument:
             PlanError: it is damaged.
         """
         try:
-            held = unpacked(self.head.captured)
-            return {key: held[key] for key in ("graph", "joins", "totals", "counts", "micro_batches", "stages")}
+            # Files that were written before buffers were joined once a step have no "updates".
+            held = {"updates": {}, **unpacked(self.head.captured)}
+            return {key: held[key] for key in ("graph", "joins", "totals", "counts", "micro_batches", "updates", "stages")}
         except (ValueError, KeyError, TypeError) as error:
             raise self.head.wrong(f"the captured graph cannot be read: {error}", "a file that PipelinePlan.save wrote"
                                   ) from None
@@ -202,7 +204,6 @@ class PipelineDocument:
         Raises:
             ShardwrightError: what cannot be, with where it stands and what would be legal.
         """
-        from .make import make_plan  # which imports what a document is read into
         made, devices, cluster = self.schedule(), self.devices, self.head.cluster
         sizes = self.sizes(made)
         own = [stage.graph() for stage in self.stages]
@@ -210,6 +211,7 @@ class PipelineDocument:
             held, graph = self.held, self.graph(own)
             counts = None if held["counts"] is None else read_graph(held["counts"])
             joins = tuple(None if join is None else Join(*join) for join in held["joins"])
+            updates = {name: Join(*join) for name, join in held["updates"].items()}
             parts = [StageGraph(part, tuple(Source(*source) for source in ends["sources"]), tuple(ends["results"]),
                                 tuple(ends["sent"])) for part, ends in zip(own, held["stages"], strict=True)]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -224,12 +226,12 @@ class PipelineDocument:
 
         def planner(part: Graph, size: int, given: Feeding, number: int) -> Plan:
             if number < 0:  # it counts targets: nothing to be decided
-                return make_plan(part, size, "semi_auto", "full_batch", fed=given, on_missing_rule="replicate",
-                                 cluster=cluster)
+                decided = semi_auto(part, size, given, on_missing_rule="replicate")
+                return Plan(part, size, "semi_auto", given, *decided, cluster=cluster)
             return self.stages[number].plan(part, given)
 
         stages = planned_stages(parts, inputs, counts, made.placement, sizes, fed, planner)
-        micro = Micro(graph, joins, tuple(held["totals"]), counts)
+        micro = Micro(graph, joins, tuple(held["totals"]), counts, updates)
         return PipelinePlan(graph, devices, self.head.mode, stages, made, micro, splits, cluster, self.head.optimizer,
                             tuple(map(str, self.head.words.get("notes", ()))))
 

@@ -34,7 +34,7 @@ def pipeline_written(plan: PipelinePlan) -> str:
     micro, graphs = plan.micro, [part.held["graph"] for part in parts]
     held = {"graph": _beside(write_graph(plan.graph), graphs), "joins": micro.joins, "totals": micro.totals,
             "counts": None if micro.counts is None else write_graph(micro.counts), "micro_batches": plan.micro_batches,
-            "stages": [{"sources": s.sources, "results": s.results, "sent": s.sent} for s in plan.stages]}
+            "updates": micro.updates, "stages": [{"sources": s.sources, "results": s.results, "sent": s.sent} for s in plan.stages]}
     captured = ",\n".join(f'    "{packed(x)}"' for x in (*(part.held for part in parts), held))
     stages = ",\n".join(_stage(plan, stage, part) for stage, part in zip(plan.stages, parts))
     body = [*fields_of(head, "  "), f'  "stages": [\n{stages}\n  ]', f'  "captured": [\n{captured}\n  ]']

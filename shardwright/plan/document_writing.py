@@ -13,9 +13,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import ShardwrightError
-from ..graph import Graph, Op
+from ..graph import Graph, Op, types_of
 from .decision import Decision, Feeding, feeding
-from .graph_document import fingerprint, packed, types_of, write_graph, write_recompute
+from .graph_document import fingerprint, packed, write_graph, write_recompute
 from .hybrid import fed_whole
 from .spelling import spell_assignment, spell_digits, spell_layout
 

@@ -22,12 +22,12 @@ from typing import Any
 from ..errors import PlanError
 from ..graph import Graph
 from ..layout import Layout
-from .decision import Feeding
+from .decision import Decided, Feeding
 from .exact import solve
 from .fitting import CUT, TooLittleMemoryError, fit, fits, limited
 from .propagation import sharding_propagation
 from .recursive import recursive_programming
-from .search import Decided, Search
+from .search import Search
 from .semi_auto import semi_auto
 from .storage import OptimizerParallel
 

@@ -18,13 +18,13 @@ import numpy as np
 
 from ..graph import Graph
 from .candidates import Strategy, strategy_of
-from .decision import Decision
+from .decision import Decided, Decision
 from .energy import Energy
 from .exact import solve
 from .fitting import CUT, TooLittleMemoryError, fit
 from .memory import Timeline
 from .plan import Plan
-from .search import Decided, Search
+from .search import Search
 from .storage import OptimizerParallel
 
 __all__ = ["Priced", "Row", "Within", "as_given", "row_above"]

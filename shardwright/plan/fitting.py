@@ -16,14 +16,14 @@ from typing import Any
 
 from ..errors import PlanError
 from .bytes import words_of
-from .decision import Decision
+from .decision import Decided, Decision
 from .energy import Energy
 from .exact import solve
 from .holding import Holding
 from .memory import Timeline, optimizer_bytes
 from .plan import Plan
 from .problem import Problem, Solution
-from .search import Decided, Search
+from .search import Search
 from .segments import with_recompute
 from .solver.least_memory import InfeasibleMemoryError
 from .storage import OptimizerParallel

@@ -28,8 +28,7 @@ from ..graph import Graph, Master, Op, Pieces, Recompute, Value, values_in
 from ..opaque import Applied
 from ..torch_private import pytree
 
-__all__ = ["dtype_word", "fingerprint", "packed", "read_graph", "recompute_of", "types_of", "unpacked", "write_graph",
-           "write_recompute"]
+__all__ = ["fingerprint", "packed", "read_graph", "recompute_of", "unpacked", "write_graph", "write_recompute"]
 
 #: Words of torch that stand among arguments -> their class.
 _WORDS = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
@@ -145,22 +144,6 @@ def fingerprint(graph: Graph) -> str:
     said = write_graph(graph)
     said["ops"] = [{key: x for key, x in op.items() if key not in ("module", "source")} for op in said["ops"]]
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def types_of(op: Op) -> str:
-    """``f32[32, 784], f32[784, 512] -> f32[32, 512]``: an operator's tensors, inputs and outputs."""
-    def side(values: tuple[Value | None, ...]) -> str:
-        return ", ".join(f"{dtype_word(v.dtype)}{list(v.shape)}" for v in values if v is not None)
-    return f"{side(op.inputs)} -> {side(op.outputs)}".strip()
-
-
-def dtype_word(dtype: torch.dtype) -> str:
-    """``f32`` for torch.float32."""
-    name = str(dtype).removeprefix("torch.")
-    for word, letter in (("bfloat", "bf"), ("float", "f"), ("complex", "c"), ("uint", "u"), ("int", "i")):
-        if name.startswith(word):
-            return letter + name.removeprefix(word)
-    return name
 
 
 def packed(said: Any) -> str:

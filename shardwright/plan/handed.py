@@ -12,11 +12,9 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ..graph import Graph, Recompute
+from ..graph import Graph, Recompute, types_of
 from ..layout import Digits, Layout
-from .decision import Decision, description
-from .graph_document import types_of
-from .search import Decided, Found
+from .decision import Decided, Decision, Found, description
 from .storage import OptimizerParallel
 
 __all__ = ["Handed", "graph_digest"]

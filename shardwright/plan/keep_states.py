@@ -16,7 +16,7 @@ dropped in the same segment of the program.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +24,6 @@ import numpy as np
 from ..graph import Op, Value
 from ..layout import Layout
 from .energy import Shared
-from .footprint import Footprint
 from .operator_memory import OperatorMemory
 
 __all__ = ["ABSENT", "DROPPED", "KEPT", "Keeping", "KeepStates"]
@@ -44,6 +43,24 @@ class Keeping(NamedTuple):
     how: str
     layout: Layout | None = None
     size: int = 0
+
+
+class _Ends(NamedTuple):
+    """How a value is left (rows) and how it is asked for (columns), each layout once.
+
+    Attributes:
+        left, want: bytes; 0 where several layouts are asked for.
+        same, closed: whether it is asked for as it is left, and as it is left with its sum completed.
+        several: whether it is asked for in several layouts.
+        open: whether it is left with its sum open.
+    """
+
+    left: np.ndarray
+    want: np.ndarray
+    same: np.ndarray
+    closed: np.ndarray
+    several: np.ndarray
+    open: np.ndarray
 
 
 class KeepStates:
@@ -159,23 +176,24 @@ class KeepStates:
         key = ("again", states, id(prints), value.nbytes, tuple((i, v.nbytes) for i, v in inner),
                tuple((k, v.nbytes) for k, v in outs))
 
-        def fits(state: Keeping, p: Footprint) -> bool:
-            for k, v in outs:
-                if p.leaves[k].partial or memory.bytes_of(v, p.leaves[k]) * value.nbytes != state.size * v.nbytes:
-                    return False
-            for i, v in inner:
-                want = _want(p.asks[i])
-                if p.asks[i] and (want is None or memory.bytes_of(v, want) * value.nbytes != state.size * v.nbytes):
-                    return False
-            return True
-
         def make() -> np.ndarray:
-            none = [0.0] * len(states)
             gone = [n for n, s in enumerate(states) if s.how == DROPPED]
-            table = np.array([none] * len(prints))
-            for row, p in enumerate(prints):
-                for n in gone:
-                    table[row, n] = p.forward if fits(states[n], p) else math.inf
+            sizes = np.array([states[n].size for n in gone])
+            fits = np.ones((len(prints), len(gone)), bool)
+
+            def as_large(v: Value, there: list[int]) -> np.ndarray:
+                """Where an inner value has as many bytes as what is dropped, in proportion."""
+                unit = math.gcd(value.nbytes, v.nbytes) or 1
+                return np.array(there)[:, None] * (value.nbytes // unit) == sizes * (v.nbytes // unit)
+            for k, v in outs:
+                fits &= np.array([not p.leaves[k].partial for p in prints])[:, None]
+                fits &= as_large(v, [memory.bytes_of(v, p.leaves[k]) for p in prints])
+            for i, v in inner:
+                wants = [_want(p.asks[i]) for p in prints]
+                there = as_large(v, [-1 if want is None else memory.bytes_of(v, want) for want in wants])
+                fits &= there | np.array([not p.asks[i] for p in prints])[:, None]
+            table = np.zeros((len(prints), len(states)))
+            table[:, gone] = np.where(fits, np.array([p.forward for p in prints])[:, None], math.inf)
             return table
         self._edge(self.energy.operators[op.name], ("kept", value.name), memory.once(key, make))
 
@@ -186,53 +204,52 @@ class KeepStates:
         if value.name not in self._inner or not self.runs_again(memory.made_by[value.name][0]):
             return None
 
-        def count(left: Layout, want: Layout | None) -> float:
-            if want is None or left == want or left.partial:
-                return 0.0
-            there, here = memory.bytes_of(value, left), memory.bytes_of(value, want)
-            return float(here * (here == there))
-        return self._of_both(value, "resent", count)
+        return self._of_both(value, "resent", lambda ends: np.where(
+            (ends.want == ends.left) & ~(ends.several | ends.open | ends.same), ends.want, 0.0))
 
     def sent_back(self, value: Value) -> np.ndarray:
         """Bytes of the gradient of a value that one operator reads, as its maker takes it, where the reader's is in another
         layout: by state of who makes and of who reads it."""
-        def count(left: Layout, want: Layout | None) -> float:
-            return 0.0 if left.without_partial() == want else float(self.memory.bytes_of(value, left))
-        return self._of_both(value, "sent back", count)
+        return self._of_both(value, "sent back", lambda ends: np.where(ends.closed, 0.0, ends.left))
 
     def received(self, value: Value) -> np.ndarray:
         """Bytes of a value that one operator reads, as that reader asks for it, where it is sent to it: by state of who
         makes and of who reads it."""
-        return self._of_both(value, "received", lambda left, want: float(self.memory.bytes_of(value, want or left)) *
-                             (left != want))
+        return self._of_both(value, "received", lambda ends: np.where(
+            ends.same, 0.0, np.where(ends.several, ends.left, ends.want)))
 
     def sent(self, value: Value) -> np.ndarray:
         """Bytes of a value that one operator reads, as its maker leaves it, where it is sent to that reader: by state of
         who makes and of who reads it."""
-        return self._of_both(value, "sent", lambda left, want: 0.0 if left == want else
-                             float(self.memory.bytes_of(value, left)))
+        return self._of_both(value, "sent", lambda ends: np.where(ends.same, 0.0, ends.left))
 
     def viewed_back(self, value: Value) -> np.ndarray:
         """Bytes of the gradient of a value that a view reads, the larger one of its two ends where it is sent: by state of
         who makes and of who reads it."""
-        def count(left: Layout, want: Layout | None) -> float:
-            ends = {left.without_partial()} | ({want} if want is not None else set())
-            return float(max(self.memory.bytes_of(value, layout) for layout in ends))
-        return self._of_both(value, "viewed back", count)
+        return self._of_both(value, "viewed back", lambda ends: np.maximum(ends.left, ends.want))
 
-    def _of_both(self, value: Value, what: str, count: Callable[[Layout, Layout | None], float]) -> np.ndarray:
+    def _of_both(self, value: Value, what: str, count: Callable[[_Ends], np.ndarray]) -> np.ndarray:
         """By state of who makes and of who reads a value: a number of how it is left and how it is asked for."""
         memory = self.memory
         (op, k), ((reader, i),) = memory.made_by[value.name], memory.consumers[value.name]
         prints, asks = memory.prints(op), memory.prints(reader)
 
+        def ends() -> tuple[_Ends, np.ndarray, np.ndarray]:
+            lefts, rows = _numbered(p.leaves[k] for p in prints)
+            wants, columns = _numbered(_want(p.asks[i]) for p in asks)
+            same, closed = (np.array([[one == want for want in wants] for one in some])
+                            for some in (lefts, [left.without_partial() for left in lefts]))
+            left = np.array([float(memory.bytes_of(value, one)) for one in lefts])
+            want = np.array([0.0 if one is None else memory.bytes_of(value, one) for one in wants])
+            return _Ends(left[:, None], want[None], same, closed, np.array([[one is None for one in wants]]),
+                         np.array([[bool(one.partial)] for one in lefts])), rows, columns
+
         def make() -> np.ndarray:
-            lefts = {left: n for n, left in enumerate(dict.fromkeys(p.leaves[k] for p in prints))}
-            wants = {want: n for n, want in enumerate(dict.fromkeys(_want(p.asks[i]) for p in asks))}
-            table = np.array([[count(left, want) for want in wants] for left in lefts])
-            return np.ascontiguousarray(table[[lefts[p.leaves[k]] for p in prints]]
-                                        [:, [wants[_want(p.asks[i])] for p in asks]])
-        return memory.once((what, id(prints), k, id(asks), i, value.shape, value.dtype), make)
+            found, rows, columns = memory.once(("ends", *key), ends)
+            table = np.broadcast_to(count(found), found.same.shape)
+            return np.ascontiguousarray(table[rows][:, columns])
+        key = id(prints), k, id(asks), i, value.shape, value.dtype
+        return memory.once((what, *key), make)
 
     def _chain(self, name: str) -> None:
         """What the operators read that run again has to be there."""
@@ -324,3 +341,10 @@ def _want(asked: frozenset) -> Layout | None:
     """The one layout of the uses; None: there are several."""
     wants = {use.want for use in asked}
     return wants.pop() if len(wants) == 1 else None
+
+
+def _numbered(things: Iterable[Any]) -> tuple[list[Any], np.ndarray]:
+    """The different ones, and which of them each is."""
+    place: dict[Any, int] = {}
+    which = np.array([place.setdefault(one, len(place)) for one in things])
+    return list(place), which

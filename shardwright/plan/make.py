@@ -26,14 +26,15 @@ from .chosen import Chosen
 from .automatic_pipeline import UNITS_BY, Automatic, check_automatic
 from .bytes import amount_of, memory_of, words_of
 from .costs import Costs
-from .decision import Feeding, feeding
-from .document import Document, as_document
+from .decision import MODES, Decided, Feeding, feeding
+from .document import Document
+from .document_files import as_document
 from .dynamic import dynamic_programming
 from .fitting import CUT
 from .handed import Handed
 from .hybrid import OwnPrograms, decided, fed_whole, local_inputs, with_stacked
 from .memory import optimizer_bytes
-from .micro import is_split, micro_inputs, wide_inputs
+from .micro import is_split, micro_calls
 from .own_statistics import with_own_statistics
 from .parameter_strategies import as_parameter_strategies
 from .pipelined import PipelinePlan
@@ -42,7 +43,6 @@ from .plan import Plan
 from .propagation import sharding_propagation
 from .recursive import recursive_programming
 from .reuse import at_other_sizes
-from .search import Decided
 from .semi_auto import data_parallel, semi_auto
 from .solver.budget import LEAST, SearchBudget, spending
 from .storage import OptimizerParallel
@@ -67,9 +67,6 @@ FITTING = ("recursive_programming", "dynamic_programming")
 
 #: The modes in which each device has batch-norm statistics of its own, unless asked for those of the whole batch.
 OWN_STATISTICS = ("data_parallel",)
-
-#: All parallel modes.
-MODES = ("stand_alone", "hybrid_parallel", *PLANNERS, *SEARCHES)
 
 
 def make_plan(graph: Graph, devices: int, parallel_mode: str, dataset_strategy: Any, *,
@@ -209,14 +206,14 @@ def capture_micro(net: nn.Module, args: tuple, kwargs: dict[str, Any], count: in
     Returns:
         Its graph, and that for more rows, which `micro.split` compares it with.
     """
-    graph = capture(net, *micro_inputs(args, kwargs, count), **given)
-    return graph, capture(net, *wide_inputs(args, kwargs, count), **given) if count > 1 else None
+    graph, *wide = [capture(net, *call, **given) for call in micro_calls(args, kwargs, count)]
+    return graph, wide[0] if wide else None
 
 
 def make_pipeline(graph: Graph, wide: Graph | None, devices: int, parallel_mode: str, dataset_strategy: Any, setting: Pipelining,
                   modules: Mapping[str, int], splits: tuple[bool, ...], *, stored: dict[str, Layout] | None = None,
                   used: dict[str, Layout] | None = None, automatic: Automatic | None = None, chosen: Chosen | None = None,
-                  **given: Any) -> PipelinePlan:
+                  earlier: Sequence[PipelinePlan] = (), **given: Any) -> PipelinePlan:
     """Plan a captured model as a pipeline: each stage as `make_plan` does.
 
     Args:
@@ -225,6 +222,7 @@ def make_pipeline(graph: Graph, wide: Graph | None, devices: int, parallel_mode:
         splits: of the tensor inputs, which are split into micro-batches.
         automatic: for stages="auto", how they are chosen.
         chosen: the stages that were.
+        earlier: of the same model at other sizes, the latest first: their stages' strategies hold here where they fit.
         given: as `make_plan` takes it.
 
     Raises:
@@ -235,7 +233,7 @@ def make_pipeline(graph: Graph, wide: Graph | None, devices: int, parallel_mode:
     if setting.stages == "auto" and automatic is not None:
         check_automatic(setting, modules, given.get("strategies"))
         return _automatic_pipeline(graph, wide, devices, parallel_mode, dataset_strategy, setting, splits, automatic,
-                                   stored=stored, used=used, **given)
+                                   stored=stored, used=used, earlier=earlier, **given)
     if given.get("memory") is not None:
         raise SettingError(f"memory={given['memory']!r} for a pipeline of given stages", legal='stages="auto", or no memory=')
     if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
@@ -251,9 +249,11 @@ def make_pipeline(graph: Graph, wide: Graph | None, devices: int, parallel_mode:
             return make_plan(part, size, "semi_auto", dataset_strategy, fed=fed, **counting)
         held = {*part.parameters, *part.buffers}
         mine = [None if all_ is None else {n: layout for n, layout in all_.items() if n in held} for all_ in (stored, used)]
+        same = [p.stages[number].plan for p in earlier if len(p.stages) == planned.stages]
         follows = parallel_mode != "sharding_propagation" or not marked or any(op.mark for op in part.ops)
         return make_plan(part, size, parallel_mode if follows else "semi_auto", dataset_strategy, fed=fed, stored=mine[0],
-                         used=mine[1], cluster=cluster, strategies=None if lines is None else lines[number], **given)
+                         used=mine[1], cluster=cluster, strategies=None if lines is None else lines[number], earlier=same,
+                         **given)
 
     once = Alike(planner, given.get("whole", frozenset())) if chosen is not None and stored is None else planner
     return pipeline_plan(graph, wide, devices, parallel_mode, dataset_strategy, planned, modules, once, chosen=chosen,
@@ -267,7 +267,7 @@ def _automatic_pipeline(graph: Graph, wide: Graph | None, devices: int, parallel
                         **given: Any) -> PipelinePlan:
     """The pipeline whose stages are chosen, as `make_pipeline` makes it of them."""
     cluster = Cluster.of(given.pop("cluster", None), devices)
-    unit = {name: value for name, value in given.items() if name not in ("stored", "used", "searcher", "strategies")}
+    unit = {name: value for name, value in given.items() if name not in ("stored", "used", "searcher", "strategies", "earlier")}
 
     def units_plan(part: Graph, size: int, fed: Feeding) -> Plan:
         return make_plan(part, size, UNITS_BY.get(parallel_mode, parallel_mode), dataset, fed=fed, cluster=cluster, **unit)

@@ -19,14 +19,15 @@ The batch has to be read off more than the one graph, in which a number that a m
 like any other: the same model captured with more rows a part (`wide`) tells them apart, and rows of which a part has
 only one from dims of size 1.
 
-A batch norm that trains normalises each part by its own mean and variance, and buffers that change are changed by each
-part in turn, as where parts are batches of their own.
+Buffers that change hold their old values in all parts, and get their new ones after the last, put together as outputs are:
+what one device would give them. A batch norm that trains normalises each part by its own mean and variance; what it counts
+is changed by each part in turn, as where parts are batches of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +38,7 @@ from ..torch_private import pytree
 from .batching import Reduced, Refused
 from .splitting import Splitter
 
-__all__ = ["Join", "Micro", "is_split", "micro_inputs", "rows_of", "split", "wide_inputs"]
+__all__ = ["Join", "Micro", "is_split", "micro_calls", "rows_of", "split"]
 
 
 class Join(NamedTuple):
@@ -59,12 +60,15 @@ class Micro:
         totals: the names of its last inputs: sums over all micro-batches of the outputs of `counts`, in their order.
         counts: of those of the model's inputs (by their names) and buffers that it reads, what counts in one
             micro-batch; None where there are no totals.
+        updates: by the names of buffers that change once a step, how the parts' new values go together; those of batch norms,
+            which change in turn, are not among them.
     """
 
     graph: Graph
     joins: tuple[Join | None, ...]
     totals: tuple[str, ...] = ()
     counts: Graph | None = None
+    updates: dict[str, Join] = field(default_factory=dict)
 
 
 # -- inputs ------------------------------------------------------------------------------------------------------------
@@ -84,21 +88,20 @@ def is_split(args: tuple, kwargs: dict[str, Any] | None = None) -> tuple[bool, .
                  if isinstance(x, torch.Tensor))
 
 
-def micro_inputs(args: tuple, kwargs: dict[str, Any] | None, count: int) -> tuple[tuple, dict[str, Any]]:
-    """Inputs of one micro-batch's shapes, on the meta device.
+def micro_calls(args: tuple, kwargs: dict[str, Any] | None, count: int) -> list[tuple[tuple, dict[str, Any]]]:
+    """Inputs of one micro-batch's shapes, on the meta device; where there are several micro-batches, also such with twice the
+    rows, with which `split` compares.
 
     Args:
         args, kwargs: those of the whole batch.
 
+    Returns:
+        (args, kwargs) of each.
+
     Raises:
         SettingError: no tensor has rows, or `count` micro-batches do not divide them.
     """
-    return _resized(args, kwargs or {}, count, 1)
-
-
-def wide_inputs(args: tuple, kwargs: dict[str, Any] | None, count: int) -> tuple[tuple, dict[str, Any]]:
-    """The same with twice the rows: what `split` compares with."""
-    return _resized(args, kwargs or {}, count, 2)
+    return [_resized(args, kwargs or {}, count, times) for times in ((1, 2) if count > 1 else (1,))]
 
 
 def _resized(args: tuple, kwargs: dict[str, Any], count: int, times: int) -> tuple[tuple, dict[str, Any]]:
@@ -137,13 +140,13 @@ def split(graph: Graph, count: int, wide: Graph | None = None, parts: int = 1) -
     Args:
         graph: the model, with its loss where that is inside, captured for the rows of one micro-batch.
         count: how many micro-batches there are.
-        wide: the same captured for more rows (`wide_inputs`); needed where there is more than one micro-batch.
+        wide: the same captured for more rows (`micro_calls`); needed where there is more than one micro-batch.
         parts: of how many parts the whole batch is the concatenation, where ranks feed their own: a micro-batch is a
             piece of each, in their order.
 
     Raises:
-        SettingError: an output that mixes the rows of one micro-batch with those of another in another way than a sum
-            or a mean, with the operator that does; a program that is another one for more rows.
+        SettingError: an output, or a buffer's new value, that mixes the rows of one micro-batch with those of another in
+            another way than a sum or a mean, with the operator that does; a program that is another one for more rows.
     """
     if count == 1:
         return Micro(graph, tuple(Join("same") if isinstance(x, Value) else None for x in graph.outputs))
@@ -151,8 +154,9 @@ def split(graph: Graph, count: int, wide: Graph | None = None, parts: int = 1) -
     found = Splitter(graph, wide, count, parts)
     joins = tuple(_join(found, x) if isinstance(x, Value) else None for x in graph.outputs)
     totals = tuple(total for total, _ in found.totals.values())
+    updates = {name: _update(found, name, value) for name, value in graph.updates.items() if name not in found.in_turn}
     rewritten = replace(graph, inputs=(*graph.inputs, *totals), ops=_alive(graph, found.ops), batch=found.batch)
-    return Micro(rewritten, joins, tuple(v.name for v in totals), _counts(found) if totals else None)
+    return Micro(rewritten, joins, tuple(v.name for v in totals), _counts(found) if totals else None, updates)
 
 
 def _join(found: Splitter, value: Value) -> Join:
@@ -168,6 +172,17 @@ def _join(found: Splitter, value: Value) -> Join:
                           f"the rows of the batch lie apart in dim {kind.dim} of its result, {list(value.shape)}",
                           "micro_batches=1, or a result with a dim for the batch alone")
     return Join("cat", kind.dim)
+
+
+def _update(found: Splitter, name: str, value: Value) -> Join:
+    """How the new values that the parts have for a buffer make that of the whole batch."""
+    kind = found.kinds[value.name]
+    if isinstance(kind, Reduced):
+        return Join(kind.how)
+    reason = "it is of rows of the batch, of which each micro-batch has its own" if not isinstance(kind, Refused) else \
+        f"it is no sum or mean over the batch ({kind.error.message})"
+    raise found.error(found.graph.producers().get(value.name), f"the new value of the buffer {name!r}: {reason}",
+                      "micro_batches=1, or a buffer that gets a sum or a mean over the batch")
 
 
 def _counts(found: Splitter) -> Graph:

@@ -24,7 +24,7 @@ from typing import Any
 from ..errors import LayoutError, PlanError, SettingError, ShardwrightError
 from ..graph import Graph, Value
 from ..layout import Layout
-from .document import Document
+from .document_files import load_plan
 from .document_lines import Line, read_lines
 from .document_writing import fields_of, section
 from .padding import is_stored_padded, true_slice
@@ -139,7 +139,7 @@ class ParameterStrategies:
         if words.get("kind") != KIND:
             if "schema" not in words or "kind" in words:
                 raise PlanError("neither parameters' strategies nor a plan", source=str(path), legal=_LEGAL)
-            return cls.of(Document.read(path).plan(), path)
+            return cls.of(load_plan(path), path)
         if words.get("schema") != SCHEMA or isinstance(words["schema"], bool):
             raise PlanError(f"parameters' strategies of schema {words.get('schema')!r}", source=str(path),
                             legal=f"schema {SCHEMA}, or the version of Shardwright that wrote it")

@@ -7,26 +7,28 @@ A stage's plan is an ordinary `Plan` of one micro-batch on the stage's own devic
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from ..cluster import Cluster
 from ..errors import PlanError
 from ..graph import Graph, Value
-from ..layout import Layout, digits_size
+from ..layout import Layout, digits_size, group_of
 from ..rules.send import send
-from ..schedules import Schedule
+from ..schedules import Schedule, forward_only, schedule
 from .chosen import Alternative, Chosen
-from .crossing import sender
-from .instructions import Instance
+from .costs import Costs
+from .crossing import between, sender
+from .instructions import Instance, made_by
 from .micro import Micro
-from .plan import Collective, OperatorPlan, ParameterPlan, Plan, backward_collectives, forward_collectives, short_hash
+from .plan import Collective, OperatorPlan, ParameterPlan, Plan, SavedPlan, backward_collectives, forward_collectives, short_hash
+from .simulate import Profile, Simulation, simulate
 from .stages import Source
 
-__all__ = ["PipelinePlan", "Stage", "StageParameter", "Transfer"]
+__all__ = ["Moment", "PipelinePlan", "Stage", "StageParameter", "Transfer", "moments", "timeline_of"]
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ class Transfer(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PipelinePlan:
+class PipelinePlan(SavedPlan):
     """What every operator does on every device of a pipeline. See `shardwright.plan` for how one is made.
 
     Attributes:
@@ -285,9 +287,8 @@ class PipelinePlan:
     # -- pricing -----------------------------------------------------------------------------------------------------
 
     @cached_property
-    def simulation(self) -> Any:
+    def simulation(self) -> Simulation:
         """A step of it in time (`simulate.Simulation`)."""
-        from .simulate import timeline_of  # which reads plans
         return timeline_of(self)
 
     @property
@@ -307,19 +308,13 @@ class PipelinePlan:
         """The most bytes that a device holds at any moment of a step."""
         return max(self.simulation.peak(group) for group in range(self.schedule.groups))
 
-    def save(self, path: str | Path) -> None:
-        """Write the plan as a document, which `Plan.load` reads: the schedule, and for each stage a line for each operator
-        and parameter. See `document_pipeline`."""
-        from .document_pipeline_writing import pipeline_written  # which reads plans
-        Path(path).write_text(pipeline_written(self), encoding="utf-8")
-
     @cached_property
     def fingerprint(self) -> str:
         """A short hash of everything that all ranks must agree on."""
         return short_hash(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        yield f"{self.devices} {self.mode} {self.schedule.placement} {self.split} {self.micro.joins}"
+        yield f"{self.devices} {self.mode} {self.schedule.placement} {self.split} {self.micro.joins} {self.micro.updates}"
         yield self.schedule.to_csv()
         for stage in self.stages:
             yield f"{stage.first} {stage.plan.fingerprint} {stage.counts and stage.counts.fingerprint} {stage.sources}"
@@ -361,7 +356,6 @@ class _Step:
                                        for c, d in backward_collectives(i)))
 
     def of(self, stage: Stage, given: Iterator[tuple[Collective, Any]]) -> Iterator[Collective]:
-        from ..layout import group_of
         for collective, digits in given:
             ranks = group_of(self.rank - stage.first, digits)
             yield replace(collective, ranks=tuple(stage.first + r for r in ranks))
@@ -385,3 +379,104 @@ class _Step:
                 ranks = (self.rank, peer) if sends else (peer, self.rank)
                 yield Collective("send" if sends else "recv", ranks, t.local_shape, t.nbytes, t.nbytes if sends else 0,
                                  phase, cause, t.name)
+
+
+# -- a step in time --------------------------------------------------------------------------------------------------
+#
+# A stage's forward and backward take what one more micro-batch adds to the stage's price. The rest of the price is spent once
+# a step. A transfer takes as long as the slowest of the ranks that send, each over its own links.
+
+
+class Moment(NamedTuple):
+    """A moment of a plan's timeline: who is at work, in the "forward" or the "backward", and for how many seconds."""
+
+    operator: str
+    half: str
+    seconds: float
+
+
+def moments(plan: Plan) -> tuple[Moment, ...]:
+    """The moments of a plan's timeline, with the seconds that each takes."""
+    routed, costs = plan.routed, Costs(Cluster.of(plan.cluster, plan.devices), plan.devices)
+    tables = (routed.parameters, routed.buffers, routed.constants)
+    seed = () if routed.seed is None else (routed.seed,)
+    made = (o for i in routed.instructions for o in made_by(i))
+    known = {i.name: i for i in (*routed.inputs, *seed, *(i for table in tables for i in table.values()), *made)}
+    return (*(Moment(i.operator, "forward", costs.forward(i, known)) for i in routed.instructions),
+            *(Moment(i.operator, "backward", costs.backward(i, known)) for i in plan.backward))
+
+
+def timeline_of(plan: Plan | PipelinePlan) -> Simulation:
+    """A step of a plan in time. One without a pipeline is one stage and one micro-batch, whose bytes are those of every
+    moment (`Plan.timeline`); of the stages of a pipeline it is the most during a forward, and during a backward."""
+    return _of_one(plan) if isinstance(plan, Plan) else _of_stages(plan)
+
+
+def _of_one(plan: Plan) -> Simulation:
+    fixed, kept, held = _held(plan, together=False)
+    seconds = [[m.seconds for m in moments(plan) if m.half == half] for half in ("forward", "backward")]
+    one = schedule("gpipe", 1, 1) if plan.backward else forward_only((0,), 1)
+    return simulate(one, [sum(seconds[0])], [sum(seconds[1])], fixed=[fixed], kept=[kept], devices=[plan.devices],
+                    running=[tuple(_profile(*half) for half in zip(seconds, held))])
+
+
+def _profile(seconds: Sequence[float], held: Sequence[float]) -> Profile:
+    """Bytes from moment to moment."""
+    total = sum(seconds) or 1.0
+    return tuple(zip((min(before / total, 1.0) for before in accumulate(seconds, initial=0.0)), held)) or ((0.0, 0.0),)
+
+
+def _held(plan: Plan, together: bool) -> tuple[float, float, tuple[list[float], list[float]]]:
+    """Bytes of a stage: what is always there; of a micro-batch, what is kept for the backward, and what is there at
+    each moment of the forward and of the backward.
+
+    Args:
+        together: whether micro-batches share what is gathered of the parameters and kept for the backward.
+    """
+    line = plan.timeline
+    crosses = lambda h: h.start < line.forward < h.stop  # noqa: E731
+    standing = {id(h) for h in line.held if h.what in ("parameters", "gradients", "optimizer")
+                or together and h.what == "gathered" and crosses(h)}
+    own = replace(line, held=tuple(h for h in line.held if id(h) not in standing))
+    totals = own.totals()
+    return (sum(h.bytes for h in line.held if id(h) in standing), sum(h.bytes for h in own.held if crosses(h)),
+            (totals[:line.forward], totals[line.forward:]))
+
+
+def _of_stages(plan: PipelinePlan) -> Simulation:
+    costs = Costs(Cluster.of(plan.cluster, plan.devices), plan.devices)
+    each: dict[str, list] = {name: [] for name in ("forward", "backward", "begin", "end", "fixed", "kept", "running")}
+    devices = [0] * plan.schedule.groups
+    for stage in plan.stages:
+        devices[plan.schedule.placement[stage.number]] = stage.devices
+        one = stage.plan.price
+        two = Costs(Cluster.of(stage.plan.cluster, stage.devices), stage.devices).plan(stage.plan, 2)
+        forward, backward = two.forward - one.forward, two.backward - one.backward
+        fixed, kept, held = _held(stage.plan, together=True)
+        values = (forward, backward, max(0.0, one.forward - forward), max(0.0, one.backward - backward), fixed, kept,
+                  tuple(((0.0, max(half, default=0.0)),) for half in held))
+        for entries, value in zip(each.values(), values):
+            entries.append(value)
+    sending: dict[tuple[int, int], float] = {}
+    for transfer in plan.transfers:
+        source, target = transfer.source, transfer.target
+        seconds = _sends(plan, transfer, costs)
+        if transfer.kind == "parameter":
+            each["begin"][target] += seconds
+            each["end"][source] += seconds * transfer.gradient
+            continue
+        for pair in ((source, target), (target, source))[:1 + transfer.gradient]:
+            sending[pair] = sending.get(pair, 0.0) + seconds
+    skips = {(source, target) for source, target in sending if target > source + 1}
+    return simulate(plan.schedule, **each, transfer=lambda *pair: sending.get(pair, 0.0), skips=sorted(skips),
+                    devices=devices)
+
+
+def _sends(plan: PipelinePlan, transfer: Transfer, costs: Costs) -> float:
+    """Seconds in which a value gets from one stage to another: of the rank that takes the longest."""
+    most = 0.0
+    for rank in plan.stages[transfer.source].ranks:
+        peers = [peer for peer in plan.peers(transfer, rank) if peer != rank]
+        most = max(most, sum(costs.collective("send", between(costs.cluster, rank, peer), transfer.nbytes)
+                             for peer in peers))
+    return most

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 from ..cluster import Cluster
 from ..conversion import Conversion
@@ -20,20 +20,52 @@ from ..graph import Graph, Value
 from ..layout import Layout, group_of
 from .again import Again, wanted_again
 from .costs import Costs, Price
-from .decision import Decision, Feeding
+from .decision import Decision, Feeding, Found
 from .hybrid import OwnPrograms, own_programs
 from .instructions import Compute, Extreme, Instance, Move, Routed, made_by, read_by
 from .memory import Timeline, optimizer_bytes, timeline
 from .padding import true_slice
 from .recompute import Recomputed, Region, regions_of, started
 from .route import route
-from .search import Found
 from .storage import OptimizerParallel
 
-if TYPE_CHECKING:
-    from .pipelined import PipelinePlan
+__all__ = ["Collective", "OperatorPlan", "ParameterPlan", "Plan", "SavedPlan"]
 
-__all__ = ["Collective", "OperatorPlan", "ParameterPlan", "Plan"]
+
+class SavedPlan:
+    """Base of all plans: a plan is saved as a JSON file, and loaded from it without its model.
+
+    The file has one line for each operator and each parameter, and the captured graph. `document_files`, which knows every
+    kind of plan, registers how files are written and read.
+    """
+
+    _write: ClassVar[Callable[[SavedPlan, Path], None]]
+    _read: ClassVar[Callable[[Path], SavedPlan]]
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as a JSON file: one line for each operator and parameter, and the captured graph.
+
+        Example:
+            >>> plan.save("plan.json")  # doctest: +SKIP
+        """
+        SavedPlan._write(self, Path(path))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Any:
+        """Load a plan that `save` wrote, a `Plan` or a `PipelinePlan`, without its model: every line is checked, and
+        everything that follows from it is computed anew. The plan can be looked at, priced and compared; what runs is planned
+        from a model, which takes the file by `AutoParallel.load_operator_strategy_file`.
+
+        Raises:
+            PlanError: no plan, one of another schema, an operator that is not registered in this process.
+            ShardwrightError: an impossible line, with where it stands and what would be legal.
+        """
+        return SavedPlan._read(Path(path))
+
+    @staticmethod
+    def register_files(write: Callable[[Any, Path], None], read: Callable[[Path], Any]) -> None:
+        """Register how plans are written to a path and read from one."""
+        SavedPlan._write, SavedPlan._read = staticmethod(write), staticmethod(read)
 
 
 @dataclass(frozen=True)
@@ -128,7 +160,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(SavedPlan):
     """What every operator does on every device. See `shardwright.plan` for how one is made."""
 
     graph: Graph
@@ -350,24 +382,6 @@ class Plan:
             if name in made and name not in seen and not _copied(made[name][0]):
                 seen.add(name)
                 yield made[name][1].local_bytes
-
-    def save(self, path: str | Path) -> None:
-        """Write the plan as a document: a line for each operator and parameter, and the captured graph. See `document`."""
-        from .document_writing import written  # which reads plans
-        Path(path).write_text(written(self), encoding="utf-8")
-
-    @classmethod
-    def load(cls, path: str | Path) -> Plan | PipelinePlan:
-        """The plan of a document, be it of a pipeline, without its model: every line is checked, and everything that follows
-        from it worked out anew. It can be looked at, priced and compared; what runs is planned from a model, which takes
-        the document by `AutoParallel.load_operator_strategy_file`.
-
-        Raises:
-            PlanError: no plan, one of another schema, an operator that is not registered in this process.
-            ShardwrightError: an impossible line, with where it stands and what would be legal.
-        """
-        from .document import Document  # which makes plans
-        return Document.read(path).plan()
 
     @cached_property
     def fingerprint(self) -> str:

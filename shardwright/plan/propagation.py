@@ -31,12 +31,12 @@ from ..layout import Layout, overlap
 from ..rules import Assignment, Bound
 from .candidates import Described, Strategy, options_of, strategy_of
 from .costs import Costs
-from .decision import Decision, Feeding
+from .decision import Decided, Decision, Feeding, Found
 from .demands import Demand, demands_of, ranking, within
 from .energy import Energy
 from .exact import solve
 from .plan import Plan
-from .search import Decided, Found, Search
+from .search import Search
 from .semi_auto import semi_auto
 from .storage import OptimizerParallel
 
@@ -308,8 +308,8 @@ class _Prices:
                 total += float(table[state, self.states[other]])
                 continue
             free = self.found.problem.costs[other] + table[state]
-            for third, beside in self.edges[other]:
+            for third, between in self.edges[other]:
                 if third != node:
-                    free = free + beside[:, self.states[third]]
+                    free = free + between[:, self.states[third]]
             total += float(free.min())
         return total

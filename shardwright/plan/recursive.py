@@ -24,12 +24,12 @@ from ..graph import Graph, Op
 from ..layout import Digit, Layout, beside
 from ..rules import Assignment, Bound
 from .candidates import atoms_of, options_among
-from .decision import Feeding
+from .decision import Decided, Feeding
 from .exact import solve
 from .fitting import CUT, TooLittleMemoryError, fit, fits, limited
 from .memory import optimizer_bytes
 from .problem import Problem, Solution
-from .search import Decided, Search
+from .search import Search
 from .storage import OptimizerParallel
 from .usages import holding
 

@@ -15,9 +15,10 @@ import math
 from dataclasses import replace
 
 from ..graph import Graph, Op
+from ..rules import Bound
+from .decision import Decided
 from .handed import Handed
 from .plan import Plan
-from .search import Decided
 
 __all__ = ["at_other_sizes"]
 
@@ -40,9 +41,15 @@ def at_other_sizes(plan: Plan, graph: Graph, devices: int, *, on_missing_rule: s
         found = replace(found, bound=None, notes=(*found.notes, note) if note not in found.notes else found.notes)
     earlier = Decided(plan.decisions, plan.carries, found, plan.hsdp)
     made = Handed.of(earlier).onto(graph, devices, on_missing_rule=on_missing_rule, uneven=uneven)
-    if not all(d.bound.is_consistent(d.assignment) for d in made.decisions.values()):
+    if not all(_of_one_form(plan.decisions[name].bound, d.bound) and d.bound.is_consistent(d.assignment)
+               for name, d in made.decisions.items()):
         return None
     return made
+
+
+def _of_one_form(mine: Bound, theirs: Bound) -> bool:
+    """True where two descriptions of an operator differ in the sizes of factors alone: a dim of one row, say, is none in a view."""
+    return (len(mine.factors), mine.inputs, mine.outputs) == (len(theirs.factors), theirs.inputs, theirs.outputs)
 
 
 def _alike(mine: Op, theirs: Op, devices: int) -> bool:

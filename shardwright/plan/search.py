@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..errors import PlanError
 from ..graph import Graph, Op
 from ..layout import Digits, Layout
 from .candidates import Described, Strategy, atoms_of, options_of, strategy_of
-from .decision import Decision, Feeding, batch_dims
+from .decision import Decided, Decision, Feeding, Found, batch_dims
 from .delivery import Deliveries
 from .energy import Energy, energy
 from .problem import Solution
@@ -20,39 +20,7 @@ from .route import wanted_in_two
 from .semi_auto import marked_decision, marked_output
 from .storage import OptimizerParallel
 
-__all__ = ["Decided", "Found", "Search"]
-
-
-@dataclass(frozen=True)
-class Found:
-    """What a search says of its plan.
-
-    Attributes:
-        cost: seconds of a step, as the search prices it.
-        bound: no plan out of the strategies that were searched is priced below it by the search; None: nothing was proved.
-            The search credits one use of a shared value as served once, of few that are tried: a program that serves
-            more of them together takes less than its price.
-        operators, strategies: how many were looked at.
-        notes: what else is to be known.
-        limit: bytes that a device was allowed; None: memory was not looked at.
-    """
-
-    cost: float
-    bound: float | None
-    operators: int
-    strategies: int
-    notes: tuple[str, ...] = ()
-    limit: float | None = None
-
-
-class Decided(NamedTuple):
-    """What a planner returns: decisions by operator, value name -> the dim that carries the batch; of a search, what it
-    found, and how parameters are stored where it decides that too."""
-
-    decisions: dict[str, Decision]
-    carries: dict[str, int]
-    found: Found | None = None
-    hsdp: OptimizerParallel | None = None
+__all__ = ["Search"]
 
 
 @dataclass(frozen=True)

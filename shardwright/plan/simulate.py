@@ -8,32 +8,20 @@
 What crosses between groups is sent while they go on computing, and each value as if it had the link for itself. What is
 done once a step, before a group's first action or after its last, counts as work. With equal stages and nothing sent
 the bubble is (p-1) / (m + p-1) for gpipe and 1f1b, (p-1) / (m·v + p-1) for interleaved stages, v on a group.
-
-Of a plan: a stage's forward and backward are what one more micro-batch adds to its price, and the rest of the price is
-done once a step. What crosses takes as long as the slowest of the ranks that send, each over its own links.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from ..cluster import Cluster
 from ..errors import SettingError
-from ..schedules import Action, Schedule, check, forward_only, schedule
-from .costs import Costs
-from .crossing import between
-from .instructions import made_by
-from .plan import Plan
+from ..schedules import Action, Schedule, check
 
-if TYPE_CHECKING:
-    from .pipelined import PipelinePlan, Transfer
-
-__all__ = ["Moment", "Once", "Profile", "Simulation", "Span", "moments", "simulate", "timeline_of"]
+__all__ = ["Once", "Profile", "Simulation", "Span", "simulate"]
 
 #: Bytes that a micro-batch holds while an action runs: (part of its time, in [0, 1), bytes from there on).
 Profile = Sequence[tuple[float, float]]
@@ -248,101 +236,3 @@ class _Play:
         if key not in self.crossing:
             self.crossing[key] = self.transfer(source, target)
         return self.crossing[key]
-
-
-# -- of plans --------------------------------------------------------------------------------------------------------
-
-
-class Moment(NamedTuple):
-    """A moment of a plan's timeline: who is at work, in the "forward" or the "backward", and for how many seconds."""
-
-    operator: str
-    half: str
-    seconds: float
-
-
-def moments(plan: Plan) -> tuple[Moment, ...]:
-    """What every moment of a plan's timeline takes."""
-    routed, costs = plan.routed, Costs(Cluster.of(plan.cluster, plan.devices), plan.devices)
-    tables = (routed.parameters, routed.buffers, routed.constants)
-    seed = () if routed.seed is None else (routed.seed,)
-    made = (o for i in routed.instructions for o in made_by(i))
-    known = {i.name: i for i in (*routed.inputs, *seed, *(i for table in tables for i in table.values()), *made)}
-    return (*(Moment(i.operator, "forward", costs.forward(i, known)) for i in routed.instructions),
-            *(Moment(i.operator, "backward", costs.backward(i, known)) for i in plan.backward))
-
-
-def timeline_of(plan: Plan | PipelinePlan) -> Simulation:
-    """A step of a plan in time. One without a pipeline is one stage and one micro-batch, whose bytes are those of every
-    moment (`Plan.timeline`); of the stages of a pipeline it is the most during a forward, and during a backward."""
-    return _of_one(plan) if isinstance(plan, Plan) else _of_stages(plan)
-
-
-def _of_one(plan: Plan) -> Simulation:
-    fixed, kept, held = _held(plan, together=False)
-    seconds = [[m.seconds for m in moments(plan) if m.half == half] for half in ("forward", "backward")]
-    one = schedule("gpipe", 1, 1) if plan.backward else forward_only((0,), 1)
-    return simulate(one, [sum(seconds[0])], [sum(seconds[1])], fixed=[fixed], kept=[kept], devices=[plan.devices],
-                    running=[tuple(_profile(*half) for half in zip(seconds, held))])
-
-
-def _profile(seconds: Sequence[float], held: Sequence[float]) -> Profile:
-    """Bytes from moment to moment."""
-    total = sum(seconds) or 1.0
-    return tuple(zip((min(before / total, 1.0) for before in accumulate(seconds, initial=0.0)), held)) or ((0.0, 0.0),)
-
-
-def _held(plan: Plan, together: bool) -> tuple[float, float, tuple[list[float], list[float]]]:
-    """Bytes of a stage: what is always there; of a micro-batch, what is kept for the backward, and what is there at
-    each moment of the forward and of the backward.
-
-    Args:
-        together: whether micro-batches share what is gathered of the parameters and kept for the backward.
-    """
-    line = plan.timeline
-    crosses = lambda h: h.start < line.forward < h.stop  # noqa: E731
-    standing = {id(h) for h in line.held if h.what in ("parameters", "gradients", "optimizer")
-                or together and h.what == "gathered" and crosses(h)}
-    own = replace(line, held=tuple(h for h in line.held if id(h) not in standing))
-    totals = own.totals()
-    return (sum(h.bytes for h in line.held if id(h) in standing), sum(h.bytes for h in own.held if crosses(h)),
-            (totals[:line.forward], totals[line.forward:]))
-
-
-def _of_stages(plan: PipelinePlan) -> Simulation:
-    costs = Costs(Cluster.of(plan.cluster, plan.devices), plan.devices)
-    each: dict[str, list] = {name: [] for name in ("forward", "backward", "begin", "end", "fixed", "kept", "running")}
-    devices = [0] * plan.schedule.groups
-    for stage in plan.stages:
-        devices[plan.schedule.placement[stage.number]] = stage.devices
-        one = stage.plan.price
-        two = Costs(Cluster.of(stage.plan.cluster, stage.devices), stage.devices).plan(stage.plan, 2)
-        forward, backward = two.forward - one.forward, two.backward - one.backward
-        fixed, kept, held = _held(stage.plan, together=True)
-        values = (forward, backward, max(0.0, one.forward - forward), max(0.0, one.backward - backward), fixed, kept,
-                  tuple(((0.0, max(half, default=0.0)),) for half in held))
-        for entries, value in zip(each.values(), values):
-            entries.append(value)
-    sending: dict[tuple[int, int], float] = {}
-    for transfer in plan.transfers:
-        source, target = transfer.source, transfer.target
-        seconds = _sends(plan, transfer, costs)
-        if transfer.kind == "parameter":
-            each["begin"][target] += seconds
-            each["end"][source] += seconds * transfer.gradient
-            continue
-        for pair in ((source, target), (target, source))[:1 + transfer.gradient]:
-            sending[pair] = sending.get(pair, 0.0) + seconds
-    skips = {(source, target) for source, target in sending if target > source + 1}
-    return simulate(plan.schedule, **each, transfer=lambda *pair: sending.get(pair, 0.0), skips=sorted(skips),
-                    devices=devices)
-
-
-def _sends(plan: PipelinePlan, transfer: Transfer, costs: Costs) -> float:
-    """Seconds in which a value gets from one stage to another: of the rank that takes the longest."""
-    most = 0.0
-    for rank in plan.stages[transfer.source].ranks:
-        peers = [peer for peer in plan.peers(transfer, rank) if peer != rank]
-        most = max(most, sum(costs.collective("send", between(costs.cluster, rank, peer), transfer.nbytes)
-                             for peer in peers))
-    return most

@@ -49,6 +49,7 @@ class Splitter:
         ops: the program of one micro-batch.
         totals: value name -> its total, a further input of that program, and the value that the total is a sum of.
         counting: what makes of the values of the program those that only totals are of.
+        in_turn: the buffers that every micro-batch changes: those of batch norms that train.
     """
 
     def __init__(self, graph: Graph, wide: Graph, count: int, parts: int) -> None:
@@ -59,6 +60,7 @@ class Splitter:
         self.counting: list[Op] = []
         self.totals: dict[str, tuple[Value, Value]] = {}
         self.free: set[str] = set()  # values that come from inputs alone
+        self.in_turn = _statistics(graph)
         self.names = {v.name for op in graph.ops for v in op.outputs if v is not None} | set(graph.constants)
         self.names |= {op.name for op in graph.ops} | {v.name for v in graph.sources()}
         self._sources()
@@ -90,7 +92,7 @@ class Splitter:
         self.ratio = round(ratios.pop())
         self.kinds |= {v.name: SAME for v in self.graph.parameters.values()}
         for name, value in self.graph.buffers.items():
-            if name in self.graph.updates:
+            if name in self.in_turn:
                 self.kinds[value.name] = Refused(self.error(
                     None, f"the result depends on the buffer {name!r}, which changes from one micro-batch to the next"))
             else:
@@ -283,7 +285,7 @@ class Splitter:
         return _reading(op, shares)
 
     def _adds_number(self, op: Op) -> bool:
-        return additive(op) and not isinstance(op.argument("other"), Value)
+        return additive(op) and op.kind != "lerp" and not isinstance(op.argument("other"), Value)
 
     # -- what is inserted
 
@@ -361,6 +363,20 @@ class Splitter:
         ops[-1] = replace(ops[-1], outputs=(out,))
         assert made.name == builder.steps[-1][0].outputs[0].name
         self.ops += ops
+
+
+def _statistics(graph: Graph) -> set[str]:
+    """The buffers that change with the statistics of a batch norm, and the others of its module that do."""
+    made: set[str] = set()
+    for op in graph.ops:
+        values = [v.name for v in op.outputs if v is not None]
+        if op.target in _BATCH_NORMS:
+            made.update(values[1:])
+        if any(v.name in made for v in op.inputs):
+            made.update(values[1:] if op.target in _BATCH_NORMS else values)
+    found = {name for name, value in graph.updates.items() if value.name in made}
+    modules = {name.rpartition(".")[0] for name in found}
+    return found | {name for name in graph.updates if name.rpartition(".")[0] in modules and name.endswith("num_batches_tracked")}
 
 
 def _counts_off(op: Op) -> bool:

@@ -27,25 +27,51 @@ _SIZES = ("size", "shape", "sizes", "repeats")
 def pairs(graph: Graph, wide: Graph, refused: Callable[[Op, str], Exception]) -> Iterator[tuple[Op, Op | None]]:
     """Each operator of the one with its twin of the other; None for one that is left out there.
 
+    Twins are called at the same line. Where the two captures were made by calls of the model at different lines of the user's
+    loop, the loss's operators have those lines: then lines are not compared.
+
     Args:
         refused: the error for an operator and what is wrong with it, raised where the two are not one program.
     """
+    try:
+        found = list(_pairs(graph, wide, refused, _alike))
+    except _Unlike as unlike:
+        try:
+            found = list(_pairs(graph, wide, refused, _alike_anywhere))
+        except _Unlike:
+            raise unlike.error from None
+    yield from found
+
+
+class _Unlike(Exception):
+    """Two captures that are not one program."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+def _pairs(graph: Graph, wide: Graph, refused: Callable[[Op, str], Exception], alike: Callable[[Op, Op], bool]
+           ) -> Iterator[tuple[Op, Op | None]]:
     twins = list(reversed(wide.ops))
     for op in graph.ops:
-        while twins and not _alike(op, twins[-1]) and twins[-1].target in _LEFT_OUT:
+        while twins and not alike(op, twins[-1]) and twins[-1].target in _LEFT_OUT:
             twins.pop()
-        if twins and _alike(op, twins[-1]):
+        if twins and alike(op, twins[-1]):
             yield op, twins.pop()
         elif op.target in _LEFT_OUT:
             yield op, None
         else:
-            raise refused(op, f"with more rows the model calls {twins[-1].kind if twins else 'nothing'} here")
+            raise _Unlike(refused(op, f"with more rows the model calls {twins[-1].kind if twins else 'nothing'} here"))
     if further := [twin for twin in twins if twin.target not in _LEFT_OUT]:
-        raise refused(further[-1], "it is called with more rows alone")
+        raise _Unlike(refused(further[-1], "it is called with more rows alone"))
 
 
 def _alike(op: Op, twin: Op) -> bool:
     return repr(op.target) == repr(twin.target) and (op.module, op.source) == (twin.module, twin.source)
+
+
+def _alike_anywhere(op: Op, twin: Op) -> bool:
+    return repr(op.target) == repr(twin.target) and op.module == twin.module
 
 
 def differences(op: Op, twin: Op) -> list[tuple[str, Any, Any]]:

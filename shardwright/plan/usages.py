@@ -334,11 +334,16 @@ class _Holder:
             def count() -> np.ndarray:
                 place: dict[Any, int] = {}
                 which = [place.setdefault(frozenset(use.want for use in p.asks[i]), len(place)) for p in prints]
-                there = [{s.left, s.left.without_partial(), *((s.use.want,) if s.use is not None else ())}
-                         for s in states]
-                table = np.array([[float(sum(self.memory.bytes_of(value, w) for w in wants - known)) for wants in place]
-                                  for known in there])
-                return np.ascontiguousarray(table[:, which])
+                layouts = {want: n for n, want in enumerate(dict.fromkeys(want for wants in place for want in wants))}
+                absent = np.ones((len(states), len(layouts)))  # by state of the value and layout
+                for row, s in zip(absent, states):
+                    there = (s.left, s.left.without_partial(), *((s.use.want,) if s.use is not None else ()))
+                    row[[layouts[one] for one in there if one in layouts]] = 0.0
+                sizes = np.zeros((len(layouts), len(place)))
+                for wants, column in place.items():
+                    for want in wants:
+                        sizes[layouts[want], column] = self.memory.bytes_of(value, want)
+                return np.ascontiguousarray((absent @ sizes)[:, which])
             amount = self.memory.once(("copies", id(states), id(prints), i, value.shape, value.dtype), count)
             stays = self.grads and (self.memory.saves_input(reader, i) or self.keeping.runs_again(reader))
             until = self.back(here) if stays else here

@@ -12,7 +12,7 @@ from ..plan.decision import Decision
 from ..plan.document_pipeline_writing import pipeline_dataset_strategy, pipeline_words
 from ..plan.document_writing import dataset_strategy, digest
 from ..plan.explain import opened
-from ..plan.graph_document import types_of
+from ..graph import types_of
 from ..plan.pipelined import PipelinePlan, StageParameter
 from ..plan.plan import ParameterPlan, Plan
 from ..plan.spelling import spell_assignment, spell_digits, spell_layout

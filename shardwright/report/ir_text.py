@@ -11,7 +11,7 @@ import torch
 from ..errors import PlanError
 from ..graph import Value
 from ..layout import Layout
-from ..plan.graph_document import dtype_word
+from ..graph import dtype_word
 from ..plan.padding import true_slice
 from ..plan.pipelined import PipelinePlan
 from ..plan.plan import Plan

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from xml.sax.saxutils import escape, quoteattr
 
-from ..plan.simulate import Moment, Once, Simulation, Span
+from ..plan.pipelined import Moment
+from ..plan.simulate import Once, Simulation, Span
 from ..schedules import Action
 from .units import size_text, time_text
 

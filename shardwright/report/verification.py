@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,10 +11,55 @@ from ..plan.pipelined import PipelinePlan
 from ..plan.plan import Plan
 from ..precision import Precision
 
-if TYPE_CHECKING:
-    from ..first_difference import FirstDifference
+__all__ = ["Differences", "FirstDifference", "VerifyReport", "Worst"]
 
-__all__ = ["Differences", "VerifyReport", "Worst"]
+
+@dataclass(frozen=True)
+class FirstDifference:
+    """The first thing that a plan does differently.
+
+    Attributes:
+        operator: the operator's name, as in ``plan.operator(name)``; "" for a part of "capture".
+        op: its plain name, such as "matmul".
+        source: ``file.py:41``, the line that calls it.
+        phase: "forward", or "gradient": everything is the same up to the backward.
+        part: "operator": what it computes on slices; "conversion": how a tensor came to it, or its gradient back;
+            "capture": the graph that was captured is not the model.
+        tensor: the value (or, for a gradient, the value or parameter) that differs.
+        difference: the largest difference, relative to the largest value of the operator's output and of its terms: Σ |x| |w|
+            of a product, the inputs of others;
+            infinite where the shapes or the replicas differ, or where it could not run at all.
+        dtype: the type in which it was found.
+        tolerance: what was allowed.
+        precision: which type decided that, and which operator brought it in.
+        message: what happened, where there is more to say.
+    """
+
+    operator: str
+    op: str
+    source: str
+    phase: str
+    part: str
+    tensor: str
+    difference: float
+    dtype: torch.dtype
+    message: str = ""
+    tolerance: float = 0.0
+    precision: Precision | None = None
+
+    def __str__(self) -> str:
+        if self.part == "capture":
+            how = f", {self.message}" * bool(self.message)
+            return f"the graph as it was captured{how}: {self.tensor} differs by {self.difference:.1e}"
+        name = self.operator if self.op in self.operator else f"{self.operator} ({self.op})"
+        what = f"{self.tensor}" if self.phase == "forward" else f"the gradient of {self.tensor}"
+        by = f"differs by {self.difference:.1e}" if math.isfinite(self.difference) else "is not the same at all"
+        if self.precision is not None and math.isfinite(self.difference):
+            by += f", more than the {self.tolerance:.0e} of {self.precision}"
+        parts = [f"{name}{f', {self.source}' if self.source else ''}: {what} {by}"]
+        if self.part == "conversion":
+            parts.append("in the conversion for it, not in the operator")
+        return "; ".join(parts + [self.message] * bool(self.message))
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from ..errors import RuntimeMismatchError, ShardwrightError
 from ..graph import Graph
 from ..plan.handed import Handed, graph_digest
-from ..plan.search import Decided
+from ..plan.decision import Decided
 
 __all__ = ["Agreement"]
 

@@ -25,7 +25,7 @@ from torch.nn.modules.module import (
 from torch.overrides import TorchFunctionMode
 
 from ..errors import SettingError
-from ..torch_private import TorchDispatchMode, parameter_table, pytree, storage_id, version_of
+from ..torch_private import TorchDispatchMode, move_gradient_hooks, parameter_table, pytree, storage_id, version_of
 
 __all__ = ["beginnings", "materialize", "no_init_parameters", "put_in_place", "substitute"]
 
@@ -251,6 +251,7 @@ def put_in_place(old: torch.Tensor, new: torch.Tensor) -> None:
     wrapped = nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
     vars(wrapped).update((k, v) for k, v in vars(old).items() if k not in (_TAPE, _VERSION))  # what users have noted on it
     torch.utils.swap_tensors(old, wrapped)
+    move_gradient_hooks(old, old)  # autograd has them by the memory, the object by itself
 
 
 def _optimizers() -> list[torch.optim.Optimizer]:

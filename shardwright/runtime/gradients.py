@@ -17,8 +17,9 @@ from ..conversion_steps import digits_value
 from ..errors import SettingError
 from ..layout import Digits
 from ..torch_private import (
-    DisableTorchFunctionSubclass, foreach_mul_, foreach_norm, fused_optimizers, local_tensor, pytree, spec_of,
+    DisableTorchFunctionSubclass, foreach_mul_, foreach_norm, fused_optimizers, gradient_hooks, local_tensor, pytree, spec_of,
 )
+from .parameter_hooks import call_after, put_within, seen_by_hooks
 
 __all__ = ["Gradient", "StageGradient", "Unsummed", "copy_of_gradient", "hand_nothing", "hand_over", "keep_unsummed",
            "not_summed", "of_stage", "take_unsummed", "unsummed_over"]
@@ -181,7 +182,16 @@ def not_summed(what: str) -> SettingError:
 
 
 def hand_over(parameter: nn.Parameter, gradient: Tensor, rank: int) -> None:
-    """Add a gradient, complete or in no need of a sum, to what a DTensor parameter has on `rank`."""
+    """Add a gradient, complete or in no need of a sum, to what a DTensor parameter has on `rank`. Its hooks see it."""
+    hooks = gradient_hooks(parameter)
+    if hooks.before:
+        gradient = seen_by_hooks(parameter, gradient, rank)
+    _add(parameter, gradient, rank)
+    if hooks.after:
+        run_after(parameter)
+
+
+def _add(parameter: nn.Parameter, gradient: Tensor, rank: int) -> None:
     held = parameter.grad
     if held is None:
         # Not `from_local`, which makes a spec of its own and an autograd node: 61 us against 4. The spec is private:
@@ -194,10 +204,28 @@ def hand_over(parameter: nn.Parameter, gradient: Tensor, rank: int) -> None:
 
 
 def hand_nothing(parameter: nn.Parameter) -> None:
-    """Give a parameter that lies on other ranks an empty gradient, as it is empty itself."""
-    if not hasattr(parameter, _NOTHING):
-        setattr(parameter, _NOTHING, _gradient(parameter, torch.empty_like(local_tensor(parameter))))
-    parameter.grad = getattr(parameter, _NOTHING)
+    """Give a parameter that lies on other ranks an empty gradient, as it is empty itself; hooks after it run here too."""
+    if parameter.grad is None:
+        if not hasattr(parameter, _NOTHING):
+            setattr(parameter, _NOTHING, _gradient(parameter, torch.empty_like(local_tensor(parameter))))
+        parameter.grad = getattr(parameter, _NOTHING)
+    if gradient_hooks(parameter).after:
+        run_after(parameter)
+
+
+def run_after(parameter: nn.Parameter) -> None:
+    """Call the hooks that want a parameter after its gradient has come.
+
+    In a pipeline the ranks of one stage are in it, and others elsewhere: a norm is that of the stage's ranks meanwhile.
+    """
+    gradient = parameter.grad
+    if isinstance(gradient, StageGradient):
+        parameter.grad = alone = Gradient(local_tensor(gradient), spec_of(gradient), requires_grad=False)
+        call_after(parameter)
+        if parameter.grad is alone:
+            parameter.grad = gradient
+    else:
+        call_after(parameter)
 
 
 def keep_unsummed(parameter: nn.Parameter, term: Tensor, digits: Digits, rank: int) -> None:
@@ -235,6 +263,12 @@ def unsummed_over(parameter: nn.Parameter) -> Any:
 
 
 def take_unsummed(parameter: nn.Parameter) -> Tensor:
-    """The rank's own term that a parameter has, which it has no longer."""
+    """The rank's own term that a parameter has, which it has no longer.
+
+    Raises:
+        SettingError: a hook of the parameter would see the sum of several backwards.
+    """
+    if any(gradient_hooks(parameter)):
+        raise put_within(parameter)
     term, parameter.grad = local_tensor(parameter.grad), None
     return term

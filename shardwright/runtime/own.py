@@ -15,6 +15,7 @@ from ..errors import SettingError
 from ..graph import Value
 from ..layerwise import is_own, stacked
 from ..plan.plan import Plan
+from .parameter_hooks import call_after, called_before
 
 __all__ = ["handings", "leaf_of_slice", "with_rank_dim"]
 
@@ -26,11 +27,12 @@ def leaf_of_slice(parameter: nn.Parameter) -> Tensor:
         return leaf
 
     def hand_over(filled: Tensor) -> None:
-        gradient, filled.grad = filled.grad.squeeze(0), None
+        gradient, filled.grad = called_before(parameter, filled.grad.squeeze(0)), None
         if parameter.grad is None:
             parameter.grad = gradient
         else:
             parameter.grad.add_(gradient)
+        call_after(parameter)
     leaf.requires_grad_(True)
     leaf.register_post_accumulate_grad_hook(hand_over)
     return leaf

@@ -39,6 +39,7 @@ class Step:
         self.inputs: dict[tuple[int, int], list[Tensor]] = {}
         self.outputs: dict[tuple[int, int], list[Tensor]] = {}
         self.results: dict[int, list[Tensor]] = {}            # of the model's outputs, by index
+        self.updated: dict[tuple[int, str], Tensor] = {}      # new values of buffers that change once a step, so far
         self.weights: dict[tuple[int, int], Any] = {}         # what is left of a backward in two
         self.fed_gradients: dict[tuple[int, int], Tensor] = {}
         self.given = False
@@ -100,6 +101,7 @@ class Step:
         self.totals = {s: self._totals(body) for s, body in program.bodies.items()}
         for action in program.orders[schedule]:
             self._play(action)
+        self._write_buffers()
         if self.trains:
             self._scatter()
             self._share()
@@ -153,7 +155,7 @@ class Step:
         outputs, updates = made[:len(graph.outputs)], made[len(graph.outputs):]
         with torch.no_grad():
             for name, value in zip(body.updates, updates, strict=True):
-                body.buffers[name].copy_(value)
+                self._update(s, name, value)
         for index, out in zip(body.stage.results, outputs):
             self.results.setdefault(index, []).append(out.detach())
         for name, out in zip(body.stage.sent, outputs[len(body.stage.results):]):
@@ -161,6 +163,22 @@ class Step:
                 program.link.send(transfer, k, False, out.detach())
         if self.trains:
             self.inputs[s, k], self.outputs[s, k] = inputs, outputs
+
+    def _update(self, s: int, name: str, value: Tensor) -> None:
+        """Give a buffer the value that a micro-batch has for it; or keep that until the step ends."""
+        join = self.plan.micro.updates.get(name)
+        if join is None:
+            self.program.bodies[s].buffers[name].copy_(value)
+            return
+        before = None if join.how == "same" else self.updated.get((s, name))
+        self.updated[s, name] = value if before is None else before + value
+
+    def _write_buffers(self) -> None:
+        """The new values of buffers that change once a step."""
+        with torch.no_grad():
+            for (s, name), value in self.updated.items():
+                mean = self.plan.micro.updates[name].how == "mean"
+                self.program.bodies[s].buffers[name].copy_(value / self.count if mean else value)
 
     # -- backward --
 
@@ -276,8 +294,7 @@ class Step:
         if self.program.absent:
             from .gradients import hand_nothing  # imports DTensor, which is loaded where parameters are absent
             for parameter in self.program.absent:
-                if parameter.grad is None:
-                    hand_nothing(parameter)
+                hand_nothing(parameter)
         if gradient.device.type == "cpu" and gradient.item() == 1:  # as most are; elsewhere to ask takes longer
             return out
         with torch.no_grad():

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from ..errors import PACKAGE_FOLDER
+
 __all__ = ["Place", "Position", "noted", "position", "users_line", "waiting"]
 
 
@@ -99,7 +101,7 @@ def noted(steps: Sequence[Callable[[Any], Any]], place: Place) -> tuple[Callable
     return (run,)
 
 
-_NOT_THE_USERS = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_NOT_THE_USERS = (os.path.dirname(torch.__file__), PACKAGE_FOLDER)
 _LIBRARY = sysconfig.get_paths()["stdlib"]
 
 

@@ -1,0 +1,190 @@
+"""Hooks that users put on parameters, where autograd does not see the parameters.
+
+A program in processes computes on leaves of its own (`parameters`), of which autograd knows. The hooks of the parameters run
+where gradients are handed over, and mean what they mean on one device:
+
+    register_hook                         the whole gradient of this backward, a plain tensor; what is made of it is cut again
+    register_post_accumulate_grad_hook    the parameter, after its gradient was added to ``grad``
+
+A gradient of which a rank has a part is gathered for its hook: one all-gather for each parameter with a hook. The ranks of a
+parameter's stage call `register_hook`'s; all ranks call the others, for parameters that are empty there too.
+
+At the first call the parameters become other objects. Their hooks go with them, and what the hooks' functions hold of the old
+objects is exchanged, as in the loop that steps in the backward:
+
+    optimizers = {p: torch.optim.Adam([p]) for p in net.parameters()}
+    def step(p): optimizers[p].step(); optimizers[p].zero_grad()     # the keys of `optimizers` are the new objects afterwards
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import SettingError
+from ..staging import CUT
+from ..torch_private import gradient_hooks, move_gradient_hooks
+
+__all__ = ["call_after", "called_before", "carry_over", "put_within", "seen_by_hooks"]
+
+#: How deep a hook's function is followed into functions and objects that it refers to.
+_DEPTH = 3
+
+
+def called_before(parameter: nn.Parameter, whole: Tensor) -> Tensor:
+    """The gradient that ``register_hook``'s hooks make of a whole one.
+
+    Raises:
+        SettingError: a hook that returns no gradient of its shape, or draws from torch's own random numbers, of which each rank
+            has others.
+    """
+    for hook in list(gradient_hooks(parameter).before.values()):
+        state = _random_state(whole.device)
+        with torch.no_grad():
+            made = hook(whole)
+        if not torch.equal(state, _random_state(whole.device)):
+            raise SettingError(f"{_called(hook, parameter)} draws random numbers, which are others on each rank",
+                               legal="a torch.Generator of its own, seeded alike on every rank")
+        if made is not None:
+            if not isinstance(made, Tensor) or made.shape != whole.shape:
+                what = f"a tensor of shape {list(made.shape)}" if isinstance(made, Tensor) else f"a {type(made).__name__}"
+                raise SettingError(f"{_called(hook, parameter)} returns {what}",
+                                   legal=f"a tensor of shape {list(whole.shape)}, or None")
+            whole = made.to(whole.dtype)
+    return whole
+
+
+def call_after(parameter: nn.Parameter) -> None:
+    """Call the hooks that want the parameter when its gradient is there."""
+    for hook in list(gradient_hooks(parameter).after.values()):
+        with torch.no_grad():
+            hook(parameter)
+
+
+def seen_by_hooks(parameter: nn.Parameter, gradient: Tensor, rank: int) -> Tensor:
+    """This rank's part of what the hooks make of the gradient of a DTensor; all ranks of its mesh call it together.
+
+    Args:
+        gradient: this rank's part.
+        rank: among those that the parameter's layout speaks of.
+    """
+    from ..plan.padding import true_slice
+    from .dtensors import gathered_as, layout_of  # DTensor takes a second to import
+    from .padded import beginning
+    layout = layout_of(parameter)
+    if layout is None or layout.is_replicated:
+        return called_before(parameter, gradient)
+    length = layout.local_shape(layout.padded(tuple(parameter.shape)))
+    padded = gradient
+    if tuple(gradient.shape) != length:
+        padded = gradient.new_zeros(length)
+        beginning(padded, gradient.shape).copy_(gradient)
+    whole = called_before(parameter, gathered_as(parameter, padded))
+    return whole[true_slice(layout, tuple(parameter.shape), rank)].clone(memory_format=torch.contiguous_format)
+
+
+def put_within(parameter: nn.Parameter) -> SettingError:
+    """The error of a hook that came between backwards whose gradients are summed together."""
+    return SettingError(f"the parameter {getattr(parameter, CUT, '')!r} was given a hook after a backward under no_sync(): it would "
+                        "see the sum of several backwards", legal="hooks put on parameters before no_sync() is entered")
+
+
+def _called(hook: Any, parameter: nn.Parameter) -> str:
+    code = getattr(getattr(hook, "__func__", hook), "__code__", None)
+    where = "" if code is None else f" ({code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno})"
+    return f"the hook{where} of the parameter {getattr(parameter, CUT, '')!r}"
+
+
+def _random_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+# -- parameters that become other objects ------------------------------------------------------------------------------
+
+
+def carry_over(olds: Sequence[nn.Parameter], successors: Mapping[int, nn.Parameter]) -> None:
+    """Put the hooks of parameters onto the objects in their places, and these into what the hooks' functions hold.
+
+    Args:
+        successors: ``id(old parameter)`` -> the new one.
+    """
+    hooks = []
+    for old in olds:
+        held = gradient_hooks(old)
+        hooks += [*held.before.values(), *held.after.values()]
+        move_gradient_hooks(old, successors[id(old)])
+    if hooks:
+        exchange = _Exchange(successors)
+        for hook in hooks:
+            exchange.within(hook, 0)
+
+
+class _Exchange:
+    """Puts new objects in the place of old ones: in cells, globals, defaults, attributes, and containers of a function."""
+
+    def __init__(self, successors: Mapping[int, nn.Parameter]) -> None:
+        self._successors, self._seen = successors, set[int]()
+
+    def _new(self, value: Any) -> Any:
+        """What stands for a value; a tuple that holds old objects is another tuple."""
+        if isinstance(value, tuple) and type(value) is tuple and any(id(entry) in self._successors for entry in value):
+            return tuple(map(self._new, value))
+        return self._successors.get(id(value), value)
+
+    def within(self, value: Any, depth: int) -> None:
+        """Exchange what an object holds."""
+        if id(value) in self._seen or depth > _DEPTH or isinstance(value, (Tensor, nn.Module, type, types.ModuleType)):
+            return
+        self._seen.add(id(value))
+        if isinstance(value, dict):
+            if any(id(key) in self._successors or self._new(entry) is not entry for key, entry in value.items()):
+                entries = [(self._new(key), self._new(entry)) for key, entry in value.items()]
+                value.clear()
+                value.update(entries)
+        elif isinstance(value, list):
+            if any(self._new(entry) is not entry for entry in value):
+                value[:] = map(self._new, value)
+        elif isinstance(value, set):
+            if any(id(entry) in self._successors for entry in value):
+                entries = list(map(self._new, value))
+                value.clear()
+                value.update(entries)
+        for each in self._held(value):
+            self.within(each, depth + 1)
+
+    def _held(self, value: Any) -> Iterator[Any]:
+        """What an object refers to, exchanged where it is an old object itself."""
+        if isinstance(value, functools.partial):
+            func, args, kwargs = value.func, value.args, value.keywords
+            value.__setstate__((func, tuple(map(self._new, args)), {k: self._new(v) for k, v in kwargs.items()}, vars(value)))
+            yield from (func, *args, *kwargs.values())
+        elif isinstance(value, types.MethodType):
+            yield from (value.__func__, value.__self__)
+        elif isinstance(value, types.FunctionType):
+            for cell in value.__closure__ or ():
+                try:
+                    held = cell.cell_contents
+                except ValueError:
+                    continue
+                if self._new(held) is not held:
+                    cell.cell_contents = self._new(held)
+                yield held
+            if value.__defaults__:
+                value.__defaults__ = tuple(map(self._new, value.__defaults__))
+            space = value.__globals__
+            for name in value.__code__.co_names:
+                if name in space:
+                    if self._new(space[name]) is not space[name]:
+                        space[name] = self._new(space[name])
+                    yield space[name]
+            yield from (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), value.__kwdefaults__ or {})
+        elif isinstance(value, dict):
+            yield from [each for each in value.values() if isinstance(each, (dict, list, set, types.FunctionType))]
+        elif not isinstance(value, (list, set, tuple, str, bytes, int, float)) and isinstance(getattr(value, "__dict__", None), dict) \
+                and not isinstance(value, torch.optim.Optimizer):
+            yield vars(value)
