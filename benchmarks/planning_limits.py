@@ -38,21 +38,21 @@ LIMITS = {"llama": (0, 140, 70, 40), "mixtral": (0, 140, 70, 40), "gpt": (0, 141
 
 
 class Experts(nn.Module):
-    """All experts of all tokens, weighted by the router's `top` best probabilities: dense products that can be cut."""
+    """All experts of all tokens, weighted by the router's `top` best probabilities: one product for all of them."""
 
     def __init__(self, width: int, hidden: int, experts: int, top: int = 2) -> None:
         super().__init__()
         self.experts, self.top = experts, top
         self.router = nn.Linear(width, experts, bias=False)
-        self.gate, self.up = (nn.Parameter(torch.empty(experts, width, hidden)) for _ in range(2))
-        self.down = nn.Parameter(torch.empty(experts, hidden, width))
+        self.gate, self.up = (nn.Linear(width, experts * hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(experts * hidden, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, chosen = self.router(x).softmax(-1).topk(self.top, dim=-1)
         weights = weights / weights.sum(-1, keepdim=True)
         dense = (F.one_hot(chosen, self.experts).to(x.dtype) * weights.unsqueeze(-1)).sum(-2)
-        h = F.silu(torch.einsum("bld,edh->eblh", x, self.gate)) * torch.einsum("bld,edh->eblh", x, self.up)
-        return torch.einsum("ebld,ble->bld", torch.einsum("eblh,ehd->ebld", h, self.down), dense)
+        h = (F.silu(self.gate(x)) * self.up(x)).unflatten(-1, (self.experts, -1))
+        return self.down((h * dense.unsqueeze(-1)).flatten(-2))
 
 
 class MixtralBlock(nn.Module):

@@ -131,7 +131,7 @@ def test_with_prices_it_is_below_whatever_keeps_the_limit(seed):
     problem = replace(problem, limit=0.9 * most_held(problem))
     bound, times = binding(consistent(problem).problem)
     rows = Rows.of(bound, len(times))
-    known, _ = priced_search(bound, rows, Pricing.of(bound, rows), 1e-2)
+    known = priced_search(bound, rows, Pricing.of(bound, rows), 1e-2).found
     pricing = SweptPricing(bound, rows)
     for _ in range(5):
         prices = np.zeros(len(times))
@@ -145,8 +145,8 @@ def test_a_search_by_sweeps_is_as_good_as_one_by_elimination(seed):
     problem = replace(problem, limit=0.85 * most_held(problem))
     bound, times = binding(consistent(problem).problem)
     rows = Rows.of(bound, len(times))
-    exact, _ = priced_search(bound, rows, Pricing.of(bound, rows), 1e-3)
-    found, _ = priced_search(bound, rows, SweptPricing(bound, rows), 1e-3)
+    exact = priced_search(bound, rows, Pricing.of(bound, rows), 1e-3).found
+    found = priced_search(bound, rows, SweptPricing(bound, rows), 1e-3).found
     assert found is not None
     assert found.bound <= exact.cost * (1 + 1e-9)
     assert found.cost <= exact.cost * 1.02

@@ -34,7 +34,8 @@ __all__ = ["CUT", "ENOUGH", "TooLittleMemoryError", "fit", "fits", "limited"]
 #: How parameters may be stored to save memory: cut over all replicas, gathered again in the backward or kept till then.
 CUT = OptimizerParallel(-1, 0, "level3")
 
-#: How often a problem is solved, with less because its plan's peak is above the limit, or with more because nothing keeps that.
+#: How often a problem is solved, with less because its plan's peak is above the limit, or with more because nothing keeps
+#: that; and how often the least limit is halved.
 MOST_TRIES = 6
 #: By how much of the limit a peak may be above it for that much to be taken off; if by more, all is taken to be too little.
 SLIGHTLY = 0.1
@@ -153,7 +154,9 @@ class _Fitting:
         except PlanError:
             best = self.solver(replace(self.problem, limit=None, usages=()))
         high = self.held.peak(best.states)
-        while high - low > NEAR * high:
+        for _ in range(MOST_TRIES):
+            if high - low <= NEAR * high:
+                break
             middle = (low + high) / 2
             try:
                 best = self.solver(replace(self.problem, limit=middle))

@@ -2,18 +2,22 @@
 
     least limit = min_s max_t used_t(s)
 
-By halving: whether a limit can be kept is asked of HiGHS without any cost; states that keep it show how much less they
-need. Where all amounts are whole numbers the answer is exact once one less cannot be kept. Where elimination can do the
-problem the two ends are brought near to one another first,
+1. Prices of memory bring two ends near to one another, where elimination can do the problem (`_priced`):
 
-    least limit >= max_λ min_s Σ_t λ_t used_t(s),   λ >= 0, Σ λ = 1
+       least limit >= max_λ min_s Σ_t λ_t used_t(s),   λ >= 0, Σ λ = 1
 
-by cutting planes (ascent.py), and states are those of these minima, spliced; a large problem is not HiGHS's at all, and
-the two ends need not meet then.
+   by cutting planes (ascent.py); the upper end is held by states of these minima, spliced.
+2. HiGHS halves what is left between them: it is asked whether a limit can be kept, without any cost. Of a small problem
+   whose amounts are whole numbers the answer is exact. Of another one the two ends are `NEAR`.
+3. HiGHS is not asked about a large problem. Where elimination cannot do it either, the lower end is a bound by sweeps,
+   and the upper one is that of the states which look best to them (`_swept`).
+
+Nothing here looks at a clock unless the caller gives seconds.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,8 +26,9 @@ import numpy as np
 
 from ...errors import PlanError
 from .ascent import Prices, ascend
-from .milp import NoAssignmentError, milp
+from .milp import WORK, NoAssignmentError, milp
 from .moments import Rows, binding
+from .priced_search import Part, part_at
 from .pricing import Cut, Pricing
 from ..problem import Problem
 from .reduce import consistent, reduced
@@ -33,13 +38,15 @@ __all__ = ["InfeasibleMemoryError", "LeastMemory", "infeasible", "least_memory"]
 
 SHOWN = 5  # moments that the error names
 LARGE = 300_000  # entries of the edges above which HiGHS is not asked: it may take hours
-QUICK = 2**23  # entries of all joints up to which prices narrow a smaller one down before HiGHS is asked
+SMALL = 10_000  # entries of the edges up to which the two ends meet
+NEAR = 2e-3  # of the limit: how near the two ends come otherwise
+QUICK = 2**25  # entries of all joints up to which prices narrow a smaller one down before HiGHS is asked
 ROUNDING = 1e-9  # relative, of a bound by prices
 MOST_WORK = 2**28  # entries of all joints above which a large one is not priced at every moment: no two tables are equal then
 EVALUATIONS = 16  # at prices, at most
 APART = 1e-2  # how near the two ends of a large problem's least limit are near enough, relative to it
 SPLICED = 8  # of its known states, by what they hold at most, are spliced with one another
-CLOSE = 1e-6  # of the limit: how near the two ends come where amounts are not whole numbers
+CLOSE = 1e-6  # of the limit: how near the two ends of a small problem come where amounts are not whole numbers
 
 
 class InfeasibleMemoryError(PlanError):
@@ -82,26 +89,29 @@ def _large(problem: Problem) -> bool:
     return sum(table.size for table in problem.edges.values()) > LARGE
 
 
-def _fits(problem: Problem, limit: float, seconds: float) -> tuple[int, ...]:
+def _fits(problem: Problem, limit: float, seconds: float | None) -> tuple[int, ...]:
     """States that keep the limit.
 
     Raises:
         NoAssignmentError: where there are none.
-        PlanError: where none were found in the time.
+        PlanError: where none were found in the time, or in HiGHS's work.
     """
     bound, _ = binding(replace(problem, limit=limit))
     less = reduced(bound)
-    found = milp(less.problem, seconds=seconds).states if less.problem.costs else ()
+    found = milp(less.problem, seconds=seconds, work=WORK).states if less.problem.costs else ()
     return tuple(less.lift(found)[:-1])
 
 
-def least_memory(problem: Problem, *, seconds: float = 10.0) -> LeastMemory:
-    """The least limit with which the problem has an assignment, exact where the time is enough.
+def least_memory(problem: Problem, *, seconds: float | None = None) -> LeastMemory:
+    """The least limit with which the problem has an assignment: two ends, which meet for a small problem.
+
+    Args:
+        seconds: for HiGHS at most; None: no clock decides.
 
     Raises:
         PlanError: where nothing is allowed, whatever the memory.
     """
-    until = time.monotonic() + seconds
+    until = math.inf if seconds is None else time.monotonic() + seconds
     inner = consistent(problem)
     tables = {id(table): np.where(np.isfinite(table), 0.0, np.inf) for table in inner.problem.edges.values()}
     free = replace(inner.problem, costs=tuple(np.zeros(len(own)) for own in inner.problem.costs),
@@ -113,7 +123,9 @@ def least_memory(problem: Problem, *, seconds: float = 10.0) -> LeastMemory:
     most = float(rows.most().max(initial=0.0))
     pricing, large = Pricing.of(bound, rows), _large(bound)
     if large and (pricing is None or pricing.work > MOST_WORK):
-        return LeastMemory(low, None, None)
+        found = _swept(bound, rows, low)
+        return found if found.states is None else replace(found, states=tuple(inner.lift(found.states[:-1])))
+    small = sum(table.size for table in inner.problem.edges.values()) <= SMALL
     if pricing is not None and (large or pricing.work <= QUICK):
         found = _priced(bound, rows, pricing, low)
         if large:
@@ -121,10 +133,13 @@ def least_memory(problem: Problem, *, seconds: float = 10.0) -> LeastMemory:
         if np.isfinite(free.cost(found.states[:-1])):  # what is left between the two ends is HiGHS's
             low, high, states = found.least * (1.0 - ROUNDING), found.enough, found.states[:-1]
             low = float(np.ceil(low)) if whole else low
-    trial = low if high is None or not whole else high - 1.0  # such states are often those of the least limit
-    while (left := until - time.monotonic()) > 0 and (high is None or high > low):
+    near = NEAR if not small else 0.0 if whole else CLOSE
+    trial = low if high is None else (low + high) / 2
+    if small and whole and high is not None:
+        trial = high - 1.0  # such states are often those of the least limit
+    while (left := until - time.monotonic()) > 0 and (high is None or high - low > near * abs(high)):
         try:
-            states = _fits(free, trial, left)
+            states = _fits(free, trial, None if left == math.inf else left)
             high = float(rows.used((*states, 0)).max(initial=0.0))
         except NoAssignmentError:
             low = float(np.floor(trial)) + 1.0 if whole else trial
@@ -134,14 +149,27 @@ def least_memory(problem: Problem, *, seconds: float = 10.0) -> LeastMemory:
             break
         if high is None:
             trial = min(most, 1.25 * trial + 1.0)
-        elif high - low <= (0.0 if whole else CLOSE * abs(high)):
-            break
         else:
             trial = float(np.floor((low + high) / 2)) if whole else (low + high) / 2
     return LeastMemory(low, high, tuple(inner.lift(states)) if states is not None else None)
 
 
-def _priced(problem: Problem, rows: Rows, pricing: Pricing, low: float) -> LeastMemory:
+def _swept(problem: Problem, rows: Rows, low: float) -> LeastMemory:
+    """The least limit of a problem without costs, of `binding`, as near as a part of its states comes to it.
+
+    Args:
+        low: no plan keeps a limit below it.
+    """
+    rows = replace(rows, limit=0.0)
+    try:
+        bound, part = part_at(problem, rows, np.full(rows.count, 1.0 / rows.count))
+    except PlanError:  # the states that look best exclude one another
+        return LeastMemory(low, None, None)
+    low = max(low, bound)
+    return replace(_priced(problem, rows, part, low), least=low)
+
+
+def _priced(problem: Problem, rows: Rows, pricing: Pricing | Part, low: float) -> LeastMemory:
     """The least limit of a problem without costs, of `binding`, as near as prices and splicing come to it.
 
     Args:
@@ -171,7 +199,7 @@ def _priced(problem: Problem, rows: Rows, pricing: Pricing, low: float) -> Least
 class _InUnits:
     """Prices of memory in another unit than bytes: all that `ascend` asks of a `Pricing`."""
 
-    def __init__(self, pricing: Pricing, unit: float) -> None:
+    def __init__(self, pricing: Pricing | Part, unit: float) -> None:
         self.pricing, self.unit = pricing, unit
 
     def least(self, multipliers: np.ndarray) -> tuple[float, Cut]:
@@ -180,11 +208,11 @@ class _InUnits:
         return value + float(multipliers.sum()) * (self.pricing.rows.limit - self.unit), cut
 
 
-def infeasible(problem: Problem, *, seconds: float = 10.0, known: Sequence[int] | None = None) -> InfeasibleMemoryError:
+def infeasible(problem: Problem, *, seconds: float | None = None, known: Sequence[int] | None = None) -> InfeasibleMemoryError:
     """The error for a problem whose limit nothing keeps.
 
     Args:
-        seconds: to look for the least limit.
+        seconds: to look for the least limit at most; None: no clock decides.
         known: states that hold little.
     """
     found = least_memory(problem, seconds=seconds)
@@ -227,7 +255,7 @@ def _lean(problem: Problem, found: LeastMemory) -> tuple[int, ...]:
     edges = rows.priced_edges({pair: np.where(np.isfinite(table), 0.0, np.inf)
                                for pair, table in inner.problem.edges.items()}, ones)
     try:
-        return tuple(inner.lift(_fits(replace(inner.problem, costs=tuple(costs), edges=edges), found.enough, 10.0)))
+        return tuple(inner.lift(_fits(replace(inner.problem, costs=tuple(costs), edges=edges), found.enough, None)))
     except PlanError:  # not in the time: those that are known
         return found.states
 

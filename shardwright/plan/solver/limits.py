@@ -21,7 +21,7 @@ from .budget import OutOfBudgetError, current
 from .descent import GRACE, descend
 from .least_memory import InfeasibleMemoryError, infeasible
 from .local_search import wide, within
-from .milp import NoAssignmentError, milp
+from .milp import WORK, NoAssignmentError, milp
 from .moments import Rows, binding
 from .multipliers import Ascent, Priced
 from .priced_search import priced_search
@@ -32,9 +32,8 @@ from .swept_pricing import SweptPricing
 
 __all__ = ["InfeasibleMemoryError", "solve_limited"]
 
-SECONDS = 60.0  # to look for the least limit, where no time is given
 TURNS = 200  # of the multipliers, and of a search; where no time is given, of the largest problems too
-NODES = 20_000  # of HiGHS's tree, where no time is given
+FEW = 10  # turns of multipliers that are the best ones at the beginning
 SWEEPS = 8  # at each of the multipliers
 LAST = 20  # ... at those that a search begins at
 WIDE = 2**12  # entries of a joint in a search among all nodes
@@ -78,10 +77,10 @@ def solve_limited(problem: Problem, *, seconds: float | None = None, gap: float 
     if pricing is None and seconds is None and large:
         pricing = SweptPricing(bound, rows)
     try:
-        found, leanest = (None, None) if pricing is None else priced_search(bound, rows, pricing, gap)
+        found, leanest, prices = (None, None, None) if pricing is None else priced_search(bound, rows, pricing, gap)
     except OutOfBudgetError:
         pricing = None  # what it made goes first
-        found, leanest = priced_search(bound, rows, SweptPricing(bound, rows), gap)
+        found, leanest, prices = priced_search(bound, rows, SweptPricing(bound, rows), gap)
     if leanest is not None and found is None and large:
         return _leanest(problem, infeasible(problem, known=inner.lift(leanest.states[:-1])))
     if found is not None and (found.gap <= gap or large):
@@ -89,10 +88,20 @@ def solve_limited(problem: Problem, *, seconds: float | None = None, gap: float 
     elif len(bound.costs) <= MANY:
         less = reduced(bound)
         try:
-            found = _search(less.problem, Rows.of(less.problem, len(times)), until, gap)
+            better = _search(less.problem, Rows.of(less.problem, len(times)), until, gap, prices)
         except NoAssignmentError:
             raise infeasible(problem, seconds=_left(until)) from None
-        states, least = less.lift(found.states), found.bound + less.constant
+        except PlanError:  # HiGHS was not asked, or not for long enough
+            if found is None and leanest is None:
+                raise
+            better = None
+        if better is not None:
+            better = replace(better, states=less.lift(better.states), cost=better.cost + less.constant,
+                             bound=better.bound + less.constant)
+        if found is None and better is None:
+            return _leanest(problem, infeasible(problem, known=inner.lift(leanest.states[:-1])))
+        found = _best_of(found, better)
+        states, least = found.states, found.bound
     else:
         found = _search(bound, rows, until, gap)
         states, least = found.states, found.bound
@@ -110,7 +119,7 @@ def swept(problem: Problem, gap: float) -> Solution:
     names = (*problem.names, "what every plan holds") if problem.names else ()  # as `binding` leaves it
     free = replace(problem, costs=(*problem.costs, np.zeros(1)), names=names, usages=(), limit=0.0)
     rows = Rows.of(free, 0)
-    found, _ = priced_search(free, rows, SweptPricing(free, rows), gap)
+    found = priced_search(free, rows, SweptPricing(free, rows), gap).found
     if found is None:
         raise PlanError("no allowed assignment of strategies was found in the host's memory that the search may take",
                         legal="a larger search_memory")
@@ -130,9 +139,17 @@ def _leanest(problem: Problem, error: InfeasibleMemoryError) -> Solution:
     return Solution(error.states, cost, min(cost, bound), ("the plan of the least memory known; nothing was proved",))
 
 
-def _left(until: float) -> float:
-    """Seconds to look for the least limit."""
-    return SECONDS if until == math.inf else max(LEAST, until - time.monotonic())
+def _best_of(a: Solution | None, b: Solution | None) -> Solution:
+    """The cheaper of two answers, with the higher of their bounds. One of them is there."""
+    if a is None or b is None:
+        return b if a is None else a
+    best, bound = min(a, b, key=lambda found: found.cost), max(a.bound, b.bound)
+    return replace(best, bound=min(bound, best.cost))
+
+
+def _left(until: float) -> float | None:
+    """Seconds to look for the least limit; None: no clock decides."""
+    return None if until == math.inf else max(LEAST, until - time.monotonic())
 
 
 class _Best:
@@ -163,12 +180,16 @@ class _Best:
         return alive
 
 
-def _search(problem: Problem, rows: Rows, until: float, gap: float) -> Solution:
-    """Bound and states of a problem of `binding`."""
+def _search(problem: Problem, rows: Rows, until: float, gap: float, prices: np.ndarray | None = None) -> Solution:
+    """Bound and states of a problem of `binding`.
+
+    Args:
+        prices: of memory, by moment, the best ones if they are known.
+    """
     start = time.monotonic()
     current().ask(COPIES * 8 * sum(table.size for table in problem.edges.values()))
     priced = Priced(problem, rows)
-    ascent = Ascent(priced)
+    ascent = Ascent(priced, prices)
     best = _Best(problem, rows)
     large = len(problem.costs) > MANY
     entries = sum(table.size for table in problem.edges.values())
@@ -182,7 +203,7 @@ def _search(problem: Problem, rows: Rows, until: float, gap: float) -> Solution:
         if best.states is not None and best.cost - priced.bound <= gap * abs(best.cost):
             return Solution(tuple(best.states), best.cost, priced.bound,
                             ("multipliers: as near to the bound as asked for",))
-        if turn >= TURNS and (not large or until == math.inf):
+        if turn >= (TURNS if prices is None else FEW) and (not large or until == math.inf):
             break
     if large:
         _polish(best, priced, until - SPARE * (until - start))
@@ -196,7 +217,7 @@ def _search(problem: Problem, rows: Rows, until: float, gap: float) -> Solution:
         try:
             whole = reduced(step.problem)
             found = milp(whole.problem, seconds=None if until == math.inf else max(0.1, until - time.monotonic()),
-                         nodes=NODES if until == math.inf else None)
+                         work=WORK if until == math.inf else None)
             best.see(step.lift(whole.lift(found.states)))
             least = found.bound + whole.constant
             if found.gap == 0:
@@ -225,7 +246,7 @@ def _merge(best: _Best, until: float) -> None:
     while time.monotonic() < until:
         forever = until == math.inf
         found = within(best.problem, best.lately(many), entries=WHOLE, until=None if forever else until,
-                       nodes=NODES // 100 if forever else None)
+                       work=WORK / 10 if forever else None)
         if found is not None:
             best.see(found)
         if many >= len(best.taken):

@@ -54,14 +54,14 @@ def wide(problem: Problem, states: Sequence[int], *, most: int = 2**12, seed: in
 
 
 def within(problem: Problem, alive: Sequence[np.ndarray], *, entries: int, until: float | None = None,
-           nodes: int | None = None) -> list[int] | None:
+           work: float | None = None) -> list[int] | None:
     """The best of the states that are marked alive (bool, by node), within the memory limit.
 
     Args:
         problem: with its limit.
         entries: of the edges that are left; None is returned where there are more.
         until: a time of time.monotonic() at which HiGHS ends.
-        nodes: of its tree, after which it ends.
+        work: of HiGHS (`milp`), after which it ends.
 
     Returns:
         The states; None where there are none, or none was found in time.
@@ -75,7 +75,7 @@ def within(problem: Problem, alive: Sequence[np.ndarray], *, entries: int, until
         left = None if until is None else until - time.monotonic()
         if left is not None and left <= 0:
             return None
-        found = milp(less.problem, seconds=left, nodes=nodes).states if less.problem.costs else ()
+        found = milp(less.problem, seconds=left, work=work).states if less.problem.costs else ()
     except PlanError:
         return None
     return some.lift(less.lift(found)[:-1])

@@ -19,7 +19,12 @@ import numpy as np
 from ...errors import PlanError
 from ..problem import Problem, Solution
 
-__all__ = ["NoAssignmentError", "milp", "moments"]
+__all__ = ["NoAssignmentError", "WORK", "milp", "moments"]
+
+#: Entries of HiGHS's matrix times nodes of its tree: about ten seconds.
+WORK = 2e7
+#: Nodes for which there has to be enough work: HiGHS takes longer for the first one than for many others.
+FEWEST = 100
 
 
 class NoAssignmentError(PlanError):
@@ -77,16 +82,17 @@ class _Rows:
         self.values.extend(values)
 
 
-def milp(problem: Problem, *, seconds: float | None = None, nodes: int | None = None) -> Solution:
+def milp(problem: Problem, *, seconds: float | None = None, work: float | None = None) -> Solution:
     """The best assignment that keeps the limit, proved by HiGHS.
 
     Args:
-        seconds, nodes: after so much time, or so many nodes of its tree, the best one found is returned, with the bound
-            reached.
+        seconds: after so much time the best one found is returned, with the bound reached.
+        work: after so many nodes of HiGHS's tree times entries of its matrix, likewise; None: no bound. Unlike seconds,
+            it is the same on every machine.
 
     Raises:
         NoAssignmentError: where there is none.
-        PlanError: where none was found in time.
+        PlanError: where none was found in time, or the matrix is too large for `FEWEST` nodes.
     """
     import highspy  # 4 MiB of each process that trains, and most plans need no linear program
     costs = [np.where(np.isfinite(own), own, 0.0).astype(float) for own in problem.costs]
@@ -151,6 +157,8 @@ def milp(problem: Problem, *, seconds: float | None = None, nodes: int | None = 
                           if c >= 0 and m]
             unit = max(abs(problem.limit), 1.0)
             rows.add(-highspy.kHighsInf, problem.limit / unit, [c for c, _ in pairs], [m / unit for _, m in pairs])
+    if work is not None and FEWEST * len(rows.columns) > work:
+        raise PlanError(f"no assignment was found: a matrix of {len(rows.columns):,} entries is more than HiGHS is asked")
     objective = np.concatenate([*(own[where >= 0] for own, where in zip(costs, column)), np.array(paid, float)])
     scale = float(np.abs(objective).max(initial=0.0)) or 1.0
     scale = 1e3 / scale  # HiGHS's tolerances are absolute
@@ -168,8 +176,8 @@ def milp(problem: Problem, *, seconds: float | None = None, nodes: int | None = 
         highs.setOptionValue(option, value)
     if seconds is not None:
         highs.setOptionValue("time_limit", float(seconds))
-    if nodes is not None:
-        highs.setOptionValue("mip_max_nodes", nodes)
+    if work is not None:
+        highs.setOptionValue("mip_max_nodes", min(int(work // max(len(rows.columns), 1)), 2**31 - 1))
     highs.passModel(model)
     highs.run()
     status, info = highs.getModelStatus(), highs.getInfo()

@@ -100,12 +100,12 @@ class Priced:
 class Ascent:
     """Multipliers made better step by step.
 
-    They start where the least that every plan holds comes nearest to the limit. A step has two halves: one that is
+    They start where they are said to, or where the least that every plan holds comes nearest to the limit. A step has two halves: one that is
     added, in all so large a part of the multipliers' sum, and one by which each is multiplied. After steps that have
     brought nothing it goes back to the best multipliers, and the steps are shorter.
     """
 
-    def __init__(self, priced: Priced, *, step: float = 0.2) -> None:
+    def __init__(self, priced: Priced, start: np.ndarray | None = None, *, step: float = 0.2) -> None:
         self.priced, self.step = priced, step
         self._over: np.ndarray | None = None
         self._failed = 0
@@ -114,7 +114,7 @@ class Ascent:
         near = np.maximum(least - least.max() + NEAR, 0.0) ** 2
         priced.price(np.zeros(rows.count))
         self._scale = max(abs(priced.sweep(FIRST)), 1.0) / rows.unit
-        priced.price(near / near.sum() * self._scale)
+        priced.price(near / near.sum() * self._scale if start is None else start)
 
     def advance(self, sweeps: int) -> list[int]:
         """Sweep at these multipliers, and go on to the next.

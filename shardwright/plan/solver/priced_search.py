@@ -14,7 +14,7 @@ Nothing here looks at a clock: the same problem has the same answer everywhere.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from .repeats import kinds
 from .splicing import Splicer
 from .swept_pricing import SweptPricing
 
-__all__ = ["priced_search"]
+__all__ = ["Part", "Searched", "part_at", "priced_search"]
 
 DIRECT = 2**21  # entries of the joints up to which the whole is its own part
 ROUNDS = 8  # turns
@@ -46,15 +46,27 @@ NEAREST = 8  # of the known states, by what they come to at the best prices, are
 SETTLED = 0.2  # of what the bound lacks of the part's value: what a turn has to bring where the part has no new state
 MIXED = 500  # nodes up to which HiGHS is asked to mix known states: it may take minutes over thousands
 ENTRIES = 20_000  # ... and entries of the edges
-NODES = 300  # of its tree
+WORK = 1e7  # of HiGHS, then
 WINDOWS = 60  # stretches that are chosen anew
 LENGTH = 96  # nodes of a stretch
 
 
-def priced_search(problem: Problem, rows: Rows, pricing: Pricing | SweptPricing, gap: float
-                  ) -> tuple[Solution | None, Cut | None]:
-    """States that keep the limit, and a bound, or None where none were found; and of all states that were seen those that
-    hold least at their fullest moment.
+class Searched(NamedTuple):
+    """A search's end.
+
+    Attributes:
+        found: states that keep the limit, and a bound; None: none were found.
+        leanest: of all states that were seen those that hold least at their fullest moment.
+        prices: of memory, by moment, at which the bound is highest.
+    """
+
+    found: Solution | None
+    leanest: Cut | None
+    prices: np.ndarray
+
+
+def priced_search(problem: Problem, rows: Rows, pricing: Pricing | SweptPricing, gap: float) -> Searched:
+    """The cheapest states within the limit.
 
     Args:
         problem, rows: of `moments.binding`, consistent.
@@ -62,7 +74,9 @@ def priced_search(problem: Problem, rows: Rows, pricing: Pricing | SweptPricing,
         gap: how far from the bound, relative to it, the cost may be for the search to end.
     """
     search = _PricedSearch(problem, rows, pricing, gap)
-    return search.run(), min(search.known.values(), key=lambda cut: cut.used.max(initial=0.0), default=None)
+    found = search.run()
+    leanest = min(search.known.values(), key=lambda cut: cut.used.max(initial=0.0), default=None)
+    return Searched(found, leanest, search.prices.multipliers)
 
 
 class _PricedSearch:
@@ -103,7 +117,7 @@ class _PricedSearch:
         direct = exact and self.pricing.work <= DIRECT
         size, spliced = 0, False
         for turn in range(ROUNDS):
-            part: Any = self.pricing if direct else _Part(self.problem, self.rows, self.marks())
+            part: Any = self.pricing if direct else Part(self.problem, self.rows, self.marks())
             bound = self.prices.bound
             self.tell()
             known = Prices(self.rows.count, self.rows.limit)
@@ -251,7 +265,7 @@ class _PricedSearch:
         for cut in nearest:
             for mark, state in zip(alive, cut.states):
                 mark[state] = True
-        found = within(self.problem, alive, entries=ENTRIES, nodes=NODES)
+        found = within(self.problem, alive, entries=ENTRIES, work=WORK)
         if found is not None:
             self.offer(self.cut(found))
 
@@ -271,10 +285,23 @@ class _PricedSearch:
         return Solution(tuple(self.states), self.cost, bound, (note,))
 
 
-class _Part:
+def part_at(problem: Problem, rows: Rows, multipliers: np.ndarray) -> tuple[float, Part]:
+    """A problem that elimination cannot do, at given prices of memory: its bound by sweeps, and the part of its states
+    that look best.
+
+    Raises:
+        PlanError: these states exclude one another.
+    """
+    search = _PricedSearch(problem, rows, SweptPricing(problem, rows), 0.0)
+    search.look(multipliers)
+    return search.prices.bound, Part(problem, rows, search.marks())
+
+
+class Part:
     """A part of a problem's states, minimised as the whole is; what it finds is said in states of the whole."""
 
     def __init__(self, problem: Problem, rows: Rows, alive: Sequence[np.ndarray]) -> None:
+        self.rows = rows
         first = restrict(problem, alive)
         self._steps = [first, consistent(first.problem)]
         inner = self._steps[-1].problem
