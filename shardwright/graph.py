@@ -14,8 +14,8 @@ import torch
 
 from .torch_private import pytree, schema_of
 
-__all__ = ["SEED", "Graph", "Master", "Op", "Pieces", "Recompute", "Value", "dtype_word", "map_values", "types_of",
-           "values_in"]
+__all__ = ["SEED", "Graph", "Master", "Op", "Pieces", "Recompute", "Value", "dtype_word", "leaves_of", "map_values",
+           "types_of", "values_in"]
 
 
 class Master(NamedTuple):
@@ -77,14 +77,44 @@ class Value:
 SEED = Value("<seed>", (4,), torch.int64)
 
 
+#: Types of plain arguments: trees without a value. These and the containers of most calls are walked without `pytree`, which
+#: takes several times as long.
+_PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
+
+
 def values_in(tree: Any) -> tuple[Value, ...]:
     """The values among the leaves of nested arguments, in call order."""
-    return tuple(leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Value))
+    return leaves_of(tree, Value)
 
 
 def map_values(tree: Any, change: Callable[[Value], Any]) -> Any:
     """Nested arguments with every value replaced."""
+    kind = type(tree)
+    if kind is Value:
+        return change(tree)
+    if kind in _PLAIN:
+        return tree
+    if kind is tuple:
+        return tuple([map_values(part, change) for part in tree])
+    if kind is list:
+        return [map_values(part, change) for part in tree]
+    if kind is dict:
+        return {key: map_values(part, change) for key, part in tree.items()}
     return pytree.tree_map(lambda leaf: change(leaf) if isinstance(leaf, Value) else leaf, tree)
+
+
+def leaves_of(tree: Any, kind: type) -> tuple[Any, ...]:
+    """The leaves of one type among nested arguments, in call order."""
+    given = type(tree)
+    if given is kind:
+        return (tree,)
+    if given in _PLAIN:
+        return ()
+    if given is tuple or given is list:
+        return tuple([leaf for part in tree for leaf in leaves_of(part, kind)])
+    if given is dict:
+        return tuple([leaf for part in tree.values() for leaf in leaves_of(part, kind)])
+    return tuple(leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, kind))
 
 
 @dataclass(frozen=True)

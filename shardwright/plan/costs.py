@@ -27,9 +27,8 @@ from ..cluster import Cluster
 from ..conversion import Conversion
 from ..conversion_steps import Step
 from ..errors import SettingError
-from ..graph import Op, Value
+from ..graph import Op, Value, leaves_of
 from ..layout import Digits, Layout, digits_size, merge
-from ..torch_private import pytree
 from .again import Again
 from .collective_costs import KINDS, Line, collective_lines, links_of
 from .instructions import Compute, Extreme, Instance, Move, Ref
@@ -277,8 +276,8 @@ class Costs:
         return nbytes / self.cluster.memory_bandwidth + self.cluster.overhead
 
     def _called(self, instruction: Compute, known: Mapping[str, Instance]) -> tuple[float, float]:
-        leaves = pytree.tree_leaves((instruction.args, instruction.kwargs))
-        return self.compute(instruction.op, [known[a.name].local_shape for a in leaves if isinstance(a, Ref)],
+        read = leaves_of((instruction.args, instruction.kwargs), Ref)
+        return self.compute(instruction.op, [known[a.name].local_shape for a in read],
                             [o.local_shape for o in instruction.outputs if o is not None])
 
     def _shared(self, instruction: Extreme) -> float:

@@ -57,7 +57,7 @@ def dynamic_programming(graph: Graph, devices: int, fed: Feeding, *, costs: Any,
     search = Search.of(graph, devices, fed, costs, on_missing_rule=on_missing_rule, stored=stored, uneven=uneven,
                        hsdp=hsdp).check()
     given = dict(on_missing_rule=on_missing_rule, stored=stored, uneven=uneven)
-    recursion = partial(recursive_programming, graph, devices, fed, costs=costs, hsdp=hsdp, **given)
+    recursion = partial(recursive_programming, graph, devices, fed, costs=costs, hsdp=hsdp, search=search, **given)
     recursed = recursion()
     known = [semi_auto(graph, devices, fed, **given)[0], recursed.decisions]
     if any(op.mark is not None for op in graph.ops):

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from ..conversion import Conversion
-from ..graph import Op, Value
+from ..graph import Op, Value, leaves_of
 from ..layout import Digits, Layout
-from ..torch_private import pytree
 from .storage import Stored
 
 __all__ = ["Compute", "Extreme", "Instance", "Instruction", "Move", "Ref", "Routed", "made_by", "read_by", "reads"]
@@ -155,8 +154,7 @@ def read_by(instruction: Any) -> tuple[str, ...]:
     """The names of the tensors that an instruction's gradient goes to, in the order of the call, each once."""
     if not isinstance(instruction, Compute):
         return (instruction.source.name,)
-    leaves = pytree.tree_leaves((instruction.args, instruction.kwargs))
-    return tuple(dict.fromkeys(leaf.name for leaf in leaves if isinstance(leaf, Ref)))
+    return tuple(dict.fromkeys(leaf.name for leaf in leaves_of((instruction.args, instruction.kwargs), Ref)))
 
 
 def reads(instruction: Any) -> tuple[str, ...]:

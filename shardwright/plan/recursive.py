@@ -44,7 +44,7 @@ NEAR = 1e-2
 def recursive_programming(graph: Graph, devices: int, fed: Feeding, *, costs: Any, on_missing_rule: str = "error",
                           stored: dict[str, Layout] | None = None, uneven: bool = False, memory: float | None = None,
                           hsdp: OptimizerParallel | None = None, optimizer: Any = "adam",
-                          cut: OptimizerParallel = CUT, free: Decided | None = None) -> Decided:
+                          cut: OptimizerParallel = CUT, free: Decided | None = None, search: Search | None = None) -> Decided:
     """Decide every operator that no mark decides.
 
     Args:
@@ -54,13 +54,15 @@ def recursive_programming(graph: Graph, devices: int, fed: Feeding, *, costs: An
         optimizer: with memory, what keeps state for each parameter: see `memory.optimizer_bytes`.
         cut: with memory, how parameters may be stored.
         free: with memory, what this finds without a limit, where it is known already.
+        search: that of the same operators by another planner, whose prices are known here too.
 
     Raises:
         StrategyError, LayoutError, MissingRuleError: as `semi_auto`.
         PlanError: marks that no plan can keep, or (`TooLittleMemoryError`) no plan within the memory.
     """
-    search = Search.of(graph, devices, fed, costs, on_missing_rule=on_missing_rule, stored=stored, uneven=uneven,
-                       hsdp=hsdp).check()
+    if search is None:
+        search = Search.of(graph, devices, fed, costs, on_missing_rule=on_missing_rule, stored=stored, uneven=uneven,
+                           hsdp=hsdp).check()
     recursion = _Recursion(search, optimizer, cut)
     if free is None:
         free = recursion.run()

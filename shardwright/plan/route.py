@@ -17,11 +17,10 @@ from typing import Any
 
 from ..conversion import Conversion, conversion, through, transpose
 from ..errors import PlanError
-from ..graph import SEED, Graph, Op, Value
+from ..graph import SEED, Graph, Op, Value, map_values
 from ..layout import Digits, Layout, beside
 from ..rules import Assignment, Bound, Rule, expand
 from ..rules.registry import local_call
-from ..torch_private import pytree
 from .crossing import handed_on
 from .decision import Decision, Feeding, output_layouts
 from .instructions import Compute, Extreme, Instance, Instruction, Move, Ref, Routed
@@ -154,9 +153,8 @@ class Router:
         """The operator, or those that do its work under this assignment."""
         op = decision.op
         if any(v.name in self.renamed for v in op.inputs):
-            swap = lambda leaf: self.now(leaf) if isinstance(leaf, Value) else leaf  # noqa: E731
-            op = replace(op, inputs=tuple(map(self.now, op.inputs)), args=pytree.tree_map(swap, op.args),
-                         kwargs=pytree.tree_map(swap, op.kwargs))
+            op = replace(op, inputs=tuple(map(self.now, op.inputs)), args=map_values(op.args, self.now),
+                         kwargs=map_values(op.kwargs, self.now))
         steps, renamed = expand(op, decision.rule, decision.bound, decision.assignment)
         self.renamed.update(renamed)
         return steps
@@ -272,8 +270,7 @@ class Router:
             got.append(self.obtain(value, use))
         local = local_call(op, rule, bound, assignment)
         feed = iter(got)
-        args, kwargs = pytree.tree_map(
-            lambda leaf: Ref(next(feed).name) if isinstance(leaf, Value) else leaf, (local.args, local.kwargs))
+        args, kwargs = map_values((local.args, local.kwargs), lambda _: Ref(next(feed).name))
         outputs, k = [], 0
         for value in op.outputs:
             if value is None:

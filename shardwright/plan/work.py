@@ -12,6 +12,7 @@ that launches nothing, such as a view, costs nothing. No operator is described h
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,7 @@ from ..errors import RuleError
 from ..graph import Op, Value, map_values
 from ..rules import bound_rule, find_rule
 from ..rules.grouped import FLOPS
-from ..torch_private import TorchDispatchMode, pytree, storage_id
+from ..torch_private import TorchDispatchMode, pytree, schema_of, storage_id
 
 __all__ = ["Work", "signature", "work_of"]
 
@@ -119,20 +120,43 @@ def work_of(op: Op) -> Work:
     from_outputs = tuple(i for i, v in enumerate(outputs) if v.requires_grad) if gradients else ()
     gradients = gradients if from_outputs else ()
     name = str(dtype).removeprefix("torch.")
-    try:
-        forward, backward, saved = _tried(op, outputs, gradients, from_outputs)
-    except Exception:  # it runs on tensors with values only: what it reads and makes is known all the same
+    tried = _tried(op, outputs, gradients, from_outputs)
+    if tried is None:  # it runs on tensors with values only: what it reads and makes is known all the same
         described, every = find_rule(op), tuple(range(len(op.inputs)))
         moves = bool(outputs) and not (described is not None and described.view)
         return Work(name, (moves, moves and bool(gradients)), (0.0, 0.0), (), *sizes, every, (), gradients,
                     from_outputs)
-    return Work(name, (forward.launched, backward.launched), (forward.flops, backward.flops),
-                _dims(op) if forward.flops or backward.flops else (), *sizes, *saved, gradients, from_outputs)
+    launched, flops, saved = tried
+    return Work(name, launched, flops, _dims(op) if any(flops) else (), *sizes, *saved, gradients, from_outputs)
 
 
-def _tried(op: Op, outputs: list[Value], gradients: tuple[int, ...], from_outputs: tuple[int, ...]
-           ) -> tuple[_Watch, _Watch, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """What is dispatched forward and backward, and which inputs and outputs are saved."""
+#: What is dispatched forward and backward: whether anything is launched, the flops, which inputs and outputs are saved.
+_Dispatched = tuple[tuple[bool, bool], tuple[float, float], tuple[tuple[int, ...], tuple[int, ...]]]
+
+#: What was dispatched by operators that were tried lately, by signature: other plans have most of them too. None: it failed.
+_LATELY: OrderedDict[tuple, _Dispatched | None] = OrderedDict()
+_MOST = 4096
+
+
+def _tried(op: Op, outputs: list[Value], gradients: tuple[int, ...], from_outputs: tuple[int, ...]) -> _Dispatched | None:
+    """What is dispatched by an operator; None where it does not run without values."""
+    key = signature(op) if schema_of(op.target) is not None else None  # what is not of torch may hold a model
+    if key in _LATELY:
+        _LATELY.move_to_end(key)
+        return _LATELY[key]
+    try:
+        found = _dispatched(op, outputs, gradients, from_outputs)
+    except Exception:
+        found = None
+    if key is not None:
+        _LATELY[key] = found
+        if len(_LATELY) > _MOST:
+            _LATELY.popitem(last=False)
+    return found
+
+
+def _dispatched(op: Op, outputs: list[Value], gradients: tuple[int, ...], from_outputs: tuple[int, ...]) -> _Dispatched:
+    """What is dispatched by an operator that is called on tensors without values."""
     inputs = [torch.empty(v.shape, dtype=v.dtype, device="meta").requires_grad_(i in gradients)
               for i, v in enumerate(op.inputs)]
     feed = iter(inputs)  # `inputs` are the values among the arguments, in the order of the call
@@ -157,7 +181,7 @@ def _tried(op: Op, outputs: list[Value], gradients: tuple[int, ...], from_output
     saved_inputs = tuple(i for i, x in enumerate(inputs) if _memory(x) in places)
     read = set(map(_memory, inputs))
     saved_outputs = tuple(i for i, x in enumerate(results) if _memory(x) in places - read)
-    return forward, backward, (saved_inputs, saved_outputs)
+    return (forward.launched, backward.launched), (forward.flops, backward.flops), (saved_inputs, saved_outputs)
 
 
 def _memory(x: Tensor) -> int:
