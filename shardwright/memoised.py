@@ -29,6 +29,10 @@ __all__ = ["computed_for_real"]
 _KEEPS = type(functools.lru_cache(len))
 _LEGAL = "a function without functools.lru_cache, or one of numbers alone"
 
+#: Types of most of what a file or a class holds besides functions, classes and modules: nothing is to be found there.
+_PLAIN = frozenset({type(None), bool, int, float, str, bytes, tuple, list, dict, set, frozenset, property,
+                    types.BuiltinFunctionType, types.MemberDescriptorType, types.GetSetDescriptorType})
+
 #: How deep closures are followed.
 _DEPTH = 3
 
@@ -102,28 +106,43 @@ def _places(modules: list[tuple[str, nn.Module]], functions: list[Any]) -> Itera
     waiting = [module for name in dict.fromkeys(n for n in names if isinstance(n, str)) if (module := _users_module(name)) is not None]
     files = {id(module) for module in waiting}
     seen: set[int] = set()
+    known: dict[Any, types.ModuleType | None] = {}  # thousands of values are of a few hundred files
     while waiting:
         held = vars(waiting.pop())
         for key, value in list(held.items()):
-            if _keeps(value):
-                yield Place(held, key, key)
-            elif isinstance(value, type) and _users_module(value.__module__) is not None:
-                classes.setdefault(value)
-            if isinstance(value, types.ModuleType):
-                name: Any = value.__name__
-            elif isinstance(value, (type, types.FunctionType, _KEEPS)):
-                name = value.__module__
-            else:
+            kind = type(value)
+            if kind in _PLAIN:
                 continue
-            module = _users_module(name)
-            if module is not None and id(module) not in files:
+            if kind is types.FunctionType:
+                name: Any = value.__module__
+            elif issubclass(kind, type):
+                name = value.__module__
+            elif issubclass(kind, types.ModuleType):
+                name = value.__name__
+            else:
+                if _keeps(value):
+                    yield Place(held, key, key)
+                if kind is not _KEEPS:
+                    continue
+                name = value.__module__
+            if name not in known:
+                known[name] = _users_module(name)
+            module = known[name]
+            if module is None:
+                continue
+            if issubclass(kind, type):
+                classes.setdefault(value)
+            if id(module) not in files:
                 files.add(id(module))
                 waiting.append(module)
     for cls in classes:
         for key, value in list(vars(cls).items()):
-            if _keeps(value):
+            kind = type(value)
+            if kind is types.FunctionType:
+                if value.__closure__ is not None:
+                    yield from _cells(value, seen, 0)
+            elif kind not in _PLAIN and _keeps(value):
                 yield Place(cls, key, key)
-            yield from _cells(value, seen, 0)
     for _, module in modules:
         for key, value in list(vars(module).items()):
             if _keeps(value):
@@ -156,8 +175,8 @@ def _cells(function: Any, seen: set[int], depth: int) -> Iterator[Place]:
             yield from _cells(value, seen, depth + 1)
 
 
-#: Packages whose functions are no part of a model, but of what runs beneath it.
-_BENEATH = frozenset({"torch", "numpy", "sympy", "scipy", "shardwright", "pandas"})
+#: Packages whose functions are no part of a model, but of what runs beneath it or tests it.
+_BENEATH = frozenset({"torch", "numpy", "sympy", "scipy", "shardwright", "pandas", "pytest", "_pytest", "hypothesis"})
 
 
 def _users_module(name: str | None) -> types.ModuleType | None:

@@ -64,8 +64,9 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = P
         while waiting:
             ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
+                until = time.monotonic() + 5
                 raise RankFailed(f"ranks {sorted(waiting.values())} did not finish in {timeout} s\n"
-                                 + "\n".join(_where(r, ranks[r], stands[r]) for r in sorted(waiting.values())))
+                                 + "\n".join(_where(r, ranks[r], stands[r], until) for r in sorted(waiting.values())))
             for receiver in ready:
                 rank = waiting.pop(receiver)
                 try:
@@ -90,10 +91,9 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = P
             file.close()
 
 
-def _where(rank: int, process: Any, file: Any) -> str:
-    """Where the threads of a rank stand."""
+def _where(rank: int, process: Any, file: Any, until: float) -> str:
+    """Where the threads of a rank stand, if it says so until then."""
     os.kill(process.pid, signal.SIGUSR1)
-    until = time.monotonic() + 5
     while not (told := os.stat(file.fileno()).st_size) and time.monotonic() < until:
         time.sleep(0.05)
     time.sleep(0.05)  # all of it

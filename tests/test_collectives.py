@@ -229,12 +229,11 @@ def pairs_of_exchange_and_gather(count):
 
 
 def exchanged_and_gathered(rank, world):
-    out = []
+    out, of_each = [], (ProcessGroups(world, rank, share=False), ProcessGroups(world, rank, share=False))
     for found in pairs_of_exchange_and_gather(40):
         x = local(found.source, (8, 16, 24), rank)
         joined, apart = [], []
-        for results, transport.GATHERED_PIECES in ((joined, 1 << 20), (apart, 0)):
-            groups = ProcessGroups(world, rank, share=False)
+        for results, transport.GATHERED_PIECES, groups in zip((joined, apart), (1 << 20, 0), of_each):
             assert len(bind_all(found, x.shape, rank, groups)) < len(found.steps)
             results.append(convert(found, x, rank, groups))
             results.append(convert(found, x.transpose(0, 1).contiguous().transpose(0, 1), rank, groups))
