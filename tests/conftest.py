@@ -62,10 +62,12 @@ def no_runtime_of_another_test():
 
 #: Files whose tests take longest together, the longest first: handed out at the end, one of them would keep one process
 #: of pytest-xdist busy while the others have nothing left to do. Another order costs time alone.
-LONGEST = ("models", "examples_launched", "recursive", "processes", "random_networks", "pipeline_processes", "restarts",
-           "balance", "recompute", "failures", "checkpoint_processes", "launch", "pipeline_hybrid", "hosts",
+LONGEST = ("models", "examples_launched", "plan_cli_large", "autocast_lists", "scaling", "integrations", "verify_models",
+           "pipeline_processes", "search", "launch", "processes", "recursive", "random_networks", "restarts", "mutation",
+           "balance", "recompute", "failures", "checkpoint_processes", "pipeline_hybrid", "hosts", "pipeline_buffers",
            "contest", "resnet", "calibrate", "one_search", "durability", "limits", "gradients", "mpirun", "loops",
-           "compiled", "hsdp", "tutorials", "collectives", "micro", "pipeline_errors", "conv", "models_processes")
+           "mixed_precision_processes", "parameter_hooks", "hugging_face", "transformers", "search_memory", "compiled",
+           "hsdp", "tutorials", "collectives", "micro", "pipeline_errors", "conv", "models_processes", "whole_model")
 
 
 #: Files of the quick part, about a minute on a quiet core (``-m quick``): a bit of everything that a version of Python or of
