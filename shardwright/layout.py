@@ -55,7 +55,10 @@ Digits = tuple[Digit, ...]
 
 def digits_size(digits: Iterable[Digit]) -> int:
     """The number of values that `digits` take together."""
-    return math.prod(d.size for d in digits)
+    size = 1
+    for digit in digits:
+        size *= digit.size
+    return size
 
 
 def merge(digits: Iterable[Digit]) -> Digits:
@@ -293,7 +296,7 @@ class Layout:
     @property
     def cuts(self) -> tuple[int, ...]:
         """Into how many parts each dim is cut."""
-        return tuple(digits_size(d) for d in self._laid())
+        return tuple([digits_size(d) for d in self._laid()])
 
     @property
     def carried(self) -> Digits:

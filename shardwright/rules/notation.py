@@ -206,6 +206,8 @@ class Bound:
 
     def dim_digits(self, dim: tuple[int, ...], assignment: Assignment) -> Digits | None:
         """The digits of a dim, or None where a compound dim would be cut in its minor factor only."""
+        if len(dim) == 1:
+            return assignment.digits[dim[0]]
         out: Digits = ()
         for position, index in enumerate(dim):
             digits = assignment.digits[index]
