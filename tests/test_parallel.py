@@ -450,44 +450,60 @@ def test_replicated_statistics_are_updated_once() -> None:
 
 # -- capture and plan ----------------------------------------------------------------------------------------------------
 
-@pytest.fixture
-def captures(monkeypatch):
-    """The shapes of every capture."""
+def _noted(monkeypatch, name):
+    """The shapes that a function of `shardwright.parallel` is called with."""
     import shardwright.parallel as module
-    seen = []
+    seen, noted = [], getattr(module, name)
 
     def counting(net, args, *rest, **named):
         seen.append([tuple(a.shape) for a in args if isinstance(a, torch.Tensor)])
-        return module_capture(net, args, *rest, **named)
-    module_capture = module.capture
-    monkeypatch.setattr(module, "capture", counting)
+        return noted(net, args, *rest, **named)
+    monkeypatch.setattr(module, name, counting)
     return seen
 
 
-def test_captured_once_for_each_signature(captures) -> None:
+@pytest.fixture
+def captures(monkeypatch):
+    """The shapes of every plain capture."""
+    return _noted(monkeypatch, "capture")
+
+
+@pytest.fixture
+def scalable_captures(monkeypatch):
+    """The shapes of every capture that serves further sizes too."""
+    return _noted(monkeypatch, "capture_scalable")
+
+
+def test_captured_once_for_each_signature(captures, scalable_captures) -> None:
+    """At the first size of training and of evaluation a plain capture each; at the second size of training one that scales,
+    which serves the third. A program for each of the four, made once."""
     net = Marked()
     model = parallel(net, CROSS_ENTROPY)
+    first, second = [(16, 8), (16,)], [(32, 8), (32,)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for x, t in BATCHES:
             model(x, t).backward()
         with torch.no_grad():
             model(X, T)
-        assert captures == [[(16, 8), (16,)]]
+        assert captures == [first]
         model.eval()
         model(X, T), model(X, T)
-        assert len(captures) == 2  # evaluation is another program, and no surprise
+        assert captures == [first] * 2  # evaluation is another program, and no surprise
         model.train()
         model(X, T)
-    assert len(captures) == 2
+    assert captures == [first] * 2 and not scalable_captures
     with pytest.warns(sw.RecaptureWarning, match=r"\(32, 8\).*\(16, 8\)") as caught:
-        close(model(draw(32, 8), labels(32)), CROSS_ENTROPY(net(draw(32, 8)), labels(32)))
-        model(draw(32, 8), labels(32))
-        model(draw(8, 8), labels(8))
-    assert len(captures) == 4 and len(caught) == 1 and "test_parallel.py" in caught[0].filename
+        for rows in (32, 32, 8, 8):
+            close(model(draw(rows, 8), labels(rows)), CROSS_ENTROPY(net(draw(rows, 8)), labels(rows)))
+    assert (captures, scalable_captures) == ([first] * 2, [second])
+    assert len(caught) == 1 and "test_parallel.py" in caught[0].filename
+    programs = list(model._programs.values())
+    assert len(programs) == 4
     model.train(False)
     model(X, T)
-    assert len(captures) == 4
+    assert (captures, scalable_captures) == ([first] * 2, [second])
+    assert set(model._programs.values()) == set(programs)
     assert model.plan.graph.inputs[0].shape == (16, 8)  # of the latest call
 
 
