@@ -29,7 +29,7 @@ __all__ = ["Followers", "copied"]
 #: Of a wrapper: settings and layouts, values that a copy may share.
 _SHARED = frozenset({"_dataset_strategy", "_gradients_mean", "_broadcast", "_cluster", "_memory", "_optimizer", "_fusion",
                      "_hsdp", "_pipeline", "_strategies", "_parameter_strategies", "_warned", "_kind",
-                     "_search_memory", "_search_progress"})
+                     "_search_memory", "_search_progress", "_handed"})
 
 #: The tables that a wrapper has in common with its model.
 _TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")

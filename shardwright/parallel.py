@@ -405,6 +405,7 @@ class AutoParallel(Settings, nn.Module):
             begin_planning("" if recording is None else recording.why)
             ranks = Agreement(self.parallel_mode, fed)
         try:
+            self._check_handed(self._handed)
             check_inside(self.net)
             stored = self._stored
             if before is None and parts and stored is None:

@@ -28,6 +28,9 @@ __all__ = ["Settings"]
 class Settings:
     """What `AutoParallel` may be told."""
 
+    #: The library that hands batches to the processes, and the dataset_strategy by which it does; None: the user's own loop.
+    _handed: tuple[str, Any] | None = None
+
     def dataset_strategy(self, strategy: str | tuple) -> Self:
         """How the batch is fed.
 
@@ -276,6 +279,28 @@ class Settings:
             raise SettingError(f"{name}() comes too late: the model has been called and planned",
                                legal=f"{name}() before the first call")
         return value
+
+    def _check_handed(self, handed: tuple[str, Any] | None) -> None:
+        """See that the settings fit the way in which a library hands out batches.
+
+        Args:
+            handed: as of `_handed`.
+
+        Raises:
+            SettingError: a pipeline whose stages would get different parts of a batch; another `dataset_strategy` than the
+                library was told.
+        """
+        if handed is None:
+            return
+        library, strategy = handed
+        if self._pipeline is not None and strategy == "data_parallel":
+            raise SettingError(f"{library} hands each process its own part of a batch, and a pipeline's stages work on the same one",
+                               legal='dataset_strategy("full_batch")'
+                                     + (f" before {library} is given the model" if self._handed is handed else ""))
+        if self._dataset_strategy != strategy:
+            raise SettingError(f"{library} hands out batches by dataset_strategy({strategy!r}), and the model has been given "
+                               f"dataset_strategy({self._dataset_strategy!r}) since",
+                               legal=f"dataset_strategy before {library} is given the model")
 
     def plan_settings(self) -> dict[str, Any]:
         """What of the settings decides a plan, as `shardwright.plan` takes it."""

@@ -269,9 +269,37 @@ def piped_gpt2(feed: str = "full_batch") -> sw.AutoParallel:
     return stages(sw.AutoParallel(gpt2(2)), "transformer.h.0", "transformer.h.1", feed=feed)
 
 
-def pipeline_trainer(model: sw.AutoParallel, folder: str) -> Any:
+def pipeline_trainer(model: sw.AutoParallel, folder: str, **more: Any) -> Any:
     return hugging_face.Trainer(model=model, train_dataset=Rows(18), eval_dataset=Rows(18), args=transformers.TrainingArguments(
-        **settings(folder, 4, ddp_backend="gloo", gradient_accumulation_steps=2)))
+        **settings(folder, 4, ddp_backend="gloo", gradient_accumulation_steps=2, **more)))
+
+
+def late_pipelines(folder: str, fitted: Callable[..., Any], task: type) -> dict[str, str]:
+    """Settings that change after the libraries have been given the model, of each process's own part of a batch."""
+    def trained() -> None:
+        model = sw.AutoParallel(gpt2(2))
+        trainer = pipeline_trainer(model, f"{folder}/run")
+        stages(model, "transformer.h.0", "transformer.h.1", feed="data_parallel")
+        trainer.train()
+
+    def accelerated(feed: str, cut: bool = True) -> None:
+        plain = sw.AutoParallel(plain_layers(), nn.MSELoss())
+        model, loader = our_accelerate.Accelerator().prepare(plain, pairs(4, 2))
+        stages(model, "0", "2", feed=feed) if cut else model.dataset_strategy(feed)
+        for batch in loader:
+            model(*batch)
+
+    class Late(task):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = sw.AutoParallel(plain_layers(), nn.MSELoss())
+
+        def on_fit_start(self) -> None:
+            stages(self.model, "0", "2", feed="data_parallel")
+    return {"Trainer": error_of(trained), "accelerate": error_of(lambda: accelerated("data_parallel")),
+            "accelerate, then whole": error_of(lambda: accelerated("full_batch")),
+            "accelerate, whole alone": error_of(lambda: accelerated("full_batch", False)),
+            "Lightning": error_of(lambda: fitted(Late()))}
 
 
 def pipelines(rank: int, folder: str) -> dict[str, Any]:
@@ -319,6 +347,7 @@ def pipelines(rank: int, folder: str) -> dict[str, Any]:
                      "accelerate": error_of(lambda: our_accelerate.Accelerator().prepare(piped("data_parallel"))),
                      "Lightning": error_of(lambda: fitted(parts)),
                      "ModelCheckpoint": error_of(lambda: fitted(kept, enable_checkpointing=True))}
+    out["late"] = late_pipelines(folder, fitted, Task)
     out["ran"] = [len(parts.losses), len(kept.losses)]
     return out
 
@@ -345,6 +374,11 @@ def on_ranks(rank: int, world: int, folder: str) -> dict[str, Any]:
         out["pipelines"] = pipelines(rank, f"{folder}/pipelines")
         AcceleratorState._reset_state(reset_partial_state=True)
         out["bf16"] = the_trainer_by_parts(rank, f"{folder}/bf16", bf16=True)
+        piped_bf16 = pipeline_trainer(piped_gpt2(), f"{folder}/pipelines/bf16", bf16=True, save_strategy="no")
+        piped_bf16.train()
+        piped_bf16.evaluate()
+        out["bf16 pipeline"] = {"losses": logged(piped_bf16), "evaluated": logged(piped_bf16, "eval_loss"),
+                                "weights": weights(piped_bf16.model)}
     return out
 
 
@@ -385,9 +419,9 @@ def assert_close(got: Any, expected: Any, double: bool = True, rounding: float =
         torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), **tolerance)
 
 
-def one_trainer(folder: str, rows: int, batch: int, **more: Any) -> Any:
+def one_trainer(folder: str, rows: int, batch: int, layers: int = 1, **more: Any) -> Any:
     with one_device():
-        trainer = transformers.Trainer(model=gpt2(), train_dataset=Rows(rows), eval_dataset=Rows(rows),
+        trainer = transformers.Trainer(model=gpt2(layers), train_dataset=Rows(rows), eval_dataset=Rows(rows),
                                        args=transformers.TrainingArguments(**settings(folder, batch, **more)))
         trainer.train()
         trainer.evaluate()
@@ -593,6 +627,29 @@ def test_pipelines_are_refused_before_anything_runs(ours: list[dict[str, Any]]) 
             assert "hands each process its own part of a batch" in said and 'legal: dataset_strategy("full_batch")' in said
         assert "ModelCheckpoint(save_weights_only=True)" in result["errors"]["ModelCheckpoint"]
         assert result["ran"] == [0, 0]
+
+
+def test_settings_that_change_after_the_model_was_handed_over_are_refused(ours: list[dict[str, Any]]) -> None:
+    for said in (rank["pipelines"]["late"] for rank in ours):
+        for library in ("Trainer", "accelerate", "accelerate, then whole", "Lightning"):
+            assert "hands each process its own part of a batch, and a pipeline's stages work on the same one" in said[library]
+            assert 'legal: dataset_strategy("full_batch")' in said[library]
+        assert "given dataset_strategy('full_batch') since" in said["accelerate, whole alone"]
+        assert "legal: dataset_strategy before accelerate is given the model" in said["accelerate, whole alone"]
+
+
+def test_a_pipeline_in_half_precision_trains_as_on_one_device(ours: list[dict[str, Any]], folder: str) -> None:
+    """Losses of float32 lie as near; the weights, whose Adam tells gradients of other roundings apart, do not."""
+    one = {half: one_trainer(f"{folder}/one_piped_bf16", 18, 4, layers=2, gradient_accumulation_steps=2, save_strategy="no",
+                             bf16=half) for half in (True, False)}
+
+    def apart(result: dict[str, Any], half: bool) -> float:
+        return max(float((value - result["weights"][name]).abs().max()) for name, value in detached(one[half].model).items())
+    for result in (rank["bf16 pipeline"] for rank in ours):
+        assert len(result["losses"]) == STEPS
+        for key, name in (("losses", "loss"), ("evaluated", "eval_loss")):
+            torch.testing.assert_close(torch.tensor(result[key]), torch.tensor(logged(one[True], name)), rtol=1e-3, atol=1e-3)
+        assert apart(result, True) < 2e-3 < apart(result, False)
 
 
 def test_averages_are_those_of_one_device(ours: list[dict[str, Any]]) -> None:

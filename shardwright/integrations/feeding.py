@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from ..errors import SettingError
 from ..parallel import AutoParallel
 
 __all__ = ["check_feeding"]
 
 
 def check_feeding(model: AutoParallel, library: str) -> None:
-    """See that the ranks of a pipeline's stages are fed alike.
+    """See that the ranks of a pipeline's stages are fed alike: now, and again when a call of the model is planned, because
+    settings may still change until then.
 
     Raises:
         SettingError: each process is handed its own part of a batch, of which the stages would get different ones.
     """
-    if model._pipeline is not None and model._dataset_strategy == "data_parallel":
-        raise SettingError(f"{library} hands each process its own part of a batch, and a pipeline's stages work on the same one",
-                           legal='dataset_strategy("full_batch")')
+    handed = library, model._dataset_strategy
+    model._check_handed(handed)
+    model._handed = handed
