@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from ..conversion_steps import digits_value
 from ..errors import SettingError
@@ -19,6 +19,7 @@ from ..layout import Digits
 from ..torch_private import (
     DisableTorchFunctionSubclass, foreach_mul_, foreach_norm, fused_optimizers, gradient_hooks, local_tensor, pytree, spec_of,
 )
+from .gradient_edits import RANDOM, VIEWS, changes, drawn_like, is_copy, lost, part_of, put
 from .parameter_hooks import call_after, put_within, seen_by_hooks
 
 __all__ = ["Gradient", "StageGradient", "Unsummed", "copy_of_gradient", "hand_nothing", "hand_over", "keep_unsummed",
@@ -32,7 +33,11 @@ _NOTHING = "_shardwright_nothing"
 
 #: What optimizers do to a parameter or their state element by element with a gradient, in place.
 _ELEMENTWISE = frozenset({Tensor.add_, Tensor.sub_, Tensor.mul_, Tensor.div_, Tensor.lerp_, Tensor.addcmul_,
-                          Tensor.addcdiv_, Tensor.copy_})
+                          Tensor.addcdiv_, Tensor.copy_, Tensor.masked_fill_, Tensor.__iadd__, Tensor.__isub__,
+                          Tensor.__imul__, Tensor.__itruediv__})
+
+#: Norms of a whole tensor.
+_NORMS = frozenset({torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm})
 
 #: Whole optimizer steps in one kernel, element by element too, over lists of parameters, gradients and their state;
 #: DTensor knows some of them.
@@ -54,7 +59,7 @@ class Gradient(DTensor):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if (function in _ELEMENTWISE or function is Tensor.__setitem__) and not torch.is_grad_enabled():
+        if function in _ELEMENTWISE and not (torch.is_grad_enabled() and _any_requires_grad(args)):
             local = _locals(args)
             if local is not None:  # a third of what DTensor's dispatch takes
                 # Most empty ones are of a stage elsewhere: of those an optimizer has more than of its own.
@@ -63,6 +68,10 @@ class Gradient(DTensor):
                 return args[0]
         if function is Tensor.detach:  # DTensor's makes a plain DTensor, which torch 2.9 does not take for a view of this
             return _detached(args[0])
+        if function is Tensor.__setitem__ and isinstance(args[0], Gradient):
+            return put(*args)
+        if function in RANDOM:
+            return Gradient(drawn_like(function, *args, kwargs or {}), spec_of(args[0]), requires_grad=False)
         with DisableTorchFunctionSubclass():
             if function in _FUSED:
                 return function(*pytree.tree_map_only(DTensor, _local, args),
@@ -70,17 +79,20 @@ class Gradient(DTensor):
             if function is foreach_mul_:  # of lists, DTensor takes those on one mesh alone
                 return [gradient.mul_(factor) for gradient, factor in zip(args[0], _each(args[1], len(args[0])))]
             result = function(*args, **(kwargs or {}))
-        if function is torch.linalg.vector_norm:
+        if function in _NORMS:
             return _plain(result)
         if function is foreach_norm:
             return [_plain(norm) for norm in result]
+        if function in VIEWS and isinstance(args[0], Gradient):
+            return pytree.tree_map_only(DTensor, lambda part: _view(args[0], part, function, args), result)
         if type(result) is DTensor and not result.requires_grad:  # what is made of a gradient is treated as one: see Rprop
             return Gradient(local_tensor(result), spec_of(result), requires_grad=False)
         return result
 
 
 def _locals(args: Sequence[Any]) -> list[Any] | None:
-    """The slices of DTensors that have one placement, and single numbers as they are; None: not all are such."""
+    """The slices of DTensors that have one placement and of plain tensors beside them, and single numbers as they are; None:
+    not all are such."""
     spec = spec_of(args[0])
     if spec is None:
         return None
@@ -88,16 +100,31 @@ def _locals(args: Sequence[Any]) -> list[Any] | None:
     for a in args:
         if isinstance(a, Tensor):
             theirs = spec_of(a)
-            if theirs is not spec and a.dim() and \
-                    (theirs is None or (theirs.mesh, theirs.placements) != (spec.mesh, spec.placements)):
-                return None
+            if theirs is None and a.dim():
+                a = part_of(args[0], a) if local_tensor(args[0]).numel() else a
+                if a is None:
+                    return None
+            elif theirs is not None and theirs is not spec:
+                if a.dim() and (theirs.mesh, theirs.placements, theirs.shape) != (spec.mesh, spec.placements, spec.shape) or \
+                        not a.dim() and not all(isinstance(p, Replicate) for p in theirs.placements):
+                    return None
             a = a if theirs is None else local_tensor(a)
         out.append(a)
     return out
 
 
+def _any_requires_grad(args: Sequence[Any]) -> bool:
+    return any(isinstance(a, Tensor) and a.requires_grad for a in args)
+
+
+def _view(gradient: Gradient, part: DTensor, function: Any, args: tuple) -> Gradient:
+    kind = GatheredPart if isinstance(gradient, GatheredPart) or is_copy(gradient, part, function, args) else Gradient
+    return kind(local_tensor(part), spec_of(part), requires_grad=False)
+
+
 def _detached(x: Gradient) -> Gradient:
-    return Gradient(local_tensor(x).detach(), spec_of(x), requires_grad=False)
+    kind = GatheredPart if isinstance(x, GatheredPart) else Gradient
+    return kind(local_tensor(x).detach(), spec_of(x), requires_grad=False)
 
 
 def _local(x: DTensor) -> Tensor:
@@ -110,6 +137,18 @@ def _each(factor: Any, count: int) -> Sequence[Any]:
 
 def _plain(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+class GatheredPart(Gradient):
+    """A part of a gradient that was gathered from several ranks: to be read."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if changes(function) and isinstance(args[0], cls):
+            raise lost(function)
+        return super().__torch_function__(function, types, args, kwargs)
 
 
 class StageGradient(Gradient):
@@ -125,7 +164,7 @@ class StageGradient(Gradient):
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = super().__torch_function__(function, types, args, kwargs)
-        if function is torch.linalg.vector_norm:
+        if function in _NORMS:
             return _said([result], args[:1])[0]
         return _said(result, args[0]) if function is foreach_norm else result
 
@@ -164,14 +203,14 @@ class Unsummed(Gradient):
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if function in _REFUSED:
-            raise not_summed("a norm, or a change, of gradients")
+            raise not_summed("a norm, a part, or a change of gradients")
         if function is Tensor.detach:
             return _detached(args[0])
         with DisableTorchFunctionSubclass():
             return function(*args, **(kwargs or {}))
 
 
-_REFUSED = frozenset({torch.linalg.vector_norm, foreach_norm, foreach_mul_, *_ELEMENTWISE, *_FUSED,
+_REFUSED = frozenset({*_NORMS, Tensor.__setitem__, Tensor.__getitem__, foreach_norm, foreach_mul_, *_ELEMENTWISE, *_FUSED,
                       DTensor.full_tensor, DTensor.redistribute})
 
 
