@@ -17,13 +17,16 @@ from pipelines import Chain, setting, staged
 from torch import nn
 
 import shardwright as sw
+from shardwright.capture import ModelAndLoss
 from shardwright.errors import PlanError, ShardwrightError
 from shardwright.layout import Layout
 from shardwright.plan.document_files import read_document
 from shardwright.plan.document_pipeline_writing import pipeline_written
+from shardwright.plan.graph_document import packed, unpacked
 from shardwright.plan.make import capture_micro, make_plan
 from shardwright.plan.pipelining import pipeline_plan
 from shardwright.report.difference import difference
+from shardwright.runtime.pipeline_local import local_pipeline
 from shardwright.schedules import schedule
 
 TWO = dict(stages=2, micro_batches=4, stage_config=staged(2))
@@ -304,6 +307,40 @@ def test_a_model_takes_the_strategies_of_a_file(tmp_path: Path) -> None:
     model.save_operator_strategy_file(tmp_path / "later.json")
     assert (tmp_path / "first.json").read_text() == (tmp_path / "later.json").read_text()
     assert sw.Plan.load(tmp_path / "first.json").fingerprint == model.plan.fingerprint
+
+
+def without_updates(text: str) -> str:
+    """A plan as it was written before buffers were joined once a step."""
+    words = json.loads(text)
+    last = words["captured"][-1]
+    held = unpacked(last)
+    del held["updates"]
+    return text.replace(last, packed(held))
+
+
+@pytest.mark.parametrize("how", ["loaded", "strategies"])
+def test_a_file_that_says_nothing_of_buffers_trains_as_one_device(how: str, tmp_path: Path) -> None:
+    """It is loaded and run as it is, or a model takes its strategies."""
+    plan = planned(Chain(tied=True), parallel_mode="dynamic_programming")
+    path = saved(plan, tmp_path, without_updates)
+    loaded = sw.Plan.load(path)
+    assert loaded.micro.updates == {} and loaded.fingerprint == plan.fingerprint
+    sw.init(devices=8)
+    one, net, loss = Chain(tied=True), Chain(tied=True), nn.MSELoss()
+    if how == "loaded":
+        program = local_pipeline(loaded, ModelAndLoss(net, loss), torch.device("cpu"), True)
+    else:
+        program = sw.AutoParallel(net, loss).pipeline(**TWO).dataset_strategy("full_batch").load_operator_strategy_file(path)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (one, net)]
+    for step in range(3):
+        x, y = draw(16, 16, seed=step), draw(16, 16, seed=10 + step)
+        expected, found = loss(one(x), y), program(x, y)
+        torch.testing.assert_close(found, expected)
+        for result, optimizer in zip((expected, found), optimizers):
+            optimizer.zero_grad()
+            result.backward()
+            optimizer.step()
+    torch.testing.assert_close(net.state_dict(), one.state_dict())
 
 
 @pytest.mark.parametrize(("given", "message"), [

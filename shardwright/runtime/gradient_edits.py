@@ -28,10 +28,11 @@ __all__ = ["RANDOM", "VIEWS", "changes", "drawn_like", "is_copy", "lost", "part_
 #: What gives a view of a tensor on one device.
 VIEWS = frozenset({
     Tensor.__getitem__, Tensor.select, Tensor.narrow, Tensor.view, Tensor.reshape, Tensor.flatten, Tensor.ravel,
-    Tensor.unflatten, Tensor.unbind, Tensor.split, Tensor.chunk, Tensor.squeeze, Tensor.unsqueeze, Tensor.transpose, Tensor.t,
-    Tensor.permute, Tensor.movedim, Tensor.diagonal, Tensor.unfold, Tensor.expand, Tensor.view_as, Tensor.T.__get__, Tensor.mT.__get__,
-    Tensor.data.__get__, torch.select, torch.narrow, torch.reshape, torch.flatten, torch.ravel, torch.unbind, torch.split,
-    torch.chunk, torch.squeeze, torch.unsqueeze, torch.transpose, torch.t, torch.permute, torch.movedim, torch.diagonal})
+    Tensor.unflatten, Tensor.unbind, Tensor.split, Tensor.chunk, Tensor.squeeze, Tensor.unsqueeze, Tensor.transpose,
+    Tensor.t, Tensor.permute, Tensor.movedim, Tensor.diagonal, Tensor.unfold, Tensor.expand, Tensor.view_as,
+    Tensor.T.__get__, Tensor.mT.__get__, Tensor.data.__get__, torch.select, torch.narrow, torch.reshape,
+    torch.flatten, torch.ravel, torch.unbind, torch.split, torch.chunk, torch.squeeze, torch.unsqueeze,
+    torch.transpose, torch.t, torch.permute, torch.movedim, torch.diagonal})
 
 #: What draws numbers of a tensor's shape.
 RANDOM = frozenset({torch.randn_like, torch.rand_like})
@@ -48,10 +49,10 @@ def changes(function: Any) -> bool:
 
 def lost(function: Any) -> SettingError:
     """The error of a change that would be one of a copy."""
-    return SettingError(f"{function.__name__} of a part of a gradient that is cut over several ranks: the part is a copy, and "
-                        "the gradient would stay as it is",
-                        legal="p.grad[:2] = p.grad[:2] * 2, p.grad[:2] = 0, or p.grad.mul_(mask) with a mask of the gradient's "
-                              "whole shape")
+    return SettingError(f"{function.__name__} of a part of a gradient that is cut over several ranks: the part is a copy, "
+                        "and the gradient would stay as it is",
+                        legal="p.grad[:2] = p.grad[:2] * 2, p.grad[:2] = 0, or p.grad.mul_(mask) with a mask of the "
+                              "gradient's whole shape")
 
 
 def is_copy(gradient: DTensor, part: DTensor, function: Any, args: tuple) -> bool:
