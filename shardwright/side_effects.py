@@ -76,6 +76,9 @@ class _Printed:
         stream = getattr(sys, self.stream) if isinstance(self.stream, str) else self.stream
         stream.write(self.text)
 
+    def described(self) -> tuple:
+        return "printed", self.stream if isinstance(self.stream, str) else f"file {id(self.stream)}", self.text
+
 
 @dataclass(frozen=True)
 class _Logged:
@@ -90,6 +93,9 @@ class _Logged:
     def play(self) -> None:
         if self.logger.isEnabledFor(self.level):
             self.logger.handle(self.logger.makeRecord(self.logger.name, self.level, self.name, self.line, self.text, (), None))
+
+    def described(self) -> tuple:
+        return "logged", self.logger.name, logging.getLevelName(self.level), self.text
 
 
 @dataclass(frozen=True)
@@ -139,8 +145,9 @@ class Effects:
                 entry.place.set(entry.value)
 
     def described(self) -> list[tuple]:
-        """To compare two captures of one model: texts in their order, then what is assigned, which has none."""
-        texts = [(type(e).__name__, e.text) for e in self.entries if isinstance(e, (_Printed, _Logged))]
+        """To compare two captures of one model: texts in their order, with where they go, then what is assigned, which has
+        none."""
+        texts = [e.described() for e in self.entries if isinstance(e, (_Printed, _Logged))]
         return texts + sorted((type(e).__name__, e.place.path, repr(getattr(e, "value", None)), repr(getattr(e, "steps", None)))
                               for e in self.entries if isinstance(e, (_Assigned, _Advanced)))
 

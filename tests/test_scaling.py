@@ -3,6 +3,7 @@
 import copy
 import logging
 import random
+import sys
 from importlib import import_module
 
 import pytest
@@ -343,6 +344,24 @@ class Telling(Language):
         return super().forward(tokens)
 
 
+class Printing(Language):
+    """Prints its sizes and nothing else."""
+
+    def forward(self, tokens):
+        print(f"{tokens.shape[0]:>4} rows", tuple(tokens.shape), tokens.numel() // 2)
+        return super().forward(tokens)
+
+
+class Diverting(Language):
+    """Prints the same text to another stream, and logs it with another level, where there are more than 10 rows."""
+
+    def forward(self, tokens):
+        many = tokens.shape[0] > 10
+        print("rows", file=sys.stderr if many else sys.stdout)
+        logging.getLogger("scaling").log(logging.ERROR if many else logging.WARNING, "rows")
+        return super().forward(tokens)
+
+
 class CountingLong(Language):
     """Counts its long inputs twice."""
 
@@ -361,11 +380,13 @@ def effects(model, x, capsys, caplog):
     loss = model(x).detach()
     net = getattr(model, "net", model) if isinstance(model, sw.AutoParallel) else model
     state = {name: getattr(net, name, None) for name in ("calls", "left", "kind", "rows")}
-    return loss, (capsys.readouterr().out, [r.getMessage() for r in caplog.records if r.name == "scaling"], state)
+    return loss, (tuple(capsys.readouterr()), [(r.getMessage(), r.levelname) for r in caplog.records if r.name == "scaling"],
+                  state)
 
 
 @pytest.mark.parametrize("kind, pipeline, most", [(Counting, False, (1, 1)), (Counting, True, (2, 1)),
-                                                  (Telling, False, (None, None)), (CountingLong, False, (None, 4))])
+                                                  (Telling, False, (None, None)), (Printing, False, (None, None)),
+                                                  (Diverting, False, (None, 4)), (CountingLong, False, (None, 4))])
 def test_what_is_done_besides_the_result_is_done_at_every_size(kind, pipeline, most, captures, capsys, caplog):
     plain, choose = kind(layers=2), random.Random(3)
     model = piped(plain) if pipeline else sw.AutoParallel(copy.deepcopy(plain)).dataset_strategy("full_batch")
