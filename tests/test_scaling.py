@@ -285,6 +285,21 @@ def test_a_pipeline_whose_stages_are_chosen_keeps_them_at_further_sizes(captures
     assert captures == before and model.plan.chosen.stages == stages
 
 
+def test_a_pipeline_that_is_called_at_several_lines():
+    """A micro-batch of the second call is as large as the larger one of the first, at whose line that was captured. (Captures
+    are not counted here: an operator's line would be that of the function that counts.)"""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)).to(D)
+    model = sw.AutoParallel(copy.deepcopy(plain), nn.MSELoss()).dataset_strategy("full_batch")
+    model.pipeline(stages=2, micro_batches=2, stage_config={"0": 0, "1": 0, "2": 1})
+    x, y = draw(32, 8), draw(32, 4, seed=1)
+    losses = [model(x[:8], y[:8])]
+    losses += [model(x[:16], y[:16])]
+    losses += [model(x, y)]
+    for rows, loss in zip((8, 16, 32), losses):
+        torch.testing.assert_close(loss, F.mse_loss(plain(x[:rows]), y[:rows]))
+
+
 def test_a_pipeline_of_micro_batches_of_one_row(captures):
     plain = Language(layers=2)
     model = piped(plain, micro_batches=4)
@@ -481,3 +496,46 @@ def test_processes_meet_at_every_size():
     for losses, programs in run_ranks(_on_ranks, 2):
         assert losses == pytest.approx(wanted, rel=1e-10)
         assert programs == 3
+
+
+SIZES = ((4, 8), (8, 12), (12, 16), (4, 16), (8, 20), (4, 8))
+
+
+def _a_pipeline_on_ranks(rank, world, feed):
+    sw.init()
+    seen = []
+    for name in ("capture", "capture_scalable"):
+        setattr(parallel, name, _counted(getattr(parallel, name), name, seen))
+    model = sw.AutoParallel(Language(layers=2), max_programs=4).dataset_strategy(feed)
+    model.pipeline(stages=2, micro_batches=2, stage_config={"net.blocks.0": 0, "net.blocks.1": 1, "net.norm": 1})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    places, losses, counts = world // 2, [], []            # positions in a stage, which each feed their own part
+    for number, (rows, length) in enumerate(SIZES):
+        x = labels(rows * length, 16, seed=number).view(rows, length)
+        part = rows // places
+        fed = x if feed == "full_batch" else x[rank % places * part:][:part]
+        losses.append(float(model(fed).detach()))
+        model(fed).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        counts.append(len(seen))
+    with model.whole() as net:
+        return losses, {n: v.clone() for n, v in net.state_dict().items()}, seen, counts
+
+
+@pytest.mark.parametrize("world, feed", [(2, "full_batch"), (4, "data_parallel")])
+def test_a_pipeline_across_processes_is_captured_twice_for_all_sizes(world, feed):
+    from ranks import run_ranks
+    plain = Language(layers=2)
+    optimizer, wanted = torch.optim.SGD(plain.parameters(), lr=0.1), []
+    for number, (rows, length) in enumerate(SIZES):
+        loss = plain(labels(rows * length, 16, seed=number).view(rows, length))
+        wanted.append(float(loss.detach()))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for losses, weights, seen, counts in run_ranks(_a_pipeline_on_ranks, world, feed):
+        assert losses == pytest.approx(wanted, rel=1e-10)
+        torch.testing.assert_close(weights, dict(plain.state_dict()), rtol=1e-9, atol=1e-12)
+        assert seen == ["capture", "capture", "capture_scalable"]   # of a micro-batch and of twice the rows; of both
+        assert counts == [2, *[3] * (len(SIZES) - 1)]
