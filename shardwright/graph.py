@@ -11,11 +11,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
+from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from .torch_private import pytree, schema_of
 
-__all__ = ["SEED", "Graph", "Master", "Op", "Pieces", "Recompute", "Value", "dtype_word", "leaves_of", "map_values",
-           "types_of", "values_in"]
+__all__ = ["SEED", "Graph", "Master", "Op", "Pieces", "Recompute", "Value", "dtype_word", "leaves", "map_leaves",
+           "map_values", "types_of", "values_in"]
 
 
 class Master(NamedTuple):
@@ -77,44 +78,53 @@ class Value:
 SEED = Value("<seed>", (4,), torch.int64)
 
 
-#: Types of plain arguments: trees without a value. These and the containers of most calls are walked without `pytree`, which
-#: takes several times as long.
-_PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
-
-
 def values_in(tree: Any) -> tuple[Value, ...]:
     """The values among the leaves of nested arguments, in call order."""
-    return leaves_of(tree, Value)
+    return tuple(leaf for leaf in leaves(tree) if isinstance(leaf, Value))
 
 
 def map_values(tree: Any, change: Callable[[Value], Any]) -> Any:
     """Nested arguments with every value replaced."""
+    return map_leaves(lambda leaf: change(leaf) if isinstance(leaf, Value) else leaf, tree)
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """What nested arguments hold, in call order: `pytree.tree_leaves`, at a tenth of its cost for tuples, lists and dicts."""
     kind = type(tree)
-    if kind is Value:
+    if kind in _SEQUENCES:
+        for branch in tree:
+            yield from leaves(branch)
+    elif kind in _MAPPINGS:
+        for branch in tree.values():
+            yield from leaves(branch)
+    elif kind in _LEAVES or not _nests(kind):
+        yield tree
+    else:
+        yield from pytree.tree_leaves(tree)
+
+
+def map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
+    """Nested arguments with everything that they hold replaced, in call order: `pytree.tree_map`, as `leaves`."""
+    kind = type(tree)
+    if kind in _SEQUENCES:
+        return kind([map_leaves(change, branch) for branch in tree])
+    if kind in _MAPPINGS:
+        return kind([(key, map_leaves(change, branch)) for key, branch in tree.items()])
+    if kind in _LEAVES or not _nests(kind):
         return change(tree)
-    if kind in _PLAIN:
-        return tree
-    if kind is tuple:
-        return tuple([map_values(part, change) for part in tree])
-    if kind is list:
-        return [map_values(part, change) for part in tree]
-    if kind is dict:
-        return {key: map_values(part, change) for key, part in tree.items()}
-    return pytree.tree_map(lambda leaf: change(leaf) if isinstance(leaf, Value) else leaf, tree)
+    return pytree.tree_map(change, tree)
 
 
-def leaves_of(tree: Any, kind: type) -> tuple[Any, ...]:
-    """The leaves of one type among nested arguments, in call order."""
-    given = type(tree)
-    if given is kind:
-        return (tree,)
-    if given in _PLAIN:
-        return ()
-    if given is tuple or given is list:
-        return tuple([leaf for part in tree for leaf in leaves_of(part, kind)])
-    if given is dict:
-        return tuple([leaf for part in tree.values() for leaf in leaves_of(part, kind)])
-    return tuple(leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, kind))
+#: Types of arguments that hold others, by far the most.
+_SEQUENCES, _MAPPINGS = frozenset({tuple, list, immutable_list}), frozenset({dict, immutable_dict})
+
+#: Types of arguments that hold none, as most are.
+_LEAVES = frozenset({Value, int, float, bool, str, type(None), torch.dtype, torch.device, torch.Tensor})
+
+
+def _nests(kind: type) -> bool:
+    """Whether objects of a type hold others, as torch sees it."""
+    return kind in pytree.SUPPORTED_NODES or issubclass(kind, tuple)
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
+from .graph import map_leaves
 from .plan.instructions import Compute, Extreme, Instance, Move, Ref
 from .plan.plan import Plan
-from .torch_private import pytree, schema_of
+from .torch_private import schema_of
 
 __all__ = ["Lowered", "cast", "extreme", "lower", "move", "sum_of_gradient"]
 
@@ -122,8 +123,8 @@ def _finish(env: dict[str, torch.fx.Node], node: torch.fx.Node, instruction: Mov
 
 
 def _compute(graph: torch.fx.Graph, env: dict[str, torch.fx.Node], instruction: Compute) -> None:
-    args, kwargs = pytree.tree_map(lambda leaf: env[leaf.name] if isinstance(leaf, Ref) else leaf,
-                                   (instruction.args, instruction.kwargs))
+    args, kwargs = map_leaves(lambda leaf: env[leaf.name] if isinstance(leaf, Ref) else leaf,
+                              (instruction.args, instruction.kwargs))
     node = graph.call_function(instruction.target, args, kwargs)
     node.meta["instruction"] = instruction
     if _returns_one(instruction):

@@ -27,7 +27,7 @@ from ..cluster import Cluster
 from ..conversion import Conversion
 from ..conversion_steps import Step
 from ..errors import SettingError
-from ..graph import Op, Value, leaves_of
+from ..graph import Op, Value, leaves
 from ..layout import Digits, Layout, digits_size, merge
 from .again import Again
 from .collective_costs import KINDS, Line, collective_lines, links_of
@@ -276,7 +276,7 @@ class Costs:
         return nbytes / self.cluster.memory_bandwidth + self.cluster.overhead
 
     def _called(self, instruction: Compute, known: Mapping[str, Instance]) -> tuple[float, float]:
-        read = leaves_of((instruction.args, instruction.kwargs), Ref)
+        read = tuple(leaf for leaf in leaves((instruction.args, instruction.kwargs)) if isinstance(leaf, Ref))
         return self.compute(instruction.op, [known[a.name].local_shape for a in read],
                             [o.local_shape for o in instruction.outputs if o is not None])
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..conversion import Conversion
-from ..graph import Op, Value, leaves_of
+from ..graph import Op, Value, leaves
 from ..layout import Digits, Layout
 from .storage import Stored
 
@@ -154,7 +154,8 @@ def read_by(instruction: Any) -> tuple[str, ...]:
     """The names of the tensors that an instruction's gradient goes to, in the order of the call, each once."""
     if not isinstance(instruction, Compute):
         return (instruction.source.name,)
-    return tuple(dict.fromkeys(leaf.name for leaf in leaves_of((instruction.args, instruction.kwargs), Ref)))
+    given = leaves((instruction.args, instruction.kwargs))
+    return tuple(dict.fromkeys(leaf.name for leaf in given if isinstance(leaf, Ref)))
 
 
 def reads(instruction: Any) -> tuple[str, ...]:

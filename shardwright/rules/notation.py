@@ -249,6 +249,18 @@ class Bound:
 
     def is_consistent(self, assignment: Assignment) -> bool:
         """Whether all inputs and outputs have layouts, every factor divides and none is split that may not be."""
+        known = self._consistent
+        if assignment not in known:
+            if len(known) >= LAYOUTS:
+                known.clear()
+            known[assignment] = self._checked(assignment)
+        return known[assignment]
+
+    @cached_property
+    def _consistent(self) -> dict[Assignment, bool]:
+        return {}
+
+    def _checked(self, assignment: Assignment) -> bool:
         for factor, digits in zip(self.factors, assignment.digits):
             if digits and (not factor.splittable or factor.size % digits_size(digits) and not factor.pads):
                 return False

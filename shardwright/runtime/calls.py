@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..graph import Op, Value
+from ..graph import Op, Value, leaves, map_leaves, map_values
 from ..layout import Digit, Layout
 from ..plan.instructions import Compute
 from ..rules import bound_rule, find_rule
 from ..rules.generator import PLAIN
 from ..rules.loss import SUM
 from ..rules.registry import POINTWISE
-from ..torch_private import OpOverload, overload_name, pytree, schema_of, torch_function
+from ..torch_private import OpOverload, overload_name, schema_of, torch_function
 from .leading import leading, told_of_dims
 from .products import product
 from .shards import check_replicas
@@ -66,6 +66,7 @@ class Call:
         self.out = held[node]
         self.instruction: Compute = node.meta["instruction"]
         self.names: dict[str, Any] = {}
+        self._checks: dict[torch.fx.Node, RankShape | None] = {}
 
     def step(self) -> Callable[[list], Any]:
         """``env -> value``: a tensor with axes for the ranks, or a tuple of them."""
@@ -83,7 +84,7 @@ class Call:
         return None if self.out else self._written(plain_function(self.node))
 
     def _product(self) -> Callable[[list], Any] | None:
-        op, tensors = self.instruction.op, self._tensors()
+        op, tensors = self.instruction.op, self._tensors
         rule = find_rule(op)
         if rule is None or not rule.is_product(op) or self.node.target != op.target or \
                 len(tensors) != len(op.inputs) or any(self._value(a).dtype.is_complex for a in tensors):
@@ -121,7 +122,7 @@ class Call:
     @cached_property
     def _longer(self) -> Callable[[list], Any] | None:
         """The axes are more dims before all others."""
-        node, tensors = self.node, self._tensors()
+        node, tensors = self.node, self._tensors
         if not isinstance(node.target, OpOverload) or node.target.namespace != "aten" or \
                 any(self._shape(a) not in ((), self.out) for a in tensors):
             return None
@@ -130,12 +131,13 @@ class Call:
         values = {a: Value(str(i), (1,) * (dims - self._dims(a)) + tuple(self._local(a)), self._value(a).dtype)
                   for i, a in enumerate(dict.fromkeys(tensors))}
         nodes = {value.name: a for a, value in values.items()}
-        args, kwargs = pytree.tree_map_only(torch.fx.Node, values.__getitem__, (tuple(node.args), dict(node.kwargs)))
+        args, kwargs = map_leaves(lambda a: values[a] if isinstance(a, torch.fx.Node) else a,
+                                  (tuple(node.args), dict(node.kwargs)))
         made = leading(Op(node.target.name(), node.target, args, kwargs, tuple(values[a] for a in tensors), ()),
                        tuple(bool(self._shape(a)) for a in tensors), self.out)
         if made is None:
             return None
-        args, kwargs = pytree.tree_map_only(Value, lambda v: nodes[v.name], (made.args, made.kwargs))
+        args, kwargs = map_values((made.args, made.kwargs), lambda v: nodes[v.name])
         function = plain_function(node) if made.target is node.target else made.target
         return self._written(function, dims, tensors if broadcast else (), args=args, kwargs=kwargs)
 
@@ -145,16 +147,16 @@ class Call:
         op, node = self.instruction.op, self.node
         rule = find_rule(op)
         if rule is None or rule.localize is not None or not isinstance(node.target, OpOverload) or \
-                node.target.namespace != "aten" or len(op.inputs) != len(self._tensors()) or \
+                node.target.namespace != "aten" or len(op.inputs) != len(self._tensors) or \
                 any(v is None for v in op.outputs):
             return None
         bound = bound_rule(op, rule)
-        spread = [i for i, a in enumerate(self._tensors()) if self._shape(a)]
+        spread = [i for i, a in enumerate(self._tensors) if self._shape(a)]
         first = {bound.inputs[i][0] if bound.inputs[i] else () for i in spread} | \
             {dims[0] if dims else () for dims in bound.outputs}
         if len(first) != 1 or len(factor := first.pop()) != 1 or not bound.factors[factor[0]].splittable or \
                 bound.factors[factor[0]].size == 1 or \
-                any(self._shape(self._tensors()[i]) != self.out for i in spread) or \
+                any(self._shape(self._tensors[i]) != self.out for i in spread) or \
                 any(factor[0] in dim for i, dims in enumerate(bound.inputs) if i not in spread for dim in dims) or \
                 any(factor[0] in dim for i in spread for dim in bound.inputs[i][1:]):
             return None
@@ -222,11 +224,17 @@ class Call:
     def _count(self) -> int:
         return math.prod(self.out)
 
+    @cached_property
     def _tensors(self) -> list[torch.fx.Node]:
         """The operands in the order of the call, one that stands twice twice."""
-        return [a for a in pytree.tree_leaves((self.node.args, self.node.kwargs)) if isinstance(a, torch.fx.Node)]
+        return [a for a in leaves((tuple(self.node.args), dict(self.node.kwargs))) if isinstance(a, torch.fx.Node)]
 
     def _checked(self, a: torch.fx.Node) -> RankShape | None:
+        if a not in self._checks:
+            self._checks[a] = self._check(a)
+        return self._checks[a]
+
+    def _check(self, a: torch.fx.Node) -> RankShape | None:
         """How an operand comes of which ranks that hold the same should have the same gradient, though they work on it
         each in its own way; None: there are no such ranks."""
         held, terms = (s[a] if s.get(a) else (1,) * len(self.out) for s in (self.held, self.terms))

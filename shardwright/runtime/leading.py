@@ -47,13 +47,22 @@ def leading(op: Op, led: Sequence[bool], sizes: tuple[int, ...]) -> Op | None:
     """
     if torch.Tag.nondeterministic_seeded in op.target.tags:
         return None
-    leaves, spec = pytree.tree_flatten((op.args, op.kwargs))
-    key = op.target, find_rule(op), spec, tuple((type(x), x) for x in leaves), op.inputs, tuple(led), sizes
+    key = op.target, find_rule(op), _key((op.args, op.kwargs)), op.inputs, tuple(led), sizes
     if key not in _KNOWN:
         if len(_KNOWN) >= KEPT:
             _KNOWN.clear()
         _KNOWN[key] = _found(op, led, sizes)
     return _KNOWN[key]
+
+
+def _key(tree: Any) -> tuple:
+    """Nested arguments as something to be looked up. 1, 1.0 and True are equal, but not to an operator."""
+    kind = type(tree)
+    if isinstance(tree, (tuple, list)):
+        return kind, tuple(map(_key, tree))
+    if isinstance(tree, dict):
+        return kind, tuple((name, _key(branch)) for name, branch in tree.items())
+    return kind, tree
 
 
 def _found(op: Op, led: Sequence[bool], sizes: tuple[int, ...]) -> Op | None:

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ..lower import lower
+from ..lower import Lowered, lower
 from ..plan.pipelined import PipelinePlan
 from ..plan.plan import Plan
 from .deferred import materialize
@@ -33,21 +33,21 @@ def local_pipeline(plan: PipelinePlan, holder: nn.Module, device: torch.device, 
     for stage in plan.stages:
         lowered = lower(stage.plan)
         bodies[stage.number] = StageBody(
-            stage, _body(stage.plan), {n: parameters[n] for n in lowered.parameters},
+            stage, _body(lowered), {n: parameters[n] for n in lowered.parameters},
             {n: buffers[n] for n in lowered.buffers}, [stage.plan.graph.constants[n] for n in lowered.constants],
             lowered.updates, None if stage.counts is None else _counting(stage.counts, buffers), _added)
     return PipelineProgram(plan, bodies, Here(), parts=plan.parts)
 
 
-def _body(plan: Plan) -> SingleProgram | LocalProgram:
-    lowered = lower(plan)
-    return SingleProgram(lowered) if plan.devices == 1 and not plan.regions else LocalProgram(lowered)
+def _body(lowered: Lowered) -> SingleProgram | LocalProgram:
+    alone = lowered.plan.devices == 1 and not lowered.plan.regions
+    return SingleProgram(lowered) if alone else LocalProgram(lowered)
 
 
 def _counting(plan: Plan, buffers: dict[str, Tensor]) -> Callable[..., list[Tensor]]:
     """What counts targets, of the inputs that it reads."""
     lowered = lower(plan)
-    return partial(_body(plan), *(buffers[n] for n in lowered.buffers),
+    return partial(_body(lowered), *(buffers[n] for n in lowered.buffers),
                    *(plan.graph.constants[n] for n in lowered.constants))
 
 
