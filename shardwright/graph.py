@@ -15,7 +15,7 @@ from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from .torch_private import pytree, schema_of
 
-__all__ = ["SEED", "Graph", "Master", "Op", "Pieces", "Recompute", "Value", "dtype_word", "leaves", "map_leaves",
+__all__ = ["SEED", "Graph", "Master", "Op", "Pieces", "Recompute", "Value", "dtype_word", "key_of", "leaves", "map_leaves",
            "map_values", "types_of", "values_in"]
 
 
@@ -113,6 +113,16 @@ def map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
     if kind in _LEAVES or not _nests(kind):
         return change(tree)
     return pytree.tree_map(change, tree)
+
+
+def key_of(tree: Any) -> tuple:
+    """Nested arguments as something to be looked up. 1, 1.0 and True are equal, but not to an operator."""
+    kind = type(tree)
+    if isinstance(tree, (tuple, list)):
+        return kind, tuple(map(key_of, tree))
+    if isinstance(tree, dict):
+        return kind, tuple((name, key_of(branch)) for name, branch in tree.items())
+    return kind, tree
 
 
 #: Types of arguments that hold others, by far the most.

@@ -66,7 +66,6 @@ class Call:
         self.out = held[node]
         self.instruction: Compute = node.meta["instruction"]
         self.names: dict[str, Any] = {}
-        self._checks: dict[torch.fx.Node, RankShape | None] = {}
 
     def step(self) -> Callable[[list], Any]:
         """``env -> value``: a tensor with axes for the ranks, or a tuple of them."""
@@ -230,11 +229,6 @@ class Call:
         return [a for a in leaves((tuple(self.node.args), dict(self.node.kwargs))) if isinstance(a, torch.fx.Node)]
 
     def _checked(self, a: torch.fx.Node) -> RankShape | None:
-        if a not in self._checks:
-            self._checks[a] = self._check(a)
-        return self._checks[a]
-
-    def _check(self, a: torch.fx.Node) -> RankShape | None:
         """How an operand comes of which ranks that hold the same should have the same gradient, though they work on it
         each in its own way; None: there are no such ranks."""
         held, terms = (s[a] if s.get(a) else (1,) * len(self.out) for s in (self.held, self.terms))

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..graph import Op, Value
+from ..graph import Op, Value, key_of
 from ..layout import Digit
 from ..rules import Bound, Rule, bound_rule, find_rule
 from ..torch_private import pytree, schema_of
@@ -47,22 +47,12 @@ def leading(op: Op, led: Sequence[bool], sizes: tuple[int, ...]) -> Op | None:
     """
     if torch.Tag.nondeterministic_seeded in op.target.tags:
         return None
-    key = op.target, find_rule(op), _key((op.args, op.kwargs)), op.inputs, tuple(led), sizes
+    key = op.target, find_rule(op), key_of((op.args, op.kwargs)), op.inputs, tuple(led), sizes
     if key not in _KNOWN:
         if len(_KNOWN) >= KEPT:
             _KNOWN.clear()
         _KNOWN[key] = _found(op, led, sizes)
     return _KNOWN[key]
-
-
-def _key(tree: Any) -> tuple:
-    """Nested arguments as something to be looked up. 1, 1.0 and True are equal, but not to an operator."""
-    kind = type(tree)
-    if isinstance(tree, (tuple, list)):
-        return kind, tuple(map(_key, tree))
-    if isinstance(tree, dict):
-        return kind, tuple((name, _key(branch)) for name, branch in tree.items())
-    return kind, tree
 
 
 def _found(op: Op, led: Sequence[bool], sizes: tuple[int, ...]) -> Op | None:

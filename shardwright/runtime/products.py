@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -20,8 +21,8 @@ from torch.autograd.function import once_differentiable
 
 __all__ = ["product"]
 
-#: How many shapes of operands a product remembers.
-REMEMBERED = 16
+#: How many shapes of operands a product remembers, all those of its kind together.
+REMEMBERED = 64
 
 Labels = tuple[int, ...]
 #: For each dim its factor, none where it broadcasts.
@@ -44,12 +45,18 @@ def product(axes: int, x: Operand, w: Operand, out: Dims) -> Callable[[Tensor, T
     left, right, made = (ranks * led + tuple(axes + dim[0] if dim else next(fresh) for dim in dims)
                          for led, dims in (x, w, (True, out)))
     turned = next((k in made for k in right[axes * w[0]:] if k not in left or k not in made), False)
-    spec = _Spec(Contraction(left, right, made), Contraction(made, right, left),
-                 Contraction(made, left, right) if turned else Contraction(left, made, right), turned)
+    spec = _Spec(_contraction(left, right, made), _contraction(made, right, left),
+                 _contraction(made, left, right) if turned else _contraction(left, made, right), turned)
 
     def run(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
         return _Product.apply(spec, x, w, bias)
     return run
+
+
+@lru_cache(1 << 10)
+def _contraction(left: Labels, right: Labels, out: Labels) -> Contraction:
+    """One for all products of its kind: the layers of a model are alike, and so are its programs for other sizes."""
+    return Contraction(left, right, out)
 
 
 class _Spec(NamedTuple):
