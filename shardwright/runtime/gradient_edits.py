@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ..errors import SettingError
 from ..plan.padding import true_slice
-from ..torch_private import local_tensor, pytree, spec_of
+from ..torch_private import local_tensor, pytree, spec_of, storage_id
 from .dtensors import layout_of
 
 __all__ = ["RANDOM", "VIEWS", "changes", "drawn_like", "is_copy", "lost", "part_of", "put"]
@@ -64,7 +64,8 @@ def is_copy(gradient: DTensor, part: DTensor, function: Any, args: tuple) -> boo
     if function is Tensor.__getitem__ and any(isinstance(i, (Tensor, list)) for i in pytree.tree_leaves(
             args[1], is_leaf=lambda i: isinstance(i, list))):
         return False  # it is a copy on one device, too
-    return local_tensor(part).untyped_storage()._cdata != local_tensor(gradient).untyped_storage()._cdata
+    mine, whole = (storage_id(local_tensor(x).untyped_storage()) for x in (part, gradient))
+    return mine != whole
 
 
 def _here(gradient: DTensor) -> tuple[slice, ...] | None:
