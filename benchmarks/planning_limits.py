@@ -34,7 +34,7 @@ from shardwright.errors import ShardwrightError  # noqa: E402
 from shardwright.plan.make import make_plan  # noqa: E402
 
 #: GB a device, from loose to tight, with float32 weights and Adam.
-LIMITS = {"llama": (0, 140, 70, 40), "mixtral": (0, 140, 70, 40), "gpt": (0, 141, 70, 50)}
+LIMITS = {"llama": (0, 140, 70, 40), "mixtral": (0, 300, 140, 70), "gpt": (0, 141, 70, 50)}
 
 
 class Experts(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -76,9 +77,9 @@ def test_equals_highs_on_layered_graphs(seed, layers, width, tight):
     best = oracle(problem)
     if best is None:
         with pytest.raises(InfeasibleMemoryError):
-            solve_limited(problem, seconds=20)
+            solve_limited(problem)
         return
-    found = solve_limited(problem, seconds=20)
+    found = solve_limited(problem)
     assert peak(problem, found.states) <= problem.limit
     assert found.cost == problem.cost(found.states) == pytest.approx(best.cost)
     assert found.bound <= best.cost + 1e-6 and found.gap <= 1e-9
@@ -167,14 +168,56 @@ def test_bounds_at_any_multipliers_hold(seed):
         assert mark[state]
 
 
-def test_a_large_problem_keeps_the_limit_and_is_near_its_bound(monkeypatch):
+@pytest.mark.parametrize("seed", [3, 21])
+def test_a_large_problem_keeps_the_limit_and_is_near_its_bound(seed, monkeypatch):
     """The way of the largest problems, which no oracle solves, on one that HiGHS still does."""
     monkeypatch.setattr(limits, "MANY", 10)
-    problem = layered(3, 12, 5, tight=1.15)
-    best = milp(problem)
-    found = solve_limited(problem, seconds=3)
+    problem = layered(seed, 12, 5, tight=1.15)
+    best = oracle(problem)
+    if best is None:
+        with pytest.raises(InfeasibleMemoryError):
+            solve_limited(problem)
+        return
+    found = solve_limited(problem)
     assert peak(problem, found.states) <= problem.limit
     assert found.bound <= best.cost + 1e-6 and best.cost - 1e-6 <= found.cost <= 1.1 * best.cost
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 10**6), tight=st.sampled_from([1.0, 1.1, 1.3]), asked=st.sampled_from([0.0, 1e4]))
+def test_what_highs_does_not_solve_keeps_the_limit_or_names_the_leanest_states(seed, tight, asked):
+    """HiGHS is asked little or nothing: what prices and splicing find is the answer, with a bound that holds."""
+    problem = layered(seed, 4, 3, tight=tight)
+    truth = oracle(problem)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(limits, "WORK", asked)
+        patch.setattr(least_memories, "WORK", asked)
+        try:
+            found = solve_limited(problem)
+        except InfeasibleMemoryError as error:
+            assert error.states is None or peak(problem, error.states) == error.enough > problem.limit
+            assert oracle(replace(problem, limit=np.ceil(error.least) - 1)) is None
+            return
+    assert truth is not None and peak(problem, found.states) <= problem.limit
+    assert found.bound <= truth.cost + 1e-6 <= found.cost + 2e-6
+
+
+def test_no_clock_decides_where_no_time_is_given(monkeypatch):
+    """A clock that leaps a day at each look changes nothing."""
+    problems = [layered(seed, 4, 3, tight=1.1) for seed in range(4)]
+    before = [answer(problem) for problem in problems]
+    days = iter(range(0, 10**9, 86_400))
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(days)))
+    assert [answer(problem) for problem in problems] == before
+
+
+def answer(problem: Problem) -> tuple:
+    """States, cost and bound; or what the refusal names."""
+    try:
+        found = solve_limited(problem)
+        return found.states, found.cost, found.bound
+    except InfeasibleMemoryError as error:
+        return error.states, error.enough, error.least
 
 
 def test_a_limit_that_one_moment_cannot_meet_names_it_and_the_least_limit():
@@ -204,6 +247,22 @@ def test_forbidden_whatever_the_memory_is_no_matter_of_memory():
     with pytest.raises(PlanError) as caught:
         solve_limited(problem, seconds=5)
     assert not isinstance(caught.value, InfeasibleMemoryError)
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_the_least_memory_of_a_large_problem_lies_between_its_two_ends(seed):
+    """Neither HiGHS nor elimination is asked about the whole: sweeps bound it, a part of its states is what holds little."""
+    problem = layered(seed, 5, 4)
+    truth = least_memory(problem).least
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("LARGE", "MOST_WORK"):
+            patch.setattr(least_memories, name, 0)
+        found = least_memory(problem)
+    assert found.least <= truth
+    if found.states is not None:
+        assert np.isfinite(problem.cost(found.states))
+        assert truth <= found.enough == peak(problem, found.states) <= 2 * truth
 
 
 @settings(max_examples=10, deadline=None)

@@ -85,25 +85,18 @@ def solve_limited(problem: Problem, *, seconds: float | None = None, gap: float 
         return _leanest(problem, infeasible(problem, known=inner.lift(leanest.states[:-1])))
     if found is not None and (found.gap <= gap or large):
         states, least = found.states, found.bound
-    elif len(bound.costs) <= MANY:
-        less = reduced(bound)
+    else:
         try:
-            better = _search(less.problem, Rows.of(less.problem, len(times)), until, gap, prices)
+            better = _searched(bound, rows, until, gap, prices)
         except NoAssignmentError:
             raise infeasible(problem, seconds=_left(until)) from None
         except PlanError:  # HiGHS was not asked, or not for long enough
             if found is None and leanest is None:
                 raise
             better = None
-        if better is not None:
-            better = replace(better, states=less.lift(better.states), cost=better.cost + less.constant,
-                             bound=better.bound + less.constant)
         if found is None and better is None:
             return _leanest(problem, infeasible(problem, known=inner.lift(leanest.states[:-1])))
         found = _best_of(found, better)
-        states, least = found.states, found.bound
-    else:
-        found = _search(bound, rows, until, gap)
         states, least = found.states, found.bound
     states = tuple(inner.lift(states[:-1]))
     cost = problem.cost(states)
@@ -178,6 +171,15 @@ class _Best:
             for mark, state in zip(alive, states):
                 mark[state] = True
         return alive
+
+
+def _searched(problem: Problem, rows: Rows, until: float, gap: float, prices: np.ndarray | None) -> Solution:
+    """`_search`, of a problem that is not among the largest without its dominated states."""
+    if len(problem.costs) > MANY:
+        return _search(problem, rows, until, gap, prices)
+    less = reduced(problem)
+    found = _search(less.problem, Rows.of(less.problem, rows.count), until, gap, prices)
+    return replace(found, states=less.lift(found.states), cost=found.cost + less.constant, bound=found.bound + less.constant)
 
 
 def _search(problem: Problem, rows: Rows, until: float, gap: float, prices: np.ndarray | None = None) -> Solution:
