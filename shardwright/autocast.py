@@ -31,7 +31,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .torch_private import NOISY_LOGGERS, FakeTensorMode, OpOverload, TorchDispatchMode, operators, pytree, schema_of
+from .torch_private import (NOISY_LOGGERS, FakeTensorMode, OpOverload, TorchDispatchMode, operators, pytree, schema_of,
+                            without_cudnn)
 
 __all__ = ["Autocast", "Casts", "Like", "UnderAutocast", "casts_of", "current", "entered", "under", "with_dtype"]
 
@@ -260,7 +261,8 @@ class _Call:
         logs, _LOG.disabled = _LOG.disabled, True  # forms that cannot run are expected
         types = {name for name, _ in self.state.dtypes} | {x.device.type for x in self.leaves if isinstance(x, Like)}
         try:
-            with torch.inference_mode(False), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+            with torch.inference_mode(False), torch.no_grad(), without_cudnn(types), \
+                    FakeTensorMode(allow_non_fake_inputs=True):
                 tensors, to = [], iter(inputs)
                 leaves = list(self.leaves)
                 for i, x in enumerate(leaves):

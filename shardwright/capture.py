@@ -41,8 +41,9 @@ from .scaling import NotScalable, ScalableGraph, Sizes
 from .side_effects import (Blamed, Effects, LineFinder, Outcome, advanced, counter, depends, judged, numbered, refuse_backward_hooks,
                             watched_calls)
 from .staging import whole_shape
-from .torch_private import (NOISY_LOGGERS, FakeTensor, FakeTensorMode, buffer_table, hooks_of, hooks_of_all_modules, parameter_table, pytree,
-                            recurrent_weights, stack_lines, storage_id)
+from .torch_private import (NOISY_LOGGERS, FakeTensor, FakeTensorMode, attributes_unchecked, buffer_table, hooks_of,
+                            hooks_of_all_modules, parameter_table, pytree, recurrent_weights, stack_lines, storage_id,
+                            without_cudnn)
 from .trees import closed, opened
 
 __all__ = ["ModelAndLoss", "Recording", "WithLoss", "capture", "capture_scalable"]
@@ -263,6 +264,8 @@ def _captured(net: nn.Module, args: tuple, kwargs: dict[str, Any], loss_fn: Any,
             return torch.empty(leaf.shape, dtype=leaf.dtype, device=where, requires_grad=leaf.requires_grad)
 
     fake_args, fake_kwargs = pytree.tree_map(fake_input, opened((tuple(args), kwargs)))
+    types_of_devices = {device.type} | {x.device.type for x in pytree.tree_leaves((fake_args, fake_kwargs))
+                                        if isinstance(x, torch.Tensor)}
     tied: dict[int, list[str]] = {}
     for name, tensor in [*module.named_parameters(remove_duplicate=False),
                          *module.named_buffers(remove_duplicate=False)]:
@@ -279,7 +282,7 @@ def _captured(net: nn.Module, args: tuple, kwargs: dict[str, Any], loss_fn: Any,
                 collect_marks() as calls, _quiet(), \
                 collect_functions(_calling_line) as functions, collect_regions(module, prefix) as regions, \
                 stack_lines(_innermost, _UsersLine), _data_detached(), remembering, seen, watched_calls(watch.effects, lambda: watch.running), \
-                watch, _objects_opened(module):
+                watch, _objects_opened(module), without_cudnn(types_of_devices), attributes_unchecked():
             program = torch.export.export(module, fake_args, fake_kwargs, strict=False,
                                           dynamic_shapes=None if vary is None else _dynamic((fake_args, fake_kwargs), vary))
         if _hooks_inside(module) != hooks:  # which the forward puts on its parts once, and notes that it has

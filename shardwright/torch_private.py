@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import timedelta
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -31,12 +31,12 @@ from .errors import TorchVersionError
 
 __all__ = [
     "COMPILER", "MODULE_TABLES", "NOISY_LOGGERS", "VMAP_ENDS", "HooksOfAllModules", "ModuleHooks", "GradientHooks", "OpOverload",
-    "OpOverloadPacket", "backward_can_start_at_functions", "buffer_table", "computation", "default_store", "demand",
-    "environment_of", "formula_of", "fused_optimizers", "gradient_hooks", "group_timeout", "holds_at", "hooks_of", "hooks_of_all_modules",
-    "in_place_of_checkpoint", "is_compiled", "is_view", "local_tensor", "module_table", "move_gradient_hooks", "number_at", "number_of_groups",
-    "operators", "overload_name", "overload_of", "parameter_table", "register_node", "recurrent_weights",
-    "schedule_without_transfers", "schema_of", "spec_of", "stack_lines", "storage_id", "torch_function", "version_of",
-    "vmap_function", "worker_processes",
+    "OpOverloadPacket", "attributes_unchecked", "backward_can_start_at_functions", "buffer_table", "computation",
+    "default_store", "demand", "environment_of", "formula_of", "fused_optimizers", "gradient_hooks", "group_timeout",
+    "holds_at", "hooks_of", "hooks_of_all_modules", "in_place_of_checkpoint", "is_compiled", "is_view", "local_tensor",
+    "module_table", "move_gradient_hooks", "number_at", "number_of_groups", "operators", "overload_name", "overload_of",
+    "parameter_table", "register_node", "recurrent_weights", "schedule_without_transfers", "schema_of", "spec_of",
+    "stack_lines", "storage_id", "torch_function", "version_of", "vmap_function", "without_cudnn", "worker_processes",
 ]
 
 #: Name in this module -> (path in torch, the feature that needs it). Looked up when first imported.
@@ -325,6 +325,23 @@ def vmap_function(target: Any) -> str:
 
 # Capture
 
+@contextlib.contextmanager
+def without_cudnn(device_types: Collection[str]) -> Iterator[None]:
+    """While active, operators on fake tensors of GPUs that this machine has not are asked for without cuDNN.
+
+    A CUDA build of torch asks cuDNN, and so the driver, how a convolution lays out its result.
+    """
+    read, write = _found("torch._C._get_cudnn_enabled"), _found("torch._C._set_cudnn_enabled")
+    if "cuda" not in device_types or read is None or write is None or not read() or torch.cuda.is_available():
+        yield
+        return
+    write(False)
+    try:
+        yield
+    finally:
+        write(True)
+
+
 def register_node(*args: Any, **kwargs: Any) -> None:
     """As `torch.utils._pytree.register_pytree_node`; nothing where there are no trees, of which a capture says so."""
     if not isinstance(_attribute("pytree"), _Missing):
@@ -348,6 +365,24 @@ def stack_lines(keep: Callable[[Any, Any], Any], captured: Any) -> Iterator[None
                 stack.callback(setattr, owner, name, getattr(owner, name))
                 setattr(owner, name, ours)
         yield
+
+
+@contextlib.contextmanager
+def attributes_unchecked() -> Iterator[None]:
+    """While active, export looks for no attributes that the forward assigned: the caller does.
+
+    In torch 2.9 export fails where the forward deleted one, or put a new key into a dict, before anyone else can say so.
+    """
+    held = _found("torch.export._trace")
+    name = "_detect_attribute_assignment"
+    before = getattr(held, name, None)
+    if before is not None:
+        setattr(held, name, lambda module: contextlib.nullcontext())
+    try:
+        yield
+    finally:
+        if before is not None:
+            setattr(held, name, before)
 
 
 class _Weights(list):

@@ -204,14 +204,22 @@ def test_most_of_them_were_cut() -> None:
 # -- CUDA's decisions --------------------------------------------------------------------------------------------------
 
 
+#: What torch says of a GPU that is not there: a build without CUDA, and a build with it on a machine without a driver.
+ABSENT = ("not linked with support for cuda", "not compiled with CUDA", "Found no NVIDIA driver", "driver version is insufficient")
+
+#: Operators that ask the GPU itself even of fake tensors: grid_sampler whether cuDNN has it, the others since this version of
+#: torch knows no shape of what they return (``_convolution``, which F.conv2d does not come to, with torch 2.9 alone).
+ASKING = {"grid_sampler", "gru_cell", *(("_convolution",) if torch.__version__ < "2.10" else ())}
+
+
 def captured_on_cuda(call: Called, dtype: torch.dtype) -> Op:
     inputs = tuple(torch.empty(x.shape, dtype=dtype if x.dtype in (FP16, BF16) else x.dtype, device="meta") for x in call.tensors)
     with entered(Autocast((("cuda", dtype),))):
         try:
             graph = capture(call, inputs, device="cuda")
         except CaptureError as error:
-            if "not linked with support for cuda" in str(error) or "not compiled with CUDA" in str(error):  # on fake tensors
-                pytest.skip(str(error))
+            if call.function.__name__ in ASKING and any(text in str(error) for text in ABSENT):
+                pytest.skip(f"torch {torch.__version__} runs {call.function.__name__} on no fake tensors: {error}")
             raise
     found = operator(graph)
     assert found is not None, [op.kind for op in graph.ops]
