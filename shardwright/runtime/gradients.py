@@ -78,7 +78,11 @@ class Gradient(DTensor):
                                 **pytree.tree_map_only(DTensor, _local, kwargs or {}))
             if function is foreach_mul_:  # of lists, DTensor takes those on one mesh alone
                 return [gradient.mul_(factor) for gradient, factor in zip(args[0], _each(args[1], len(args[0])))]
-            result = function(*args, **(kwargs or {}))
+            if function in VIEWS and isinstance(args[0], Gradient):  # of a subclass torch 2.9's DTensor makes no view
+                result = function(DTensor(local_tensor(args[0]), spec_of(args[0]), requires_grad=False), *args[1:],
+                                  **(kwargs or {}))
+            else:
+                result = function(*args, **(kwargs or {}))
         if function in _NORMS:
             return _plain(result)
         if function is foreach_norm:
