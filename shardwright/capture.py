@@ -42,8 +42,8 @@ from .side_effects import (Blamed, Effects, LineFinder, Outcome, advanced, count
                             watched_calls)
 from .staging import whole_shape
 from .torch_private import (NOISY_LOGGERS, FakeTensor, FakeTensorMode, attributes_unchecked, buffer_table, hooks_of,
-                            hooks_of_all_modules, parameter_table, pytree, recurrent_weights, stack_lines, storage_id,
-                            without_cudnn)
+                            hooks_of_all_modules, parameter_table, pytree, recurrent_states, recurrent_weights, stack_lines,
+                            storage_id, without_cudnn)
 from .trees import closed, opened
 
 __all__ = ["ModelAndLoss", "Recording", "WithLoss", "capture", "capture_scalable"]
@@ -95,7 +95,7 @@ def _fake_state(module: nn.Module, mode: FakeTensorMode, device: torch.device, t
                     if tensor is not None:
                         saved.append((held, name, tensor))
                         held[name] = fake(tensor)
-        with recurrent_weights(module):
+        with recurrent_weights(module), recurrent_states():
             yield
     finally:
         for held, name, tensor in saved:

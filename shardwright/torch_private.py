@@ -35,8 +35,8 @@ __all__ = [
     "default_store", "demand", "environment_of", "formula_of", "fused_optimizers", "gradient_hooks", "group_timeout",
     "holds_at", "hooks_of", "hooks_of_all_modules", "in_place_of_checkpoint", "is_compiled", "is_view", "local_tensor",
     "module_table", "move_gradient_hooks", "number_at", "number_of_groups", "operators", "overload_name", "overload_of",
-    "parameter_table", "register_node", "recurrent_weights", "schedule_without_transfers", "schema_of", "spec_of",
-    "stack_lines", "storage_id", "torch_function", "version_of", "vmap_function", "without_cudnn", "worker_processes",
+    "parameter_table", "register_node", "recurrent_states", "recurrent_weights", "schedule_without_transfers", "schema_of",
+    "spec_of", "stack_lines", "storage_id", "torch_function", "version_of", "vmap_function", "without_cudnn", "worker_processes",
 ]
 
 #: Name in this module -> (path in torch, the feature that needs it). Looked up when first imported.
@@ -383,6 +383,28 @@ def attributes_unchecked() -> Iterator[None]:
     finally:
         if before is not None:
             setattr(held, name, before)
+
+
+@contextlib.contextmanager
+def recurrent_states() -> Iterator[None]:
+    """While active, the last states of an LSTM on fake tensors have the shapes that they have on real ones: torch 2.9 gives
+    them a dim too many where the batch has more than one row.
+    """
+    held, name = _found("torch._decomp.decompositions"), "one_layer_lstm"
+    theirs = getattr(held, name, None)
+    if theirs is None:
+        yield
+        return
+
+    def one_layer(*args: Any, **kwargs: Any) -> Any:
+        out, states = theirs(*args, **kwargs)
+        return out, tuple(x.squeeze(0) if x.dim() == 3 else x for x in states)
+
+    setattr(held, name, one_layer)
+    try:
+        yield
+    finally:
+        setattr(held, name, theirs)
 
 
 class _Weights(list):
