@@ -14,7 +14,8 @@ import pickle
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,7 +72,7 @@ class PartFile:
         # The box alone, where it is a view of more: torch.save writes all of a tensor's memory.
         alone = torch.frombuffer(memory_of(tensor), dtype=tensor.dtype).view(tensor.shape)
         with config.patch({"save.compute_crc32": False}):  # which nobody looks at, and takes longer than all the rest
-            torch.save(alone, self._file)
+            _save(alone, self._file)
         self._file.flush()
         end = os.fstat(self._file.fileno()).st_size
         piece = Piece(self.name, self._data(), tuple(starts), tuple(tensor.shape))
@@ -98,6 +99,21 @@ class PartFile:
     def abandon(self) -> None:
         """Close without the end."""
         self._file.close()
+
+
+def _save(tensor: Tensor, file: BinaryIO) -> None:
+    """The same as torch.save, and nothing of the tensor is held after it: in torch 2.9 the class of its pickler holds it until
+    garbage is collected."""
+    made: list[Any] = []
+
+    class Pickler(pickle.Pickler):
+        def __init_subclass__(cls) -> None:
+            made.append(cls)
+
+    torch.save(tensor, file, pickle_module=SimpleNamespace(__name__="pickle", Pickler=Pickler))
+    for kind in made:
+        if "persistent_id" in vars(kind):
+            del kind.persistent_id
 
 
 def entries_of(tensors: Mapping[str, tuple[tuple[int, ...], str, dict | None]], items: Iterable[Item]) -> dict[str, Entry]:
