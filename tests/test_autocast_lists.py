@@ -288,10 +288,10 @@ def run(graph: Graph, inputs: list[Tensor]) -> list[Any]:
 
 #: Operators with kernels of autocast that no program calls by themselves: they lie within others, or on other devices.
 WITHIN = {"_convolution", "_grid_sampler_2d_cpu_fallback", "_lu_with_info", "_scaled_dot_product_flash_attention",
-          "_thnn_fused_gru_cell", "_thnn_fused_lstm_cell", "_native_multi_head_attention", "_addmm_activation", "convolution",
-          "cudnn_convolution", "cudnn_convolution_transpose", "mkldnn_rnn_layer", "multilabel_margin_loss_forward",
-          "chain_matmul", "conv_tbc", "gru_cell", "lstm_cell", "rnn_relu_cell", "rnn_tanh_cell", "nll_loss2d",
-          "frobenius_norm", "nuclear_norm", "inverse", "orgqr", "_upsample_bicubic2d_aa"}
+          "_thnn_fused_gru_cell", "_thnn_fused_lstm_cell", "_native_multi_head_attention", "_addmm_activation",
+          "convolution", "cudnn_convolution", "cudnn_convolution_transpose", "_cudnn_rnn", "mkldnn_rnn_layer",
+          "multilabel_margin_loss_forward", "chain_matmul", "conv_tbc", "gru_cell", "lstm_cell", "rnn_relu_cell",
+          "rnn_tanh_cell", "nll_loss2d", "frobenius_norm", "nuclear_norm", "inverse", "orgqr", "_upsample_bicubic2d_aa"}
 
 
 #: Operators whose CPU kernel calls, out of sight of fake tensors, operators that autocast casts.

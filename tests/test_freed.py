@@ -58,7 +58,7 @@ GLIBC = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason
 def of_a_new_process(measure: Callable[[], int]) -> int:
     """The number that a function of this file returns in a process that has done nothing else."""
     code = f"import {Path(__file__).stem} as tests; print('measured', tests.{measure.__name__}())"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return int(done.stdout.split("measured")[-1])
