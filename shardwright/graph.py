@@ -89,7 +89,7 @@ def map_values(tree: Any, change: Callable[[Value], Any]) -> Any:
 
 
 def leaves(tree: Any) -> Iterator[Any]:
-    """What nested arguments hold, in call order: `pytree.tree_leaves`, at a tenth of its cost for tuples, lists and dicts."""
+    """The leaves of nested arguments, in call order: `pytree.tree_leaves`, at a tenth of its cost for tuples, lists and dicts."""
     kind = type(tree)
     if kind in _SEQUENCES:
         for branch in tree:
@@ -133,7 +133,7 @@ _LEAVES = frozenset({Value, int, float, bool, str, type(None), torch.dtype, torc
 
 
 def _nests(kind: type) -> bool:
-    """Whether objects of a type hold others, as torch sees it."""
+    """True for a type whose objects hold others, as torch sees it."""
     return kind in pytree.SUPPORTED_NODES or issubclass(kind, tuple)
 
 

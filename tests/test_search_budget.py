@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from dataclasses import replace
 from itertools import product
@@ -184,11 +185,12 @@ def test_where_elimination_is_refused_sweeps_take_its_place(seed, monkeypatch):
 
 
 def test_what_is_larger_than_the_room_is_refused():
+    gc.collect()  # what earlier tests have left would go meanwhile
     budget = SearchBudget(50e6, progress=False)
     budget.ask(10e6)
     with pytest.raises(OutOfBudgetError, match="50 MB"):
         budget.ask(60e6)
-    held = np.ones(8_000_000)  # 64 MB
+    held = np.ones(40_000_000)  # 320 MB
     with pytest.raises(OutOfBudgetError):
         budget.watch()
     assert held[0] == 1 and budget.grown > 55e6

@@ -139,7 +139,7 @@ _MOST = 4096
 
 
 def _tried(op: Op, outputs: list[Value], gradients: tuple[int, ...], from_outputs: tuple[int, ...]) -> _Dispatched | None:
-    """What is dispatched by an operator; None where it does not run without values."""
+    """The operators that an operator dispatches; None where it does not run without values."""
     key = signature(op) if schema_of(op.target) is not None else None  # what is not of torch may hold a model
     if key in _LATELY:
         _LATELY.move_to_end(key)
@@ -156,7 +156,7 @@ def _tried(op: Op, outputs: list[Value], gradients: tuple[int, ...], from_output
 
 
 def _dispatched(op: Op, outputs: list[Value], gradients: tuple[int, ...], from_outputs: tuple[int, ...]) -> _Dispatched:
-    """What is dispatched by an operator that is called on tensors without values."""
+    """The operators that an operator dispatches when it is called on tensors without values."""
     inputs = [torch.empty(v.shape, dtype=v.dtype, device="meta").requires_grad_(i in gradients)
               for i, v in enumerate(op.inputs)]
     feed = iter(inputs)  # `inputs` are the values among the arguments, in the order of the call

@@ -1,4 +1,4 @@
-"""What a user does to a part of a cut gradient between backward and step, on each rank's own slice.
+"""Changes of a cut gradient between backward and step, on each rank's own slice.
 
     p.grad[:2] = 0              rows of the whole gradient: each rank sets those that it has
     p.grad.mul_(mask)           a plain tensor is one of the whole gradient's shape: each rank takes its part
@@ -25,7 +25,7 @@ from .dtensors import layout_of
 
 __all__ = ["RANDOM", "VIEWS", "changes", "drawn_like", "is_copy", "lost", "part_of", "put"]
 
-#: What gives a view of a tensor on one device.
+#: Functions that give a view of a tensor on one device.
 VIEWS = frozenset({
     Tensor.__getitem__, Tensor.select, Tensor.narrow, Tensor.view, Tensor.reshape, Tensor.flatten, Tensor.ravel,
     Tensor.unflatten, Tensor.unbind, Tensor.split, Tensor.chunk, Tensor.squeeze, Tensor.unsqueeze, Tensor.transpose,
@@ -34,7 +34,7 @@ VIEWS = frozenset({
     torch.flatten, torch.ravel, torch.unbind, torch.split, torch.chunk, torch.squeeze, torch.unsqueeze,
     torch.transpose, torch.t, torch.permute, torch.movedim, torch.diagonal})
 
-#: What draws numbers of a tensor's shape.
+#: Functions that draw numbers of a tensor's shape.
 RANDOM = frozenset({torch.randn_like, torch.rand_like})
 
 _OPERATORS = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__",
@@ -42,7 +42,7 @@ _OPERATORS = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__it
 
 
 def changes(function: Any) -> bool:
-    """Whether a function writes to its first argument."""
+    """True for a function that writes to its first argument."""
     name = getattr(function, "__name__", "")
     return name in _OPERATORS or name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
 
@@ -56,7 +56,7 @@ def lost(function: Any) -> SettingError:
 
 
 def is_copy(gradient: DTensor, part: DTensor, function: Any, args: tuple) -> bool:
-    """Whether `part`, which a function of `VIEWS` has made of a gradient, is none of its memory.
+    """True where `part`, which a function of `VIEWS` has made of a gradient, lies in other memory.
 
     Args:
         args: of the function.
@@ -115,10 +115,12 @@ def put(gradient: DTensor, index: Any, value: Any) -> None:
 def drawn_like(function: Callable[..., Tensor], gradient: DTensor, given: Mapping[str, Any]) -> Tensor:
     """This rank's part of the random numbers that one device draws."""
     local = local_tensor(gradient)
-    here = _here(gradient) if local.numel() else None
-    if here is None:
+    if not any(isinstance(p, Shard) for p in gradient.placements):
         return function(local, **given)
-    return function(torch.empty(gradient.shape, dtype=local.dtype, device=local.device), **given)[here].contiguous()
+    drawn = function(torch.empty(gradient.shape, dtype=local.dtype, device=local.device), **given)
+    if not local.numel():  # a rank that has nothing draws as many numbers as the others
+        return drawn.new_empty(local.shape)
+    return drawn[_here(gradient)].contiguous()
 
 
 def _whole(x: Tensor) -> Tensor:
