@@ -147,7 +147,7 @@ def parallel(how, world):
 
 
 def refused(model):
-    """What is said of changes of parts that are copies."""
+    """The errors of changes of parts that are copies."""
     said = []
     model(X, Y).backward()
     for change in (lambda g: g[0].mul_(2), lambda g: g[0].data.zero_(), lambda g: g[0][1:].add_(1),

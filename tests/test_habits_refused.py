@@ -353,7 +353,7 @@ def kept_on_a_function(m, x):
 
 
 def forget() -> None:
-    """As if nothing had been called yet."""
+    """The state of a process in which nothing has been called yet."""
     for function in (table, drawn, Tables.of, Tables.static):
         function.cache_clear()
     for held in (TABLES, Tables.made, by_default.__defaults__[0], vars(by_function)):

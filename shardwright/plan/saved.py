@@ -149,13 +149,13 @@ def _of_operator(instruction: Compute, env: dict[str, Blank]) -> Saved:
 
 @lru_cache(maxsize=1 << 14)
 def _answer(call: Call) -> Answer | None:
-    """What autograd says of a call; None: it runs on tensors with values only, and whatever it may save counts."""
+    """Autograd's answer on a call; None: the call runs on tensors with values only, and whatever it may save counts."""
     try:
         found = _called(call, "meta")
         if found.own is not None:
             with FakeTensorMode():
                 found = _called(call, "cpu")
-    except Exception:
+    except Exception:  # of any kind, by an operator that needs values: all that it may save counts then
         return None
     return found
 

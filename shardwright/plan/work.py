@@ -130,7 +130,7 @@ def work_of(op: Op) -> Work:
     return Work(name, launched, flops, _dims(op) if any(flops) else (), *sizes, *saved, gradients, from_outputs)
 
 
-#: What is dispatched forward and backward: whether anything is launched, the flops, which inputs and outputs are saved.
+#: An operator dispatched forward and backward: whether anything is launched, the flops, which inputs and outputs are saved.
 _Dispatched = tuple[tuple[bool, bool], tuple[float, float], tuple[tuple[int, ...], tuple[int, ...]]]
 
 #: What was dispatched by operators that were tried lately, by signature: other plans have most of them too. None: it failed.
@@ -146,7 +146,7 @@ def _tried(op: Op, outputs: list[Value], gradients: tuple[int, ...], from_output
         return _LATELY[key]
     try:
         found = _dispatched(op, outputs, gradients, from_outputs)
-    except Exception:
+    except Exception:  # of any kind, by an operator that needs values: `work_of` counts the bytes that it reads and makes
         found = None
     if key is not None:
         _LATELY[key] = found

@@ -131,7 +131,7 @@ class _Exchange:
         self._successors, self._seen = successors, set[int]()
 
     def _new(self, value: Any) -> Any:
-        """What stands for a value; a tuple that holds old objects is another tuple."""
+        """The value's replacement; a tuple that holds old objects becomes another tuple."""
         if isinstance(value, tuple) and type(value) is tuple and any(id(entry) in self._successors for entry in value):
             return tuple(map(self._new, value))
         return self._successors.get(id(value), value)
@@ -158,7 +158,7 @@ class _Exchange:
             self.within(each, depth + 1)
 
     def _held(self, value: Any) -> Iterator[Any]:
-        """What an object refers to, exchanged where it is an old object itself."""
+        """The objects that an object refers to: each old one is exchanged."""
         if isinstance(value, functools.partial):
             func, args, kwargs = value.func, value.args, value.keywords
             value.__setstate__((func, tuple(map(self._new, args)), {k: self._new(v) for k, v in kwargs.items()}, vars(value)))
