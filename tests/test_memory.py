@@ -241,6 +241,31 @@ def test_what_is_sent_on_the_way_to_what_is_dropped_is_kept(block_of_four, seed)
     assert estimated >= plan.timeline.totals({"activations"})[plan.timeline.forward]
 
 
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 2**31))
+def test_weights_that_are_gathered_for_what_runs_again_are_there_from_its_beginning(block_of_four, seed) -> None:
+    """All weights of a block that runs again are gathered where it begins, not each where its own backward wants it."""
+    search, held = block_of_four
+    problem, rng = held.energy.problem, np.random.default_rng(seed)
+    costs = list(problem.costs)
+    scale = max(float(c[np.isfinite(c)].max()) for c in costs)
+    for node in held.energy.operators.values():
+        costs[node] = costs[node] + rng.uniform(0, 30 * scale, len(costs[node]))
+    for name, node in held.kept.items():
+        costs[node] = costs[node] - 1e3 * scale * np.array([s.how == "dropped" for s in held.states[name]])
+    for name, node in held.energy.parameters.items():  # whatever may be is stored cut, and gathered twice
+        again = np.array([s.stored != s.layout and s.again for s in held.energy.storages[name]])
+        costs[node] = costs[node] - 1e3 * scale * again
+    states = solve(replace(problem, costs=tuple(costs), usages=(), limit=None)).states
+    plan = planned(search, held, states)
+    assert held.recomputed(states) and held.storage(states) is not None
+    changes = np.zeros(max(use.stop for use in problem.usages) + 1)
+    for use in problem.usages:
+        if use.what == "gathered":
+            changes[[use.start, use.stop]] += (amount := use.held(states)), -amount
+    assert np.cumsum(changes).max() >= max(plan.timeline.totals({"gathered"}))
+
+
 @pytest.mark.parametrize("which", ["mlp", "block"])
 def test_the_estimate_is_the_program_where_nothing_is_converted(which, problems) -> None:
     search, held = problems[which, 2]

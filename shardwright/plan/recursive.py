@@ -162,8 +162,8 @@ class _Recursion:
 
 
 def _nearest(problem: Problem) -> tuple[Solution, bool]:
-    """The best that keeps the limit, to within `NEAR`, and whether there is one; where none does, of what holds
-    least, if that is known: it is the last level that has to fit, and that says what does not.
+    """The best that keeps the limit, to within `NEAR`, and whether there is one; where none does, the states of the
+    least memory known, or the best without a limit: the last level is the one that has to fit, and that says what does not.
 
     Raises:
         PlanError: nothing is allowed, whatever the memory.
@@ -173,9 +173,10 @@ def _nearest(problem: Problem) -> tuple[Solution, bool]:
     except PlanError as error:
         if problem.limit is None:
             raise
-        enough = getattr(error, "enough", None)  # what a plan is known to keep: below it there may be none
-        least = replace(problem, limit=enough, usages=problem.usages if enough is not None else ())
-        return solve(least, gap=NEAR), False
+        states = getattr(error, "states", None)
+        if states is None:
+            return solve(replace(problem, limit=None, usages=()), gap=NEAR), False
+        return Solution(states, cost := problem.cost(states), cost), False
 
 
 def _grown(bound: Bound, before: Assignment, digit: Digit) -> Iterator[Assignment]:

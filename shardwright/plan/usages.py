@@ -9,7 +9,8 @@
                 its own, on to its backward if that wants it, or if the operator may run again
     kept        what some backward wants of a value (`keep_states`), from there to that backward
     dropped     what is made again: from the backward of the end of its segment
-    gathered    a parameter that is stored cut: from its first use to its last backward, or only around either
+    gathered    a parameter that is stored cut: from its first use to its last backward, or only around either; where a
+                reader of it runs again, from the beginning of what does
     backward    gradients of inputs while an operator's backward runs; of an output from its last reader's on
     inside      what an operator of several instructions makes on the way, and its gradients (`inside.py`)
     sent        the other end of a conversion, where there is more of it than of what its reader makes or keeps alone
@@ -17,8 +18,7 @@
 What is a view of an input, a buffer or a constant takes no memory, but where it is converted. The estimate is that of
 `memory.timeline` where nothing is dropped, but that a view of what is kept may count once more. It is above where a value
 is dropped, for longer than need be, and where an inner one is sent that is not dropped after all, or sent twice on its
-way. It may be a little below where a weight that is gathered for the backward only is gathered earlier there, for what
-runs again.
+way.
 """
 
 from __future__ import annotations
@@ -75,6 +75,8 @@ class _Holder:
                       if to is not None}
         self.usages: list[tuple[tuple[Any, ...], int, int, np.ndarray, str]] = []
         self.keeping = KeepStates(self.memory, self.segments)
+        #: By operator, the value whose dropping makes it run again.
+        self.run_with = {op.name: value for value, ops in self.keeping.remade.items() for op in ops}
 
     # -- usages --
 
@@ -135,10 +137,28 @@ class _Holder:
             self.use(node, first, self.back(min(saves)) + 1, whole * (cut & ~again), "gathered")
             self.use(node, first, last + 1, whole * (cut & again), "gathered")
             self.use(node, self.back(max(saves)), self.back(min(saves)) + 1, whole * (cut & again), "gathered")
+            self.gathered_earlier(node, readers, self.back(max(saves)), whole * (cut & again))
         else:
             self.use(node, first, last + 1, whole * cut, "gathered")
         if value.requires_grad and self.grads:
             self.use(node, self.back(last), self.back(first) + 1, whole * cut, "backward")
+
+    def gathered_earlier(self, node: int, readers: list[tuple[Op, int]], stop: int, whole: np.ndarray) -> None:
+        """A weight that is gathered again, where a reader of it runs again: it is there from the beginning of what runs
+        again. Of several readers the first to run again counts."""
+        values = [self.run_with[reader.name] for reader, _ in readers if reader.name in self.run_with]
+        if values:
+            value = max(values, key=lambda name: -self.begun(name))
+            gone = np.array([float(s.how == DROPPED) for s in self.keeping.states[value]])
+            self.use((node, ("kept", value)), self.begun(value), stop, np.outer(whole, gone), "gathered")
+
+    def begun(self, name: str) -> int:
+        """The moment at which what makes a value again begins, where that is dropped."""
+        op, k = self.memory.made_by[name]
+        value = [v for v in op.outputs if v is not None][k]
+        savers = [self.place[reader.name] for reader in self.keeping.savers(value)]
+        readers = [self.place[reader.name] for reader, _ in self.consumers.get(name, ())]
+        return self.back(max([self.segment_end[op.name], *(savers or readers)]))
 
     def operator(self, op: Op) -> None:
         """What an operator holds of its own, and of its inputs while it runs."""
@@ -317,7 +337,7 @@ class _Holder:
             if savers or not mine:
                 wanted, at = self.memory.wanted(reader, i, value), self.energy.operators[reader.name]
                 self.use((at, name), after, self.back(places[0]) + 1, together(wanted), "activations")
-        gone, begun = by_state(DROPPED, None), self.back(max([self.segment_end[op.name], *(savers or places)]))
+        gone, begun = by_state(DROPPED, None), self.begun(value.name)
         if shared is not None and any(s == Keeping(DROPPED) for s in states):
             self.use((shared, name), begun, until, together(amount, DROPPED), "recomputed")
         elif gone.any():
