@@ -131,17 +131,21 @@ class _Fitting:
 
     def seldom(self, error: PlanError) -> None:
         """An error that is not about memory is raised again: the marks contradict one another."""
-        self.solver(replace(self.problem, limit=None, usages=()))
+        if getattr(error, "states", None) is None:
+            self.solver(replace(self.problem, limit=None, usages=()))
 
     def least(self, error: PlanError | None) -> Decided:
         """The plan that does with the least memory, if that is within the limit."""
-        states = getattr(error, "states", None)
+        states, said = getattr(error, "states", None), self.bound is None
+        if said:
+            self.bound = getattr(error, "bound", None)
         solution = self.bisected(getattr(error, "least", None) or 0.0) if states is None else \
             Solution(states, cost := self.problem.cost(states), cost)
         decided, walked = self.decided(solution)
         if walked.peak <= self.limit:
             return decided
-        raise self.refused(walked)
+        none = said and getattr(error, "least", 0.0) > self.limit  # else the search reckons with less than the program holds
+        raise self.refused(walked, "fits" if none else "was found that fits")
 
     def bisected(self, low: float) -> Solution:
         """The solution with the least limit: at `low`, or found by halving what lies between it and what holds more."""
@@ -170,8 +174,8 @@ class _Fitting:
         search, held = self.search, self.held
         graph = with_recompute(search.described.graph, held.recomputed(solution.states), held.segments)
         ops = {op.name: op for op in graph.ops}
-        bound = solution.bound if self.bound is None else self.bound
-        made = search.decided(held.energy, replace(solution, bound=min(bound, solution.cost)), self.cause)
+        bounded = solution if self.bound is None else replace(solution, bound=min(self.bound, solution.cost))
+        made = search.decided(held.energy, bounded, self.cause, proved=self.bound is not None)
         decisions: dict[str, Decision] = {n: replace(d, op=ops[n]) for n, d in made.decisions.items()}
         hsdp = search.hsdp if search.hsdp is not None else held.storage(solution.states)
         plan = Plan(graph, search.described.devices, "", search.fed, decisions, made.carries,
@@ -179,7 +183,7 @@ class _Fitting:
         found = replace(made.found, limit=self.limit) if made.found is not None else None
         return made._replace(decisions=decisions, found=found, hsdp=hsdp), plan.timeline
 
-    def refused(self, walked: Timeline) -> TooLittleMemoryError:
+    def refused(self, walked: Timeline, fits: str) -> TooLittleMemoryError:
         totals = walked.totals()
         over = sorted((t for t, total in enumerate(totals) if total > self.limit), key=lambda t: -totals[t])
         said: dict[str, float] = {}
@@ -189,7 +193,6 @@ class _Fitting:
         rows = [f"{name}: {words_of(total)}" for name, total in said.items()]
         rows = rows[:3] + ([f"and {len(rows) - 3} more"] if len(rows) > 3 else [])
         kinds = ", ".join(f"{kind} {words_of(count)}" for kind, count in walked.kinds.items())
-        fits = "fits" if self.bound is None else "was found that fits"  # the search reckons with less than the program holds
         error = TooLittleMemoryError(
             f"no plan {fits} in {words_of(self.limit)} a device. The one that does with least holds more at "
             f"{len(over)} moments: {'; '.join(rows)}. At the first of these it holds {kinds}",

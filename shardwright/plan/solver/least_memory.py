@@ -2,7 +2,7 @@
 
     least limit = min_s max_t used_t(s)
 
-1. Prices of memory bring two ends near to one another, where elimination can do the problem (`_priced`):
+1. Prices of memory bring two ends near to one another, where elimination can do the problem (lean_states.py):
 
        least limit >= max_λ min_s Σ_t λ_t used_t(s),   λ >= 0, Σ λ = 1
 
@@ -10,7 +10,7 @@
 2. HiGHS halves what is left between them: it is asked whether a limit can be kept, without any cost. Of a small problem
    whose amounts are whole numbers the answer is exact. Of another one the two ends are `NEAR`.
 3. HiGHS is not asked about a large problem. Where elimination cannot do it either, the lower end is a bound by sweeps,
-   and the upper one is that of the states which look best to them (`_swept`).
+   and the upper one is that of the states which look best to them (`swept_leanest`).
 
 Nothing here looks at a clock unless the caller gives seconds.
 """
@@ -20,19 +20,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from ...errors import PlanError
-from .ascent import Prices, ascend
+from .lean_states import APART, LeastMemory, costless, leanest_by_prices
 from .milp import WORK, NoAssignmentError, milp
 from .moments import Rows, binding
-from .priced_search import Part, part_at
-from .pricing import Cut, Pricing
+from .priced_search import swept_leanest
+from .pricing import Pricing
 from ..problem import Problem
 from .reduce import consistent, reduced
-from .splicing import Splicer
 
 __all__ = ["InfeasibleMemoryError", "LeastMemory", "infeasible", "least_memory"]
 
@@ -43,9 +42,6 @@ NEAR = 2e-3  # of the limit: how near the two ends come otherwise
 QUICK = 2**25  # entries of all joints up to which prices narrow a smaller one down before HiGHS is asked
 ROUNDING = 1e-9  # relative, of a bound by prices
 MOST_WORK = 2**28  # entries of all joints above which a large one is not priced at every moment: no two tables are equal then
-EVALUATIONS = 16  # at prices, at most
-APART = 1e-2  # how near the two ends of a large problem's least limit are near enough, relative to it
-SPLICED = 8  # of its known states, by what they hold at most, are spliced with one another
 CLOSE = 1e-6  # of the limit: how near the two ends of a small problem come where amounts are not whole numbers
 
 
@@ -57,32 +53,20 @@ class InfeasibleMemoryError(PlanError):
         least: no plan keeps a limit below it.
         enough: a plan keeps this limit; None: none is known.
         states: of that plan.
+        bound: what a plan within the limit costs at least, where that is known.
     """
 
     moments: tuple[int, ...] = ()
     least: float = 0.0
     enough: float | None = None
     states: tuple[int, ...] | None = None
+    bound: float | None = None
 
     def located(self, **where) -> InfeasibleMemoryError:
         out = super().located(**where)
-        out.moments, out.least, out.enough, out.states = self.moments, self.least, self.enough, self.states
+        out.moments, out.least, out.enough = self.moments, self.least, self.enough
+        out.states, out.bound = self.states, self.bound
         return out
-
-
-@dataclass(frozen=True)
-class LeastMemory:
-    """How far the limit can be lowered.
-
-    Attributes:
-        least: no plan keeps a limit below it.
-        enough: the states keep this limit; None: no states are known.
-        states: of the plan that does.
-    """
-
-    least: float
-    enough: float | None
-    states: tuple[int, ...] | None
 
 
 def _large(problem: Problem) -> bool:
@@ -102,20 +86,19 @@ def _fits(problem: Problem, limit: float, seconds: float | None) -> tuple[int, .
     return tuple(less.lift(found)[:-1])
 
 
-def least_memory(problem: Problem, *, seconds: float | None = None) -> LeastMemory:
+def least_memory(problem: Problem, *, seconds: float | None = None, near: float = 0.0) -> LeastMemory:
     """The least limit with which the problem has an assignment: two ends, which meet for a small problem.
 
     Args:
         seconds: for HiGHS at most; None: no clock decides.
+        near: how near the two ends have to come, relative to the limit, where that is enough.
 
     Raises:
         PlanError: where nothing is allowed, whatever the memory.
     """
     until = math.inf if seconds is None else time.monotonic() + seconds
     inner = consistent(problem)
-    tables = {id(table): np.where(np.isfinite(table), 0.0, np.inf) for table in inner.problem.edges.values()}
-    free = replace(inner.problem, costs=tuple(np.zeros(len(own)) for own in inner.problem.costs),
-                   edges={pair: tables[id(table)] for pair, table in inner.problem.edges.items()})
+    free = costless(inner.problem)
     bound, times = binding(replace(free, limit=-1.0))  # every moment is a row
     rows = Rows.of(bound, len(times))
     whole = bool((rows.amounts == np.floor(rows.amounts)).all())
@@ -123,17 +106,17 @@ def least_memory(problem: Problem, *, seconds: float | None = None) -> LeastMemo
     most = float(rows.most().max(initial=0.0))
     pricing, large = Pricing.of(bound, rows), _large(bound)
     if large and (pricing is None or pricing.work > MOST_WORK):
-        found = _swept(bound, rows, low)
+        found = swept_leanest(bound, replace(rows, limit=0.0), [np.zeros(len(own), bool) for own in bound.costs], low)
         return found if found.states is None else replace(found, states=tuple(inner.lift(found.states[:-1])))
     small = sum(table.size for table in inner.problem.edges.values()) <= SMALL
     if pricing is not None and (large or pricing.work <= QUICK):
-        found = _priced(bound, rows, pricing, low)
+        found = leanest_by_prices(bound, rows, pricing, low)
         if large:
             return replace(found, states=tuple(inner.lift(found.states[:-1])))
         if np.isfinite(free.cost(found.states[:-1])):  # what is left between the two ends is HiGHS's
             low, high, states = found.least * (1.0 - ROUNDING), found.enough, found.states[:-1]
             low = float(np.ceil(low)) if whole else low
-    near = NEAR if not small else 0.0 if whole else CLOSE
+    near = max(near, NEAR if not small else 0.0 if whole else CLOSE)
     trial = low if high is None else (low + high) / 2
     if small and whole and high is not None:
         trial = high - 1.0  # such states are often those of the least limit
@@ -154,68 +137,17 @@ def least_memory(problem: Problem, *, seconds: float | None = None) -> LeastMemo
     return LeastMemory(low, high, tuple(inner.lift(states)) if states is not None else None)
 
 
-def _swept(problem: Problem, rows: Rows, low: float) -> LeastMemory:
-    """The least limit of a problem without costs, of `binding`, as near as a part of its states comes to it.
-
-    Args:
-        low: no plan keeps a limit below it.
-    """
-    rows = replace(rows, limit=0.0)
-    try:
-        bound, part = part_at(problem, rows, np.full(rows.count, 1.0 / rows.count))
-    except PlanError:  # the states that look best exclude one another
-        return LeastMemory(low, None, None)
-    low = max(low, bound)
-    return replace(_priced(problem, rows, part, low), least=low)
-
-
-def _priced(problem: Problem, rows: Rows, pricing: Pricing | Part, low: float) -> LeastMemory:
-    """The least limit of a problem without costs, of `binding`, as near as prices and splicing come to it.
-
-    Args:
-        low: no plan keeps a limit below it.
-    """
-    unit = max(low, 1.0)  # in which limits are said here: with Σ λ · unit = 1, L(λ) = least limit / unit - 1
-    rows = replace(rows, limit=unit)
-    known, in_units = Prices(rows.count, unit), _InUnits(pricing, unit)
-    even = np.full(rows.count, 1.0 / (unit * rows.count))
-    known.see(even, *in_units.least(even))  # what holds little everywhere
-    ascend(in_units, known, cap=1.0, gap=APART / 4, most=EVALUATIONS)
-    least = max(low, unit * (1.0 + known.bound))
-    best = min(known.cuts, key=lambda cut: cut.used.max())
-    states, enough = best.states, float(best.used.max())
-    near = sorted(known.cuts, key=lambda cut: float(cut.used.max()))[:SPLICED]
-    while enough > (1.0 + APART) * least:
-        trial = (least + enough) / 2
-        splicer = Splicer(problem, replace(rows, limit=trial))
-        found = next((spliced for one in near for other in near if one is not other
-                      and (spliced := splicer.splice(one.states, other.states, np.inf)) is not None), None)
-        if found is None:
-            break
-        states, enough = tuple(found[0]), float(rows.used(found[0]).max())
-    return LeastMemory(least, enough, tuple(states))
-
-
-class _InUnits:
-    """Prices of memory in another unit than bytes: all that `ascend` asks of a `Pricing`."""
-
-    def __init__(self, pricing: Pricing | Part, unit: float) -> None:
-        self.pricing, self.unit = pricing, unit
-
-    def least(self, multipliers: np.ndarray) -> tuple[float, Cut]:
-        value, cut = self.pricing.least(multipliers)
-        # The pricing takes its own limit off, which is another one.
-        return value + float(multipliers.sum()) * (self.pricing.rows.limit - self.unit), cut
-
-
-def infeasible(problem: Problem, *, seconds: float | None = None, known: Sequence[int] | None = None) -> InfeasibleMemoryError:
+def infeasible(problem: Problem, *, seconds: float | None = None, known: Sequence[int] | None = None,
+               least: float | None = None, near: float = 0.0) -> InfeasibleMemoryError:
     """The error for a problem whose limit nothing keeps.
 
     Args:
         seconds: to look for the least limit at most; None: no clock decides.
         known: states that hold little.
+        least: a limit below which no plan is, if these states are near enough to the leanest; None: others are looked for.
+        near: how near to its bound the least limit is named, relative to it.
     """
-    found = least_memory(problem, seconds=seconds)
+    found = LeastMemory(least, None, None) if least is not None else least_memory(problem, seconds=seconds, near=near)
     if known is not None:
         bound, times = binding(replace(problem, limit=-1.0))
         held = float(Rows.of(bound, len(times)).used((*known, 0)).max(initial=0.0))
@@ -224,7 +156,7 @@ def infeasible(problem: Problem, *, seconds: float | None = None, known: Sequenc
     bound, times = binding(replace(problem, limit=-1.0))
     rows = Rows.of(bound, len(times))
     held = rows.least()
-    if not (held > problem.limit).any() and found.states is not None:  # each can be met, but not all at once
+    if not (held > problem.limit).any() and found.states is not None and near < APART:  # each can be met, but not all at once
         held = rows.used((*_lean(problem, found), 0))
     over = np.flatnonzero(held > problem.limit)
     moments = tuple(int(times[row]) for row in over)

@@ -24,7 +24,7 @@ from .local_search import wide, within
 from .milp import WORK, NoAssignmentError, milp
 from .moments import Rows, binding
 from .multipliers import Ascent, Priced
-from .priced_search import priced_search
+from .priced_search import Searched, priced_search
 from .pricing import Pricing
 from ..problem import Problem, Solution
 from .reduce import consistent, reduced, restrict
@@ -71,31 +71,34 @@ def solve_limited(problem: Problem, *, seconds: float | None = None, gap: float 
     rows = Rows.of(bound, len(times))
     over = rows.least() > bound.limit
     if over.any():
-        raise infeasible(problem, seconds=_left(until))
+        raise infeasible(problem, seconds=_left(until), near=gap)
     large = sum(table.size for table in bound.edges.values()) > WHOLE
     pricing: Pricing | SweptPricing | None = Pricing.of(bound, rows) if seconds is None else None
     if pricing is None and seconds is None and large:
         pricing = SweptPricing(bound, rows)
     try:
-        found, leanest, prices = (None, None, None) if pricing is None else priced_search(bound, rows, pricing, gap)
+        found, leanest, least, priced, prices = Searched() if pricing is None else priced_search(bound, rows, pricing, gap)
     except OutOfBudgetError:
         pricing = None  # what it made goes first
-        found, leanest, prices = priced_search(bound, rows, SweptPricing(bound, rows), gap)
-    if leanest is not None and found is None and large:
-        return _leanest(problem, infeasible(problem, known=inner.lift(leanest.states[:-1])))
+        found, leanest, least, priced, prices = priced_search(bound, rows, SweptPricing(bound, rows), gap)
+    known = None if leanest is None else inner.lift(leanest.states[:-1])
+    if known is not None and found is None and large:
+        return _leanest(problem, infeasible(problem, known=known, least=least), priced)
+    if least is not None and least > bound.limit:
+        return _leanest(problem, infeasible(problem, known=known, near=gap), priced)
     if found is not None and (found.gap <= gap or large):
         states, least = found.states, found.bound
     else:
         try:
             better = _searched(bound, rows, until, gap, prices)
         except NoAssignmentError:
-            raise infeasible(problem, seconds=_left(until)) from None
+            raise infeasible(problem, seconds=_left(until), near=gap) from None
         except PlanError:  # HiGHS was not asked, or not for long enough
-            if found is None and leanest is None:
+            if found is None and known is None:
                 raise
             better = None
         if found is None and better is None:
-            return _leanest(problem, infeasible(problem, known=inner.lift(leanest.states[:-1])))
+            return _leanest(problem, infeasible(problem, known=known, near=gap), priced)
         found = _best_of(found, better)
         states, least = found.states, found.bound
     states = tuple(inner.lift(states[:-1]))
@@ -119,17 +122,22 @@ def swept(problem: Problem, gap: float) -> Solution:
     return replace(found, states=found.states[:-1])
 
 
-def _leanest(problem: Problem, error: InfeasibleMemoryError) -> Solution:
+def _leanest(problem: Problem, error: InfeasibleMemoryError, bound: float | None) -> Solution:
     """The states of the least memory known, where the limit is not below that after all.
+
+    Args:
+        bound: what states that keep the limit cost at least.
 
     Raises:
         InfeasibleMemoryError: it is.
     """
+    error.bound = bound
     if error.states is None or error.enough is None or error.enough > problem.limit:
         raise error
     cost = problem.cost(error.states)
-    bound = sum(float(own.min()) for own in problem.costs) + sum(float(table.min()) for table in problem.edges.values())
-    return Solution(error.states, cost, min(cost, bound), ("the plan of the least memory known; nothing was proved",))
+    if bound is None:
+        bound = sum(float(own.min()) for own in problem.costs) + sum(float(table.min()) for table in problem.edges.values())
+    return Solution(error.states, cost, min(cost, bound), ("the plan of the least memory known",))
 
 
 def _best_of(a: Solution | None, b: Solution | None) -> Solution:

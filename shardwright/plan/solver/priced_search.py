@@ -14,6 +14,7 @@ Nothing here looks at a clock: the same problem has the same answer everywhere.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from ...errors import PlanError
 from .ascent import Prices, ascend
 from .budget import OutOfBudgetError, current
 from .facts import Facts
+from .lean_states import APART, LeastMemory, costless, leanest_by_prices
 from .local_search import within
 from .moments import Rows
 from .pricing import Cut, Pricing
@@ -31,10 +33,14 @@ from .repeats import kinds
 from .splicing import Splicer
 from .swept_pricing import SweptPricing
 
-__all__ = ["Part", "Searched", "part_at", "priced_search"]
+__all__ = ["Part", "Searched", "priced_search", "swept_leanest"]
 
 DIRECT = 2**21  # entries of the joints up to which the whole is its own part
 ROUNDS = 8  # turns
+DEAR = 1  # turn from which on states that nothing mixes to within the limit make it ask for those of the least memory
+LEANER = 3  # times that sweeps look for states that hold less
+HOPE = 1.05  # of the limit: what a part may hold at least for sweeps to look again
+ROUNDING = 1e-9  # relative, of a bound by prices
 ROUGH = 1e-2  # how near the first of them comes to a part's best prices; each further one a tenth of that
 EVALUATIONS = 40  # of a part, in a turn
 FIRST_PRICE = 0.2  # what the limit's worth of memory may cost at first, in times what is cheapest without a limit
@@ -57,12 +63,16 @@ class Searched(NamedTuple):
     Attributes:
         found: states that keep the limit, and a bound; None: none were found.
         leanest: of all states that were seen those that hold least at their fullest moment.
+        least: no states keep a limit below it; None: the states of the least memory were not asked for.
+        bound: what states that keep the limit cost at least.
         prices: of memory, by moment, at which the bound is highest.
     """
 
-    found: Solution | None
-    leanest: Cut | None
-    prices: np.ndarray
+    found: Solution | None = None
+    leanest: Cut | None = None
+    least: float | None = None
+    bound: float | None = None
+    prices: np.ndarray | None = None
 
 
 def priced_search(problem: Problem, rows: Rows, pricing: Pricing | SweptPricing, gap: float) -> Searched:
@@ -76,7 +86,8 @@ def priced_search(problem: Problem, rows: Rows, pricing: Pricing | SweptPricing,
     search = _PricedSearch(problem, rows, pricing, gap)
     found = search.run()
     leanest = min(search.known.values(), key=lambda cut: cut.used.max(initial=0.0), default=None)
-    return Searched(found, leanest, search.prices.multipliers)
+    bound = search.prices.bound
+    return Searched(found, leanest, search.least, None if bound == -np.inf else bound, search.prices.multipliers)
 
 
 class _PricedSearch:
@@ -90,6 +101,7 @@ class _PricedSearch:
         self.states: list[int] | None = None
         self.cost = np.inf
         self.known: dict[tuple[int, ...], Cut] = {}
+        self.least: float | None = None
 
     @property
     def near(self) -> bool:
@@ -126,6 +138,11 @@ class _PricedSearch:
             value = ascend(part, known, cap=cap, gap=near, most=EVALUATIONS)
             for cut in known.cuts:
                 self.offer(cut)
+            if value == np.inf and turn >= DEAR and self.least is None:
+                if not self.lean():
+                    break
+                cap = DEARER * max(cap, self.cost - self.prices.bound if self.states is not None else 0.0)
+                continue
             if direct:
                 self.prices = known
             else:
@@ -157,6 +174,23 @@ class _PricedSearch:
         return None if self.states is None else self.solution(
             "prices of memory, each minimised exactly, then splicing" if isinstance(self.pricing, Pricing) else
             "prices of memory, bounded by sweeps, then splicing")
+
+    def lean(self) -> bool:
+        """See the states of the least memory, and whether the limit may be kept."""
+        free, low = costless(self.problem), float(self.rows.least().max(initial=0.0))
+        if isinstance(self.pricing, Pricing):
+            self.least, pricing = low, Pricing.of(free, self.rows)
+            if pricing is None:
+                return True
+            found = leanest_by_prices(free, self.rows, pricing, low)
+            self.least = max(low, found.least * (1.0 - ROUNDING))
+            may = self.least <= self.rows.limit
+        else:
+            found = swept_leanest(free, self.rows, self.marks(), low)
+            self.least, may = found.least, found.enough is not None and found.enough <= self.rows.limit
+        if found.states is not None:
+            self.offer(self.cut(found.states))
+        return may
 
     def tell(self) -> None:
         """How far it has come."""
@@ -285,16 +319,31 @@ class _PricedSearch:
         return Solution(tuple(self.states), self.cost, bound, (note,))
 
 
-def part_at(problem: Problem, rows: Rows, multipliers: np.ndarray) -> tuple[float, Part]:
-    """A problem that elimination cannot do, at given prices of memory: its bound by sweeps, and the part of its states
-    that look best.
+def swept_leanest(problem: Problem, rows: Rows, alive: Sequence[np.ndarray], low: float) -> LeastMemory:
+    """The states of the least memory of a problem without costs that elimination cannot do, among those that look best to
+    sweeps: at even prices first, then at those that the part's leanest states have.
 
-    Raises:
-        PlanError: these states exclude one another.
+    Args:
+        alive: further states (bool, by node) to choose from.
+        low: no plan keeps a limit below it.
     """
-    search = _PricedSearch(problem, rows, SweptPricing(problem, rows), 0.0)
-    search.look(multipliers)
-    return search.prices.bound, Part(problem, rows, search.marks())
+    search, best = _PricedSearch(problem, rows, SweptPricing(problem, rows), 0.0), LeastMemory(low, None, None)
+    search.looks = list(alive)
+    prices: np.ndarray | None = np.full(rows.count, 1.0 / max(rows.count, 1))
+    for _ in range(LEANER):
+        search.look(prices)
+        low = max(low, search.prices.bound + rows.limit * float(search.prices.multipliers.sum()))
+        try:
+            found = leanest_by_prices(problem, rows, Part(problem, rows, search.marks()), low)
+        except PlanError:  # these states exclude one another
+            break
+        less = best.enough is None or found.enough < (1.0 - APART) * best.enough
+        if best.enough is None or found.enough < best.enough:
+            best = found
+        if not less or best.enough <= rows.limit or found.least > HOPE * rows.limit > 0.0:
+            break
+        prices = found.prices
+    return replace(best, least=low)
 
 
 class Part:
