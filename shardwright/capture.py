@@ -45,6 +45,7 @@ from .torch_private import (NOISY_LOGGERS, FakeTensor, FakeTensorMode, attribute
                             hooks_of_all_modules, parameter_table, pytree, recurrent_states, recurrent_weights, stack_lines,
                             storage_id, without_cudnn)
 from .trees import closed, opened
+from .uncollected import uncollected
 
 __all__ = ["ModelAndLoss", "Recording", "WithLoss", "capture", "capture_scalable"]
 
@@ -245,6 +246,7 @@ def capture_scalable(net: nn.Module, args: tuple, kwargs: dict[str, Any] | None 
     return ScalableGraph(made.graph, made.sizes) if effects is not None and effects.described() == known.described() else None
 
 
+@uncollected()
 def _captured(net: nn.Module, args: tuple, kwargs: dict[str, Any], loss_fn: Any, device: torch.device, hooks_around: bool,
               mixed_precision: MixedPrecision | None, vary: Sequence[Collection[int]] | None = None,
               counters: Mapping[Place, Any] | None = None) -> _Exported:

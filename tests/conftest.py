@@ -19,6 +19,10 @@ import torch
 
 torch.set_num_threads(1)
 
+# The garbage of whole captures goes seldom: all that lives (graphs, plans, libraries) is walked each time. The default had
+# a sixth of the time of the tests that plan. Young objects still go soon, while they are in the caches of a core.
+gc.set_threshold(3000, 20, 100)
+
 # torchvision's wheel has operators for the CUDA build of torch alone. On a CPU build it is imported (by transformers and
 # timm too) only where the operators are known by name; none of the models in the tests calls one.
 if torch.version.cuda is None:

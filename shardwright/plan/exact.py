@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import PlanError
+from ..uncollected import uncollected
 from .solver.bounding import bounded, eliminated
 from .solver.budget import OutOfBudgetError, current, spending
 from .solver.contradiction import contradiction
@@ -27,7 +28,6 @@ from .solver.milp import milp
 from .problem import Problem, Solution
 from .solver.reduce import consistent, interned
 from .solver.trws import Messages
-from .uncollected import uncollected
 
 __all__ = ["Marginals", "marginals", "milp", "min_marginals", "solve"]
 

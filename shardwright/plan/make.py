@@ -21,6 +21,7 @@ from ..ops import COLLECTIVES, for_ranks
 from ..reading import MarkUse
 from ..recompute import with_policy
 from ..staging import Pipelining, pipelining, staged_modules
+from ..uncollected import uncollected
 from .alike import Alike
 from .chosen import Chosen
 from .automatic_pipeline import UNITS_BY, Automatic, check_automatic
@@ -46,7 +47,6 @@ from .reuse import at_other_sizes
 from .semi_auto import data_parallel, semi_auto
 from .solver.budget import LEAST, SearchBudget, spending
 from .storage import OptimizerParallel
-from .uncollected import uncollected
 from .unit_prices import recomputed
 from .units import units_of
 

@@ -1,4 +1,4 @@
-"""Planning without looking for cycles of objects."""
+"""Captures and plans without looking for cycles of objects."""
 
 from __future__ import annotations
 
