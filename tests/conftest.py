@@ -1,6 +1,7 @@
 """What every test file shares: threads, hypothesis profiles, the goldens."""
 
 import gc
+import logging
 import os
 import sys
 from pathlib import Path
@@ -18,6 +19,12 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+
+# pytest listens to every logger that does not propagate. To this one torch writes all that it compiles and exports, as text
+# with the stack of each call, where somebody listens.
+TRACE = logging.getLogger("torch.__trace")
+TRACE.propagate = True
+TRACE.handlers.clear()
 
 # The garbage of whole captures goes seldom: all that lives (graphs, plans, libraries) is walked each time. The default had
 # a sixth of the time of the tests that plan. Young objects still go soon, while they are in the caches of a core.
