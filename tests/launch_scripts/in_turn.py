@@ -1,8 +1,12 @@
 """Runs scripts in turn in each worker, as each runs by itself: ``in_turn.py SCRIPT... -- ARGUMENT...``"""
 
+import gc
 import os
 import runpy
 import sys
+
+
+gc.disable()  # each worker imports torch, and captures: all that lives would be walked again and again
 
 
 def main() -> None:
