@@ -8,15 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from .torch_private import pytree, schema_of
 
-__all__ = ["SEED", "Graph", "Master", "Op", "Pieces", "Recompute", "Value", "dtype_word", "key_of", "leaves", "map_leaves",
-           "map_values", "types_of", "values_in"]
+__all__ = ["SEED", "Graph", "Master", "Op", "Pieces", "Recompute", "Value", "changed", "dtype_word", "key_of", "leaves",
+           "map_leaves", "map_values", "types_of", "values_in"]
 
 
 class Master(NamedTuple):
@@ -73,6 +74,8 @@ class Value:
     def __str__(self) -> str:
         return f"%{self.name}"
 
+
+Record = TypeVar("Record", "Value", "Op")
 
 #: What random numbers are made of: a further input of a program that draws some. See `rules.generator`.
 SEED = Value("<seed>", (4,), torch.int64)
@@ -214,8 +217,7 @@ class Op:
     @property
     def argument_names(self) -> tuple[str, ...]:
         """Names of the operator's arguments by its schema."""
-        schema = schema_of(self.target)
-        return tuple(a.name for a in schema.arguments) if schema is not None else ()
+        return _argument_names(self.target)
 
     def argument(self, name: str, default: Any = None) -> Any:
         """An argument by its schema's name, wherever it was given."""
@@ -248,6 +250,12 @@ class Op:
         """Who and where, for an error."""
         return {"operator": f"{self.name} ({self.kind})" if self.kind not in self.name else self.name,
                 "source": self.source or None}
+
+
+@lru_cache(1 << 12)
+def _argument_names(target: Any) -> tuple[str, ...]:
+    schema = schema_of(target)
+    return tuple(a.name for a in schema.arguments) if schema is not None else ()
 
 
 @dataclass(frozen=True)
@@ -312,6 +320,14 @@ def types_of(op: Op) -> str:
     def side(values: tuple[Value | None, ...]) -> str:
         return ", ".join(f"{dtype_word(v.dtype)}{list(v.shape)}" for v in values if v is not None)
     return f"{side(op.inputs)} -> {side(op.outputs)}".strip()
+
+
+def changed(record: Record, **fields: Any) -> Record:
+    """A copy of a value or an operator with other fields: `dataclasses.replace`, in a third of its time."""
+    made = object.__new__(type(record))
+    made.__dict__.update(record.__dict__)
+    made.__dict__.update(fields)
+    return made
 
 
 def dtype_word(dtype: torch.dtype) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from .graph import Graph, Op, Value
+from .graph import Graph, Op, Value, changed
 from .torch_private import environment_of, formula_of, holds_at, number_at
 
 __all__ = ["Fraction", "NotScalable", "ScalableGraph", "Size", "Sizes"]
@@ -185,7 +185,7 @@ class _Rewritten:
         if known is None:
             sized, name = any(type(s) is Size for s in value.shape), self.names.get(value.name, value.name)
             known = value if not sized and name == value.name else \
-                replace(value, name=name, shape=self.leaf(value.shape))
+                changed(value, name=name, shape=self.leaf(value.shape))
             self.values[value.name] = known
         return known
 
@@ -204,6 +204,6 @@ class _Rewritten:
         return x
 
     def op(self, op: Op) -> Op:
-        return replace(op, name=self.operators.get(op.name, op.name), args=self.leaf(op.args), kwargs=self.leaf(op.kwargs),
+        return changed(op, name=self.operators.get(op.name, op.name), args=self.leaf(op.args), kwargs=self.leaf(op.kwargs),
                        inputs=tuple(map(self.value, op.inputs)), outputs=tuple(None if v is None else self.value(v)
                                                                                  for v in op.outputs))

@@ -102,6 +102,18 @@ def test_a_graph_at_other_sizes_is_the_one_that_is_captured_there(case, seed):
     assert scaled or case == "pooled"
 
 
+def test_calls_of_one_form_are_split_once(monkeypatch):
+    splitter, seen = import_module("shardwright.plan.splitting").Splitter, []
+    monkeypatch.setattr(splitter, "_of_rows", _counted(splitter._of_rows, "rows", seen))
+    counts = []
+    for layers in (2, 6):
+        sw.plan(Language(layers), (labels(64, 16).view(8, 8),), devices=4,
+                pipeline=dict(stages=2, micro_batches=2, stage_config={"net.blocks.0": 0, "net.norm": 1}))
+        counts.append(len(seen))
+        seen.clear()
+    assert counts[0] == counts[1]
+
+
 @pytest.fixture
 def captures(monkeypatch):
     """What was captured, in order."""

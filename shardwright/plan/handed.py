@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ..graph import Graph, Recompute, types_of
+from ..graph import Graph, Recompute, changed, types_of
 from ..layout import Digits, Layout
 from .decision import Decided, Decision, Found, description
 from .storage import OptimizerParallel
@@ -67,7 +67,7 @@ class Handed:
             said = self.operators[op.name]
             rule, bound, _ = description(op, on_missing_rule, devices, uneven)
             assignment = replace(bound.whole(devices), digits=said.digits)
-            decisions[op.name] = Decision(replace(op, recompute=said.recompute), rule, bound, assignment, said.out,
+            decisions[op.name] = Decision(changed(op, recompute=said.recompute), rule, bound, assignment, said.out,
                                           said.cause, said.note, said.open, said.origin, said.via)
         return Decided(decisions, self.carries, self.found, self.hsdp)
 

@@ -60,6 +60,7 @@ class Splitter:
         self.counting: list[Op] = []
         self.totals: dict[str, tuple[Value, Value]] = {}
         self.free: set[str] = set()  # values that come from inputs alone
+        self.alike: dict[Any, list[Kind]] = {}  # what calls of one form make of rows of the batch
         self.in_turn = _statistics(graph)
         self.names = {v.name for op in graph.ops for v in op.outputs if v is not None} | set(graph.constants)
         self.names |= {op.name for op in graph.ops} | {v.name for v in graph.sources()}
@@ -154,7 +155,8 @@ class Splitter:
                 raise kind.error.located(**op.where)
         if any(isinstance(kind, Carried) for kind in inputs):
             op = self._promoted(op, [i for i, k in enumerate(inputs) if isinstance(k, Reduced) and k != SAME])
-            return self._of_rows(op, twin, inputs)
+            self._same_numbers(op, twin)
+            return self._of_alike(op, twin, inputs)
         if all(kind == SAME for kind in inputs):
             return op, self._of_nothing(op, twin)
         return self._of_reduced(op, twin, [kind.how for kind in inputs])
@@ -213,8 +215,21 @@ class Splitter:
             self._same_numbers(op, twin)
         return kinds
 
+    def _of_alike(self, op: Op, twin: Op, inputs: Sequence[Kind]) -> tuple[Op | None, list[Kind]]:
+        """As `_of_rows`, once for all calls of one form: the layers of a model are alike."""
+        form = _form(op), _form(twin), tuple(inputs)
+        try:
+            known = self.alike.get(form)
+        except TypeError:  # an argument that cannot be looked up, such as a slice
+            return self._of_rows(op, twin, inputs)
+        if known is not None:
+            return op, known
+        made, kinds = self._of_rows(op, twin, inputs)
+        if made is op:
+            self.alike[form] = kinds
+        return made, kinds
+
     def _of_rows(self, op: Op, twin: Op, inputs: Sequence[Kind]) -> tuple[Op | None, list[Kind]]:
-        self._same_numbers(op, twin)
         described, bound = self._described(op, twin)
         numbers = any(isinstance(kind, Carried) and kind.numbers for kind in inputs)
         chosen = numbers and _chooses_rows(op, inputs)
@@ -377,6 +392,23 @@ def _statistics(graph: Graph) -> set[str]:
     found = {name for name, value in graph.updates.items() if value.name in made}
     modules = {name.rpartition(".")[0] for name in found}
     return found | {name for name in graph.updates if name.rpartition(".")[0] in modules and name.endswith("num_batches_tracked")}
+
+
+def _form(op: Op) -> tuple:
+    """A call but for its names: equal for calls of which the rules say the same."""
+    places: dict[str, int] = {}
+
+    def form(x: Any) -> Any:
+        kind = type(x)
+        if kind is Value:
+            return places.setdefault(x.name, len(places)), x.shape, x.dtype, x.requires_grad
+        if isinstance(x, (tuple, list)):
+            return kind, tuple([form(y) for y in x])
+        if isinstance(x, dict):
+            return kind, tuple([(name, form(y)) for name, y in x.items()])
+        return kind, x
+    return (op.target, form(op.args), form(op.kwargs), form(op.inputs),
+            tuple([None if v is None else (v.shape, v.dtype, v.requires_grad) for v in op.outputs]))
 
 
 def _counts_off(op: Op) -> bool:

@@ -148,6 +148,8 @@ POINTWISE = Rule(_pointwise)
 
 def find_rule(op: Op) -> Rule | None:
     """The rule of an operator call, or None. A user's `torch.autograd.Function` without one runs whole."""
+    if type(op.target) is OpOverload and op.target in _RULES:
+        return _RULES[op.target]
     if isinstance(op.target, UnderAutocast):
         found = find_rule(replace(op, target=op.target.inner))
         return found if found is None or found.expand is None else whole_rule(op)

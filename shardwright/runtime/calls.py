@@ -66,6 +66,7 @@ class Call:
         self.out = held[node]
         self.instruction: Compute = node.meta["instruction"]
         self.names: dict[str, Any] = {}
+        self._shapes: dict[torch.fx.Node, RankShape | None] = {}
 
     def step(self) -> Callable[[list], Any]:
         """``env -> value``: a tensor with axes for the ranks, or a tuple of them."""
@@ -231,6 +232,11 @@ class Call:
     def _checked(self, a: torch.fx.Node) -> RankShape | None:
         """How an operand comes of which ranks that hold the same should have the same gradient, though they work on it
         each in its own way; None: there are no such ranks."""
+        if a not in self._shapes:
+            self._shapes[a] = self._replicas(a)
+        return self._shapes[a]
+
+    def _replicas(self, a: torch.fx.Node) -> RankShape | None:
         held, terms = (s[a] if s.get(a) else (1,) * len(self.out) for s in (self.held, self.terms))
         shape = union(h if h > 1 or t > 1 else out for h, t, out in zip(held, terms, self.out))
         return shape if self._value(a).requires_grad and shape != self.held[a] else None
