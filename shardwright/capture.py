@@ -41,9 +41,9 @@ from .scaling import NotScalable, ScalableGraph, Sizes
 from .side_effects import (Blamed, Effects, LineFinder, Outcome, advanced, counter, depends, judged, numbered, refuse_backward_hooks,
                             watched_calls)
 from .staging import whole_shape
-from .torch_private import (NOISY_LOGGERS, FakeTensor, FakeTensorMode, attributes_unchecked, buffer_table, hooks_of,
-                            hooks_of_all_modules, parameter_table, pytree, recurrent_states, recurrent_weights, stack_lines,
-                            storage_id, without_cudnn)
+from .torch_private import (NOISY_LOGGERS, FakeTensor, FakeTensorMode, attributes_unchecked, buffer_table, code_written_late,
+                            hooks_of, hooks_of_all_modules, layouts_unrecorded, parameter_table, pytree, recurrent_states,
+                            recurrent_weights, sizes_reckoned_once, stack_lines, storage_id, without_cudnn)
 from .trees import closed, opened
 from .uncollected import uncollected
 
@@ -284,7 +284,8 @@ def _captured(net: nn.Module, args: tuple, kwargs: dict[str, Any], loss_fn: Any,
                 collect_marks() as calls, _quiet(), \
                 collect_functions(_calling_line) as functions, collect_regions(module, prefix) as regions, \
                 stack_lines(_innermost, _UsersLine), _data_detached(), remembering, seen, watched_calls(watch.effects, lambda: watch.running), \
-                watch, _objects_opened(module), without_cudnn(types_of_devices), attributes_unchecked():
+                watch, _objects_opened(module), without_cudnn(types_of_devices), attributes_unchecked(), \
+                layouts_unrecorded(), code_written_late(), sizes_reckoned_once():
             program = torch.export.export(module, fake_args, fake_kwargs, strict=False,
                                           dynamic_shapes=None if vary is None else _dynamic((fake_args, fake_kwargs), vary))
         if _hooks_inside(module) != hooks:  # which the forward puts on its parts once, and notes that it has

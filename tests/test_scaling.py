@@ -102,6 +102,21 @@ def test_a_graph_at_other_sizes_is_the_one_that_is_captured_there(case, seed):
     assert scaled or case == "pooled"
 
 
+def test_a_capture_writes_no_code_and_reckons_sizes_once(monkeypatch):
+    sizes = import_module("torch.fx.experimental.sym_node").SymNode
+    written, reckoned = [], []
+    monkeypatch.setattr(torch.fx.Graph, "python_code", _counted(torch.fx.Graph.python_code, "code", written))
+    monkeypatch.setattr(sizes, "_mul", _counted(sizes._mul, "product", reckoned))
+    counts = []
+    for layers in (1, 3):
+        net, recording = Language(layers), Recording()
+        capture(net, (labels(32, 16).view(4, 8),), recording=recording)
+        assert capture_scalable(net, (labels(96, 16).view(8, 12),), vary=[(0, 1)], recording=recording) is not None
+        counts.append(len(reckoned))
+        reckoned.clear()
+    assert not written and counts[0] == counts[1]      # further layers are of the same sizes
+
+
 def test_calls_of_one_form_are_split_once(monkeypatch):
     splitter, seen = import_module("shardwright.plan.splitting").Splitter, []
     monkeypatch.setattr(splitter, "_of_rows", _counted(splitter._of_rows, "rows", seen))

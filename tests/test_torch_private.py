@@ -108,6 +108,30 @@ def test_every_name_is_there_in_this_version() -> None:
         assert inspect.getattr_static(tracer, name) is before
 
 
+def test_what_a_capture_leaves_out_is_put_back() -> None:
+    sizes, tracing = (importlib.import_module(f"torch.fx.experimental.{name}") for name in ("sym_node", "proxy_tensor"))
+    places = [(torch.fx.GraphModule, "recompile"), (tracing, "_extract_tensor_metadata"),
+              *((sizes.SymNode, name) for name in torch_private._RECKONED)]
+    before = [vars(owner)[name] for owner, name in places]
+    with pytest.raises(KeyError), torch_private.code_written_late(), torch_private.layouts_unrecorded(), \
+            torch_private.sizes_reckoned_once():
+        assert not any(vars(owner)[name] is was for (owner, name), was in zip(places, before))
+        raise KeyError
+    assert all(vars(owner)[name] is was for (owner, name), was in zip(places, before))
+
+
+def test_code_that_is_written_late_runs() -> None:
+    class Twice(torch.nn.Module):
+        def forward(self, x):
+            return x + x
+    with torch_private.code_written_late():
+        made = torch.fx.symbolic_trace(Twice())
+        inside = made(torch.ones(2))
+        late = torch.fx.GraphModule(made, made.graph)
+    assert inside.tolist() == late(torch.ones(2)).tolist() == late(torch.ones(2)).tolist() == [2, 2]
+    assert "def forward" in late.code
+
+
 LACKING = """
 import pkgutil, sys, warnings
 import torch
