@@ -22,7 +22,7 @@ from .splicing import Splicer
 
 __all__ = ["APART", "LeastMemory", "costless", "leanest_by_prices"]
 
-EVALUATIONS = 40  # at prices, at most
+EVALUATIONS = 20  # at prices, at most
 APART = 1e-2  # how near the two ends of a large problem's least limit are near enough, relative to it
 SPLICED = 8  # of its known states, by what they hold at most, are spliced with one another
 

@@ -38,7 +38,7 @@ __all__ = ["Part", "Searched", "priced_search", "swept_leanest"]
 DIRECT = 2**21  # entries of the joints up to which the whole is its own part
 ROUNDS = 8  # turns
 DEAR = 1  # turn from which on states that nothing mixes to within the limit make it ask for those of the least memory
-LEANER = 3  # times that sweeps look for states that hold less
+LEANER = 2  # times that sweeps look for states that hold less
 HOPE = 1.05  # of the limit: what a part may hold at least for sweeps to look again
 ROUNDING = 1e-9  # relative, of a bound by prices
 ROUGH = 1e-2  # how near the first of them comes to a part's best prices; each further one a tenth of that
@@ -49,7 +49,7 @@ DEARER = 4.0  # how much more at a time
 HIGHER = (1.02, 1.1, 1.4, 2.0, 4.0, 16.0, 256.0)  # times the best prices, to find what keeps the limit
 FEW = 12  # states: a node of no more has all of them in the part
 NEAREST = 8  # of the known states, by what they come to at the best prices, are spliced with one another
-SETTLED = 0.2  # of what the bound lacks of the part's value: what a turn has to bring where the part has no new state
+SETTLED = 0.2  # of what the bound lacks of the part's value: what a turn has to bring for another one
 MIXED = 500  # nodes up to which HiGHS is asked to mix known states: it may take minutes over thousands
 ENTRIES = 20_000  # ... and entries of the edges
 WORK = 1e7  # of HiGHS, then
@@ -127,10 +127,9 @@ class _PricedSearch:
         cap, most = FIRST_PRICE * least, MOST_PRICE * least
         exact = isinstance(self.pricing, Pricing)
         direct = exact and self.pricing.work <= DIRECT
-        size, spliced = 0, False
+        lacking, spliced = np.inf, False
         for turn in range(ROUNDS):
             part: Any = self.pricing if direct else Part(self.problem, self.rows, self.marks())
-            bound = self.prices.bound
             self.tell()
             known = Prices(self.rows.count, self.rows.limit)
             known.cuts, known.multipliers = list(self.known.values()), self.prices.multipliers
@@ -161,9 +160,9 @@ class _PricedSearch:
                 if self.near:
                     break
                 if not exact:
-                    if part.size == size and self.prices.bound - bound <= SETTLED * (value - bound):
-                        break  # the same states, and no better bound: so it would go on
-                    size = part.size
+                    if value - self.prices.bound > (1.0 - SETTLED) * lacking:
+                        break  # so it would go on
+                    lacking = value - self.prices.bound
         if not self.near:
             self.keep(part)
             self.splice()

@@ -24,7 +24,7 @@ __all__ = ["SweptPricing", "bound_of"]
 SWEEPS = 48  # of the shorter problem at most
 LOOK = 4  # after how many of them
 STALLED = 3e-5  # ... the bound has to have moved, relative to it, for more of them
-ENTRIES = 2**30  # entries of the tables that all sweeps together go through; about 4 s
+ENTRIES = 2**29  # entries of the tables that all sweeps together go through; about 2 s
 BEST = 3  # states of a node, by what the sweeps say of them, that are worth a closer look
 
 
