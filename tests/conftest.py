@@ -20,6 +20,11 @@ import torch
 
 torch.set_num_threads(1)
 
+# Ranks are forked (ranks.py). Autograd looks for devices once, before its first backward, and starts a thread for each,
+# after which no child can have a backward. A build with CUDA that has been in FakeTensorMode, as a capture is, takes it
+# that there is one.
+torch.ones(1, requires_grad=True).sum().backward()
+
 # pytest listens to every logger that does not propagate. To this one torch writes all that it compiles and exports, as text
 # with the stack of each call, where somebody listens.
 TRACE = logging.getLogger("torch.__trace")

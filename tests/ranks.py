@@ -23,10 +23,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Autograd looks for devices once, before its first backward, and starts a thread for each, after which no child can have a
-# backward. A build with CUDA that has been in FakeTensorMode, as a capture is, takes it that there is one.
-torch.ones(1, requires_grad=True).sum().backward()
-
 #: Seconds after which something is taken to hang, on the slowest and busiest of machines.
 PATIENCE = 900.0
 

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import shardwright as sw
 from gpt import GPT
 from networks import D, draw, labels
+from ranks import run_ranks
 from shardwright.capture import Recording, capture, capture_scalable
 
 parallel = import_module("shardwright.parallel")
@@ -511,7 +512,6 @@ def _on_ranks(rank, world):
 
 
 def test_processes_meet_at_every_size():
-    from ranks import run_ranks
     plain = Language()
     optimizer, wanted = torch.optim.SGD(plain.parameters(), lr=0.1), []
     for rows, length in ((4, 8), (6, 8), (8, 12), (2, 16), (10, 12), (4, 8)):
@@ -552,7 +552,6 @@ def _a_pipeline_on_ranks(rank, world, feed):
 
 @pytest.mark.parametrize("world, feed", [(2, "full_batch"), (4, "data_parallel")])
 def test_a_pipeline_across_processes_is_captured_twice_for_all_sizes(world, feed):
-    from ranks import run_ranks
     plain = Language(layers=2)
     optimizer, wanted = torch.optim.SGD(plain.parameters(), lr=0.1), []
     for number, (rows, length) in enumerate(SIZES):

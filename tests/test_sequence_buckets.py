@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 import shardwright as sw
 from networks import draw, labels
+from ranks import run_ranks
 
 transformers = pytest.importorskip("transformers")
 
@@ -114,7 +115,6 @@ def _own_lengths(rank, world):
 
 
 def test_processes_take_the_longest_bucket_that_one_needs():
-    from ranks import run_ranks
     net, loss_fn, wanted = Causal(), nn.CrossEntropyLoss(reduction="sum"), []
     for lengths in ((3, 7), (16, 2), (4, 4)):
         parts = [labels(2 * n, 8, seed=rank).view(2, n) for rank, n in enumerate(lengths)]
