@@ -43,20 +43,19 @@ class LeastMemory:
         least: no plan keeps a limit below it.
         enough: the states keep this limit; None: no states are known.
         states: of the plan that does.
-        prices: of memory, by moment, at which the states that are least hold as much as that; their sum is 1.
     """
 
     least: float
     enough: float | None
     states: tuple[int, ...] | None
-    prices: np.ndarray | None = None
 
 
 def costless(problem: Problem) -> Problem:
     """The problem with the same states allowed, all of them for nothing."""
-    tables = {id(table): np.where(np.isfinite(table), 0.0, np.inf) for table in problem.edges.values()}
-    return replace(problem, costs=tuple(np.where(np.isfinite(own), 0.0, np.inf) for own in problem.costs),
-                   edges={pair: tables[id(table)] for pair, table in problem.edges.items()})
+    given = (*problem.costs, *problem.edges.values())
+    free = {id(table): np.where(np.isfinite(table), 0.0, np.inf) for table in {id(table): table for table in given}.values()}
+    return replace(problem, costs=tuple(free[id(own)] for own in problem.costs),
+                   edges={pair: free[id(table)] for pair, table in problem.edges.items()})
 
 
 def leanest_by_prices(problem: Problem, rows: Rows, pricing: _Priced, low: float) -> LeastMemory:
@@ -83,7 +82,7 @@ def leanest_by_prices(problem: Problem, rows: Rows, pricing: _Priced, low: float
         if found is None:
             break
         states, enough = tuple(found[0]), float(rows.used(found[0]).max())
-    return LeastMemory(least, enough, tuple(states), unit * known.multipliers)
+    return LeastMemory(least, enough, tuple(states))
 
 
 class _InUnits:

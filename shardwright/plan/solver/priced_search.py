@@ -23,7 +23,7 @@ from ...errors import PlanError
 from .ascent import Prices, ascend
 from .budget import OutOfBudgetError, current
 from .facts import Facts
-from .lean_states import APART, LeastMemory, costless, leanest_by_prices
+from .lean_states import LeastMemory, costless, leanest_by_prices
 from .local_search import within
 from .moments import Rows
 from .pricing import Cut, Pricing
@@ -38,8 +38,7 @@ __all__ = ["Part", "Searched", "priced_search", "swept_leanest"]
 DIRECT = 2**21  # entries of the joints up to which the whole is its own part
 ROUNDS = 8  # turns
 DEAR = 1  # turn from which on states that nothing mixes to within the limit make it ask for those of the least memory
-LEANER = 2  # times that sweeps look for states that hold less
-HOPE = 1.05  # of the limit: what a part may hold at least for sweeps to look again
+MOMENTS = 4  # that have a price when sweeps look for what holds little
 ROUNDING = 1e-9  # relative, of a bound by prices
 ROUGH = 1e-2  # how near the first of them comes to a part's best prices; each further one a tenth of that
 EVALUATIONS = 40  # of a part, in a turn
@@ -185,6 +184,7 @@ class _PricedSearch:
             self.least = max(low, found.least * (1.0 - ROUNDING))
             may = self.least <= self.rows.limit
         else:
+            self.pricing.forget()
             found = swept_leanest(free, self.rows, self.marks(), low)
             self.least, may = found.least, found.enough is not None and found.enough <= self.rows.limit
         if found.states is not None:
@@ -320,29 +320,25 @@ class _PricedSearch:
 
 def swept_leanest(problem: Problem, rows: Rows, alive: Sequence[np.ndarray], low: float) -> LeastMemory:
     """The states of the least memory of a problem without costs that elimination cannot do, among those that look best to
-    sweeps: at even prices first, then at those that the part's leanest states have.
+    sweeps where a few moments have a price: with one at each, no two layers would be equal.
 
     Args:
         alive: further states (bool, by node) to choose from.
         low: no plan keeps a limit below it.
     """
-    search, best = _PricedSearch(problem, rows, SweptPricing(problem, rows), 0.0), LeastMemory(low, None, None)
+    swept = SweptPricing(problem, rows)
+    search = _PricedSearch(problem, rows, swept, 0.0)
     search.looks = list(alive)
-    prices: np.ndarray | None = np.full(rows.count, 1.0 / max(rows.count, 1))
-    for _ in range(LEANER):
-        search.look(prices)
-        low = max(low, search.prices.bound + rows.limit * float(search.prices.multipliers.sum()))
-        try:
-            found = leanest_by_prices(problem, rows, Part(problem, rows, search.marks()), low)
-        except PlanError:  # these states exclude one another
-            break
-        less = best.enough is None or found.enough < (1.0 - APART) * best.enough
-        if best.enough is None or found.enough < best.enough:
-            best = found
-        if not less or best.enough <= rows.limit or found.least > HOPE * rows.limit > 0.0:
-            break
-        prices = found.prices
-    return replace(best, least=low)
+    held, prices = rows.least(), np.zeros(rows.count)
+    for stretch in np.array_split(np.arange(rows.count), min(MOMENTS, rows.count)):
+        prices[stretch[held[stretch].argmax()]] = 1.0  # the moment at which any states hold most
+    search.look(prices / prices.sum())
+    swept.forget()
+    low = max(low, search.prices.bound + rows.limit)
+    try:
+        return replace(leanest_by_prices(problem, rows, Part(problem, rows, search.marks()), low), least=low)
+    except PlanError:  # these states exclude one another
+        return LeastMemory(low, None, None)
 
 
 class Part:

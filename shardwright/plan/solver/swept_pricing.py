@@ -76,6 +76,10 @@ class SweptPricing:
         looks = [self._look(theta, state) for theta, state in zip(thetas, messages.states.tolist())]
         return value - float(multipliers.sum()) * self.rows.limit, [looks[v] for v in short.stands.tolist()]
 
+    def forget(self) -> None:
+        """Let go of the messages of the last sweeps, from which the next ones would begin."""
+        self._last = None
+
     @staticmethod
     def _unswept(costs: Sequence[np.ndarray], edges: Mapping[Pair, np.ndarray], short: Shorter) -> float:
         """The bound without any messages: it takes no memory."""
