@@ -142,7 +142,7 @@ def test_a_priced_search_keeps_the_limit_and_its_bound(problem, parts):
     assert search.prices.bound <= best + 1e-6
     if found is not None:
         assert (rows.used(found.states) <= bound.limit).all() and found.cost >= best - 1e-6
-        again, leanest, _ = priced_search(bound, rows, Pricing.of(bound, rows), 1e-9)
+        again, leanest, *_ = priced_search(bound, rows, Pricing.of(bound, rows), 1e-9)
         assert again.states == found.states, "the same each time"
         assert leanest.used.max() <= rows.used(found.states).max()
 

@@ -38,6 +38,7 @@ __all__ = ["Part", "Searched", "priced_search", "swept_leanest"]
 DIRECT = 2**21  # entries of the joints up to which the whole is its own part
 ROUNDS = 8  # turns
 DEAR = 1  # turn from which on states that nothing mixes to within the limit make it ask for those of the least memory
+QUICK = 2**24  # entries of all joints up to which the leanest states of the whole are asked for
 MOMENTS = 4  # that have a price when sweeps look for what holds little
 ROUNDING = 1e-9  # relative, of a bound by prices
 ROUGH = 1e-2  # how near the first of them comes to a part's best prices; each further one a tenth of that
@@ -174,19 +175,23 @@ class _PricedSearch:
             "prices of memory, bounded by sweeps, then splicing")
 
     def lean(self) -> bool:
-        """See the states of the least memory, and whether the limit may be kept."""
+        """See the states of the least memory, and whether the limit may be kept: if they are too much to ask for, it may."""
         free, low = costless(self.problem), float(self.rows.least().max(initial=0.0))
-        if isinstance(self.pricing, Pricing):
-            self.least, pricing = low, Pricing.of(free, self.rows)
-            if pricing is None:
-                return True
-            found = leanest_by_prices(free, self.rows, pricing, low)
-            self.least = max(low, found.least * (1.0 - ROUNDING))
-            may = self.least <= self.rows.limit
-        else:
-            self.pricing.forget()
-            found = swept_leanest(free, self.rows, self.marks(), low)
-            self.least, may = found.least, found.enough is not None and found.enough <= self.rows.limit
+        self.least = low
+        try:
+            if not isinstance(self.pricing, Pricing):
+                self.pricing.forget()
+                found = swept_leanest(free, self.rows, self.marks(), low)
+                self.least, may = found.least, found.enough is not None and found.enough <= self.rows.limit
+            else:
+                pricing = Pricing.of(free, self.rows) if self.pricing.work <= QUICK else None
+                if pricing is None:
+                    return True
+                found = leanest_by_prices(free, self.rows, pricing, low)
+                self.least = max(low, found.least * (1.0 - ROUNDING))
+                may = self.least <= self.rows.limit
+        except OutOfBudgetError:
+            return True
         if found.states is not None:
             self.offer(self.cut(found.states))
         return may
