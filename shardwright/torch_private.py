@@ -369,16 +369,12 @@ def stack_lines(keep: Callable[[Any, Any], Any], captured: Any) -> Iterator[None
 
 
 @contextlib.contextmanager
-def attributes_unchecked() -> Iterator[None]:
-    """While active, export looks for no attributes that the forward assigned: the caller does.
-
-    In torch 2.9 export fails where the forward deleted one, or put a new key into a dict, before anyone else can say so.
-    """
-    held = _found("torch.export._trace")
-    name = "_detect_attribute_assignment"
+def _replaced(module: str, name: str, value: Any) -> Iterator[None]:
+    """A private name of a module with another value while active; a version of torch without the name is left as it is."""
+    held = _found(module)
     before = getattr(held, name, None)
     if before is not None:
-        setattr(held, name, lambda module: contextlib.nullcontext())
+        setattr(held, name, value)
     try:
         yield
     finally:
@@ -387,19 +383,22 @@ def attributes_unchecked() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def attributes_unchecked() -> Iterator[None]:
+    """While active, export looks for no attributes that the forward assigned: the caller does.
+
+    In torch 2.9 export fails where the forward deleted one, or put a new key into a dict, before anyone else can say so.
+    """
+    with _replaced("torch.export._trace", "_detect_attribute_assignment", lambda module: contextlib.nullcontext()):
+        yield
+
+
+@contextlib.contextmanager
 def layouts_unrecorded() -> Iterator[None]:
     """While active, traced operators keep no ``tensor_meta``, for which torch looks through the strides of every result: of
     symbolic sizes, a seventh of what a capture takes. Whoever reads it has the traced tensor itself, in ``val``.
     """
-    held, name = _found("torch.fx.experimental.proxy_tensor"), "_extract_tensor_metadata"
-    before = getattr(held, name, None)
-    if before is not None:
-        setattr(held, name, lambda tensor: None)
-    try:
+    with _replaced("torch.fx.experimental.proxy_tensor", "_extract_tensor_metadata", lambda tensor: None):
         yield
-    finally:
-        if before is not None:
-            setattr(held, name, before)
 
 
 @contextlib.contextmanager

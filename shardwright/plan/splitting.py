@@ -216,7 +216,7 @@ class Splitter:
         return kinds
 
     def _of_alike(self, op: Op, twin: Op, inputs: Sequence[Kind]) -> tuple[Op | None, list[Kind]]:
-        """As `_of_rows`, once for all calls of one form: the layers of a model are alike."""
+        """The result of `_of_rows`, worked out once for all calls of one form: the layers of a model are alike."""
         form = _form(op), _form(twin), tuple(inputs)
         try:
             known = self.alike.get(form)

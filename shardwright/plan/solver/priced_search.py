@@ -175,7 +175,7 @@ class _PricedSearch:
             "prices of memory, bounded by sweeps, then splicing")
 
     def lean(self) -> bool:
-        """See the states of the least memory, and whether the limit may be kept: if they are too much to ask for, it may."""
+        """Ask for the states of the least memory. False: none of them keeps the limit."""
         free, low = costless(self.problem), float(self.rows.least().max(initial=0.0))
         self.least = low
         try:
