@@ -45,7 +45,12 @@ import torch.distributed.checkpoint as dcp
 from race import Results, order, run_ranks
 from rich.console import Console
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint import (
+    FileSystemReader,
+    FileSystemWriter,
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
 
 import shardwright as sw
 

@@ -21,8 +21,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from shardwright.plan.contest import read_contest
-from shardwright.plan.exact import solve
+from shardwright.cli.solve_command import read_contest
+from shardwright.solver.solve import solve
 
 
 @dataclass(frozen=True)

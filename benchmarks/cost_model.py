@@ -29,7 +29,9 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from networks import DEVICES, MLP
 from race import ROOT, Spread, machine, order
+from ranks import run_ranks
 from rich import box
 from rich.console import Console
 from rich.table import Column, Table
@@ -37,11 +39,8 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from shardwright.cluster import Cluster
-from shardwright.plan.costs import Costs
-from shardwright.runtime.calibrate import calibrate
-
-from networks import DEVICES, MLP
-from ranks import run_ranks
+from shardwright.cost.cost_model import CostModel
+from shardwright.runtime.distributed.calibrate import calibrate
 
 sys.path.append(str(ROOT / "examples"))
 
@@ -279,7 +278,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with console.status("measuring"):
         clusters, seconds = measure([plan.name for plan in plans], args.rounds, args.cluster is None)
     cluster = middle(clusters) if clusters else Cluster.of(args.cluster, DEVICES)
-    costs = Costs(cluster, DEVICES)
+    costs = CostModel(cluster, DEVICES)
     prices = {plan.name: costs.plan(plan.plan()) for plan in plans}
     compared = [Compared(name, price.forward, price.backward, price.communication, Spread.of(seconds[name]))
                 for name, price in prices.items()]

@@ -41,13 +41,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from damage import KINDS, Subjects
 from torch import nn
 
 import shardwright as sw
-from damage import KINDS, Subjects
-from shardwright.checkpoint.folders import steps_in
-from shardwright.checkpoint.manifest import verify
-from shardwright.runtime.init import _current
+from shardwright.checkpoint.manifest import steps_in, verify
+from shardwright.process import _current
 
 STEPS = 40
 KEPT = 3
@@ -361,7 +360,6 @@ def main() -> None:
         warm = Training(4, False)
         warm.step()  # what a first step loads is loaded before processes are forked
         if kills:
-            from shardwright.runtime import agreement, parameters, processes, steps  # noqa: F401
             ways = [*ALONE, *TOGETHER] if kills > 50 else [ALONE[0], TOGETHER[3]]
             for i, way in enumerate(ways):
                 share = kills * (i + 1) // len(ways) - kills * i // len(ways)

@@ -31,8 +31,9 @@ from torch import Tensor, nn
 
 sys.path.append(str(ROOT / "examples"))
 
-import shardwright as sw  # noqa: E402
 from gpt import GPT  # noqa: E402
+
+import shardwright as sw  # noqa: E402
 
 LAYERS, DEVICES, VOCABULARY, LENGTH = 12, 4, 64, 64
 MICRO_BATCHES = 2

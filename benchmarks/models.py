@@ -30,15 +30,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from by_hand import Exchanges, Natural
+from gpt_by_hand import GptByHand
 from race import ROOT, Contender, Figure, Results, Spread, run_race
+from ranks import run_ranks
 from rich.console import Console
 from torch import Tensor, nn
 
 import shardwright as sw
-
-from by_hand import Exchanges, Natural
-from gpt_by_hand import GptByHand
-from ranks import run_ranks
 
 sys.path.append(str(ROOT / "examples"))
 

@@ -17,15 +17,15 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from held import LEVELS, Held, arithmetic, measure
 from race import machine  # finds the ranks of the tests, too
+from ranks import run_ranks
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 
 import shardwright as sw
-from held import LEVELS, Held, arithmetic, measure
-from ranks import run_ranks
 
 LAYERS, WIDTH = 32, 512
 TOLERANCE = 0.1

@@ -31,19 +31,24 @@ from rich.table import Table  # noqa: E402
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 from gpt3 import BATCH, gpt3  # noqa: E402
-
-from shardwright.capture import capture  # noqa: E402
-from shardwright.cluster import Cluster  # noqa: E402
-from shardwright.plan.bytes import memory_of  # noqa: E402
-from shardwright.plan.costs import Costs  # noqa: E402
-from shardwright.plan.decision import feeding  # noqa: E402
-from shardwright.plan.exact import solve  # noqa: E402
-from shardwright.plan.fitting import CUT, ENOUGH  # noqa: E402
-from shardwright.plan.memory import optimizer_bytes  # noqa: E402
-from shardwright.plan.recursive import recursive_programming  # noqa: E402
-from shardwright.plan.search import Search  # noqa: E402
-from shardwright.plan.usages import holding  # noqa: E402
 from race import machine  # noqa: E402
+
+from shardwright.capture.export import capture  # noqa: E402
+from shardwright.cluster import (
+    Cluster,  # noqa: E402
+    memory_of,  # noqa: E402
+)
+from shardwright.cost.cost_model import CostModel  # noqa: E402
+from shardwright.cost.memory_timeline import optimizer_bytes  # noqa: E402
+from shardwright.partition.local_program import input_placement  # noqa: E402
+from shardwright.planners.graph_problem import Search  # noqa: E402
+from shardwright.planners.memory_problem import holding  # noqa: E402
+from shardwright.planners.search import (  # noqa: E402
+    CUT,
+    ENOUGH,
+    recursive_programming,  # noqa: E402
+)
+from shardwright.solver.solve import solve  # noqa: E402
 
 #: Targets in CPU seconds, for 96 layers on 1,024 devices.
 TARGETS = {"capture": 30.0, "costs": 10.0, "search": 1.0, "search, limited": 6.0, "gap": 1e-3, "gap, limited": 1e-3}
@@ -67,7 +72,7 @@ def measure(layers: int, devices: int, cluster: str, memory: float) -> dict[str,
     clock, given = Clock(), gpt3(layers, BATCH * max(devices // 1024, 1))
     inputs = (*given["inputs"], given["targets"])
     graph = clock.of("capture", lambda: capture(given["net"], inputs, None, loss_fn=given["loss_fn"]))
-    fed, costs = feeding(graph, devices, "full_batch"), Costs(Cluster.of(cluster, devices), devices)
+    fed, costs = input_placement(graph, devices, "full_batch"), CostModel(Cluster.of(cluster, devices), devices)
     search = Search.of(graph, devices, fed, costs)
     made = clock.of("costs", lambda: search.energy(search.options()))
     found = clock.of("search", lambda: solve(made.problem))

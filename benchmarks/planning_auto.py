@@ -26,11 +26,12 @@ import torch  # noqa: E402
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 from gpt3 import BATCH, LAYERS, gpt3  # noqa: E402
+from race import machine  # noqa: E402
 
 import shardwright as sw  # noqa: E402
-from shardwright.plan import automatic, make  # noqa: E402
-from shardwright.report.planned import summary  # noqa: E402
-from race import machine  # noqa: E402
+from shardwright import planning as make  # noqa: E402
+from shardwright.pipeline import stage_search as automatic  # noqa: E402
+from shardwright.report.tables import summary  # noqa: E402
 
 #: CPU seconds, all in all.
 TARGET = 60.0
@@ -58,7 +59,7 @@ def main() -> int:
     torch.set_num_threads(1)
     seconds: dict[str, float] = {}
     make.capture_micro = timed(seconds, "capture", make.capture_micro)
-    automatic.Choosing.run = timed(seconds, "choose", automatic.Choosing.run)
+    automatic.StageSearch.run = timed(seconds, "choose", automatic.StageSearch.run)
     begin, wall = time.process_time(), time.perf_counter()
     plan = sw.plan(**gpt3(given.layers, BATCH), devices=given.devices, cluster=given.cluster,
                    pipeline={"stages": "auto", "micro_batches": given.micro_batches or "auto"})

@@ -29,9 +29,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from gpt import GPT  # noqa: E402
 from llama import Attention, Llama, RMSNorm, turns  # noqa: E402
 
-from shardwright.capture import capture  # noqa: E402
+from shardwright.capture.export import capture  # noqa: E402
 from shardwright.errors import ShardwrightError  # noqa: E402
-from shardwright.plan.make import make_plan  # noqa: E402
+from shardwright.planning import make_plan  # noqa: E402
 
 #: GB a device, from loose to tight, with float32 weights and Adam. Nothing is known to keep the last of Llama's.
 LIMITS = {"llama": (0, 140, 70, 42, 35), "mixtral": (0, 300, 140, 70), "gpt": (0, 141, 70, 50)}

@@ -17,14 +17,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from race import Results
+from ranks import run_ranks
 from rich.console import Console
 from torch import Tensor
 
-from ranks import run_ranks
-from shardwright.conversion import Conversion, conversion
 from shardwright.layout import Digit, Layout
-from shardwright.runtime.collectives import bind_all
-from shardwright.runtime.process_groups import ProcessGroups
+from shardwright.redistribution import Redistribution, redistribution
+from shardwright.runtime.distributed.collectives import ProcessGroups, bind_all
 
 WORLD, GROUPS = 8, (8, 4, 2)
 KIBIBYTES = (4, 64, 512, 4096, 16384)
@@ -66,19 +65,19 @@ def measured(rank: int, world: int, rounds: int) -> dict[str, dict[str, list[flo
     return out
 
 
-def a_conversion(kind: str, digit: Digit, world: int, nbytes: int) -> tuple[Conversion, Tensor]:
+def a_conversion(kind: str, digit: Digit, world: int, nbytes: int) -> tuple[Redistribution, Tensor]:
     """A conversion that is such a collective, and what a rank has before it."""
     rows, columns, whole = (Layout.of(world, dims) for dims in (((digit,), ()), ((), (digit,)), ((), ())))
     partial = Layout.of(world, ((), ()), (digit,))
     source, target = {"all-reduce": (partial, whole), "all-gather": (rows, whole), "reduce-scatter": (partial, rows),
                       "all-to-all": (rows, columns)}[kind]
     shape = (64, nbytes // 4 // 64 * (digit.size if kind == "all-to-all" else 1))
-    found = conversion(source, target)
+    found = redistribution(source, target)
     assert [step.kind.replace("_", "-") for step in found.steps] == [kind]
     return found, torch.randn(source.local_shape(shape))
 
 
-def bound(found: Conversion, x: Tensor, rank: int, groups: ProcessGroups) -> Callable[[Tensor], Tensor]:
+def bound(found: Redistribution, x: Tensor, rank: int, groups: ProcessGroups) -> Callable[[Tensor], Tensor]:
     step, = bind_all(found, tuple(x.shape), rank, groups)
     return step
 

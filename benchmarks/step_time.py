@@ -19,18 +19,17 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from by_hand import BY_HAND, Exchanges, Natural
+from networks import DEVICES, MLP, TUTORIAL, Network
+from on_dtensors import ON_DTENSORS
 from race import ROOT, Contender, Figure, Results, Spread, run_race
+from ranks import run_ranks
 from rich.console import Console
 from torch import Tensor, nn
 
 import shardwright as sw
-from shardwright.lower import lower
-from shardwright.runtime.init import Runtime
-
-from by_hand import BY_HAND, Exchanges, Natural
-from networks import DEVICES, MLP, TUTORIAL, Network
-from on_dtensors import ON_DTENSORS
-from ranks import run_ranks
+from shardwright.process import Runtime
+from shardwright.runtime.lower import lower
 
 SECTIONS = ("tutorial", "mlp", "local", "launch", "planning")
 CHECKED_STEPS = 5

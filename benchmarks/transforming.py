@@ -40,11 +40,11 @@ from gpt import GPT, mark  # noqa: E402
 from race import machine  # noqa: E402
 
 import shardwright as sw  # noqa: E402
+from shardwright.checkpoint.formats import WholeFiles  # noqa: E402
 from shardwright.checkpoint.manifest import new_id  # noqa: E402
-from shardwright.checkpoint.reading import Stored  # noqa: E402
-from shardwright.checkpoint.whole_files import WholeFiles  # noqa: E402
-from shardwright.checkpoint.writing import STATE, sealed  # noqa: E402
-from shardwright.plan.parameter_strategies import ParameterStrategies, Storage  # noqa: E402
+from shardwright.checkpoint.tensor_reader import StoredTensors  # noqa: E402
+from shardwright.checkpoint.writer import STATE, sealed  # noqa: E402
+from shardwright.planfile.parameter_file import ParameterStrategies, TensorStorage  # noqa: E402
 
 MIB = 1 << 20
 
@@ -72,10 +72,10 @@ def plan(size: tuple[int, int, int], devices: int, dp: int, mp: int, **given: An
 
 def turned(strategies: ParameterStrategies) -> ParameterStrategies:
     """The same with matrices cut in the other dim."""
-    def turn(held: Storage) -> Storage:
+    def turn(held: TensorStorage) -> TensorStorage:
         if len(held.shape) != 2 or held.layout.is_replicated:
             return held
-        return Storage(held.shape, held.dtype, sw.Layout.of(held.layout.devices, reversed(held.layout.dims)))
+        return TensorStorage(held.shape, held.dtype, sw.Layout.of(held.layout.devices, reversed(held.layout.dims)))
     return ParameterStrategies(strategies.devices, {n: turn(h) for n, h in strategies.parameters.items()}, strategies.buffers)
 
 
@@ -115,7 +115,7 @@ def copied(before: Path, after: Path) -> dict[str, float]:
 
 
 def equal(before: Path, after: Path) -> bool:
-    with Stored(before) as one, Stored(after) as other:
+    with StoredTensors(before) as one, StoredTensors(after) as other:
         return set(one.names) == set(other.names) and all(torch.equal(one.read(n), other.read(n)) for n in one.names)
 
 
@@ -141,7 +141,7 @@ def main() -> int:
         shutil.rmtree(folder / "eight")
         rows["4 -> whole"] = run("merge", folder / "four", folder / "merged")
         same &= equal(folder / "whole", folder / "merged")
-        with Stored(folder / "whole") as stored:
+        with StoredTensors(folder / "whole") as stored:
             total, largest = (f(e.bytes for e in stored.entries.values()) for f in (sum, max))
     cut = sum(eight.parameters[n].layout.cuts != four.parameters[n].layout.cuts for n in eight.parameters)
     bound = 3 * largest / MIB + 300

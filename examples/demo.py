@@ -10,17 +10,16 @@ import math
 import sys
 import time
 
-import torch
-import torch.nn as nn
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 import layout_functional
 import layout_objects
 import operator_functional
 import operator_objects
+import torch
+import torch.nn as nn
 from data import digits
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
 STEPS, BATCH, TOLERANCE = 50, 32, 1e-6
 SHOWN = (0, 10, 20, 30, 40, 49)

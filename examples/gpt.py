@@ -11,10 +11,9 @@ which is also the last product's weight, by the vocabulary. What is not marked f
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from language import VOCABULARY, options, train
 
 import shardwright as sw
-
-from language import VOCABULARY, options, train
 
 
 class Attention(nn.Module):

@@ -9,7 +9,6 @@ operator's strategy, to be read, changed and loaded again. `shardwright explain 
 
 import torch
 import torch.nn.functional as F
-
 from gpt import GPT
 
 #: Brown et al. 2020, table 2.1: layers, width and heads of the largest model; its vocabulary is that of GPT-2.

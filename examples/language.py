@@ -13,10 +13,9 @@ from pydoc_data.topics import topics
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from common import positive
 
 import shardwright as sw
-
-from common import positive
 
 __all__ = ["VOCABULARY", "Loss", "options", "passages", "train"]
 

@@ -11,11 +11,10 @@ of axes the first is the major one, and "None" leaves a dim whole. Tuple strateg
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-
-import shardwright as sw
-
 from common import arguments
 from data import digits
+
+import shardwright as sw
 
 layout = sw.Layout((2, 2, 2), ("dp", "sp", "mp"))
 tp = sw.Layout((8,), ("tp",))

@@ -8,10 +8,9 @@
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from language import VOCABULARY, options, train
 
 import shardwright as sw
-
-from language import VOCABULARY, options, train
 
 
 class RMSNorm(nn.Module):

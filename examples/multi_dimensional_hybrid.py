@@ -10,11 +10,10 @@ stage's four devices nothing is said here. Losses and gradients are those of the
 
 import torch
 import torch.nn as nn
-
-import shardwright as sw
-
 from common import arguments
 from data import digits
+
+import shardwright as sw
 
 
 class Network(nn.Module):

@@ -11,11 +11,10 @@ that dim is cut.
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-
-import shardwright as sw
-
 from common import arguments
 from data import digits
+
+import shardwright as sw
 
 
 class Network(nn.Module):

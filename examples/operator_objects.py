@@ -10,11 +10,10 @@ that dim is cut.
 
 import torch
 import torch.nn as nn
-
-import shardwright as sw
-
 from common import arguments
 from data import digits
+
+import shardwright as sw
 
 
 class Network(nn.Module):

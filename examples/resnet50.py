@@ -15,11 +15,10 @@ import argparse
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-
-import shardwright as sw
-
 from cifar import CLASSES, images
 from common import positive
+
+import shardwright as sw
 
 
 class Bottleneck(nn.Module):

@@ -2,95 +2,82 @@
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     __version__: str
     from . import ops
+    from .capture.annotations import Operator, no_optimizer_parallel, recompute, set_stage, shard
+    from .capture.manual import layerwise_parallel
+    from .checkpoint.callback import CheckpointCallback, CheckpointConfig
+    from .checkpoint.load import Restored, load_checkpoint
+    from .checkpoint.manifest import latest_checkpoint
+    from .checkpoint.save import save_checkpoint
+    from .checkpoint.transform import load_distributed_checkpoint, rank_list_for_transform, transform_checkpoints
     from .cluster import Cluster, Level
     from .errors import (
-        CaptureError, CheckpointError, LayoutError, MissingRuleError, PlanError, RuleError, RuntimeMismatchError, SettingError,
-        ShardwrightError, StrategyError, StuckError, TorchVersionError,
+        CaptureError, CheckpointError, LayoutError, MissingRuleError, PlanError, RuleError, RuntimeMismatchError,
+        SettingError, ShardwrightError, StrategyError, StuckError, TorchVersionError,
     )
-    from .checkpoint.callback import CheckpointCallback, CheckpointConfig
-    from .checkpoint.folders import latest_checkpoint
-    from .checkpoint.loading import Restored, load_checkpoint
-    from .checkpoint.offline import load_distributed_checkpoint, rank_list_for_transform, transform_checkpoints
-    from .checkpoint.saving import save_checkpoint
-    from .layerwise import layerwise_parallel
     from .layout import Digit, Layout
-    from .marks import Operator, no_optimizer_parallel, recompute, shard
     from .mixed_precision import MixedPrecision
     from .monitor import Monitor
-    from .parallel import AutoParallel, RecaptureWarning
-    from .plan import PipelinePlan, Plan, plan
-    from .plan.solver.least_memory import InfeasibleMemoryError
+    from .parallel.auto_parallel import AutoParallel, RecaptureWarning
+    from .planning import PipelinePlan, Plan, plan
+    from .process import init, rank, world_size
     from .rules import rule
-    from .runtime.deferred import no_init_parameters
-    from .runtime.init import init, rank, world_size
-    from .staging import set_stage
-    from .verify import VerifyReport, verify
+    from .runtime.deferred_init import no_init_parameters
+    from .solver.least_memory import InfeasibleMemoryError
+    from .verification.verify import verify
+    from .verification.verify_report import VerifyReport
 
-#: Public name -> the room that it lives in. Loaded when first used: the launcher needs none of torch.
-_ROOMS = {
+#: Public name -> its module. A module is imported when one of its names is first used: the launcher needs none of torch.
+_MODULES = {
     **dict.fromkeys(("CaptureError", "CheckpointError", "LayoutError", "MissingRuleError", "PlanError", "RuleError",
                      "RuntimeMismatchError", "SettingError", "ShardwrightError", "StrategyError", "StuckError",
                      "TorchVersionError"), "errors"),
     **dict.fromkeys(("Cluster", "Level"), "cluster"),
     **dict.fromkeys(("Digit", "Layout"), "layout"),
-    **dict.fromkeys(("Operator", "no_optimizer_parallel", "recompute", "shard"), "marks"),
-    **dict.fromkeys(("AutoParallel", "RecaptureWarning"), "parallel"),
-    **dict.fromkeys(("PipelinePlan", "Plan", "plan"), "plan"),
+    **dict.fromkeys(("Operator", "no_optimizer_parallel", "recompute", "set_stage", "shard"), "capture.annotations"),
+    **dict.fromkeys(("AutoParallel", "RecaptureWarning"), "parallel.auto_parallel"),
+    **dict.fromkeys(("PipelinePlan", "Plan", "plan"), "planning"),
     "MixedPrecision": "mixed_precision",
     "Monitor": "monitor",
-    "InfeasibleMemoryError": "plan.solver.least_memory",
+    "InfeasibleMemoryError": "solver.least_memory",
     "rule": "rules",
-    "set_stage": "staging",
-    "no_init_parameters": "runtime.deferred",
-    **dict.fromkeys(("init", "rank", "world_size"), "runtime.init"),
-    "layerwise_parallel": "layerwise",
+    "no_init_parameters": "runtime.deferred_init",
+    **dict.fromkeys(("init", "rank", "world_size"), "process"),
+    "layerwise_parallel": "capture.manual",
     **dict.fromkeys(("CheckpointCallback", "CheckpointConfig"), "checkpoint.callback"),
-    "latest_checkpoint": "checkpoint.folders",
-    **dict.fromkeys(("Restored", "load_checkpoint"), "checkpoint.loading"),
+    "latest_checkpoint": "checkpoint.manifest",
+    **dict.fromkeys(("Restored", "load_checkpoint"), "checkpoint.load"),
     **dict.fromkeys(("load_distributed_checkpoint", "rank_list_for_transform", "transform_checkpoints"),
-                    "checkpoint.offline"),
-    "save_checkpoint": "checkpoint.saving",
-    **dict.fromkeys(("VerifyReport", "verify"), "verify"),
+                    "checkpoint.transform"),
+    "save_checkpoint": "checkpoint.save",
+    "verify": "verification.verify",
+    "VerifyReport": "verification.verify_report",
 }
 
-__all__ = sorted([*_ROOMS, "__version__", "ops"])
+__all__ = sorted([*_MODULES, "__version__", "ops"])
 
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from importlib import metadata  # 20 ms, of which a worker that trains has no use
+        from importlib import metadata  # lazy: 20 ms that a training worker does not need
 
         try:
             return metadata.version("shardwright")  # pyproject.toml's, as it was when the package was installed
         except metadata.PackageNotFoundError:  # a checkout that is on the path
             return "0+unknown"
     if name == "ops":
-        return import_module(".ops", __name__)  # a room with public functions of its own
-    if name not in _ROOMS:
+        return import_module(".ops", __name__)  # a module with public functions of its own
+    if name not in _MODULES:
         raise AttributeError(f"module 'shardwright' has no attribute {name!r}")
-    value = getattr(import_module(f".{_ROOMS[name]}", __name__), name)
+    value = getattr(import_module(f".{_MODULES[name]}", __name__), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
     return __all__
-
-
-class _Package(ModuleType):
-    """`plan` and `verify` are rooms and public functions: the name of the package stands for the function."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _ROOMS and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

@@ -1,8 +1,10 @@
 """``python -m shardwright`` is the ``shardwright`` command."""
 
+from __future__ import annotations
+
 import sys
 
-from shardwright.cli import main
+from .cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

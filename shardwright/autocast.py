@@ -31,8 +31,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .torch_private import (NOISY_LOGGERS, FakeTensorMode, OpOverload, TorchDispatchMode, operators, pytree, schema_of,
-                            without_cudnn)
+from .torch_private import (
+    NOISY_LOGGERS,
+    FakeTensorMode,
+    OpOverload,
+    TorchDispatchMode,
+    operators,
+    pytree,
+    schema_of,
+    without_cudnn,
+)
 
 __all__ = ["Autocast", "Casts", "Like", "UnderAutocast", "casts_of", "current", "entered", "under", "with_dtype"]
 

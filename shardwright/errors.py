@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import os
 
-__all__ = [
-    "PACKAGE_FOLDER", "CaptureError", "CheckpointError", "LayoutError", "MissingRuleError", "PlanError", "RuleError",
-    "RuntimeMismatchError", "SettingError", "ShardwrightError", "StrategyError", "StuckError", "TorchVersionError",
-]
+__all__ = ["PACKAGE_FOLDER", "CaptureError", "CheckpointError", "LayoutError", "MissingRuleError", "PlanError", "RuleError", "RuntimeMismatchError", "SettingError", "ShardwrightError", "StrategyError", "StuckError", "TorchVersionError"]
 
 #: The folder of this package, with a separator at its end. Frames of files in it are not the user's.
 PACKAGE_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep

@@ -16,9 +16,7 @@ from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from .torch_private import pytree, schema_of
 
-__all__ = ["SEED", "Graph", "Master", "Op", "Pieces", "Recompute", "Value", "changed", "dtype_word", "key_of", "leaves",
-           "map_leaves", "map_values", "types_of", "values_in"]
-
+__all__ = ["SEED", "Graph", "Master", "Op", "Pieces", "Recompute", "Value", "changed", "key_of", "leaves", "map_leaves", "map_values", "short_dtype", "types_of", "values_in"]
 
 class Master(NamedTuple):
     """How a parameter is stored whose operators read it in another type. See `mixed_precision`.
@@ -318,7 +316,7 @@ class Graph:
 def types_of(op: Op) -> str:
     """``f32[32, 784], f32[784, 512] -> f32[32, 512]``: an operator's tensors, inputs and outputs."""
     def side(values: tuple[Value | None, ...]) -> str:
-        return ", ".join(f"{dtype_word(v.dtype)}{list(v.shape)}" for v in values if v is not None)
+        return ", ".join(f"{short_dtype(v.dtype)}{list(v.shape)}" for v in values if v is not None)
     return f"{side(op.inputs)} -> {side(op.outputs)}".strip()
 
 
@@ -330,7 +328,7 @@ def changed(record: Record, **fields: Any) -> Record:
     return made
 
 
-def dtype_word(dtype: torch.dtype) -> str:
+def short_dtype(dtype: torch.dtype) -> str:
     """``f32`` for torch.float32."""
     name = str(dtype).removeprefix("torch.")
     for word, letter in (("bfloat", "bf"), ("float", "f"), ("complex", "c"), ("uint", "u"), ("int", "i")):

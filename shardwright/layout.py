@@ -23,8 +23,7 @@ from itertools import product
 
 from .errors import PACKAGE_FOLDER, LayoutError
 
-__all__ = ["Digit", "Digits", "Layout", "allocate", "beside", "complement", "digits_size", "group_of", "groups",
-           "merge", "overlap"]
+__all__ = ["Digit", "Digits", "Layout", "allocate", "beside", "complement", "digits_size", "group_of", "groups", "merge", "overlap"]
 
 RESERVED_NAME = "interleaved_parallel"
 REDUCTIONS = ("sum", "max", "min")

@@ -22,8 +22,8 @@ from torch import nn
 
 from .errors import SettingError
 from .graph import Master
+from .pytree_objects import closed, opened
 from .torch_private import pytree
-from .trees import closed, opened
 
 __all__ = ["MixedPrecision", "captured_types", "casts", "masters", "one_device"]
 

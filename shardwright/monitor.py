@@ -23,12 +23,11 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor, nn
 
+from .cost.primitives import work_of
 from .errors import SettingError
-from .plan.work import work_of
-from .runtime.init import rank
+from .process import rank
 
 __all__ = ["Monitor"]
-
 
 @dataclass
 class _Line:

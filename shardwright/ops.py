@@ -32,7 +32,6 @@ from .layout import Digit, Digits, Layout, digits_size
 
 __all__ = ["COLLECTIVES", "all_gather", "all_reduce", "all_to_all", "broadcast", "for_ranks", "reduce_scatter"]
 
-
 def all_reduce(x: Tensor, op: str = "sum", *, group: Layout | None = None) -> Tensor:
     """The sum (or "mean") of what the ranks of a group have, on each of them.
 
@@ -154,7 +153,7 @@ def _digits(group: Layout | None) -> Digits:
     if group is None:
         devices = _DEVICES.get()
         if devices is None:
-            from .runtime.init import world_size  # above this room, which a plan needs and no runtime
+            from .process import world_size  # above this room, which a plan needs and no runtime
             devices = world_size()
         return (Digit(devices, 1),) if devices > 1 else ()
     if not isinstance(group, Layout) or group.dims is None or len(group.dims) != 1:

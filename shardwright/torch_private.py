@@ -29,16 +29,7 @@ from torch.utils import checkpoint
 
 from .errors import TorchVersionError
 
-__all__ = [
-    "COMPILER", "MODULE_TABLES", "NOISY_LOGGERS", "VMAP_ENDS", "HooksOfAllModules", "ModuleHooks", "GradientHooks",
-    "OpOverload", "OpOverloadPacket", "attributes_unchecked", "backward_can_start_at_functions", "buffer_table",
-    "code_written_late", "computation", "default_store", "demand", "environment_of", "formula_of", "fused_optimizers",
-    "gradient_hooks", "group_timeout", "holds_at", "hooks_of", "hooks_of_all_modules", "in_place_of_checkpoint",
-    "is_compiled", "is_view", "layouts_unrecorded", "local_tensor", "module_table", "move_gradient_hooks", "number_at",
-    "number_of_groups", "operators", "overload_name", "overload_of", "parameter_table", "recurrent_states",
-    "recurrent_weights", "register_node", "schedule_without_transfers", "schema_of", "sizes_reckoned_once", "spec_of",
-    "stack_lines", "storage_id", "torch_function", "version_of", "vmap_function", "without_cudnn", "worker_processes",
-]
+__all__ = ["COMPILER", "MODULE_TABLES", "NOISY_LOGGERS", "VMAP_ENDS", "GradientHooks", "HooksOfAllModules", "ModuleHooks", "OpOverload", "OpOverloadPacket", "attributes_unchecked", "backward_can_start_at_functions", "buffer_table", "code_written_late", "computation", "default_store", "demand", "environment_of", "formula_of", "fused_optimizers", "gradient_hooks", "group_timeout", "holds_at", "hooks_of", "hooks_of_all_modules", "in_place_of_checkpoint", "is_compiled", "is_view", "layouts_unrecorded", "local_tensor", "module_table", "move_gradient_hooks", "number_at", "number_of_groups", "operators", "overload_name", "overload_of", "parameter_table", "recurrent_states", "recurrent_weights", "register_node", "schedule_without_transfers", "schema_of", "sizes_reckoned_once", "spec_of", "stack_lines", "storage_id", "torch_function", "version_of", "vmap_function", "without_cudnn", "worker_processes"]
 
 #: Name in this module -> (path in torch, the feature that needs it). Looked up when first imported.
 _NAMES = {

@@ -13,7 +13,7 @@ from networks import D, draw, labels
 from torch import Tensor, nn
 
 import shardwright as sw
-from shardwright.checkpoint import folders
+from shardwright.checkpoint import manifest as folders
 
 CROSS_ENTROPY = nn.CrossEntropyLoss()
 

@@ -71,7 +71,7 @@ def no_runtime_of_another_test():
     os.environ.pop("SHARDWRIGHT_DEVICES", None)
     if told is not None:
         os.environ["SHARDWRIGHT_DEVICES"] = told
-    runtime = sys.modules.get("shardwright.runtime.init")
+    runtime = sys.modules.get("shardwright.process")
     if runtime is not None:
         runtime._current.clear()
 

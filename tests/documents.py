@@ -9,16 +9,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import layout_functional
+import operator_functional
 import torch
 import torch.nn.functional as F
 from gpt import GPT, mark
+from test_goldens_resnet import ResNetLike, expanded_cross_entropy
 from torch import nn
 
-import layout_functional
-import operator_functional
 import shardwright as sw
-from shardwright.plan.document_writing import written
-from test_goldens_resnet import ResNetLike, expanded_cross_entropy
+from shardwright.planfile.document_writer import written
 
 DEVICES = 8
 

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 
-from shardwright.plan.problem import Problem, Usage
+from shardwright.solver.problem import MemoryUsage, Problem
 
 SHAPES = ("tree", "cycle", "grid", "dense", "sparse", "alone")
 
@@ -45,7 +45,7 @@ def with_usages(problem, seed, limit):
     for v, own in enumerate(problem.costs):
         for _ in range(int(random.integers(0, 3))):
             start = int(random.integers(0, 5))
-            usages.append(Usage(v, start, start + int(random.integers(1, 4)),
+            usages.append(MemoryUsage(v, start, start + int(random.integers(1, 4)),
                                 random.integers(0, 10, len(own)).astype(float)))
     whole = Problem(problem.costs, problem.edges, problem.names, tuple(usages))
     most = [use.amount.argmax() for use in usages]

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy
 import torch
+from one_device import close, parallel
 from torch import Tensor, nn
 
 import shardwright as sw
-from one_device import close, parallel
 
 D = torch.float64
 STEPS = 5

@@ -12,7 +12,7 @@ from one_device import Optimizer, close, parallel
 from torch import Tensor, nn
 
 import shardwright as sw
-from shardwright.schedules import schedule
+from shardwright.pipeline.schedules import schedule
 
 #: The stage of each layer of a `Chain`, by how many stages there are.
 CUTS = {1: (0, 0, 0, 0), 2: (0, 0, 1, 1), 4: (0, 1, 2, 3)}

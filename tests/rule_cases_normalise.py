@@ -4,7 +4,7 @@ import torch
 from rule_cases import fixed, integers, positive, rand
 from rule_reference import collected
 
-import shardwright.normalisation as parts_of
+import shardwright.rules.normalization as parts_of
 
 aten = torch.ops.aten
 CASES, case = collected()

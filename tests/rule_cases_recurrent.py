@@ -5,8 +5,8 @@ from rule_cases import fixed, integers, rand
 from rule_reference import collected
 from torch import nn
 
+from shardwright.rules.indexing import assigned, overwritten
 from shardwright.rules.recurrent import lstm  # noqa: F401  (registers the operators)
-from shardwright.rules.scatter import assigned, overwritten
 
 aten = torch.ops.aten
 ours = torch.ops.shardwright

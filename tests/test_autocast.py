@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from shardwright.autocast import Autocast, Like, UnderAutocast, casts_of
-from shardwright.capture import capture
+from shardwright.capture.export import capture
 from shardwright.graph import Graph
-from shardwright.plan import MODES
-from shardwright.plan.graph_document import read_graph, write_graph
+from shardwright.partition.local_program import MODES
+from shardwright.planfile.encoding import read_graph, write_graph
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 aten = torch.ops.aten

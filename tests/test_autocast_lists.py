@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 import shardwright as sw
 from shardwright.autocast import Autocast, UnderAutocast, entered
-from shardwright.capture import capture
+from shardwright.capture.export import capture
 from shardwright.errors import CaptureError, ShardwrightError
 from shardwright.graph import Graph, Op, Value
 from shardwright.rules import bound_rule, find_rule

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from networks import Apply, D, draw, labels
+from one_device import assert_as_one_device, close, squares
 from ranks import run_ranks
 from torch import Tensor, nn
 
 import shardwright as sw
-from networks import Apply, D, draw, labels
-from one_device import assert_as_one_device, close, squares
-from shardwright.capture import capture
-from shardwright.report.ir import execute_text
+from shardwright.capture.export import capture
+from shardwright.report.ir_dump import execute_text
 
 X = draw(16, 8)
 

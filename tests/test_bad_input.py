@@ -15,14 +15,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
+from networks import Apply, D, Marked, draw, labels
+from one_device import parallel
 from torch import nn
 
 import shardwright as sw
-from networks import Apply, D, Marked, draw, labels
-from one_device import parallel
-from shardwright.capture import capture
+from shardwright.capture.export import capture
 from shardwright.graph import Graph
-from shardwright.plan import make_plan
+from shardwright.planning import make_plan
 
 X, T = draw(16, 8), labels(16)
 L = sw.Layout((2, 2, 2), ("dp", "sp", "mp"))

@@ -13,25 +13,21 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
+from ranks import run_ranks
 from torch import nn
 
 import shardwright as sw
-from shardwright.capture import capture
+from shardwright.capture.export import capture
 from shardwright.cluster import Cluster, Level
 from shardwright.errors import PlanError, RuntimeMismatchError, SettingError
-from shardwright.plan.alike import Alike
-from shardwright.plan.automatic import Choosing, _chains, counts_of, first_count, stands
-from shardwright.plan.balance import Way, balance, least_memory
-from shardwright.plan.chosen import Chosen, StageChoice
-from shardwright.plan.handed import graph_digest
-from shardwright.plan.make import capture_micro
-from shardwright.plan.rows import with_rows
-from shardwright.plan.unit_prices import recomputed
-from shardwright.plan.units import units_of
-
-from ranks import run_ranks
+from shardwright.partition.local_program import graph_digest
+from shardwright.pipeline.build import PlanCache
+from shardwright.pipeline.pipeline_plan import PipelineSearchResult, StageChoice
+from shardwright.pipeline.stage_costs import StageOption, balance, least_memory, recomputed
+from shardwright.pipeline.stage_search import StageSearch, _chains, counts_of, first_count, stands, with_rows
+from shardwright.pipeline.stages import units_of
+from shardwright.planning import capture_micro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
@@ -81,7 +77,7 @@ def cases(draw):
     units, devices, micro = draw(st.integers(1, 5)), draw(st.sampled_from((1, 2, 4, 6))), draw(st.integers(1, 5))
     random = np.random.default_rng(draw(st.integers(0, 1 << 30)))
     some = lambda most: np.round(random.random((units + 1, units + 1)) * most, 1)  # noqa: E731
-    ways = [Way(d, again, np.where(some(1) < 0.9, some(10), np.inf), some(3), some(10), some(3))
+    ways = [StageOption(d, again, np.where(some(1) < 0.9, some(10), np.inf), some(3), some(10), some(3))
             for d in (1, 2, 4) for again in draw(st.sampled_from(((False,), (False, True)))) if d <= devices]
     return dict(ways=ways, units=units, devices=devices, micro_batches=micro,
                 stages=draw(st.sampled_from((None, None, 1, 2, 3))), stands=draw(st.sampled_from((None, aligned))))
@@ -143,7 +139,7 @@ def test_stages_of_one_device_count_send_to_one_another():
 def test_unequal_stages_are_found_where_they_are_better():
     """Light units and a heavy one, on eight devices: the heavy one has half of them."""
     work, none = np.r_[0.0, np.cumsum((4.0, 4.0, 4.0, 4.0, 9.0))], np.zeros((6, 6))
-    ways = [Way(d, False, (work[None, :] - work[:, None]) / d ** 0.5, none, none, none) for d in (1, 2, 4)]
+    ways = [StageOption(d, False, (work[None, :] - work[:, None]) / d ** 0.5, none, none, none) for d in (1, 2, 4)]
     equal = [found.seconds for way in ways
              if (found := balance([way], 5, 8, 8, 1.0, stages=8 // way.devices)) is not None]
     best = balance(ways, 5, 8, 8, 1.0, stands=aligned)
@@ -293,7 +289,7 @@ def test_alike_stages_are_searched_once():
         calls.append(number)
         return plan.stages[number].plan
 
-    alike = Alike(planner)
+    alike = PlanCache(planner)
     for stage in plan.stages:
         made = alike(stage.plan.graph, stage.devices, stage.plan.fed, stage.number)
         assert made.fingerprint == stage.plan.fingerprint and made.cost == pytest.approx(stage.plan.cost)
@@ -322,7 +318,7 @@ def test_a_model_that_cannot_be_cut_stays_whole():
 
 
 def test_alternatives_are_printed(capsys):
-    from shardwright.report.planned import summary
+    from shardwright.report.tables import summary
     plan = planned()
     summary(plan)
     out = capsys.readouterr().out
@@ -383,8 +379,8 @@ class Uneven(nn.Module):
 @pytest.mark.parametrize("again", (False, True))
 def test_stages_of_unequal_sizes_train_as_one_device_does(monkeypatch, again):
     stages = StageChoice(0, 1, 1, again), StageChoice(1, 2, 2, again), StageChoice(2, 3, 1, False)
-    monkeypatch.setattr(Choosing, "run",
-                        lambda self, memory, unequal: Chosen(self.units.paths, stages, 8, 1.0, 1.0, ()))
+    monkeypatch.setattr(StageSearch, "run",
+                        lambda self, memory, unequal: PipelineSearchResult(self.units.paths, stages, 8, 1.0, 1.0, ()))
     sw.init(devices=4)
     net, loss = Uneven(), nn.MSELoss()
     model = sw.AutoParallel(net, loss, parallel_mode="recursive_programming")

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from rule_reference import Whole, close, outputs_of
 from test_rules import CASES
 
 from shardwright.graph import Op, Value, map_values
 from shardwright.layout import Digit
-from shardwright.plan.batching import Carried, after_cut, batch_place, image
+from shardwright.pipeline.batch_semantics import BatchDim, after_cut, batch_place, image
 from shardwright.rules import Assignment, Bound, Rule, bound_rule, find_rule
 from shardwright.rules.registry import local_call
 
@@ -83,7 +82,7 @@ def test_the_batch_is_found_again_after_views(shape: list[int], at: int, data: s
     at = min(at, len(shape))
     sizes = [*shape[:at], 4, *shape[at:]]
     x = torch.arange(4.).view(4, *[1] * (len(sizes) - at - 1)).expand(sizes)  # each element is the number of its row
-    carried = Carried(at)
+    carried = BatchDim(at)
     for _ in range(data.draw(st.integers(1, 4))):
         rank = x.dim()
         if rank > 1 and data.draw(st.booleans()):

@@ -13,18 +13,17 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings, strategies as st
+from ranks import PATIENCE, run_ranks
 from torch import nn
 
 import shardwright as sw
-from shardwright.cli import main
+from shardwright.cli.main import main
 from shardwright.cluster import Cluster, Level
+from shardwright.cost.cost_model import BUCKET, PIECE, CostModel
 from shardwright.errors import SettingError
 from shardwright.layout import Digit
-from shardwright.plan.costs import PIECE, BUCKET, Costs
-from shardwright.runtime import calibrate, fusion
-from shardwright.runtime.calibrate import KINDS, Timing, fit, levels_of
-
-from ranks import PATIENCE, run_ranks
+from shardwright.runtime.distributed import calibrate, gradients as fusion
+from shardwright.runtime.distributed.calibrate import KINDS, Timing, fit, levels_of
 
 DEVICES = 8
 SIZES = (4 << 10, 64 << 10, 512 << 10, 4 << 20, 16 << 20)
@@ -37,8 +36,8 @@ def cluster_of(latency: float, bandwidth: float) -> Cluster:
     return Cluster("made up", (Level("host", DEVICES, bandwidth, latency),), 1e9, {"float32": 1e12}, 1e11, 1e-6)
 
 
-def costs_of(latency: float, bandwidth: float) -> Costs:
-    return Costs(cluster_of(latency, bandwidth), DEVICES)
+def costs_of(latency: float, bandwidth: float) -> CostModel:
+    return CostModel(cluster_of(latency, bandwidth), DEVICES)
 
 
 def made_up(latency: float, bandwidth: float, noise: float = 0.0) -> list[Timing]:
@@ -213,7 +212,7 @@ def test_a_plan_is_priced_by_the_file_that_was_written(measured: tuple[list[dict
 
     plan = planned(str(path))
     assert plan.cluster == Cluster.of(path, 2) and plan.cluster.name == "through the command"
-    assert plan.cost == Costs(Cluster.load(path), 2).plan(plan).total > 0 and plan.bound <= plan.cost
+    assert plan.cost == CostModel(Cluster.load(path), 2).plan(plan).total > 0 and plan.bound <= plan.cost
     held = json.loads(path.read_text())
     slower = held | {"peak": {name: rate / 10 for name, rate in held["peak"].items()},
                      "overhead": held["overhead"] * 10, "memory_bandwidth": held["memory_bandwidth"] / 10,

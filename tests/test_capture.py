@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
+from networks import Apply, D, Marked, draw, labels
+from one_device import assert_as_one_device
 from torch import nn
 
 import shardwright as sw
-from networks import Apply, D, Marked, draw, labels
-from one_device import assert_as_one_device
-from shardwright.capture import capture
+from shardwright.capture.export import capture
 
 X, T = draw(16, 8), labels(16)
 

@@ -16,22 +16,22 @@ from ranks import PATIENCE
 from torch import nn
 
 import shardwright as sw
-from shardwright.checkpoint import copies, manifest, saving, whole_files, writing
-from shardwright.checkpoint.reading import Stored
+from shardwright.checkpoint import formats as whole_files, manifest, save as copies, save as saving, writer as writing
+from shardwright.checkpoint.tensor_reader import StoredTensors
 from shardwright.errors import CheckpointError
 
 
 @KINDS
 def test_a_background_save_has_the_values_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool) -> None:
     model, optimizer = trained()
-    gate, write = threading.Event(), writing.Job.write
-    monkeypatch.setattr(writing.Job, "write", lambda job: (gate.wait(30), write(job))[1])
+    gate, write = threading.Event(), writing.SaveJob.write
+    monkeypatch.setattr(writing.SaveJob, "write", lambda job: (gate.wait(30), write(job))[1])
     before = {n: t.clone() for n, t in model.state_dict().items()}
     held = sw.save_checkpoint(model, optimizer, tmp_path, step=1, integrated_save=whole, asynchronous=True)
     train(model, optimizer, 1, 2)
     assert not held.done and sw.latest_checkpoint(tmp_path) is None
     gate.set()
-    stored = Stored(held.wait())
+    stored = StoredTensors(held.wait())
     assert all(torch.equal(stored.read(f"model.{n}"), t) for n, t in before.items())
     assert not any(torch.equal(before[n], t) for n, t in model.state_dict().items())
     places = {key: tensor.data_ptr() for key, tensor in copies._copies.items()}
@@ -42,8 +42,8 @@ def test_a_background_save_has_the_values_of_the_call(tmp_path: Path, monkeypatc
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """What a save's thread waits for, before it copies the optimizer's state."""
-    opens, complete = threading.Event(), copies.Copies.complete
-    monkeypatch.setattr(copies.Copies, "complete", lambda made: (opens.wait(30), complete(made))[1])
+    opens, complete = threading.Event(), copies.HostCopies.complete
+    monkeypatch.setattr(copies.HostCopies, "complete", lambda made: (opens.wait(30), complete(made))[1])
     return opens
 
 
@@ -57,7 +57,7 @@ def test_an_optimizer_steps_once_its_state_is_copied(tmp_path: Path, gate: threa
     train(model, optimizer, 1, 2)
     assert not held.done
     gate.set()
-    stored = Stored(held.wait())
+    stored = StoredTensors(held.wait())
     assert all(torch.equal(stored.read(f"optimizer.{n}.momentum_buffer"), t) for n, t in before.items())
     assert not any(torch.equal(optimizer.state[p]["momentum_buffer"], before[n]) for n, p in names.items())
 
@@ -79,7 +79,7 @@ def test_a_step_waits_for_a_copy_that_is_under_way(tmp_path: Path, monkeypatch: 
     assert stepping.is_alive() and any(p.grad is not None for p in model.parameters()), "the step waits, its backward does not"
     opens.set()
     stepping.join()
-    stored = Stored(held.wait())
+    stored = StoredTensors(held.wait())
     assert all(torch.equal(stored.read(f"optimizer.{n}.momentum_buffer"), t) for n, t in before.items())
 
 
@@ -109,13 +109,13 @@ def test_state_of_an_optimizer_that_does_not_say_when_it_steps_is_copied_in_the_
     held = sw.save_checkpoint(model, Own(optimizer), tmp_path, step=1, asynchronous=True)
     optimizer.state[weight]["momentum_buffer"].mul_(0.5)
     gate.set()
-    assert torch.equal(Stored(held.wait()).read("optimizer.layers.1.weight.momentum_buffer"), before)
+    assert torch.equal(StoredTensors(held.wait()).read("optimizer.layers.1.weight.momentum_buffer"), before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have a priority of their own on Linux")
 def test_the_thread_of_a_save_leaves_the_processor_to_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, write = [], writing.Job.write
-    monkeypatch.setattr(writing.Job, "write", lambda job: (seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())),
+    seen, write = [], writing.SaveJob.write
+    monkeypatch.setattr(writing.SaveJob, "write", lambda job: (seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())),
                                                            write(job))[1])
     for asynchronous in (True, False):
         sw.save_checkpoint(nn.Linear(2, 2), path=tmp_path, step=1, asynchronous=asynchronous).wait()

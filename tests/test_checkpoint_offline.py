@@ -16,10 +16,10 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.checkpoint import manifest
-from shardwright.checkpoint.reading import Stored
+from shardwright.checkpoint.tensor_reader import StoredTensors
 from shardwright.checkpoint.transform import transform
 from shardwright.errors import CheckpointError, PlanError, SettingError
-from shardwright.plan.parameter_strategies import ParameterStrategies
+from shardwright.planfile.parameter_file import ParameterStrategies
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def strategies(tmp_path: Path) -> Path:
 
 def whole(folder: Path) -> dict[str, torch.Tensor]:
     """The model of a checkpoint, by names in the model."""
-    with Stored(folder) as stored:
+    with StoredTensors(folder) as stored:
         return {name.removeprefix("model."): stored.read(name) for name in stored.names if name.startswith("model.")}
 
 
@@ -112,7 +112,7 @@ def test_ranks_whose_parts_hold_it(run: Path, strategies: Path, tmp_path: Path) 
         for other in set(range(4)) - set(ranks):
             (copy / f"__{other}_0.distcp").unlink()
         held = ParameterStrategies.read(strategies).all
-        with Stored(copy) as stored, Stored(parts) as complete:
+        with StoredTensors(copy) as stored, StoredTensors(parts) as complete:
             for name, storage in held.items():
                 assert torch.equal(stored.read(f"model.{name}", storage.slice(rank)),
                                    complete.read(f"model.{name}", storage.slice(rank)))

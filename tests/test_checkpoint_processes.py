@@ -29,11 +29,17 @@ from ranks import run_ranks, run_scenarios
 from torch import Tensor, nn
 
 import shardwright as sw
-from shardwright.checkpoint import copies, joining, manifest, whole_files, writing
-from shardwright.checkpoint import ranks as checkpoint_ranks
-from shardwright.checkpoint.ranks import Ranks
-from shardwright.checkpoint.reading import Stored
+from shardwright.checkpoint import (
+    formats as joining,
+    formats as whole_files,
+    manifest,
+    save as copies,
+    writer as writing,
+)
+from shardwright.checkpoint.tensor_reader import StoredTensors
 from shardwright.errors import CheckpointError
+from shardwright.runtime.distributed import coordination as checkpoint_ranks
+from shardwright.runtime.distributed.coordination import ProcessRanks
 
 WORLD = 4
 LATER = (2, 4)  # steps after the save, compared with those of the run that goes on
@@ -141,9 +147,9 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
             again = sw.save_checkpoint(model, optimizer, path, step=4, integrated_save=whole, asynchronous=True)
             assert saving.done and saving.path.is_dir(), "the next save waits for the last"
             assert again.wait() == path / "step-00000004"
-            opens, complete = threading.Event(), copies.Copies.complete
+            opens, complete = threading.Event(), copies.HostCopies.complete
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(copies.Copies, "complete", lambda made: (opens.wait(30), complete(made))[1])
+                patch.setattr(copies.HostCopies, "complete", lambda made: (opens.wait(30), complete(made))[1])
                 held = sw.save_checkpoint(model, optimizer, path, step=5, integrated_save=whole, asynchronous=True)
                 if rank in (1, 2):  # slices of one tensor
                     optimizer.state[model.get_parameter("layers.1.weight")]["momentum_buffer"].mul_(1)
@@ -154,10 +160,10 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
             assert went_on(model, path, step=2) == losses == of("rows and columns")[2]
 
     def reads_its_slices_alone(rank: int, world: int) -> None:
-        path, held = of("level3")[0], Stored(of("level3")[0] / "step-00000002")
-        total, count, fill = sum(entry.bytes for entry in held.entries.values()), [], Stored._fill
+        path, held = of("level3")[0], StoredTensors(of("level3")[0] / "step-00000002")
+        total, count, fill = sum(entry.bytes for entry in held.entries.values()), [], StoredTensors._fill
         try:
-            Stored._fill = lambda self, name, target, offset: (count.append(len(target)), fill(self, name, target, offset))[1]
+            StoredTensors._fill = lambda self, name, target, offset: (count.append(len(target)), fill(self, name, target, offset))[1]
             for name, share in (("level3", 1 / world), ("data_parallel", 1)):
                 model = known(name)
                 sw.load_checkpoint(model, sgd(model), path)
@@ -167,7 +173,7 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
             sw.load_checkpoint(model, sgd(model), path)
             assert not count, "nothing is read before there are slices"
         finally:
-            Stored._fill = fill
+            StoredTensors._fill = fill
 
     def uneven(rank: int, world: int) -> None:
         def make() -> sw.AutoParallel:
@@ -190,7 +196,7 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
             optimizer = sgd(model)
             go(model, optimizer, range(2))
             path = sw.save_checkpoint(model, optimizer, folder / f"uneven {whole}", step=2, integrated_save=whole).wait()
-            stored = Stored(path)
+            stored = StoredTensors(path)
             assert stored.shape("model.layers.0.weight") == (10, 10)
             assert torch.equal(stored.read("model.layers.0.weight"), model.get_parameter("layers.0.weight").full_tensor())
             losses = go(model, optimizer, range(2, 4))
@@ -209,7 +215,7 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
             model, optimizer = make()
             train(model, optimizer, 0, 2)
             path = sw.save_checkpoint(model, optimizer, folder / f"own {whole}", step=2, integrated_save=whole).wait()
-            stored = Stored(path)
+            stored = StoredTensors(path)
             assert stored.shape("model.weight") == (world, 8, 16) and stored.entries["model.weight"].layout["own"]
             assert torch.equal(stored.read("model.weight")[rank], model.get_parameter("weight"))
             losses = train(model, optimizer, *LATER)
@@ -237,10 +243,10 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
             saving = sw.save_checkpoint(model, optimizer, path, step=3, integrated_save=whole, asynchronous=True)
             refused("No space left", lambda: sw.save_checkpoint(model, optimizer, path, step=4))
             setattr(module, name, kept)
-        words = writing.to_words
-        writing.to_words = words if rank != 2 else lambda value: 1 / 0
+        words = writing.encode
+        writing.encode = words if rank != 2 else lambda value: 1 / 0
         refused("ZeroDivisionError: division by zero (on rank 2)", lambda: sw.save_checkpoint(model, optimizer, path, step=3))
-        writing.to_words = words
+        writing.encode = words
         dist.barrier()
         assert {p.name for p in path.iterdir()} == before, "no new checkpoint, and nothing left of it"
         dist.barrier()
@@ -272,8 +278,8 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
                 assert runs == [(32 * i, 32) for i in range(8)], name
                 assert all(len([r for r in theirs if r[0] == name]) == 2 for theirs in said), "each rank a share"
             assert all("layers.1.weight" in r[0] for theirs in said for r in theirs), "the others are in rows already"
-            expected = Stored(of("rows and columns")[0] / "step-00000002")
-            stored = Stored(saving.wait())
+            expected = StoredTensors(of("rows and columns")[0] / "step-00000002")
+            stored = StoredTensors(saving.wait())
             assert all(torch.equal(stored.read(name), expected.read(name)) for name in expected.names)
             assert rank or manifest.verify(saving.path) == []
             dist.barrier()
@@ -310,7 +316,7 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
         finally:
             joining._LARGE, joining._SHORT = sizes
             checkpoint_ranks._ranks.update(ranks_before)
-        stored, expected = Stored(saving.path), Stored(of("rows and columns")[0] / "step-00000002")
+        stored, expected = StoredTensors(saving.path), StoredTensors(of("rows and columns")[0] / "step-00000002")
         assert all(torch.equal(stored.read(name), expected.read(name)) for name in expected.names)
 
     def damage_is_the_same_for_all(rank: int, world: int) -> None:
@@ -345,12 +351,12 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
         model = known("rows and columns")
         optimizer = sgd(model)
         sw.load_checkpoint(model, optimizer, of("rows and columns")[0])
-        kept, path = Ranks.remote, folder / "two hosts"
-        Ranks.remote = lambda self, r: r >= 2
+        kept, path = ProcessRanks.remote, folder / "two hosts"
+        ProcessRanks.remote = lambda self, r: r >= 2
         try:
             save(model, optimizer, path, True)
         finally:
-            Ranks.remote = kept
+            ProcessRanks.remote = kept
         assert manifest.verify(sw.latest_checkpoint(path)) == []
         assert went_on(model, path) == of("rows and columns")[2]
 

@@ -9,8 +9,8 @@ import pytest
 from ranks import run_ranks, run_scenarios
 
 import shardwright as sw
-from shardwright.checkpoint.ranks import Ranks, ranks_of_now
 from shardwright.errors import CheckpointError
+from shardwright.runtime.distributed.coordination import ProcessRanks, ranks_of_now
 
 WORLD = 4
 
@@ -20,7 +20,7 @@ def what_is_said_is_heard(rank: int, world: int) -> None:
     for shared in ("1", "0"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("SHARDWRIGHT_SHARED_MEMORY", shared)
-            talking = Ranks()
+            talking = ProcessRanks()
         assert (talking._memory is not None) == (shared == "1")
         for length in (3, 10, 10**6, 20):
             mine = {"rank": rank, "words": "x" * (length if rank == 2 else 3)}

@@ -20,11 +20,20 @@ from networks import D, draw
 from torch import nn
 
 import shardwright as sw
-from shardwright.checkpoint import callback, folders, joining, manifest, saving, whole_files, words, writing
-from shardwright.checkpoint.digests import BLOCK, digest, shares
-from shardwright.checkpoint.reading import Stored
-from shardwright.checkpoint.words import from_words, to_words
+from shardwright import json_values as words
+from shardwright.checkpoint import (
+    callback,
+    formats as joining,
+    formats as whole_files,
+    manifest,
+    manifest as folders,
+    save as saving,
+    writer as writing,
+)
+from shardwright.checkpoint.manifest import BLOCK, digest, shares
+from shardwright.checkpoint.tensor_reader import StoredTensors
 from shardwright.errors import CheckpointError, SettingError
+from shardwright.json_values import decode, encode
 
 # -- what it holds -----------------------------------------------------------------------------------------------------
 
@@ -34,7 +43,7 @@ def test_names_and_values(tmp_path: Path, whole: bool) -> None:
     path = sw.save_checkpoint(model, optimizer, tmp_path, step=1, integrated_save=whole).wait()
     assert path == tmp_path / "step-00000001" == sw.latest_checkpoint(tmp_path)
     assert manifest.verify(path) == []
-    stored = Stored(path)
+    stored = StoredTensors(path)
     state = model.state_dict()
     assert [n for n in stored.names if n.startswith("model.")] == [f"model.{n}" for n in state]
     for name, value in state.items():
@@ -82,7 +91,7 @@ def test_dtypes_shapes_and_losses_with_parameters(tmp_path: Path, whole: bool) -
     net.register_buffer("unsaved", draw(2), persistent=False)
     loss = nn.PReLU()
     path = sw.save_checkpoint(sw.AutoParallel(net, loss), path=tmp_path, step=0, integrated_save=whole).wait()
-    stored = Stored(path)
+    stored = StoredTensors(path)
     assert set(stored.names) == {*(f"model.{n}" for n in net.state_dict()), "loss_fn.weight"}
     for name, value in net.state_dict().items():
         assert torch.equal(stored.read(f"model.{name}"), value) and stored.dtype(f"model.{name}") == value.dtype
@@ -97,7 +106,7 @@ def test_what_the_format_does_not_know(tmp_path: Path) -> None:
         sw.save_checkpoint(net, path=tmp_path, step=0)
     assert os.listdir(tmp_path) == []
     path = sw.save_checkpoint(net, path=tmp_path, step=0, integrated_save=False).wait()
-    assert torch.equal(Stored(path).read("model.wide"), net.wide)
+    assert torch.equal(StoredTensors(path).read("model.wide"), net.wide)
 
 
 # -- whole or not at all -----------------------------------------------------------------------------------------------
@@ -258,17 +267,17 @@ VALUES = st.recursive(LEAVES, lambda inner: st.one_of(
 @hypothesis.given(VALUES)
 @hypothesis.settings(max_examples=60)
 def test_values_come_back_as_they_were(value: Any) -> None:
-    back = from_words(json.loads(json.dumps(to_words(value))))
+    back = decode(json.loads(json.dumps(encode(value))))
     assert back == value and repr(back) == repr(value)
 
 
 def test_tensors_and_arrays_come_back_too() -> None:
     given = {"t": [torch.tensor([1.5, math.inf]).bfloat16(), torch.zeros(0, 2), torch.tensor(True)],
              "a": np.arange(6, dtype=np.uint32).reshape(2, 3), "n": np.float64(2.5)}
-    back = from_words(json.loads(json.dumps(to_words(given))))
+    back = decode(json.loads(json.dumps(encode(given))))
     assert all(torch.equal(a, b) and a.dtype == b.dtype and a.shape == b.shape for a, b in zip(back["t"], given["t"]))
     assert np.array_equal(back["a"], given["a"]) and back["a"].dtype == np.uint32 and back["n"] == 2.5
-    assert math.isnan(from_words(json.loads(json.dumps(to_words(math.nan)))))
+    assert math.isnan(decode(json.loads(json.dumps(encode(math.nan)))))
 
 
 def test_which_boxes_are_joined() -> None:
@@ -327,14 +336,14 @@ def boxes(draw_: Any) -> tuple[list[int], list[slice], list[slice]]:
 @hypothesis.given(boxes(), st.sampled_from([torch.float32, torch.int8, torch.bfloat16]), st.integers(0, 3))
 @hypothesis.settings(max_examples=60)
 def test_any_box_is_written_and_read(tmp_path_factory: pytest.TempPathFactory, given: tuple, dtype: torch.dtype, page: int) -> None:
-    from shardwright.checkpoint import reading
+    from shardwright.checkpoint import tensor_reader as reading
     shape, first, second = given
     kept = reading._APART, reading._TOGETHER
     reading._APART, reading._TOGETHER = (0, 8, 64, 4096)[page], (8, 64, 256, 4096)[page]
     try:
         folder = tmp_path_factory.mktemp("box")
         whole = torch.arange(math.prod(shape) + 1, dtype=torch.float32)[1:].to(dtype).reshape(shape)
-        described = {"model.other": ((3,), "uint8", None), "model.x": (tuple(shape), words.word_of(dtype), None)}
+        described = {"model.other": ((3,), "uint8", None), "model.x": (tuple(shape), words.dtype_name(dtype), None)}
         files = whole_files.WholeFiles(described, "ab", 1)
         files.begin(folder)
         files.write(folder, [("model.x", [0] * len(shape), torch.zeros(shape, dtype=dtype))])
@@ -342,6 +351,6 @@ def test_any_box_is_written_and_read(tmp_path_factory: pytest.TempPathFactory, g
         expected = torch.zeros(shape, dtype=dtype)
         expected[tuple(first)] = whole[tuple(first)]
         assert torch.equal(safetensors.torch.load_file(folder / "model.safetensors")["x"], expected)
-        assert torch.equal(Stored(folder).read("model.x", second), expected[tuple(second)])
+        assert torch.equal(StoredTensors(folder).read("model.x", second), expected[tuple(second)])
     finally:
         reading._APART, reading._TOGETHER = kept

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from networks import D, Marked, draw, labels
 from pipelines import Chain, staged
 from ranks import run_ranks
@@ -20,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 import shardwright as sw
 from shardwright.errors import LayoutError, PlanError, RuntimeMismatchError, SettingError, StrategyError
-from shardwright.plan.parameter_strategies import ParameterStrategies
+from shardwright.planfile.parameter_file import ParameterStrategies
 
 DEVICES = 8
 
@@ -140,7 +139,7 @@ def test_boxes_fill_a_tensor_and_do_not_overlap(cuts: list[int], data: st.DataOb
 
 
 def _lying(shape: tuple[int, ...], layout: sw.Layout, first: int = 0) -> Any:
-    from shardwright.plan.parameter_strategies import Storage
+    from shardwright.planfile.parameter_file import TensorStorage as Storage
     return Storage(shape, "float64", layout, first)
 
 

@@ -20,17 +20,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoints import PLANS, Net, adamw, alike, batch, train
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from ranks import run_ranks
 
 import shardwright as sw
-from shardwright import cli
-from shardwright.checkpoint import manifest, part_files
-from shardwright.checkpoint.reading import Stored
+from shardwright.checkpoint import formats as part_files, manifest
+from shardwright.checkpoint.tensor_reader import StoredTensors
 from shardwright.checkpoint.transform import merge, transform
+from shardwright.cli import main as cli
 from shardwright.errors import CheckpointError
-from shardwright.plan.parameter_strategies import ParameterStrategies, Storage
+from shardwright.planfile.parameter_file import ParameterStrategies, TensorStorage
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # as it is: plain DCP in one process
 
@@ -107,7 +106,7 @@ def plan_of(name: str, devices: int, folder: Path) -> Path:
 
 def equal(one: Path, other: Path) -> None:
     """Two checkpoints hold the same tensors, bit for bit, and the same of all else but how they lie."""
-    with Stored(one) as a, Stored(other) as b:
+    with StoredTensors(one) as a, StoredTensors(other) as b:
         assert set(a.names) == set(b.names)
         for name in a.names:
             assert a.dtype(name) == b.dtype(name) and torch.equal(a.read(name), b.read(name)), name
@@ -147,7 +146,7 @@ def test_parts_for_another_plan(name: str, devices: int, run: Path, tmp_path: Pa
         for piece in entry.pieces:
             box = held.slice(int(piece.file.split("_")[2]))
             assert all(s.start <= a and a + n <= s.stop for s, a, n in zip(box, piece.starts, piece.sizes)), called
-    with Stored(source) as stored:
+    with StoredTensors(source) as stored:
         wanted = {name: stored.read(name) for name in stored.names}
     read = {name: torch.empty_like(tensor) for name, tensor in wanted.items()}
     dcp.load(read, checkpoint_id=target, no_dist=True)
@@ -204,7 +203,7 @@ def test_one_device_whole_files_and_back(run: Path, tmp_path: Path) -> None:
         equal(run / "step-00000003", tmp_path / made)
     model = safetensors.torch.load_file(tmp_path / "whole" / "model.safetensors")
     Net().load_state_dict(model)
-    with Stored(run / "step-00000003") as stored:
+    with StoredTensors(run / "step-00000003") as stored:
         assert all(torch.equal(stored.read(f"model.{name}"), tensor) for name, tensor in model.items())
 
 
@@ -236,7 +235,7 @@ def strategies_of(draw: st.DrawFn, shapes: dict[str, tuple[int, ...]]) -> Parame
         layout = sw.Layout.from_cuts(count, cuts) if shape else sw.Layout.replicated(count, 0)
         if len(shape) > 1 and draw(st.booleans()):
             layout = sw.Layout.of(count, reversed(layout.dims))
-        out[name] = Storage(shape, "float32", layout, draw(st.integers(0, devices // count - 1)) * count)
+        out[name] = TensorStorage(shape, "float32", layout, draw(st.integers(0, devices // count - 1)) * count)
     return ParameterStrategies(devices, out, {})
 
 
@@ -356,7 +355,7 @@ def _called(words: dict[str, Any], before: str, after: str) -> None:
 def test_strategies_of_another_model(change: Callable, says: str, run: Path, tmp_path: Path,
                                      capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "parameters.json"
-    with Stored(run / "step-00000002") as stored:
+    with StoredTensors(run / "step-00000002") as stored:
         lines = [{"name": name.removeprefix("model."), "shape": list(e.shape), "dtype": e.dtype, "storage": [1] * len(e.shape)}
                  for name, e in stored.entries.items() if name.startswith("model.")]
     words = {"schema": 1, "kind": "parameter strategies", "devices": 4, "parameters": lines}
@@ -472,7 +471,7 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
 
     def lying(devices: int, cuts: tuple[int, ...]) -> ParameterStrategies:
         layout = sw.Layout.from_cuts(devices, cuts)
-        return ParameterStrategies(devices, {n: Storage(tuple(t.shape), "float32", layout) for n, t in tensors.items()}, {})
+        return ParameterStrategies(devices, {n: TensorStorage(tuple(t.shape), "float32", layout) for n, t in tensors.items()}, {})
 
     # It is measured; some of it may fit into what the process has had and given back.
     assert more_memory(lambda: bytearray(os.urandom(16 * largest))) > 8 * largest
@@ -482,5 +481,5 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
                  more_memory(lambda: merge(tmp_path / "four", tmp_path / "whole"))):
         assert took < 3 * largest + 16 * MIB, f"{took / MIB:.0f} MiB"
     for made in ("one", "whole"):
-        with Stored(tmp_path / made) as stored:
+        with StoredTensors(tmp_path / made) as stored:
             assert all(torch.equal(stored.read(f"model.{name}"), tensor) for name, tensor in tensors.items())

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import nn
 
 import shardwright as sw
-from shardwright.cluster_presets import PRESETS
+from shardwright.cluster import PRESETS
 from shardwright.layout import Digit, digits_size, group_of
 
 TWO = sw.Cluster("two", (sw.Level("inner", 4, 1e9, 1e-6), sw.Level("outer", 3, 1e8, 1e-5)), 1e9, {"float32": 1e12},

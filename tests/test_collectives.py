@@ -7,20 +7,15 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
-
-from shardwright.conversion import conversion, through
-from shardwright.layout import Digit, Layout
-from shardwright.runtime import transport
-from shardwright.runtime.collectives import bind_all
-from shardwright.runtime.joined import _composed as composed
-from shardwright.runtime.process_groups import ProcessGroups
-from shardwright.runtime.scratch import Scratch
-from shardwright.runtime.shards import convert_shards
-from shardwright.runtime.sums import SumInTurns
-
+from hypothesis import given, strategies as st
 from ranks import RankFailed, run_ranks
+
+from shardwright.layout import Digit, Layout
+from shardwright.redistribution import redistribution, through
+from shardwright.runtime.distributed import collectives as transport
+from shardwright.runtime.distributed.buckets import SumInTurns
+from shardwright.runtime.distributed.collectives import ProcessGroups, Scratch, _composed as composed, bind_all
+from shardwright.runtime.local.shards import convert_shards
 
 WORLD = 4
 A, B, ALL = Digit(2, 2), Digit(2, 1), Digit(4, 1)
@@ -78,11 +73,11 @@ def every_pair(rank, world, exchanges, share=False):
             source, target = layouts(name)
             x = local(source, shape, rank)
             before = x.clone()
-            out[name, shape] = convert(conversion(source, target), x, rank, groups)
+            out[name, shape] = convert(redistribution(source, target), x, rank, groups)
             assert torch.equal(x, before), f"{name} writes to its input"
             transposed = local(source, (shape[0], shape[2], shape[1]), rank).transpose(1, 2)  # not contiguous
             if source == Layout.of(WORLD, (source.dims[0], (), ()), source.partial):
-                out[name, shape, "strided"] = convert(conversion(source, target), transposed, rank, groups)
+                out[name, shape, "strided"] = convert(redistribution(source, target), transposed, rank, groups)
     return out
 
 
@@ -92,7 +87,7 @@ def assert_as_in_one_process(results):
         source, target = layouts(name)
         shards = [local(source, (shape[0], shape[2], shape[1]), r).transpose(1, 2) if strided else
                   local(source, shape, r) for r in range(WORLD)]
-        for rank, expected in enumerate(convert_shards(conversion(source, target), shards, stepwise=True)):
+        for rank, expected in enumerate(convert_shards(redistribution(source, target), shards, stepwise=True)):
             assert torch.equal(results[rank][key], expected), f"{key} on rank {rank}"
 
 
@@ -114,11 +109,11 @@ def test_every_kind_of_step_by_the_librarys_collectives():
 
 
 def test_the_pairs_hold_every_kind_of_step():
-    steps = [s for name in PAIRS for s in conversion(*layouts(name)).steps]
+    steps = [s for name in PAIRS for s in redistribution(*layouts(name)).steps]
     assert {s.kind for s in steps} == {"slice", "all_gather", "reduce_scatter", "all_reduce", "all_to_all"}
     assert {bool(s.permuted) for s in steps if s.kind == "all_to_all"} == {True, False}
     shapes = {name: (8, 4, 12) for name in PAIRS}
-    geometries = [s.geometry(before) for name, shape in shapes.items() for found in [conversion(*layouts(name))]
+    geometries = [s.geometry(before) for name, shape in shapes.items() for found in [redistribution(*layouts(name))]
                   for s, before in zip(found.steps, found.local_shapes(found.source.local_shape(shape)))]
     assert any(g.pre_perm for g in geometries) and any(g.post_perm for g in geometries)
 
@@ -131,12 +126,12 @@ def types_and_sizes(rank, world, swapped):
         for reduction in ("max", "min"):
             for dtype in (torch.float32, torch.int64, torch.bool):
                 source, target = layouts(name, reduction)
-                out[name, reduction, dtype] = convert(conversion(source, target), local(source, (4, 4, 4), rank, dtype),
+                out[name, reduction, dtype] = convert(redistribution(source, target), local(source, (4, 4, 4), rank, dtype),
                                                       rank, groups)
     for name in ("all_gather", "permute", "all_to_all"):
         for dtype in (torch.bool, torch.int32, torch.bfloat16, torch.complex64):
             source, target = layouts(name)
-            out[name, "sum", dtype] = convert(conversion(source, target), local(source, (4, 4, 4), rank, dtype),
+            out[name, "sum", dtype] = convert(redistribution(source, target), local(source, (4, 4, 4), rank, dtype),
                                               rank, groups)
     source, target = layouts("all_reduce")
     scattered = {}
@@ -145,11 +140,11 @@ def types_and_sizes(rank, world, swapped):
         transport.GATHERED_TERMS, transport.GATHERED_COPIES = limits
         torch.manual_seed(rank)
         x = torch.randn(numel, 1, 1)  # rounds: the order of the sum shows
-        scattered[label] = (x, convert(conversion(source, target), x, rank, groups),
+        scattered[label] = (x, convert(redistribution(source, target), x, rank, groups),
                             ended(SumInTurns((ALL,), groups)(x.flatten().clone())))
     pair = ended(SumInTurns((A,), groups)(x.flatten().clone()))
     transport.RING = 0
-    rings = [(x, convert(conversion(source, target), x, rank, groups),
+    rings = [(x, convert(redistribution(source, target), x, rank, groups),
               ended(SumInTurns((ALL,), groups)(x.flatten().clone())))
              for x in (torch.randn(1001, 1, 1), torch.randn(1001, 1, 1, dtype=torch.float64))]
     return out, scattered, rings, pair
@@ -161,7 +156,7 @@ def test_reductions_types_and_sizes(swapped):
     for (name, reduction, dtype) in results[0][0]:
         source, target = layouts(name, reduction)
         shards = [local(source, (4, 4, 4), r, dtype) for r in range(WORLD)]
-        for rank, expected in enumerate(convert_shards(conversion(source, target), shards, stepwise=True)):
+        for rank, expected in enumerate(convert_shards(redistribution(source, target), shards, stepwise=True)):
             got = results[rank][0][name, reduction, dtype]
             assert got.dtype == dtype and torch.equal(got, expected), (name, reduction, dtype)
     for label in results[0][1]:
@@ -221,7 +216,7 @@ def pairs_of_exchange_and_gather(count):
                 if (dim := draw.randrange(4)) < 3:
                     dims[dim].insert(draw.randrange(len(dims[dim]) + 1), Digit(size, stride))
         source, target = (Layout.of(8, dims) for dims in spread)
-        found = conversion(source, target)
+        found = redistribution(source, target)
         if any((one.kind, two.kind) == ("all_to_all", "all_gather") and not one.permuted
                for one, two in zip(found.steps, found.steps[1:])):
             count -= 1
@@ -277,8 +272,8 @@ def sums_that_ride(rank, world):
     """By what comes between two turns of a sum: its term, the sum, how many exchanges were others', whether it was taken
     along by one of them, and whether it still waits at its end."""
     groups = ProcessGroups(world, rank, share=False)
-    gathered = conversion(Layout.of(WORLD, ((ALL,), ())), Layout.of(WORLD, ((), ())))
-    other = conversion(Layout.of(WORLD, ((A,), ())), Layout.of(WORLD, ((), ())))
+    gathered = redistribution(Layout.of(WORLD, ((ALL,), ())), Layout.of(WORLD, ((), ())))
+    other = redistribution(Layout.of(WORLD, ((A,), ())), Layout.of(WORLD, ((), ())))
     count, exchange = [0], transport.exchange
 
     def counted(*args, **kwargs):
@@ -330,7 +325,7 @@ def two_stages(rank, world):
     source = Layout.of(2, ((),), digits)
     total = torch.tensor([float(rank)])
     if base:
-        total = convert(conversion(source, Layout.replicated(2, 1)), total, rank - base, groups)
+        total = convert(redistribution(source, Layout.replicated(2, 1)), total, rank - base, groups)
         assert groups.of(digits) is groups.of(digits)
         assert dist.get_process_group_ranks(groups.of(digits)) == [2, 3]
     whole = ProcessGroups(world, rank)
@@ -346,7 +341,7 @@ def compiled(rank, world):
     groups = ProcessGroups(world, rank)
     programs, inputs = [], []
     for name in ("slice", "reduce_scatter_inner", "permute_partly", "all_reduce"):
-        found = conversion(*layouts(name))
+        found = redistribution(*layouts(name))
         inputs.append(local(found.source, (8, 4, 12), rank))
         programs.append((name, bind_all(found, inputs[-1].shape, rank, groups)))
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from networks import D, draw, labels
+from ranks import run_ranks, run_scenarios
 from torch import Tensor, nn
 
 import shardwright as sw
-from networks import D, draw, labels
-from ranks import run_ranks, run_scenarios
 
 WORLD = 2
 COMPILER = "aot_eager"  # captures and partitions as the default one does, and makes no C++ of it

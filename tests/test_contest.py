@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from golden_reading import SHARED
 
-from shardwright.cli import main
+from shardwright.cli.main import main
+from shardwright.cli.solve_command import read_contest
 from shardwright.errors import PlanError
-from shardwright.plan.contest import read_contest
-from shardwright.plan.exact import solve
-from shardwright.plan.solver.milp import milp
+from shardwright.solver.milp import milp
+from shardwright.solver.solve import solve
 
 BIG = 10**18
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, note, settings
+from networks import draw, labels
+from one_device import assert_as_one_device, close, parallel, squares
 from torch import Tensor, nn
 
 import shardwright as sw
-from networks import draw, labels
-from one_device import assert_as_one_device, close, parallel, squares
-from shardwright.capture import capture
+from shardwright.capture.export import capture
 from shardwright.layout import allocate
 from shardwright.rules import Bound, bound_rule
 

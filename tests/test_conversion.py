@@ -10,15 +10,13 @@ from operator import le
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from shardwright.conversion import conversion, through, transpose
 from shardwright.errors import LayoutError
 from shardwright.layout import Digit, Layout, digits_size, groups
-from shardwright.runtime import shards as shards_module
-from shardwright.runtime.shards import ReplicasDiffer, assemble, scatter
-from shardwright.runtime.shards import convert_shards as convert_in_one_memory
+from shardwright.redistribution import redistribution, through, transpose
+from shardwright.runtime.local import shards as shards_module
+from shardwright.runtime.local.shards import ReplicasDiffer, assemble, convert_shards as convert_in_one_memory, scatter
 
 DEVICES = (4, 6, 8, 12, 16)
 
@@ -93,7 +91,7 @@ def test_converting_is_assembling_and_slicing_anew(pair, seed, stack_bytes):
     source, target, shape = pair
     shards, whole = make_shards(source, shape, seed)
     before = [s.clone() for s in shards]
-    found = conversion(source, target)
+    found = redistribution(source, target)
     limit, shards_module.STACK_BYTES = shards_module.STACK_BYTES, stack_bytes  # both ways of the executor
     try:
         converted = convert_shards(found, shards)
@@ -119,7 +117,7 @@ def test_a_part_of_the_reduction_may_stay_open(pair, data):
     except LayoutError:  # mixed radices: digits that do not fit beside one another
         target = Layout.of(source.devices, ((),) * len(shape), stays, source.reduction)
     shards, whole = make_shards(source, shape, 1)
-    converted = convert_shards(conversion(source, target), shards)
+    converted = convert_shards(redistribution(source, target), shards)
     assert torch.equal(whole_of(converted, target, shape), whole)
     for group in groups(target.devices, target.replicas):
         assert all(torch.equal(converted[r], converted[group[0]]) for r in group)
@@ -133,7 +131,7 @@ def test_transpose_is_the_adjoint(pair, data):
     open_ = tuple(d for d in source.replicas if data.draw(st.booleans()))
     source = source.with_partial(open_)
     partial = tuple(d for d in target.replicas if data.draw(st.booleans()))
-    forward = conversion(source, target)
+    forward = redistribution(source, target)
     backward = transpose(forward, partial)
     assert transpose(forward, partial) is backward
     assert backward.source == target.with_partial(partial) and backward.target == source.without_partial()
@@ -163,7 +161,7 @@ def gather_everything(source, target):
 @settings(max_examples=500, deadline=None)
 def test_never_more_than_gathering_everything(pair):
     source, target, shape = pair
-    found = conversion(source, target)
+    found = redistribution(source, target)
     assert found.sent <= gather_everything(source, target)
     assert found.is_identity == (source == target) == (not found.steps)
     numel, total = math.prod(source.local_shape(shape)), 0
@@ -234,12 +232,12 @@ def test_no_sequence_of_ordinary_steps_is_cheaper():
                             if after not in best and all(map(le, after.cuts, most)):
                                 heapq.heappush(heap, (sent + cost, next(tick), after))
                 shortest[most] = best
-            found, sent = conversion(source, target), shortest[most][target]
+            found, sent = redistribution(source, target), shortest[most][target]
             assert found.sent <= sent, f"{found}: {found.sent}, but {sent} suffices"
 
 
 def kinds(source, target):
-    return [s.kind for s in conversion(source, target).steps]
+    return [s.kind for s in redistribution(source, target).steps]
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 8, 12])
@@ -253,7 +251,7 @@ def test_textbook_pairs_are_one_step(n):
         (terms, rows, "reduce_scatter", Fraction(n - 1, n)),
         (terms, whole, "all_reduce", Fraction(2 * (n - 1), n)),
     ):
-        found = conversion(source, target)
+        found = redistribution(source, target)
         assert [s.kind for s in found.steps] == [kind] and found.sent == sent
         assert len(found.collectives) == (kind != "slice")
         assert found.steps[0].digits == (Digit(n, 1),) and found.steps[0].reduces == (source is terms)
@@ -262,7 +260,7 @@ def test_textbook_pairs_are_one_step(n):
 def test_digits_that_travel_together_are_one_collective():
     digits = [Digit(2, 4), Digit(2, 2), Digit(2, 1)]
     scattered = Layout.of(8, ([digits[0]], [digits[2]], [digits[1]]))
-    found = conversion(scattered, Layout.replicated(8, 3))
+    found = redistribution(scattered, Layout.replicated(8, 3))
     assert kinds(scattered, Layout.replicated(8, 3)) == ["all_gather"] and found.steps[0].digits == (Digit(8, 1),)
     terms = Layout.of(8, ([digits[1]], ()), [digits[0], digits[2]])
     assert kinds(terms, terms.without_partial()) == ["all_reduce"]
@@ -281,30 +279,30 @@ def test_slicing_comes_first_and_gathering_last():
 
 def test_a_strided_state_saves_a_gather():
     """The digit becomes the minor one before the major one is sliced: no Layout says that, and nothing is gathered."""
-    found = conversion(Layout.of(4, ([Digit(2, 2)], ())), Layout.of(4, ([Digit(2, 1), Digit(2, 2)], ())))
+    found = redistribution(Layout.of(4, ([Digit(2, 2)], ())), Layout.of(4, ([Digit(2, 1), Digit(2, 2)], ())))
     assert [s.kind for s in found.steps] == ["all_to_all", "slice"] and found.sent == Fraction(1, 4)
 
 
 def test_a_digit_waits_where_another_is_going():
     a, b, c = Digit(2, 1), Digit(2, 2), Digit(2, 4)
-    waits = conversion(Layout.of(8, ((), [a, b])), Layout.of(8, ([a, b], [c])))
+    waits = redistribution(Layout.of(8, ((), [a, b])), Layout.of(8, ([a, b], [c])))
     assert [s.kind for s in waits.steps] == ["slice", "all_to_all"] and waits.sent == Fraction(2, 16)
     a, c = Digit(4, 16), Digit(4, 1)
-    waits = conversion(Layout.of(64, ([a], ()), [c]), Layout.of(64, ([c], [a])))
+    waits = redistribution(Layout.of(64, ([a], ()), [c]), Layout.of(64, ([c], [a])))
     assert [s.kind for s in waits.steps] == ["reduce_scatter", "all_to_all"] and waits.sent == Fraction(4, 16)
 
 
 def test_digits_that_change_places_are_one_exchange():
     a, b = Digit(4, 4), Digit(4, 1)
-    swap = conversion(Layout.of(16, ([a], [b])), Layout.of(16, ([b], [a])))
+    swap = redistribution(Layout.of(16, ([a], [b])), Layout.of(16, ([b], [a])))
     assert [s.kind for s in swap.steps] == ["all_to_all"] and swap.sent == Fraction(1, 16)
-    turn = conversion(Layout.of(16, ([a],)), Layout.of(16, ([b],)))  # its replicas' digit takes over
+    turn = redistribution(Layout.of(16, ([a],)), Layout.of(16, ([b],)))  # its replicas' digit takes over
     assert [s.kind for s in turn.steps] == ["all_to_all"] and turn.sent == Fraction(1, 4)
-    leave = conversion(Layout.of(16, ([a], [b])), Layout.of(16, ([b], ())))
+    leave = redistribution(Layout.of(16, ([a], [b])), Layout.of(16, ([b], ())))
     assert [s.kind for s in leave.steps] == ["all_to_all", "all_gather"] and leave.sent == Fraction(4, 16)
     two, three, other_three, other_two = Digit(2, 18), Digit(3, 6), Digit(3, 2), Digit(2, 1)
     source = Layout.of(36, ([two], [three], [other_two], [other_three]))
-    mixed = conversion(source, Layout.of(36, ([other_two], [other_three], (), ())))
+    mixed = redistribution(source, Layout.of(36, ([other_two], [other_three], (), ())))
     assert [s.kind for s in mixed.steps] == ["all_to_all", "all_gather"] and mixed.sent == Fraction(6, 36)
     shards, whole = make_shards(source, (2, 3, 2, 3), 0)
     assert_lies(convert_shards(mixed, shards), whole, mixed.target)
@@ -312,16 +310,16 @@ def test_digits_that_change_places_are_one_exchange():
 
 def test_mixed_radices_go_through_a_common_layout():
     two, three = Layout.from_cuts(6, (2, 1)), Layout.from_cuts(6, (3, 1))
-    assert kinds(two, three) == ["all_gather", "slice"] and conversion(two, three).sent == Fraction(1, 2)
+    assert kinds(two, three) == ["all_gather", "slice"] and redistribution(two, three).sent == Fraction(1, 2)
     assert kinds(Layout.from_cuts(6, (6, 1)), Layout.from_cuts(6, (3, 2))) == ["all_to_all"]
-    keeps = conversion(Layout.of(12, ([Digit(2, 6)], [Digit(2, 3)])), Layout.of(12, ([Digit(2, 6)], [Digit(3, 2)])))
+    keeps = redistribution(Layout.of(12, ([Digit(2, 6)], [Digit(2, 3)])), Layout.of(12, ([Digit(2, 6)], [Digit(3, 2)])))
     assert keeps.sent == Fraction(1, 4)  # dim 0 stays cut while dim 1 is gathered
 
 
 def test_equal_conversions_are_one_object_and_survive_pickling():
     named = Layout((2, 4), ("dp", "mp"))("dp", "mp")
-    found = conversion(named, Layout.replicated(8, 2))
-    assert conversion(Layout.from_cuts(8, (2, 4)), Layout.replicated(8, 2)) is found
+    found = redistribution(named, Layout.replicated(8, 2))
+    assert redistribution(Layout.from_cuts(8, (2, 4)), Layout.replicated(8, 2)) is found
     again = pickle.loads(pickle.dumps(found))
     assert again == found and hash(again) == hash(found) and again.steps == found.steps
     assert pickle.loads(pickle.dumps(found.steps[0])) == found.steps[0]
@@ -340,7 +338,7 @@ def test_many_devices_are_quick(devices):
     source = Layout.of(devices, (digits[::2], digits[1::4], ()), digits[3::4])
     target = Layout.of(devices, ((), shuffled[::2], shuffled[3::4]))
     start = time.perf_counter()
-    found = conversion(source, target)
+    found = redistribution(source, target)
     assert time.perf_counter() - start < 2
     assert found.sent <= gather_everything(source, target)
     if devices == 64:
@@ -369,7 +367,7 @@ def test_many_digits_find_a_way(pair):
     source, target = pair
     shape = tuple(max(a, b) for a, b in zip(source.cuts, target.cuts))
     shards, whole = make_shards(source, shape, 0)
-    found = conversion(source, target)
+    found = redistribution(source, target)
     assert found.sent <= gather_everything(source, target)
     assert_lies(convert_shards(found, shards), whole, target)
 
@@ -382,9 +380,9 @@ def test_typical_conversions_take_little_time():
     times = []
     for source in layouts:
         for target in layouts[:-1]:
-            conversion.cache_clear()
+            redistribution.cache_clear()
             start = time.perf_counter()
-            conversion(source, target)
+            redistribution(source, target)
             times.append(time.perf_counter() - start)
     assert sorted(times)[len(times) // 2] < 0.01  # measured: 0.2 ms
 
@@ -399,11 +397,11 @@ def test_typical_conversions_take_little_time():
 ])
 def test_refused(source, target):
     with pytest.raises(LayoutError):
-        conversion(source, target)
+        redistribution(source, target)
 
 
 def test_a_dim_that_does_not_divide_is_refused():
-    found = conversion(Layout.from_cuts(8, (8, 1)), Layout.from_cuts(8, (1, 8)))
+    found = redistribution(Layout.from_cuts(8, (8, 1)), Layout.from_cuts(8, (1, 8)))
     with pytest.raises(LayoutError, match="dim 1"):
         convert_shards(found, [torch.zeros(2, 4)] * 8)
     with pytest.raises(LayoutError):
@@ -411,20 +409,20 @@ def test_a_dim_that_does_not_divide_is_refused():
 
 
 def test_other_types_zeros_and_scalars():
-    gather = conversion(Layout.from_cuts(4, (4,)), Layout.replicated(4, 1))
+    gather = redistribution(Layout.from_cuts(4, (4,)), Layout.replicated(4, 1))
     flags = [torch.tensor([True, False])] * 4
     assert convert_shards(gather, flags)[3].tolist() == [True, False] * 4
     assert convert_shards(gather, [torch.zeros(0)] * 4)[0].shape == (0,)
     empty = scatter(torch.zeros(0, 4), Layout.from_cuts(4, (2, 2)))
     assert [tuple(x.shape) for x in empty] == [(0, 2)] * 4
     terms = Layout.of(4, (), (Digit(4, 1),))
-    total = convert_shards(conversion(terms, Layout.replicated(4, 0)), [torch.tensor(r) for r in range(4)])
+    total = convert_shards(redistribution(terms, Layout.replicated(4, 0)), [torch.tensor(r) for r in range(4)])
     assert [x.item() for x in total] == [6] * 4
 
 
 def test_sums_are_in_the_order_of_the_ranks():
     values = [1e8, 1.0, -1e8, 3.0]
-    total = convert_shards(conversion(Layout.of(4, (), (Digit(4, 1),)), Layout.replicated(4, 0)),
+    total = convert_shards(redistribution(Layout.of(4, (), (Digit(4, 1),)), Layout.replicated(4, 0)),
                            [torch.tensor(v) for v in values])
     assert total[0].item() == 3.0  # ((1e8 + 1) - 1e8) + 3 in float32
 

@@ -11,23 +11,21 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import assume, given
-from hypothesis import strategies as st
+from hypothesis import assume, given, strategies as st
+from test_conversion import pairs
 from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 import shardwright as sw
-from shardwright.conversion import conversion
+from shardwright.cost import cost_model as costs_module
+from shardwright.cost.cost_model import CostModel
+from shardwright.cost.primitives import KINDS
 from shardwright.graph import Op, Value, map_values
 from shardwright.layout import Digit, Layout, digits_size
-from shardwright.plan import costs as costs_module
-from shardwright.plan.again import Again
-from shardwright.plan.collective_costs import KINDS
-from shardwright.plan.costs import Costs
-from shardwright.plan.recompute import Recomputed
-from shardwright.plan.instructions import Compute, Extreme, Move, Ref
-from test_conversion import pairs
+from shardwright.partition.local_program import GlobalExtreme, LocalOp, Redistribute, Ref
+from shardwright.partition.rematerialization import RecomputedInstruction, Regather
+from shardwright.redistribution import redistribution
 
 aten = torch.ops.aten
 
@@ -39,7 +37,7 @@ MOVING = [kind for kind in KINDS if kind != "slice"]
 
 
 def us(cluster: Any, kind: str, digits: tuple[Digit, ...], nbytes: float, devices: int = 8) -> float:
-    return Costs(cluster, devices).collective(kind, digits, nbytes) * 1e6
+    return CostModel(cluster, devices).collective(kind, digits, nbytes) * 1e6
 
 
 # -- collectives by hand: microseconds ---------------------------------------------------------------------------------
@@ -106,7 +104,7 @@ def test_what_devices_share_is_divided_among_them() -> None:
 
 def test_an_unknown_kind() -> None:
     with pytest.raises(sw.SettingError, match="unknown kind of collective 'broadcast'"):
-        Costs(TWO).collective("broadcast", ALL, 8)
+        CostModel(TWO).collective("broadcast", ALL, 8)
 
 
 @st.composite
@@ -123,14 +121,14 @@ SIZES = st.floats(0, 1e10)
 @given(settings_of_a_cluster(), st.sampled_from(MOVING), SIZES, SIZES)
 def test_time_grows_with_the_bytes(cluster: sw.Cluster, kind: str, few: float, many: float) -> None:
     few, many = sorted((few, many))
-    costs, digits = Costs(cluster), (Digit(cluster.devices, 1),)
+    costs, digits = CostModel(cluster), (Digit(cluster.devices, 1),)
     assert costs.collective(kind, digits, few) <= costs.collective(kind, digits, many)
     assert costs.collective(kind, digits, few) > 0 or cluster.devices == 1
 
 
 @given(settings_of_a_cluster(), st.sampled_from(MOVING))
 def test_only_algorithms_that_are_the_quickest_for_some_size_are_kept(cluster: sw.Cluster, kind: str) -> None:
-    lines = Costs(cluster).lines(kind, (Digit(cluster.devices, 1),))
+    lines = CostModel(cluster).lines(kind, (Digit(cluster.devices, 1),))
     turns = [(c - a) / (b - d) for (a, b), (c, d) in zip(lines, lines[1:])]
     assert all(t > 0 for t in turns) and all(t <= u * (1 + 1e-9) for t, u in zip(turns, turns[1:]))
 
@@ -138,7 +136,7 @@ def test_only_algorithms_that_are_the_quickest_for_some_size_are_kept(cluster: s
 @given(st.sampled_from(MOVING), st.integers(1, 64), st.integers(1, 64), SIZES, st.booleans())
 def test_more_devices_of_a_level_are_never_quicker(kind: str, one: int, other: int, nbytes: float,
                                                    shared: bool) -> None:
-    few, many = (Costs(replace(TWO, levels=(replace(INNER, size=size, shared=shared),)))
+    few, many = (CostModel(replace(TWO, levels=(replace(INNER, size=size, shared=shared),)))
                  .collective(kind, (Digit(size, 1),), nbytes) for size in sorted((one, other)))
     assert few <= many * (1 + 1e-12)
 
@@ -146,7 +144,7 @@ def test_more_devices_of_a_level_are_never_quicker(kind: str, one: int, other: i
 @given(settings_of_a_cluster(), SIZES)
 def test_levels_together_are_never_dearer_than_one_after_the_other(cluster: sw.Cluster, nbytes: float) -> None:
     assume(len(cluster.levels) > 1)
-    costs, inside = Costs(cluster), cluster.levels[0].size
+    costs, inside = CostModel(cluster), cluster.levels[0].size
     outside = cluster.devices // inside
     whole, inner, outer = (Digit(cluster.devices, 1),), (Digit(inside, 1),), (Digit(outside, inside),)
 
@@ -170,8 +168,8 @@ def test_levels_together_are_never_dearer_than_one_after_the_other(cluster: sw.C
 @given(pairs())
 def test_a_conversion_costs_what_its_steps_do(drawn: tuple[Layout, Layout, tuple[int, ...]]) -> None:
     source, target, shape = drawn
-    found, nbytes = conversion(source, target), 4 * math.prod(shape)
-    costs = Costs("h100x8x2", source.devices)
+    found, nbytes = redistribution(source, target), 4 * math.prod(shape)
+    costs = CostModel("h100x8x2", source.devices)
     expected, seen = 0.0, []
     for step, before in zip(found.steps, found.local_shapes(source.local_shape(shape))):
         if step.communicates:
@@ -188,9 +186,9 @@ def test_a_conversion_costs_what_its_steps_do(drawn: tuple[Layout, Layout, tuple
 
 
 def test_a_permutation_sends_all_and_to_one() -> None:
-    swap = conversion(Layout.of(8, [(Digit(2, 1),), (Digit(2, 4),)]), Layout.of(8, [(Digit(2, 4),), (Digit(2, 1),)]))
+    swap = redistribution(Layout.of(8, [(Digit(2, 1),), (Digit(2, 4),)]), Layout.of(8, [(Digit(2, 4),), (Digit(2, 1),)]))
     assert [(s.kind, bool(s.permuted)) for s in swap.steps] == [("all_to_all", True)]
-    assert Costs(TWO).conversion(swap, 4000) * 1e6 == pytest.approx(10 + 10)
+    assert CostModel(TWO).conversion(swap, 4000) * 1e6 == pytest.approx(10 + 10)
 
 
 # -- operators ---------------------------------------------------------------------------------------------------------
@@ -208,7 +206,7 @@ def op_of(target: Any, *shapes: tuple[int, ...], args: Any = None, dtype: torch.
     return Op("op", target, placed, {}, values, outputs)
 
 
-def compute(op: Op, costs: Costs, *ins: tuple[int, ...]) -> tuple[float, float]:
+def compute(op: Op, costs: CostModel, *ins: tuple[int, ...]) -> tuple[float, float]:
     """Microseconds of the operator on inputs of these shapes, forward and backward; none: its own."""
     ins = ins or tuple(v.shape for v in op.inputs)
     tensors = iter(torch.empty(s, dtype=v.dtype, device="meta") for s, v in zip(ins, op.inputs))
@@ -223,7 +221,7 @@ MB4 = 4 * 1e6 / 1e4     # microseconds to bring 1000 · 1000 numbers of 4 bytes 
 
 
 def test_operators_by_hand() -> None:
-    costs = Costs(TWO)
+    costs = CostModel(TWO)
     # Products: 2 · 10⁹ flop at 10⁶ a microsecond; one for each input that wants a gradient.
     assert compute(op_of(aten.mm.default, *SQUARE), costs) == pytest.approx((2000 + 1, 2 * 2000 + 2))
     assert compute(op_of(aten.mm.default, *SQUARE, grad=[False, True]), costs) == pytest.approx((2001, 2001))
@@ -254,7 +252,7 @@ def test_operators_by_hand() -> None:
     (op_of(aten.bmm.default, (4, 8, 16), (4, 16, 32)), ((4, 2, 4), (4, 4, 32)), 16),
 ], ids=lambda x: x.kind if isinstance(x, Op) else "")
 def test_flops_of_slices_are_torchs_own(op: Op, ins: tuple, parts: int) -> None:
-    work = Costs(TWO).work(op)
+    work = CostModel(TWO).work(op)
     inputs = [torch.empty(s, device="meta", requires_grad=True) for s in ins]
     feed = iter(inputs)
     counted = []
@@ -277,7 +275,7 @@ def opaque(x: torch.Tensor) -> torch.Tensor:
 def test_what_runs_on_values_only_is_priced_by_its_bytes() -> None:
     x, y = Value("x", (1000, 1000), torch.float32, True), Value("y", (1000, 1000), torch.float32, True)
     op = Op("op", torch.ops.shardwright_costs.opaque.default, (x,), {}, (x,), (y,))
-    forward, backward = Costs(TWO).compute(op, [(1000, 1000)], [(1000, 1000)])
+    forward, backward = CostModel(TWO).compute(op, [(1000, 1000)], [(1000, 1000)])
     assert (forward * 1e6, backward * 1e6) == pytest.approx((2 * MB4 + 1, 3 * MB4 + 1))
 
 
@@ -374,14 +372,14 @@ def known_of(plan: sw.Plan) -> dict[str, Any]:
     out = {i.name: i for i in (*routed.inputs, *routed.parameters.values(), *routed.buffers.values(),
                                *routed.constants.values())}
     for i in routed.instructions:
-        out.update((o.name, o) for o in (i.outputs if isinstance(i, Compute) else (i.target,)) if o is not None)
+        out.update((o.name, o) for o in (i.outputs if isinstance(i, LocalOp) else (i.target,)) if o is not None)
     return out
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_the_price_of_a_plan_is_that_of_what_runs(name: str) -> None:
     plan = plan_of(name)
-    costs, known = Costs(TWO, plan.devices), known_of(plan)
+    costs, known = CostModel(TWO, plan.devices), known_of(plan)
     price = costs.plan(plan)
     forward = [costs.forward(i, known) for i in plan.routed.instructions]
     backward = [costs.backward(i, known) for i in plan.backward]
@@ -406,15 +404,15 @@ def test_the_price_of_a_plan_is_that_of_what_runs(name: str) -> None:
 def test_every_kind_of_instruction_is_among_the_plans() -> None:
     plans = list(map(plan_of, PLANS))
     seen = {type(i) for plan in plans for i in (*plan.routed.instructions, *plan.backward)}
-    assert seen == {Compute, Move, Extreme, Again, Recomputed}
+    assert seen == {LocalOp, Redistribute, GlobalExtreme, Regather, RecomputedInstruction}
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_flops_of_a_plan_are_those_of_its_local_calls(name: str) -> None:
     plan = plan_of(name)
-    costs, known, seen = Costs(TWO, plan.devices), known_of(plan), 0
+    costs, known, seen = CostModel(TWO, plan.devices), known_of(plan), 0
     for i in plan.routed.instructions:
-        if not isinstance(i, Compute):
+        if not isinstance(i, LocalOp):
             continue
         refs = [known[a.name] for a in pytree.tree_leaves((i.args, i.kwargs)) if isinstance(a, Ref)]
         tensors = {r.name: torch.empty(r.local_shape, dtype=r.value.dtype, device="meta") for r in refs}
@@ -433,7 +431,7 @@ def test_work_that_is_done_alike_is_looked_at_once(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(costs_module, "work_of", lambda op, ask=costs_module.work_of: asked.append(op) or ask(op))
     counts = []
     for blocks in (1, 3):
-        costs = Costs(TWO)
+        costs = CostModel(TWO)
         costs.plan(planned(lambda blocks=blocks: Blocks(blocks), *TOKENS))
         counts.append(len(asked))
         asked.clear()
@@ -441,7 +439,7 @@ def test_work_that_is_done_alike_is_looked_at_once(monkeypatch: pytest.MonkeyPat
 
 
 def test_gradients_are_summed_once_a_step() -> None:
-    plan, costs = plan_of("block"), Costs(TWO)
+    plan, costs = plan_of("block"), CostModel(TWO)
     one, four = costs.plan(plan), costs.plan(plan, micro_batches=4)
     gradients = sum(c.seconds for c in one.collectives if c.phase in ("gradient", "storage"))
     assert 0 < gradients and one.once == four.once == pytest.approx(gradients)
@@ -453,7 +451,7 @@ def test_gradients_are_summed_once_a_step() -> None:
 
 
 def test_what_optimizer_parallel_repeats_for_each_micro_batch() -> None:
-    costs = Costs(TWO)
+    costs = CostModel(TWO)
     for level, phases in (("level1", {"storage", "gradient"}), ("level2", {"storage"}), ("level3", set())):
         plan = planned(Block, *TOKENS, hsdp={"threshold": 0, "optimizer_level": level})
         one, three = costs.plan(plan), costs.plan(plan, micro_batches=3)
@@ -469,9 +467,9 @@ def test_what_optimizer_parallel_repeats_for_each_micro_batch() -> None:
 
 def test_weights_that_are_dropped_are_gathered_for_each_micro_batch() -> None:
     recompute = partial(sw.recompute, parallel_optimizer_comm_recompute=True)
-    plan, costs = planned(lambda: Blocks(1, recompute), *TOKENS, hsdp={"threshold": 0}), Costs(TWO)
+    plan, costs = planned(lambda: Blocks(1, recompute), *TOKENS, hsdp={"threshold": 0}), CostModel(TWO)
     dropped, known = plan.regions[0].dropped, known_of(plan)
-    gathers = [i for i in plan.routed.instructions if isinstance(i, Move) and i.cause == "parameter"]
+    gathers = [i for i in plan.routed.instructions if isinstance(i, Redistribute) and i.cause == "parameter"]
     assert {i.target.name in dropped for i in gathers} == {True, False}  # a bias is not asked for again
     kept = sum(costs.forward(i, known) for i in gathers if i.target.name not in dropped)
     gradients = sum(costs.backward(i, known) for i in gathers)
@@ -480,13 +478,13 @@ def test_weights_that_are_dropped_are_gathered_for_each_micro_batch() -> None:
 
 def test_the_same_plan_is_slower_on_slower_links_and_of_1024_devices() -> None:
     plan = plan_of("block")
-    prices = [Costs(sw.Cluster.of(name), 8).plan(plan) for name in ("h100x8", "a100x8")]
+    prices = [CostModel(sw.Cluster.of(name), 8).plan(plan) for name in ("h100x8", "a100x8")]
     assert prices[0].communication < prices[1].communication and prices[0].compute <= prices[1].compute
     with torch.device("meta"):
         net, x = nn.Linear(4096, 4096), torch.empty(1024, 4096)
     many = sw.plan(net, (x,), F.mse_loss, x, devices=1024, parallel_mode="data_parallel",
                    dataset_strategy="data_parallel")
-    price = Costs(None, 1024).plan(many)
+    price = CostModel(None, 1024).plan(many)
     (weight, *_) = price.collectives
     assert (weight.kind, digits_size(weight.digits), weight.phase) == ("all_reduce", 1024, "gradient")
     # 2 · 7/8 of 64 MiB by NVLink in 2 · 3 rounds, and 2 · 127/128 of an eighth through the network in 2 · 7.

@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from networks import draw, labels
+from one_device import parallel
 from torch import nn
 from torch.nn.utils import parametrizations
 
 import shardwright as sw
-from networks import draw, labels
-from one_device import parallel
 
 
 def built(make: Callable[[], nn.Module], seed: int = 3) -> tuple[nn.Module, nn.Module]:
@@ -104,7 +104,7 @@ def test_values_are_those_of_an_ordinary_construction(name) -> None:
     lambda: nn.Embedding(10, 8, padding_idx=2), lambda: nn.MultiheadAttention(8, 2), lambda: nn.Bilinear(8, 8, 8),
     lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8), 2, enable_nested_tensor=False)], ids=range(8))
 def test_layers_that_ship_with_torch(layers) -> None:
-    from shardwright.runtime.deferred import materialize
+    from shardwright.runtime.deferred_init import materialize
     net, one = built(lambda: nn.Sequential(layers(), nn.Linear(8, 8)))
     assert all(p.is_meta for p in net.parameters())
     materialize(net, lambda name, old, whole: whole, real=False)

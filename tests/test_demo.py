@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 import demo
+import pytest
 
 README = Path(demo.__file__).parent.parent / "README.md"
 

@@ -11,16 +11,24 @@ from typing import Any
 import pytest
 import torch
 from documents import DEVICES, PLANS, made, meta, sent, tutorial
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import nn
 
 import shardwright as sw
 from shardwright.layout import Digit
-from shardwright.plan.document_writing import written
-from shardwright.plan.graph_document import fingerprint, packed, read_graph, unpacked, write_graph
-from shardwright.plan.spelling import read_assignment, read_layout, spell_assignment, spell_layout
-from shardwright.report.difference import difference
+from shardwright.planfile.document_writer import written
+from shardwright.planfile.encoding import (
+    fingerprint,
+    packed,
+    read_assignment,
+    read_graph,
+    read_layout,
+    spell_assignment,
+    spell_layout,
+    unpacked,
+    write_graph,
+)
+from shardwright.report.plan_diff import difference
 
 NAMES = [pytest.param(name, marks=pytest.mark.long) if name == "gpt, searched" else name for name in PLANS]
 

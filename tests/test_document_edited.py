@@ -14,13 +14,12 @@ import operator_functional
 import pytest
 import torch
 from documents import DEVICES, edited, made, meta
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import nn
 
 import shardwright as sw
-from shardwright.plan.document_writing import written
-from shardwright.plan.graph_document import packed
+from shardwright.planfile.document_writer import written
+from shardwright.planfile.encoding import packed
 
 # -- edited by hand ----------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from ranks import run_ranks
 from torch import nn
 
 import shardwright as sw
-from shardwright.plan.document_writing import written
+from shardwright.planfile.document_writer import written
 
 
 def trained(path: Path | None, mode: str = "semi_auto", net: Any = None, steps: int = 2, **given: Any

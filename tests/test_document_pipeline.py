@@ -10,24 +10,23 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from networks import D, draw
 from pipelines import Chain, setting, staged
 from torch import nn
 
 import shardwright as sw
-from shardwright.capture import ModelAndLoss
+from shardwright.capture.export import ModelAndLoss
 from shardwright.errors import PlanError, ShardwrightError
 from shardwright.layout import Layout
-from shardwright.plan.document_files import read_document
-from shardwright.plan.document_pipeline_writing import pipeline_written
-from shardwright.plan.graph_document import packed, unpacked
-from shardwright.plan.make import capture_micro, make_plan
-from shardwright.plan.pipelining import pipeline_plan
-from shardwright.report.difference import difference
-from shardwright.runtime.pipeline_local import local_pipeline
-from shardwright.schedules import schedule
+from shardwright.pipeline.build import pipeline_plan
+from shardwright.pipeline.schedules import schedule
+from shardwright.planfile.document_writer import pipeline_written
+from shardwright.planfile.encoding import packed, unpacked
+from shardwright.planfile.load_save import read_document
+from shardwright.planning import capture_micro, make_plan
+from shardwright.report.plan_diff import difference
+from shardwright.runtime.pipeline_step import local_pipeline
 
 TWO = dict(stages=2, micro_batches=4, stage_config=staged(2))
 

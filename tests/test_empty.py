@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from networks import D, draw
+from networks import draw
 from one_device import assert_as_one_device, close
 from ranks import run_ranks
 from torch import Tensor, nn

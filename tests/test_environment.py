@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import shardwright as sw
-from shardwright.launch.environment import JOB_PORTS, PORT, Place, find
-from shardwright.launch.host_list import expand
+from shardwright.launch.environment import JOB_PORTS, PORT, RankInRun, expand, find
 
 OMPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "3",
         "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_NODE_RANK": "3", "PMIX_NAMESPACE": "1213988865"}
@@ -20,7 +18,7 @@ TORCHRUN = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZ
             "MASTER_PORT": "29400", "TORCHELASTIC_RUN_ID": "none"}
 
 
-def job_port(place: Place) -> bool:
+def job_port(place: RankInRun) -> bool:
     return place.master_port in JOB_PORTS
 
 

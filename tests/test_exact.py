@@ -7,18 +7,15 @@ from functools import partial
 import numpy as np
 import pytest
 from energies import SHAPES, assignments, held_most, layered, random_energy, with_usages
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from shardwright.errors import PlanError
-from shardwright.plan.solver.bounding import _Search, bounded
-from shardwright.plan.solver.elimination import shared_work
-from shardwright.plan.solver.order import elimination_order
-from shardwright.plan.solver.tables import Tables
-from shardwright.plan.exact import marginals, milp, min_marginals, solve
-from shardwright.plan.solver.milp import moments
-from shardwright.plan.problem import Problem, Usage
-from shardwright.plan.solver.trws import Messages
+from shardwright.solver.anytime import _Search, bounded
+from shardwright.solver.elimination import Tables, elimination_order, shared_work
+from shardwright.solver.milp import milp, moments
+from shardwright.solver.problem import MemoryUsage, Problem
+from shardwright.solver.solve import marginals, min_marginals, solve
+from shardwright.solver.trws import Messages
 
 small = st.builds(random_energy, st.integers(0, 10**6), st.sampled_from(SHAPES), st.integers(1, 6), st.integers(1, 4),
                   st.sampled_from((0.0, 0.2, 0.5)), st.booleans())
@@ -48,7 +45,7 @@ def answer(solver, problem):
 def joints(monkeypatch):
     """Sets how many entries a joint may have, for all that searches."""
     def set_most(most):
-        for module in ("shardwright.plan.solver.bounding", "shardwright.plan.exact"):
+        for module in ("shardwright.solver.anytime", "shardwright.solver.solve"):
             monkeypatch.setattr(sys.modules[module], "elimination_order",
                                 partial(elimination_order, most=most))
     return set_most
@@ -73,7 +70,7 @@ def test_elimination_finds_what_milp_finds(problem):
 @given(st.one_of(small, larger), st.sampled_from((1, 30, 300)))
 def test_bounds_find_it_where_elimination_is_too_large(problem, most):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["shardwright.plan.solver.bounding"], "elimination_order",
+        patch.setattr(sys.modules["shardwright.solver.anytime"], "elimination_order",
                       partial(elimination_order, most=most))
         found = answer(solve, problem)
     assert found == pytest.approx(answer(solve, problem), abs=1e-9)
@@ -112,7 +109,7 @@ def test_a_core_that_cannot_be_eliminated_has_a_true_bound(joints):
     problem = random_energy(3, "dense", 12, 6, whole=False)
     truth = milp(problem).cost
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["shardwright.plan.solver.bounding"], "MILP_ENTRIES", -1)
+        patch.setattr(sys.modules["shardwright.solver.anytime"], "MILP_ENTRIES", -1)
         found = bounded(problem, Tables(), float("inf"))
     assert found.bound <= truth * (1 + 1e-6) and truth <= found.cost * (1 + 1e-6)
     assert found.cost <= 1.05 * truth and found.gap < 0.5
@@ -157,7 +154,7 @@ def test_min_marginals(problem, most):
             min_marginals(problem, 0)
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["shardwright.plan.exact"], "elimination_order", partial(elimination_order, most=most))
+        patch.setattr(sys.modules["shardwright.solver.solve"], "elimination_order", partial(elimination_order, most=most))
         found = [marginals(problem, v) for v in range(len(problem.costs))]
     for one, true in zip(found, truth, strict=True):
         assert one.exact or most == 1
@@ -181,7 +178,7 @@ def test_milp_keeps_the_limit(problem, seed, limit):
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 4)), max_size=8))
 @example([(0, 1), (1, 1)])  # one ends where the next begins: they never live at once
 def test_moments_are_the_largest_sets_that_live_at_once(lives):
-    problem = Problem((np.zeros(1),), {}, (), tuple(Usage(0, a, a + n, np.zeros(1)) for a, n in lives))
+    problem = Problem((np.zeros(1),), {}, (), tuple(MemoryUsage(0, a, a + n, np.zeros(1)) for a, n in lives))
     at = [frozenset(n for n, use in enumerate(problem.usages) if use.start <= t < use.stop) for t in range(14)]
     largest = {one for one in at if one and not any(one < other for other in at)}
     assert {frozenset(one) for one in moments(problem)} == largest

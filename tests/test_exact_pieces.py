@@ -5,18 +5,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from energies import SHAPES, assignments, held_most, layered, random_energy, with_usages
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 
 from shardwright.errors import PlanError
-from shardwright.plan.solver import tables
-from shardwright.plan.solver.descent import descend
-from shardwright.plan.solver.elimination import Script, eliminate
-from shardwright.plan.solver.order import elimination_order
-from shardwright.plan.problem import Problem
-from shardwright.plan.solver.reduce import consistent, core, interned, reduced, restrict, undominated
-from shardwright.plan.solver.sweeps import Sweeps, colours
-from shardwright.plan.solver.trws import Messages, trws
+from shardwright.solver import elimination as tables
+from shardwright.solver.anytime import descend
+from shardwright.solver.elimination import Script, eliminate, elimination_order
+from shardwright.solver.presolve import consistent, core, interned, reduced, restrict, undominated
+from shardwright.solver.problem import Problem
+from shardwright.solver.trws import Messages, Sweeps, colours, trws
 
 small = st.builds(random_energy, st.integers(0, 10**6), st.sampled_from(SHAPES), st.integers(1, 6), st.integers(1, 4),
                   st.sampled_from((0.0, 0.2, 0.5)), st.booleans())

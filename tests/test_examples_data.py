@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 from data import digits, read_idx
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
 

@@ -7,13 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import operator_objects
 import pytest
 from ranks import PATIENCE
 from test_launch import free_port
 from test_pipeline_hybrid import one_device as hybrid_on_one_device
 from test_tutorials import TOLERANCE, one_device
-
-import operator_objects
 
 EXAMPLES = Path(operator_objects.__file__).parent
 IN_TURN = str(Path(__file__).parent / "launch_scripts" / "in_turn.py")

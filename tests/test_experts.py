@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-
-import shardwright as sw
 from networks import labels
 from one_device import parallel
 from rule_reference import Case, check
+from torch import Tensor, nn
+
+import shardwright as sw
+from shardwright.cost.primitives import work_of
 from shardwright.graph import Op, Value
-from shardwright.plan.work import work_of
 
 transformers = pytest.importorskip("transformers")
 

@@ -18,14 +18,14 @@ from test_recursive import MODELS, slow_devices
 from torch import Tensor, nn
 
 import shardwright as sw
-from shardwright import cli
-from shardwright.plan.candidates import strategy_of
-from shardwright.plan.exact import solve
-from shardwright.plan.explain import _Neighbourhood, explained, opened, shares_of
-from shardwright.plan.costs import Costs
-from shardwright.plan.problem import Problem
-from shardwright.plan.search import Search
-from shardwright.report import explained as report
+from shardwright.cli import main as cli
+from shardwright.cost.cost_model import CostModel
+from shardwright.explain import _Neighbourhood, explained, opened, shares_of
+from shardwright.planners.graph_problem import Search
+from shardwright.planners.search_space import strategy_of
+from shardwright.report import explanations as report
+from shardwright.solver.problem import Problem
+from shardwright.solver.solve import solve
 
 MODE = "dynamic_programming"
 
@@ -52,7 +52,7 @@ def text(said: Any) -> str:
 def test_shares_add_up_to_the_plan(name: str, mode: str, options: dict) -> None:
     """What is sent between two operators is a share of both; all else of one."""
     plan = planned(name, mode, **options)
-    costs, total, computing = Costs(plan.cluster, plan.devices), 0.0, 0.0
+    costs, total, computing = CostModel(plan.cluster, plan.devices), 0.0, 0.0
     for operator in plan.operators:
         for share in shares_of(plan, operator.name, costs):
             total += share.seconds if share.what != "asked" or not share.other else 0.0
@@ -66,7 +66,7 @@ def test_the_two_ends_of_a_conversion() -> None:
     net = Marked(second=((2, 4), (4, 1)))
     x = draw(16, 8)
     plan = sw.plan(net, (x,), devices=8, cluster=slow_devices(8))
-    costs = Costs(plan.cluster, 8)
+    costs = CostModel(plan.cluster, 8)
     out = {s.other: s for s in shares_of(plan, "relu1", costs) if s.what == "handed on"}
     asked = {s.other: s for s in shares_of(plan, "matmul2", costs) if s.what == "asked"}
     assert (out["matmul2"].seconds, out["matmul2"].sends) == (asked["relu1"].seconds, asked["relu1"].sends) != (0.0, ())
@@ -75,7 +75,7 @@ def test_the_two_ends_of_a_conversion() -> None:
 def test_weights_are_gathered_and_their_gradients_summed() -> None:
     net, x = nn.Linear(8, 8, bias=False), torch.empty(16, 8)
     plan = sw.plan(net, (x,), nn.MSELoss(), torch.empty(16, 8), devices=4, hsdp={"threshold": 0})
-    weights, = (s for s in shares_of(plan, "linear", Costs(None, 4)) if s.what == "weights")
+    weights, = (s for s in shares_of(plan, "linear", CostModel(None, 4)) if s.what == "weights")
     assert weights.value == "weight" and weights.forward > 0 < weights.backward
     assert weights.sends == ("all_gather(4@1)", "reduce_scatter(4@1)")
 
@@ -85,7 +85,7 @@ def test_weights_are_gathered_and_their_gradients_summed() -> None:
 
 def problem_of(plan: sw.Plan) -> tuple[Any, dict]:
     """The search's problem and the plan's strategies."""
-    search = Search.of(plan.graph, plan.devices, plan.fed, Costs(plan.cluster, plan.devices))
+    search = Search.of(plan.graph, plan.devices, plan.fed, CostModel(plan.cluster, plan.devices))
     return search.energy(search.options([plan.decisions])), {n: strategy_of(d) for n, d in plan.decisions.items()}
 
 
@@ -230,7 +230,7 @@ def test_memory_holds_it() -> None:
 def test_a_plan_that_cannot_be_compared_says_why() -> None:
     """It has a strategy that is none of the search's."""
     plan = planned("mlp")
-    neighbourhood = _Neighbourhood(plan, "relu", Costs(plan.cluster, plan.devices), None)
+    neighbourhood = _Neighbourhood(plan, "relu", CostModel(plan.cluster, plan.devices), None)
     assert neighbourhood.missing() is None
     options = neighbourhood.made.options
     lost = tuple(s for s in options["linear"] if s != neighbourhood.chosen["linear"])

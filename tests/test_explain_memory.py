@@ -13,18 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from torch import nn
+from hypothesis import given, strategies as st
 
 import shardwright as sw
-from shardwright import cli
-from shardwright.plan.document_writing import head_digest, written
-from shardwright.plan.explain import explained
-from shardwright.plan.explain_memory import as_given
-from shardwright.plan.graph_document import packed, unpacked
-from shardwright.plan.segments import with_recompute
-from shardwright.report.difference import difference
+from shardwright.cli import main as cli
+from shardwright.explain import as_given, explained
+from shardwright.partition.rematerialization import with_recompute
+from shardwright.planfile.document_writer import head_digest, written
+from shardwright.planfile.encoding import packed, unpacked
+from shardwright.report.plan_diff import difference
 
 MODE, DEVICES = "dynamic_programming", 2
 

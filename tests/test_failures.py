@@ -20,14 +20,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
+from networks import D, draw, labels
 from torch import nn
 
 import shardwright as sw
-from networks import D, draw, labels
-from shardwright.runtime.peers import peers
-from shardwright.runtime.stuck import Seen, not_moving, spelled
+from shardwright.runtime.distributed.watchdog import Seen, not_moving, peers, spelled
 
 WORLD = 4
 PATIENCE = 4.0    # seconds that a rank waits for another, once it has become impatient
@@ -193,7 +191,7 @@ def nobody_watches(rank: int) -> None:
     sw.init(watch=False)
     model = sw.AutoParallel(network(), nn.CrossEntropyLoss()).dataset_strategy("full_batch")
     model(draw(16, 8), labels(16)).backward()
-    from shardwright.runtime import peers
+    from shardwright.runtime.distributed import watchdog as peers
     assert peers.peers() is None and not peers._made
     dist.barrier()
     sys.exit(5)
@@ -306,8 +304,9 @@ def test_a_rank_that_does_not_come_is_named_with_what_it_is_missing_from(name: s
 @scenario
 def is_killed_in_a_collective(rank: int) -> None:
     """Rank 2 dies while it is in the middle of a sum: from a thread, so that its main thread is inside."""
-    from shardwright.runtime.position import position
     import threading
+
+    from shardwright.runtime.distributed.watchdog import position
     model = Trained()
     model.steps(2)
 
@@ -324,8 +323,8 @@ def is_killed_in_a_collective(rank: int) -> None:
 def is_killed_while_planning(rank: int) -> None:
     model = Trained()
     if rank == 2:
-        import shardwright.parallel
-        shardwright.parallel.make_plan = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
+        import shardwright.parallel.auto_parallel
+        shardwright.planning.make_plan = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
     model.steps(1)
 
 
@@ -351,7 +350,7 @@ def test_when_a_rank_is_killed_the_others_end(name: str, ended) -> None:
 # -- ranks that are told to end ------------------------------------------------------------------------------------------
 
 def told_to_end(rank: int, whom: int, signals: int = 1) -> None:
-    from shardwright.runtime.ending import Ending
+    from shardwright.runtime.distributed.watchdog import Ending
     model, ending = Trained(), Ending()
     for step in range(100_000):
         model.steps(1)
@@ -376,7 +375,7 @@ def rank_3_is_told_to_end(rank: int) -> None:
 @scenario
 def all_are_told_to_end_without_collectives(rank: int) -> None:
     """Nothing holds the ranks together, of which each is at another step when the signal comes."""
-    from shardwright.runtime.ending import Ending
+    from shardwright.runtime.distributed.watchdog import Ending
     model = Trained()
     model.steps(1)
     ending = Ending()
@@ -402,7 +401,7 @@ def test_a_signal_ends_all_ranks_after_the_same_step(name: str, ended) -> None:
 
 
 def test_in_one_process_the_step_of_the_signal_is_the_last() -> None:
-    from shardwright.runtime.ending import Ending
+    from shardwright.runtime.distributed.watchdog import Ending
     before = signal.getsignal(signal.SIGTERM)
     ending = Ending()
     try:
@@ -491,8 +490,8 @@ def ended(tmp_path_factory) -> Waves:
     """What a first capture loads is loaded here, before ranks are forked."""
     folder = tmp_path_factory.mktemp("failures")
     sw.plan(network(), (draw(16, 8),), loss_fn=nn.CrossEntropyLoss(), targets=labels(16), devices=4)
-    for module in ("shardwright.runtime.parameters", "shardwright.runtime.processes", "shardwright.runtime.agreement",
-                   "shardwright.runtime.steps"):
+    for module in ("shardwright.runtime.distributed.parameters", "shardwright.runtime.distributed.rank_executor", "shardwright.runtime.distributed.agreement",
+                   "shardwright.runtime.distributed.agreement"):
         import_module(module)
     return Waves(folder)
 

@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 
-from shardwright.conversion import conversion
 from shardwright.layout import Digit, Layout
-from shardwright.runtime.shards import convert_shards
+from shardwright.redistribution import redistribution
+from shardwright.runtime.local.shards import convert_shards
 
 
 def read_layout(devices, spelled):
@@ -35,8 +35,8 @@ def cases(goldens):
 def test_no_conversion_sends_more_than_the_original(cases, record_property):
     ours = theirs = 0
     for source, target, shape, golden in cases:
-        sent = conversion(source, target).sent * math.prod(shape) * 4
-        assert sent <= golden, f"{conversion(source, target)}: {sent} bytes, the original sends {golden}"
+        sent = redistribution(source, target).sent * math.prod(shape) * 4
+        assert sent <= golden, f"{redistribution(source, target)}: {sent} bytes, the original sends {golden}"
         ours, theirs = ours + sent, theirs + golden
     record_property("conversion_bytes_ours", float(ours))
     record_property("conversion_bytes_original", theirs)
@@ -48,5 +48,5 @@ def test_each_computes_the_same(cases):
     for source, target, shape, _ in cases:
         whole = torch.arange(math.prod(shape)).reshape(shape)
         shards = [whole[source.slice(shape, rank)] for rank in range(source.devices)]
-        for rank, shard in enumerate(convert_shards(conversion(source, target), shards)):
-            assert torch.equal(shard, whole[target.slice(shape, rank)]), f"{conversion(source, target)}, rank {rank}"
+        for rank, shard in enumerate(convert_shards(redistribution(source, target), shards)):
+            assert torch.equal(shard, whole[target.slice(shape, rank)]), f"{redistribution(source, target)}, rank {rank}"

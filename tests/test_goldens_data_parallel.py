@@ -6,10 +6,10 @@ import json
 
 import pytest
 import torch
+from golden_reading import SHARED, sent_by_golden
 from torch import Tensor, nn
 
 import shardwright as sw
-from golden_reading import SHARED, sent_by_golden
 
 FOLDER = SHARED / "goldens" / "models"
 

@@ -7,11 +7,11 @@ import math
 
 import pytest
 import torch
+from golden_reading import SHARED, layout_of, ranks_of, sent_by_golden
+from test_goldens_semi_auto import sw_group
 from torch import nn
 
 import shardwright as sw
-from golden_reading import SHARED, layout_of, ranks_of, sent_by_golden
-from test_goldens_semi_auto import sw_group
 
 FOLDER = SHARED / "goldens" / "models"
 DEVICES, BATCH, WIDTH, HIDDEN = 8, 64, 256, 512

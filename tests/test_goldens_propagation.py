@@ -15,7 +15,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.cluster import Cluster
-from shardwright.plan.costs import Costs
+from shardwright.cost.cost_model import CostModel
 
 DEVICES, MODE = 8, "sharding_propagation"
 CLUSTERS = ["cpu", "a100x8"]
@@ -33,7 +33,7 @@ def strategy(record: dict) -> tuple:
 
 
 def seconds(plan: sw.Plan, cluster: str) -> float:
-    return Costs(Cluster.of(cluster, DEVICES), DEVICES).plan(plan).total
+    return CostModel(Cluster.of(cluster, DEVICES), DEVICES).plan(plan).total
 
 
 class Squared(nn.Module):

@@ -8,11 +8,11 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
+from golden_reading import SHARED, layout_of, ranks_of, sent_by_golden
+from test_goldens_semi_auto import golden_sent, sent, sw_group
 from torch import nn
 
 import shardwright as sw
-from golden_reading import SHARED, layout_of, ranks_of, sent_by_golden
-from test_goldens_semi_auto import golden_sent, sent, sw_group
 
 NAMES = {True: "recompute_block_default", False: "recompute_block_no_mp_comm"}
 GOLDEN = {again: json.loads((SHARED / f"goldens/models/{name}.json").read_text())["ranks"] for again, name in NAMES.items()}

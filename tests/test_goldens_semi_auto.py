@@ -7,13 +7,20 @@ import re
 
 import pytest
 import torch
+from golden_reading import (
+    SHARED,
+    OnParameters,
+    layout_of,
+    ranks_of,
+    read_call,
+    read_extra,
+    sent_by_golden,
+    torch_operator,
+)
+from one_device import assert_as_one_device
 from torch import nn
 
 import shardwright as sw
-from golden_reading import (
-    SHARED, OnParameters, layout_of, ranks_of, read_call, read_extra, sent_by_golden, torch_operator,
-)
-from one_device import assert_as_one_device
 
 FOLDER = SHARED / "goldens" / "semi_auto"
 CASES = {c["case"]: c for c in json.loads((FOLDER / "operators.json").read_text())["cases"]}

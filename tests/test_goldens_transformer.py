@@ -7,11 +7,11 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
+from golden_reading import SHARED, layout_of, ranks_of, sent_by_golden
+from test_goldens_semi_auto import golden_sent, sent, sw_group
 from torch import nn
 
 import shardwright as sw
-from golden_reading import SHARED, layout_of, ranks_of, sent_by_golden
-from test_goldens_semi_auto import golden_sent, sent, sw_group
 
 GOLDEN = json.loads((SHARED / "goldens/models/transformer_block_semi_auto_megatron.json").read_text())["ranks"]
 BATCH, LENGTH, WIDTH, HEADS, HIDDEN = 8, 128, 512, 16, 2048

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from networks import D, draw
+from ranks import run_ranks
 from torch import nn
 
 import shardwright as sw
-from networks import D, draw
-from ranks import run_ranks
 
 X, Y = draw(8, 6), draw(8, 4, seed=1)
 

@@ -16,14 +16,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from networks import Apply, D, draw
+from one_device import close, parallel
 from ranks import run_ranks, run_scenarios
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import shardwright as sw
-from networks import Apply, D, draw
-from one_device import close, parallel
-from shardwright.runtime.fusion import PIECE, AUTO, Due, Fusion, fusion_of
+from shardwright.runtime.distributed.gradients import AUTO, PIECE, Due, Fusion, fusion_of
 
 BATCHES = [(draw(8, 8, seed=s), draw(8, 8, seed=s + 10)) for s in range(3)]
 
@@ -198,7 +198,7 @@ def refused(attempt: Callable[[], Any], text: str) -> None:
 def events(step: Callable[[], Any]) -> list[tuple[str, int]]:
     """Of a model's first step: ("came", 1) for each gradient that is to be summed, ("start", n) for each sum of n gradients
     that was started."""
-    from shardwright.runtime import buckets
+    from shardwright.runtime.distributed import buckets
     out: list[tuple[str, int]] = []
     kept = buckets._Sum.__init__, buckets.GradientSums._came
 
@@ -248,7 +248,7 @@ def gradients_travel_together_and_early(rank: int, world: int) -> None:
 
 @scenario
 def long_gradients_and_odd_ones(rank: int, world: int) -> None:
-    from shardwright.runtime import transport
+    from shardwright.runtime.distributed import collectives as transport
     shapes = [(), (1,), (3, 5), (7,), (300, 501), (2, 2)]
     for dtype in (torch.float32, torch.bfloat16, torch.complex64):
         net = nn.Module()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwright as sw
-from shardwright.guards import Guards
+from shardwright.capture.guards import Guards
 
 TWO = dict(stages=2, micro_batches=4, stage_config=staged(2))
 

@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from habits import NAMES, STEPS, D, Habit, batches, counter_of_the_program, run_both
+from one_device import close, parallel
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwright as sw
-from habits import D, NAMES, STEPS, Habit, batches, counter_of_the_program, run_both
-from one_device import close, parallel
 
 pytestmark = pytest.mark.filterwarnings("ignore::shardwright.RecaptureWarning")
 

@@ -13,13 +13,13 @@ from collections.abc import Callable
 import numpy
 import pytest
 import torch
+from habits import NAMES, Config, D, Habit, batches, run_both
+from one_device import close, parallel
+from test_capture import line_of
 from torch import Tensor, nn
 
 import shardwright as sw
-from habits import D, NAMES, Config, Habit, batches, run_both
-from one_device import close, parallel
-from shardwright.capture import capture
-from test_capture import line_of
+from shardwright.capture.export import capture
 
 pytestmark = pytest.mark.filterwarnings("ignore::shardwright.RecaptureWarning")
 

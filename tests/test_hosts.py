@@ -20,9 +20,9 @@ from launch_scripts import train
 from test_launch import Launcher, alive, free_port, wait_until
 
 import shardwright.launch.rendezvous as rendezvous
-from shardwright.launch.interface import leading_to
+from shardwright.launch.environment import leading_to
 from shardwright.launch.rendezvous import LaunchError, NodeFailure, Nodes
-from shardwright.launch.settings import RunSettings
+from shardwright.launch.run_settings import RunSettings
 
 SCRIPTS = Path(__file__).parent / "launch_scripts"
 PORT = 29400  # a host of its own has all ports to itself
@@ -203,7 +203,7 @@ def test_the_interface_of_a_host(hosts):
     for host, name in zip(hosts, ("cable1", "cable2")):
         for other in hosts:
             said = subprocess.run(host.command(sys.executable, "-c", "import sys\n"
-                                               "from shardwright.launch.interface import leading_to\n"
+                                               "from shardwright.launch.environment import leading_to\n"
                                                f"print(leading_to({other.address!r}, 1))"), capture_output=True,
                                   text=True, timeout=60)
             assert said.stdout.strip() == name, said.stderr

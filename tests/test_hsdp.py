@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import copy
 
+import one_device
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
-
-import one_device
-import shardwright as sw
-from networks import D, Apply, Marked, draw, labels
 from held import arithmetic, measure
+from networks import Apply, D, Marked, draw, labels
 from one_device import assert_as_one_device, close, parallel
 from ranks import run_ranks
+from torch import nn
+
+import shardwright as sw
 
 BATCHES = [(draw(16, 8, seed=s), labels(16, seed=s)) for s in range(3)]
 LEVELS = ("level1", "level2", "level3")
@@ -126,7 +126,7 @@ def test_replicas_that_do_not_stand_beside_one_another(with_hsdp) -> None:
 def test_digits_of_mixed_radices() -> None:
     from shardwright.graph import Value
     from shardwright.layout import Digit, Layout
-    from shardwright.plan.storage import OptimizerParallel, stored_layouts
+    from shardwright.partition.parameter_sharding import OptimizerParallel, stored_layouts
     value, used = Value("w", (24,), D), Layout.of(12, [[Digit(2, 3)]])      # replicas: 2@6, 3@1
     for size, taken in ((3, [Digit(3, 1)]), (6, [Digit(2, 6), Digit(3, 1)]), (-1, [Digit(2, 6), Digit(3, 1)])):
         stored = stored_layouts({"w": (value, used)}, OptimizerParallel(size, 0))["w"]
@@ -183,7 +183,7 @@ def test_several_users_share_one_gather_and_one_scatter() -> None:
 
 
 def test_what_is_gathered_again_is_what_a_backward_asks_for(monkeypatch) -> None:
-    from shardwright.runtime.unkept import _Weight
+    from shardwright.runtime.saved_tensors import _Weight
     gathered = []
     plain = _Weight.__init__
 

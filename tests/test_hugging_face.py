@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from networks import labels
+from one_device import assert_as_one_device, close, parallel
 from torch import Tensor, nn
 
 import shardwright as sw
-from networks import labels
-from one_device import assert_as_one_device, close, parallel
-from shardwright.trees import opened
+from shardwright.pytree_objects import opened
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from networks import Apply, D, draw
+from one_device import close
 from ranks import run_ranks
 from torch import Tensor, nn
 
 import shardwright as sw
-from networks import Apply, D, draw
-from one_device import close
 
 RANKS = 4
 MESH = sw.Layout((2, 2), ("a", "b"))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
-
-import shardwright as sw
 from networks import draw, labels
 from one_device import assert_as_one_device, parallel
 from rule_reference import Case, Sliced, Whole
+from torch import nn
 
+import shardwright as sw
 from shardwright.rules import bound_rule, find_rule
 
 ROWS, COLUMNS = 8, 16

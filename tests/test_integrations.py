@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from networks import D, draw, labels
+from ranks import run_ranks
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import shardwright as sw
-from networks import D, draw, labels
-from ranks import run_ranks
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")

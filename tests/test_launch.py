@@ -18,9 +18,8 @@ from pathlib import Path
 import pytest
 from ranks import PATIENCE
 
-from shardwright.cli import main
-from shardwright.launch.logs import last_lines
-from shardwright.launch.watch import Watch, WorkerExit
+from shardwright.cli.main import main
+from shardwright.launch.console import Watch, WorkerExit, last_lines
 
 SCRIPTS = Path(__file__).parent / "launch_scripts"
 WORKER = str(SCRIPTS / "worker.py")

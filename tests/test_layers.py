@@ -1,102 +1,104 @@
-"""The layers of the package, checked on the tree that `docs/design/tree.json` describes.
-
-The file says for each file of the target tree which of today's files it is made of. Every import of today, those inside
-functions and those for type checkers too, is carried over to the target tree: none may run upwards, none may close a circle.
-"""
+"""The layers of the package (`[tool.importlinter]` in pyproject.toml), and what else holds for every file of its tree."""
 
 from __future__ import annotations
 
 import ast
-import json
-from collections import Counter, defaultdict
-from graphlib import TopologicalSorter
+import os
+import re
+import sys
+from collections import Counter
 from pathlib import Path
+
+import pytest
+from importlinter.cli import lint_imports
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "shardwright"
-TREE = json.loads((ROOT / "docs" / "design" / "tree.json").read_text(encoding="utf-8"))
-TARGET = {old: new for new, olds in TREE["files"].items() for old in olds}
-#: `sw.plan`'s package today; only re-exports names, and goes.
-GOES = "plan/__init__.py"
+FILES = sorted(PACKAGE.rglob("*.py"))
+#: Where `torch.distributed` may be imported: what runs on ranks, and what starts, joins or stores for them.
+ON_RANKS = ("runtime/", "checkpoint/", "launch/", "integrations/", "parallel/", "cli/", "process.py", "ops.py", "torch_private.py",
+            "pipeline/schedules.py")  # takes the orders of torch's own schedules; needs no process group
+#: Files that read or set variables of the environment. `launch.environment` says what they mean.
+OF_ENVIRONMENT = {"launch/run.py", "launch/agent.py", "process.py", "cli/script.py", "runtime/distributed/shared_memory.py",
+                  "runtime/freed.py"}
 
 
-def file_of(parts: tuple[str, ...]) -> str | None:
-    """The package's file of a dotted module, relative to the package; None where there is none."""
-    path = "/".join(parts)
-    for name in (f"{path}.py", f"{path}/__init__.py".lstrip("/")):
-        if (PACKAGE / name).is_file():
-            return name
-    return None
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def imports_of(name: str) -> dict[str, set[str]]:
-    """File that is imported -> the imported names; `name` is the importing file, relative to the package."""
-    here = tuple(Path(name).parent.parts)
-    out: dict[str, set[str]] = defaultdict(set)
-    for node in ast.walk(ast.parse((PACKAGE / name).read_text(encoding="utf-8"))):
-        if not isinstance(node, ast.ImportFrom):
-            continue
-        module = tuple(node.module.split(".")) if node.module else ()
-        if node.level:
-            base = here[:len(here) - node.level + 1] + module
-        elif module[:1] == ("shardwright",):
-            base = module[1:]
-        else:
-            continue
-        for alias in node.names:
-            out[file_of((*base, alias.name)) or file_of(base) or ""].add(alias.name)
-    return out
+def imported(path: Path) -> set[str]:
+    """The modules that a file imports from other packages, those inside of functions too."""
+    found = set()
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
 
 
-def edges() -> dict[str, dict[str, list[str]]]:
-    """Importing file of the target tree -> imported file -> how today's files say it."""
-    out: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for old, new in TARGET.items():
-        for imported, names in imports_of(old).items():
-            target = TARGET["plan/make.py"] if imported == GOES else TARGET[imported]
-            if target != new and "__init__.py" not in (old, imported):
-                out[new][target].append(f"{old} imports {', '.join(sorted(names))} from {imported}")
-    return out
+def contract_holds(config: Path) -> bool:
+    return lint_imports(config_filename=str(config), no_cache=True) == 0
 
 
-def layer(name: str) -> int:
-    """The floor of a file of the target tree; 0 is the highest. The longest prefix of its path decides."""
-    found = [(len(entry), floor) for floor, entries in enumerate(TREE["layers"]) for entry in entries
-             if name == f"{entry}.py" or name.startswith(f"{entry}/")]
-    return max(found)[1]
+def test_imports_run_downwards_and_in_no_circle(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
+    assert contract_holds(ROOT / "pyproject.toml"), capsys.readouterr().out
 
 
-def test_every_file_has_one_place_in_the_tree():
-    today = {str(p.relative_to(PACKAGE)) for p in PACKAGE.rglob("*.py")} - {GOES}
-    placed = Counter(old for olds in TREE["files"].values() for old in olds)
-    assert today == set(placed)
-    assert {old: count for old, count in placed.items() if count > 1} == {}
+def test_an_import_upwards_is_found(tmp_path, monkeypatch, capsys):
+    """The contract fails on a package of two layers whose lower one imports the higher one."""
+    package = tmp_path / "upside"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "high.py").write_text("")
+    (package / "low.py").write_text("def late():\n    from . import high\n")
+    (tmp_path / "contract.toml").write_text(
+        '[tool.importlinter]\nroot_package = "upside"\n[[tool.importlinter.contracts]]\nname = "layers"\ntype = "layers"\n'
+        'containers = ["upside"]\nlayers = ["high", "low"]\n')
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    assert not contract_holds(tmp_path / "contract.toml")
+    assert "upside.low -> upside.high" in capsys.readouterr().out
 
 
-def test_no_import_runs_upwards():
-    upward = [line for importer, found in edges().items() if importer not in ("__init__.py", "__main__.py")
-              for target, lines in found.items() if layer(target) < layer(importer) for line in lines]
-    assert upward == []
+def test_planning_does_not_know_torch_distributed():
+    found = {str(path.relative_to(PACKAGE)): sorted(names) for path in FILES
+             if not str(path.relative_to(PACKAGE)).startswith(ON_RANKS)
+             and (names := {name for name in imported(path) if name.startswith("torch.distributed")})}
+    assert found == {}
 
 
-def test_no_imports_run_in_a_circle():
-    TopologicalSorter({importer: set(found) for importer, found in edges().items()}).prepare()  # CycleError names one
+def test_variables_of_the_environment_are_read_in_few_files():
+    found = {str(path.relative_to(PACKAGE)) for path in FILES
+             if any(isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv") for node in ast.walk(tree_of(path)))}
+    assert found == OF_ENVIRONMENT
 
 
-def test_no_file_of_the_tree_is_above_700_lines():
-    lines = {name: sum(len((PACKAGE / old).read_text(encoding="utf-8").splitlines()) for old in olds)
-             for name, olds in TREE["files"].items()}
+def test_no_file_is_above_700_lines():
+    lines = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8").count("\n") for path in FILES}
     assert {name: count for name, count in lines.items() if count > 700} == {}
 
 
+def test_no_folder_has_more_than_20_files():
+    folders = Counter(path.parent for path in FILES)
+    assert {folder: count for folder, count in folders.items() if count > 20} == {}
+
+
 def test_base_names_stand_once():
-    names = Counter(Path(name).name for name in TREE["files"])
+    names = Counter(path.name for path in FILES)
     assert {name for name, count in names.items() if count > 1} == {"__init__.py"}
 
 
-def test_public_classes_of_the_tree_have_one_meaning_each():
-    names = Counter(
-        TREE["renames"].get(old, {}).get(node.name, node.name)
-        for old in TARGET for node in ast.parse((PACKAGE / old).read_text(encoding="utf-8")).body
-        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"))
+def test_public_classes_have_one_meaning_each():
+    names = Counter(node.name for path in FILES for node in tree_of(path).body
+                    if isinstance(node, ast.ClassDef) and not node.name.startswith("_"))
     assert {name for name, count in names.items() if count > 1} == set()
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent for path in FILES} - {PACKAGE}), ids=lambda p: p.name)
+def test_a_folder_says_what_its_files_hold(folder):
+    """The docstring of the folder names each of its modules."""
+    doc = ast.get_docstring(tree_of(folder / "__init__.py")) or ""
+    assert [path.stem for path in sorted(folder.glob("*.py"))
+            if path.stem != "__init__" and not re.search(rf"\b{path.stem}\b", doc)] == []

@@ -4,8 +4,7 @@ import itertools
 import pickle
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from shardwright.errors import LayoutError
 from shardwright.layout import Digit, Layout, allocate, complement, digits_size, group_of, groups, merge

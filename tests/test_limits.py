@@ -7,23 +7,19 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from shardwright.errors import PlanError
-from shardwright.plan.solver import least_memory as least_memories
-from shardwright.plan.solver import limits
-from shardwright.plan.solver.batched import Batched
-from shardwright.plan.solver.elimination import eliminate
-from shardwright.plan.solver.order import elimination_order
-from shardwright.plan.solver.least_memory import least_memory
-from shardwright.plan.solver.limits import InfeasibleMemoryError, solve_limited
-from shardwright.plan.solver.local_search import wide
-from shardwright.plan.solver.milp import NoAssignmentError, milp, moments
-from shardwright.plan.solver.moments import Rows, binding
-from shardwright.plan.solver.multipliers import Ascent, Priced
-from shardwright.plan.problem import Problem, Usage
-from shardwright.plan.solver.reduce import consistent
+from shardwright.solver import least_memory as least_memories, solve as limits
+from shardwright.solver.anytime import wide
+from shardwright.solver.elimination import eliminate, elimination_order
+from shardwright.solver.lagrangian import Ascent, Batched, PricedProblem
+from shardwright.solver.least_memory import InfeasibleMemoryError, least_memory
+from shardwright.solver.memory_rows import Rows, binding
+from shardwright.solver.milp import NoAssignmentError, milp, moments
+from shardwright.solver.presolve import consistent
+from shardwright.solver.problem import MemoryUsage, Problem
+from shardwright.solver.solve import solve_limited
 
 
 def layered(seed: int, layers: int = 6, width: int = 4, states: int = 4, tight: float = 1.2,
@@ -38,9 +34,9 @@ def layered(seed: int, layers: int = 6, width: int = 4, states: int = 4, tight: 
             many = int(rng.integers(2, states + 1))
             amount = np.sort(rng.integers(1, 50, many))[::-1]
             costs.append(np.sort(rng.integers(0, 100, many)).astype(float))
-            usages.append(Usage(v, layer, min(layers, layer + int(rng.integers(1, 3))), amount.astype(float)))
+            usages.append(MemoryUsage(v, layer, min(layers, layer + int(rng.integers(1, 3))), amount.astype(float)))
             if rng.random() < 0.3:
-                usages.append(Usage(v, layer, layers, rng.integers(0, 10, many).astype(float)))
+                usages.append(MemoryUsage(v, layer, layers, rng.integers(0, 10, many).astype(float)))
     for layer, row in enumerate(nodes[1:], start=1):
         for v in row:
             for u in {int(rng.choice(nodes[layer - 1])), int(rng.choice(nodes[layer - 1]))} | (
@@ -113,8 +109,8 @@ def test_binding_moments_say_the_same_as_all(seed, tight, draw):
 
 
 def test_moments_that_cannot_be_broken_are_no_rows():
-    usages = (Usage(0, 0, 3, np.array([4.0, 1.0])), Usage(1, 2, 5, np.array([4.0, 1.0])),
-              Usage(1, 5, 9, np.array([7.0, 7.0])))
+    usages = (MemoryUsage(0, 0, 3, np.array([4.0, 1.0])), MemoryUsage(1, 2, 5, np.array([4.0, 1.0])),
+              MemoryUsage(1, 5, 9, np.array([7.0, 7.0])))
     problem = Problem((np.array([0.0, 3.0]), np.array([0.0, 5.0])), {(0, 1): np.zeros((2, 2))}, usages=usages, limit=7)
     bound, times = binding(problem)
     assert times.tolist() == [2]
@@ -125,7 +121,7 @@ def test_moments_that_cannot_be_broken_are_no_rows():
 
 def test_a_limit_of_nothing():
     problem = Problem((np.array([0.0, 3.0]), np.array([0.0, 5.0])), {(0, 1): np.zeros((2, 2))}, (),
-                      (Usage(0, 0, 3, np.array([4.0, 0.0])),), 0.0)
+                      (MemoryUsage(0, 0, 3, np.array([4.0, 0.0])),), 0.0)
     assert solve_limited(problem, seconds=5).states == (1, 0)
 
 
@@ -168,7 +164,7 @@ def test_bounds_at_any_multipliers_hold(seed):
     bound, times = binding(problem)
     if best is None or bound.limit is None:
         return
-    priced = Priced(bound, Rows.of(bound, len(times)))
+    priced = PricedProblem(bound, Rows.of(bound, len(times)))
     ascent = Ascent(priced)
     for _ in range(30):
         ascent.advance(2)
@@ -227,7 +223,7 @@ def answer(problem: Problem) -> tuple:
 
 
 def test_a_limit_that_one_moment_cannot_meet_names_it_and_the_least_limit():
-    usages = (Usage(0, 0, 3, np.array([40.0, 10.0])), Usage(1, 2, 5, np.array([40.0, 20.0])))
+    usages = (MemoryUsage(0, 0, 3, np.array([40.0, 10.0])), MemoryUsage(1, 2, 5, np.array([40.0, 20.0])))
     problem = Problem((np.array([0.0, 3.0]), np.array([0.0, 5.0])), {(0, 1): np.zeros((2, 2))}, ("one", "other"),
                       usages, 29.0)
     with pytest.raises(InfeasibleMemoryError, match="limit of 29.*moment 2 .*other") as caught:
@@ -239,7 +235,7 @@ def test_a_limit_that_one_moment_cannot_meet_names_it_and_the_least_limit():
 
 def test_moments_that_cannot_be_met_together():
     """Each moment alone can be met; the edge asks for the greater of one of the two."""
-    usages = (Usage(0, 0, 1, np.array([40.0, 10.0])), Usage(1, 1, 2, np.array([40.0, 20.0])))
+    usages = (MemoryUsage(0, 0, 1, np.array([40.0, 10.0])), MemoryUsage(1, 1, 2, np.array([40.0, 20.0])))
     either = np.array([[0.0, 0.0], [0.0, np.inf]])
     problem = Problem((np.zeros(2), np.zeros(2)), {(0, 1): either}, (), usages, 30.0)
     with pytest.raises(InfeasibleMemoryError, match="cannot be met at moment") as caught:
@@ -249,7 +245,7 @@ def test_moments_that_cannot_be_met_together():
 
 def test_forbidden_whatever_the_memory_is_no_matter_of_memory():
     problem = Problem((np.zeros(1), np.zeros(1)), {(0, 1): np.full((1, 1), np.inf)}, (),
-                      (Usage(0, 0, 1, np.array([5.0])),), 3.0)
+                      (MemoryUsage(0, 0, 1, np.array([5.0])),), 3.0)
     with pytest.raises(PlanError) as caught:
         solve_limited(problem, seconds=5)
     assert not isinstance(caught.value, InfeasibleMemoryError)

@@ -8,11 +8,11 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from networks import Apply, D, Marked, draw, labels
+from one_device import assert_as_one_device, close, parallel
 from torch import nn
 
 import shardwright as sw
-from networks import Apply, D, Marked, draw, labels
-from one_device import assert_as_one_device, close, parallel
 
 X, T = draw(16, 8), labels(16)
 L = sw.Layout((2, 2, 2), ("dp", "sp", "mp"))

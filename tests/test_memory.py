@@ -9,26 +9,24 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
+from one_device import assert_as_one_device
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import shardwright as sw
-from one_device import assert_as_one_device
-from shardwright.capture import capture
-from shardwright.cluster import Cluster
-from shardwright.plan import Plan
-from shardwright.plan.bytes import memory_of, words_of
-from shardwright.plan.costs import Costs
-from shardwright.plan.decision import feeding
-from shardwright.plan.dynamic import CUT
-from shardwright.plan.exact import solve
-from shardwright.plan.usages import holding
-from shardwright.plan.memory import optimizer_bytes, timeline
-from shardwright.plan.solver.milp import milp
-from shardwright.plan.search import Search
-from shardwright.plan.segments import segments_of, with_recompute
+from shardwright.capture.export import capture
+from shardwright.cluster import Cluster, format_bytes, memory_of
+from shardwright.cost.cost_model import CostModel
+from shardwright.cost.memory_timeline import optimizer_bytes, timeline
+from shardwright.partition.local_program import input_placement
+from shardwright.partition.rematerialization import segments_of, with_recompute
+from shardwright.planners.graph_problem import Search
+from shardwright.planners.memory_problem import holding
+from shardwright.planners.search import CUT
+from shardwright.sharded_plan import Plan
+from shardwright.solver.milp import milp
+from shardwright.solver.solve import solve
 
 CROSS_ENTROPY = nn.CrossEntropyLoss()
 D = torch.float64
@@ -78,7 +76,7 @@ def marks(count: int, devices: int, bias: bool = False) -> dict:
 
 def searched(net, args, devices: int, loss_fn=None, limit: float = 1e18):
     graph = capture(net, args, None, loss_fn=loss_fn)
-    fed, costs = feeding(graph, devices, "full_batch"), Costs(None, devices)
+    fed, costs = input_placement(graph, devices, "full_batch"), CostModel(None, devices)
     search = Search.of(graph, devices, fed, costs)
     return search, holding(search.energy(search.options(), cut=CUT), fed, search.carries, limit, 8.0)
 
@@ -107,7 +105,7 @@ def test_no_amount(given) -> None:
 
 
 def test_amounts_in_words_are_never_less() -> None:
-    assert words_of(999) == "999 bytes" and words_of(1_500_000_001) == "1.51 GB" and words_of(2e12) == "2.00 TB"
+    assert format_bytes(999) == "999 bytes" and format_bytes(1_500_000_001) == "1.51 GB" and format_bytes(2e12) == "2.00 TB"
 
 
 def test_optimizers() -> None:
@@ -355,7 +353,7 @@ def test_the_cheapest_of_all_plans() -> None:
     the other's from another segment of the program."""
     net, args, devices = mlp(32, 32, 32, 32), (torch.randn(64, 32),), 2
     graph = sw.plan(net, args, devices=devices, marks=marks(3, devices)).graph
-    fed, costs = feeding(graph, devices, "full_batch"), Costs(None, devices)
+    fed, costs = input_placement(graph, devices, "full_batch"), CostModel(None, devices)
     search = Search.of(graph, devices, fed, costs)
     weights, ops = list(graph.parameters), [op.name for op in graph.ops][1:-1]
     every = []

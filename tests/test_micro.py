@@ -9,19 +9,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import shardwright as sw
-from shardwright.capture import capture
+from shardwright.capture.export import capture
 from shardwright.errors import ShardwrightError
-from shardwright.first_difference import call
 from shardwright.graph import SEED, Graph, Value
-from shardwright.plan.graph_document import fingerprint, read_graph, write_graph
-from shardwright.plan.micro import Join, Micro, is_split, micro_calls, split
-from shardwright.runtime.random import of_micro_batch
+from shardwright.pipeline.microbatch import Join, MicrobatchPlan, is_split, micro_calls, split
+from shardwright.planfile.encoding import fingerprint, read_graph, write_graph
+from shardwright.process import of_micro_batch
+from shardwright.verification.first_difference import call
 
 D = torch.float64
 
@@ -36,7 +35,7 @@ def classes(*shape: int, count: int = 5, ignored: float = 0.0) -> Tensor:
     return drawn.masked_fill(torch.rand(shape, generator=generator) < ignored, -100)
 
 
-def micro_of(net: nn.Module, args: tuple, count: int, kwargs: dict[str, Any] | None = None, **options: Any) -> Micro:
+def micro_of(net: nn.Module, args: tuple, count: int, kwargs: dict[str, Any] | None = None, **options: Any) -> MicrobatchPlan:
     graph, *wide = [capture(net, *call) for call in micro_calls(args, kwargs, count)]
     return split(graph, count, *wide, **options)
 
@@ -58,7 +57,7 @@ def slices(args: tuple, kwargs: dict[str, Any] | None, count: int, parts: int) -
              for x, cut in zip(tensors, is_split(args, kwargs))] for k in range(count)]
 
 
-def in_micro_batches(net: nn.Module, micro: Micro, args: tuple, count: int, kwargs: dict[str, Any] | None = None,
+def in_micro_batches(net: nn.Module, micro: MicrobatchPlan, args: tuple, count: int, kwargs: dict[str, Any] | None = None,
                      parts: int = 1, seeds: list[Tensor] | None = None) -> tuple[list[Any], dict[str, Tensor]]:
     """The outputs of the whole batch and the buffers after it, run as the notation of `micro` says."""
     state = {v.name: dict(net.named_parameters())[n] for n, v in micro.graph.parameters.items()}
@@ -102,7 +101,7 @@ def weighed(outputs: list[Any]) -> Tensor:
 
 
 def check(net: nn.Module, *args: Any, count: int = 4, kwargs: dict[str, Any] | None = None, exact: float = 1e-12
-          ) -> Micro:
+          ) -> MicrobatchPlan:
     """Outputs and gradients of parameters are those of the whole batch. Returns what was run."""
     net = net.double()
     micro = micro_of(net, args, count, kwargs)
@@ -295,7 +294,7 @@ def test_what_only_counted_is_gone() -> None:
 def test_one_micro_batch_is_the_graph_itself() -> None:
     net = Scored(lambda m, z, y: (F.cross_entropy(z, y), z, 3))
     graph = capture(net, (X.float(), T))
-    assert split(graph, 1) == Micro(graph, (Join("same"), Join("same"), None))
+    assert split(graph, 1) == MicrobatchPlan(graph, (Join("same"), Join("same"), None))
 
 
 # -- models ------------------------------------------------------------------------------------------------------------

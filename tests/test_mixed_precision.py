@@ -21,8 +21,8 @@ from pipelines import Chain, setting
 from torch import Tensor, nn
 
 import shardwright as sw
-from shardwright.plan.instructions import Move
-from shardwright.runtime import local
+from shardwright.partition.local_program import Redistribute
+from shardwright.runtime.local import local_executor as local
 
 BF16 = sw.MixedPrecision(torch.bfloat16, torch.float32, torch.float32)
 #: (policy, the type in which parameters are stored)
@@ -174,7 +174,7 @@ def test_memory_and_price_of_a_plan() -> None:
             assert plan.cost * (1 - 1e-9) <= plan.found.cost <= plan.cost * (1 + 1e-5)
             assert plan.peak >= held["parameters"] + held["gradients"] + held["optimizer"]
         assert "gathered" in mixed.memory(0)  # the casts
-        casts = [i for i in mixed.routed.instructions if isinstance(i, Move) and i.casts]
+        casts = [i for i in mixed.routed.instructions if isinstance(i, Redistribute) and i.casts]
         assert {i.source.value.name for i in casts} == {v.name for v in mixed.graph.parameters.values()}
 
 

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import shardwright as sw
-from shardwright.runtime import transport
-from shardwright.runtime.sums import SumInTurns
+from shardwright.runtime.distributed import collectives as transport
+from shardwright.runtime.distributed.buckets import SumInTurns
 
 EXACT = sw.MixedPrecision(torch.float32, D, D)
 BF16 = sw.MixedPrecision(torch.bfloat16, torch.float32, torch.float32)

@@ -6,16 +6,16 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-import torch
-from torch import Tensor, nn
-
 import gpt
 import llama
-import shardwright as sw
+import pytest
+import torch
 from language import Loss, passages
 from networks import D, labels
 from ranks import run_ranks, run_scenarios
+from torch import Tensor, nn
+
+import shardwright as sw
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from networks import D, draw, labels
 from torch import nn
 
 import shardwright as sw
-from networks import D, draw, labels
-from shardwright import monitor as room
-from shardwright.runtime import init as runtime_init
+from shardwright import monitor as room, process as runtime_init
 
 
 class Clock:

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from networks import Apply, D, draw, labels
+from one_device import assert_as_one_device, close, parallel, squares
+from ranks import run_ranks
 from torch import Tensor, nn
 
 import shardwright as sw
-from networks import D, Apply, draw, labels
-from one_device import assert_as_one_device, close, parallel, squares
-from ranks import run_ranks
-from shardwright.capture import capture
+from shardwright.capture.export import capture
 
 X = draw(8, 8)
 #: Links that cost nothing, beside slow arithmetic: whatever can be cut is.

@@ -1,8 +1,7 @@
 """The notation string: reading it, fitting it to shapes, and what follows from an assignment."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from shardwright.errors import RuleError
 from shardwright.layout import Digit, Layout

@@ -19,10 +19,10 @@ from test_processes import alike_on_all, gradients, raised, whole, wrapped
 from torch import nn
 
 import shardwright as sw
-from shardwright.capture import capture
-from shardwright.plan import make
-from shardwright.plan.document_writing import written
-from shardwright.plan.handed import Handed, graph_digest
+from shardwright import planning as make
+from shardwright.capture.export import capture
+from shardwright.partition.local_program import PortableDecisions, graph_digest
+from shardwright.planfile.document_writer import written
 
 X, T = draw(16, 8), labels(16)
 CROSS_ENTROPY = nn.CrossEntropyLoss()
@@ -204,18 +204,18 @@ def ranks_that_differ_search_nothing(rank: int, world: int) -> None:
 
 @scenario
 def a_rank_that_cannot_take_what_it_is_handed(rank: int, world: int) -> None:
-    taken = Handed.onto
+    taken = PortableDecisions.onto
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         if rank == 1:
             raise sw.PlanError("out of paper")
         return taken(*args, **kwargs)
 
-    Handed.onto = failing
+    PortableDecisions.onto = failing
     try:
         error = raised(lambda: wrapped(Marked(None, None, None), CROSS_ENTROPY, SEARCH)(X, T))
     finally:
-        Handed.onto = taken
+        PortableDecisions.onto = taken
     assert isinstance(error, sw.RuntimeMismatchError) and "[1]" in str(error) and "out of paper" in str(error)
     alike_on_all(error, world)
 
@@ -254,7 +254,7 @@ def test_what_comes_back_is_what_was_decided(make_net: Callable, x: torch.Tensor
         found = find()
         other = capture(make_net(), (x,))
         assert other is not graph and graph_digest(other) == graph_digest(graph)
-        handed = pickle.loads(pickle.dumps(Handed.of(found)))
+        handed = pickle.loads(pickle.dumps(PortableDecisions.of(found)))
         held.append((found, take(handed), handed.onto(other, 4, **{
             key: value for key, value in options.items() if key in ("uneven", "on_missing_rule")})))
         return held[0][1]

@@ -9,11 +9,11 @@ from collections import namedtuple
 import pytest
 import torch
 import torch.nn.functional as F
+from networks import Apply, D, Marked, draw, labels
+from one_device import assert_as_one_device, close, parallel, squares
 from torch import nn
 
 import shardwright as sw
-from networks import Apply, D, Marked, draw, labels
-from one_device import assert_as_one_device, close, parallel, squares
 
 X, T = draw(16, 8), labels(16)
 BATCHES = [(draw(16, 8, seed=s), labels(16, seed=s)) for s in range(3)]
@@ -451,8 +451,8 @@ def test_replicated_statistics_are_updated_once() -> None:
 # -- capture and plan ----------------------------------------------------------------------------------------------------
 
 def _noted(monkeypatch, name):
-    """The shapes that a function of `shardwright.parallel` is called with."""
-    import shardwright.parallel as module
+    """The shapes that a function of `shardwright.parallel.auto_parallel` is called with."""
+    import shardwright.parallel.auto_parallel as module
     seen, noted = [], getattr(module, name)
 
     def counting(net, args, *rest, **named):

@@ -6,6 +6,7 @@ import contextlib
 import io
 from functools import lru_cache
 
+import multi_dimensional_hybrid as script
 import pytest
 import torch
 from data import digits
@@ -15,7 +16,6 @@ from one_device import close
 from ranks import run_ranks
 from torch import nn
 
-import multi_dimensional_hybrid as script
 import shardwright as sw
 
 STEPS, TOLERANCE = 20, 1e-6

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from shardwright.errors import SettingError
-from shardwright.parallel import RecaptureWarning
+from shardwright.parallel.auto_parallel import RecaptureWarning
 
 TWO = dict(stages=2, micro_batches=4, stage_config=staged(2))
 FOUR = dict(stages=4, micro_batches=4, stage_config=staged(4))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwright as sw
-from shardwright.plan.decision import Found
+from shardwright.partition.local_program import SearchResult
 
 
 class Tutorial(nn.Module):
@@ -183,5 +183,5 @@ def test_no_more_is_proved_than_the_search_has_proved() -> None:
     sw.shard(net, ((2, 1), (1, 1)))
     plan = sw.plan(net, (torch.ones(4, 4),), devices=2)
     for factor, bound, expected in ((2.0, 1.5, 0.25), (1.0, 0.75, 0.25), (0.5, 0.25, 0.75), (2.0, 2.0, 0.0)):
-        found = Found(factor * plan.cost, bound * plan.cost, 1, 1)
+        found = SearchResult(factor * plan.cost, bound * plan.cost, 1, 1)
         assert replace(plan, found=found).gap == pytest.approx(expected), factor

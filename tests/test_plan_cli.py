@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright import cli
+from shardwright import process as runtime_init
+from shardwright.cli import main as cli
+from shardwright.cli.script import without_weights
 from shardwright.layout import digits_size
-from shardwright.report.units import size_text
-from shardwright.runtime import init as runtime_init
-from shardwright.scripts import without_weights
+from shardwright.report.format import size_text
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_plan_cli import _as_a_process_of_its_own, command  # noqa: F401: what each test here starts from
+from test_plan_cli import command  # noqa: F401: what each test here starts from
 
 import shardwright as sw
 from shardwright.layout import digits_size
-from shardwright.report.units import size_text, time_text
+from shardwright.report.format import size_text, time_text
 
 #: What a user might train; the weights of 175 billion parameters would be 650 GiB.
 SCRIPT = '''

@@ -7,22 +7,17 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 
-from shardwright.plan.problem import Problem, Usage
-from shardwright.plan.solver.elimination import eliminate
-from shardwright.plan.solver.order import elimination_order
-from shardwright.plan.solver.tables import Tables
-from shardwright.plan.solver.facts import Facts
-from shardwright.plan.solver.limits import solve_limited
-from shardwright.plan.solver.merging import candidates, merged
-from shardwright.plan.solver.milp import NoAssignmentError, milp
-from shardwright.plan.solver.moments import Rows, binding
-from shardwright.plan.solver.priced_search import _PricedSearch, priced_search
-from shardwright.plan.solver.pricing import Pricing
-from shardwright.plan.solver.reduce import consistent, reduced, restrict
-from shardwright.plan.solver.splicing import Splicer
+from shardwright.solver.cutting_planes import _PricedSearch, priced_search
+from shardwright.solver.elimination import Facts, Tables, eliminate, elimination_order
+from shardwright.solver.lagrangian import Pricing
+from shardwright.solver.memory_rows import Rows, binding
+from shardwright.solver.milp import NoAssignmentError, milp
+from shardwright.solver.presolve import candidates, consistent, merged, reduced, restrict
+from shardwright.solver.problem import MemoryUsage, Problem
+from shardwright.solver.solve import solve_limited
+from shardwright.solver.splicing import Splicer
 
 
 def chain(seed: int, nodes: int = 8, states: int = 3, tight: float = 0.5, forbidden: float = 0.25) -> Problem:
@@ -39,9 +34,9 @@ def chain(seed: int, nodes: int = 8, states: int = 3, tight: float = 0.5, forbid
         edges[i, j] = table
         if rng.random() < 0.7:
             amount = rng.integers(0, 20, table.shape).astype(float)
-            usages.append(Usage(i, i, int(rng.integers(j + 1, nodes + 2)), amount, "", j))
+            usages.append(MemoryUsage(i, i, int(rng.integers(j + 1, nodes + 2)), amount, "", j))
     for v, own in enumerate(costs):
-        usages.append(Usage(v, v, v + 2, rng.integers(0, 20, len(own)).astype(float)))
+        usages.append(MemoryUsage(v, v, v + 2, rng.integers(0, 20, len(own)).astype(float)))
     problem = Problem(tuple(costs), edges, (), tuple(usages))
     peaks = [held(problem, states) for states in product(*(range(len(own)) for own in costs))
              if np.isfinite(problem.cost(states))]

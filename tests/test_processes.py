@@ -21,15 +21,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from networks import Apply, D, Marked, draw, labels
+from one_device import close, squares
 from ranks import PATIENCE, run_ranks, run_scenarios
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 import shardwright as sw
-from networks import Apply, D, Marked, draw, labels
-from one_device import close, squares
-from shardwright.marks import marked_operators
+from shardwright.capture.annotations import marked_operators
 
 X, T = draw(16, 8), labels(16)
 BATCHES = [(draw(16, 8, seed=s), labels(16, seed=s)) for s in range(3)]

@@ -9,22 +9,21 @@ from typing import Any
 import gpt
 import pytest
 import torch
-from networks import D, Apply, draw
+from networks import Apply, D, draw
 from one_device import assert_as_one_device
 from propagated import FIRST, MODE, Chain, planned
 from torch import Tensor, nn
 
 import shardwright as sw
-from shardwright.capture import capture
+from shardwright.capture.export import capture
 from shardwright.cluster import Cluster
+from shardwright.cost.cost_model import CostModel
 from shardwright.layout import Digit, Layout
-from shardwright.plan import demands, propagation
-from shardwright.plan.costs import Costs
-from shardwright.plan.demands import MOST, demands_of, legal, passes_through, project
-from shardwright.plan.make import FITTING
-from shardwright.plan.problem import Solution
-from shardwright.plan.propagation import path_from_mark
+from shardwright.planners import propagation, propagation as demands
+from shardwright.planners.propagation import MOST, demands_of, legal, passes_through, path_from_mark, project
+from shardwright.planning import FITTING
 from shardwright.rules import bound_rule
+from shardwright.solver.problem import Solution
 
 
 def of_kind(plan: sw.Plan, kind: str) -> list[Any]:
@@ -280,7 +279,7 @@ def test_not_dearer_than_either_published_result(cluster: Any, width: int) -> No
         inputs = torch.empty(16 * width, 32 * width, device="meta"), torch.empty(16 * width, 16 * width, device="meta")
         plan = sw.plan(Quick(*strategies), inputs[:1], nn.MSELoss(), inputs[1], parallel_mode=mode, cluster=cluster,
                        dataset_strategy="data_parallel")
-        return Costs(Cluster.of(cluster, 8), 8).plan(plan).total
+        return CostModel(Cluster.of(cluster, 8), 8).plan(plan).total
 
     ours = price(FIRST, mode=MODE)
     for relu, second in PUBLISHED:

@@ -14,9 +14,9 @@ from test_random_networks import MATRICES, marked, networks
 from torch import Tensor, nn
 
 import shardwright as sw
-from shardwright.capture import capture
-from shardwright.plan import demands
-from shardwright.plan.demands import demands_of, within
+from shardwright.capture.export import capture
+from shardwright.planners import propagation as demands
+from shardwright.planners.propagation import demands_of, within
 from shardwright.rules import assignment_of, bound_rule
 
 MODE = "sharding_propagation"

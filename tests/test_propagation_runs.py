@@ -18,16 +18,16 @@ from test_random_networks import MATRICES, marked, networks
 from torch import Tensor, nn
 
 import shardwright as sw
-from shardwright.capture import capture
+from shardwright.capture.export import capture
 from shardwright.cluster import Cluster
+from shardwright.cost.cost_model import CostModel
 from shardwright.layout import Digit
-from shardwright.plan.costs import Costs
-from shardwright.plan.demands import demands_of
+from shardwright.planners.propagation import demands_of
 from shardwright.rules import assignment_of, bound_rule
 
 
 def seconds(plan: sw.Plan) -> float:
-    return Costs(Cluster.of(None, plan.devices), plan.devices).plan(plan).total
+    return CostModel(Cluster.of(None, plan.devices), plan.devices).plan(plan).total
 
 
 def marked_gpt(*names: str) -> gpt.GPT:

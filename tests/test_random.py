@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from networks import Apply, D, draw, labels
 from one_device import close, parallel, squares
 from ranks import run_ranks
@@ -19,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import shardwright as sw
-from shardwright.rules.generator import KINDS, PLAIN, device_words, host_words, key
-from shardwright.runtime.random import RandomStream, of_micro_batch, stream
+from shardwright.process import RandomStream, of_micro_batch, stream
+from shardwright.rules.counter_rng import KINDS, PLAIN, device_words, host_words, key
 
 CROSS_ENTROPY = nn.CrossEntropyLoss()
 X, T = draw(16, 8), labels(16)

@@ -11,12 +11,12 @@ import hypothesis.strategies as st
 import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, note, settings
+from networks import draw
+from one_device import close, parallel, squares
 from torch import Tensor, nn
 
 import shardwright as sw
-from networks import draw
-from one_device import close, parallel, squares
-from shardwright.capture import capture
+from shardwright.capture.export import capture
 from shardwright.layout import allocate, merge
 from shardwright.rules import Bound, bound_rule
 

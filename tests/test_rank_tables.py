@@ -16,17 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from launch_scripts import train
-from test_environment import OMPI, TORCHRUN
 from ranks import PATIENCE
+from test_environment import OMPI, TORCHRUN
 from test_launch import free_port
 from torch import nn
 
 import shardwright as sw
-from shardwright.launch.environment import find
-from shardwright.launch.rank_table import RankTable
+from shardwright.launch.environment import RankTable, find
 
 
 def table(*servers: str, devices: int = 8) -> dict[str, Any]:

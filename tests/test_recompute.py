@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from networks import Apply, D, draw, labels
+from one_device import assert_as_one_device, close
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -19,16 +21,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
-    CheckpointPolicy, checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts,
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
 )
 
 import shardwright as sw
-from networks import Apply, D, draw, labels
-from one_device import assert_as_one_device, close
-from shardwright.report import explain
-from shardwright.report.ir import begin_text, execute_text
-from shardwright.runtime import local
-from shardwright.runtime.same_host import SameHost
+from shardwright.report.ir_dump import begin_text, execute_text
+from shardwright.report.tables import explain
+from shardwright.runtime.distributed.shared_memory import SameHost
+from shardwright.runtime.local import local_executor as local
 
 X, T = draw(16, 8), labels(16)
 GIVEN = draw(16, 8).requires_grad_()  # without which torch's reentrant checkpoints lose the weights' gradients

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-
-import shardwright as sw
 from networks import D, draw
 from one_device import assert_as_one_device, close, parallel, squares
 from ranks import run_ranks
+from torch import Tensor, nn
+
+import shardwright as sw
 
 SETTINGS: list[dict[str, Any]] = [
     {}, {"num_layers": 2, "batch_first": True, "bias": False}, {"bidirectional": True, "batch_first": True}]

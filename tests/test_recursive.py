@@ -19,14 +19,14 @@ from test_random_networks import marked, networks
 from torch import Tensor, nn
 
 import shardwright as sw
-from shardwright.capture import capture
+from shardwright.capture.export import capture
 from shardwright.cluster import Cluster, Level
+from shardwright.cost.cost_model import CostModel
 from shardwright.layout import Digit
-from shardwright.plan.candidates import options_among, strategy_of
-from shardwright.plan.costs import Costs
-from shardwright.plan.decision import feeding
-from shardwright.plan.recursive import recursive_programming
-from shardwright.plan.search import Search
+from shardwright.partition.local_program import input_placement
+from shardwright.planners.graph_problem import Search
+from shardwright.planners.search import recursive_programming
+from shardwright.planners.search_space import options_among, strategy_of
 from shardwright.rules import bound_rule
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
@@ -124,7 +124,7 @@ def test_in_the_wrapper() -> None:
 def search_of(name: str, devices: int, cluster: Any) -> Search:
     net, batch, loss_fn = MODELS[name]()
     graph = capture(net, batch, None, loss_fn=loss_fn)
-    return Search.of(graph, devices, feeding(graph, devices, "full_batch"), Costs(cluster, devices))
+    return Search.of(graph, devices, input_placement(graph, devices, "full_batch"), CostModel(cluster, devices))
 
 
 def test_each_level_is_the_best_of_its_strategies() -> None:

@@ -12,15 +12,16 @@ from test_recursive import MODE, as_one_device, slow_devices
 from torch import nn
 
 import shardwright as sw
-from shardwright.capture import capture
+from shardwright.capture.export import capture
+from shardwright.cost.cost_model import CostModel
 from shardwright.errors import PlanError
-from shardwright.plan import recursive
-from shardwright.plan.costs import Costs
-from shardwright.plan.decision import feeding
-from shardwright.plan.exact import milp, solve
-from shardwright.plan.fitting import CUT
-from shardwright.plan.problem import Problem, Solution
-from shardwright.plan.search import Search
+from shardwright.partition.local_program import input_placement
+from shardwright.planners import search as recursive
+from shardwright.planners.graph_problem import Search
+from shardwright.planners.search import CUT
+from shardwright.solver.milp import milp
+from shardwright.solver.problem import Problem, Solution
+from shardwright.solver.solve import solve
 
 
 def layers(count: int) -> tuple[nn.Module, tuple, nn.Module]:
@@ -131,7 +132,7 @@ def test_a_level_that_cannot_keep_its_limit_holds_as_little_as_it_can(asked: lis
     """Where nothing is hoped for, the first level has too few cuts; the next ones have more, and keep theirs."""
     (net, batch, loss_fn), sizes, memory = layers(3), (2, 2, 2), 43_800
     graph = capture(net, batch, None, loss_fn=loss_fn)
-    search = Search.of(graph, 8, feeding(graph, 8, "full_batch"), Costs(slow_devices(*sizes), 8)).check()
+    search = Search.of(graph, 8, input_placement(graph, 8, "full_batch"), CostModel(slow_devices(*sizes), 8)).check()
     decided = recursive._Recursion(search, "adam", CUT).run(memory, 0.0)
     check(asked, sizes, memory, (0.0,))
     assert [level.kept for level in asked[:-1]] == [False, True] and decided.found.limit == memory

@@ -4,15 +4,15 @@ import inspect
 import io
 import re
 
+import operator_functional
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-import operator_functional
 import shardwright as sw
-from shardwright.report import explain, write_dumps
-from shardwright.report.ir import begin_text, execute_text
+from shardwright.report.ir_dump import begin_text, execute_text, write_dumps
+from shardwright.report.tables import explain
 
 ALL = "(0, 1, 2, 3, 4, 5, 6, 7)"
 

@@ -16,14 +16,14 @@ from test_document_pipeline import NOISY, TWO, Noisy, planned
 from torch import nn
 
 import shardwright as sw
-from shardwright.cli import main
+from shardwright.cli.main import main
 from shardwright.errors import PlanError
-from shardwright.plan.explain import explained
-from shardwright.report import explain, write_dumps
-from shardwright.report.difference import difference
-from shardwright.report.explained import costs, explanation
-from shardwright.report.planned import summary
-from shardwright.report.units import size_text, time_text
+from shardwright.explain import explained
+from shardwright.report.explanations import costs, explanation
+from shardwright.report.format import size_text, time_text
+from shardwright.report.ir_dump import write_dumps
+from shardwright.report.plan_diff import difference
+from shardwright.report.tables import explain, summary
 
 
 def shown(show: Any, *args: Any, **given: Any) -> str:

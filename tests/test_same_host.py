@@ -15,16 +15,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import RankFailed, run_ranks
 from test_collectives import ALL, WORLD, A, assert_as_in_one_process, convert, ended, every_pair, layouts, local
 
-from shardwright.conversion import conversion
-from shardwright.runtime import host_memory, same_host, transport
-from shardwright.runtime.process_groups import ProcessGroups
-from shardwright.runtime.same_host import SameHost
-from shardwright.runtime.shards import convert_shards
-from shardwright.runtime.sums import SumInTurns
-
-from ranks import RankFailed, run_ranks
+from shardwright.redistribution import redistribution
+from shardwright.runtime.distributed import (
+    collectives as transport,
+    shared_memory as host_memory,
+    shared_memory as same_host,
+)
+from shardwright.runtime.distributed.buckets import SumInTurns
+from shardwright.runtime.distributed.collectives import ProcessGroups
+from shardwright.runtime.distributed.shared_memory import SameHost
+from shardwright.runtime.local.shards import convert_shards
 
 pytestmark = pytest.mark.skipif(host_memory._calls is None, reason="ranks share memory on Linux alone")
 WAIT = timedelta(seconds=60)
@@ -63,12 +66,12 @@ def types(rank: int, world: int) -> dict[Any, torch.Tensor]:
             for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.int8, torch.bool):
                 for shape in ((4, 4, 4), (64, 64, 68)):
                     source, target = layouts(name, reduction)
-                    out[name, reduction, dtype, shape] = convert(conversion(source, target),
+                    out[name, reduction, dtype, shape] = convert(redistribution(source, target),
                                                                  local(source, shape, rank, dtype), rank, groups)
     for name in ("all_gather", "permute", "all_to_all"):
         for dtype in (torch.bool, torch.int32, torch.bfloat16, torch.complex64, torch.complex128):
             source, target = layouts(name)
-            out[name, "sum", dtype, (4, 4, 4)] = convert(conversion(source, target), local(source, (4, 4, 4), rank, dtype),
+            out[name, "sum", dtype, (4, 4, 4)] = convert(redistribution(source, target), local(source, (4, 4, 4), rank, dtype),
                                                          rank, groups)
     return out
 
@@ -78,7 +81,7 @@ def test_reductions_and_types() -> None:
     for name, reduction, dtype, shape in results[0]:
         source, target = layouts(name, reduction)
         shards = [local(source, shape, r, dtype) for r in range(WORLD)]
-        for rank, expected in enumerate(convert_shards(conversion(source, target), shards, stepwise=True)):
+        for rank, expected in enumerate(convert_shards(redistribution(source, target), shards, stepwise=True)):
             got = results[rank][name, reduction, dtype, shape]
             assert got.dtype == dtype and torch.equal(got, expected), (name, reduction, dtype, shape)
 
@@ -152,7 +155,7 @@ def not_shared(rank: int, world: int, why: str) -> tuple[bool, set[str], torch.T
         host_memory._opened = lambda path, nonce: opened(path, b"0" * 16)
     groups = ProcessGroups(world, rank)
     source, target = layouts("all_reduce")
-    got = convert(conversion(source, target), local(source, (4, 4, 4), rank), rank, groups)
+    got = convert(redistribution(source, target), local(source, (4, 4, 4), rank), rank, groups)
     return groups.seen((ALL,)).host is None, files(), got
 
 
@@ -163,7 +166,7 @@ def test_all_ranks_leave_it_to_gloo(why: str) -> None:
     results = run_ranks(not_shared, WORLD, why)
     source, target = layouts("all_reduce")
     shards = [local(source, (4, 4, 4), r) for r in range(WORLD)]
-    expected = convert_shards(conversion(source, target), shards, stepwise=True)
+    expected = convert_shards(redistribution(source, target), shards, stepwise=True)
     for rank, (alone, left, got) in enumerate(results):
         assert alone and left <= before and torch.equal(got, expected[rank])
 

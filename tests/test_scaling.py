@@ -8,16 +8,16 @@ from importlib import import_module
 
 import pytest
 import torch
+from gpt import GPT
+from networks import D, draw, labels
+from ranks import run_ranks
 from torch import nn
 from torch.nn import functional as F
 
 import shardwright as sw
-from gpt import GPT
-from networks import D, draw, labels
-from ranks import run_ranks
-from shardwright.capture import Recording, capture, capture_scalable
+from shardwright.capture.export import Recording, capture, capture_scalable
 
-parallel = import_module("shardwright.parallel")
+parallel = import_module("shardwright.parallel.auto_parallel")
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +119,7 @@ def test_a_capture_writes_no_code_and_reckons_sizes_once(monkeypatch):
 
 
 def test_calls_of_one_form_are_split_once(monkeypatch):
-    splitter, seen = import_module("shardwright.plan.splitting").Splitter, []
+    splitter, seen = import_module("shardwright.pipeline.microbatch").Splitter, []
     monkeypatch.setattr(splitter, "_of_rows", _counted(splitter._of_rows, "rows", seen))
     counts = []
     for layers in (2, 6):
@@ -154,7 +154,7 @@ def test_further_sizes_are_neither_captured_nor_searched_and_run_as_on_one_devic
     plain = Language()
     model = sw.AutoParallel(copy.deepcopy(plain), parallel_mode=mode, cluster=FREE)
     model.dataset_strategy("full_batch")
-    made = import_module("shardwright.plan.make")
+    made = import_module("shardwright.planning")
     for name in ("semi_auto", "data_parallel"):
         monkeypatch.setitem(made.PLANNERS, name, _counted(made.PLANNERS[name], name, captures))
     for name in ("recursive_programming", "dynamic_programming"):
@@ -286,7 +286,7 @@ def compared(plain, model, sizes):
 
 @pytest.mark.parametrize("mode", ["data_parallel", "recursive_programming"])
 def test_a_pipeline_is_neither_captured_nor_searched_at_further_sizes(mode, captures, monkeypatch):
-    made = import_module("shardwright.plan.make")
+    made = import_module("shardwright.planning")
     table = made.PLANNERS if mode == "data_parallel" else made.SEARCHES
     monkeypatch.setitem(table, mode, _counted(table[mode], mode, captures))
     plain, choose = Language(layers=2), random.Random(5)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 
 from shardwright.errors import SettingError
-from shardwright.schedules import SCHEDULES, Action, Schedule, check, forward_only, schedule
+from shardwright.pipeline.schedules import SCHEDULES, Action, Schedule, check, forward_only, schedule
 
 #: Every schedule with the chunks that it takes.
 CHUNKS = [("gpipe", None), ("1f1b", None), ("interleaved", 1), ("interleaved", None), ("interleaved", 3),
@@ -372,7 +372,7 @@ def test_forwards_alone_refuses_what_cannot_be() -> None:
 
 
 def test_no_schedule_needs_a_process_group_and_shardwright_imports_none() -> None:
-    script = "import sys, shardwright, shardwright.schedules as s\n" \
+    script = "import sys, shardwright, shardwright.pipeline.schedules as s\n" \
              "assert 'torch.distributed.pipelining' not in sys.modules\n" \
              "s.schedule('1f1b', 2, 4), s.schedule('gpipe', 2, 4)\n" \
              "assert 'torch.distributed.pipelining' not in sys.modules\n" \

@@ -9,21 +9,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_ranks
 from torch import nn
 from torch.nn import functional as F
 
 import shardwright as sw
-from ranks import run_ranks
-from shardwright.capture import capture
+from shardwright.capture.export import capture
+from shardwright.cost.cost_model import CostModel
 from shardwright.errors import PlanError, SettingError
-from shardwright.plan.candidates import Strategy, assignments, atoms_of, prime_factors, strategy_of
-from shardwright.plan.costs import Costs
-from shardwright.plan.decision import feeding
-from shardwright.plan.exact import milp, solve
-from shardwright.plan.plan import Plan
-from shardwright.plan.problem import Solution
-from shardwright.plan.search import Search
-from shardwright.plan.semi_auto import semi_auto
+from shardwright.partition.local_program import input_placement
+from shardwright.planners.graph_problem import Search
+from shardwright.planners.search_space import Strategy, assignments, atoms_of, prime_factors, strategy_of
+from shardwright.planners.semi_auto import semi_auto
+from shardwright.sharded_plan import Plan
+from shardwright.solver.milp import milp
+from shardwright.solver.problem import Solution
+from shardwright.solver.solve import solve
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 
@@ -112,7 +113,7 @@ def planned(name: str, mode: str, devices: int = 4, **given) -> Plan:
 def searched(name: str, devices: int = 4) -> Search:
     net, inputs, loss, targets = MODELS[name]()
     graph = capture(net, (*inputs, targets), None, loss_fn=loss)
-    return Search.of(graph, devices, feeding(graph, devices, "full_batch"), Costs(cluster(devices), devices))
+    return Search.of(graph, devices, input_placement(graph, devices, "full_batch"), CostModel(cluster(devices), devices))
 
 
 # -- what may be chosen --

@@ -15,18 +15,15 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.errors import SettingError
-from shardwright.plan.exact import solve
-from shardwright.plan.problem import Problem, Usage
-from shardwright.plan.solver.budget import OutOfBudgetError, SearchBudget, SearchProgress, free_memory, spending
-from shardwright.plan.solver import priced_search as searching
-from shardwright.plan.solver.limits import swept
-from shardwright.plan.solver.moments import Rows, binding
-from shardwright.plan.solver.priced_search import priced_search
-from shardwright.plan.solver.pricing import Pricing
-from shardwright.plan.solver.reduce import consistent
-from shardwright.plan.solver.repeats import period, shorter
-from shardwright.plan.solver.swept_pricing import SweptPricing
-from shardwright.plan.solver.tables import Tables
+from shardwright.solver import cutting_planes as searching
+from shardwright.solver.cutting_planes import priced_search
+from shardwright.solver.elimination import Tables
+from shardwright.solver.lagrangian import Pricing, SweptPricing
+from shardwright.solver.memory_rows import Rows, binding, period, shorter
+from shardwright.solver.presolve import consistent
+from shardwright.solver.problem import MemoryUsage, Problem
+from shardwright.solver.search_memory import OutOfBudgetError, SearchBudget, SearchProgress, free_memory, spending
+from shardwright.solver.solve import solve, swept
 
 ENOUGH = 4e9  # bytes: as good as no limit here
 
@@ -48,7 +45,7 @@ def random_problem(seed: int, nodes: int = 7, limit: float | None = None) -> Pro
             table = draw.integers(0, 30, (sizes[i], sizes[j])).astype(float)
             table[draw.random(table.shape) < 0.1] = np.inf
             edges[i, j] = table
-    usages = tuple(Usage(v, v, nodes + 2, draw.integers(1, 9, sizes[v]).astype(float)) for v in range(nodes))
+    usages = tuple(MemoryUsage(v, v, nodes + 2, draw.integers(1, 9, sizes[v]).astype(float)) for v in range(nodes))
     return Problem(costs, edges, (), usages if limit is not None else (), limit)
 
 
@@ -71,7 +68,7 @@ def layers(count: int, seed: int = 0, hub: bool = False) -> Problem:
             edges[at - 1, at] = between
         if hub:
             edges[0, at + 1] = positions
-        usages += [Usage(at + n, at + n, 8 * count - at - n, amount) for n, amount in enumerate(held)]
+        usages += [MemoryUsage(at + n, at + n, 8 * count - at - n, amount) for n, amount in enumerate(held)]
     return Problem(tuple(costs), edges, (), tuple(usages), None)
 
 
@@ -284,7 +281,7 @@ def test_a_plan_is_the_same_whatever_the_budget(mode):
 # -- progress --
 
 def test_a_long_search_says_how_far_it_is(monkeypatch):
-    from shardwright.plan.solver import budget as module
+    from shardwright.solver import search_memory as module
     monkeypatch.setattr(module, "SILENT", 0.0)
     monkeypatch.setattr(module, "EVERY", 0.0)
     said: list[SearchProgress] = []
@@ -305,7 +302,7 @@ def test_a_short_one_says_nothing(capfd, caplog):
 
 
 def test_false_is_silence(monkeypatch, capfd, caplog):
-    from shardwright.plan.solver import budget as module
+    from shardwright.solver import search_memory as module
     monkeypatch.setattr(module, "SILENT", 0.0)
     monkeypatch.setattr(module, "EVERY", 0.0)
     with spending(SearchBudget(ENOUGH, progress=False)), caplog.at_level("INFO"):
@@ -314,7 +311,7 @@ def test_false_is_silence(monkeypatch, capfd, caplog):
 
 
 def test_the_command_takes_it(tmp_path: Path, capsys, monkeypatch):
-    from shardwright.cli import main
+    from shardwright.cli.main import main
     script = tmp_path / "small.py"
     script.write_text("import torch\nfrom torch import nn\n\n\ndef model():\n"
                       "    return {'net': nn.Linear(8, 8), 'inputs': (torch.zeros(8, 8),), "

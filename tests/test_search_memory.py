@@ -8,25 +8,31 @@ from functools import cache
 import pytest
 import torch
 import torch.nn.functional as F
+from test_search import MODELS, cluster
 from torch import nn
 
 import shardwright as sw
-from shardwright.capture import capture
+from shardwright.capture.export import capture
+from shardwright.cost.cost_model import CostModel
+from shardwright.cost.memory_timeline import MemoryTimeline
 from shardwright.errors import PlanError
-from shardwright.plan import dynamic
-from shardwright.plan.candidates import strategy_of
-from shardwright.plan.costs import Costs
-from shardwright.plan.decision import feeding
-from shardwright.plan.dynamic import dynamic_programming
-from shardwright.plan.exact import solve
-from shardwright.plan.fitting import CUT, MOST_TRIES, TooLittleMemoryError, _Fitting, fit, fits
-from shardwright.plan.usages import holding
-from shardwright.plan.memory import Timeline
-from shardwright.plan.problem import Problem, Solution
-from shardwright.plan.recursive import recursive_programming
-from shardwright.plan.decision import Decided
-from shardwright.plan.search import Search
-from test_search import MODELS, cluster
+from shardwright.partition.local_program import Decisions, input_placement
+from shardwright.planners import search as dynamic
+from shardwright.planners.graph_problem import Search
+from shardwright.planners.memory_problem import holding
+from shardwright.planners.search import (
+    CUT,
+    MOST_TRIES,
+    TooLittleMemoryError,
+    _Fitting,
+    dynamic_programming,
+    fit,
+    fits,
+    recursive_programming,
+)
+from shardwright.planners.search_space import strategy_of
+from shardwright.solver.problem import Problem, Solution
+from shardwright.solver.solve import solve
 
 DEVICES = 4
 
@@ -46,8 +52,8 @@ class Case:
     def __init__(self, name: str) -> None:
         net, inputs, loss, targets = NETS[name]()
         graph = capture(net, (*inputs, targets), None, loss_fn=loss)
-        self.given = graph, DEVICES, feeding(graph, DEVICES, "full_batch")
-        self.costs = Costs(cluster(DEVICES), DEVICES)
+        self.given = graph, DEVICES, input_placement(graph, DEVICES, "full_batch")
+        self.costs = CostModel(cluster(DEVICES), DEVICES)
         self.search = Search.of(*self.given[:2], self.given[2], self.costs)
         self.free, self.recursed = self.of(dynamic_programming), self.of(recursive_programming)
         with pytest.raises(TooLittleMemoryError) as refused:
@@ -55,13 +61,13 @@ class Case:
         self.least = refused.value.least
         self.most = max(self.peak(self.free), self.least)
 
-    def of(self, planner, **given) -> Decided:
+    def of(self, planner, **given) -> Decisions:
         return planner(*self.given, costs=self.costs, **given)
 
-    def peak(self, decided: Decided) -> float:
+    def peak(self, decided: Decisions) -> float:
         return self.plan(decided).peak
 
-    def plan(self, decided: Decided) -> sw.Plan:
+    def plan(self, decided: Decisions) -> sw.Plan:
         graph, devices, fed = self.given
         ops = {name: decision.op for name, decision in decided.decisions.items()}
         graph = graph.with_ops(tuple(ops[op.name] for op in graph.ops))  # with what is computed again
@@ -213,7 +219,7 @@ def test_what_runs_again_reads_what_was_sent(monkeypatch: pytest.MonkeyPatch) ->
     free, seen = sw.plan(net, (torch.randn(16, 32, 32),), **given), []
     decided = _Fitting.decided
 
-    def spied(self: _Fitting, solution: Solution) -> tuple[Decided, Timeline]:
+    def spied(self: _Fitting, solution: Solution) -> tuple[Decisions, MemoryTimeline]:
         made = decided(self, solution)
         seen.append((made[1].peak, self.held.peak(solution.states)))
         return made
@@ -237,8 +243,8 @@ def test_what_gives_its_input_back_runs_again_with_what_reads_it() -> None:
     """A dropout of nothing is no view by its schema: left out, what it gives back would be kept."""
     net = nn.Sequential(*(Residual() for _ in range(2)))
     graph = capture(net, (torch.randn(64, 16), torch.randn(64, 16)), None, loss_fn=nn.MSELoss())
-    fed = feeding(graph, 2, "full_batch")
-    search = Search.of(graph, 2, fed, Costs(cluster(2), 2))
+    fed = input_placement(graph, 2, "full_batch")
+    search = Search.of(graph, 2, fed, CostModel(cluster(2), 2))
     held = holding(search.energy(search.options(), cut=CUT), fed, search.carries, 1e12, 8.0)
     dropouts = {op.name for op in graph.ops if "dropout" in op.name}
     again = [names for names in held.remade.values() if any(name.startswith("add") for name in names)]

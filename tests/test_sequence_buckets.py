@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from networks import draw, labels
+from ranks import run_ranks
 from torch import nn
 from torch.nn import functional as F
 
 import shardwright as sw
-from networks import draw, labels
-from ranks import run_ranks
 
 transformers = pytest.importorskip("transformers")
 

@@ -15,12 +15,11 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.cluster import Cluster, Level
+from shardwright.cost.cost_model import CostModel
 from shardwright.errors import SettingError
-from shardwright.plan import PipelinePlan
-from shardwright.plan.costs import Costs
-from shardwright.plan.pipelined import moments, timeline_of
-from shardwright.plan.simulate import Once, Simulation, simulate
-from shardwright.schedules import Action, Schedule, forward_only, schedule
+from shardwright.pipeline.pipeline_plan import PipelinePlan, moments, timeline_of
+from shardwright.pipeline.schedules import Action, Schedule, forward_only, schedule
+from shardwright.pipeline.simulate import Once, Simulation, simulate
 
 
 def equal(name: str, groups: int, micro_batches: int, chunks: int | None = None, *, forward: float = 1.0,
@@ -242,7 +241,7 @@ def test_a_pipeline_is_simulated_by_the_prices_of_its_stages() -> None:
     made = timeline_of(plan)
     assert made.devices == (4, 4)
     for stage in plan.stages:
-        price, costs = stage.plan.price, Costs(plan.cluster.part(4), 4)
+        price, costs = stage.plan.price, CostModel(plan.cluster.part(4), 4)
         spans = [s for s in made.by_group[stage.number] if isinstance(s.action, Action)]
         assert {s.action for s in spans} == set(plan.schedule.actions[stage.number])
         # The sums of gradients are once a step, after the last backward, and the rest of the price is for each.

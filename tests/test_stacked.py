@@ -5,23 +5,18 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
+from one_device import assert_as_one_device
+from test_conversion import DEVICES, draw_layout, make_shards
 from torch import nn
 
 import shardwright as sw
-from shardwright.conversion import conversion, transpose
 from shardwright.errors import LayoutError
 from shardwright.graph import Op, Value
 from shardwright.layout import Digit, Layout, overlap
-from shardwright.runtime.calls import Alike, plain_function
-from shardwright.runtime.leading import leading
-from shardwright.runtime.products import product
-from shardwright.runtime.shards import ReplicasDiffer, convert_shards
-from shardwright.runtime.stacked import Axes, converting, union
-
-from one_device import assert_as_one_device
-from test_conversion import DEVICES, draw_layout, make_shards
+from shardwright.redistribution import redistribution, transpose
+from shardwright.runtime.local.operators import SameOnAllRanks, leading, plain_function, product
+from shardwright.runtime.local.shards import Axes, ReplicasDiffer, convert_shards, converting, union
 
 D = torch.float64
 
@@ -53,7 +48,7 @@ def test_a_conversion_is_that_of_the_shards(drawn, seed):
     source, target, _, shape = drawn
     axes = Axes.of_layouts(source.devices, (source, target))
     shards, _ = make_shards(source, shape, seed)
-    found, before, after = conversion(source, target), held(axes, source), held(axes, target)
+    found, before, after = redistribution(source, target), held(axes, source), held(axes, target)
     run = converting(axes, source, target, before, after, source.local_shape(shape))
     assume(run is not None)
     x = axes.stack(shards, before)
@@ -70,7 +65,7 @@ def test_a_transpose_is_that_of_the_shards(drawn, seed):
     """What was broadcast along axes of size 1 has summed its gradients; what lies open has them alike."""
     source, target, terms, shape = drawn
     assume(source.reduction == "sum")
-    backward = transpose(conversion(source, target), terms)
+    backward = transpose(redistribution(source, target), terms)
     axes = Axes.of_layouts(source.devices, (source, target, backward.source))
     before, after, inner = held(axes, source), held(axes, target), axes.along(backward.source.partial)
     run = converting(axes, backward.source, backward.target, after, before, target.local_shape(shape), summed=True,
@@ -233,14 +228,14 @@ def test_an_operator_that_takes_another_s_shape(cuts):
 def test_replicas_that_were_worked_on_apart_have_to_agree():
     axes, x = Axes((2, 2)), torch.randn(2, 1, 3, dtype=D, requires_grad=True)
     layout = Layout.of(4, [(Digit(2, 2),)])
-    made = Alike.apply(x, axes, (2, 1), (2, 2), layout)
+    made = SameOnAllRanks.apply(x, axes, (2, 1), (2, 2), layout)
     gradient = torch.randn(2, 1, 3, dtype=D).expand(2, 2, 3).clone()
     assert torch.equal(torch.autograd.grad(made, x, gradient, retain_graph=True)[0], gradient[:, :1])
     gradient[1, 1, 0] += 1
     with pytest.raises(ReplicasDiffer, match="ranks 2 and 3"):
         torch.autograd.grad(made, x, gradient)
     once = torch.randn(3, dtype=D, requires_grad=True)
-    made = Alike.apply(once, axes, (), (1, 2), Layout.replicated(4, 1))
+    made = SameOnAllRanks.apply(once, axes, (), (1, 2), Layout.replicated(4, 1))
     assert torch.equal(torch.autograd.grad(made, once, torch.ones_like(made))[0], torch.ones(3, dtype=D))
 
 

@@ -16,11 +16,11 @@ from test_simulate import Network, planned
 from torch import nn
 
 import shardwright as sw
-from shardwright.cli import main
-from shardwright.plan.pipelined import Moment, timeline_of
-from shardwright.plan.simulate import Simulation, simulate
+from shardwright.cli.main import main
+from shardwright.pipeline.pipeline_plan import Moment, timeline_of
+from shardwright.pipeline.schedules import Schedule, schedule
+from shardwright.pipeline.simulate import Simulation, simulate
 from shardwright.report.timeline import FONT, KINDS, SMALL, WIDE, headline, picture, trace
-from shardwright.schedules import Schedule, schedule
 
 SVG = "{http://www.w3.org/2000/svg}"
 SIZES = [("1f1b", 4, 8), ("gpipe", 4, 8), ("interleaved", 4, 8), ("zero_bubble", 4, 8), ("zbv", 4, 8), ("1f1b", 16, 64),
@@ -226,7 +226,7 @@ def test_simulate_reads_the_plan_of_a_pipeline(tmp_path: Path, capsys: pytest.Ca
         assert {e["name"] for e in complete(events, stage.number, 1)} & set(stage.plan.decisions)
     _, boxes, texts = read(drawn.read_text())
     assert len(boxes) == len(made.spans) and {"ranks 0-3", "ranks 4-7"} <= set(texts)
-    monkeypatch.setattr("shardwright.simulate_cli.OPERATORS", 10)
+    monkeypatch.setattr("shardwright.cli.plan_command.OPERATORS", 10)
     assert main(command) == 0
     assert "the trace is without operators" in capsys.readouterr().out
     assert not complete(json.loads(written.read_text())["traceEvents"], 0, 1)
@@ -244,7 +244,7 @@ def test_simulate_says_what_it_cannot_do(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_what_is_printed_of_a_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
-    from shardwright.report.simulated import simulated
+    from shardwright.report.timeline import simulated
 
     plan = planned(pipeline=dict(stages=2, micro_batches=4, stage_config={"a": 0, "b": 1, "c": 1}))
     made = timeline_of(plan)

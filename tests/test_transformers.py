@@ -6,18 +6,18 @@ import copy
 from dataclasses import dataclass, field
 from typing import Any
 
+import gpt
+import llama
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
-import gpt
-import llama
-import shardwright as sw
 from language import VOCABULARY, Loss, passages
 from networks import D, draw, labels
 from one_device import assert_as_one_device, close, parallel
-from shardwright.capture import capture
+from torch import Tensor, nn
+
+import shardwright as sw
+from shardwright.capture.export import capture
 
 LENGTH = 8
 SPLIT = {2: (1, 2), 4: (2, 2), 8: (2, 4)}  # devices -> parts of the batch, parts of an operator

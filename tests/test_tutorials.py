@@ -6,16 +6,15 @@ import contextlib
 import io
 from functools import lru_cache
 
+import layout_functional
+import layout_objects
+import operator_functional
+import operator_objects
 import pytest
 import torch
 from data import digits
 from ranks import run_ranks
 from torch import nn
-
-import layout_functional
-import layout_objects
-import operator_functional
-import operator_objects
 
 SCRIPTS = {m.__name__: m for m in (operator_objects, operator_functional, layout_objects, layout_functional)}
 STEPS, TOLERANCE = 50, 1e-6

@@ -10,18 +10,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, note, reject, settings
+from networks import Apply, D, draw, labels
+from one_device import assert_as_one_device, close, parallel, squares
+from ranks import run_ranks
+from test_random_networks import marked, networks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import shardwright as sw
-from networks import D, Apply, draw, labels
-from one_device import assert_as_one_device, close, parallel, squares
-from ranks import run_ranks
-from shardwright.capture import capture
+from shardwright.capture.export import capture
 from shardwright.errors import PlanError, StrategyError
 from shardwright.rules import bound_rule
-from shardwright.verify import verify_call
-from test_random_networks import marked, networks
+from shardwright.verification.verify import verify_call
 
 V = 50257
 
@@ -172,7 +172,7 @@ def test_channels() -> None:
 
 
 def test_the_plan_shows_padding_and_masks() -> None:
-    from shardwright.report.ir import execute_text
+    from shardwright.report.ir_dump import execute_text
 
     net = Vocabulary(V, ((1, 1), (8, 1)), ((1, 1, 1), (8, 1)), ((1, 8), (1,)))
     plan = sw.plan(net, text(V), devices=8, uneven=True)

@@ -6,17 +6,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import operator_functional
 import pytest
 import torch
 import torch.nn as nn
 
-import operator_functional
 import shardwright as sw
-from shardwright import cli
-from shardwright.capture import capture
-from shardwright.precision import Allowed, precisions
-from shardwright.runtime import init as runtime_init
-from shardwright.verify import TOLERANCES, VerifyReport, verify_call
+from shardwright import process as runtime_init
+from shardwright.capture.export import capture
+from shardwright.cli import main as cli
+from shardwright.verification.value_precision import Allowed, precisions
+from shardwright.verification.verify import TOLERANCES, verify_call
+from shardwright.verification.verify_report import VerifyReport
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
@@ -251,7 +252,7 @@ def test_slices_of_another_shape_are_a_finding():
 
 @pytest.mark.parametrize("phase", ["forward", "gradient"])
 def test_a_conversion_is_told_from_the_operator(monkeypatch, phase):
-    import shardwright.runtime.local as local
+    import shardwright.runtime.local.local_executor as local
     right = local.convert_shards
 
     def wrong(conversion, shards, how):
@@ -374,7 +375,7 @@ def test_a_fault_too_small_for_float32_is_found_where_no_float32_is():
 
 
 def test_a_wrong_partial_sum_is_found_before_a_norm_of_float32(monkeypatch):
-    import shardwright.runtime.local as local
+    import shardwright.runtime.local.local_executor as local
     right = local.convert_shards
 
     def wrong(conversion, shards, how):

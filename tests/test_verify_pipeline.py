@@ -15,8 +15,9 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.errors import SettingError
-from shardwright.runtime.pipeline import Here
-from shardwright.verify import Differences, verify_call
+from shardwright.runtime.pipeline_step import LocalStageLink
+from shardwright.verification.verify import verify_call
+from shardwright.verification.verify_report import Differences
 
 #: Modules of `Between`: the operator in the middle lies in the second stage.
 SECOND = dict(stages=2, micro_batches=4, stage_config={"first": 0, "middle": 1, "second": 1})
@@ -156,13 +157,13 @@ def test_an_operator_that_cannot_run_on_its_slices() -> None:
 
 
 def test_what_goes_wrong_between_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Here.receive
+    right = LocalStageLink.receive
 
-    def wrong(self: Here, transfer: Any, micro: int, back: bool) -> torch.Tensor:
+    def wrong(self: LocalStageLink, transfer: Any, micro: int, back: bool) -> torch.Tensor:
         got = right(self, transfer, micro, back)
         return 2 * got if micro == 2 and not back else got
 
-    monkeypatch.setattr(Here, "receive", wrong)
+    monkeypatch.setattr(LocalStageLink, "receive", wrong)
     first = first_of(verified(Chain(width=16), pipeline=setting("1f1b", 2) | {"micro_batches": 4}))
     assert (first.operator, first.part, first.phase) == ("linear_2", "conversion", "forward")
     assert first.message == "as it came from stage 0"
@@ -174,7 +175,7 @@ def test_a_pipeline_without_a_loss_is_refused() -> None:
 
 
 def test_a_wrong_sum_of_a_shared_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
-    import shardwright.runtime.pipeline_local as local
+    import shardwright.runtime.pipeline_step as local
     right = local.StageBody
 
     def body(*args: Any, **kwargs: Any) -> Any:

@@ -8,12 +8,12 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
-
-import shardwright as sw
 from networks import D, draw, labels
 from one_device import assert_as_one_device, close, parallel
 from ranks import run_ranks
+from torch import nn
+
+import shardwright as sw
 
 V, WIDTH, ROWS = 256, 8, 16
 

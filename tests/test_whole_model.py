@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from networks import D, draw
+from one_device import close, parallel
+from ranks import run_ranks, run_scenarios
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import shardwright as sw
-from networks import D, draw
-from one_device import close, parallel
-from ranks import run_ranks, run_scenarios
 
 WORLD = 4
 X, Y = draw(8, 8), draw(8, 8, seed=1)

@@ -18,13 +18,11 @@ import torch
 from torch import nn
 
 from ..errors import SettingError
-from ..runtime.ending import Ending
-from .background import Saving
-from .ranks import Alone, ranks_of_now
-from .saving import save_checkpoint
+from ..runtime.distributed.coordination import SingleRank, ranks_of_now
+from ..runtime.distributed.watchdog import Ending
+from .save import BackgroundSave, save_checkpoint
 
 __all__ = ["CheckpointCallback", "CheckpointConfig"]
-
 
 @dataclass(frozen=True)
 class CheckpointConfig:
@@ -82,12 +80,12 @@ class CheckpointCallback:
             raise SettingError(f"CheckpointCallback({config!r})", legal='a CheckpointConfig("path", every_n_steps=100)')
         self.config, self.model, self.optimizer = config, model, optimizer
         self.schedulers, self.data = schedulers, data
-        self.last: Saving | None = None
+        self.last: BackgroundSave | None = None
         self._clock: _Clock | None = None
         self._began = time.monotonic()
         self._ending: Ending | None = None
 
-    def step(self, step: int, extra: Any = None) -> Saving | None:
+    def step(self, step: int, extra: Any = None) -> BackgroundSave | None:
         """Save if it is time to. On processes every rank calls it, after each step.
 
         Args:
@@ -111,7 +109,7 @@ class CheckpointCallback:
             self._ending.leave()
         return saving
 
-    def _if_due(self, step: int, extra: Any, ends: bool) -> Saving | None:
+    def _if_due(self, step: int, extra: Any, ends: bool) -> BackgroundSave | None:
         every = self.config.every_n_steps
         due = every is not None and step > 0 and step % every == 0
         if self.config.every_n_minutes is not None:
@@ -122,7 +120,7 @@ class CheckpointCallback:
             return None
         return self.save(step, extra)
 
-    def save(self, step: int, extra: Any = None) -> Saving:
+    def save(self, step: int, extra: Any = None) -> BackgroundSave:
         """Save now."""
         config = self.config
         self.last = save_checkpoint(self.model, self.optimizer, config.path, step=step, extra=extra, schedulers=self.schedulers,
@@ -145,7 +143,7 @@ class CheckpointCallback:
 class _Clock:
     """Tells all ranks alike whether a time has passed on rank 0."""
 
-    def __init__(self, seconds: float, ranks: Alone, began: float) -> None:
+    def __init__(self, seconds: float, ranks: SingleRank, began: float) -> None:
         self.seconds, self.ranks = seconds, ranks
         self._began = self._asked = began
         self._left = self._steps = 1  # steps until the next question; those from the last one to it

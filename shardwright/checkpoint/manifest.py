@@ -15,21 +15,107 @@ what it says, so that not even a space can change unnoticed.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
+import os
+import re
 import secrets
-from collections.abc import Iterable, Mapping
+import shutil
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import CheckpointError
-from .digests import ALGORITHM, blocks_of, digest, shares
-from .words import dtype_of
+import numpy as np
 
-__all__ = ["Entry", "File", "KINDS", "MANIFEST", "Manifest", "Piece", "SCHEMA", "check_files", "element_size",
-           "model_fingerprint", "new_id", "read", "verify", "write"]
+from ..errors import CheckpointError
+from ..json_values import dtype_named
+
+__all__ = ["ALGORITHM", "BLOCK", "ID_KEY", "KINDS", "MANIFEST", "SCHEMA", "TRAILER", "CheckpointFile", "Manifest", "Piece", "TensorEntry", "begin", "blocks_of", "check_files", "clean", "digest", "element_size", "finish", "folder_of", "latest_checkpoint", "mark_of", "model_fingerprint", "name_of", "new_id", "prune", "read", "shares", "steps_in", "sync_folder", "trailer", "verify", "write", "write_file"]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Digests of files.
+#
+#     digest(file)  = d(block 0), d(block 1), …           blocks of 4 MiB
+#     d(block)      = crc32(s_0, …, s_508), begun with the block's length
+#     s_c           = Σ_r w[509 r + c]  mod 2^64          w: the block as words of 8 bytes, zeros after its end
+#
+# Any damage inside of 4 KiB is found for certain, a flipped bit as well as a run of zeros: each of its words is in a sum of
+# its own, and a CRC-32 differs wherever few bytes do. A page that lies where another belongs is found, since 509 words are no
+# whole number of pages; what else there is escapes once in 2^32 times. Nobody is supposed to forge a checkpoint. It takes a
+# seventh of the time of a CRC-32 of all bytes (22 GB/s against 3.3 on one core, which does 0.4 GB/s of SHA-256), less than
+# reading them does. Blocks let several ranks check one file together.
+# ----------------------------------------------------------------------------------------------------
+
+BLOCK = 4 << 20
+_COLUMNS = 509
+_ROW = 8 * _COLUMNS
+
+#: So much of a block is read and added up at a time that it stays in a core's own cache.
+_PIECE = 128 * _ROW
+
+#: As a manifest names it.
+ALGORITHM = {"name": "crc32 of column sums", "block": BLOCK, "columns": _COLUMNS}
+
+
+def blocks_of(size: int) -> int:
+    """How many blocks a file of so many bytes has."""
+    return -(-size // BLOCK)
+
+
+def digest(path: Path, first: int = 0, last: int | None = None) -> str:
+    """The digests of blocks `first` to `last` (None: the end), 8 hexadecimal digits each.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    out = []
+    held = np.empty(_PIECE, np.uint8)
+    buffer = memoryview(held)
+    with open(path, "rb", buffering=0) as file:
+        number = first
+        while last is None or number < last:
+            size, sums = 0, np.zeros(_COLUMNS, "<u8")
+            while count := _read(file.fileno(), buffer[:min(_PIECE, BLOCK - size)], number * BLOCK + size):
+                end = -(-count // _ROW) * _ROW
+                held[count:end] = 0
+                sums += np.add.reduce(held[:end].view("<u8").reshape(-1, _COLUMNS), axis=0)
+                size += count
+            if not size:
+                break
+            out.append(f"{zlib.crc32(sums, size):08x}")
+            number += 1
+    return "".join(out)
+
+
+def _read(handle: int, into: memoryview, at: int) -> int:
+    """Fill memory with a file's bytes from `at` on; how many there were."""
+    count = 0
+    while count < len(into) and (got := os.preadv(handle, [into[count:]], at + count)):
+        count += got
+    return count
+
+
+def shares(sizes: Mapping[str, int], part: int, parts: int) -> Iterator[tuple[str, int, int]]:
+    """The blocks that one of `parts` has to look after: (file, first, last), a run of neighbours in all blocks of all files.
+
+    Args:
+        sizes: file -> its bytes.
+    """
+    total = sum(map(blocks_of, sizes.values()))
+    begin, end = total * part // parts, total * (part + 1) // parts
+    seen = 0
+    for name, size in sizes.items():
+        count = blocks_of(size)
+        first, last = max(begin - seen, 0), min(end - seen, count)
+        if first < last:
+            yield name, first, last
+        seen += count
+
 
 MANIFEST = "manifest.json"
 
@@ -54,7 +140,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A tensor.
 
     Attributes:
@@ -76,7 +162,7 @@ class Entry:
         return math.prod(self.shape) * element_size(self.dtype)
 
 
-class File(NamedTuple):
+class CheckpointFile(NamedTuple):
     """A file: how long it is, and its `digests.digest`."""
 
     bytes: int
@@ -104,8 +190,8 @@ class Manifest:
     model: str
     plan: str | None
     world: int
-    files: Mapping[str, File] = field(default_factory=dict)
-    tensors: Mapping[str, Entry] = field(default_factory=dict)
+    files: Mapping[str, CheckpointFile] = field(default_factory=dict)
+    tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
 
     def text(self) -> str:
         """What `read` reads."""
@@ -135,7 +221,7 @@ def new_id() -> str:
 
 def element_size(word: str) -> int:
     """The bytes of an element."""
-    return dtype_of(word).itemsize
+    return dtype_named(word).itemsize
 
 
 def model_fingerprint(tensors: Iterable[tuple[str, tuple[int, ...], str]]) -> str:
@@ -174,8 +260,8 @@ def read(folder: str | Path) -> Manifest:
         if schema != SCHEMA or words["digest"] != ALGORITHM or words["kind"] not in KINDS:
             raise ValueError
         made = Manifest(words["kind"], words["step"], words["id"], words["model"], words["plan"], words["world"],
-                        {name: File(f["bytes"], f["digest"]) for name, f in words["files"].items()},
-                        {name: Entry(tuple(e["shape"]), e["dtype"], e["layout"],
+                        {name: CheckpointFile(f["bytes"], f["digest"]) for name, f in words["files"].items()},
+                        {name: TensorEntry(tuple(e["shape"]), e["dtype"], e["layout"],
                                      tuple(Piece(p[0], p[1], tuple(p[2]), tuple(p[3])) for p in e["pieces"]))
                          for name, e in words["tensors"].items()})
         if made.text() != text:
@@ -195,7 +281,6 @@ def write(folder: str | Path, manifest: Manifest) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    from .folders import write_file  # which reads manifests to tell what a folder is
     write_file(Path(folder) / MANIFEST, manifest.text().encode())
 
 
@@ -209,7 +294,6 @@ def check_files(folder: str | Path, manifest: Manifest, part: int = 0, parts: in
     Args:
         part, parts: of what each byte has to be read for, only this one of so many shares is looked at.
     """
-    from .marking import mark_of  # which says how a file carries the id of its save
     folder, problems, sound = Path(folder), [], {}
     for name, file in manifest.files.items():
         try:
@@ -251,3 +335,205 @@ def verify(folder: str | Path) -> list[str]:
     except CheckpointError as error:
         return [f"{MANIFEST}: {error.message}"]
     return check_files(folder, manifest)
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# The folders of a run's checkpoints, and how one comes to be there whole or not at all.
+#
+#     PATH/step-00000100                  a checkpoint; a folder of this name is always whole
+#     PATH/.step-00000100.5f3a.part       one that is being written, or being removed; or was, when its process died
+#     PATH/.step-00000100.5f3a.old        one in whose place another of the same step is about to be put
+#
+# A save writes its files into a ``.part``, each of them to the disk, and renames it last. One that is to be removed becomes a
+# ``.part`` first. Where an ``.old`` stands and its step does not, a save died between two renames: it counts as that step's.
+# ----------------------------------------------------------------------------------------------------
+
+_WHOLE = re.compile(r"step-(\d{8,})")
+_OLD = re.compile(r"\.(step-(\d{8,}))\.[0-9a-f]+\.old")
+_LEFT = re.compile(r"\.(step-\d{8,})\.[0-9a-f]+\.(part|old)")
+
+
+def name_of(step: int) -> str:
+    """The name of a step's checkpoint."""
+    return f"step-{step:08d}"
+
+
+def steps_in(path: str | Path) -> dict[int, Path]:
+    """The checkpoints of a run, by step, the lowest first; none where there is no such folder.
+
+    Raises:
+        CheckpointError: a folder that cannot be looked into.
+    """
+    found: dict[int, Path] = {}
+    try:
+        names = sorted(os.listdir(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except OSError as error:
+        raise CheckpointError(f"the folder of checkpoints cannot be read: {error.strerror}", source=str(path),
+                              legal="a folder that may be read") from None
+    for name in names:  # those with a dot come first
+        for pattern, group in ((_OLD, 2), (_WHOLE, 1)):
+            match = pattern.fullmatch(name)
+            if match and (Path(path) / name).is_dir():
+                found[int(match[group])] = Path(path) / name
+    return dict(sorted(found.items()))
+
+
+def latest_checkpoint(path: str | Path) -> Path | None:
+    """The checkpoint of the highest step in a run's folder, or None where there is none.
+
+    Raises:
+        CheckpointError: a folder that cannot be looked into.
+    """
+    return next(reversed(steps_in(path).values()), None)
+
+
+def folder_of(path: str | Path, step: int | None = None) -> Path | None:
+    """The folder of a checkpoint.
+
+    Args:
+        path: the folder of a run, or of a checkpoint itself.
+        step: which; None: the highest.
+
+    Returns:
+        None: a run without checkpoints.
+
+    Raises:
+        CheckpointError: no such step, with those there are.
+    """
+    path = Path(path)
+    if (path / MANIFEST).exists() and step is None:
+        return path
+    found = steps_in(path)
+    if step is None or not found and not (path / MANIFEST).exists():
+        return next(reversed(found.values()), None)
+    if step not in found:
+        there = ", ".join(map(str, found)) or "none in this folder, which is a checkpoint itself"
+        raise CheckpointError(f"there is no checkpoint of step {step}", source=str(path), legal=f"the steps there are: {there}")
+    return found[step]
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file through to the disk.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """See that the names in a folder are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some file systems know no such thing
+            os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def clean(path: Path) -> None:
+    """Remove what dead saves have left, and put back what one was about to replace."""
+    for name in os.listdir(path):
+        match = _LEFT.fullmatch(name)
+        if match and match[2] == "old" and not (path / match[1]).exists():
+            os.rename(path / name, path / match[1])
+        elif match:
+            shutil.rmtree(path / name, ignore_errors=True)
+
+
+def begin(path: Path, step: int, save_id: str) -> Path:
+    """A new folder to write a checkpoint into.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    clean(path)
+    made = path / f".{name_of(step)}.{save_id}.part"
+    made.mkdir()
+    return made
+
+
+def finish(part: Path, step: int, save_id: str) -> Path:
+    """Give a written checkpoint its name, in the place of one that has it.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    sync_folder(part)
+    path, old = part.parent / name_of(step), part.parent / f".{name_of(step)}.{save_id}.old"
+    replaces = path.exists()
+    if replaces:
+        os.rename(path, old)
+    os.rename(part, path)
+    sync_folder(part.parent)
+    if replaces:
+        shutil.rmtree(old, ignore_errors=True)
+    return path
+
+
+def prune(path: Path, keep: int | None, newest: int) -> None:
+    """Remove the checkpoints of the lowest steps, so that `keep` are left; never that of step `newest`.
+
+    Args:
+        keep: None or 0: all.
+    """
+    steps = [s for s in steps_in(path) if s != newest]
+    for step in steps[:max(0, len(steps) + 1 - keep)] if keep else []:
+        dying = path / f".{name_of(step)}.0.part"
+        with contextlib.suppress(OSError):  # one that cannot be removed harms nobody
+            os.rename(steps_in(path)[step], dying)
+            shutil.rmtree(dying, ignore_errors=True)
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# How a data file carries the id of its save, so that a file of another save is told at once.
+#
+#     *.safetensors      the entry ``shardwright_id`` of its header's metadata
+#     *.distcp           its last 64 bytes, which belong to no tensor: "shardwright ", the id, the rank that wrote it
+#     *.json             the member "id", the first of the object
+# ----------------------------------------------------------------------------------------------------
+
+ID_KEY = "shardwright_id"
+
+#: Bytes at the end of a rank's part.
+TRAILER = 64
+
+#: A header of safetensors is at most this long, by its definition.
+_LONGEST = 100 << 20
+
+
+def trailer(save_id: str, rank: int) -> bytes:
+    """The last bytes of a rank's part."""
+    return f"shardwright {save_id} {rank}".encode().ljust(TRAILER - 1) + b"\n"
+
+
+def mark_of(path: Path) -> str | None:
+    """The id that a file carries; None: it carries none.
+
+    Raises:
+        OSError, ValueError: a file that cannot be read, or not be understood.
+    """
+    with open(path, "rb") as file:
+        if path.suffix == ".safetensors":
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length)) if length <= _LONGEST else {}
+            return header.get("__metadata__", {}).get(ID_KEY) if isinstance(header, dict) else None
+        if path.suffix == ".distcp":
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TRAILER))
+            found = re.match(rb"shardwright ([0-9a-f]+) ", file.read())
+        elif path.suffix == ".json":
+            found = re.match(rb'\{\s*"id": "([0-9a-f]+)"', file.read(64))
+        else:
+            return None
+        return found[1].decode() if found else None

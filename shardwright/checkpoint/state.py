@@ -10,33 +10,37 @@ ranks, stacked along a first dim.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..capture.annotations import whole_shape
+from ..capture.manual import is_own, stacked
 from ..errors import CheckpointError
-from ..layerwise import is_own, stacked
+from ..json_values import dtype_name
 from ..layout import Digit, Layout, group_of
-from ..plan import PipelinePlan, Plan
-from ..plan.padding import true_slice
-from ..plan.spelling import spell_layout
-from ..staging import whole_shape
-from .ranks import Alone
-from .words import word_of
+from ..partition.uneven import true_slice
+from ..pipeline.pipeline_plan import PipelinePlan
+from ..planfile.encoding import spell_layout
+from ..process import stream
+from ..runtime.distributed.coordination import SingleRank
+from ..sharded_plan import Plan
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["Box", "Held", "Place", "Subject", "state_names"]
+__all__ = ["Box", "CheckpointedModel", "LocalTensor", "TensorPlacement", "generators", "restore_generators", "state_names"]
 
 Box = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlacement:
     """Where a tensor lies.
 
     Attributes:
@@ -64,7 +68,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalTensor:
     """A tensor on this rank.
 
     Attributes:
@@ -77,7 +81,7 @@ class Held:
 
     name: str
     dtype: str
-    place: Place
+    place: TensorPlacement
     local: Tensor | None
     state: Tensor | None = None
 
@@ -86,7 +90,7 @@ class Held:
         return self.place.shape
 
 
-class Subject:
+class CheckpointedModel:
     """A model, and what a checkpoint calls its tensors.
 
     Args:
@@ -103,8 +107,8 @@ class Subject:
         CheckpointError: not a module.
     """
 
-    def __init__(self, model: nn.Module, ranks: Alone) -> None:
-        from ..parallel import AutoParallel  # above this room
+    def __init__(self, model: nn.Module, ranks: SingleRank) -> None:
+        from ..parallel.auto_parallel import AutoParallel  # above this room
         if not isinstance(model, nn.Module):
             raise CheckpointError(f"{type(model).__name__} is no model", source="the model",
                                   legal="the AutoParallel, or an nn.Module")
@@ -115,7 +119,7 @@ class Subject:
         self.tensors: dict[str, Tensor] = {}
         self.aliases: dict[str, str] = {}
         self.extra: dict[str, nn.Module] = {}
-        self._places: dict[tuple[Any, ...], Place] = {}
+        self._places: dict[tuple[Any, ...], TensorPlacement] = {}
         loss = self.wrapper.loss_fn if self.wrapper is not None else None
         names: dict[int, str] = {}
         for prefix, module in (("model.", self.net), *((("loss_fn.", loss),) if isinstance(loss, nn.Module) else ())):
@@ -156,12 +160,12 @@ class Subject:
         """What an optimizer's entry calls a parameter: its name in the graph."""
         return name.removeprefix("model.")
 
-    def held(self) -> Iterator[Held]:
+    def held(self) -> Iterator[LocalTensor]:
         """All tensors of the model."""
         for name, tensor in self.tensors.items():
-            yield Held(name, word_of(tensor.dtype), *self.placed(name, tensor))
+            yield LocalTensor(name, dtype_name(tensor.dtype), *self.placed(name, tensor))
 
-    def placed(self, name: str, tensor: Tensor) -> tuple[Place, Tensor | None]:
+    def placed(self, name: str, tensor: Tensor) -> tuple[TensorPlacement, Tensor | None]:
         """Where a tensor lies, and what is here of it.
 
         Raises:
@@ -169,15 +173,15 @@ class Subject:
         """
         shape, world = self.shape(name), self.ranks.world
         if shape != tuple(tensor.shape) and not self._apart(tensor):
-            return Place(shape, None, 0, False, None, ()), None  # of another stage
+            return TensorPlacement(shape, None, 0, False, None, ()), None  # of another stage
         if self._apart(tensor):
             layout = Layout.of(world, ((Digit(world, 1),),) + ((),) * tensor.dim())
             box = (slice(self.ranks.rank, self.ranks.rank + 1), *map(slice, [0] * tensor.dim(), tensor.shape))
-            return Place(shape, layout, 0, True, box, (self.ranks.rank,)), tensor.detach().unsqueeze(0)
+            return TensorPlacement(shape, layout, 0, True, box, (self.ranks.rank,)), tensor.detach().unsqueeze(0)
         return self.place_of(name, tensor, *self._said(name, tensor))
 
     def place_of(self, name: str, tensor: Tensor, layout: Layout | None, first: int = 0, own: bool = False
-                 ) -> tuple[Place, Tensor]:
+                 ) -> tuple[TensorPlacement, Tensor]:
         """Where a tensor lies, and what is here of it.
 
         Args:
@@ -189,15 +193,15 @@ class Subject:
         from torch.distributed.tensor import DTensor  # a second to import, and of use to processes alone
         if not isinstance(tensor, DTensor):
             box = tuple(map(slice, [0] * tensor.dim(), tensor.shape))
-            return Place(tuple(tensor.shape), layout, first, own, box, (first if self.ranks.world > 1 else 0,)), tensor.detach()
+            return TensorPlacement(tuple(tensor.shape), layout, first, own, box, (first if self.ranks.world > 1 else 0,)), tensor.detach()
         key = tensor.device_mesh, tensor.placements, tensor.shape
         if key not in self._places:
             self._places[key] = self._of_slices(name, tensor)
         with torch.no_grad():  # with gradients each of the two would go through the dispatch of DTensors
             return self._places[key], tensor.to_local().detach()
 
-    def _of_slices(self, name: str, tensor: DTensor) -> Place:
-        from ..runtime.dtensors import layout_of
+    def _of_slices(self, name: str, tensor: DTensor) -> TensorPlacement:
+        from ..runtime.distributed.dtensors import layout_of
         mesh = tensor.device_mesh
         layout = Layout.replicated(1, tensor.dim()) if mesh.size() == 1 else layout_of(tensor)
         if layout is None:
@@ -206,7 +210,7 @@ class Subject:
         first = int(mesh.mesh.min())
         here = self.ranks.rank - first
         holders = tuple(first + r for r in group_of(here, layout.replicas))
-        return Place(tuple(tensor.shape), layout, first, False, true_slice(layout, tensor.shape, here), holders)
+        return TensorPlacement(tuple(tensor.shape), layout, first, False, true_slice(layout, tensor.shape, here), holders)
 
     def _apart(self, tensor: Tensor) -> bool:
         """Whether each rank has its own slice here, unstacked."""
@@ -227,7 +231,7 @@ class Subject:
 # -- optimizers --------------------------------------------------------------------------------------------------------
 
 
-def state_names(subject: Subject, optimizer: torch.optim.Optimizer) -> dict[int, str]:
+def state_names(subject: CheckpointedModel, optimizer: torch.optim.Optimizer) -> dict[int, str]:
     """``id(parameter)`` of each parameter of an optimizer -> its name.
 
     Raises:
@@ -245,7 +249,7 @@ def state_names(subject: Subject, optimizer: torch.optim.Optimizer) -> dict[int,
     return out
 
 
-def optimizer_state(subject: Subject, optimizer: torch.optim.Optimizer) -> tuple[list[Held], dict[str, dict[str, Any]]]:
+def optimizer_state(subject: CheckpointedModel, optimizer: torch.optim.Optimizer) -> tuple[list[LocalTensor], dict[str, dict[str, Any]]]:
     """What an optimizer keeps: tensors, and parameter -> key -> what is no tensor.
 
     Raises:
@@ -269,14 +273,14 @@ def optimizer_state(subject: Subject, optimizer: torch.optim.Optimizer) -> tuple
     return tensors, others
 
 
-def _state(subject: Subject, called: str, value: Tensor, parameter: Tensor, place: Place) -> Held:
+def _state(subject: CheckpointedModel, called: str, value: Tensor, parameter: Tensor, place: TensorPlacement) -> LocalTensor:
     from torch.distributed.tensor import DTensor
-    dtype = word_of(value.dtype)
+    dtype = dtype_name(value.dtype)
     if isinstance(value, DTensor):
-        return Held(called, dtype, *subject.place_of(called, value, None), value)
+        return LocalTensor(called, dtype, *subject.place_of(called, value, None), value)
     if value.shape == parameter.shape and value.dim() and not isinstance(parameter, DTensor):
         stacks = place.own and subject.ranks.world > 1
-        return Held(called, dtype, place, value.detach().unsqueeze(0) if stacks else value.detach(), value)
+        return LocalTensor(called, dtype, place, value.detach().unsqueeze(0) if stacks else value.detach(), value)
     if value.dim() and isinstance(parameter, DTensor):
         raise CheckpointError(f"a plain tensor of shape {tuple(value.shape)}, of a parameter that is cut: nobody can tell how "
                               "it lies", source=called, legal="an optimizer whose state is made by torch.zeros_like")
@@ -285,4 +289,41 @@ def _state(subject: Subject, called: str, value: Tensor, parameter: Tensor, plac
                               source=called, legal="a state of the parameter's shape")
     devices = place.layout.devices if place.layout is not None else None
     layout = Layout.replicated(devices, value.dim()) if devices is not None else None
-    return Held(called, dtype, *subject.place_of(called, value, layout, place.first), value)
+    return LocalTensor(called, dtype, *subject.place_of(called, value, layout, place.first), value)
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# The state of all random numbers of a process: the stream of programs that draw, and the generators of torch, of its
+# accelerator, of numpy and of Python.
+# ----------------------------------------------------------------------------------------------------
+
+def generators() -> dict[str, Any]:
+    """The states of now."""
+    state = {"stream": stream.state_dict(), "torch": torch.get_rng_state().numpy().tobytes(), "python": random.getstate(),
+             "numpy": np.random.get_state(legacy=False)}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
+    return state
+
+
+def restore_generators(state: dict[str, Any]) -> None:
+    """Go on with the states that `generators` has told; those that are not told of stay as they are."""
+    if "python" in state:
+        random.setstate(state["python"])
+    if "numpy" in state:
+        np.random.set_state(state["numpy"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_tensor(state["cuda"]))
+    if "torch" in state:
+        torch.set_rng_state(_tensor(state["torch"]))
+    if "stream" in state:
+        # The stream belongs to the seed of torch's generator, of which it takes a number: so before it and after it.
+        kept = torch.get_rng_state()
+        stream.load_state_dict(state["stream"])
+        if "torch" in state:
+            torch.set_rng_state(kept)
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -9,27 +9,137 @@ for damage before anything is written; the destination gets its name when all of
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
 import os
+import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from ..errors import CheckpointError
-from ..plan.parameter_strategies import ParameterStrategies
-from ..report.units import size_text
-from .folders import folder_of, steps_in, sync_folder, write_file
-from .manifest import MANIFEST, Entry, check_files, new_id
-from .part_files import METADATA, Item, PartFile, entries_of, write_metadata
-from .placing import Box, boxes_of, one_device, placed
-from .reading import Stored, is_hugging_face
-from .whole_files import WholeFiles
-from .writing import CONFIG, PLAN, STATE, sealed
+from ..errors import CheckpointError, PlanError, SettingError
+from ..json_values import dtype_named
+from ..layout import Layout
+from ..planfile.parameter_file import ParameterStrategies, TensorStorage
+from ..report.format import size_text
+from ..runtime.distributed.coordination import SingleRank
+from ..sharded_plan import ParameterPlan
+from . import manifest
+from .formats import METADATA, DcpItem, PartFile, WholeFiles, entries_of, write_metadata, written_here
+from .load import load_checkpoint
+from .manifest import MANIFEST, TensorEntry, check_files, folder_of, name_of, new_id, steps_in, sync_folder, write_file
+from .state import Box, CheckpointedModel, LocalTensor, TensorPlacement, generators, restore_generators
+from .tensor_reader import StoredTensors, is_hugging_face
+from .writer import CONFIG, PLAN, STATE, sealed
 
-__all__ = ["Progress", "check_sound", "merge", "opened", "to_verify", "transform"]
+__all__ = ["Box", "Progress", "TargetPlacement", "boxes_of", "check_sound", "load_distributed_checkpoint", "merge", "one_device", "opened", "placed", "rank_list_for_transform", "strategy_name", "to_verify", "transform", "transform_checkpoints"]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Where the tensors of a checkpoint lie under the strategies of another run, and which rank writes what.
+#
+#     a parameter                                     as the strategies say
+#     an optimizer's state of a parameter's shape     as the parameter
+#     a buffer, other state of an optimizer           whole, and written by the first of the ranks that have it
+#
+# Which of the ranks that hold the same slice write it, `boxes` says, as in a save of that run.
+# ----------------------------------------------------------------------------------------------------
+
+class TargetPlacement(NamedTuple):
+    """How a tensor lies.
+
+    Attributes:
+        alone: the first of its ranks writes it.
+        own: it is each rank's own, stacked along dim 0.
+    """
+
+    storage: TensorStorage
+    alone: bool
+    own: bool
+
+    @property
+    def described(self) -> tuple[tuple[int, ...], str, dict[str, Any] | None]:
+        """Shape, dtype and layout, as a save describes it."""
+        held = self.storage
+        return held.shape, held.dtype, TensorPlacement(held.shape, held.layout, held.first, self.own, None, ()).words
+
+
+def strategy_name(name: str) -> str | None:
+    """What strategies call a parameter or buffer of a checkpoint; None: of an optimizer's state."""
+    return None if name.startswith("optimizer.") else name.removeprefix("model.")
+
+
+def one_device(entries: Mapping[str, TensorEntry]) -> ParameterStrategies:
+    """The strategies under which one device has everything whole."""
+    named = {strategy_name(name): entry for name, entry in entries.items()}
+    return ParameterStrategies(1, {name: TensorStorage(e.shape, e.dtype, Layout.replicated(1, len(e.shape)))
+                                   for name, e in named.items() if name is not None}, {})
+
+
+def placed(entries: Mapping[str, TensorEntry], strategies: ParameterStrategies, source: str) -> dict[str, TargetPlacement]:
+    """Where each tensor lies.
+
+    Args:
+        entries: of a checkpoint, by name.
+        source: the checkpoint, as errors name it.
+
+    Raises:
+        CheckpointError: strategies of another model: names or shapes that differ.
+    """
+    held = strategies.all
+    mine = {strategy_name(name): entry for name, entry in entries.items() if strategy_name(name) is not None}
+    absent, unknown = [n for n in strategies.parameters if n not in mine], [n for n in mine if n not in held]
+    other = [n for n in mine if n in held and held[n].shape != mine[n].shape]
+    if absent or unknown or other:
+        wrong = [f"it has no {_some(absent)}"] * bool(absent) + [f"they have no {_some(unknown)}"] * bool(unknown)
+        wrong += [f"{n!r} is {list(mine[n].shape)} in it and {list(held[n].shape)} in them" for n in other[:3]]
+        near = [n for name in unknown[:1] for n in difflib.get_close_matches(name, absent, 1, 0.6)]
+        raise CheckpointError(f"the strategies {strategies.source} are of another model than the checkpoint: "
+                              + "; ".join(wrong) + (f" (is {near[0]!r} what {unknown[0]!r} was?)" if near else ""),
+                              source=source, legal="a plan, or strategies, of the model that was saved")
+    out = {}
+    for name, entry in entries.items():
+        called = strategy_name(name)
+        storage = held[called] if called is not None else _of_state(name, entry, strategies, source)
+        parameter = strategies.parameters.get(called or name.removeprefix("optimizer.").rpartition(".")[0])
+        alone = parameter is None or parameter.shape != storage.shape
+        out[name] = TargetPlacement(replace(storage, dtype=entry.dtype), alone, bool((entry.layout or {}).get("own")))
+    return out
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(map(repr, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _of_state(name: str, entry: TensorEntry, strategies: ParameterStrategies, source: str) -> TensorStorage:
+    """Where an optimizer's state lies: ``optimizer.<parameter>.<key>``."""
+    parameter = name.removeprefix("optimizer.").rpartition(".")[0]
+    if parameter not in strategies.parameters:
+        raise CheckpointError(f"{name!r} is of no parameter that {strategies.source} has", source=source,
+                              legal="a plan, or strategies, of the model that was saved")
+    storage = strategies.parameters[parameter]
+    if storage.shape == entry.shape:
+        return storage
+    whole = Layout.replicated(storage.layout.devices, len(entry.shape))
+    return TensorStorage(entry.shape, entry.dtype, whole, storage.first)
+
+
+def boxes_of(places: Mapping[str, TargetPlacement], rank: int) -> list[tuple[str, Box]]:
+    """What a rank writes, as it would itself in a run: tensors in their order."""
+    held = []
+    for name, (storage, alone, own) in places.items():
+        box, holders = storage.of_rank(rank)
+        if holders and (not alone or rank == storage.first):
+            local = torch.empty([s.stop - s.start for s in box], dtype=dtype_named(storage.dtype), device="meta")
+            place = TensorPlacement(storage.shape, storage.layout, storage.first, own, box, (rank,) if alone else holders)
+            held.append(LocalTensor(name, storage.dtype, place, local))
+    return [(w.name, tuple(slice(a, a + n) for a, n in zip(w.starts, w.tensor.shape))) for w in written_here(held, rank)]
+
 
 #: Is told what is being done, how many bytes of it are, and how many there will be.
 Progress = Callable[[str, int, int], None]
@@ -38,7 +148,7 @@ Progress = Callable[[str, int, int], None]
 _SHARE = 256 << 20
 
 
-def opened(source: str | os.PathLike, step: int | None = None) -> Stored:
+def opened(source: str | os.PathLike, step: int | None = None) -> StoredTensors:
     """The tensors of a checkpoint.
 
     Args:
@@ -50,11 +160,11 @@ def opened(source: str | os.PathLike, step: int | None = None) -> Stored:
     """
     source = Path(source)
     if is_hugging_face(source) and step is None:
-        return Stored(source)
+        return StoredTensors(source)
     folder = folder_of(source, step) or (source if _without_manifest(source) else None)
     if folder is None:
         raise _no_checkpoint(source)
-    return Stored(folder)
+    return StoredTensors(folder)
 
 
 def to_verify(path: Path, step: int | None = None) -> list[Path]:
@@ -88,7 +198,7 @@ def _no_checkpoint(path: Path) -> CheckpointError:
                            source=str(path), legal="a folder that save_checkpoint wrote, or that of a run")
 
 
-def check_sound(stored: Stored, progress: Progress | None = None) -> None:
+def check_sound(stored: StoredTensors, progress: Progress | None = None) -> None:
     """That a checkpoint's files are what was written.
 
     Raises:
@@ -178,7 +288,7 @@ class _New:
         state: what is not a tensor.
     """
 
-    def __init__(self, stored: Stored, target: Path, progress: Progress) -> None:
+    def __init__(self, stored: StoredTensors, target: Path, progress: Progress) -> None:
         self.target, self.id = target, new_id()
         self.folder = target.parent / f".{target.name}.{self.id}.part"
         self._stored, self._progress = stored, progress
@@ -197,7 +307,7 @@ class _New:
         self._progress("writing", self._done, self._total)
         return tensor
 
-    def part(self, rank: int, boxes: Iterable[tuple[str, Box]]) -> list[Item]:
+    def part(self, rank: int, boxes: Iterable[tuple[str, Box]]) -> list[DcpItem]:
         """Write the file of a rank, box by box."""
         file = PartFile(self.folder, rank, self.id)
         try:
@@ -207,7 +317,7 @@ class _New:
         finally:
             file.abandon()
 
-    def finish(self, kind: str, world: int, plan: str | None, entries: Mapping[str, Entry]) -> None:
+    def finish(self, kind: str, world: int, plan: str | None, entries: Mapping[str, TensorEntry]) -> None:
         """Write what there is beside tensors, the manifest last, and give the folder its name."""
         if (self._stored.folder / CONFIG).exists():
             write_file(self.folder / CONFIG, (self._stored.folder / CONFIG).read_bytes())
@@ -220,7 +330,7 @@ class _New:
         sync_folder(self.target.parent)
 
 
-def _state(stored: Stored) -> dict[str, Any]:
+def _state(stored: StoredTensors) -> dict[str, Any]:
     """What a checkpoint holds besides tensors; its id first."""
     if stored.manifest is None:  # a model alone
         return {"id": "", "step": 0, "extra": None, "schedulers": [], "modules": {}, "tied": {}, "random": None, "data": None}
@@ -232,7 +342,7 @@ def _state(stored: Stored) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _written(stored: Stored, target: str | os.PathLike, progress: Progress) -> Iterator[_New]:
+def _written(stored: StoredTensors, target: str | os.PathLike, progress: Progress) -> Iterator[_New]:
     """A new checkpoint: whole at the end, or nothing.
 
     Raises:
@@ -257,3 +367,243 @@ def _written(stored: Stored, target: str | os.PathLike, progress: Progress) -> I
                               legal="a folder that can be written, and room on its disk") from None
     finally:
         shutil.rmtree(new.folder, ignore_errors=True)  # it has another name when it is whole
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# Checkpoints without devices: which ranks' parts another layout needs, all checkpoints of a run transformed, slices loaded
+# into a plain module.
+# ----------------------------------------------------------------------------------------------------
+
+def rank_list_for_transform(rank_id: int, src_strategy_file: str | os.PathLike | None = None,
+                            dst_strategy_file: str | os.PathLike | None = None) -> list[int]:
+    """The ranks of a source whose slices a rank of a destination is made of.
+
+    Args:
+        rank_id: of the destination.
+        src_strategy_file: how the source's parameters are stored: a file of `AutoParallel.save_param_strategy_file`, or a
+            plan. Of ranks that hold the same, as few as do are in the list, and lower ones. Or a checkpoint that was
+            saved: then the ranks whose parts hold it, each slice being written by one of those that had it. None: one
+            whole file.
+        dst_strategy_file: likewise of the destination; None: whole.
+
+    Returns:
+        Ranks, ascending; ``[0]`` where the source is whole.
+
+    Raises:
+        SettingError: the destination has no such rank.
+        PlanError: what cannot be read, or is of another model.
+        CheckpointError: a checkpoint that cannot be read.
+    """
+    target = None if dst_strategy_file is None else ParameterStrategies.read(dst_strategy_file)
+    devices = 1 if target is None else target.devices
+    if not isinstance(rank_id, int) or isinstance(rank_id, bool) or not 0 <= rank_id < devices:
+        raise SettingError(f"rank_list_for_transform: rank_id={rank_id!r} of {devices} devices",
+                           legal=f"0 to {devices - 1}" if devices > 1 else "0")
+    if src_strategy_file is None:
+        return [0]
+    if Path(src_strategy_file).is_dir():
+        source = _of_checkpoint(Path(src_strategy_file))
+    else:
+        strategies = ParameterStrategies.read(src_strategy_file)
+        source = {name: [(held.shape, box, ranks) for box, ranks in held.boxes] for name, held in strategies.all.items()}
+    return _fewest([ranks for name, parts in source.items() for shape, box, ranks in parts
+                    for wanted in (_wanted(name, shape, target, rank_id),) if wanted is not None and _meet(box, wanted)])
+
+
+def _wanted(name: str, shape: tuple[int, ...], target: ParameterStrategies | None, rank: int) -> Box | None:
+    """What a rank of the destination has of a tensor; None: nothing.
+
+    Raises:
+        PlanError: the destination has no such parameter, or one of another shape.
+    """
+    if target is None:
+        return tuple(slice(0, size) for size in shape)
+    held = target.all.get(name)
+    if held is None or held.shape != shape:
+        raise PlanError(f"it has no {name!r} of shape {list(shape)}, which the source has: of another model?",
+                        source=held.where if held is not None else target.source,
+                        legal="strategies of one model")
+    return held.slice(rank) if rank in held.ranks else None
+
+
+def _of_checkpoint(folder: Path) -> dict[str, list[tuple[tuple[int, ...], Box, tuple[int, ...]]]]:
+    """For each parameter and buffer of a checkpoint its shape, its parts, and the rank that wrote each."""
+    return {strategy_name(name) or name: [
+        (entry.shape, tuple(slice(a, a + n) for a, n in zip(piece.starts, piece.sizes)), (rank_of(piece.file, folder),))
+        for piece in entry.pieces] for name, entry in manifest.read(folder).tensors.items()
+        if not name.startswith("optimizer.")}
+
+
+def rank_of(file: str, folder: Path) -> int:
+    """The rank that wrote a file of a checkpoint; 0 of one that holds whole tensors.
+
+    Raises:
+        CheckpointError: a file of no rank.
+    """
+    found = re.fullmatch(r"__(\d+)_\d+\.distcp", file)
+    if found:
+        return int(found[1])
+    if file.endswith(".safetensors"):
+        return 0
+    raise CheckpointError(f"{file!r} is no rank's part", source=str(folder), legal="__0_0.distcp")
+
+
+def _meet(box: Box, other: Box) -> bool:
+    """Whether two boxes have an element in common."""
+    return all(max(a.start, b.start) < min(a.stop, b.stop) for a, b in zip(box, other))
+
+
+def _fewest(needs: Sequence[tuple[int, ...]]) -> list[int]:
+    """Ranks of which each need has one: those that are the only ones somewhere, and then of each need the lowest."""
+    found: set[int] = set()
+    for ranks in sorted(set(needs), key=lambda ranks: (len(ranks), ranks)):
+        if found.isdisjoint(ranks):
+            found.add(ranks[0])
+    return sorted(found)
+
+
+def transform_checkpoints(src_checkpoints_dir: str | os.PathLike, dst_checkpoints_dir: str | os.PathLike,
+                          dst_strategy_file: str | os.PathLike | None = None, *, progress: Progress | None = None
+                          ) -> list[Path]:
+    """Transform every checkpoint of a run, the optimizer's state with it, one after the other and in one process. How the
+    source lies, its manifests say.
+
+    Args:
+        src_checkpoints_dir: the folder of the run, or of one checkpoint.
+        dst_checkpoints_dir: the folder of the new run: made where it is not there. Each checkpoint keeps its step.
+        dst_strategy_file: how the parameters are to lie: a file of `AutoParallel.save_param_strategy_file`, or a plan that
+            was saved. None: whole files.
+        progress: is told what is being done, how many bytes of it are, and how many there will be.
+
+    Returns:
+        The new checkpoints.
+
+    Raises:
+        CheckpointError: there is none; one that is damaged, or of another model; one of its step is there already. Those that
+            were done before stay.
+        PlanError, LayoutError: strategies that cannot be read.
+    """
+    source, target = Path(src_checkpoints_dir), Path(dst_checkpoints_dir)
+    single = folder_of(source) if (source / manifest.MANIFEST).exists() else None
+    found = list(steps_in(source).values()) if single is None else [single]
+    if not found:
+        raise CheckpointError("there is no checkpoint in it" if source.is_dir() else "there is no such folder",
+                              source=str(source), legal="the folder of a run, or of a checkpoint")
+    strategies = None if dst_strategy_file is None else ParameterStrategies.read(dst_strategy_file)
+    named = {folder: target / name_of(manifest.read(folder).step) for folder in found}
+    there = next((new for new in named.values() if os.path.lexists(new)), None)
+    if there is not None:
+        raise CheckpointError("it is there already", source=str(there), legal="a folder without checkpoints of these steps")
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"it cannot be made: {error.strerror}", source=str(target), legal="a folder that can be written"
+                              ) from None
+    return [merge(folder, new, progress=progress) if strategies is None else
+            transform(folder, new, strategies, progress=progress) for folder, new in named.items()]
+
+
+def load_distributed_checkpoint(network: nn.Module, checkpoint: str | os.PathLike,
+                                predict_strategy: Mapping[str, ParameterPlan] | str | os.PathLike | None = None, *,
+                                rank_id: int | None = None, strict_load: bool = True) -> None:
+    """Load the model of a checkpoint, of whatever kind and however cut, to predict with: no optimizer, no random state.
+
+    Args:
+        network: an `AutoParallel`, or a module.
+        checkpoint: a checkpoint, a run (its latest), or a folder of Hugging Face.
+        predict_strategy: with it a plain module gets the slices of one rank: what `AutoParallel.infer_layout` returns, a file
+            of `AutoParallel.save_param_strategy_file`, or a plan that was saved. A parameter of the whole shape, or without
+            values, is replaced by one of its slice. None: whole tensors, or of an `AutoParallel` each rank's own.
+        rank_id: whose slices; None: this process's rank.
+        strict_load: names and dtypes must be the same; otherwise what both have is loaded, and converted.
+
+    Raises:
+        CheckpointError: no checkpoint, a damaged one, or one of another model; nothing is changed then.
+        SettingError: an `AutoParallel` and a `predict_strategy`, or no such rank.
+        PlanError, LayoutError: strategies that cannot be read.
+    """
+    if predict_strategy is None:
+        if rank_id is not None:
+            raise SettingError(f"load_distributed_checkpoint: rank_id={rank_id} and no predict_strategy",
+                               legal="a predict_strategy, which says what lies on a rank")
+        before = generators()
+        load_checkpoint(network, path=checkpoint, strict=strict_load)
+        restore_generators(before)
+        return
+    subject = CheckpointedModel(network, SingleRank())
+    if subject.wrapper is not None:
+        raise SettingError("load_distributed_checkpoint: an AutoParallel cuts its parameters itself",
+                           legal="no predict_strategy, or the module in it")
+    from ..process import rank
+    rank_id = rank() if rank_id is None else rank_id
+    with opened(checkpoint) as stored:
+        wanted = _wanted_here(subject, stored, _slices(predict_strategy, rank_id), strict_load)
+        check_sound(stored)
+        successors: dict[int, nn.Parameter] = {}
+        for name, (there, box) in wanted.items():
+            tensor = subject.tensors[name]
+            sizes = [s.stop - s.start for s in box]
+            if list(tensor.shape) == sizes and not tensor.is_meta:
+                stored.read_into(tensor.detach(), there, box)
+                continue
+            made = torch.empty(sizes, dtype=tensor.dtype, device="cpu" if tensor.is_meta else tensor.device)
+            stored.read_into(made, there, box)
+            successors[id(tensor)] = nn.Parameter(made, requires_grad=tensor.requires_grad)
+    from ..runtime.deferred_init import substitute
+    substitute(subject.net, successors)
+
+
+def _slices(given: Any, rank: int) -> dict[str, tuple[tuple[int, ...], Box]]:
+    """The whole shape of each parameter and buffer, and what of it lies on a rank.
+
+    Raises:
+        SettingError: no such rank.
+    """
+    if isinstance(given, Mapping):
+        known: Mapping[str, TensorStorage | ParameterPlan] = given
+        devices = max((p.ranks.stop if hasattr(p, "ranks") else p.storage.devices for p in given.values()), default=1)
+    else:
+        strategies = ParameterStrategies.read(given)
+        known, devices = strategies.all, strategies.devices
+    if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < devices:
+        raise SettingError(f"load_distributed_checkpoint: rank_id={rank!r} of {devices} devices", legal=f"0 to {devices - 1}")
+    return {name: (tuple(held.shape), held.slice(rank)) for name, held in known.items()}
+
+
+def _wanted_here(subject: CheckpointedModel, stored: StoredTensors, slices: Mapping[str, tuple[tuple[int, ...], Box]], strict: bool
+                 ) -> dict[str, tuple[str, Box]]:
+    """For each tensor of a module what it is called in a checkpoint, and which box of it is wanted.
+
+    Raises:
+        CheckpointError: of another model.
+    """
+    source, out, seen = str(stored.folder), {}, set()
+    other = {name: alias for alias, name in subject.aliases.items()}
+    for name, tensor in subject.tensors.items():
+        called = strategy_name(name) or name
+        there = next((n for n in (name, other.get(name)) if n in stored.entries), None)
+        if there is None or called not in slices:
+            if strict:
+                what = f"it has no {called!r}" if there is None else f"the predict_strategy says nothing of {called!r}"
+                raise CheckpointError(f"a checkpoint of another model: {what}", source=source,
+                                      legal="that of this model, or strict_load=False for what they have in common")
+            continue
+        seen.add(there)
+        shape, box = slices[called]
+        sizes = tuple(s.stop - s.start for s in box)
+        if stored.shape(there) != shape:
+            raise CheckpointError(f"its {called!r} is {list(stored.shape(there))}, and the predict_strategy's {list(shape)}",
+                                  source=source, legal="a predict_strategy of the model that was saved")
+        if tuple(tensor.shape) not in (sizes, shape) or not isinstance(tensor, nn.Parameter) and tuple(tensor.shape) != sizes:
+            raise CheckpointError(f"the network's {called!r} is {list(tensor.shape)}, the rank's slice {list(sizes)} of "
+                                  f"{list(shape)}", source=source, legal="a module of the whole shapes, or of the slices")
+        if strict and stored.dtype(there) != tensor.dtype:
+            raise CheckpointError(f"its {called!r} is {stored.dtype(there)}, the network's {tensor.dtype}", source=source,
+                                  legal="the same dtypes, or strict_load=False, which converts")
+        out[name] = there, box
+    extra = [n for n in stored.entries if strategy_name(n) is not None and n.startswith("model.") and n not in seen]
+    if strict and extra and stored.manifest is not None:
+        raise CheckpointError(f"a checkpoint of another model: it has {strategy_name(extra[0])!r}, which the network does not",
+                              source=source, legal="that of this model, or strict_load=False for what they have in common")
+    return out

@@ -1,6 +1,9 @@
-"""Other libraries' training loops around a parallel model. Each module imports its library; none is imported with the package.
+"""Training loops of other libraries around a parallel model. Each module imports its library; none is imported with the package.
 
-    shardwright.integrations.hugging_face    Trainer, Seq2SeqTrainer and TrainerMixin, of transformers
-    shardwright.integrations.accelerate      Accelerator
-    shardwright.integrations.lightning       ShardwrightStrategy, of Lightning's Trainer
+    hugging_face         Trainer, Seq2SeqTrainer and TrainerMixin, of transformers
+    accelerate           Accelerator
+    lightning            ShardwrightStrategy, of Lightning's Trainer
+    feeding              how these libraries hand batches to processes
 """
+
+from __future__ import annotations

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..errors import SettingError
-from ..parallel import AutoParallel
+from ..parallel.auto_parallel import AutoParallel
 from ..torch_private import pytree
 from .feeding import check_feeding
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from ..parallel import AutoParallel
+from ..parallel.auto_parallel import AutoParallel
 
 __all__ = ["check_feeding"]
-
 
 def check_feeding(model: AutoParallel, library: str) -> None:
     """See that the ranks of a pipeline's stages are fed alike: now, and again when a call of the model is planned, because

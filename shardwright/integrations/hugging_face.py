@@ -18,11 +18,11 @@ import transformers
 from torch import nn
 from transformers.utils.generic import can_return_loss, find_labels
 
-from ..checkpoint.loading import load_checkpoint
-from ..checkpoint.saving import save_checkpoint
+from ..capture.annotations import CUT
+from ..checkpoint.load import load_checkpoint
+from ..checkpoint.save import save_checkpoint
 from ..errors import SettingError
-from ..parallel import AutoParallel
-from ..staging import CUT
+from ..parallel.auto_parallel import AutoParallel
 from .accelerate import Accelerator
 
 __all__ = ["Accelerator", "Seq2SeqTrainer", "Trainer", "TrainerMixin"]

@@ -26,15 +26,14 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
+from ..capture.annotations import CUT, whole_shape
 from ..errors import SettingError
-from ..parallel import AutoParallel
-from ..runtime.init import init
-from ..staging import CUT, whole_shape
+from ..parallel.auto_parallel import AutoParallel
+from ..process import init
 from ..torch_private import pytree
 from .feeding import check_feeding
 
 __all__ = ["ShardwrightStrategy"]
-
 
 class ShardwrightStrategy(DDPStrategy):
     """Processes that Lightning starts, or finds started, as for its own ``"ddp"``; parallel models in them.

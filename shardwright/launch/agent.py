@@ -30,20 +30,18 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 
-from shardwright.launch.logs import logger, remove_restarts
-from shardwright.launch.progress import Progress
-from shardwright.launch.rendezvous import NodeFailure, Nodes
-from shardwright.launch.settings import RunSettings
-from shardwright.launch.watch import Watch, WorkerExit
-from shardwright.torch_private import worker_processes
+from ..torch_private import worker_processes
+from .console import Progress, Watch, WorkerExit, logger, remove_restarts
+from .rendezvous import NodeFailure, Nodes
+from .run_settings import RunSettings
 
-__all__ = ["Outcome", "launch"]
+__all__ = ["RunOutcome", "launch"]
 
 GRACE = 10  # seconds between asking a worker to end and killing it, where another has failed
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """How a run, or one attempt at it, ended on this node. At most one of the first three is set; success is none of them.
 
     Args:
@@ -145,7 +143,7 @@ class Agent(LocalElasticAgent):
         self.elsewhere = self._nodes.leave(finished=True)
 
 
-def launch(settings: RunSettings, progress: Progress, stop_signals: Sequence[signal.Signals]) -> Outcome:
+def launch(settings: RunSettings, progress: Progress, stop_signals: Sequence[signal.Signals]) -> RunOutcome:
     """Run the workers of this node until all have finished, or one has failed and is not to be tried again. None is left
     when it returns or raises.
 
@@ -173,7 +171,7 @@ def launch(settings: RunSettings, progress: Progress, stop_signals: Sequence[sig
     while True:
         outcome = _attempt(settings, nodes, progress, note)
         if came and outcome.by_a_worker:
-            outcome = Outcome(signal=came[0], attempt=nodes.attempt)
+            outcome = RunOutcome(signal=came[0], attempt=nodes.attempt)
         if not outcome.by_a_worker or nodes.attempt == settings.max_restarts:
             break
         if outcome.failure is not None:
@@ -193,7 +191,7 @@ def launch(settings: RunSettings, progress: Progress, stop_signals: Sequence[sig
     return outcome
 
 
-def _attempt(settings: RunSettings, nodes: Nodes, progress: Progress, note: Callable[[], None]) -> Outcome:
+def _attempt(settings: RunSettings, nodes: Nodes, progress: Progress, note: Callable[[], None]) -> RunOutcome:
     """Start the workers of this node once, and see them to their end.
 
     Args:
@@ -217,7 +215,7 @@ def _attempt(settings: RunSettings, nodes: Nodes, progress: Progress, note: Call
         note()
         watch.end()
     failure = watch.first_failure if stopped is None and agent.elsewhere is None else None
-    return Outcome(failure, agent.elsewhere, stopped, nodes.attempt)
+    return RunOutcome(failure, agent.elsewhere, stopped, nodes.attempt)
 
 
 def _reason(failure: WorkerExit) -> str:

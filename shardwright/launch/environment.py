@@ -15,22 +15,481 @@ one from 20000 to 32767 that is made of the job's id, so that runs on one host d
 
 from __future__ import annotations
 
+import hashlib
+import ipaddress
+import itertools
+import json
+import re
+import socket
+import struct
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, NoReturn
 
-from shardwright.errors import SettingError
-from shardwright.launch.claims import LOOPBACK, Claim, number, scheduled, torchrun
-from shardwright.launch.rank_table import RankTable
+from ..errors import SettingError
 
-__all__ = ["Place", "find"]
+__all__ = ["LOOPBACK", "Claim", "RankInRun", "RankTable", "TableDevice", "expand", "find", "leading_to", "number", "scheduled", "torchrun"]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Slurm's host lists: ``node[01-03,07],gpu[1-2]-[0-1],login`` written out, without asking Slurm.
+#
+#     list    = item ("," item)*                  commas inside brackets do not count
+#     item    = (text | "[" ranges "]")*          the product of its brackets, the last one fastest
+#     ranges  = (n | n "-" m) ("," ...)*          as wide as the low end is written: 01-03 has zeros, 1-3 has none
+# ----------------------------------------------------------------------------------------------------
+
+_ITEM = re.compile(r"(?:[^\[\],]|\[[^\[\]]*\])+")
+_PIECE = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+def expand(text: str, name: str) -> tuple[str, ...]:
+    """The hosts of a list, in its order.
+
+    Args:
+        text: the list.
+        name: the variable that holds it, for errors.
+
+    Raises:
+        SettingError: a list that cannot be read.
+    """
+    hosts: list[str] = []
+    at = 0
+    while True:
+        item = _ITEM.match(text, at)
+        if item is None:
+            break
+        pieces = [_ranges(piece[1], text, name) if piece[1] is not None else [piece[2]]
+                  for piece in _PIECE.finditer(item[0])]
+        hosts += map("".join, itertools.product(*pieces))
+        at = item.end()
+        if not text.startswith(",", at):
+            break
+        at += 1
+    if at != len(text) or not hosts or text.endswith(","):
+        raise SettingError(f"{name}={text} cannot be read from its character {at + 1} on",
+                           legal="a list of hosts such as node[01-03,07],login1")
+    return tuple(hosts)
+
+
+def _ranges(inside: str, text: str, name: str) -> list[str]:
+    numbers: list[str] = []
+    for part in inside.split(","):
+        found = _RANGE.fullmatch(part)
+        if found is None or found[2] is not None and int(found[2]) < int(found[1]):
+            raise SettingError(f"{name}={text}: [{inside}] cannot be read at {part!r}",
+                               legal="numbers and ranges from low to high, such as [01-03,07]")
+        low, high = found[1], found[2] or found[1]
+        numbers += (str(number).zfill(len(low)) for number in range(int(low), int(high) + 1))
+    return numbers
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# Claims: what the variables of each launcher say about a process.
+#
+# ====================  ==============================================================================================
+# torchrun              RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE; also ``shardwright run``, and set by hand
+# Open MPI              OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE
+# PMI                   PMI_RANK, PMI_SIZE; of the host MPI_LOCALRANKID, MPI_LOCALNRANKS (Hydra: MPICH, Intel MPI), else
+#                       PMI_LOCAL_RANK, PMI_LOCAL_SIZE
+# Slurm                 SLURM_PROCID, SLURM_STEP_NUM_TASKS or SLURM_NTASKS, SLURM_LOCALID, SLURM_NODEID,
+#                       SLURM_STEP_TASKS_PER_NODE or SLURM_TASKS_PER_NODE, SLURM_STEP_NODELIST or SLURM_NODELIST or
+#                       SLURM_JOB_NODELIST
+# ====================  ==============================================================================================
+#
+# One process says nothing: under ``srun -n 1`` or ``mpirun -n 1`` a program is on its own.
+# ----------------------------------------------------------------------------------------------------
+
+LOOPBACK = "127.0.0.1"
+
+Environment = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What one launcher says of this process; None where it says nothing.
+
+    Args:
+        launcher: its name, for people.
+        rank: of this process.
+        size: how many processes there are.
+        names: the variables of rank and size.
+        local_rank: among the processes of this host.
+        local_size: how many processes this host has.
+        master: an address of rank 0's host.
+        job: a text that the processes of one run share, and no other run on these hosts has.
+    """
+
+    launcher: str
+    rank: int | None
+    size: int | None
+    names: tuple[str, str]
+    local_rank: int | None = None
+    local_size: int | None = None
+    master: str | None = None
+    job: str | None = None
+
+    def __post_init__(self) -> None:
+        for rank, size, (rank_name, size_name) in ((self.rank, self.size, self.names),
+                                                   (self.local_rank, self.local_size, ("local rank", "local size"))):
+            if rank is not None and size is not None and rank >= size:
+                raise SettingError(f"{self.launcher}: {rank_name}={rank} is outside {size_name}={size}",
+                                   legal=f"0 to {size - 1}" if size else "at least one process")
+
+    @property
+    def whole(self) -> bool:
+        """Does it say both which rank this is and of how many?"""
+        return self.rank is not None and self.size is not None
+
+
+def number(environ: Environment, name: str) -> int | None:
+    """The value of a variable that holds a number from 0; None where it is not set.
+
+    Raises:
+        SettingError: it holds something else.
+    """
+    text = environ.get(name, "")
+    if not text:
+        return None
+    if not (text.isascii() and text.isdecimal()):
+        raise SettingError(f"{name}={text}", legal="a whole number from 0")
+    return int(text)
+
+
+def torchrun(environ: Environment) -> Claim | None:
+    """The variables that torch itself reads. Either of rank and size alone is a claim that is not whole."""
+    rank, size = number(environ, "RANK"), number(environ, "WORLD_SIZE")
+    if rank is None and size in (None, 1):
+        return None
+    return Claim("torchrun", rank, size, ("RANK", "WORLD_SIZE"), number(environ, "LOCAL_RANK"),
+                 number(environ, "LOCAL_WORLD_SIZE"))
+
+
+def scheduled(environ: Environment) -> Claim | None:
+    """What an MPI launcher says, else Slurm.
+
+    MPI comes first: mpirun in an allocation of Slurm starts its daemons as Slurm's tasks, one a host, and the processes
+    inherit those tasks' variables. Where ``srun`` itself speaks PMI the two say the same, and Slurm says more.
+    """
+    mpi = _open_mpi(environ) or _pmi(environ)
+    slurm = _slurm(environ)
+    if mpi is None or slurm is not None and mpi.launcher == "PMI" and (mpi.rank, mpi.size) == (slurm.rank, slurm.size):
+        return slurm
+    return mpi
+
+
+def _pair(environ: Environment, launcher: str, names: tuple[str, str]) -> tuple[int, int] | None:
+    """Rank and size; None where neither is set, or there is one process only."""
+    rank, size = (number(environ, name) for name in names)
+    if rank is None and size is None:
+        return None
+    if rank is None or size is None:
+        there, lacks = names if size is None else names[::-1]
+        raise SettingError(f"{launcher}: {there}={environ[there]} is set, {lacks} is not",
+                           legal=f"both, as {launcher} sets them, or neither")
+    return None if size == 1 and rank == 0 else (rank, size)
+
+
+def _open_mpi(environ: Environment) -> Claim | None:
+    names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+    pair = _pair(environ, "Open MPI", names)
+    if pair is None:
+        return None
+    local = number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE")
+    return Claim("Open MPI", *pair, names, number(environ, "OMPI_COMM_WORLD_LOCAL_RANK"), local,
+                 LOOPBACK if local == pair[1] else None,
+                 environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid"))
+
+
+def _pmi(environ: Environment) -> Claim | None:
+    names = ("PMI_RANK", "PMI_SIZE")
+    pair = _pair(environ, "PMI", names)
+    if pair is None:
+        return None
+    rank, local = number(environ, "MPI_LOCALRANKID"), number(environ, "MPI_LOCALNRANKS")
+    if rank is None:
+        rank, local = number(environ, "PMI_LOCAL_RANK"), number(environ, "PMI_LOCAL_SIZE")
+    return Claim("PMI", *pair, names, rank, local, LOOPBACK if local == pair[1] else None)
+
+
+def _slurm(environ: Environment) -> Claim | None:
+    # Of the step where it is told: an allocation may have more tasks and hosts than the step that runs this.
+    size_name = _first_set(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    if size_name is None or "SLURM_PROCID" not in environ:
+        return None
+    if environ.get("ENVIRONMENT") == "BATCH" and not {"SLURM_STEP_ID", "SLURM_STEPID"} & environ.keys():
+        return None  # the batch script itself, which Slurm calls rank 0 of a step that is still to come
+    names = ("SLURM_PROCID", size_name)
+    pair = _pair(environ, "Slurm", names)
+    if pair is None:
+        return None
+    listed = _first_set(environ, "SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
+    hosts = expand(environ[listed], listed) if listed else ()
+    local = _tasks_here(environ, len(hosts), pair[1])
+    alone = len(hosts) == 1 or local == pair[1]
+    job = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID")
+    return Claim("Slurm", *pair, names, number(environ, "SLURM_LOCALID"), local,
+                 LOOPBACK if alone else hosts[0] if hosts else None,
+                 f"{job}.{environ.get('SLURM_STEP_ID', '')}" if job else None)
+
+
+def _tasks_here(environ: Environment, hosts: int, size: int) -> int | None:
+    """How many tasks this host has: of ``2(x3),1``, two on each of three hosts and one on the fourth, this host's."""
+    name = _first_set(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    node = number(environ, "SLURM_NODEID")
+    if name and node is not None:
+        tasks: list[int] = []
+        for part in environ[name].split(","):
+            found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+            if found is None:
+                raise SettingError(f"{name}={environ[name]} cannot be read at {part!r}", legal="such as 2(x3),1")
+            tasks += [int(found[1])] * int(found[2] or 1)
+        if node < len(tasks) and sum(tasks) == size:
+            return tasks[node]
+    return size // hosts if hosts and size % hosts == 0 else None
+
+
+def _first_set(environ: Environment, *names: str) -> str | None:
+    return next((name for name in names if environ.get(name)), None)
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# The network interface that leads to an address.
+#
+# Gloo listens where the host's own name leads, which on many machines is a loopback address: ranks of other hosts then
+# knock in vain. What leads to rank 0's host leads to the others of the run.
+# ----------------------------------------------------------------------------------------------------
+
+SIOCGIFADDR = 0x8915  # Linux, netdevice(7): the IPv4 address of an interface
+
+
+def leading_to(address: str, port: int) -> str | None:
+    """The name of the interface that this host would use; None if that is the loopback, or cannot be told."""
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)  # of a datagram socket: asks for the route, sends nothing
+            own = ipaddress.ip_address(probe.getsockname()[0].partition("%")[0])
+    except (OSError, ValueError):
+        return None
+    if own.is_loopback:
+        return None
+    return next((name for _, name in socket.if_nameindex() if own in _addresses(name)), None)
+
+
+def _addresses(name: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    """Of an interface: its first IPv4 address and all of IPv6; none where the system is not Linux."""
+    found: list[ipaddress.IPv4Address | ipaddress.IPv6Address] = []
+    try:
+        import fcntl
+
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        found.append(ipaddress.IPv4Address(answer[20:24]))
+    except (ImportError, OSError):
+        pass
+    try:
+        with open("/proc/net/if_inet6") as file:
+            found += (ipaddress.IPv6Address(int(line.split()[0], 16)) for line in file if line.split()[-1] == name)
+    except OSError:
+        pass
+    return found
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# Rank tables: the JSON file, version 1.0, in which a cluster of Ascend devices says which device is which rank.
+#
+# The law of a table: ranks count from 0 without a gap; all ranks of one server come before those of the next, in the
+# order of the servers' ids as text (``"10.0.0.10"`` comes before ``"10.0.0.9"``). Within a server ranks may lie on
+# devices in any order.
+# ----------------------------------------------------------------------------------------------------
+
+VERSION = "1.0"
+READY = "completed"  # what else ``status`` may say, such as "initializing", is a table that is not yet whole
+
+
+@dataclass(frozen=True)
+class TableDevice:
+    """One entry of a rank table.
+
+    Args:
+        rank: the rank.
+        server: the id of its server, as a rule the server's address.
+        device: which of the server's devices it is.
+        ip: the address of that device's own network.
+    """
+
+    rank: int
+    server: str
+    device: int
+    ip: str
+
+
+@dataclass(frozen=True)
+class RankTable:
+    """A rank table without faults.
+
+    Args:
+        path: the file.
+        devices: its entries, by rank.
+        digest: of what the file says, so that ranks can tell whether they were given the same one.
+    """
+
+    path: str
+    devices: tuple[TableDevice, ...]
+    digest: str
+
+    @classmethod
+    def read(cls, path: str) -> RankTable:
+        """Read and check a table.
+
+        Raises:
+            SettingError: the entry at fault, and what would be legal there.
+        """
+        try:
+            with open(path, encoding="utf-8") as file:
+                text = file.read()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not text"
+            raise SettingError(f"RANK_TABLE_FILE={path} cannot be read: {reason}",
+                               legal="the path of a rank table in JSON") from None
+        return cls(path, _Reading(path).devices(text), hashlib.sha256(text.encode()).hexdigest()[:16])
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """The ids of the servers, in the order of their ranks."""
+        return tuple(dict.fromkeys(device.server for device in self.devices))
+
+    def beside(self, rank: int) -> tuple[TableDevice, ...]:
+        """The entries of the server that has this rank, by rank."""
+        return tuple(device for device in self.devices if device.server == self.devices[rank].server)
+
+
+class _Reading:
+    """One pass over the text of a table; every fault is raised with its entry."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def devices(self, text: str) -> tuple[TableDevice, ...]:
+        try:
+            table = json.loads(text, object_pairs_hook=self._object)
+        except json.JSONDecodeError as error:
+            self._fault(f"line {error.lineno}, column {error.colno}", f"not JSON: {error.msg}", "JSON")
+        if not isinstance(table, dict):
+            self._fault("the table", f"{_kind(table)}", "an object with version, server_count, server_list and status")
+        version = self._field(table, "the table", "version", "1.0")
+        if version != VERSION:
+            self._fault("version", f"unknown version {json.dumps(version)}", f'"{VERSION}"')
+        status = self._field(table, "the table", "status", READY)
+        if status != READY:
+            self._fault("status", f"{json.dumps(status)}: the table is not whole", f'"{READY}"')
+        servers = self._list(table, "the table", "server_list")
+        count = self._number(table, "the table", "server_count", str(len(servers)))
+        if count != len(servers):
+            self._fault("server_count", f"{count}, but server_list has {len(servers)}", f'"{len(servers)}"')
+
+        found: dict[int, tuple[TableDevice, str]] = {}  # by rank, each with the entry that says so
+        ids: dict[str, str] = {}
+        for index, server in enumerate(servers):
+            self._server(server, f"server_list[{index}]", ids, found)
+        for rank in range(len(found)):
+            if rank not in found:
+                highest, where = max(found), found[max(found)][1]
+                self._fault(where, f"rank_id {highest}, but no device has rank_id {rank}",
+                            f"each of 0 to {len(found) - 1} once, for {len(found)} devices")
+        devices = [found[rank] for rank in range(len(found))]
+        for (before, _), (device, where) in zip(devices, devices[1:]):
+            if device.server < before.server:
+                self._fault(where, f"rank_id {device.rank} comes after rank {before.rank} of server {before.server}, "
+                            f"whose id is the greater text", "ranks in the order of the server ids, compared as text: "
+                            f"{', '.join(sorted(ids))}")
+        return tuple(device for device, _ in devices)
+
+    def _server(self, server: Any, where: str, ids: dict[str, str], found: dict[int, tuple[TableDevice, str]]) -> None:
+        if not isinstance(server, dict):
+            self._fault(where, _kind(server), "an object with server_id and device")
+        name = self._text(server, where, "server_id", "the server's address, such as 10.0.0.1")
+        where = f"{where} (server {name})"
+        if name in ids:
+            self._fault(where, f"server_id {name} is that of {ids[name]} too",
+                        "one entry a server, each with its own id")
+        ids[name] = where.split(" ")[0]
+        indices: dict[int, str] = {}
+        addresses: dict[str, str] = {}
+        for index, entry in enumerate(self._list(server, where, "device")):
+            here = f"{where}, device[{index}]"
+            if not isinstance(entry, dict):
+                self._fault(here, _kind(entry), "an object with device_id, device_ip and rank_id")
+            device = TableDevice(rank=self._number(entry, here, "rank_id", "0"), server=name,
+                                 device=self._number(entry, here, "device_id", "0"),
+                                 ip=self._text(entry, here, "device_ip", "the address of the device's network"))
+            if device.device in indices:
+                self._fault(here, f"device_id {device.device} is that of {indices[device.device]} too",
+                            "each device of a server once")
+            if device.ip in addresses:
+                self._fault(here, f"device_ip {device.ip} is that of {addresses[device.ip]} too",
+                            "an address of its own for each device of a server")
+            if device.rank in found:
+                self._fault(here, f"rank_id {device.rank} is that of {found[device.rank][1]} too",
+                            "each rank once, from 0")
+            indices[device.device] = addresses[device.ip] = f"device[{index}]"
+            found[device.rank] = (device, here)
+
+    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        known: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in known:
+                self._fault(name, f"twice in one object: {json.dumps(known[name])} and {json.dumps(value)}",
+                            "each field once")
+            known[name] = value
+        return known
+
+    def _field(self, entry: dict[str, Any], where: str, name: str, example: str) -> Any:
+        if name not in entry:
+            self._fault(where, f"{name} is missing", f'"{name}": "{example}"')
+        return entry[name]
+
+    def _list(self, entry: dict[str, Any], where: str, name: str) -> list[Any]:
+        value = self._field(entry, where, name, "[...]")
+        if not isinstance(value, list) or not value:
+            self._fault(f"{where}, {name}", "it is empty" if value == [] else _kind(value), "a list with at least one")
+        return value
+
+    def _text(self, entry: dict[str, Any], where: str, name: str, legal: str) -> str:
+        value = self._field(entry, where, name, "...")
+        if not isinstance(value, str) or not value:
+            self._fault(f"{where}, {name}", "it is empty" if value == "" else _kind(value), legal)
+        return value
+
+    def _number(self, entry: dict[str, Any], where: str, name: str, example: str) -> int:
+        value = self._field(entry, where, name, example)
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+            return value
+        if isinstance(value, str) and value.isascii() and value.isdecimal():
+            return int(value)
+        self._fault(f"{where}, {name}", f"{json.dumps(value)} is not a whole number from 0", f'such as "{example}"')
+
+    def _fault(self, where: str, message: str, legal: str) -> NoReturn:
+        raise SettingError(f"{where}: {message}", source=self._path, legal=legal)
+
+
+def _kind(value: Any) -> str:
+    kinds = {dict: "an object", list: "a list", str: "a text", bool: "a truth value", type(None): "null"}
+    return f"it is {kinds.get(type(value), 'a number')}"
+
 
 PORT = 29500  # torch's own default
 JOB_PORTS = range(20000, 32768)  # below those that Linux hands out to connections
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInRun:
     """The place of this process in its run.
 
     Args:
@@ -63,7 +522,7 @@ class Place:
         return f"rank {rank} (server {entry.server}, device {entry.device})"
 
 
-def find(environ: Mapping[str, str]) -> Place | None:
+def find(environ: Mapping[str, str]) -> RankInRun | None:
     """The place of this process; None where it is on its own.
 
     Args:
@@ -128,7 +587,7 @@ def _incomplete(claim: Claim, environ: Mapping[str, str]) -> SettingError:
 
 
 def _place(environ: Mapping[str, str], whole: Claim, claims: list[Claim], agent: bool,
-           table: RankTable | None) -> Place:
+           table: RankTable | None) -> RankInRun:
     rank, size = whole.rank, whole.size
     if table is not None:
         beside = table.beside(rank)
@@ -156,4 +615,4 @@ def _place(environ: Mapping[str, str], whole: Claim, claims: list[Claim], agent:
     job = next((claim.job for claim in claims if claim.job), None) if table is None else None
     if port is None:
         port = PORT if job is None else JOB_PORTS[zlib.crc32(job.encode()) % len(JOB_PORTS)]
-    return Place(whole.launcher, rank, size, device, devices, address, port, agent, table)
+    return RankInRun(whole.launcher, rank, size, device, devices, address, port, agent, table)

@@ -10,12 +10,11 @@ import subprocess
 import sys
 from types import FrameType
 
-from shardwright.errors import SettingError, ShardwrightError
-from shardwright.launch.logs import coordinator_log, last_lines
-from shardwright.launch.progress import Progress
-from shardwright.launch.settings import RunSettings, check_port, check_script
+from ..errors import SettingError, ShardwrightError
+from .console import Progress, coordinator_log, last_lines
+from .run_settings import RunSettings, check_port, check_script
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_run_parser", "run"]
 
 # Ctrl-C, what kill and schedulers send, a closed terminal, Ctrl-\.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -24,7 +23,7 @@ WORKER_OPTIONS = ("worker_num", "local_worker_num", "master_addr", "master_port"
                   "cluster_time_out", "threads", "max_restarts", "grace_period")
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
+def add_run_parser(subparsers: argparse._SubParsersAction) -> None:
     """Add ``run`` to the commands."""
     parser = subparsers.add_parser(
         "run", allow_abbrev=False, help="run a script on several workers, or on several devices in one process",
@@ -116,7 +115,7 @@ def run_workers(settings: RunSettings) -> int:
     progress = Progress(settings, sys.stdout)
     try:
         with coordinator_log(settings.scheduler_log), progress:
-            from shardwright.launch.agent import launch
+            from .agent import launch
 
             outcome = launch(settings, progress, stop_signals)
     except _Stopped as stop:

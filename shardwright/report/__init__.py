@@ -1,6 +1,16 @@
-"""What a person reads: tables in the terminal, dumps of the programs."""
+"""What a person reads of a plan.
 
-from .ir import write_dumps
+    tables               operators, traffic and parameters in a terminal
+    explanations         why a plan is as it is, in a terminal
+    ir_dump              the program of one rank as plain text, one operator a line
+    format               units, types, layouts and numbers in these texts
+    plan_diff            two plans compared
+    timeline             a simulated step: Perfetto's trace, a picture
+"""
+
+from __future__ import annotations
+
+from .ir_dump import write_dumps
 from .tables import explain
 
 __all__ = ["explain", "write_dumps"]

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import IO, Any
 from xml.sax.saxutils import escape, quoteattr
 
-from ..plan.pipelined import Moment
-from ..plan.simulate import Once, Simulation, Span
-from ..schedules import Action
-from .units import size_text, time_text
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-__all__ = ["KINDS", "headline", "picture", "trace"]
+from ..pipeline.pipeline_plan import Moment
+from ..pipeline.schedules import Action
+from ..pipeline.simulate import Once, Simulation, Span
+from .format import size_text, time_text
+
+__all__ = ["KINDS", "headline", "picture", "simulated", "trace"]
 
 #: What a kind of span is called, and its colour: Okabe and Ito's, told apart by the colour-blind too.
 KINDS = {"F": ("forward", "#56b4e9"), "B": ("backward", "#e69f00"), "I": ("gradients of inputs", "#e69f00"),
@@ -277,3 +282,42 @@ def _text(x: float, y: float, text: str, *, size: float = FONT, anchor: str = "s
     given |= {"text-anchor": anchor} if anchor != "start" else {}
     given |= {"font-weight": weight} if weight else {}
     return f"<text {' '.join(f'{name}={quoteattr(value)}' for name, value in given.items())}>{escape(text)}</text>"
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# What a terminal shows of a simulated step: what it takes, who waits how long and holds how much, and the schedule.
+# ----------------------------------------------------------------------------------------------------
+
+#: The most lines and columns of a schedule's grid that are shown.
+LINES, COLUMNS = 64, 120
+
+
+def simulated(simulation: Simulation, ranks: Sequence[range], memory: float, file: IO[str] | None = None) -> None:
+    """Print a step in time.
+
+    Args:
+        ranks: by group.
+        memory: bytes that a device has.
+    """
+    console = Console(file=file, highlight=False, soft_wrap=True)
+    console = console if console.is_terminal else Console(file=file, highlight=False, width=200)
+    say = lambda text: console.print(Text(text))  # noqa: E731
+    say(headline(simulation))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    for name in ("ranks", "stages", "works", "waits", "always holds", "peak memory"):
+        table.add_column(name, justify="left" if name in ("ranks", "stages") else "right", overflow="fold")
+    made = simulation.schedule
+    for group, each in enumerate(ranks):
+        stages = [str(stage) for stage, home in enumerate(made.placement) if home == group]
+        busy, total = simulation.busy(group), simulation.total
+        table.add_row(f"{each[0]}-{each[-1]}" if len(each) > 1 else f"{each[0]}", ", ".join(stages), time_text(busy),
+                      f"{1 - busy / total:.1%}" if total else "", size_text(simulation.memory(group)[0][1]),
+                      size_text(simulation.peak(group)))
+    console.print(table)
+    most = max(simulation.peak(group) for group in range(made.groups))
+    if most > memory:
+        say(f"that is more than a device has, which is {size_text(memory)}")
+    lines = made.grid().splitlines()
+    if made.stages > 1 and len(lines) <= LINES and max(map(len, lines)) <= COLUMNS:
+        say("\n".join(["the schedule, if every action took as long:", *lines]))

@@ -1,13 +1,36 @@
-"""The operators and their rules: one description each, see `notation` for the string and `registry` for the record."""
+"""The rules: one description for each operator, from which strategies, redistributions and costs follow.
 
-from . import (  # noqa: F401  (each family registers itself)
-    arrange, attention, classes, conv, create, grouped, lookup, loss, matmul, moments, norm, normalise, padding, patches,
-    pointwise, pool, random, recurrent, reduce, resample, scan, scatter, send, view,
+    notation             the string of a rule, its factors and their assignment
+    registry             which rule describes which operator; operators made of simpler ones
+    user_strategy        cuts or Layouts that a user gave, as an assignment: or the error that says why not
+    dims                 names of dims, positions in a slice
+    pointwise, matmul, spatial, reduction, normalization, loss, attention, shape, indexing, recurrent, random
+                         the families of operators
+    counter_rng          the random numbers: a word for each position of the whole tensor
+"""
+
+from __future__ import annotations
+
+from . import (  # noqa: F401  (each family registers its operators)
+    attention,
+    counter_rng,
+    dims,
+    indexing,
+    loss,
+    matmul,
+    normalization,
+    pointwise,
+    random,
+    recurrent,
+    reduction,
+    shape,
+    spatial,
 )
-from .expand import Builder, expand
 from .notation import Assignment, Bound, Factor, bind, parse
-from .registry import Rule, bound_rule, find_rule, has_rule, register, rule, whole_rule
-from .strategy import assignment_of, output_layouts_of
+from .registry import (
+    Builder, Rule, bound_rule, expand, find_rule, has_rule, register, rule, whole_rule,
+)
+from .user_strategy import assignment_of, output_layouts_of
 
 __all__ = ["Assignment", "Bound", "Builder", "Factor", "Rule", "assignment_of", "bind", "bound_rule", "expand",
            "find_rule", "has_rule", "output_layouts_of", "parse", "register", "rule", "whole_rule"]

@@ -16,9 +16,8 @@ import math
 import torch
 
 from ..graph import Op, Value
-from .dims import cut_size, named, operand, operands, wide
+from .dims import cut_size, named, operand, operands, positions, wide
 from .notation import Assignment, Bound
-from .positions import positions
 from .random import dropped
 from .registry import Expansion, Rule, register
 

@@ -25,12 +25,10 @@ from torch import Tensor
 from ..errors import MissingRuleError
 from ..graph import SEED, Op, Value, map_values
 from ..layout import Digits, digits_size
-from . import generator  # noqa: F401  (defines the operators)
-from .dims import named, operand, whole, wide
-from .expand import expand
+from . import counter_rng  # noqa: F401  (defines the operators)
+from .dims import named, operand, part_length, whole, wide
 from .notation import Assignment, Bound
-from .positions import part_length
-from .registry import POINTWISE, Expansion, Local, Rule, bound_rule, find_rule, local_output_shape, register
+from .registry import POINTWISE, Expansion, Local, Rule, bound_rule, expand, find_rule, local_output_shape, register
 
 __all__ = ["dropped", "run_on_one"]
 

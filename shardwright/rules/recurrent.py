@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from ..graph import Op, Value
-from .dims import named, operand, whole
-from .positions import local_operator
+from .dims import local_operator, named, operand, whole
 from .registry import Rule, register
 
 __all__ = ["layer_by_layer", "without_dropout"]

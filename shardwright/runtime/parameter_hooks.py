@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..capture.annotations import CUT
 from ..errors import SettingError
-from ..staging import CUT
 from ..torch_private import gradient_hooks, move_gradient_hooks
 
 __all__ = ["call_after", "called_before", "carry_over", "put_within", "seen_by_hooks"]
@@ -73,9 +73,12 @@ def seen_by_hooks(parameter: nn.Parameter, gradient: Tensor, rank: int) -> Tenso
         gradient: this rank's part.
         rank: among those that the parameter's layout speaks of.
     """
-    from ..plan.padding import true_slice
-    from .dtensors import gathered_as, layout_of  # DTensor takes a second to import
-    from .padded import beginning
+    from ..partition.uneven import true_slice
+    from .dtensors import (
+        beginning,
+        gathered_as,
+        layout_of,  # DTensor takes a second to import
+    )
     layout = layout_of(parameter)
     if layout is None or layout.is_replicated:
         return called_before(parameter, gradient)

@@ -2,27 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-from .. import torch_private  # its pipelining names take long to import, and few schedules need them
+from .. import torch_private
+from ..capture.guards import Guards
+from ..capture.side_effects import Effects
 from ..errors import SettingError
-from ..plan.pipelined import Transfer
-from ..schedules import Action
-from ..torch_private import is_view
-from .pipeline_pieces import pieces, together
-from .random import of_micro_batch, stream
+from ..graph import Value
+from ..pipeline.pipeline_plan import PipelinePlan, Stage, Transfer
+from ..pipeline.schedules import Action, Schedule, forward_only
+from ..process import of_micro_batch, stream
+from ..pytree_objects import closed, holds_objects
+from ..sharded_plan import Plan
+from ..torch_private import demand, is_view
+from .call_boundary import kept_apart, put_back
+from .deferred_init import materialize
+from .freed import freed
+from .local.local_executor import LocalExecutor, SingleDeviceExecutor
+from .lower import Lowered, lower
 
-if TYPE_CHECKING:
-    from .pipeline import PipelineProgram, StageBody
-
-__all__ = ["Step"]
+__all__ = ["LocalStageLink", "PipelineProgram", "PipelineStep", "StageBody", "StageLink", "local_pipeline", "parts_of", "pieces", "together"]
 
 
-class Step:
+# ----------------------------------------------------------------------------------------------------
+# How a batch falls into micro-batches where a process feeds it for several ranks that each have a part of their own.
+#
+#     micro-batch k of m      the k-th of m pieces of every part, one after the other
+# ----------------------------------------------------------------------------------------------------
+
+def parts_of(plan: PipelinePlan, fed: int) -> tuple[list[int], list[int]]:
+    """Of how many parts of the batch this process has rows in each input, and in each output; `fed`: see
+    `pipeline.PipelineProgram`."""
+    alone = fed == 1  # a rank, which has of each what its layout says
+    inputs, outputs = [plan.parts] * len(plan.split), [plan.parts] * len(plan.graph.outputs)
+    for stage in plan.stages if alone else ():
+        for source, layout in zip(stage.sources, stage.plan.fed.inputs):
+            if source.kind == "input" and source.index < len(inputs) and layout.dims:
+                inputs[source.index] = max(1, plan.parts // layout.cuts[0])
+        for index, made in zip(stage.results, stage.plan.routed.outputs):
+            how, dim = plan.micro.joins[index]
+            if how == "cat":
+                outputs[index] = max(1, plan.parts // made.layout.cuts[dim])
+    return inputs, outputs
+
+
+def pieces(x: Tensor, count: int, parts: int) -> tuple[Tensor, ...]:
+    """The micro-batches of a batch that this process feeds for so many: micro-batch k has the k-th piece of each part."""
+    if parts == 1:
+        return x.chunk(count)
+    return tuple(piece.flatten(0, 1) for piece in x.unflatten(0, (parts, count, -1)).unbind(1))
+
+
+def together(made: Sequence[Tensor], dim: int, parts: int) -> Tensor:
+    """The inverse of `pieces`, along a dim."""
+    if parts == 1:
+        return torch.cat(list(made), dim)
+    return torch.stack([piece.unflatten(dim, (parts, -1)) for piece in made], dim + 1).flatten(dim, dim + 2)
+
+
+class PipelineStep:
     """One call of the model: all that its micro-batches leave behind."""
 
     def __init__(self, program: PipelineProgram, tensors: Sequence[Tensor], trains: bool) -> None:
@@ -292,10 +337,232 @@ class Step:
                            sum(parts[1:], parts[0]))
         self.leaves.clear()
         if self.program.absent:
-            from .gradients import hand_nothing  # imports DTensor, which is loaded where parameters are absent
+            from .distributed.gradients import (
+                hand_nothing,  # imports DTensor, which is loaded where parameters are absent
+            )
             for parameter in self.program.absent:
                 hand_nothing(parameter)
         if gradient.device.type == "cpu" and gradient.item() == 1:  # as most are; elsewhere to ask takes longer
             return out
         with torch.no_grad():
             return [None if g is None else g.mul_(gradient) for g in out]
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# A pipeline at work: the actions of its schedule, played on the stages of this process.
+#
+#     model(...)          every forward and backward of every micro-batch; the loss, put together
+#     loss.backward()     hands over the gradients that are there already, times the gradient of the loss
+#
+# A stage's program computes on leaves that share the memory of the parameters: gradients of all micro-batches gather there.
+# Who sends, and how, is the `Link`'s: in one process all stages are here (`Here`), in processes the ranks of other groups
+# are written to (`pipeline_link`).
+# ----------------------------------------------------------------------------------------------------
+
+@dataclass
+class StageBody:
+    """One stage in this process.
+
+    Attributes:
+        stage: its plan.
+        run: its program: parameters, buffers, constants, inputs in; outputs, then new values of buffers, out.
+        parameters: leaves, in the program's order.
+        buffers, constants: likewise.
+        updates: which of the buffers get new values.
+        counts: what counts targets, of the inputs of the model that it reads; or None.
+        shared: adds what a further stage owes a parameter to the gradient of its leaf: (name, gradient so far, part) -> sum.
+        gathers: parameter -> what brings it to its use, for those that micro-batches of a step share (`Plan.gathered_once`).
+    """
+
+    stage: Stage
+    run: Callable[..., list[Tensor]]
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    constants: list[Tensor]
+    updates: tuple[str, ...]
+    counts: Callable[..., list[Tensor]] | None
+    shared: Callable[[str, Tensor | None, Tensor], Tensor]
+    gathers: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+
+
+class StageLink(Protocol):
+    """How stages write to one another."""
+
+    def send(self, transfer: Transfer, micro: int, back: bool, tensor: Tensor) -> None:
+        """A value, or its gradient, of one micro-batch; micro −1: what is sent once a step."""
+
+    def receive(self, transfer: Transfer, micro: int, back: bool) -> Tensor:
+        """What was sent, or will be."""
+
+    def begin(self, schedule: Schedule) -> None:
+        """A step begins."""
+
+    def finish(self, results: list[Tensor | None]) -> list[Tensor]:
+        """The step is at its end: results of stages that are elsewhere, for None."""
+
+
+class LocalStageLink:
+    """All stages are in this process."""
+
+    def __init__(self) -> None:
+        self._sent: dict[tuple, Tensor] = {}
+
+    def begin(self, schedule: Schedule) -> None:
+        self._sent.clear()
+
+    def send(self, transfer: Transfer, micro: int, back: bool, tensor: Tensor) -> None:
+        self._sent[transfer.name, transfer.target, micro, back] = tensor
+
+    def receive(self, transfer: Transfer, micro: int, back: bool) -> Tensor:
+        return self._sent.pop((transfer.name, transfer.target, micro, back))
+
+    def finish(self, results: list[Tensor | None]) -> list[Tensor]:
+        return list(results)
+
+
+class _Given(torch.autograd.Function):
+    """The loss of a step whose gradients are there: hands them over."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, step: PipelineStep, *leaves: Tensor) -> Tensor:
+        ctx.step = step
+        return loss.view_as(loss)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.step.taken(gradient)
+
+
+class PipelineProgram:
+    """A planned pipeline on a runtime: flattened inputs of the whole batch in, the user's outputs back.
+
+    Args:
+        plan: the plan.
+        bodies: the stages of this process, by number.
+        link: between stages.
+        held: as of `Program`.
+        device: to which inputs are brought; None: they are there.
+        parts: for how many ranks of a stage this process feeds the batch, where each rank feeds its own part.
+        absent: parameters of other stages, which are empty here, and are given empty gradients.
+
+    Attributes:
+        exact, begin, guards, effects: as of `Program`.
+    """
+
+    def __init__(self, plan: PipelinePlan, bodies: dict[int, StageBody], link: StageLink, held: Any = None,
+                 device: torch.device | None = None, absent: Sequence[nn.Parameter] = (),
+                 parts: int = 1) -> None:
+        if any(action.kind == "I" for actions in plan.schedule.actions for action in actions):
+            demand("stage_backward_input", "stage_backward_weight")
+        self.plan, self.bodies, self.link, self.held, self.device = plan, bodies, link, held, device
+        self.exact, self.absent = True, absent
+        self.begin: Callable[[], None] | None = None
+        self.guards, self.effects = Guards((), ()), Effects()
+        self.fed_parts, self.made_parts = parts_of(plan, parts)
+        self.forwards = forward_only(plan.schedule.placement, plan.micro_batches)
+        outputs = plan.graph.outputs
+        self.loss, self.why = _loss(plan)
+        self._objects = holds_objects(plan.graph.out_spec)
+        self._constants = [None if isinstance(v, Value) else v for v in outputs]
+        # What each stage sends and receives, in the order of its outputs and inputs.
+        self.outgoing = {s: {name: [t for t in plan.transfers if (t.kind, t.name, t.source) == ("value", name, s)]
+                             for name in body.stage.sent} for s, body in bodies.items()}
+        self.incoming = {s: [_transfer(plan, s, source) for source in body.stage.sources] for s, body in bodies.items()}
+        groups = {plan.schedule.placement[s] for s in bodies}
+        self.orders = {sched: tuple(a for a in sched.order if plan.schedule.placement[a.stage] in groups)
+                       if len(groups) > 1 else sched.actions[next(iter(groups))]
+                       for sched in (plan.schedule, self.forwards)}
+
+    def __call__(self, *leaves: Any) -> Any:
+        if self.begin is not None:
+            self.begin()
+        freed.step()
+        tensors = given = [x for x in leaves if isinstance(x, Tensor)]
+        if self.plan.graph.changed:
+            tensors = kept_apart(given, self.plan.graph.changed)
+        if self.device is not None:
+            tensors = [x.to(self.device) for x in tensors]
+        trains = torch.is_grad_enabled() and (self.loss is not None or self.why is not None)
+        if trains:
+            self.check()
+        step = PipelineStep(self, tensors, trains)
+        results = self.link.finish(step.run())
+        if trains:
+            leaves = [p for body in self.bodies.values() for p in body.parameters.values() if p.requires_grad]
+            step.inputs_wanted = [x for x in tensors if x.requires_grad]
+            results[self.loss] = _Given.apply(results[self.loss], step, *leaves, *step.inputs_wanted)
+        outputs = [r if c is None else c for r, c in zip(results, self._constants)]
+        put_back(given, outputs, self.plan.graph.changed)
+        result = self.plan.graph.result(outputs)
+        return closed(result) if self._objects else result
+
+    def check(self) -> None:
+        """That it can be trained.
+
+        Raises:
+            SettingError: it returns no loss, or several.
+        """
+        if self.why is not None:
+            raise SettingError(f"a pipeline runs the backward with the forward: {self.why}",
+                               legal="loss_fn in AutoParallel, or a model that returns one loss; for outputs alone, "
+                                     "torch.no_grad()")
+
+
+def _loss(plan: PipelinePlan) -> tuple[int | None, str | None]:
+    """The index of the one output that is trained; and why none can be, if gradients would flow."""
+    wanted = [i for i, v in enumerate(plan.graph.outputs) if isinstance(v, Value) and v.requires_grad]
+    losses = [i for i in wanted if not plan.graph.outputs[i].shape and plan.micro.joins[i].how != "cat"]
+    if not wanted or len(losses) == 1:
+        return (losses[0] if losses else None), None
+    return None, f"it returns {len(losses)} losses" if losses else "it returns no loss"
+
+
+def _transfer(plan: PipelinePlan, stage: int, source: Any) -> Transfer | None:
+    """The transfer by which an input of a stage comes; None: it is fed."""
+    if source.kind == "input":
+        return None
+    kind = "value" if source.kind == "stage" else "parameter"
+    return next(t for t in plan.transfers if (t.kind, t.name, t.source, t.target) == (kind, source.name, source.index, stage))
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# A pipeline in one process: every stage's devices in lockstep, the stages in the order of the schedule.
+# ----------------------------------------------------------------------------------------------------
+
+def local_pipeline(plan: PipelinePlan, holder: nn.Module, device: torch.device, first: bool) -> PipelineProgram:
+    """Put a plan on this process.
+
+    Args:
+        holder: gives ``named_parameters`` and ``named_buffers`` under the graph's names.
+        first: whether it is the model's first program: parameters may be without values.
+    """
+    if first:
+        materialize(holder, lambda name, old, whole: whole, device, real=False)
+    parameters, buffers = dict(holder.named_parameters()), dict(holder.named_buffers())
+    bodies = {}
+    for stage in plan.stages:
+        lowered = lower(stage.plan)
+        bodies[stage.number] = StageBody(
+            stage, _body(lowered), {n: parameters[n] for n in lowered.parameters},
+            {n: buffers[n] for n in lowered.buffers}, [stage.plan.graph.constants[n] for n in lowered.constants],
+            lowered.updates, None if stage.counts is None else _counting(stage.counts, buffers), _added)
+    return PipelineProgram(plan, bodies, LocalStageLink(), parts=plan.parts)
+
+
+def _body(lowered: Lowered) -> SingleDeviceExecutor | LocalExecutor:
+    alone = lowered.plan.devices == 1 and not lowered.plan.regions
+    return SingleDeviceExecutor(lowered) if alone else LocalExecutor(lowered)
+
+
+def _counting(plan: Plan, buffers: dict[str, Tensor]) -> Callable[..., list[Tensor]]:
+    """What counts targets, of the inputs that it reads."""
+    lowered = lower(plan)
+    return partial(_body(lowered), *(buffers[n] for n in lowered.buffers),
+                   *(plan.graph.constants[n] for n in lowered.constants))
+
+
+def _added(name: str, gradient: Tensor | None, part: Tensor) -> Tensor:
+    return part if gradient is None else gradient + part

@@ -5,7 +5,6 @@ import os
 import runpy
 import sys
 
-
 gc.disable()  # each worker imports torch, and captures: all that lives would be walked again and again
 
 

@@ -13,22 +13,22 @@ from models import Built, Model
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from shardwright.capture import capture
+from shardwright.capture.export import capture
+from shardwright.capture.graph_reader import MarkUse
 from shardwright.cluster import Cluster
-from shardwright.comparison import worst
 from shardwright.graph import Graph, Op
 from shardwright.layout import digits_size
-from shardwright.plan import Plan
-from shardwright.plan.candidates import assignments, atoms_of
-from shardwright.plan.make import make_plan
-from shardwright.precision import Allowed
-from shardwright.reading import MarkUse
-from shardwright.report.verification import Worst
+from shardwright.planners.search_space import assignments, atoms_of
+from shardwright.planning import make_plan
+from shardwright.process import Runtime
+from shardwright.pytree_objects import opened
 from shardwright.rules import bound_rule, find_rule
-from shardwright.runtime.fusion import Accumulation, Fusion
-from shardwright.runtime.init import Runtime
-from shardwright.runtime.run import make_program
-from shardwright.trees import opened
+from shardwright.runtime.distributed.gradients import Accumulation, Fusion
+from shardwright.runtime.step_program import make_program
+from shardwright.sharded_plan import Plan
+from shardwright.verification.first_difference import worst
+from shardwright.verification.value_precision import Allowed
+from shardwright.verification.verify_report import Worst
 
 __all__ = ["DEVICES", "MODES", "Outcome", "Zoo"]
 

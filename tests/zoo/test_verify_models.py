@@ -9,7 +9,7 @@ import torch
 from models import MODELS
 
 import shardwright as sw
-import shardwright.runtime.local as local
+import shardwright.runtime.local.local_executor as local
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

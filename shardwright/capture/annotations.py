@@ -1,0 +1,417 @@
+"""What a user writes on a model: how single operators are split.
+
+A mark wraps an operator, or an `nn.Module` that is one operator. On one device it does nothing. While a model is
+captured it surrounds the operator with identity nodes, which name it in the graph and are stripped there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import copy
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import SettingError
+from ..torch_private import pytree
+from .regions import ATTRIBUTE, RecomputeSettings, region
+
+__all__ = ["CUT", "Operator", "PipelineSettings", "be_elsewhere", "collect_marks", "mark_names", "marked_operators", "no_optimizer_parallel", "pipelining", "set_stage", "shard", "staged_modules", "stored_whole", "whole_shape"]
+
+#: Attribute of a parameter that `no_optimizer_parallel` has named.
+_STORED_WHOLE = "_shardwright_stored_whole"
+
+#: The calls of marked operators seen by the capture that is under way; None outside of one.
+_CALLS: contextvars.ContextVar[list[Operator] | None] = contextvars.ContextVar("shardwright_marks", default=None)
+
+
+@torch.library.custom_op("shardwright::mark", mutates_args=())
+def mark(x: torch.Tensor, call: int, place: int) -> torch.Tensor:
+    """Identity: `place` counts the tensor inputs of marked call number `call`; −1 is an output of it."""
+    return x.clone()
+
+
+@mark.register_fake
+def _(x: torch.Tensor, call: int, place: int) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+mark.register_autograd(lambda ctx, grad: (grad, None, None))
+
+
+@contextlib.contextmanager
+def collect_marks() -> Iterator[list[Operator]]:
+    """While active, calls of marked operators leave mark nodes; yields the marked operators, by call number."""
+    calls: list[Operator] = []
+    token = _CALLS.set(calls)
+    try:
+        yield calls
+    finally:
+        _CALLS.reset(token)
+
+
+def _user_line() -> str:
+    """``file.py:41`` of the nearest caller outside this package and torch."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if not module.startswith(("shardwright.", "torch.")) and module not in ("shardwright", "torch"):
+            return f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+class Operator:
+    """One operator that may carry a strategy: call it as the function that it holds.
+
+    Args:
+        function: a function of tensors that is one operator, such as ``torch.matmul``.
+
+    Attributes:
+        in_strategy: one entry per tensor input, a tuple of cuts or a `Layout`; None: not marked.
+        out_strategy: the same for the outputs, or None.
+        priority: whose wishes its neighbours heed first, in sharding_propagation: those of the lowest number.
+        source: the line that gave the strategy.
+        recomputed: what `recompute` says of it, or None.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        if not callable(function):
+            raise SettingError(f"{function!r} is not an operator", legal="a function such as torch.matmul")
+        self.function = function
+        self.in_strategy: tuple | None = None
+        self.out_strategy: tuple | None = None
+        self.priority = 0
+        self.source = _user_line()
+        self.recomputed: RecomputeSettings | None = None
+
+    def shard(self, in_strategy: tuple | None = None, out_strategy: tuple | None = None, priority: int = 0) -> Operator:
+        """Say how the operator is split. May be repeated: the last call before the first step holds.
+
+        Args:
+            in_strategy: one entry per tensor input: a tuple with the number of parts of each dim, or a `Layout`.
+            out_strategy: one entry per output; without it a partial sum is completed by an all-reduce.
+            priority: as of `shardwright.shard`.
+
+        Returns:
+            Itself. Whether the strategy fits is checked when the model is planned.
+
+        Raises:
+            SettingError: a priority that is no whole number from 0.
+        """
+        source = _user_line()
+        if not isinstance(priority, int) or isinstance(priority, bool) or priority < 0:
+            raise SettingError(f"priority={priority!r}", source=source,
+                               operator=getattr(self.function, "__name__", repr(self.function)), legal="a whole number from 0; marks of lower numbers go first")
+        self.in_strategy, self.out_strategy, self.priority = in_strategy, out_strategy, priority
+        self.source = source
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        calls = _CALLS.get()
+        if calls is None:
+            return self.function(*args, **kwargs)
+        number, (args, kwargs) = self._enter(calls, args, kwargs)
+        with region(self.recomputed, self):
+            return _leave(number, self.function(*args, **kwargs))
+
+    def _enter(self, calls: list[Operator], args: tuple, kwargs: dict) -> tuple[int, tuple[tuple, dict]]:
+        number, place = len(calls), iter(range(1_000_000))
+        calls.append(self)
+        return number, pytree.tree_map_only(torch.Tensor, lambda x: mark(x, number, next(place)), (args, kwargs))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Operator:
+        new = object.__new__(type(self))
+        memo[id(self)] = new
+        new.__dict__.update((k, copy.deepcopy(v, memo)) for k, v in vars(self).items() if k != "function")
+        try:
+            new.function = copy.deepcopy(self.function, memo)
+        except TypeError:  # an operator of torch.library cannot be copied, nor need it be
+            new.function = self.function
+        return new
+
+    def __repr__(self) -> str:
+        name = getattr(self.function, "__name__", repr(self.function))
+        return f"Operator({name}, in_strategy={self.in_strategy}, out_strategy={self.out_strategy})"
+
+
+def _leave(number: int, result: Any) -> Any:
+    return pytree.tree_map_only(torch.Tensor, lambda x: mark(x, number, -1), result)
+
+
+class _ModuleMark(Operator):
+    """The mark of a module: its hooks stand around the module's forward."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(type(module))
+        self._number = -1
+        module.register_forward_pre_hook(self._before, with_kwargs=True)
+        module.register_forward_hook(self._after)
+
+    def _before(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        calls = _CALLS.get()
+        if calls is None:
+            return None
+        self._number, changed = self._enter(calls, args, kwargs)
+        return changed
+
+    def _after(self, module: nn.Module, args: tuple, result: Any) -> Any:
+        return None if _CALLS.get() is None else _leave(self._number, result)
+
+
+def shard(operator: Callable[..., Any] | nn.Module, in_strategy: tuple | None = None,
+          out_strategy: tuple | None = None, priority: int = 0) -> Any:
+    """Mark how one operator is split.
+
+    Args:
+        operator: a function that is one operator (``torch.matmul``), or an `nn.Module` that is one (``nn.Linear``).
+        in_strategy: one entry per tensor input, in call order (for a module: its inputs, then its weight and bias): a
+            tuple with the number of parts of each dim, or a `Layout`. Where a module has views around its operator, the
+            strategy speaks of the shapes that the operator sees.
+        out_strategy: one entry per output, likewise. None: a partial sum is completed by an all-reduce, and the output
+            keeps the cuts that remain.
+        priority: read by the mode sharding_propagation alone. Unmarked operators follow marks of the lowest number
+            first; where one is asked for different cuts, the mark of the lower number has its way, whatever that costs,
+            and the plan's notes name the loser. Among marks of one number the cheaper cut is taken.
+
+    Returns:
+        For a function an `Operator`, to be called in its place; for a module the module itself, with a method
+        ``shard(in_strategy, out_strategy, priority)`` to mark it anew.
+
+    Raises:
+        SettingError: not a function and not a module, or a priority that is no whole number from 0. Strategies are
+            checked when the model is planned.
+    """
+    if isinstance(operator, Operator):
+        return operator.shard(in_strategy, out_strategy, priority)
+    if isinstance(operator, nn.Module):
+        held = operator.__dict__.get("shard")
+        if not isinstance(held, _ReShard):
+            held = _ReShard(_ModuleMark(operator), operator)
+            operator.__dict__["shard"] = held
+        return held(in_strategy, out_strategy, priority)
+    return Operator(operator).shard(in_strategy, out_strategy, priority)
+
+
+def recompute(target: Any, mp_comm_recompute: bool = True, parallel_optimizer_comm_recompute: bool = False) -> Any:
+    """Have what is computed inside a module, or by an operator, dropped in the forward and computed again in the backward.
+
+    Results of a module that are used outside of it are kept; those of a single operator are not.
+
+    Args:
+        target: an `nn.Module`, an `Operator` that `shard` made, or a function that is one operator.
+        mp_comm_recompute: collectives inside are sent again; otherwise their results are kept.
+        parallel_optimizer_comm_recompute: weights that are stored in parts are gathered again, instead of kept.
+
+    Returns:
+        The module or operator itself; for a function an `Operator`, to be called in its place.
+
+    Raises:
+        SettingError: neither a module nor a function.
+    """
+    settings = RecomputeSettings(bool(mp_comm_recompute), bool(parallel_optimizer_comm_recompute))
+    if isinstance(target, nn.Module):
+        vars(target)[ATTRIBUTE] = settings
+        return target
+    operator = target if isinstance(target, Operator) else Operator(target)
+    operator.recomputed = settings
+    return operator
+
+
+class _ReShard:
+    """The method ``module.shard(...)`` of a marked module."""
+
+    def __init__(self, held: _ModuleMark, module: nn.Module) -> None:
+        self.mark, self.module = held, module
+
+    def __call__(self, in_strategy: tuple | None = None, out_strategy: tuple | None = None, priority: int = 0
+                 ) -> nn.Module:
+        self.mark.shard(in_strategy, out_strategy, priority)
+        return self.module
+
+
+def _held(net: nn.Module) -> Iterator[tuple[str, Operator]]:
+    """Every marked operator that a model holds, with the attribute path by which it does."""
+    for path, module in net.named_modules():
+        prefix = path + "." if path else ""
+        for attribute, held in vars(module).items():
+            if isinstance(held, Operator):
+                yield prefix + attribute, held
+            elif isinstance(held, _ReShard):
+                yield path or type(module).__name__, held.mark
+            elif isinstance(held, (list, tuple, dict)):
+                entries = held.items() if isinstance(held, dict) else enumerate(held)
+                yield from ((f"{prefix}{attribute}.{key}", e) for key, e in entries if isinstance(e, Operator))
+
+
+def mark_names(net: nn.Module) -> dict[int, str]:
+    """``id(operator)`` -> the attribute path by which the model holds it: ``block.matmul1``."""
+    names: dict[int, str] = {}
+    for path, operator in _held(net):
+        names.setdefault(id(operator), path)
+    return names
+
+
+def marked_operators(net: nn.Module) -> list[Operator]:
+    """Every operator of a model that carries a strategy."""
+    return [operator for _, operator in _held(net)
+            if operator.in_strategy is not None or operator.out_strategy is not None]
+
+
+def no_optimizer_parallel(parameter: nn.Parameter | nn.Module) -> Any:
+    """Leave a parameter, or all of a module's, out of optimizer parallel (`AutoParallel.hsdp`): it is stored as its
+    operators ask for it.
+
+    Returns:
+        What it was given.
+
+    Raises:
+        SettingError: neither a parameter nor a module.
+    """
+    if not isinstance(parameter, (nn.Parameter, nn.Module)):
+        raise SettingError(f"no_optimizer_parallel({type(parameter).__name__})",
+                           legal="a parameter, or a module that has some")
+    for one in [parameter] if isinstance(parameter, nn.Parameter) else parameter.parameters():
+        setattr(one, _STORED_WHOLE, True)
+    return parameter
+
+
+def stored_whole(net: nn.Module, loss_fn: Any = None) -> frozenset[str]:
+    """The names of a model's parameters, and of its loss's, that `no_optimizer_parallel` has named."""
+    parts = [("", net)] + ([("loss_fn.", loss_fn)] if isinstance(loss_fn, nn.Module) else [])
+    return frozenset(prefix + name for prefix, part in parts
+                     for name, parameter in part.named_parameters(remove_duplicate=False)
+                     if getattr(parameter, _STORED_WHOLE, False))
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# What a user says of a pipeline: its setting, and which stage each module is in (`set_stage`, `stage_config`).
+# ----------------------------------------------------------------------------------------------------
+
+#: Attribute of a module that `set_stage` has put into a stage.
+_STAGE = "_shardwright_stage"
+
+#: Attribute of a parameter of which this process has a slice, or nothing: its name.
+CUT = "_shardwright_cut"
+
+#: Attribute of an empty parameter whose values are on the ranks of another stage: the shape of the whole.
+_WHOLE_SHAPE = "_shardwright_whole_shape"
+
+
+@dataclass(frozen=True)
+class PipelineSettings:
+    """The setting of a pipeline. See `AutoParallel.pipeline`."""
+
+    stages: int | str = 1
+    scheduler: str = "1f1b"
+    micro_batches: int | str = 1
+    stage_config: tuple[tuple[str, int], ...] = ()
+    chunks: int | None = None
+
+    @property
+    def csv(self) -> str | None:
+        """The file of a schedule of the user's own, or None."""
+        return self.scheduler if self.scheduler.endswith(".csv") else None
+
+
+def pipelining(given: PipelineSettings | Mapping[str, Any] | None) -> PipelineSettings | None:
+    """The setting that someone asks for, as a dict of the arguments of `AutoParallel.pipeline`.
+
+    Raises:
+        SettingError: an argument that there is not, or of another kind.
+    """
+    if given is None or isinstance(given, PipelineSettings):
+        return given
+    names = tuple(PipelineSettings.__dataclass_fields__)
+    if not isinstance(given, Mapping) or set(given) - set(names):
+        raise SettingError(f"pipeline={given!r}", legal="a dict of " + ", ".join(names))
+    given = {"micro_batches": "auto", **given} if given.get("stages") == "auto" else dict(given)
+    config = given.pop("stage_config", None) or {}
+    if not isinstance(config, Mapping):
+        raise SettingError(f"stage_config={config!r}", legal='a dict such as {"layer1": 0, "layer2": 1}')
+    made = PipelineSettings(**given, stage_config=tuple(config.items()))
+    for what in ("stages", "micro_batches"):
+        value = getattr(made, what)
+        if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise SettingError(f"{what}={value!r}", legal='a whole number from 1, or "auto"')
+    if not isinstance(made.scheduler, str):
+        raise SettingError(f"scheduler={made.scheduler!r}", legal='"1f1b", "gpipe", "interleaved", "zero_bubble", "zbv", '
+                           "or the path of a CSV file")
+    return made
+
+
+def set_stage(module: nn.Module, stage: int) -> nn.Module:
+    """Put a module into a stage of the pipeline: it, and all inside that is in no stage of its own.
+
+    Operators outside of any such module go with what they read: into the latest stage among it; what reads inputs and
+    parameters alone, into the stage that uses it first.
+
+    Args:
+        module: of the model.
+        stage: its number, from 0.
+
+    Returns:
+        The module itself.
+
+    Raises:
+        SettingError: not a module, not a number from 0, or a module that is in another stage already.
+    """
+    if not isinstance(module, nn.Module):
+        raise SettingError(f"set_stage: {module!r} is not an nn.Module", legal="a module of the model")
+    _check_number("set_stage", stage)
+    held = vars(module).setdefault(_STAGE, stage)
+    if held != stage:
+        raise SettingError(f"set_stage: a {type(module).__name__} in stage {held} is put into stage {stage} too",
+                           legal="one stage for each module")
+    return module
+
+
+def be_elsewhere(parameter: nn.Parameter, shape: torch.Size) -> None:
+    """Note on a parameter, empty here, that it is of another stage, and the shape that it has there."""
+    setattr(parameter, _WHOLE_SHAPE, shape)
+
+
+def whole_shape(tensor: torch.Tensor) -> torch.Size:
+    """The shape of a parameter, be it here or elsewhere."""
+    return getattr(tensor, _WHOLE_SHAPE, tensor.shape)
+
+
+def staged_modules(net: nn.Module, config: Mapping[str, int] | None = None) -> dict[str, int]:
+    """Dotted path of each module that is put into a stage -> its stage.
+
+    Args:
+        config: path -> stage, besides what `set_stage` says.
+
+    Raises:
+        SettingError: a path that there is not, a number below 0, or a module in two stages, be it by two names.
+    """
+    modules = dict(net.named_modules(remove_duplicate=False))
+    given: dict[str, tuple[int, str]] = {path: (vars(module)[_STAGE], "set_stage") for path, module in modules.items()
+                                         if _STAGE in vars(module)}
+    for path, stage in (config or {}).items():
+        if path not in modules:
+            near = ", ".join(p for p, _ in net.named_children()) or "none"
+            raise SettingError(f"stage_config: there is no module {path!r}", legal=f"the path of a module, such as {near}")
+        _check_number(f"stage_config of {path!r}", stage)
+        if path in given and given[path][0] != stage:
+            raise SettingError(f"the module {path!r} is in two stages: {given[path][0]} by set_stage, {stage} by stage_config",
+                               legal="one stage for each module")
+        given[path] = stage, "stage_config"
+    first: dict[int, str] = {}
+    for path, (stage, _) in given.items():
+        other = first.setdefault(id(modules[path]), path)
+        if given[other][0] != stage:
+            raise SettingError(f"the modules {other!r} and {path!r} are one, in two stages: {given[other][0]} and {stage}",
+                               legal="one stage for each module")
+    return {path: stage for path, (stage, _) in given.items()}
+
+
+def _check_number(what: str, stage: object) -> None:
+    if isinstance(stage, bool) or not isinstance(stage, int) or stage < 0:
+        raise SettingError(f"{what}: the stage {stage!r}", legal="a whole number from 0")

@@ -1,0 +1,575 @@
+"""From an `nn.Module` to a `Graph`, at the operators that people write.
+
+`torch.export` on fake tensors (nothing is allocated, so a model too large for any one machine captures too), its
+training IR used as it is; how that is read is told in `reading`.
+Fake tensors make parameters that were never allocated usable with inputs that name an ordinary device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import logging
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence
+
+from ..autocast import current
+from ..errors import CaptureError, ShardwrightError
+from ..garbage import gc_paused
+from ..graph import Graph, values_in
+from ..mixed_precision import MixedPrecision, captured_types, casts, masters
+from ..pytree_objects import closed, opened
+from ..rules.normalization import cumulative_momentum
+from ..torch_private import (
+    NOISY_LOGGERS,
+    FakeTensor,
+    FakeTensorMode,
+    attributes_unchecked,
+    buffer_table,
+    code_written_late,
+    hooks_of,
+    hooks_of_all_modules,
+    layouts_unrecorded,
+    parameter_table,
+    pytree,
+    recurrent_states,
+    recurrent_weights,
+    sizes_reckoned_once,
+    stack_lines,
+    storage_id,
+    without_cudnn,
+)
+from .annotations import collect_marks, mark_names, whole_shape
+from .graph_reader import GraphReader, bare, is_users, user_frame
+from .guards import GuardedPlace, Guards
+from .memoised_functions import computed_for_real
+from .module_hooks import outermost_left_out
+from .observation import Observation
+from .regions import collect_functions, collect_regions
+from .scaling import NotScalable, ScalableGraph, Sizes
+from .side_effects import (
+    Blamed,
+    Effects,
+    ForwardOutcome,
+    LineFinder,
+    advanced,
+    counter,
+    depends,
+    judged,
+    numbered,
+    refuse_backward_hooks,
+    watched_calls,
+)
+
+__all__ = ["ModelAndLoss", "Recording", "WithLoss", "capture", "capture_scalable"]
+
+#: What torch says of a model that it cannot follow -> what to write instead.
+_INSTEAD = {
+    "data-dependent": "control flow that depends on shapes and settings only, not on the values of tensors",
+    "found a fake tensor in the exported program constant": "torch's own operators, and x.detach() in the place of x.data",
+    "packed sequences": "padded sequences: the layer runs over all steps, and the lengths choose what is used of them, such as "
+                        "h[rows, lengths - 1]",
+    "not a known type": "tensors, numbers, strings and None, in tuples, lists, dicts, or as attributes of an object",
+    "numpy() is not supported": "torch's own operators",
+}
+
+
+class WithLoss(nn.Module):
+    """A model and its loss as one module: the last positional input goes to the loss."""
+
+    def __init__(self, net: nn.Module, loss_fn: Any) -> None:
+        super().__init__()
+        self.net, self.loss_fn = net, loss_fn
+        self.training = net.training
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return self.loss_fn(self.net(*inputs[:-1], **kwargs), inputs[-1])
+
+
+@contextlib.contextmanager
+def _fake_state(module: nn.Module, mode: FakeTensorMode, device: torch.device, types: Mapping[int, torch.dtype]
+                ) -> Iterator[None]:
+    """Parameters and buffers replaced by fake ones, tied ones by the same one; put back at the end. `types`: of those that
+    operators read in another type than their own, by their ids."""
+    memo: dict[int, torch.Tensor] = {}
+    saved: list[tuple[dict, str, Any]] = []
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in memo:
+            where = device if tensor.device.type == "meta" else tensor.device
+            with mode:
+                made = torch.empty(whole_shape(tensor), dtype=types.get(id(tensor), tensor.dtype), device=where)
+                memo[id(tensor)] = (nn.Parameter(made, requires_grad=tensor.requires_grad)
+                                    if isinstance(tensor, nn.Parameter) else made)
+        return memo[id(tensor)]
+
+    try:
+        for sub in module.modules():
+            for held in (parameter_table(sub), buffer_table(sub)):
+                for name, tensor in held.items():
+                    if tensor is not None:
+                        saved.append((held, name, tensor))
+                        held[name] = fake(tensor)
+        with recurrent_weights(module), recurrent_states():
+            yield
+    finally:
+        for held, name, tensor in saved:
+            held[name] = tensor
+
+
+class _UsersLine:
+    """In the place of the whole stack of Python, which export describes line by line for every operator: a sixth of what it
+    takes in all."""
+
+    @staticmethod
+    def extract() -> type[_UsersLine]:
+        return _UsersLine
+
+    @staticmethod
+    def summary() -> traceback.StackSummary:
+        """The user's innermost line alone."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and not is_users(frame.f_code.co_filename):
+            frame = frame.f_back
+        lines = [] if frame is None else [(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, None)]
+        return traceback.StackSummary.from_list(lines)
+
+
+def _innermost(tracer: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
+    """The user's innermost line, which may be in a helper: export keeps lines in functions called ``forward``."""
+    return traceback.StackSummary.from_list([f for f in frames if is_users(f.filename)][-1:])
+
+
+@contextlib.contextmanager
+def _data_detached() -> Iterator[None]:
+    """While active, ``x.data`` in the model's code is ``x.detach()``: an export takes the former for a constant."""
+    plain = torch.Tensor.data
+
+    def get(tensor: torch.Tensor) -> torch.Tensor:
+        ours = isinstance(tensor, FakeTensor) and is_users(sys._getframe(1).f_code.co_filename)
+        return tensor.detach() if ours else plain.__get__(tensor)
+
+    def put(tensor: torch.Tensor, value: torch.Tensor) -> None:
+        if isinstance(tensor, FakeTensor) and is_users(sys._getframe(1).f_code.co_filename):
+            raise CaptureError("x.data is assigned while the model runs", source=_calling_line(),
+                               legal="x.copy_(...) under torch.no_grad(), or a variable of its own")
+        plain.__set__(tensor, value)
+
+    torch.Tensor.data = property(get, put)
+    try:
+        yield
+    finally:
+        del torch.Tensor.data
+
+
+@dataclass
+class Recording:
+    """State and side effects that captures of one model have observed.
+
+    Args:
+        why: what has changed since an earlier capture.
+
+    Attributes:
+        modules: by path, those outside of the model that its forward uses too.
+        reads: the places that were read, by identity.
+        effects: what its forward does at each call besides its result.
+        guards: tell whether a program made of it still stands for the model; None until there is one.
+    """
+
+    why: str = ""
+    modules: list[tuple[str, nn.Module]] = field(default_factory=list)
+    reads: dict[tuple[int, Any], GuardedPlace] = field(default_factory=dict)
+    effects: Effects | None = None
+    guards: Guards | None = None
+
+    def take(self, other: Recording) -> None:
+        """Copy the observations of another capture of the same state of the model."""
+        self.modules, self.reads, self.effects = other.modules, dict(other.reads), other.effects
+
+    def add(self, seen: Observation, effects: Effects) -> None:
+        """Note one capture.
+
+        Raises:
+            CaptureError: it does something else at each call than an earlier capture, with other sizes.
+        """
+        if self.effects is not None and self.effects.described() != effects.described():
+            other = next(a for a, b in zip_longest(self.effects.described(), effects.described()) if a != b)
+            raise CaptureError(f"what the forward does besides its result depends on the size of the batch: {other or ''}",
+                               legal="pipelines without it: each micro-batch is a part of the batch")
+        self.modules, self.effects = seen.modules, effects
+        self.reads.update(seen.reads)
+
+
+class _Exported(NamedTuple):
+    """One run of the forward, exported."""
+
+    graph: Graph
+    seen: Observation
+    outcome: ForwardOutcome
+    sizes: Sizes | None
+
+
+def capture(net: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None, *, loss_fn: Any = None,
+            device: torch.device | str = "cpu", recording: Recording | None = None, hooks_around: bool = False,
+            mixed_precision: MixedPrecision | None = None) -> Graph:
+    """Capture one call of a model.
+
+    Args:
+        net: the model; its parameters may be real, fake or meta.
+        args, kwargs: the inputs of the call with their **global** shapes; real, fake or meta tensors.
+        loss_fn: if given, the last of `args` is its target and the graph ends in the loss.
+        device: the device that meta tensors stand for.
+        recording: takes what else is seen of the model.
+        hooks_around: whether the caller runs the model's own hooks at its borders (`module_hooks`).
+        mixed_precision: in which types the model's parameters are stored and read.
+
+    Raises:
+        SettingError: a parameter that `mixed_precision` cannot be had for.
+        CaptureError: what `torch.export` could not follow, and what the forward does besides its result that cannot be done at
+            each call, with the user's line.
+    """
+    made = _captured(net, args, dict(kwargs or {}), loss_fn, torch.device(device), hooks_around, mixed_precision)
+    if recording is not None:
+        recording.add(made.seen, made.outcome.effects)
+    return made.graph
+
+
+def capture_scalable(net: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None, *, vary: Sequence[Collection[int]],
+                     recording: Recording, loss_fn: Any = None, device: torch.device | str = "cpu", hooks_around: bool = False,
+                     mixed_precision: MixedPrecision | None = None) -> ScalableGraph | None:
+    """Capture one call of a model for other sizes of its inputs too.
+
+    Args:
+        net, args, kwargs, loss_fn, device, hooks_around, mixed_precision: as of `capture`.
+        vary: for each tensor of the inputs, in order, the dims whose sizes may be others.
+        recording: of a plain capture at other sizes.
+
+    Returns:
+        None where no formula tells what depends on these sizes, or where the forward does something else besides its result
+        than in the plain capture.
+    """
+    known = recording.effects
+    if known is None or not all(isinstance(place.get(), (int, float)) for place in known.advanced()):
+        return None
+    counters = {place: counter(place.get(), place.path) for place in known.advanced()}
+    try:
+        made = _captured(net, args, dict(kwargs or {}), loss_fn, torch.device(device), hooks_around, mixed_precision, vary, counters)
+    except (ShardwrightError, Blamed, NotScalable):
+        return None  # one size at a time it may be captured still, or the error is raised then
+    effects = advanced(made.outcome, counters)
+    return ScalableGraph(made.graph, made.sizes) if effects is not None and effects.described() == known.described() else None
+
+
+@gc_paused()
+def _captured(net: nn.Module, args: tuple, kwargs: dict[str, Any], loss_fn: Any, device: torch.device, hooks_around: bool,
+              mixed_precision: MixedPrecision | None, vary: Sequence[Collection[int]] | None = None,
+              counters: Mapping[GuardedPlace, Any] | None = None) -> _Exported:
+    """One capture, as `capture` and `capture_scalable` tell."""
+    module = net if loss_fn is None else WithLoss(net, loss_fn)
+    prefix = "" if loss_fn is None else "net"
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    modules = _named_modules(net, loss_fn)
+    refuse_backward_hooks(modules)
+    types, stored = captured_types(mixed_precision, net), masters(mixed_precision, net)
+
+    def fake_input(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        where = device if leaf.device.type == "meta" else leaf.device
+        with mode:
+            return torch.empty(leaf.shape, dtype=leaf.dtype, device=where, requires_grad=leaf.requires_grad)
+
+    fake_args, fake_kwargs = pytree.tree_map(fake_input, opened((tuple(args), kwargs)))
+    types_of_devices = {device.type} | {x.device.type for x in pytree.tree_leaves((fake_args, fake_kwargs))
+                                        if isinstance(x, torch.Tensor)}
+    tied: dict[int, list[str]] = {}
+    for name, tensor in [*module.named_parameters(remove_duplicate=False),
+                         *module.named_buffers(remove_duplicate=False)]:
+        tied.setdefault(id(tensor), []).append(bare(name, prefix))
+    aliases = {alias: names[0] for names in tied.values() for alias in names[1:]}
+    buffer_names = {(id(vars(m)["_buffers"]), key): bare(f"{path}.{key}" if path else key, prefix)
+                    for path, m in module.named_modules() for key in buffer_table(m)}
+
+    def exported(counters: Mapping[GuardedPlace, Any], finder: LineFinder | None = None) -> _Exported:
+        seen = Observation(modules, [] if loss_fn is None else [("loss_fn", loss_fn)])
+        remembering = computed_for_real(modules, [] if loss_fn is None else [loss_fn])
+        watch, hooks = _Watch(module, seen, counters, finder), _hooks_inside(module)
+        with _fake_state(module, mode, device, types), casts(mixed_precision, net), cumulative_momentum(module), \
+                collect_marks() as calls, _quiet(), \
+                collect_functions(_calling_line) as functions, collect_regions(module, prefix) as regions, \
+                stack_lines(_innermost, _UsersLine), _data_detached(), remembering, seen, watched_calls(watch.effects, lambda: watch.running), \
+                watch, _objects_opened(module), without_cudnn(types_of_devices), attributes_unchecked(), \
+                layouts_unrecorded(), code_written_late(), sizes_reckoned_once():
+            program = torch.export.export(module, fake_args, fake_kwargs, strict=False,
+                                          dynamic_shapes=None if vary is None else _dynamic((fake_args, fake_kwargs), vary))
+        if _hooks_inside(module) != hooks:  # which the forward puts on its parts once, and notes that it has
+            watch.outcome.effects.assign()
+        called = _input_names(net, len(fake_args) - 1) if loss_fn is not None else {}
+        reader = GraphReader(program, calls, mark_names(net), prefix, aliases, called, [f for f, _ in functions], regions)
+        reader.casting = current("cpu", device.type)  # around the call: its casts are written out too
+        if vary is not None:
+            reader.sizes = Sizes(reader.input_tensors(), [tuple(x.shape) for x in pytree.tree_leaves((fake_args, fake_kwargs))
+                                                          if isinstance(x, torch.Tensor)])
+        reader.assigned = [aliases.get(n, n) for n in (buffer_names[id(owner), key] for owner, key, *_ in watch.outcome.updates)]
+        reader.out_spec, reader.masters = watch.out_spec, stored
+        return _Exported(reader.graph(), seen, watch.outcome, reader.sizes)
+
+    try:
+        with outermost_left_out(net, module, loss_fn is None, hooks_around):
+            made = _with_counters(exported) if vary is None else exported(counters)
+        _check_constants(made.graph)
+        _check_updates(made.graph)
+        return made
+    except ShardwrightError as error:
+        raised = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)]
+        raise error if error.source else error.located(source=user_frame(raised) or None)
+    except Exception as error:
+        frames = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)]
+        first = str(error).strip().split("\n\n")[0]
+        if any(isinstance(x, PackedSequence) for f, _ in traceback.walk_tb(error.__traceback__) for x in f.f_locals.values()):
+            first = "the sizes of packed sequences depend on the values of their lengths"
+        raise CaptureError(f"the model cannot be captured: {type(error).__name__}: {first}",
+                           source=user_frame(frames) or _calling_line(),
+                           legal=next((legal for part, legal in _INSTEAD.items() if part in first), None)) from error
+
+
+def _dynamic(inputs: Any, vary: Sequence[Collection[int]]) -> torch.export.ShapesCollection:
+    """The dims that export traces as symbols."""
+    collection = torch.export.ShapesCollection()
+    tensors = (x for x in pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor))
+    for tensor, dims in zip(tensors, vary, strict=True):
+        if dims:
+            collection[tensor] = dict.fromkeys(dims, torch.export.Dim.AUTO)
+    return collection
+
+
+def _hooks_inside(module: nn.Module) -> int:
+    """How many forward hooks the parts of a model have."""
+    return sum(len(hooks_of(m).forward) + len(hooks_of(m).forward_pre) for m in module.modules())
+
+
+def _named_modules(net: nn.Module, loss_fn: Any) -> list[tuple[str, nn.Module]]:
+    """The modules of a model and its loss, by the paths at which messages name them."""
+    return [(f"{root}.{path}" if path else root, module)
+            for root, whole in (("net", net), ("loss_fn", loss_fn)) if isinstance(whole, nn.Module)
+            for path, module in whole.named_modules()]
+
+
+def _with_counters(exported: Callable[..., _Exported]) -> _Exported:
+    """Export a model; where its forward changes numbers, again with counters in their place.
+
+    Raises:
+        CaptureError: a change that cannot be done at each call, with the line.
+    """
+    try:
+        first = exported({})
+        if first.outcome.numbers:
+            counters = {place: counter(old, place.path) for place, old, _ in first.outcome.numbers}
+            numbers = numbered(first.outcome, exported(counters).outcome, counters)
+            if numbers.counters:  # a program that depends on them is another one where they are further on
+                further = exported({place: place.get() + 3 for place in numbers.counters})
+                if not _same_program(first.graph, further.graph):
+                    raise depends(numbers.counters[0])
+            if numbers.read:  # assigned once and for all, or again at each call?
+                after = exported(dict(numbers.read)).outcome.numbers
+                settled = {place.identity: new for place, new in numbers.read}
+                moving = next((p for p, _, new in after if settled.get(p.identity, new) != new), None)
+                if moving is not None:
+                    raise depends(moving)
+        return first
+    except Blamed as blamed:
+        finder = LineFinder(blamed.watch)
+        with contextlib.suppress(Blamed, ShardwrightError):
+            exported({}, finder)
+        raise CaptureError(blamed.message, source=finder.line or _calling_line(), legal=blamed.legal) from None
+
+
+def _same_program(a: Graph, b: Graph) -> bool:
+    """True where two captures of one model gave the same program."""
+    def spelled(graph: Graph) -> list[str]:
+        return [f"{op.name} {op.kind} {op.args} {op.kwargs} {op.outputs}" for op in graph.ops] + [str(graph.outputs)]
+    return spelled(a) == spelled(b) and list(a.constants) == list(b.constants) and \
+        all(torch.equal(x, b.constants[name]) for name, x in a.constants.items())
+
+
+def _check_constants(graph: Graph) -> None:
+    """Refuse tensors that are trained and belong to no module of the model.
+
+    Raises:
+        CaptureError: such a tensor, with the line of the operator that reads it.
+    """
+    for name, tensor in graph.constants.items():
+        op = next((op for op in graph.ops if any(v.name == name for v in op.inputs)), None)
+        if tensor.requires_grad and op is not None and torch.is_grad_enabled():
+            raise CaptureError(f"a tensor of shape {list(tensor.shape)} requires a gradient, and is no parameter of the model",
+                               source=op.source or None, legal="an nn.Parameter of the model, or of a loss_fn that is a module; "
+                                                               "or requires_grad_(False)")
+
+
+def _check_updates(graph: Graph) -> None:
+    """Refuse buffers whose new value would carry gradients from one step into the next.
+
+    One device keeps the graph of the old value, and raises at the second backward, where a result depends on it. Where none
+    does, values are the same without that graph, and are left without it.
+
+    Raises:
+        CaptureError: a result depends on such a buffer, with the line that makes its new value.
+    """
+    if not torch.is_grad_enabled():
+        return
+    producers, wanted = graph.producers(), {v.name for v in values_in(graph.outputs) if v.requires_grad}
+    carrying = {name: value for name, value in graph.updates.items() if value.requires_grad}
+    if not carrying or not wanted:
+        return
+    for op in reversed(graph.ops):
+        if any(v is not None and v.name in wanted and v.requires_grad for v in op.outputs):
+            wanted.update(v.name for v in op.inputs)
+    for name, value in carrying.items():
+        if name in wanted:
+            op = producers.get(value.name)
+            raise CaptureError(f"the new value of the buffer {name!r} carries gradients into the next step, where one device "
+                               "raises at the second backward", source=op.source or None if op else None,
+                               legal="a value without them: .detach(), or torch.no_grad()")
+
+
+#: Hooks of all modules that see a buffer being assigned.
+_BUFFER_HOOKS = hooks_of_all_modules().buffer_registration
+
+
+class _Watch:
+    """Stands at the borders of the outermost forward while it is exported.
+
+    Args:
+        module: the one that is exported.
+        counters: by place, what stands in the place of its number.
+        finder: looks for the line of a change.
+
+    Attributes:
+        running: whether the forward is under way.
+        effects: what it has printed and logged.
+        outcome: what it has changed.
+        out_spec: how its outputs nest.
+    """
+
+    def __init__(self, module: nn.Module, seen: Observation, counters: Mapping[GuardedPlace, Any], finder: LineFinder | None
+                 ) -> None:
+        self._module, self._seen, self._counters, self._finder = module, seen, counters, finder
+        self.running, self.effects, self.outcome = False, Effects(), ForwardOutcome()
+        self.out_spec: Any = None
+        self._left_out: dict[int, Any] = {}
+
+    def __enter__(self) -> _Watch:
+        self._hooks = (self._module.register_forward_pre_hook(self._begin, prepend=True),
+                       self._module.register_forward_hook(self._end))
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._stop()
+        for hook in self._hooks:
+            hook.remove()
+
+    def _begin(self, *_: Any) -> None:
+        self._seen.begin(self._counters)
+        # torch.export turns an assigned buffer of the outermost module into a copy of its own, which fails where the tensor is an
+        # input or another buffer; here all modules' are alike.
+        for number, hook in [*_BUFFER_HOOKS.items()]:
+            if str(getattr(hook, "__module__", "")).startswith("torch."):
+                self._left_out[number] = _BUFFER_HOOKS.pop(number)
+        self.running = True
+        if self._finder is not None:
+            self._finder.start()
+
+    def _stop(self) -> None:
+        if self.running and self._finder is not None:
+            self._finder.stop()
+        self.running = False
+
+    def _end(self, _: Any, __: tuple, result: Any) -> Any:
+        self._stop()
+        _BUFFER_HOOKS.update(self._left_out)
+        self.out_spec = pytree.tree_structure(opened(result))
+        self.outcome = judged(self._seen, self.effects)
+        if not self.outcome.updates:
+            return None
+        self._seen.restore()
+        # Buffers are written one after the other: what shares memory with the old value of one is copied first.
+        old = {storage_id(b.untyped_storage()) for b in self._module.buffers()}
+        return result, [t.clone() if storage_id(t.untyped_storage()) in old else t for *_, t in self.outcome.updates]
+
+
+def _input_names(net: nn.Module, count: int) -> dict[str, str]:
+    """The names that a model's own forward gives to the inputs which `WithLoss` passes through."""
+    names = [p.name for p in inspect.signature(net.forward).parameters.values()
+             if p.kind is p.POSITIONAL_OR_KEYWORD][:count]
+    return {f"inputs_{i}": name for i, name in enumerate(names)} | {f"inputs_{count}": "target"}
+
+
+@contextlib.contextmanager
+def _objects_opened(module: nn.Module) -> Iterator[None]:
+    """Opened objects reach the module closed, and what it returns is opened, so that export sees tensors alone."""
+    hooks = (module.register_forward_pre_hook(lambda _, args, kwargs: closed((args, kwargs)), prepend=True,
+                                              with_kwargs=True),
+             module.register_forward_hook(lambda _, args, result: opened(result)))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """What export logs and prints beside the error that it raises (half a graph) is left out: the error says it."""
+    logs = [logging.getLogger(f"torch.{name}") for name in NOISY_LOGGERS]
+    levels, graph, written = [log.level for log in logs], "", io.StringIO()
+    for log in logs:
+        log.setLevel(logging.CRITICAL)
+    try:
+        with contextlib.redirect_stderr(written), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", r"The tensor attributes? self\..*_flat_weights")  # see `recurrent_weights`
+            yield
+    except Exception as error:
+        graph = str(getattr(error, "partial_fx_graph", ""))
+        raise
+    finally:
+        for log, level in zip(logs, levels):
+            log.setLevel(level)
+        sys.stderr.write(written.getvalue().replace(graph, "").lstrip("\n") if graph else written.getvalue())
+
+
+def _calling_line() -> str | None:
+    """The user's line that is being run."""
+    return user_frame([(f.filename, f.lineno or 0) for f in traceback.extract_stack()]) or None
+
+
+class ModelAndLoss(nn.Module):
+    """The wrapped model and its loss under the names that a captured graph uses."""
+
+    def __init__(self, net: nn.Module, loss_fn: Any) -> None:
+        super().__init__()
+        self.__dict__["tables"] = [("", net)] + ([("loss_fn.", loss_fn)] if isinstance(loss_fn, nn.Module) else [])
+
+    def named_parameters(self, *args: Any, **kwargs: Any):  # type: ignore[override]
+        for prefix, module in self.tables:
+            for name, tensor in module.named_parameters(*args, **kwargs):
+                yield prefix + name, tensor
+
+    def modules(self):  # type: ignore[override]
+        for _, module in self.tables:
+            yield from module.modules()
+
+    def named_buffers(self, *args: Any, **kwargs: Any):  # type: ignore[override]
+        for prefix, module in self.tables:
+            for name, tensor in module.named_buffers(*args, **kwargs):
+                yield prefix + name, tensor

@@ -1,0 +1,639 @@
+"""From an exported program to a `Graph`.
+
+Mark nodes name their operators and go, in-place forms become plain ones, regions are inlined with what they do written
+out, tied parameters become one value, each operator keeps its module path and the user's line.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.export.graph_signature import InputKind, OutputKind
+
+from ..autocast import Autocast, Like, casts_of, entered, under, with_dtype
+from ..errors import PACKAGE_FOLDER, CaptureError
+from ..graph import Graph, Master, Op, Value, map_values, values_in
+from ..rules.indexing import assigned, overwritten
+from ..rules.normalization import batch_norm, without_side_effects
+from ..rules.recurrent import layer_by_layer, without_dropout
+from ..torch_private import FakeTensor, OpOverload, pytree, schema_of
+from .annotations import Operator
+from .mutation import Cell, Memory, View, ViewStep, Writer, gives_back, is_same, plain_form, serial, shares_memory
+from .regions import EDGE, OPAQUE, Applied, RecomputeSettings, recomputed_ops, regions, written_out
+from .scaling import Sizes
+
+__all__ = ["GraphReader", "MarkUse", "bare", "is_users", "user_frame"]
+
+aten = torch.ops.aten
+
+_OWNERS = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "constant"}
+
+#: What the model may not change in place -> what to write instead.
+_UNCHANGEABLE = {"parameter": "a change outside of the model's forward",
+                 "constant": "a buffer, which register_buffer makes of it"}
+
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in ')
+_TORCH = torch.__file__.rsplit("/", 1)[0] + "/"
+_PYTHON = sysconfig.get_path("stdlib") + "/"
+
+
+@dataclass(frozen=True)
+class MarkUse:
+    """A mark on one operator call.
+
+    Args:
+        in_strategy, out_strategy: as the user gave them.
+        source: the line that gave them.
+        order: ``order[i]`` is the index in `Op.inputs` of the i-th entry of the in_strategy, which stands in the order
+            of the user's call.
+        priority: as of `shardwright.shard`.
+    """
+
+    in_strategy: Any
+    out_strategy: Any
+    source: str
+    order: tuple[int, ...]
+    priority: int = 0
+
+
+def is_users(file: str) -> bool:
+    """Whether a file is neither ours nor torch's nor Python's own; installed packages may be the user's model."""
+    return not (file.startswith((PACKAGE_FOLDER, _TORCH, "<")) or file.startswith(_PYTHON) and "-packages/" not in file)
+
+
+def user_frame(frames: list[tuple[str, int]]) -> str:
+    """The innermost frame that is the user's own, as ``file.py:41``."""
+    return next((f"{file.rsplit('/', 1)[-1]}:{line}" for file, line in reversed(frames) if is_users(file)), "")
+
+
+def _source(node: torch.fx.Node) -> str:
+    trace = node.meta.get("stack_trace") or ""
+    return user_frame([(m["file"], int(m["line"])) for m in _FRAME.finditer(trace)])
+
+
+def _module_path(node: torch.fx.Node, prefix: str) -> str:
+    stack = node.meta.get("nn_module_stack")
+    path = list(stack.values())[-1][0] if stack else ""
+    return path.removeprefix(prefix).removeprefix(".") if path.startswith(prefix) else path
+
+
+def bare(name: str, prefix: str) -> str:
+    return name.removeprefix(prefix + ".") if prefix else name
+
+
+class GraphReader:
+    """Reads an exported program into a `Graph`."""
+
+    def __init__(self, program: Any, calls: list[Operator], names: dict[int, str], prefix: str,
+                 aliases: dict[str, str], called: dict[str, str], functions: list[Applied],
+                 regions: list[RecomputeSettings]) -> None:
+        self.called, self.functions, self.regions = called, functions, regions
+        self.program, self.calls, self.prefix, self.aliases = program, calls, prefix, aliases
+        self.mark_names = names
+        self.ops: list[Op] = []
+        self.parameters: dict[str, Value] = {}
+        self.cells: dict[torch.fx.Node, Any] = {}
+        self.updates: dict[str, Value] = {}
+        self.memories: dict[str, Memory] = {}              # of parameters and buffers, by name
+        self.writer = Writer(self.emit)
+        self.node: torch.fx.Node | None = None             # that is being read
+        self.frontier: int | None = None                   # under no_grad: the serial number where that began
+        self.used: set[str] = set()
+        self.begun: dict[int, int] = {}                    # marked call -> how many operators came before it
+        self.entries: dict[torch.fx.Node, int] = {}        # mark node -> which tensor input of the call it is
+        self.places: list[dict[int, int]] = []             # per operator: index of an input -> its place in the call
+        self.attached: set[int] = set()
+        self.named: set[int] = set()                       # marked operators whose bare name is taken
+        self.drawing: list[str] = []                       # random operators, in order
+        self.casting = Autocast()                          # the state of autocast
+        self.casts: dict[tuple, Value] = {}                # (value, dtype, module) -> the value cast, while that is shared
+        self.uncast: dict[str, Value] = {}                 # a cast made for autocast -> its value
+        self.sizes: Sizes | None = None                    # the symbols of a capture that is to scale
+        self.assigned: list[str] = []                      # buffers whose new values are the last outputs
+        self.out_spec: Any = program.call_spec.out_spec    # of the outputs before those
+        self.masters: Mapping[str, Master] = {}            # how parameters are stored, where not as they are read
+        self.entered: dict[int, tuple[int, dict]] = {}     # recomputed region -> how many operators, which casts came before it
+        self.spans: list[tuple[int, int, int]] = []        # region, its first operator, one past its last
+
+    def input_tensors(self) -> list[torch.Tensor]:
+        """The exported program's metadata of the user's tensors, in order."""
+        nodes = [n for n in self.program.graph.nodes if n.op == "placeholder"]
+        metas = [n.meta.get("val") for n, spec in zip(nodes, self.program.graph_signature.input_specs, strict=True)
+                 if spec.kind is InputKind.USER_INPUT]
+        return [m for m in metas if isinstance(m, torch.Tensor)]
+
+    def unique(self, name: str) -> str:
+        candidate, count = name, 1
+        while candidate in self.used:
+            candidate, count = f"{name}_{count}", count + 1
+        self.used.add(candidate)
+        return candidate
+
+    # -- the whole program --
+
+    def graph(self) -> Graph:
+        signature, constants = self.program.graph_signature, {}
+        inputs: list[Value] = []
+        parameters, buffers = self.parameters, {}
+        placeholders = [n for n in self.program.graph.nodes if n.op == "placeholder"]
+        for node, spec in zip(placeholders, signature.input_specs, strict=True):
+            meta = node.meta.get("val")
+            if not isinstance(meta, torch.Tensor):
+                self.cells[node] = meta if spec.kind is not InputKind.USER_INPUT else getattr(spec.arg, "value", meta)
+                continue
+            if spec.kind is InputKind.USER_INPUT:
+                value = Value(self.unique(node.name), self.shape(meta), meta.dtype, meta.requires_grad)
+                inputs.append(value)
+            elif spec.kind is InputKind.CONSTANT_TENSOR:
+                value = Value(self.unique(spec.target), tuple(meta.shape), meta.dtype)
+                constants[value.name] = self.program.constants[spec.target]
+            else:
+                name = bare(spec.target, self.prefix)
+                name = self.aliases.get(name, name)
+                table = parameters if spec.kind is InputKind.PARAMETER else buffers
+                if name not in table:
+                    self.used.add(name)
+                    table[name] = Value(name, tuple(meta.shape), meta.dtype,
+                                        spec.kind is InputKind.PARAMETER and meta.requires_grad, self.masters.get(name))
+                value = table[name]
+            owner = _OWNERS.get(spec.kind, "input")
+            named = self.memories.setdefault if owner in ("parameter", "buffer") else lambda _, memory: memory
+            self.cells[node] = Cell(named(value.name, Memory(value, owner, value.name)).whole)
+        for mark_path in self.mark_names.values():
+            self.used.add(mark_path)
+        result = self.walk(self.program.graph, self.program.graph_module)
+        kept = [self.leaf(r) for r, spec in zip(result, signature.output_specs, strict=True)
+                if spec.kind in (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT)]
+        if self.assigned:
+            self.updates.update(zip(self.assigned, kept[-len(self.assigned):], strict=True))
+            del kept[-len(self.assigned):]
+        changed = self.changed_inputs([v.name for v in inputs])
+        kept += changed.values()
+        graph = Graph(tuple(inputs), parameters, buffers, constants,
+                      tuple(recomputed_ops(self.ops, self.regions, self.spans, self.mark_names)), tuple(kept),
+                      self.program.call_spec.in_spec, self.out_spec, self.updates, self.aliases, changed=tuple(changed))
+        graph = _without_dead(graph)
+        unseen = {name for name, tensor in constants.items() if isinstance(tensor, FakeTensor)}
+        for op in graph.ops:
+            if any(v.name in unseen for v in op.inputs):
+                raise CaptureError("a tensor comes of others in a way that the capture does not see", **op.where,
+                                   legal="torch's own operators")
+        return replace(graph, constants={n: tensor for n, tensor in constants.items() if n not in unseen}) if unseen else graph
+
+    def changed_inputs(self, names: list[str]) -> dict[int, Value]:
+        """The inputs that the model changed in place, and what they hold at the end: values of their own, since they may be
+        handed out otherwise than the model's outputs."""
+        memories = {cell.memory.name: cell.memory for cell in self.cells.values()
+                    if isinstance(cell, Cell) and cell.memory.owner == "input"}
+        return {i: self.emit(aten.alias.default, (self.writer.read(memories[name].whole),), {})[0]
+                for i, name in enumerate(names) if name in memories and memories[name].version}
+
+    def shape(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+        return tuple(tensor.shape) if self.sizes is None else self.sizes.shape(tensor)
+
+    def leaf(self, held: Any) -> Any:
+        return self.read(held) if isinstance(held, Cell) else held
+
+    def read(self, cell: Cell) -> Value:
+        return self.writer.read(cell.view)
+
+    def walk(self, graph: torch.fx.Graph, owner: torch.fx.GraphModule) -> list[Any]:
+        for node in regions(graph.nodes):
+            if isinstance(node, list):
+                self.vmapped(node)
+                continue
+            if node.op == "placeholder":
+                continue
+            if node.op == "get_attr":
+                self.cells[node] = getattr(owner, node.target)
+            elif node.op == "output":
+                return [self.cells[a] if isinstance(a, torch.fx.Node) else a for a in node.args[0]]
+            elif node.op == "call_function":
+                try:
+                    self.call(node)
+                except (ArithmeticError, AssertionError, AttributeError, LookupError, NotImplementedError, RuntimeError,
+                        TypeError, ValueError) as error:
+                    raise CaptureError(f"{node.target} cannot be read: {type(error).__name__}: {error}",
+                                       source=_source(node) or None, legal="torch's plain operators") from error
+            else:
+                raise CaptureError(f"unexpected node {node.format_node()}", source=_source(node))
+        return []
+
+    # -- one node --
+
+    def call(self, node: torch.fx.Node) -> None:
+        target, self.node = node.target, node
+        if self.sizes is not None and isinstance(node.meta.get("val"), _SYMBOLIC):
+            self.cells[node] = self.sizes.of(node.meta["val"])
+        elif self.sizes is not None and target is aten.slice.Tensor and _is_all(node):
+            self.cells[node] = self.cells[node.args[0]]  # torch leaves it out where sizes are numbers
+        elif target is torch.ops.shardwright.mark.default:
+            self.mark(node)
+        elif target is EDGE:
+            self.region_edge(*node.args)
+        elif target is OPAQUE:
+            self.cells[node] = self.record(node, self.functions[node.args[1]],
+                                           tuple(self.leaf(self.cells[a]) for a in node.args[0]), {})
+            if self.casting:
+                self.ops[-1] = replace(self.ops[-1], target=under(self.ops[-1].target, self.casting))
+        elif target is operator.getitem:
+            held = self.cells[node.args[0]]
+            self.cells[node] = held[node.args[1]]
+        elif isinstance(target, OpOverload):
+            self.operator(node, target)
+        elif target is torch.ops.higher_order.wrap_with_set_grad_enabled:
+            self.grad_mode(node)
+        elif target is torch.ops.higher_order.wrap_with_autocast:
+            self.autocast(node)
+        else:
+            raise CaptureError(f"{target} holds a program of its own that is not understood", source=_source(node))
+
+    def grad_mode(self, node: torch.fx.Node) -> None:
+        """A region under torch.no_grad: inlined, what leaves it carries no gradient."""
+        enabled, sub, *args = node.args
+        outside, begin = self.frontier, serial()
+        self.frontier = None if enabled else begin if outside is None else outside
+        results = self.inlined(sub, args)
+        self.frontier, self.node = outside, node
+        self.cells[node] = results if enabled else [
+            self.without_gradient(r, begin) if isinstance(r, Cell) else r for r in results]
+
+    def without_gradient(self, cell: Cell, begin: int) -> Cell:
+        """A variable as it leaves a region without gradients that began at a serial number: itself, where it was there
+        before; a detached view of a memory that was; otherwise a memory that is detached."""
+        if cell.number < begin:
+            return cell
+        view, memory = cell.view, cell.memory
+        value = self.writer.read(view)
+        if value.requires_grad and memory.number < begin:
+            step = ViewStep(aten.detach.default, (value,), {}, value, 0, (value.shape,), same=True)
+            return Cell(View(memory, self.emit(step.target, step.args, {})[0], view, step))
+        if memory.number >= begin and (value.dtype.is_floating_point or value.dtype.is_complex):
+            self.writer.write(memory.whole, self.emit(aten.detach.default, (self.writer.read(memory.whole),), {})[0])
+        return cell
+
+    def autocast(self, node: torch.fx.Node) -> None:
+        """A region under torch.autocast: inlined, its casts written out."""
+        device_type, dtype, enabled, _, sub, *args = node.args
+        outside, casts = self.casting, self.casts
+        self.casting = outside.within(device_type, dtype, enabled)
+        self.casts = casts if outside else {}
+        self.cells[node] = self.inlined(sub, args)
+        self.casting, self.casts = outside, casts
+
+    def vmapped(self, region: list[torch.fx.Node]) -> None:
+        with entered(self.casting, "cpu", *(name for name, _ in self.casting.dtypes)):
+            program, taken, made = written_out(region, lambda node: self.leaf(self.cells[node]))
+        for placeholder, node in zip((n for n in program.graph.nodes if n.op == "placeholder"), taken):
+            self.cells[placeholder] = self.cells[node]
+        outside, self.casting = self.casting, Autocast()  # its casts are written out
+        self.cells.update(zip(made, self.walk(program.graph, program)))
+        self.casting = outside
+
+    def inlined(self, sub: torch.fx.Node, args: list) -> list[Any]:
+        """What a region gives; its placeholders are the arguments."""
+        owner = self.cells[sub]
+        for placeholder, argument in zip((n for n in owner.graph.nodes if n.op == "placeholder"), args):
+            self.cells[placeholder] = self.cells[argument] if isinstance(argument, torch.fx.Node) else argument
+        return self.walk(owner.graph, owner)
+
+    def cast(self, node: torch.fx.Node, target: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict, bool]:
+        """The arguments as autocast gives them to an operator, and whether the operator has to run under autocast.
+
+        Args:
+            args, kwargs: the node's arguments, with values in the place of nodes.
+        """
+        nodes = [a for a in pytree.tree_leaves((node.args, dict(node.kwargs))) if isinstance(a, torch.fx.Node)
+                 and isinstance(self.cells[a], Cell)]
+        devices = iter([n.meta["val"].device for n in nodes])
+        decided = casts_of(target, *map_values((args, kwargs), lambda v: Like(v.shape, v.dtype, next(devices))),
+                           self.casting)
+        recorded = tuple(m.dtype for m in pytree.tree_leaves(node.meta.get("val")) if isinstance(m, torch.Tensor))
+        if decided.made is not None and decided.made != recorded:
+            raise CaptureError(f"internal error: under {self.casting} {target} of {[v.dtype for v in values_in((args, kwargs))]} "
+                               f"was captured with results of {[*recorded]}, and its casts give {[*decided.made]}",
+                               operator=node.name, source=_source(node) or None,
+                               legal="with torch.autocast(..., enabled=False) around it, and its casts written there")
+        to = iter(decided.inputs)
+        args, kwargs = map_values((args, kwargs), lambda v: self.cast_to(node, v, next(to)))
+        if decided.dtype is not None:
+            args, kwargs = with_dtype(target, args, kwargs, decided.dtype)
+        return args, kwargs, decided.whole
+
+    def cast_to(self, node: torch.fx.Node, value: Value, dtype: torch.dtype | None) -> Value:
+        """The value in another dtype, for the operator of `node`."""
+        if dtype is None or dtype == value.dtype:
+            return value
+        # Modules that share a parameter may lie in different stages of a pipeline: each casts it.
+        key = value.name, dtype, _module_path(node, self.prefix) if value.name in self.parameters else ""
+        cast = self.casts.get(key)
+        if cast is None:
+            name = self.unique(f"{value.name}_{str(dtype).removeprefix('torch.')}")
+            cast = Value(name, value.shape, dtype, value.requires_grad)
+            self.places.append({})
+            self.ops.append(Op(name, aten.to.dtype, (value, dtype), {}, (value,), (cast,),
+                               _module_path(node, self.prefix), _source(node)))
+            self.uncast[name] = value
+            if self.casting.shares:
+                self.casts[key] = cast
+        return cast
+
+    def mark(self, node: torch.fx.Node) -> None:
+        source, call, place = node.args
+        self.cells[node] = self.cells[source]
+        if place >= 0:
+            self.begun.setdefault(call, len(self.ops))
+            self.entries[node] = place
+        elif self.calls[call].in_strategy is not None or self.calls[call].out_strategy is not None:
+            begin = self.begun.get(call, len(self.ops))
+            self.attach(self.calls[call], call, list(range(begin, len(self.ops))))
+
+    def region_edge(self, call: int, entering: bool) -> None:
+        if entering:
+            self.entered[call] = len(self.ops), dict(self.casts)
+        else:
+            begin, self.casts = self.entered[call]  # the casts made in it are its own: they are dropped with it
+            self.spans.append((call, begin, len(self.ops)))
+
+    def attach(self, marked: Operator, call: int, inside: list[int]) -> None:
+        """Name the one operator recorded since the marked call began, and put the mark on it. Views beside it do not
+        count: where it has them, the strategy speaks of the operator's own inputs. Nor does what reads buffers alone, as
+        a batch norm's count of batches."""
+        if call in self.attached:
+            return  # a further output of the same call
+        self.attached.add(call)
+        name = self.mark_names.get(id(marked))
+        if len(inside) > 1:
+            buffers = {memory.name for memory in self.memories.values() if memory.owner == "buffer"}
+            inside = [i for i in inside if not _is_beside(self.ops[i].target) and self.ops[i].name not in self.uncast and not (
+                self.ops[i].inputs and buffers.issuperset(v.name for v in self.ops[i].inputs))] or inside
+        if len(inside) != 1:
+            kinds = ", ".join(self.ops[i].kind for i in inside) or "none"
+            modules = [self.ops[i].module for i in inside]
+            single = [f"{self.ops[i].module} ({self.ops[i].kind})" for i in inside
+                      if self.ops[i].module != name and modules.count(self.ops[i].module) == 1]
+            raise CaptureError(f"a mark names one operator; this one holds {len(inside)}: {kinds}", operator=name,
+                               source=marked.source, strategy=marked.in_strategy,
+                               legal="shard() on each operator by itself" + (": " + ", ".join(single)) * bool(single))
+        op, places = self.ops[inside[0]], self.places[inside[0]]
+        own = list(self.parameters)  # after its inputs a module's own weights, as it holds them
+        given = [self.uncast.get(v.name, v).name for v in op.inputs]
+        order = tuple(sorted(range(len(given)), key=lambda i: (
+            places.get(i, len(given)), own.index(given[i]) if given[i] in own else len(own), i)))
+        path = op.name
+        if name is not None:  # the first call has the bare name
+            path = self.unique(name) if id(marked) in self.named else name
+            self.named.add(id(marked))
+        use = MarkUse(marked.in_strategy, marked.out_strategy, marked.source, order, marked.priority)
+        self.ops[inside[0]] = replace(op, name=path, mark=use)
+
+    def operator(self, node: torch.fx.Node, target: Any) -> None:
+        written = [a for a in schema_of(target).arguments if a.alias_info is not None and a.alias_info.is_write]
+        if not schema_of(target).returns and not written:
+            return  # a check of what export knows by now
+        args, kwargs = pytree.tree_map(
+            lambda a: self.leaf(self.cells[a]) if isinstance(a, torch.fx.Node) else a, (node.args, dict(node.kwargs)))
+        if self.casting:
+            args, kwargs, whole = self.cast(node, target, tuple(args), kwargs)
+            first = len(self.ops)
+            self.applied(node, target, written, args, kwargs)
+            if whole:
+                self.ops[first:] = [replace(op, target=under(op.target, self.casting)) for op in self.ops[first:]]
+            return
+        self.applied(node, target, written, tuple(args), kwargs)
+
+    def applied(self, node: torch.fx.Node, target: Any, written: list[Any], args: tuple, kwargs: dict) -> None:
+        """Record an operator in its plain form: without writes into its arguments, without side effects."""
+        if written:
+            self.in_place(node, target, [a.name for a in written], tuple(args), kwargs)
+            return
+        names = [a.name for a in schema_of(target).arguments]
+        named = dict(zip(names, args)) | kwargs
+        silent = without_side_effects(target, named)
+        if silent is not None:
+            self.running_statistics(node, silent, named, dict(zip(names, node.args)) | dict(node.kwargs))
+            return
+        recurrent = without_dropout(target, named)
+        if recurrent is not None:
+            target, args, drops = recurrent
+            self.cells[node] = [Cell(v) for v in layer_by_layer(self.emit, target, args, drops)] if drops else \
+                self.record(node, target, args, {})
+            return
+        cells = self.record(node, target, tuple(args), kwargs)
+        if target is not aten.lift_fresh_copy.default:  # a copy, whatever the fake tensors share
+            self.find_views(node, target, tuple(args), kwargs, cells)
+        if _is_view(target) and node.args and node.args[0] in self.entries:
+            self.entries[node] = self.entries[node.args[0]]
+        self.cells[node] = cells[0] if isinstance(node.meta.get("val"), torch.Tensor) else cells
+
+    def find_views(self, node: torch.fx.Node, target: Any, args: tuple, kwargs: dict, cells: list[Cell | None]) -> None:
+        """Outputs that share memory with an input become views of it."""
+        sources = [n for n in pytree.tree_leaves((node.args, dict(node.kwargs)))
+                   if isinstance(n, torch.fx.Node) and isinstance(self.cells[n], Cell)]
+        metas = _tensors(node.meta.get("val"))
+        sizes = tuple(tuple(m.shape) if m is not None else () for m in metas)
+        for i, (cell, meta) in enumerate(zip(cells, metas)):
+            shared = [n for n in sources if cell is not None and isinstance(n.meta.get("val"), torch.Tensor)
+                      and (shares_memory(n.meta["val"], meta) or gives_back(target, args, kwargs))]
+            source = None if not shared else shared[i] if len(shared) == len(cells) else shared[0]
+            parent = None if source is None else self.cells[source].view
+            if parent is not None and any(v is parent.value for v in values_in((args, kwargs))):
+                same = gives_back(target, args, kwargs) or is_same(source.meta["val"], meta)
+                step = ViewStep(target, args, kwargs, parent.value, i, sizes, same)
+                cell.view = View(parent.memory, cell.view.value, parent, step)
+
+    def in_place(self, node: torch.fx.Node, target: Any, written: list[str], args: tuple, kwargs: dict) -> None:
+        """``x.relu_()`` becomes a plain relu, and the variable x holds its result from here on."""
+        given = dict(zip((a.name for a in schema_of(target).arguments), node.args)) | dict(node.kwargs)
+        changed = [self.cells.get(n) for n in pytree.tree_leaves([given[name] for name in written])
+                   if isinstance(n, torch.fx.Node)]
+        plain = plain_form(target)
+        if torch.Tag.inplace_view in target.tags and target is not aten.detach_.default and plain is not None \
+                and schema_of(plain).returns[0].alias_info is not None:
+            self.turn(node, plain, args, kwargs)
+            return
+        if target is aten.fill_diagonal_.default and len(args[0].shape) == 2:
+            value = self.filled_diagonal(*args, **kwargs)
+            made = None if value is None else [value]
+        elif target is aten.copy_.default:
+            made = self.emit(overwritten, args[:2], {}) if args[0].requires_grad else [args[1]]
+        elif target is aten.detach_.default and not args[0].requires_grad:
+            made = [args[0]]
+        elif plain is None or torch.Tag.inplace_view in target.tags and target is not aten.detach_.default:
+            made = None
+        else:
+            kwargs = {name: value for name, value in kwargs.items() if name not in written}
+            made = [c.view.value for c in self.record(node, plain, args, kwargs, metas=_made(plain, args, kwargs))]
+        if made is None or len(made) != len(changed) or not all(isinstance(c, Cell) for c in changed):
+            raise CaptureError(f"{target} writes into its arguments and has no plain form", source=_source(node) or None,
+                               legal="an operator that returns its result")
+        for cell, value in zip(changed, made):
+            if value is not cell.view.value:
+                self.store(node, cell, value)
+        self.cells[node] = changed[0] if isinstance(node.meta.get("val"), torch.Tensor) else changed
+
+    def turn(self, node: torch.fx.Node, plain: Any, args: tuple, kwargs: dict) -> None:
+        """``x.t_()``: the variable sees its memory otherwise from here on."""
+        cell = self.cells[node.args[0]]
+        before = cell.view
+        value = self.record(node, plain, args, kwargs)[0].view.value
+        step = ViewStep(plain, args, kwargs, before.value, 0, (value.shape,), before.value.shape == value.shape == ())
+        cell.view = View(before.memory, value, before, step)
+        self.cells[node] = cell
+
+    def filled_diagonal(self, x: Value, fill: Any, wrap: bool = False) -> Value | None:
+        rows, columns = x.shape
+        if wrap and rows > columns:
+            return None
+        diagonal = self.emit(aten.full.default, ([min(rows, columns)], fill),
+                             {"dtype": x.dtype, "device": self.node.meta["val"].device})[0]
+        return self.emit(aten.diagonal_scatter.default, (x, diagonal), {})[0]
+
+    def store(self, node: torch.fx.Node, cell: Cell, value: Value) -> None:
+        """A variable holds another value from here on, in the memory that it shares: noted where this is a buffer's, refused
+        where it cannot be."""
+        memory, old, where = cell.memory, self.read(cell), {"source": _source(node) or None}
+        if memory.owner in _UNCHANGEABLE:
+            raise CaptureError(f"the model changes its {memory.owner} {memory.name!r} in place", **where,
+                               legal=_UNCHANGEABLE[memory.owner])
+        if value.dtype != old.dtype:
+            value = self.emit(aten.to.dtype, (value, old.dtype), {})[0]
+        if value.shape != old.shape:
+            value = self.emit(aten.expand.default, (value, list(old.shape)), {})[0]
+        if self.frontier is not None and memory.number < self.frontier:
+            value = self.writer.assign(old, value)
+        try:
+            self.writer.write(cell.view, value)
+        except CaptureError as error:
+            raise error.located(**where) from None
+        if memory.owner == "buffer":
+            self.updates[memory.name] = memory.whole.value
+
+    def running_statistics(self, node: torch.fx.Node, target: Any, named: dict[str, Any], nodes: dict[str, Any]
+                           ) -> None:
+        """A normalisation that changes its running statistics: `target` returns them."""
+        if target is batch_norm:
+            path = _module_path(node, self.prefix)
+            count = f"{path}.num_batches_tracked" if path else "num_batches_tracked"
+            count = self.aliases.get(count, count)
+            counts = self.memories.get(count)
+            named["tracked"] = self.writer.read(counts.whole) if counts and math.isnan(named["momentum"]) else None
+        args = tuple(named[a.name] for a in schema_of(target).arguments)
+        held = [self.cells[nodes[name]] for name in ("running_mean", "running_var")]
+        out, *new = self.record(node, target, args, {}, [self.read(c) for c in held])
+        for cell, made in zip(held, new):
+            self.store(node, cell, made.view.value)
+        self.cells[node] = out
+
+    def emit(self, target: Any, args: tuple, kwargs: dict) -> list[Value]:
+        """Append an operator that stands for a part of the node that is read; its outputs."""
+        metas = _made(target, args, kwargs)
+        if metas is None:
+            raise CaptureError(f"{target} cannot stand for a part of {self.node.target}", source=_source(self.node) or None,
+                               legal="an operator that returns its result")
+        return [cell.view.value for cell in self.record(self.node, target, args, kwargs, metas=metas, entered=False)]
+
+    def record(self, node: torch.fx.Node, target: Any, args: tuple, kwargs: dict, further: Sequence[Value] = (),
+               metas: list[torch.Tensor] | None = None, entered: bool = True) -> list[Cell]:
+        """Append an operator; its outputs' cells.
+
+        Args:
+            further: like these are outputs that the node does not have.
+            metas: like these are its outputs, where they are not those of the node.
+            entered: whether its inputs are those of the node.
+        """
+        metas = metas or _tensors(node.meta.get("val"))
+        shapes = [self.shape(m) if isinstance(m, torch.Tensor) else (m,) for m in metas]
+        if any(isinstance(s, _SYMBOLIC) for shape in shapes for s in shape):
+            on = [tuple(v.shape) for v in values_in((args, kwargs))]
+            raise CaptureError(f"what {target} gives, called on {on}, depends on the values of tensors",
+                               operator=node.name, source=_source(node) or None,
+                               legal="shapes and numbers that do not depend on the values of tensors, such as "
+                                     "torch.where(mask, a, b) in the place of a[mask]")
+        wish = target.__name__ if isinstance(target, Applied) else node.name
+        flowing = target.differentiable if isinstance(target, Applied) else _flowing(target, args, kwargs, len(metas))
+        name = self.unique(wish.rstrip("_") or wish)
+        inputs = values_in((args, kwargs))
+        grad = any(v.requires_grad for v in inputs) and target is not aten.detach.default
+        outputs = tuple(
+            Value(name if len(metas) + len(further) == 1 else f"{name}.{i}", shapes[i], m.dtype,
+                  grad and flowing[i] and (m.dtype.is_floating_point or m.dtype.is_complex))
+            if isinstance(m, torch.Tensor) else None
+            for i, m in enumerate(metas))
+        outputs += tuple(Value(f"{name}.{i}", v.shape, v.dtype) for i, v in enumerate(further, len(metas)))
+        nodes = [a for a in pytree.tree_leaves((node.args, dict(node.kwargs))) if isinstance(a, torch.fx.Node)
+                 and isinstance(self.cells[a], Cell)]
+        self.places.append({i: self.entries[n] for i, n in enumerate(nodes) if n in self.entries and entered})
+        number, seeded = len(self.drawing), torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+        if seeded:
+            self.drawing.append(name)
+        self.ops.append(Op(name, target, args, kwargs, inputs, outputs, _module_path(node, self.prefix),
+                           _source(node), number=number if seeded else 0))
+        return [Cell(v) if v is not None else None for v in outputs]
+
+
+def _is_all(node: torch.fx.Node) -> bool:
+    """Whether a slice takes all of a dim, ``x[:]``."""
+    start, end, step = (*node.args[2:], *(None, None, 1)[len(node.args) - 2:])
+    return start in (None, 0) and end in (None, sys.maxsize) and step == 1
+
+
+def _is_view(target: Any) -> bool:
+    """Whether what an operator returns may share memory with its input."""
+    if isinstance(target, Applied):
+        return False
+    returns = schema_of(target).returns
+    return len(returns) == 1 and returns[0].alias_info is not None
+
+
+def _is_beside(target: Any) -> bool:
+    """Whether an operator belongs to how variables share memory: a view, or a write through one."""
+    return _is_view(target) or target in (aten.slice_scatter.default, aten.select_scatter.default, assigned,
+                                          aten.diagonal_scatter.default)
+
+
+def _tensors(made: Any) -> list[Any]:
+    return list(made) if isinstance(made, (tuple, list)) else [made]
+
+
+def _made(target: Any, args: tuple, kwargs: dict) -> list[torch.Tensor] | None:
+    """What an operator returns, without its elements; None where that takes elements."""
+    args, kwargs = map_values((args, kwargs), lambda v: torch.empty(v.shape, dtype=v.dtype, device="meta"))
+    try:
+        return _tensors(target(*args, **kwargs))
+    except RuntimeError:
+        return None
+
+
+def _flowing(target: Any, args: tuple, kwargs: dict, count: int) -> tuple[bool, ...]:
+    """To which of its outputs a gradient of any input comes; to all, where it does not say."""
+    if count > 1 and len({v.requires_grad for v in values_in((args, kwargs))}) > 1:
+        try:
+            args, kwargs = map_values((args, kwargs), lambda v: torch.empty(
+                v.shape, dtype=v.dtype, device="meta", requires_grad=v.requires_grad))
+            with torch.enable_grad():
+                made = target(*args, **kwargs)
+            return tuple(isinstance(m, torch.Tensor) and m.requires_grad for m in made)
+        except RuntimeError:  # it runs on tensors with values only
+            pass
+    return (True,) * count
+
+
+def _without_dead(graph: Graph) -> Graph:
+    """Operators that nothing uses, and has no mark on, are gone."""
+    live = {v.name for v in values_in(graph.outputs)} | {v.name for v in graph.updates.values()}
+    ops = []
+    for op in reversed(graph.ops):
+        if op.mark is not None or any(v is not None and v.name in live for v in op.outputs):
+            ops.append(op)
+            live.update(v.name for v in op.inputs)
+    return graph.with_ops(tuple(reversed(ops)))

@@ -1,0 +1,187 @@
+"""Functions that keep their results (`functools.lru_cache`, `functools.cache`), while a model is captured.
+
+Such a function computes a table of positions, say, when it is first called, and gives the same tensor ever after. A capture runs
+the forward on tensors without values, which the function would keep: the plain model would get them later.
+
+So a stand-in takes its place for the time of a capture. The stand-in lets the function compute for real, outside of the capture:
+the function keeps what one device would keep, and the program has that tensor as a constant.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import CaptureError
+from ..torch_private import DisableTorchFunction, FakeTensor, disable_current_modes, pytree
+from .graph_reader import is_users
+from .guards import MISSING, GuardedPlace
+
+__all__ = ["computed_for_real"]
+
+_KEEPS = type(functools.lru_cache(len))
+_LEGAL = "a function without functools.lru_cache, or one of numbers alone"
+
+#: Types of most of what a file or a class holds besides functions, classes and modules: nothing is to be found there.
+_PLAIN = frozenset({type(None), bool, int, float, str, bytes, tuple, list, dict, set, frozenset, property,
+                    types.BuiltinFunctionType, types.MemberDescriptorType, types.GetSetDescriptorType})
+
+#: How deep closures are followed.
+_DEPTH = 3
+
+
+class _StandIn:
+    """Called in the place of a function that keeps its results."""
+
+    def __init__(self, function: Any) -> None:
+        functools.update_wrapper(self, function)
+        self.function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = pytree.tree_leaves((args, kwargs))
+        if any(isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)) for x in given):
+            return self.function(*args, **kwargs)
+        if any(isinstance(x, torch.Tensor) for x in given):
+            raise CaptureError(f"{self._named} is given a tensor, and keeps what it made of it: one device computes it once, the "
+                               "captured program would at each call", legal=_LEGAL)
+        with DisableTorchFunction(), disable_current_modes():
+            made = self.function(*args, **kwargs)
+        if any(isinstance(x, FakeTensor) for x in pytree.tree_leaves(made)):
+            self.function.cache_clear()
+            raise CaptureError(f"{self._named} keeps a tensor that it makes of the model's own: one device computes it once, the "
+                               "captured program would at each call", legal=_LEGAL)
+        return made
+
+    @property
+    def _named(self) -> str:
+        return f"{getattr(self.function, '__qualname__', 'a function')}, which keeps its results,"
+
+    def __get__(self, owner: Any, kind: Any = None) -> Any:
+        return self if owner is None else types.MethodType(self, owner)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.function, name)
+
+
+@contextlib.contextmanager
+def computed_for_real(modules: list[tuple[str, nn.Module]], functions: list[Any]) -> Iterator[None]:
+    """While active, stand-ins take the places of functions that keep their results: those in the files of the model's classes and
+    functions and in the files from which these have anything, in classes and closures, and in attributes of the model.
+
+    Args:
+        modules: of the model and its loss.
+        functions: the loss, where it is a function.
+    """
+    put: list[tuple[GuardedPlace, Any]] = []
+    stand_ins: dict[int, _StandIn] = {}
+
+    def stood_for(value: Any) -> Any:
+        if isinstance(value, (staticmethod, classmethod)):
+            return type(value)(stood_for(value.__func__))
+        return stand_ins.setdefault(id(value), _StandIn(value))
+
+    try:
+        for place in list(_places(modules, functions)):
+            old = place.get()
+            put.append((place, old))
+            place.set(stood_for(old))
+        yield
+    finally:
+        for place, old in reversed(put):
+            place.set(old)
+
+
+def _places(modules: list[tuple[str, nn.Module]], functions: list[Any]) -> Iterator[GuardedPlace]:
+    """Where functions of the model that keep their results are held."""
+    classes = dict.fromkeys(cls for _, m in modules for cls in type(m).__mro__ if _users_module(cls.__module__) is not None)
+    attributes = [value for _, m in modules for value in vars(m).values()]
+    names = [getattr(value, "__module__", None) for value in (*classes, *functions, *attributes)]
+    waiting = [module for name in dict.fromkeys(n for n in names if isinstance(n, str)) if (module := _users_module(name)) is not None]
+    files = {id(module) for module in waiting}
+    seen: set[int] = set()
+    known: dict[Any, types.ModuleType | None] = {}  # thousands of values are of a few hundred files
+    while waiting:
+        held = vars(waiting.pop())
+        for key, value in list(held.items()):
+            kind = type(value)
+            if kind in _PLAIN:
+                continue
+            if kind is types.FunctionType:
+                name: Any = value.__module__
+            elif issubclass(kind, type):
+                name = value.__module__
+            elif issubclass(kind, types.ModuleType):
+                name = value.__name__
+            else:
+                if _keeps(value):
+                    yield GuardedPlace(held, key, key)
+                if kind is not _KEEPS:
+                    continue
+                name = value.__module__
+            if name not in known:
+                known[name] = _users_module(name)
+            module = known[name]
+            if module is None:
+                continue
+            if issubclass(kind, type):
+                classes.setdefault(value)
+            if id(module) not in files:
+                files.add(id(module))
+                waiting.append(module)
+    for cls in classes:
+        for key, value in list(vars(cls).items()):
+            kind = type(value)
+            if kind is types.FunctionType:
+                if value.__closure__ is not None:
+                    yield from _cells(value, seen, 0)
+            elif kind not in _PLAIN and _keeps(value):
+                yield GuardedPlace(cls, key, key)
+    for _, module in modules:
+        for key, value in list(vars(module).items()):
+            if _keeps(value):
+                yield GuardedPlace(vars(module), key, key)
+            yield from _cells(value, seen, 0)
+    for function in functions:
+        yield from _cells(function, seen, 0)
+
+
+def _keeps(value: Any) -> bool:
+    """True for a function of the user's that keeps its results."""
+    if isinstance(value, (staticmethod, classmethod)):
+        value = value.__func__
+    if type(value) is not _KEEPS:
+        return False
+    code = getattr(getattr(value, "__wrapped__", None), "__code__", None)
+    return code is not None and is_users(code.co_filename)
+
+
+def _cells(function: Any, seen: set[int], depth: int) -> Iterator[GuardedPlace]:
+    if not isinstance(function, types.FunctionType) or id(function) in seen or depth > _DEPTH:
+        return
+    seen.add(id(function))
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+        place = GuardedPlace(cell, name, name)
+        value = place.get()
+        if value is not MISSING:
+            if _keeps(value):
+                yield place
+            yield from _cells(value, seen, depth + 1)
+
+
+#: Packages whose functions are no part of a model, but of what runs beneath it or tests it.
+_BENEATH = frozenset({"torch", "numpy", "sympy", "scipy", "shardwright", "pandas", "pytest", "_pytest", "hypothesis"})
+
+
+def _users_module(name: str | None) -> types.ModuleType | None:
+    """A module of the user's, or of a library of models, by its name."""
+    if not name or name.split(".")[0] in _BENEATH:
+        return None
+    module = sys.modules.get(name)
+    return module if is_users(getattr(module, "__file__", None) or "<") else None

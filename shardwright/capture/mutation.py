@@ -1,0 +1,315 @@
+"""Writes into tensors, as a program without any: each variable of the model's code is a view of some memory.
+
+    y = x.new_empty(4, 8)            memory M, y sees all of it
+    row = y[0]                       row sees M through select(0, 0)
+    row.add_(1)                      M' = select_scatter(M, row + 1, 0, 0); row is row + 1
+    y * 2                            y was written through row: it is M'
+
+A write computes the new value of the view, and carries it back through the inverse of each view operator into the whole
+memory. Other views of that memory are computed again from it when they are read next.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import CaptureError
+from ..graph import Value, map_values
+from ..rules.indexing import assigned
+from ..torch_private import formula_of, overload_name, schema_of, storage_id
+
+__all__ = ["Cell", "Memory", "View", "ViewStep", "Writer", "gives_back", "is_same", "plain_form", "serial", "shares_memory"]
+
+aten = torch.ops.aten
+
+_COUNT = itertools.count()
+
+
+def serial() -> int:
+    """A number above those of all variables and memories that there are."""
+    return next(_COUNT)
+
+
+#: Records an operator in place of the one that is read, and returns its outputs: ``emit(target, args, kwargs)``.
+Emit = Callable[[Any, tuple, dict[str, Any]], Sequence[Value]]
+
+
+# -- variables and what they see ---------------------------------------------------------------------------------------
+
+
+class Memory:
+    """Elements that variables share.
+
+    Args:
+        value: what the memory holds at the place of the program that is read.
+        owner: whose memory it is: "parameter", "buffer", "input" or "constant"; "" where the program made it.
+        name: the owner's name.
+    """
+
+    def __init__(self, value: Value, owner: str = "", name: str = "") -> None:
+        self.owner, self.name = owner, name
+        self.whole = View(self, value)
+        self.version = 0      # how often it was written
+        self.number = serial()
+
+
+@dataclass(frozen=True)
+class ViewStep:
+    """One view operator.
+
+    Args:
+        target, args, kwargs: as recorded; `seen` stands among the arguments for the tensor that is viewed.
+        seen: that value.
+        output: which output of the operator the view is.
+        sizes: of an operator with several outputs, their shapes.
+        same: whether the view has the elements of what is viewed, in the same dims.
+    """
+
+    target: Any
+    args: tuple
+    kwargs: dict[str, Any]
+    seen: Value
+    output: int
+    sizes: tuple[tuple[int, ...], ...]
+    same: bool
+
+
+class View:
+    """Elements of a memory, seen through view operators.
+
+    Args:
+        value: what is seen now.
+        parent: the view that this one was taken of; None: the whole memory.
+        step: how it was taken.
+    """
+
+    def __init__(self, memory: Memory, value: Value, parent: View | None = None, step: ViewStep | None = None) -> None:
+        self.memory, self.value, self.parent, self.step = memory, value, parent, step
+        self.version = memory.version if parent is not None else 0
+
+
+class Cell:
+    """A tensor variable of the model's code."""
+
+    def __init__(self, view: View | Value) -> None:
+        self.view = view if isinstance(view, View) else Memory(view).whole
+        self.number = serial()
+
+    @property
+    def memory(self) -> Memory:
+        return self.view.memory
+
+
+class Writer:
+    """Reads and writes variables.
+
+    Args:
+        emit: records an operator.
+    """
+
+    def __init__(self, emit: Emit) -> None:
+        self.emit = emit
+
+    def read(self, view: View) -> Value:
+        """What a view sees now; where its memory was written since it was last read, view operators are recorded."""
+        if view.version != view.memory.version and view.parent is not None:
+            step, seen = view.step, self.read(view.parent)
+            args, kwargs = map_values((step.args, step.kwargs), lambda v: seen if v is step.seen else v)
+            view.value = self.emit(step.target, args, kwargs)[step.output]
+        view.version = view.memory.version
+        return view.value
+
+    def write(self, view: View, value: Value) -> None:
+        """A view sees `value` from here on, and so does whatever shares its memory.
+
+        Raises:
+            CaptureError: a view through which nothing can be carried back.
+        """
+        changed: list[tuple[View, Value]] = [(view, value)]
+        while view.parent is not None:
+            value = self.inverse(view.step, self.read(view.parent), value)
+            view = view.parent
+            changed.append((view, value))
+        view.memory.version += 1
+        for view, value in changed:
+            view.value, view.version = value, view.memory.version
+
+    def assign(self, old: Value, value: Value) -> Value:
+        """`value` as a write under `torch.no_grad` leaves it in a tensor that held `old`."""
+        if old.requires_grad:
+            return self.emit(assigned, (old, value), {})[0]
+        return self.emit(aten.detach.default, (value,), {})[0] if value.requires_grad else value
+
+    def inverse(self, step: ViewStep, whole: Value, part: Value) -> Value:
+        """What was viewed, after a view of it was written.
+
+        Args:
+            whole: what is viewed, before the write.
+            part: the view, after it.
+        """
+        kind = step.target.overloadpacket.__name__
+        if kind == "detach":
+            return self.assign(whole, part)
+        if step.same:
+            return part
+        made = _INVERSES[kind](step, whole, part) if kind in _INVERSES else None
+        if made is None:
+            raise CaptureError(f"a tensor is written in place through {step.target}, from which there is no way back to "
+                               f"the tensor of shape {whole.shape} that it views",
+                               legal="a write into the tensor itself, or into a clone() of the view")
+        target, *args = made
+        for name, value in (("imag", whole), ("real", whole)):  # the other half of a complex number
+            args = [self.emit(getattr(aten, name).default, (value,), {})[0] if a == name else a for a in args]
+        return self.emit(target, tuple(args), {})[0]
+
+
+# -- the inverse of each view operator ---------------------------------------------------------------------------------
+
+
+def _reshaped(step: ViewStep, whole: Value, part: Value) -> tuple:
+    return aten.reshape.default, part, list(whole.shape)
+
+
+def _permuted(step: ViewStep, whole: Value, part: Value) -> tuple | None:
+    """Which dim went where is read from the strides that the operator gives a tensor of dims of size 2."""
+    if whole.dtype.is_complex and step.target.overloadpacket.__name__ in ("mH", "matrix_H", "adjoint"):
+        return None  # conjugated too
+    probe = torch.empty((2,) * len(whole.shape), device="meta")
+    args, kwargs = map_values((step.args, step.kwargs), lambda _: probe)
+    order = sorted(step.target(*args, **kwargs).stride(), reverse=True)
+    places = [step.target(*args, **kwargs).stride().index(stride) for stride in order]
+    return aten.permute.default, part, places
+
+
+def _argument(step: ViewStep, name: str, default: Any = None) -> Any:
+    names = [a.name for a in schema_of(step.target).arguments]
+    given = dict(zip(names, step.args)) | step.kwargs
+    return given.get(name, default)
+
+
+def _dim(step: ViewStep, whole: Value, default: int = 0) -> int:
+    return _argument(step, "dim", default) % len(whole.shape)
+
+
+def _selected(step: ViewStep, whole: Value, part: Value) -> tuple:
+    return aten.select_scatter.default, whole, part, _dim(step, whole), _argument(step, "index")
+
+
+def _unbound(step: ViewStep, whole: Value, part: Value) -> tuple:
+    return aten.select_scatter.default, whole, part, _dim(step, whole), step.output
+
+
+def _sliced(step: ViewStep, whole: Value, part: Value) -> tuple:
+    return (aten.slice_scatter.default, whole, part, _dim(step, whole), _argument(step, "start"),
+            _argument(step, "end"), _argument(step, "step", 1))
+
+
+def _narrowed(step: ViewStep, whole: Value, part: Value) -> tuple | None:
+    dim, start = _dim(step, whole), _argument(step, "start")
+    if not isinstance(start, int):
+        return None
+    start = start % whole.shape[dim] if start < 0 else start
+    return aten.slice_scatter.default, whole, part, dim, start, start + part.shape[dim]
+
+
+def _parted(step: ViewStep, whole: Value, part: Value) -> tuple:
+    """One of the parts of a dim."""
+    kind = step.target.overloadpacket.__name__
+    dim = {"v": 0, "h": min(1, len(whole.shape) - 1), "d": 2}[kind[0]] if kind in ("hsplit", "vsplit", "dsplit") \
+        else _dim(step, whole)
+    start = sum(size[dim] for size in step.sizes[:step.output])
+    return aten.slice_scatter.default, whole, part, dim, start, start + part.shape[dim]
+
+
+def _diagonal(step: ViewStep, whole: Value, part: Value) -> tuple:
+    return (aten.diagonal_scatter.default, whole, part, _argument(step, "offset", 0), _argument(step, "dim1", 0),
+            _argument(step, "dim2", 1))
+
+
+def _expanded(step: ViewStep, whole: Value, part: Value) -> tuple | None:
+    return _reshaped(step, whole, part) if whole.numel == part.numel else None
+
+
+def _retyped(step: ViewStep, whole: Value, part: Value) -> tuple | None:
+    return (aten.view.dtype, part, whole.dtype) if whole.shape == part.shape else None
+
+
+_INVERSES: dict[str, Callable[[ViewStep, Value, Value], tuple | None]] = {
+    **dict.fromkeys("reshape _unsafe_view _reshape_alias flatten unflatten ravel squeeze unsqueeze atleast_1d atleast_2d "
+                    "atleast_3d view_as reshape_as".split(), _reshaped),
+    "view": lambda step, whole, part: (_retyped if whole.dtype != part.dtype else _reshaped)(step, whole, part),
+    **dict.fromkeys("transpose permute t numpy_T mT mH matrix_H adjoint movedim moveaxis swapaxes swapdims".split(),
+                    _permuted),
+    "select": _selected, "unbind": _unbound, "slice": _sliced, "narrow": _narrowed, "diagonal": _diagonal,
+    **dict.fromkeys("split split_with_sizes chunk tensor_split hsplit vsplit dsplit".split(), _parted),
+    **dict.fromkeys("expand expand_as broadcast_to".split(), _expanded),
+    "real": lambda step, whole, part: (aten.complex.default, part, "imag"),
+    "imag": lambda step, whole, part: (aten.complex.default, "real", part),
+    "view_as_real": lambda step, whole, part: (aten.view_as_complex.default, part),
+    "view_as_complex": lambda step, whole, part: (aten.view_as_real.default, part),
+    **dict.fromkeys(("conj", "_conj"), lambda step, whole, part: (aten.conj.default, part)),
+    "_neg_view": lambda step, whole, part: (aten.neg.default, part),
+}
+
+
+# -- operators that write ----------------------------------------------------------------------------------------------
+
+#: Plain forms that have another name.
+_FUNCTIONAL = {aten.normal_.default: aten.normal_functional.default, aten.bernoulli_.float: aten.bernoulli.p}
+
+
+def plain_form(target: Any) -> Any | None:
+    """The operator that returns what another one writes: ``aten.relu_.default`` -> ``aten.relu.default``,
+    ``aten.add.out`` -> ``aten.add.Tensor``; None where there is none."""
+    if target in _FUNCTIONAL:
+        return _FUNCTIONAL[target]
+    namespace, name = schema_of(target).name.split("::")
+    if name.startswith("__i") and name.endswith("__"):
+        plain = f"__{name[3:]}"
+    else:
+        plain = name[:-1] if name.endswith("_") else name
+    packet = getattr(getattr(torch.ops, namespace), plain, None)
+    if packet is None:
+        return None
+    wanted = [_taken(a) for a in schema_of(target).arguments if not (a.kwarg_only and _is_written(a))]
+    overloads = [getattr(packet, n) for n in packet.overloads()]
+    overloads.sort(key=lambda o: overload_name(o) != overload_name(target))
+    return next((o for o in overloads if not any(map(_is_written, schema_of(o).arguments))
+                 and list(map(_taken, schema_of(o).arguments)) == wanted), None)
+
+
+def _taken(argument: Any) -> tuple[str, str]:
+    """Name and type of an argument; the tensor itself is ``self`` to ``dropout_`` and ``input`` to ``dropout``."""
+    return "self" if argument.name == "input" else argument.name, str(argument.type)
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of a capture are views of one memory."""
+    return storage_id(a.untyped_storage()) == storage_id(b.untyped_storage())
+
+
+def is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """True where two tensors that share memory are the same elements in the same dims; where sizes are symbols, at all sizes."""
+    def place(t: torch.Tensor) -> tuple:
+        numbers = [formula_of(n) for n in (*t.shape, *t.stride(), t.storage_offset())]
+        return t.dim(), numbers, t.dtype, t.is_conj(), t.is_neg()
+    return place(a) == place(b)
+
+
+def gives_back(target: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether an operator returns its input itself, though the tensors of a capture do not show it: a dropout that drops
+    nothing."""
+    if target not in (aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default,
+                      aten.feature_alpha_dropout.default):
+        return False
+    given = dict(zip(("input", "p", "train"), args)) | kwargs
+    return given["p"] == 0 or not given["train"]

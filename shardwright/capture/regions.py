@@ -1,0 +1,529 @@
+"""A user's own `torch.autograd.Function`, kept whole: one operator that calls it, forward and backward, as it stands.
+
+While a model is captured, a call of ``apply`` leaves one node. Later each rank calls ``apply`` itself, so all of the
+function's context (saved tensors, attributes, ``needs_input_grad``, outputs that are not differentiable) is torch's own.
+Without a `shardwright.rule` the operator takes whole tensors on every rank; the rule ``"... -> ..."`` of the class lets it
+be cut.
+
+Users hold ``apply`` bound to their classes (``f = Scaled.apply``), so a replaced ``apply`` would miss calls. But ``apply``
+looks ``forward`` and ``setup_context`` up on the class at each call. While a model is captured, every class of the user's
+has its own pair of these two attributes, which is taken away again afterwards. Nothing of torch's own classes is replaced
+but ``mark_dirty``, while a function is tried out, and the metaclass's ``__init__``, which tells of new classes.
+
+A function is tried out on fake tensors, for which the modes of the export under way are put aside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+from torch.utils import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
+
+from ..errors import CaptureError, SettingError
+from ..graph import Graph, Op, Recompute, Value, map_values
+from ..torch_private import (
+    VMAP_ENDS,
+    DisableTorchFunction,
+    FakeTensorMode,
+    OpOverload,
+    TorchDispatchMode,
+    disable_current_modes,
+    in_place_of_checkpoint,
+    make_fx,
+    pytree,
+    version_of,
+    vmap_function,
+)
+
+__all__ = ["EDGE", "OPAQUE", "Applied", "RecomputeSettings", "collect_functions", "collect_regions", "inside", "recomputed_ops", "region", "regions", "with_policy", "written_out"]
+
+_LEGAL = "torch.library.custom_op with register_fake and register_autograd, described by sw.rule"
+
+
+class Applied:
+    """``Function.apply`` with all that is no tensor in its place: called on the tensors alone, returns tensors alone.
+
+    Attributes:
+        described_as: the class, by which a rule is found.
+        differentiable: for each output whether a gradient flows through it.
+    """
+
+    def __init__(self, function: type, leaves: Sequence[Any], spec: Any) -> None:
+        self.described_as, self.spec = function, spec
+        self.leaves = [None if isinstance(x, Tensor) else x for x in leaves]
+        self.places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+        self.differentiable: tuple[bool, ...] = ()
+        self.__name__, self.__qualname__, self.__module__ = function.__name__, function.__qualname__, __name__
+
+    def results(self, tensors: Sequence[Tensor]) -> Any:
+        """The results of the user's call. An ``apply`` of the class's own has been run by then: torch's is called."""
+        leaves = list(self.leaves)
+        for place, tensor in zip(self.places, tensors, strict=True):
+            leaves[place] = tensor
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return vars(torch.autograd.Function)["apply"].__get__(None, self.described_as)(*args, **kwargs)
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        made = [x for x in pytree.tree_leaves(self.results(tensors)) if isinstance(x, Tensor)]
+        return made[0] if len(made) == 1 else tuple(made)
+
+    def __repr__(self) -> str:
+        others = [x for i, x in enumerate(self.leaves) if i not in self.places]
+        return f"{self.__qualname__}{re.sub(r' at 0x[0-9a-fA-F]+', '', repr(others)) if others else ''}"
+
+
+#: The calls seen by the capture that is under way, and the fake tensors that they return; None outside of one.
+_CALLS: contextvars.ContextVar[list[tuple[Applied, list[Tensor]]] | None] = \
+    contextvars.ContextVar("shardwright_functions", default=None)
+_LINE: contextvars.ContextVar[Callable[[], str | None]] = contextvars.ContextVar("shardwright_line")
+
+
+@torch.library.custom_op("shardwright::opaque", mutates_args=())
+def opaque(inputs: list[Tensor], call: int) -> list[Tensor]:
+    """Call number `call` of a user's function; it stands in captured graphs only."""
+    raise AssertionError("a captured graph is read, not run")
+
+
+@opaque.register_fake
+def _(inputs: list[Tensor], call: int) -> list[Tensor]:
+    return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in _CALLS.get()[call][1]]
+
+
+def _no_backward(ctx: Any, *gradients: Any) -> Any:
+    raise AssertionError("a captured graph is read, not run")
+
+
+opaque.register_autograd(_no_backward)
+OPAQUE = torch.ops.shardwright.opaque.default
+
+
+def _classes(of: type = torch.autograd.Function) -> Iterator[type]:
+    """Every class below `of` that is not torch's own, bases before those that inherit from them."""
+    below = of.__subclasses__()
+    for cls in below:
+        if not cls.__module__.startswith("torch."):
+            yield cls
+    for cls in below:
+        yield from _classes(cls)
+
+
+def _watch(cls: type, put_back: contextlib.ExitStack) -> None:
+    """Give a class a ``forward`` and a ``setup_context`` that leave a node while a model is captured.
+
+    Outside of a capture, in other threads, and where `forward` is called by hand, both do what the class's own do.
+    """
+    own = {"forward": cls.forward, "setup_context": cls.setup_context}
+    apart = cls.setup_context is not torch.autograd.Function.setup_context  # `forward` gets no context then
+
+    @functools.wraps(own["forward"])
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        # `apply` alone turns gradients off before it calls `forward`: a call by hand is a part of the model.
+        if _CALLS.get() is None or torch.is_grad_enabled() or not (apart or isinstance(args[0], FunctionCtx)):
+            return own["forward"](*args, **kwargs)
+        made = _apply(cls, args if apart else args[1:], kwargs)
+        if not apart:
+            _mark(args[0], made)
+        return made
+
+    @functools.wraps(own["setup_context"])
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        if _CALLS.get() is None:
+            own["setup_context"](ctx, inputs, output)
+        else:
+            _mark(ctx, output)
+
+    for name, ours in (("forward", forward), *([("setup_context", setup_context)] if apart else [])):
+        if name in vars(cls):
+            put_back.callback(setattr, cls, name, vars(cls)[name])
+        else:
+            put_back.callback(delattr, cls, name)
+        setattr(cls, name, staticmethod(ours))
+
+
+def _mark(ctx: Any, output: Any) -> None:
+    """Say of the outputs of the call that was seen last which ones no gradient flows through."""
+    made = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor)]
+    ctx.mark_non_differentiable(*(x for x, flows in zip(made, _CALLS.get()[-1][0].differentiable) if not flows))
+
+
+@contextlib.contextmanager
+def _watched() -> Iterator[None]:
+    """While active, all classes of the user's are watched, those too that are made meanwhile."""
+    meta = type(torch.autograd.Function)
+    plain = meta.__init__
+
+    def made(cls: type, *args: Any, **kwargs: Any) -> None:
+        plain(cls, *args, **kwargs)
+        if not cls.__module__.startswith("torch."):
+            _watch(cls, put_back)
+
+    with contextlib.ExitStack() as put_back:
+        for cls in _classes():
+            _watch(cls, put_back)
+        put_back.callback(setattr, meta, "__init__", plain)
+        meta.__init__ = made
+        yield
+
+
+@contextlib.contextmanager
+def collect_functions(line: Callable[[], str | None]) -> Iterator[list[tuple[Applied, list[Tensor]]]]:
+    """While active, each ``apply`` of a user's function leaves one node; yields the calls by their numbers.
+
+    Args:
+        line: the user's line that is being run.
+    """
+    calls: list[tuple[Applied, list[Tensor]]] = []
+    tokens = _CALLS.set(calls), _LINE.set(line)
+    try:
+        with _watched():
+            yield calls
+    finally:
+        _CALLS.reset(tokens[0]), _LINE.reset(tokens[1])
+
+
+def _apply(cls: type, args: tuple, kwargs: dict[str, Any]) -> Any:
+    calls = _CALLS.get()
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    applied = Applied(cls, leaves, spec)
+    tensors = [leaves[i] for i in applied.places]
+    token = _CALLS.set(None)  # what it calls itself is a part of it
+    try:
+        made, out_spec = pytree.tree_flatten(_tried(applied, tensors, _LINE.get()))
+    finally:
+        _CALLS.reset(token)
+    given = [x for x in made if isinstance(x, Tensor)]
+    applied.differentiable = tuple(x.requires_grad for x in given)
+    calls.append((applied, given))
+    outputs = iter(opaque(tensors, len(calls) - 1))
+    return pytree.tree_unflatten([next(outputs) if isinstance(x, Tensor) else x for x in made], out_spec)
+
+
+def _tried(applied: Applied, tensors: Sequence[Tensor], line: Callable[[], str | None]) -> Any:
+    """What a call returns, on fake tensors of its own.
+
+    Raises:
+        CaptureError: it writes into its inputs, or cannot run on tensors that have no values.
+    """
+    name, where = applied.__qualname__, line()
+
+    def refused(*_: Any) -> None:
+        raise CaptureError(f"{name}, a torch.autograd.Function, marks an input as changed in place", source=where,
+                           legal="a forward that returns a new tensor")
+
+    dirty = FunctionCtx.mark_dirty
+    FunctionCtx.mark_dirty = refused
+    try:
+        with DisableTorchFunction(), disable_current_modes(), FakeTensorMode(), torch.enable_grad():
+            fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).requires_grad_(x.requires_grad)
+                     for x in tensors]
+            versions = [version_of(x) for x in fakes]
+            made = applied.results(fakes)
+            if [version_of(x) for x in fakes] != versions:
+                refused()
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise CaptureError(f"the forward of {name}, a torch.autograd.Function, cannot run on tensors without values: "
+                           f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}",
+                           source=where, legal=_LEGAL) from error
+    finally:
+        FunctionCtx.mark_dirty = dirty
+    return made
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# What a user asks to be computed again in the backward, while a model is captured: which operators belong together.
+#
+# A recomputed module, a recomputed operator and a call of `torch.utils.checkpoint` are one thing, a *region*: nodes of ours
+# at its beginning and end stand around its operators, and are stripped where the graph is read. Regions within a region
+# are a part of it.
+# ----------------------------------------------------------------------------------------------------
+
+#: The attribute of a module's ``__dict__`` that holds its `Settings`.
+ATTRIBUTE = "_shardwright_recompute"
+
+
+@dataclass(frozen=True)
+class RecomputeSettings:
+    """What a user says of one region; see `shardwright.capture.regions`.
+
+    Args:
+        policy: that of torch's selective checkpoints.
+        owner: the marked operator, where it is one.
+    """
+
+    mp_comm: bool = True
+    parallel_optimizer_comm: bool = False
+    path: str = ""
+    policy: Callable[..., Any] | None = None
+    owner: Any = None
+
+
+#: The regions entered by the capture that is under way, each once a call; None outside of one.
+_ENTERED: contextvars.ContextVar[list[RecomputeSettings] | None] = contextvars.ContextVar("shardwright_regions", default=None)
+
+
+@torch.library.custom_op("shardwright::region_edge", mutates_args=())
+def region_edge(call: int, entering: bool) -> torch.Tensor:
+    """The beginning or the end of region number `call`."""
+    return torch.empty(0)
+
+
+@region_edge.register_fake
+def __of_recompute(call: int, entering: bool) -> torch.Tensor:
+    return torch.empty(0)
+
+
+EDGE = torch.ops.shardwright.region_edge.default
+
+
+@contextlib.contextmanager
+def region(settings: RecomputeSettings | None, owner: Any = None) -> Iterator[None]:
+    """While active, and while a model is captured, operators belong to one region; None: nothing happens."""
+    entered = _ENTERED.get()
+    if settings is None or entered is None:
+        yield
+        return
+    call = len(entered)
+    entered.append(settings if owner is None else replace(settings, owner=owner))
+    region_edge(call, True)
+    yield
+    region_edge(call, False)
+
+
+@contextlib.contextmanager
+def collect_regions(module: nn.Module, prefix: str = "") -> Iterator[list[RecomputeSettings]]:
+    """While active, recomputed modules, operators and checkpoints of `module` leave edges; yields the regions by call.
+
+    Args:
+        prefix: of the path of the user's model in `module`.
+    """
+    entered: list[RecomputeSettings] = []
+    token = _ENTERED.set(entered)
+    hooks = []
+    for path, sub in module.named_modules():
+        settings = vars(sub).get(ATTRIBUTE)
+        if settings is not None:
+            path = path.removeprefix(prefix).removeprefix(".") or type(sub).__name__
+            hooks += _around(sub, replace(settings, path=path))
+    try:
+        with _checkpoints():
+            yield entered
+    finally:
+        _ENTERED.reset(token)
+        for hook in hooks:
+            hook.remove()
+
+
+def _around(module: nn.Module, settings: RecomputeSettings) -> list[Any]:
+    open_: list[contextlib.AbstractContextManager] = []
+
+    def before(*_: Any) -> None:
+        open_.append(region(settings))
+        open_[-1].__enter__()
+
+    def after(*_: Any) -> None:
+        open_.pop().__exit__(None, None, None)
+    return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+
+
+@contextlib.contextmanager
+def _checkpoints() -> Iterator[None]:
+    """Calls of `torch.utils.checkpoint.checkpoint`, under whatever name they are made, are regions."""
+    def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool | None = None,
+                   context_fn: Callable[[], Any] = torch_checkpoint.noop_context_fn, determinism_check: str = "",
+                   debug: bool = False, early_stop: bool = True, preserve_rng_state: bool = True, **kwargs: Any) -> Any:
+        policy = None
+        if context_fn is not torch_checkpoint.noop_context_fn:
+            policy = getattr(context_fn()[0], "policy_fn", None)
+            if policy is None:
+                raise CaptureError("a checkpoint has contexts of its own, which the recomputation of a plan does not "
+                                   "enter", legal="torch.utils.checkpoint.create_selective_checkpoint_contexts")
+        with region(RecomputeSettings(path=getattr(function, "__qualname__", type(function).__name__), policy=policy)):
+            return function(*args, **kwargs)
+
+    with in_place_of_checkpoint(checkpoint):
+        yield
+
+
+def inside(spans: Iterable[tuple[int, int, int]]) -> dict[int, int]:
+    """Index of an operator -> the region that it belongs to: the outermost.
+
+    Args:
+        spans: (call, first operator, one past the last), by call: an outer one comes before those within it.
+    """
+    out: dict[int, int] = {}
+    for call, first, last in sorted(spans):
+        for i in range(first, last):
+            out.setdefault(i, call)
+    return out
+
+
+def recomputed_ops(ops: list[Op], entered: list[RecomputeSettings], spans: Iterable[tuple[int, int, int]],
+                   names: dict[int, str]) -> list[Op]:
+    """The operators with what is said of their regions.
+
+    Args:
+        names: ``id(operator)`` of marked operators -> how they are called.
+    """
+    regions, out = inside(spans), list(ops)
+    for i, call in regions.items():
+        said = entered[call]
+        keep = said.policy is not None and _saved_by_torch(said.policy, out[i])
+        path = said.path or names.get(id(said.owner), "")
+        out[i] = replace(out[i], recompute=Recompute(call, path, False, said.mp_comm, said.parallel_optimizer_comm,
+                                                     keep))
+    return out
+
+
+class _Called(TorchDispatchMode):
+    """Notes what an operator comes to below autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple, dict[str, Any]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.calls.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _saved_by_torch(policy: Callable[..., Any], op: Op) -> bool:
+    """Whether a policy as torch's selective checkpoints take it saves the results of an operator, or of one of those
+    that it comes to."""
+    args, kwargs = map_values((op.args, op.kwargs), lambda v: torch.empty(v.shape, dtype=v.dtype, device="meta"))
+    with torch.no_grad(), _Called() as seen:
+        op.target(*args, **kwargs)
+    return any(_says(policy(SelectiveCheckpointContext(is_recompute=False), *call[:1], *call[1], **call[2]), op, True)
+               for call in seen.calls)
+
+
+def _says(answer: Any, op: Op, torchs: bool) -> bool | None:
+    """Whether an answer of a policy means "save"; None: it has no opinion.
+
+    Args:
+        torchs: of torch's policies True means save, of ours it means recompute.
+    """
+    if isinstance(answer, CheckpointPolicy):
+        return answer in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+    if isinstance(answer, bool):
+        return answer if torchs else (False if answer else None)
+    if answer is None or answer in ("save", "recompute"):
+        return None if answer is None else answer == "save"
+    raise SettingError(f"the recompute policy says {answer!r}", operator=op.name, source=op.source or None,
+                       legal='True or "recompute", "save", False or None, or a torch.utils.checkpoint.CheckpointPolicy')
+
+
+def with_policy(graph: Graph, policy: Any) -> Graph:
+    """A graph whose operators are recomputed as a policy says, beside what the model itself asks for.
+
+    Args:
+        policy: called with each `Op` (its name, kind, module, source): True or "recompute": its results are dropped and
+            computed again, together with those of its neighbours of which this is said too. "save": they are kept, in a
+            recomputed module too. False or None: as the model has it. A `CheckpointPolicy` is understood likewise. Or,
+            in the place of a function, the operators that are saved: all others are recomputed.
+
+    Raises:
+        SettingError: another answer, or what is no policy.
+    """
+    if policy is None:
+        return graph
+    if not callable(policy):
+        if not isinstance(policy, (list, tuple, set, frozenset)):
+            raise SettingError(f"recompute={policy!r} is no policy", legal="a function of an operator, or a list of "
+                               "operators that are saved, such as [torch.ops.aten.matmul]")
+        saved, policy = tuple(policy), lambda op: "save" if _among(op, saved) else True
+    calls = 1 + max((op.recompute.call for op in graph.ops if op.recompute is not None), default=-1)
+    ops, running = [], False
+    for op in graph.ops:
+        save = _says(policy(op), op, False)
+        if save is None or save:
+            running = False
+            if op.recompute is not None and save:
+                op = replace(op, recompute=replace(op.recompute, keep=True))
+        elif op.recompute is None:
+            calls += not running
+            running = True
+            op = replace(op, recompute=Recompute(calls - 1, op.name, everywhere=True))
+        else:
+            running = False
+        ops.append(op)
+    return graph.with_ops(tuple(ops))
+
+
+def _among(op: Op, saved: tuple) -> bool:
+    packet = getattr(op.target, "overloadpacket", None)
+    return any(op.target is s or packet is s for s in saved)
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# `torch.vmap` inside a model: what it maps, written out as operators on whole batches.
+#
+# Export leaves such a region as it was called: a batch dim goes in, operators that do not see it, a batch dim comes out.
+# Traced once more below vmap, it is operators that do.
+# ----------------------------------------------------------------------------------------------------
+
+def _named(node: torch.fx.Node) -> str:
+    """The name of a function of vmap's own, else nothing."""
+    return vmap_function(node.target) if node.op == "call_function" else ""
+
+
+def regions(nodes: Iterable[torch.fx.Node]) -> Iterator[torch.fx.Node | list[torch.fx.Node]]:
+    """The nodes of a program, those of an outermost vmap together."""
+    region: list[torch.fx.Node] = []
+    depth = 0
+    for node in nodes:
+        name = _named(node)
+        depth += VMAP_ENDS.get(name, 0)
+        if depth or name in VMAP_ENDS:
+            region.append(node)
+            if not depth:
+                yield region
+                region = []
+        elif not name:
+            yield node
+
+
+def written_out(region: list[torch.fx.Node], held: Callable[[torch.fx.Node], Any]
+                ) -> tuple[torch.fx.GraphModule, list[torch.fx.Node], list[torch.fx.Node]]:
+    """A vmap as a program of its own.
+
+    Args:
+        held: the value, or the plain constant, that a node from outside of the region holds.
+
+    Returns:
+        The program; the nodes whose values it takes, and those that it makes.
+    """
+    inside = set(region)
+    outside = dict.fromkeys(a for node in region for a in node.all_input_nodes if a not in inside)
+    taken = [node for node in outside if isinstance(held(node), Value)]
+    made = [node for node in region if any(user not in inside for user in node.users)]
+
+    def run(*tensors: torch.Tensor) -> list[Any]:
+        env = {node: held(node) for node in outside} | dict(zip(taken, tensors))
+        for node in region:
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), env.__getitem__)
+            env[node] = node.target(*args, **kwargs)
+        return [env[node] for node in made]
+
+    with FakeTensorMode():
+        fakes = [torch.empty(v.shape, dtype=v.dtype, device=node.meta["val"].device, requires_grad=v.requires_grad)
+                 for node, v in zip(taken, map(held, taken))]
+    program = make_fx(run)(*fakes)
+    program = make_fx(torch.func.functionalize(program, remove="mutations"))(*fakes)  # vmap's own rules write in place
+    described = next((n for n in region if isinstance(n.target, OpOverload)), region[0])
+    for node in program.graph.nodes:
+        node.meta.update({k: v for k, v in described.meta.items() if k in ("nn_module_stack", "stack_trace")})
+    return program, taken, made

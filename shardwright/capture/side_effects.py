@@ -1,0 +1,579 @@
+"""Side effects of a forward: what it writes and prints besides its result.
+
+While a model is captured its forward runs once, on tensors without values, and everything that it changed is put back. Each
+change is then one of these:
+
+    a registered buffer holds another tensor   an update of the buffer, part of the program
+    a number that was counted on               the same steps at each call (`Counter` proves that nothing else reads it)
+    a number, string, tuple, ... assigned      assigned at each call; where it was read before, a guard looks at it
+    text printed or logged                     printed or logged at each call
+    anything else                              an error that names the line: tensors kept in attributes or lists, appended
+                                               lists, Python's random numbers, hooks on tensors, hooks in the backward
+
+Example of a counter: ``self.calls += 1``. The forward runs a second time with `Counter`s in the place of ``calls``: an integer
+that notes what is added to it, and whether anything else is asked of it. The program is the same and nothing was asked, so
+each call adds 1.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import copy
+import io
+import logging
+import re
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import PACKAGE_FOLDER, CaptureError
+from ..torch_private import hooks_of_all_modules
+from .graph_reader import is_users
+from .guards import CONTAINERS, MISSING, GuardedPlace, contents, is_simple, spelled
+from .observation import Change, Observation
+
+__all__ = ["Blamed", "Counter", "Effects", "ForwardOutcome", "LineFinder", "advanced", "counter", "depends", "judged", "numbered", "refuse_backward_hooks", "watched_calls"]
+
+_PYTHON = sysconfig.get_path("stdlib") + "/"
+_VALUELESS = re.compile(r"(Fake|Functional)Tensor\(")
+
+_STATE = "a registered buffer (self.register_buffer) for state, or a further output of the forward"
+_TABLE = f"{_STATE}; for a table that is made once, a call of the plain model before, or functools.lru_cache"
+
+
+class Blamed(Exception):
+    """A change that cannot be honoured; the line that made it is looked for next.
+
+    Args:
+        message, legal: of the error.
+        watch: called before the forward, gives what tells whether the change has happened.
+    """
+
+    def __init__(self, message: str, legal: str, watch: Callable[[], Callable[[], bool]]) -> None:
+        super().__init__(message)
+        self.message, self.legal, self.watch = message, legal, watch
+
+
+# -- what is done at each call -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Printed:
+    """Text written to a stream: "stdout", "stderr", or a file of the user's."""
+
+    stream: Any
+    text: str
+
+    def play(self) -> None:
+        stream = getattr(sys, self.stream) if isinstance(self.stream, str) else self.stream
+        stream.write(self.text)
+
+    def described(self) -> tuple:
+        return "printed", self.stream if isinstance(self.stream, str) else f"file {id(self.stream)}", self.text
+
+
+@dataclass(frozen=True)
+class _Logged:
+    """A message given to a logger."""
+
+    logger: logging.Logger
+    level: int
+    text: str
+    name: str
+    line: int
+
+    def play(self) -> None:
+        if self.logger.isEnabledFor(self.level):
+            self.logger.handle(self.logger.makeRecord(self.logger.name, self.level, self.name, self.line, self.text, (), None))
+
+    def described(self) -> tuple:
+        return "logged", self.logger.name, logging.getLevelName(self.level), self.text
+
+
+@dataclass(frozen=True)
+class _Assigned:
+    """A value assigned to an attribute."""
+
+    place: GuardedPlace
+    value: Any
+
+    def play(self) -> None:
+        self.place.set(self.value if is_simple(self.value) else copy.deepcopy(self.value))
+
+
+@dataclass(frozen=True)
+class _Advanced:
+    """A counter's steps."""
+
+    place: GuardedPlace
+    steps: tuple
+
+    def play(self) -> None:
+        value = self.place.get()
+        for step in self.steps:
+            value = value + step
+        self.place.set(value)
+
+
+@dataclass
+class Effects:
+    """What a captured forward does at each call besides its result, in order."""
+
+    entries: list[Any] = field(default_factory=list)
+
+    def play(self) -> None:
+        """Do it."""
+        for entry in self.entries:
+            entry.play()
+
+    def __deepcopy__(self, memo: dict) -> Effects:
+        """None: they are of the model that was captured."""
+        return Effects()
+
+    def assign(self) -> None:
+        """Make the assignments now, as the first call of the forward would."""
+        for entry in self.entries:
+            if isinstance(entry, _Assigned):
+                entry.place.set(entry.value)
+
+    def described(self) -> list[tuple]:
+        """To compare two captures of one model: texts in their order, with where they go, then what is assigned, which has
+        none."""
+        texts = [e.described() for e in self.entries if isinstance(e, (_Printed, _Logged))]
+        return texts + sorted((type(e).__name__, e.place.path, repr(getattr(e, "value", None)), repr(getattr(e, "steps", None)))
+                              for e in self.entries if isinstance(e, (_Assigned, _Advanced)))
+
+    def advanced(self) -> list[GuardedPlace]:
+        """The places of its counters."""
+        return [e.place for e in self.entries if isinstance(e, _Advanced)]
+
+
+# -- counters ----------------------------------------------------------------------------------------------------------
+
+
+class _Trace:
+    """What became of a counter: whether anything but its own steps has asked for its value."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self.used = path, False
+
+
+class Counter:
+    """A number that notes its steps; the base of `_Integer` and `_Float`."""
+
+    trace: _Trace
+    steps: tuple
+
+    def _stepped(self, step: Any) -> Any:
+        kind = _NUMBERS[type(self)]
+        plain = kind(kind.__float__(self)) if kind is float else kind.__index__(self)
+        if type(step) is not int and type(step) is not kind:
+            self.trace.used = True
+            return plain + step
+        return counter(plain + step, self.trace, (*self.steps, step))
+
+    def __add__(self, other: Any) -> Any:
+        return self._stepped(other)
+
+    def __radd__(self, other: Any) -> Any:
+        return self._stepped(other)
+
+    def __sub__(self, other: Any) -> Any:
+        if type(other) in (int, float):
+            return self._stepped(-other)
+        self.trace.used = True
+        return NotImplemented
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        return self
+
+    def __copy__(self) -> Any:
+        return self
+
+
+class _Integer(Counter, int):
+    pass
+
+
+class _Float(Counter, float):
+    pass
+
+
+_NUMBERS = {_Integer: int, _Float: float}
+
+
+def _noting(name: str, kind: type) -> Callable[..., Any]:
+    plain = getattr(kind, name)
+
+    def asked(self: Any, *args: Any) -> Any:
+        self.trace.used = True
+        return plain(self, *args)
+    asked.__name__ = name
+    return asked
+
+
+for _made, _kind in _NUMBERS.items():
+    for _name in ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__", "__bool__", "__int__", "__index__",
+                  "__float__", "__repr__", "__str__", "__format__", "__mul__", "__rmul__", "__floordiv__", "__rfloordiv__",
+                  "__truediv__", "__rtruediv__", "__mod__", "__rmod__", "__divmod__", "__rdivmod__", "__pow__", "__rpow__",
+                  "__rsub__", "__neg__", "__pos__", "__abs__", "__round__", "__trunc__", "__floor__", "__ceil__", "__and__",
+                  "__rand__", "__or__", "__ror__", "__xor__", "__rxor__", "__lshift__", "__rlshift__", "__rshift__",
+                  "__rrshift__", "__invert__", "is_integer", "hex", "bit_length"):
+        if hasattr(_kind, _name):
+            setattr(_made, _name, _noting(_name, _kind))
+
+
+def counter(value: float, trace: _Trace | str, steps: tuple = ()) -> Any:
+    """A number in the place of `value` that notes what is done with it."""
+    made = (_Float if isinstance(value, float) else _Integer)(value)
+    made.trace, made.steps = _Trace(trace) if isinstance(trace, str) else trace, steps
+    return made
+
+
+def _counters_in(value: Any) -> Iterator[Counter]:
+    if isinstance(value, Counter):
+        yield value
+    elif isinstance(value, (tuple, *CONTAINERS)):
+        for entry in contents(value):
+            yield from _counters_in(entry)
+
+
+# -- what has changed --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class ForwardOutcome:
+    """What a forward has changed.
+
+    Attributes:
+        updates: (the dict of buffers, name, path, new tensor) of assigned buffers.
+        effects: what is done at each call.
+        numbers: numbers that are others now: (place, old, new), counters perhaps.
+    """
+
+    updates: list[tuple[dict, str, str, torch.Tensor]] = field(default_factory=list)
+    effects: Effects = field(default_factory=Effects)
+    numbers: list[tuple[GuardedPlace, Any, Any]] = field(default_factory=list)
+
+
+def judged(seen: Observation, effects: Effects) -> ForwardOutcome:
+    """What the forward that has just run has changed.
+
+    Args:
+        effects: what it has printed and logged.
+
+    Raises:
+        Blamed: a change that cannot be done at each call.
+    """
+    drawn = seen.draws()
+    if drawn is not None:
+        raise Blamed(f"the forward draws a number from {drawn[0]}, which the captured program would repeat at each call",
+                     "torch.rand in the forward, or the number as an input", drawn[1])
+    outcome, done = ForwardOutcome(effects=Effects(list(effects.entries))), set()
+    buffers = {id(vars(m)["_buffers"]): m for _, m in seen.modules}
+    parts = {id(vars(m)[t]): t for _, m in seen.modules for t in ("_parameters", "_modules")}
+    for change in list(seen.changes()):
+        place, new = change.place, change.new
+        done.add(place.identity)
+        if id(place.owner) in buffers:
+            outcome.updates.append(_update(change))
+        elif id(place.owner) in parts:
+            what = "parameter" if parts[id(place.owner)] == "_parameters" else "submodule"
+            raise Blamed(f"the forward replaces, adds or deletes its {what} {place.path}",
+                         "changes of the model outside of its forward", change.watch)
+        else:
+            _written(change, new, outcome)
+    for place in seen.written.values():
+        value = place.get()
+        if place.identity not in done and value is not MISSING and is_simple(value) and not isinstance(value, Counter):
+            outcome.effects.entries.append(_Assigned(place, value))
+    return outcome
+
+
+def _update(change: Change) -> tuple[dict, str, str, torch.Tensor]:
+    place, old, new = change.place, change.old, change.new
+    if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
+        what = "a buffer that it did not have" if not isinstance(old, torch.Tensor) else f"{spelled(new)} to its buffer"
+        raise Blamed(f"the forward assigns {what}: {place.path}", "register_buffer, with a tensor of its shape and dtype, in "
+                     "the module's __init__", change.watch)
+    if (new.shape, new.dtype) != (old.shape, old.dtype):
+        raise Blamed(f"the forward assigns a tensor of another shape or dtype to its buffer {place.path}: {new.dtype} "
+                     f"{list(new.shape)} for {old.dtype} {list(old.shape)}",
+                     "a buffer that keeps its shape and dtype", change.watch)
+    return place.owner, place.key, place.path, new
+
+
+def _written(change: Change, new: Any, outcome: ForwardOutcome) -> None:
+    place = change.place
+    other = next((c for c in _counters_in(new) if c.trace.path != place.path), None)
+    if other is not None:
+        raise depends(GuardedPlace(place.owner, place.key, other.trace.path))
+    if place.key is None:
+        what = "a tensor is kept" if any(map(_holds_tensor, new)) else "what it holds changes at each call"
+        raise Blamed(f"the forward changes {place.path}, a {type(place.owner).__name__}: {what}", _STATE, change.watch)
+    if _holds_tensor(new):
+        raise Blamed(f"the forward assigns a tensor to {place.path}, where the program would not put it",
+                     _TABLE, change.watch)
+    if new is MISSING:
+        raise Blamed(f"the forward deletes {place.path}", "a forward that leaves its attributes", change.watch)
+    if _is_number(change.old) and _is_number(new):
+        outcome.numbers.append((place, change.old, new))
+    elif is_simple(new) or isinstance(new, CONTAINERS) and _all_simple(new):
+        outcome.effects.entries.append(_Assigned(place, new))
+    else:
+        raise Blamed(f"the forward assigns {spelled(new)} to {place.path}, which the program would not do", _STATE,
+                     change.watch)
+
+
+@dataclass
+class NumberEffects:
+    """What becomes of the numbers that a forward changes.
+
+    Attributes:
+        counters: places whose number is advanced by the same steps at each call.
+        read: (place, new number) of others that were read before they were assigned.
+    """
+
+    counters: list[GuardedPlace] = field(default_factory=list)
+    read: list[tuple[GuardedPlace, Any]] = field(default_factory=list)
+
+
+def numbered(outcome: ForwardOutcome, again: ForwardOutcome, counters: Mapping[GuardedPlace, Counter]) -> NumberEffects:
+    """Tell what becomes of the numbers of a capture by a second one, in which `counters` stood for them, and add that to the
+    effects of `outcome`.
+
+    Raises:
+        Blamed: a number that is counted on, and read by something else too.
+    """
+    found = {place.identity: new for place, _, new in again.numbers}
+    numbers = NumberEffects()
+    for place, old, new in outcome.numbers:
+        end, was = found.get(place.identity), counters[place]
+        if not isinstance(end, Counter):
+            outcome.effects.entries.append(_Assigned(place, new))
+            if was.trace.used:
+                numbers.read.append((place, new))
+        elif was.trace.used or (isinstance(old, int) and sum(end.steps) != new - old):
+            raise depends(place)
+        else:
+            outcome.effects.entries.append(_Advanced(place, end.steps))
+            numbers.counters.append(place)
+    return numbers
+
+
+def advanced(outcome: ForwardOutcome, counters: Mapping[GuardedPlace, Counter]) -> Effects | None:
+    """The effects of a capture in which `counters` stood for the numbers that are counted on, as an earlier one has shown; None:
+    another number has changed, or the program depends on one of them.
+
+    Args:
+        outcome: of the capture.
+    """
+    ends = {place.identity: new for place, _, new in outcome.numbers}
+    steps = [_Advanced(place, end.steps) for place, begun in counters.items()
+             if isinstance(end := ends.pop(place.identity, None), Counter) and not begun.trace.used]
+    return None if ends or len(steps) < len(counters) else Effects([*outcome.effects.entries, *steps])
+
+
+def depends(place: GuardedPlace) -> Blamed:
+    """The error of a number that is another at each call, and on which the program depends."""
+    return Blamed(f"{place.path} changes at each call, and the forward depends on its value, which the program would repeat",
+                  "a registered buffer that counts (self.register_buffer), or counting outside of the forward",
+                  Change(place, None, None).watch)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _holds_tensor(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True
+    if isinstance(value, (tuple, *CONTAINERS)):
+        return any(map(_holds_tensor, contents(value)))
+    attributes = getattr(value, "__dict__", None)
+    return isinstance(attributes, dict) and not isinstance(value, (nn.Module, type)) and \
+        any(isinstance(entry, torch.Tensor) for entry in attributes.values())
+
+
+def _all_simple(container: Any) -> bool:
+    return all(is_simple(e) or isinstance(e, CONTAINERS) and _all_simple(e) for e in contents(container))
+
+
+# -- calls that are watched --------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def watched_calls(effects: Effects, running: Callable[[], bool]) -> Iterator[None]:
+    """While active, what a forward prints and logs is noted in `effects` instead, and hooks on its tensors are refused.
+
+    Args:
+        running: whether the forward is under way.
+    """
+    def note_text(stream: Any, text: str) -> None:
+        if _VALUELESS.search(text):
+            raise CaptureError("the forward prints the values of tensors, which are not there while it is captured",
+                               legal="a text without tensors, or a further output of the forward that is printed outside")
+        last = effects.entries[-1] if effects.entries else None
+        if isinstance(last, _Printed) and last.stream == stream:
+            effects.entries[-1] = _Printed(stream, last.text + text)
+        else:
+            effects.entries.append(_Printed(stream, text))
+
+    plain_print, plain_handle = builtins.print, logging.Logger.handle
+
+    def print_(*args: Any, **kwargs: Any) -> None:
+        file = kwargs.get("file")
+        if file is None or isinstance(file, _Stream) or not running() or not _by_user():
+            plain_print(*args, **kwargs)
+            return
+        text = io.StringIO()
+        plain_print(*args, **{**kwargs, "file": text, "flush": False})
+        note_text(file, text.getvalue())
+
+    def handle(self: logging.Logger, record: logging.LogRecord) -> None:
+        if not running() or not _by_user() or _once():
+            plain_handle(self, record)
+            return
+        text = record.getMessage()
+        if _VALUELESS.search(text):
+            raise CaptureError("the forward logs the values of tensors, which are not there while it is captured",
+                               legal="a text without tensors, or a further output of the forward that is logged outside")
+        effects.entries.append(_Logged(self, record.levelno, text, record.pathname, record.lineno))
+
+    def refused(name: str) -> Callable[..., Any]:
+        plain = getattr(torch.Tensor, name)
+
+        def call(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if running() and _by_user():
+                raise CaptureError(f"the forward calls {name} on a tensor, which the captured program would leave out",
+                                   legal="a torch.autograd.Function with that backward, or a further output of the forward on "
+                                         f"which {name} is called outside")
+            return plain(self, *args, **kwargs)
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for owner, name, ours in ((builtins, "print", print_), (logging.Logger, "handle", handle),
+                                  *((torch.Tensor, n, refused(n)) for n in _TENSOR_HOOKS),
+                                  (sys, "stdout", _Stream(sys.stdout, "stdout", note_text, running)),
+                                  (sys, "stderr", _Stream(sys.stderr, "stderr", note_text, running))):
+            inherited = isinstance(owner, type) and name not in vars(owner)
+            stack.callback(delattr, owner, name) if inherited else stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, ours)
+        yield
+
+
+_TENSOR_HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
+
+
+class _Stream:
+    """A stream that hands on what the user's forward writes, and writes all else."""
+
+    def __init__(self, stream: Any, name: str, note: Callable[[Any, str], None], running: Callable[[], bool]) -> None:
+        self._stream, self._name, self._note, self._running = stream, name, note, running
+
+    def write(self, text: str) -> int:
+        if self._running() and _by_user():
+            self._note(self._name, text)
+            return len(text)
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _frames() -> Iterator[FrameType]:
+    """The frames of the call that is under way, from the innermost; ours are left out."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(PACKAGE_FOLDER):
+            yield frame
+        frame = frame.f_back
+
+
+def _by_user() -> bool:
+    """Whether the user's code calls, perhaps through Python's own library; a warning is Python's own."""
+    for frame in _frames():
+        file = frame.f_code.co_filename
+        if is_users(file):
+            return True
+        if not file.startswith((_PYTHON, "<frozen")) or "-packages/" in file or file.endswith("/warnings.py"):
+            return False
+    return False
+
+
+def _once() -> bool:
+    """Whether a message is one that is given once, as `logger.warning_once` of transformers gives it."""
+    for depth, frame in enumerate(_frames()):
+        if frame.f_code.co_name.endswith("_once"):
+            return True
+        if depth > 8:
+            break
+    return False
+
+
+def refuse_backward_hooks(modules: list[tuple[str, nn.Module]]) -> None:
+    """Refuse hooks of modules that run in the backward.
+
+    Raises:
+        CaptureError: with the line of the hook.
+    """
+    everyones = hooks_of_all_modules()
+    for path, hooks in [*((path, vars(m)[kind]) for path, m in modules for kind in ("_backward_hooks", "_backward_pre_hooks")),
+                        ("all modules", everyones.backward), ("all modules", everyones.backward_pre)]:
+        for hook in hooks.values():
+            code = getattr(getattr(hook, "__func__", hook), "__code__", None)
+            line = None if code is None else f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}"
+            raise CaptureError(f"{path} has a hook that runs in its backward, which the captured program would leave out",
+                               source=line, legal="a torch.autograd.Function in the forward, a hook of a parameter, or "
+                                                  "register_full_backward_hook on the AutoParallel model")
+
+
+class LineFinder:
+    """Finds the line of the user's at which something changes, while the forward runs again.
+
+    Args:
+        watch: called before the forward, gives what tells whether it has changed.
+    """
+
+    def __init__(self, watch: Callable[[], Callable[[], bool]]) -> None:
+        self._watch, self._last, self._before = watch, "", None
+        self._changed: Callable[[], bool] = bool
+        self.line: str | None = None
+
+    def start(self) -> None:
+        """The forward begins."""
+        self._before, self._changed = sys.gettrace(), self._watch()
+        sys.settrace(self._enter)
+
+    def stop(self) -> None:
+        """The forward has ended."""
+        self._look()
+        sys.settrace(self._before)
+
+    def _enter(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if not is_users(frame.f_code.co_filename):
+            return None
+        self._look()
+        return self._inside
+
+    def _inside(self, frame: FrameType, event: str, arg: Any) -> Any:
+        self._look()
+        at: FrameType | None = frame
+        if event == "return":  # the caller goes on
+            at = frame.f_back
+            while at is not None and not is_users(at.f_code.co_filename):
+                at = at.f_back
+        if at is not None:
+            self._last = f"{at.f_code.co_filename.rsplit('/', 1)[-1]}:{at.f_lineno}"
+        return self._inside
+
+    def _look(self) -> None:
+        if self.line is None and self._last and self._changed():
+            self.line = self._last

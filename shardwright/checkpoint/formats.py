@@ -1,0 +1,612 @@
+"""Who writes what: every box of every tensor once, its holders sharing the work.
+
+Ranks that hold the same box each write some of its rows where it is large, else they take turns, the largest first. What
+a rank writes is read off what it holds itself: nothing has to be asked.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.serialization import config
+
+from ..errors import CheckpointError
+from ..json_values import dtype_named
+from ..runtime.distributed.coordination import ProcessRanks
+from ..runtime.distributed.shared_memory import HostMemory
+from .manifest import ID_KEY, Piece, TensorEntry, element_size, trailer, write_file
+from .state import LocalTensor
+
+__all__ = ["METADATA", "DcpItem", "Header", "Joint", "PartFile", "StoredSpan", "WholeFiles", "WrittenBox", "described_here", "entries_of", "file_of", "header_of", "joined", "joints_of", "laid_out", "memory_of", "part_name", "scattered", "write_metadata", "written_here"]
+
+#: Of at least so many bytes for each of its holders a box is shared out in rows.
+SHARED = 1 << 20
+
+
+class WrittenBox(NamedTuple):
+    """A box that this rank writes: of which tensor, where it begins in each dim, what is in it."""
+
+    name: str
+    starts: tuple[int, ...]
+    tensor: Tensor
+
+
+def written_here(held: Iterable[LocalTensor], rank: int) -> list[WrittenBox]:
+    """The boxes that a rank writes, in the order of `held`."""
+    here = [h for h in held if h.local is not None and h.place.box is not None and rank in h.place.holders]
+    order = {h.name: i for i, h in enumerate(here)}
+    turns: dict[tuple[int, ...], int] = {}
+    out = []
+    for h in sorted(here, key=lambda h: -h.local.nbytes):
+        holders, local, starts = h.place.holders, h.local, tuple(s.start for s in h.place.box)
+        if local.nbytes >= SHARED * len(holders) > SHARED and local.shape[0] >= len(holders):
+            number, rows = holders.index(rank), local.shape[0]
+            first, last = rows * number // len(holders), rows * (number + 1) // len(holders)
+            out.append(WrittenBox(h.name, (starts[0] + first, *starts[1:]), local[first:last]))
+            continue
+        turn = turns[holders] = turns.get(holders, -1) + 1
+        if holders[turn % len(holders)] == rank:
+            out.append(WrittenBox(h.name, starts, local))
+    return sorted(out, key=lambda w: order[w.name])
+
+
+def described_here(held: Iterable[LocalTensor], written: Iterable[WrittenBox]) -> dict[str, tuple[tuple[int, ...], str, dict | None]]:
+    """Name -> (shape, dtype, layout) of the tensors whose first box this rank writes: each is described by one rank."""
+    mine = {w.name for w in written if not any(w.starts)}
+    return {h.name: (h.shape, h.dtype, h.place.words) for h in held if h.name in mine}
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# Boxes that a whole file has in short runs, brought together to long ones.
+#
+# Of a tensor that is cut in a later dim a rank's box lies in the file as a run for each row, between those of the others. Ranks
+# of one host that have the same rows put them together in memory that they share, and each writes some rows as one run:
+#
+#     rank 0   a a . .        a a b b   rank 0
+#              c c . .   ->
+#     rank 1   . . b b        c c d d   rank 1
+#              . . d d
+#
+# That takes less time than a call for each run, of which the file system lets one rank at a time write a file; and what was
+# written in long runs is read and put through to the disk faster, as the kernel keeps it in larger pieces.
+#
+#     round     of every joint's steps one after the other, those of different ranks at once; all ranks meet in each
+#
+# In a round a rank writes its part of the rows of every rank that it joins some with, they meet, and each has its rows whole.
+# ----------------------------------------------------------------------------------------------------
+
+#: In bytes: a box that is joined has at least so many, in runs of at most so many; a rank joins so many of rows at a time,
+#: at most.
+_LARGE, _SHORT, _STEP = 1 << 20, 64 << 10, 4 << 20
+
+#: Where a box begins in each dim, and its sizes.
+Extent = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+class Joint(NamedTuple):
+    """Boxes of a tensor that fill their rows: of its first dims, down to the first one in which a box is cut.
+
+    Attributes:
+        name, dtype, shape: of the tensor.
+        ranks: that have a box each.
+        extents: of their boxes.
+        dims: how many dims rows are of.
+        most: bytes of rows that a rank writes in a step, at most.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+    extents: tuple[Extent, ...]
+    dims: int
+    most: int
+
+    @property
+    def rows(self) -> int:
+        """Of every box."""
+        return math.prod(self.extents[0][1][:self.dims])
+
+    @property
+    def first(self) -> int:
+        """The row of the tensor with which they begin."""
+        return self.extents[0][0][0] * math.prod(self.shape[1:self.dims])
+
+    @property
+    def row(self) -> int:
+        """The elements of a row of the tensor."""
+        return math.prod(self.shape[self.dims:])
+
+    @property
+    def steps(self) -> int:
+        """In how many steps they are joined."""
+        at_once = self.most // (self.row * element_size(self.dtype))
+        mine = -(-self.rows // len(self.ranks))
+        return max(1, -(-mine // at_once))
+
+    def share(self, number: int, step: int) -> tuple[int, int]:
+        """The rows that a rank, by its number among them, writes in a step."""
+        begin, end = (self.rows * n // len(self.ranks) for n in (number, number + 1))
+        return begin + (end - begin) * step // self.steps, begin + (end - begin) * (step + 1) // self.steps
+
+
+def scattered(written: Iterable[WrittenBox]) -> dict[str, Extent]:
+    """Of a rank's boxes those that others may have the rest of the rows of."""
+    return {w.name: (w.starts, tuple(w.tensor.shape)) for w in written if w.tensor.dim() > 1 and w.tensor.nbytes >= _LARGE}
+
+
+def joints_of(tensors: Mapping[str, tuple[tuple[int, ...], str, dict | None]], said: Sequence[Mapping[str, Extent]],
+              most: int) -> list[Joint]:
+    """What is to be joined, in the order of the tensors.
+
+    Args:
+        tensors: name -> (shape, dtype, layout).
+        said: what `scattered` has given on each rank. No two boxes overlap.
+        most: bytes of rows that a rank may write in a step.
+    """
+    out, most = [], min(most, _STEP)
+    for name, (shape, dtype, _) in tensors.items():
+        alike: dict[tuple[int, int], list[int]] = {}  # ranks by the part of dim 0 they have
+        for rank, extents in enumerate(said):
+            if name in extents:
+                starts, sizes = extents[name]
+                alike.setdefault((starts[0], sizes[0]), []).append(rank)
+        for (_, length), ranks in alike.items():
+            extents = tuple(said[rank][name] for rank in ranks)
+            cut = [dim for _, sizes in extents for dim in range(1, len(shape)) if sizes[dim] < shape[dim]]
+            if not cut or sum(math.prod(sizes) for _, sizes in extents) < length * math.prod(shape[1:]):
+                continue
+            joint = Joint(name, dtype, shape, tuple(ranks), extents, min(cut), most)
+            size = element_size(dtype)
+            if joint.row * size <= most and all(math.prod(sizes[joint.dims:]) * size <= _SHORT for _, sizes in extents):
+                out.append(joint)
+    return out
+
+
+def joined(joints: Iterable[Joint], mine: Mapping[str, Tensor], ranks: ProcessRanks) -> Iterator[tuple[str, int, Tensor]]:
+    """Join boxes with other ranks. All ranks do so at the same time, whichever of them have something to join.
+
+    Args:
+        joints: the same on all.
+        mine: this rank's boxes, by name.
+
+    Returns:
+        Runs of whole rows that this rank is to write: name, the first element in the tensor, what is in it. Its memory is
+        that of the next but one.
+
+    Raises:
+        CheckpointError: a rank that does not come.
+        Exception: what kept this rank's boxes from getting to host memory; once all is done, for the others count on it.
+    """
+    memory, failed = ranks.rows(), None
+    boxes: dict[str, Tensor] = {}  # in host memory
+    for now in _rounds(joints):
+        joint, step = now.get(ranks.rank, (None, 0))
+        if joint is not None and failed is None:
+            try:
+                if joint.name not in boxes:
+                    boxes = {joint.name: mine[joint.name].cpu().contiguous().view(joint.rows, -1)}
+                _write(memory, joint, step, ranks.rank, boxes[joint.name])
+            except Exception as error:
+                failed = error  # the others go on, and meet this rank
+        turn = ranks.meet(memory)
+        if joint is not None and failed is None:
+            begin, end = joint.share(joint.ranks.index(ranks.rank), step)
+            yield joint.name, (joint.first + begin) * joint.row, _rows(memory.rows[turn, ranks.rank], joint, end - begin)
+    if failed is not None:
+        raise failed
+
+
+def _write(memory: HostMemory, joint: Joint, step: int, rank: int, box: Tensor) -> None:
+    """Put a rank's columns of a step's rows where each of the joint's ranks has its rows."""
+    starts, sizes = (x[joint.dims:] for x in joint.extents[joint.ranks.index(rank)])
+    columns = tuple(slice(a, a + n) for a, n in zip(starts, sizes))
+    for number, other in enumerate(joint.ranks):
+        begin, end = joint.share(number, step)
+        rows = _rows(memory.rows[memory.round, other], joint, end - begin)
+        rows[(slice(None), *columns)] = box[begin:end].view(end - begin, *sizes)
+
+
+def _rounds(joints: Iterable[Joint]) -> list[dict[int, tuple[Joint, int]]]:
+    """By rank, the step that it takes in each round, if any."""
+    out: list[dict[int, tuple[Joint, int]]] = []
+    taken: dict[int, int] = {}  # by rank, its rounds so far
+    for joint in joints:
+        for step in range(joint.steps):
+            at = max(taken.get(rank, 0) for rank in joint.ranks)
+            if at == len(out):
+                out.append({})
+            out[at].update(dict.fromkeys(joint.ranks, (joint, step)))
+            taken.update(dict.fromkeys(joint.ranks, at + 1))
+    return out
+
+
+def _rows(memory: Tensor, joint: Joint, count: int) -> Tensor:
+    """The first of some bytes, as so many rows of a tensor."""
+    dtype = dtype_named(joint.dtype)
+    return memory[:count * joint.row * dtype.itemsize].view(dtype).view(count, *joint.shape[joint.dims:])
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# The safetensors format: 8 bytes with the length n of the header (little endian), n bytes of JSON, then the tensors, row-major
+# and without gaps. Of each the header says dtype, shape and [begin, end) counted from the end of the header:
+#
+#     {"__metadata__": {"format": "pt"}, "w1": {"dtype": "F32", "shape": [8, 8], "data_offsets": [0, 256]}}
+#
+# Headers alone are read and written here: several ranks write one file, each at its own places, and read their slices alone.
+# ----------------------------------------------------------------------------------------------------
+
+#: A header is at most this long, by the definition of the format.
+_LONGEST = 100 << 20
+
+_WORDS = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
+          "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0", "int64": "I64", "int32": "I32", "int16": "I16",
+          "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL", "complex64": "C64"}
+_DTYPES = {word: dtype for dtype, word in _WORDS.items()}
+
+
+class StoredSpan(NamedTuple):
+    """A tensor in a file: its dtype as torch calls it, its shape, and the offset of its first byte in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+class Header(NamedTuple):
+    """What a file says it holds, and its metadata."""
+
+    tensors: dict[str, StoredSpan]
+    metadata: dict[str, str]
+
+
+def laid_out(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]
+             ) -> tuple[bytes, dict[str, int], int]:
+    """How a file of these tensors looks.
+
+    Args:
+        tensors: name -> (dtype, shape), in their order in the file; larger elements come first, so that all are aligned.
+
+    Returns:
+        The file's beginning; the offset of each tensor's first byte; the length of the whole file.
+
+    Raises:
+        CheckpointError: a dtype that the format does not know, without a source.
+    """
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    place, places = 0, {}
+    for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -element_size(item[1][0])):
+        if dtype not in _WORDS:
+            raise CheckpointError(f"{name!r} is of {dtype}, which the safetensors format does not know",
+                                  legal="integrated_save=False, or one of " + ", ".join(_WORDS))
+        places[name] = place
+        end = place + math.prod(shape) * element_size(dtype)
+        header[name] = {"dtype": _WORDS[dtype], "shape": list(shape), "data_offsets": [place, end]}
+        place = end
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    begin = 8 + len(text)
+    return len(text).to_bytes(8, "little") + text, {name: begin + at for name, at in places.items()}, begin + place
+
+
+def header_of(path: Path) -> Header:
+    """The header of a file.
+
+    Raises:
+        CheckpointError: it cannot be read, is not of this format, or is cut short.
+    """
+    def wrong(what: str) -> CheckpointError:
+        return CheckpointError(what, source=str(path), legal="a whole file in the safetensors format")
+
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if length > min(_LONGEST, size - 8):
+                raise wrong(f"its header is said to have {length:,} bytes, and the file has {size:,}: cut short or altered")
+            words = json.loads(file.read(length))
+    except OSError as error:
+        raise wrong(f"it cannot be read: {error.strerror}") from None
+    except ValueError:
+        raise wrong("its header is damaged") from None
+    tensors, end = {}, 0
+    try:
+        metadata = words.pop("__metadata__", {})
+        for name, said in words.items():
+            dtype, shape, (first, last) = _DTYPES[said["dtype"]], tuple(said["shape"]), said["data_offsets"]
+            if last - first != math.prod(shape) * element_size(dtype) or first < 0:
+                raise wrong(f"its header is damaged: {name!r} has {last - first} bytes for {shape} of {dtype}")
+            tensors[name] = StoredSpan(dtype, shape, 8 + length + first)
+            end = max(end, last)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise wrong(f"its header is damaged, or has a dtype that torch does not: {error}") from None
+    if size != 8 + length + end:
+        raise wrong(f"it has {size:,} bytes instead of {8 + length + end:,}: cut short")
+    return Header(tensors, metadata)
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# Whole tensors in files of the safetensors format, which several ranks write together, each its boxes at their places.
+#
+#     model.safetensors        the model's, under their own names       loss_fn.safetensors       the loss's, if it has any
+#     optimizer.safetensors    under <parameter>.<key of its state>
+#
+# A box of rows is one run of bytes in the file; one that is cut in a later dim is as many as it has rows, unless ranks bring
+# theirs together first (`joining`).
+# ----------------------------------------------------------------------------------------------------
+
+_CALL = 1 << 30
+
+
+def file_of(name: str) -> tuple[str, str]:
+    """The file of a tensor, and its name in there."""
+    tree, _, rest = name.partition(".")
+    return f"{tree}.safetensors", rest
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor in host memory, row-major; without a copy where they lie so already."""
+    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+class WholeFiles:
+    """The files of a checkpoint of whole tensors. Every rank has the same, made from the same descriptions.
+
+    Args:
+        tensors: name -> (shape, dtype, layout as an `Entry` says it), in the order of the files.
+        save_id: of the save.
+        step: of the run.
+        aliases: another name of a tensor -> the one it has here, as safetensors notes tied ones.
+
+    Attributes:
+        sizes: file -> its bytes.
+
+    Raises:
+        CheckpointError: a dtype that the format does not know.
+    """
+
+    def __init__(self, tensors: Mapping[str, tuple[tuple[int, ...], str, dict | None]], save_id: str, step: int,
+                 aliases: Mapping[str, str] | None = None) -> None:
+        self._tensors = tensors
+        self._heads: dict[str, bytes] = {}
+        self.sizes: dict[str, int] = {}
+        self._places: dict[str, tuple[str, int]] = {}
+        grouped: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
+        for name, (shape, dtype, _) in tensors.items():
+            file, inside = file_of(name)
+            grouped.setdefault(file, {})[inside] = (dtype, shape)
+        for file, held in grouped.items():
+            tied = {file_of(a)[1]: file_of(n)[1] for a, n in (aliases or {}).items() if file_of(n)[0] == file == file_of(a)[0]}
+            metadata = {"format": "pt", ID_KEY: save_id, "step": str(step)}
+            self._heads[file], places, self.sizes[file] = laid_out(held, metadata | tied)
+            tree = file.removesuffix(".safetensors")
+            self._places |= {f"{tree}.{inside}": (file, place) for inside, place in places.items()}
+
+    @property
+    def entries(self) -> dict[str, TensorEntry]:
+        """As the manifest names them."""
+        return {name: TensorEntry(shape, dtype, layout, (Piece(*self._places[name], (0,) * len(shape), shape),))
+                for name, (shape, dtype, layout) in self._tensors.items()}
+
+    def begin(self, folder: Path) -> None:
+        """Write the headers; on one rank, while others write boxes already.
+
+        Raises:
+            OSError: the disk is full, …
+        """
+        for file, head in self._heads.items():
+            handle = os.open(folder / file, os.O_WRONLY | os.O_CREAT, 0o666)
+            try:
+                _put(handle, memoryview(head), 0)
+                os.truncate(handle, self.sizes[file])
+            finally:
+                os.close(handle)
+
+    def write(self, folder: Path, boxes: Iterable[tuple[str, Sequence[int], Tensor]]) -> None:
+        """Write boxes: name, where it begins in each dim, what is in it, in host memory. Not yet through to the disk.
+
+        Raises:
+            OSError: the disk is full, …
+        """
+        handles: dict[str, int] = {}
+        try:
+            for name, starts, tensor in boxes:
+                file, place = self._places[name]
+                if file not in handles:
+                    handles[file] = os.open(folder / file, os.O_WRONLY | os.O_CREAT, 0o666)
+                self._write(handles[file], name, place, starts, tensor)
+        finally:
+            for handle in handles.values():
+                os.close(handle)
+
+    def write_run(self, folder: Path, name: str, first: int, tensor: Tensor) -> None:
+        """Write neighbouring elements of a tensor, from element `first` on. Not yet through to the disk.
+
+        Raises:
+            OSError: the disk is full, …
+        """
+        file, place = self._places[name]
+        handle = os.open(folder / file, os.O_WRONLY | os.O_CREAT, 0o666)
+        try:
+            _put(handle, memory_of(tensor), place + first * tensor.itemsize)
+        finally:
+            os.close(handle)
+
+    def _write(self, handle: int, name: str, place: int, starts: Sequence[int], tensor: Tensor) -> None:
+        shape, dtype, _ = self._tensors[name]
+        size, sizes = element_size(dtype), list(tensor.shape)
+        if not tensor.numel():
+            return
+        first = len(shape)  # from the dim before it on a box is one run
+        while first > 0 and sizes[first - 1] == shape[first - 1]:
+            first -= 1
+        first = max(first - 1, 0)
+        strides = [math.prod(shape[dim + 1:]) * size for dim in range(len(shape))]
+        begin = place + sum(a * s for a, s in zip(starts, strides))
+        memory, run = memory_of(tensor), math.prod(sizes[first:]) * size
+        for number, outer in enumerate(product(*(range(n) for n in sizes[:first]))):
+            at = begin + sum(i * s for i, s in zip(outer, strides))
+            _put(handle, memory[number * run:(number + 1) * run], at)
+
+
+def _put(handle: int, data: memoryview, at: int) -> None:
+    while data:
+        count = os.pwrite(handle, data[:_CALL], at)
+        data, at = data[count:], at + count
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# Each rank's tensors in a file of its own, in the format of torch.distributed.checkpoint.
+#
+#     __R_0.distcp     what rank R has: of each box a tensor as ``torch.save`` writes it, one after the other; then `marking`'s end
+#     .metadata        which boxes make up each tensor, and where in which file each box is
+#
+# ``torch.distributed.checkpoint.load`` reads such a folder. Reading it here takes the manifest alone, where a box's place is
+# that of its elements inside of what ``torch.save`` wrote; nothing is unpickled.
+# ----------------------------------------------------------------------------------------------------
+
+METADATA = ".metadata"
+
+
+def part_name(rank: int) -> str:
+    """The file of a rank."""
+    return f"__{rank}_0.distcp"
+
+
+class DcpItem(NamedTuple):
+    """A box in a rank's file.
+
+    Attributes:
+        name: of the tensor.
+        piece: where its elements are.
+        offset, length: of what ``torch.save`` wrote.
+    """
+
+    name: str
+    piece: Piece
+    offset: int
+    length: int
+
+
+class PartFile:
+    """The file of a rank, written box by box.
+
+    Raises:
+        OSError: the disk is full, …
+    """
+
+    def __init__(self, folder: Path, rank: int, save_id: str) -> None:
+        self.name, self._rank, self._id = part_name(rank), rank, save_id
+        self._file = open(folder / self.name, "wb+")
+        self._end = 0
+        self.items: list[DcpItem] = []
+
+    def add(self, name: str, starts: Sequence[int], tensor: Tensor) -> None:
+        """Append a box that begins at `starts`; in host memory."""
+        if not tensor.numel():
+            return
+        # The box alone, where it is a view of more: torch.save writes all of a tensor's memory.
+        alone = torch.frombuffer(memory_of(tensor), dtype=tensor.dtype).view(tensor.shape)
+        with config.patch({"save.compute_crc32": False}):  # which nobody looks at, and takes longer than all the rest
+            _save(alone, self._file)
+        self._file.flush()
+        end = os.fstat(self._file.fileno()).st_size
+        piece = Piece(self.name, self._data(), tuple(starts), tuple(tensor.shape))
+        self.items.append(DcpItem(name, piece, self._end, end - self._end))
+        self._end = end
+        self._file.seek(end)
+
+    def _data(self) -> int:
+        """Where the elements of the last box are."""
+        with zipfile.ZipFile(self._file) as archive:  # it finds the last one in a file of several
+            record = next(info for info in archive.infolist() if info.filename.endswith("/data/0"))
+        self._file.seek(record.header_offset + 26)
+        name, extra = (int.from_bytes(self._file.read(2), "little") for _ in range(2))
+        return record.header_offset + 30 + name + extra
+
+    def close(self) -> list[DcpItem]:
+        """Write the end; not yet through to the disk."""
+        if not self._file.closed:
+            self._file.seek(self._end)
+            self._file.write(trailer(self._id, self._rank))
+            self._file.close()
+        return self.items
+
+    def abandon(self) -> None:
+        """Close without the end."""
+        self._file.close()
+
+
+def _save(tensor: Tensor, file: BinaryIO) -> None:
+    """The same as torch.save, and nothing of the tensor is held after it: in torch 2.9 the class of its pickler holds it until
+    garbage is collected."""
+    made: list[Any] = []
+
+    class Pickler(pickle.Pickler):
+        def __init_subclass__(cls) -> None:
+            made.append(cls)
+
+    torch.save(tensor, file, pickle_module=SimpleNamespace(__name__="pickle", Pickler=Pickler))
+    for kind in made:
+        if "persistent_id" in vars(kind):
+            del kind.persistent_id
+
+
+def entries_of(tensors: Mapping[str, tuple[tuple[int, ...], str, dict | None]], items: Iterable[DcpItem]) -> dict[str, TensorEntry]:
+    """As the manifest names them.
+
+    Args:
+        tensors: name -> (shape, dtype, layout), in order.
+        items: of all ranks.
+    """
+    pieces: dict[str, list[Piece]] = {name: [] for name in tensors}
+    for item in items:
+        pieces[item.name].append(item.piece)
+    return {name: TensorEntry(shape, dtype, layout, tuple(pieces[name])) for name, (shape, dtype, layout) in tensors.items()}
+
+
+def write_metadata(folder: Path, tensors: Mapping[str, tuple[tuple[int, ...], str, dict | None]], items: Iterable[DcpItem],
+                   save_id: str) -> None:
+    """Write what torch.distributed.checkpoint needs to read the folder.
+
+    Raises:
+        OSError: the disk is full, …
+    """
+    # Half a second to import, and of use to this format alone.
+    from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        StorageMeta,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    from ..torch_private import StorageInfo
+    chunks: dict[str, list[ChunkStorageMetadata]] = {name: [] for name in tensors}
+    places = {}
+    for item in items:
+        starts, sizes = torch.Size(item.piece.starts), torch.Size(item.piece.sizes)
+        places[MetadataIndex(item.name, starts, len(chunks[item.name]))] = StorageInfo(item.piece.file, item.offset, item.length)
+        chunks[item.name].append(ChunkStorageMetadata(starts, sizes))
+    described = {name: TensorStorageMetadata(TensorProperties(dtype_named(dtype)), torch.Size(shape), chunks[name])
+                 for name, (shape, dtype, _) in tensors.items()}
+    nested = {name: tuple(name.split(".", 1)) for name in tensors}
+    made = Metadata(described, nested, places, StorageMeta(save_id=save_id), CURRENT_DCP_VERSION)
+    write_file(folder / METADATA, pickle.dumps(made))

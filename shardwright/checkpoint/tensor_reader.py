@@ -1,0 +1,202 @@
+"""Tensors of a stored checkpoint, or of a Hugging Face folder: any slice of any of them, reading no more than that.
+
+A box that is asked of a piece lies in the file as runs of neighbouring bytes. Each is read where it belongs; runs less than
+16 KiB apart are read together with what is between them, which the disk reads anyway and is passed over in less time than
+another call takes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+from ..json_values import dtype_named
+from .formats import header_of
+from .manifest import MANIFEST, Manifest, Piece, TensorEntry, element_size, read
+
+__all__ = ["HUGGING_FACE", "StoredTensors", "is_hugging_face"]
+
+#: Files of a Hugging Face folder: the whole model, or which shard holds which tensor.
+HUGGING_FACE = ("model.safetensors", "model.safetensors.index.json")
+
+#: Runs that are no further apart than this are read together, as many as fit the other, in bytes.
+_APART, _TOGETHER = 16 << 10, 1 << 20
+
+#: What one call reads at most: Linux reads no more than 2 GiB.
+_CALL = 1 << 30
+
+
+def is_hugging_face(folder: Path) -> bool:
+    """Whether a folder holds a model as Hugging Face stores it; a checkpoint of ours without its manifest is none."""
+    return not any((folder / name).exists() for name in (MANIFEST, "state.json")) and \
+        any((folder / name).exists() for name in HUGGING_FACE)
+
+
+class StoredTensors:
+    """The tensors of a checkpoint by name: ``model.<name>``, ``loss_fn.<name>``, ``optimizer.<parameter>.<key>``.
+
+    Args:
+        folder: of a checkpoint, or of a Hugging Face model (`HUGGING_FACE`), which has ``model.<name>`` alone.
+        manifest: the checkpoint's, where it was read.
+
+    Attributes:
+        manifest: None of a Hugging Face folder.
+        entries: by name.
+        bytes_read: of tensors, so far.
+
+    Raises:
+        CheckpointError: neither, or one whose manifest or headers are damaged.
+    """
+
+    def __init__(self, folder: str | Path, manifest: Manifest | None = None) -> None:
+        self.folder = Path(folder)
+        self.bytes_read = 0
+        self._open: dict[str, int] = {}
+        if manifest is None and is_hugging_face(self.folder):
+            self.manifest, self.entries = None, _hugging_face(self.folder)
+        else:
+            self.manifest = manifest or read(self.folder)
+            self.entries = dict(self.manifest.tensors)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all tensors, in the order of the file."""
+        return tuple(self.entries)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        return self.entries[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of the tensor."""
+        return dtype_named(self.entries[name].dtype)
+
+    def read(self, name: str, box: Sequence[slice] | None = None) -> Tensor:
+        """A tensor, or a slice of it, in memory of its own.
+
+        Args:
+            box: for each dim a slice with a start and a stop; None: all.
+
+        Raises:
+            CheckpointError: a file that cannot be read, or ends too early.
+        """
+        shape = self.shape(name)
+        sizes = [s.stop - s.start for s in box] if box is not None else shape
+        out = torch.empty(sizes, dtype=self.dtype(name))
+        self.read_into(out, name, box)
+        return out
+
+    def read_into(self, out: Tensor, name: str, box: Sequence[slice] | None = None) -> None:
+        """As `read`, into a tensor of the box's shape: of whatever strides, and of another dtype, to which it is converted;
+        only on a device, or converted, or of strides that are not row-major it takes memory for a piece besides."""
+        shape = self.shape(name)
+        starts = [0] * len(shape) if box is None else [s.start for s in box]
+        stops = list(shape) if box is None else [s.stop for s in box]
+        for piece in self.entries[name].pieces:
+            low = [max(a, p) for a, p in zip(starts, piece.starts)]
+            high = [min(b, p + n) for b, p, n in zip(stops, piece.starts, piece.sizes)]
+            if all(a < b for a, b in zip(low, high)):
+                part = out[tuple(slice(a - s, b - s) for a, b, s in zip(low, high, starts))] if shape else out
+                self._read_piece(part, self.entries[name].dtype, piece, [a - p for a, p in zip(low, piece.starts)])
+
+    def close(self) -> None:
+        """Close the files."""
+        for handle in self._open.values():
+            os.close(handle)
+        self._open.clear()
+
+    def __enter__(self) -> StoredTensors:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _read_piece(self, out: Tensor, word: str, piece: Piece, starts: list[int]) -> None:
+        """Read the box of a piece that begins at `starts` into `out`, which has its shape."""
+        dtype = dtype_named(word)
+        if out.device.type != "cpu" or out.dtype != dtype or not out.is_contiguous():
+            made = torch.empty(out.shape, dtype=dtype)
+            self._read_piece(made, word, piece, starts)
+            out.copy_(made)
+            return
+        size, sizes, lengths = element_size(word), piece.sizes, list(out.shape)
+        # The last dims that are whole are one run, and so is what there is of the dim before them.
+        first = len(sizes)
+        while first > 0 and lengths[first - 1] == sizes[first - 1]:
+            first -= 1
+        first = max(first - 1, 0)
+        strides = [math.prod(sizes[dim + 1:]) * size for dim in range(len(sizes))]
+        run = math.prod(lengths[first:]) * size
+        begin = piece.offset + sum(a * s for a, s in zip(starts, strides))
+        view = out.view(-1).view(torch.uint8) if out.numel() else None
+        if view is None:
+            return
+        if first == 0:
+            self._fill(piece.file, view, begin)
+            return
+        gap = strides[first - 1]  # from the beginning of a run to that of the next
+        rows = lengths[first - 1]
+        step = max(1, min(rows, _TOGETHER // gap)) if gap - run < _APART else 1
+        place, both = 0, torch.empty((step - 1) * gap + run if step > 1 else 0, dtype=torch.uint8)
+        for outer in product(*(range(n) for n in lengths[:first - 1])):
+            at = begin + sum(i * s for i, s in zip(outer, strides))
+            for row in range(0, rows, step):
+                count = min(step, rows - row)
+                target = view[place:place + count * run]
+                if count == 1:
+                    self._fill(piece.file, target, at + row * gap)
+                else:
+                    self._fill(piece.file, both[:(count - 1) * gap + run], at + row * gap)
+                    target.view(count, run).copy_(both.as_strided((count, run), (gap, 1)))
+                place += count * run
+
+    def _fill(self, name: str, target: Tensor, offset: int) -> None:
+        """Fill bytes with those of a file from `offset` on."""
+        handle = self._open.get(name)
+        path = self.folder / name
+        memory, count = memoryview(target.numpy()), 0
+        try:
+            if handle is None:
+                handle = self._open[name] = os.open(path, os.O_RDONLY)
+            while count < len(memory):
+                got = os.preadv(handle, [memory[count:count + _CALL]], offset + count)
+                if not got:
+                    raise CheckpointError("the file ends before its tensors do: cut short", source=str(path),
+                                          legal="an earlier checkpoint of the run")
+                count += got
+        except OSError as error:
+            raise CheckpointError(f"the file cannot be read: {error.strerror}", source=str(path),
+                                  legal="a checkpoint that is whole") from None
+        self.bytes_read += count
+
+
+def _hugging_face(folder: Path) -> dict[str, TensorEntry]:
+    """The tensors of a folder as Hugging Face writes it."""
+    whole, index = (folder / name for name in HUGGING_FACE)
+    if index.exists():
+        try:
+            places = json.loads(index.read_bytes())["weight_map"]
+            files = sorted(set(places.values()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            raise CheckpointError("the index is damaged", source=str(index),
+                                  legal='an object with a "weight_map" from names to files') from None
+    else:
+        places, files = None, [whole.name]
+    out: dict[str, TensorEntry] = {}
+    for file in files:
+        for name, (dtype, shape, offset) in header_of(folder / file).tensors.items():
+            if places is None or places.get(name) == file:
+                out[f"model.{name}"] = TensorEntry(shape, dtype, None, (Piece(file, offset, (0,) * len(shape), shape),))
+    missing = [name for name in places or () if f"model.{name}" not in out]
+    if missing:
+        raise CheckpointError(f"{missing[0]!r} is not in it, where {index.name} says so", source=str(folder / places[missing[0]]),
+                              legal="the files of one model")
+    return out

@@ -1,0 +1,345 @@
+"""A save whose content is known, written by all ranks together.
+
+Every step ends in an agreement: whatever one rank could not do is raised on all, and what has been written is removed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError, ShardwrightError
+from ..json_values import encode
+from ..pipeline.pipeline_plan import PipelinePlan
+from ..runtime.distributed.coordination import SingleRank
+from ..sharded_plan import Plan
+from . import manifest as folders
+from .formats import (
+    DcpItem,
+    Joint,
+    PartFile,
+    WholeFiles,
+    WrittenBox,
+    entries_of,
+    joined,
+    joints_of,
+    scattered,
+    write_metadata,
+)
+from .manifest import CheckpointFile, Manifest, TensorEntry, digest, model_fingerprint, shares, write as write_manifest
+
+__all__ = ["CONFIG", "PLAN", "STATE", "Described", "SaveJob", "located", "sealed"]
+
+STATE, PLAN, CONFIG = "state.json", "plan.json", "config.json"
+
+#: Name -> (shape, dtype, layout) of a tensor.
+Described = Mapping[str, tuple[tuple[int, ...], str, dict | None]]
+
+
+def located(error: Exception, path: Any) -> Exception:
+    """An error of a save as a user is to see it."""
+    if isinstance(error, OSError):
+        return CheckpointError(f"the checkpoint cannot be written: {error.strerror or error}",
+                               source=str(error.filename or path), legal="a folder that can be written, and room on its disk")
+    if isinstance(error, ShardwrightError):
+        return error
+    return CheckpointError(f"the checkpoint cannot be written: {type(error).__name__}: {error}", source=str(path))
+
+
+def sealed(folder: Path, files: Mapping[str, CheckpointFile], entries: Mapping[str, TensorEntry], kind: str, step: int, save_id: str,
+           plan: str | None, world: int) -> None:
+    """Write the manifest of a folder whose files are all there: those in `files`, and others, which are looked at now and put
+    through to the disk.
+
+    Raises:
+        OSError: the disk is full, …
+    """
+    there = dict(files)
+    for path in sorted(p for p in folder.iterdir() if p.name not in there):
+        synced(folder, [path.name])
+        there[path.name] = CheckpointFile(path.stat().st_size, digest(path))
+    model = model_fingerprint((n, e.shape, e.dtype) for n, e in entries.items() if not n.startswith("optimizer."))
+    write_manifest(folder, Manifest(kind, step, save_id, model, plan, world, there, entries))
+
+
+def synced(folder: Path, names: Iterable[str]) -> None:
+    """See that files are on the disk."""
+    for name in names:
+        handle = os.open(folder / name, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+class _Synced(threading.Thread):
+    """`synced` while the block inside is done: it waits for the disk, and the block for the processor."""
+
+    def __init__(self, folder: Path, names: list[str]) -> None:
+        super().__init__()
+        self._what, self._error = (folder, names), None
+
+    def run(self) -> None:
+        try:
+            synced(*self._what)
+        except OSError as error:
+            self._error = error
+
+    def __enter__(self) -> None:
+        try:
+            self.start()
+        except RuntimeError:  # the interpreter is about to end, and waits for this save: it starts no threads any more
+            self.run()
+
+    def __exit__(self, kind: object, *rest: object) -> None:
+        if self.ident is not None:
+            self.join()
+        if self._error is not None and kind is None:
+            raise self._error
+
+
+@dataclass
+class SaveJob:
+    """One save, on one rank.
+
+    Attributes:
+        whole: one file for all, else one a rank.
+        order: the names of the model's tensors.
+        written: the boxes that this rank writes.
+        said: what it tells the others of itself.
+        random: the states of this rank's `generators`.
+        data: this rank's position in the data, as words.
+        state: the rest of it, of which rank 0's is written.
+        texts: file -> what rank 0 writes into it besides.
+        tensors: those of all ranks.
+        remote: rank on another host than rank 0 -> the boxes that it sends: name, where they begin, sizes, dtype.
+        failed: what went wrong on this rank before it began to write.
+    """
+
+    ranks: SingleRank
+    path: Path
+    step: int
+    whole: bool
+    keep: int | None
+    order: list[str]
+    aliases: Mapping[str, str]
+    plan: Plan | PipelinePlan | None
+    written: list[WrittenBox]
+    said: dict[str, Any]
+    random: dict[str, Any]
+    data: dict[str, Any] | None
+    state: dict[str, Any]
+    texts: dict[str, bytes]
+    tensors: Described = field(default_factory=dict)
+    remote: dict[int, list[tuple[str, tuple[int, ...], tuple[int, ...], torch.dtype]]] = field(default_factory=dict)
+    id: str = ""
+    failed: Exception | None = None
+
+    @property
+    def part(self) -> Path:
+        """The folder that is written into."""
+        return self.path / f".{folders.name_of(self.step)}.{self.id}.part"
+
+    def settle(self, said: list[dict[str, Any]]) -> None:
+        """Put together what all ranks have said.
+
+        Raises:
+            CheckpointError: on all of them: ranks that save different things.
+        """
+        self.id = said[0]["id"]
+        for rank, other in enumerate(said):
+            for key in ("step", "integrated_save"):
+                if other[key] != said[0][key]:
+                    raise CheckpointError(f"rank {rank} saves with {key}={other[key]!r}, rank 0 with {said[0][key]!r}",
+                                          source=str(self.path), legal="the same on every rank")
+        order = {name: i for i, name in enumerate(self.order)}
+        parameters = {name.removeprefix("model."): i for name, i in order.items()}
+
+        def place(name: str) -> tuple[int, int, str]:
+            if not name.startswith("optimizer."):
+                return 0, order[name], ""
+            parameter, _, key = name.removeprefix("optimizer.").rpartition(".")
+            return 1, parameters[parameter], key
+
+        everything = {name: described for other in said for name, described in other["tensors"].items()}
+        self.tensors = {name: everything[name] for name in sorted(everything, key=place)}
+        self.remote = {rank: other["boxes"] for rank, other in enumerate(said) if "boxes" in other}
+        if self.state["optimizer"] is not None:
+            self.state["optimizer"]["scalars"] = {k: v for other in said for k, v in other["scalars"].items()}
+
+    def write(self) -> None:
+        """Write the checkpoint.
+
+        Raises:
+            CheckpointError: on all ranks, what one of them could not.
+        """
+        try:
+            self._gather()
+            entries, files = self._write_whole() if self.whole else self._write_parts()
+            self._each(lambda: self._finish(entries, files) if self.ranks.rank == 0 else None)
+        except Exception:
+            self.give_up()
+            raise
+        finally:
+            self.written = []
+
+    def _gather(self) -> None:
+        """Bring to rank 0 what is each rank's own."""
+        own: dict[str, Any] = {}
+        try:
+            own = {"random": {key: encode(value) for key, value in self.random.items()}, "data": self.data}
+        except Exception as error:  # it is raised where the others hear of it
+            self.failed = self.failed or located(error, self.part)
+        states = self.ranks.gathered(own)
+        self.state |= {key: _by_rank([theirs.get(key) for theirs in states]) for key in ("random", "data") if states}
+
+    def give_up(self) -> None:
+        """Remove what there is of it."""
+        if self.ranks.rank == 0:
+            self.id = self.said["id"]
+            shutil.rmtree(self.part, ignore_errors=True)
+
+    def _each(self, work: Callable[[], Any]) -> list[Any]:
+        """What a piece of work gives on each rank.
+
+        Raises:
+            Exception: on all of them, that of one.
+        """
+        made, error = None, None
+        try:
+            made = work()
+        except Exception as raised:  # the others have to hear of it
+            error = located(raised, self.part)
+        return self.ranks.agreed(error, made)
+
+    # -- one file for all --
+
+    def _write_whole(self) -> tuple[dict[str, TensorEntry], dict[str, CheckpointFile]]:
+        ranks, rank = self.ranks, self.ranks.rank
+        near = [r for r in range(ranks.world) if not ranks.remote(r)]
+        files = WholeFiles(self.tensors, self.id, self.step, self.aliases)
+        joints = [] if ranks.world == 1 or self.remote else self._joints()
+        shared = {joint.name for joint in joints if rank in joint.ranks}
+
+        def write() -> None:
+            if rank in near or self.failed is not None:
+                self._look()
+                if rank == 0:
+                    files.begin(self.part)
+                files.write(self.part, ((w.name, w.starts, w.tensor.cpu()) for w in self.written if w.name not in shared))
+
+        def check() -> dict[str, list[tuple[int, str]]]:
+            mine: dict[str, list[tuple[int, str]]] = {}
+            if rank in near:
+                with _Synced(self.part, list(files.sizes)):
+                    for name, first, last in shares(files.sizes, near.index(rank), len(near)):
+                        mine.setdefault(name, []).append((first, digest(self.part / name, first, last)))
+            return mine
+
+        self._each(write)
+        if joints:
+            self._each(lambda: self._join(files, joints))
+        if self.remote:
+            self._each(lambda: self._carry(files))
+        blocks: dict[str, list[tuple[int, str]]] = {name: [] for name in files.sizes}
+        for by_file in self._each(check):
+            for name, some in by_file.items():
+                blocks[name] += some
+        return files.entries, {name: CheckpointFile(size, "".join(text for _, text in sorted(blocks[name])))
+                               for name, size in files.sizes.items()}
+
+    def _joints(self) -> list[Joint]:
+        """What ranks join, of all on one host; nothing where they share no memory."""
+        said = self.ranks.exchanged(scattered(self.written))
+        if not any(said) or self.ranks.rows() is None:
+            return []
+        return joints_of(self.tensors, said, self.ranks.row_bytes)
+
+    def _join(self, files: WholeFiles, joints: list[Joint]) -> None:
+        """Write boxes that are short runs in the file together with the ranks that have the rest of their rows."""
+        failed: Exception | None = None
+        for name, first, rows in joined(joints, {w.name: w.tensor for w in self.written}, self.ranks):
+            try:
+                if failed is None:
+                    files.write_run(self.part, name, first, rows)
+            except Exception as error:
+                failed = error  # the others go on, and meet this rank
+        if failed is not None:
+            raise failed
+
+    def _carry(self, files: WholeFiles) -> None:
+        """Bring boxes of other hosts to rank 0, which writes them: of two hosts that write into one page of a file each may
+        lose what the other has written."""
+        failed: OSError | None = None
+        for rank, boxes in self.remote.items():
+            mine = iter(self.written)
+            for name, starts, sizes, dtype in boxes:
+                if rank == self.ranks.rank:
+                    self.ranks.send(next(mine).tensor.cpu().contiguous().reshape(-1).view(torch.uint8))
+                elif self.ranks.rank == 0:
+                    box = torch.empty(sizes, dtype=dtype, device="cpu")
+                    self.ranks.receive(box.reshape(-1).view(torch.uint8), rank)
+                    try:
+                        if failed is None:
+                            files.write(self.part, [(name, starts, box)])
+                    except OSError as error:
+                        failed = error  # the others go on sending
+        if failed is not None:
+            raise failed
+
+    # -- one a rank --
+
+    def _write_parts(self) -> tuple[dict[str, TensorEntry], dict[str, CheckpointFile]]:
+        def write() -> tuple[str, list[DcpItem], CheckpointFile]:
+            self._look()
+            part = PartFile(self.part, self.ranks.rank, self.id)
+            try:
+                for name, starts, tensor in self.written:
+                    part.add(name, starts, tensor.cpu())
+                items = part.close()
+            finally:
+                part.abandon()
+            with _Synced(self.part, [part.name]):
+                return part.name, items, CheckpointFile((self.part / part.name).stat().st_size, digest(self.part / part.name))
+
+        said = self._each(write)
+        items = [item for _, mine, _ in said for item in mine]
+        self._each(lambda: write_metadata(self.part, self.tensors, items, self.id) if self.ranks.rank == 0 else None)
+        return entries_of(self.tensors, items), {name: file for name, _, file in said}
+
+    def _look(self) -> None:
+        if self.failed is not None:
+            raise self.failed
+        if not self.part.is_dir():
+            raise CheckpointError("the folder that rank 0 has made is not there", source=str(self.part),
+                                  legal="a path in a file system that all hosts share")
+
+    def _finish(self, entries: dict[str, TensorEntry], files: dict[str, CheckpointFile]) -> None:
+        """Write what is left, on rank 0, and give the folder its name."""
+        if self.plan is not None:
+            self.plan.save(self.part / PLAN)
+        state = "{" + ",\n ".join(f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}"
+                                  for key, value in {"id": self.id, **self.state}.items()) + "}\n"
+        for name, text in {**self.texts, STATE: state.encode()}.items():
+            folders.write_file(self.part / name, text)
+        sealed(self.part, files, entries, "integrated" if self.whole else "parts", self.step, self.id,
+               None if self.plan is None else self.plan.fingerprint, self.ranks.world)
+        folders.finish(self.part, self.step, self.id)
+        folders.prune(self.path, self.keep, self.step)
+
+
+def _by_rank(states: list[Any]) -> dict[str, Any] | None:
+    """What is each rank's own, like ones once: ``{"ranks": [0, 0, 1], "states": [...]}``; None where no rank has any."""
+    if all(state is None for state in states):
+        return None
+    texts = [json.dumps(state) for state in states]
+    known = list(dict.fromkeys(texts))
+    return {"ranks": [known.index(text) for text in texts], "states": [states[texts.index(text)] for text in known]}

@@ -1,0 +1,154 @@
+"""``shardwright calibrate``: measure the cluster that is here and write it as a file for planners.
+
+Under a launcher (``torchrun -m shardwright calibrate``) it measures the ranks that were started. Otherwise it starts
+processes on this machine through the launcher, which run the same command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import PACKAGE_FOLDER, SettingError, ShardwrightError
+
+if TYPE_CHECKING:
+    from ..cluster import Cluster
+    from ..process import Runtime
+
+__all__ = ["add_calibrate_parser", "calibrate"]
+
+def add_calibrate_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Add ``calibrate`` to the commands."""
+    parser = subparsers.add_parser(
+        "calibrate", allow_abbrev=False, help="measure links, matmuls and memory, and write a cluster file",
+        description="Measure what collectives, matmuls and memory give while all ranks are at work, and write it as a "
+                    "cluster file for planning. Under torchrun on the ranks that it started; otherwise on processes of "
+                    "this machine that are started for it.")
+    parser.add_argument("--devices", type=_several, metavar="N",
+                        help="how many processes, one a device (default: the accelerators here, or the cores)")
+    parser.add_argument("--output", type=Path, default=Path("cluster.json"), metavar="FILE",
+                        help="the file to write (default: cluster.json)")
+    parser.add_argument("--name", help="what the cluster is called (default: the host's name)")
+    parser.add_argument("--rounds", type=_count, metavar="N", default=7, help="medians are of so many (default: 7)")
+    parser.add_argument("--log_dir", default="log_output", metavar="DIR",
+                        help="where the processes that are started write their logs (default: ./log_output)")
+    parser.set_defaults(func=calibrate, parser=parser)
+
+
+def calibrate(arguments: argparse.Namespace) -> int:
+    """Do what the parsed arguments ask for and return the exit code: 0, or 1 where the ranks cannot be measured."""
+    import torch.distributed as dist
+
+    from ..process import init
+
+    joined = dist.is_initialized()
+    try:
+        runtime = init()
+        if runtime.processes:
+            return _measure(runtime, arguments)
+    except ShardwrightError as error:
+        print(f"shardwright calibrate: error: {error}", file=sys.stderr)
+        return 1
+    finally:
+        if dist.is_initialized() and not joined:
+            dist.destroy_process_group()
+    return _start(arguments)
+
+
+def _measure(runtime: Runtime, arguments: argparse.Namespace) -> int:
+    """On one of the ranks that a launcher started."""
+    from ..runtime.distributed.calibrate import calibrate as measure
+
+    if arguments.devices not in (None, runtime.devices):
+        raise SettingError(f"--devices={arguments.devices}, but the launcher started {runtime.devices} ranks",
+                           legal="no --devices under a launcher")
+    _by_rank_0(runtime, lambda: _check_writable(arguments.output))
+    cluster = measure(runtime, arguments.name, arguments.rounds)
+
+    def write() -> None:
+        try:
+            cluster.save(arguments.output)
+        except OSError as error:
+            raise SettingError(f"--output={arguments.output} cannot be written: {error.strerror}") from None
+        print(_summary(cluster, arguments.output), flush=True)
+    _by_rank_0(runtime, write)
+    return 0
+
+
+def _by_rank_0(runtime: Runtime, act: Callable[[], None]) -> None:
+    """What rank 0 alone does while the others wait.
+
+    Raises:
+        SettingError: on every rank, where it is raised on rank 0.
+    """
+    import torch.distributed as dist
+
+    failed: list[SettingError | None] = [None]
+    if runtime.rank == 0:
+        try:
+            act()
+        except SettingError as error:
+            failed = [error]
+    dist.broadcast_object_list(failed)
+    if failed[0] is not None:
+        raise failed[0]
+
+
+def _start(arguments: argparse.Namespace) -> int:
+    """Start processes on this machine and show what they wrote."""
+    try:
+        _check_writable(arguments.output)
+    except SettingError as error:
+        arguments.parser.error(error.message)
+    import torch
+
+    from ..cluster import Cluster
+    from ..launch import run
+
+    devices = arguments.devices or max(2, torch.accelerator.device_count() or len(os.sched_getaffinity(0)))
+    script_args = ["calibrate", f"--output={arguments.output.absolute()}", f"--rounds={arguments.rounds}"]
+    if arguments.name is not None:
+        script_args.append(f"--name={arguments.name}")
+    code = run.run(argparse.Namespace(
+        script=str(Path(PACKAGE_FOLDER) / "__main__.py"), script_args=script_args, devices=None, join=None,
+        worker_num=devices, local_worker_num=None, master_addr=None, master_port=None, node_rank=None,
+        log_dir=arguments.log_dir, cluster_time_out=None, threads=None, max_restarts=None, grace_period=None,
+        parser=arguments.parser))
+    if code == 0:
+        print(_summary(Cluster.load(arguments.output), arguments.output))
+    return code
+
+
+def _summary(cluster: Cluster, path: Path) -> str:
+    lines = [f"{cluster.name}: {cluster.devices} devices of {cluster.memory / 2**30:.1f} GiB"]
+    lines += [f"  {level.name + ':':<10} {level.size} x {level.bandwidth / 1e9:.3g} GB/s, {level.latency * 1e6:.3g} us"
+              for level in cluster.levels]
+    rates = ", ".join(f"{rate / 1e9:.3g} ({name})" for name, rate in cluster.peak.items())
+    lines.append(f"  {'compute:':<10} {rates} Gflop/s, {cluster.overhead * 1e6:.3g} us an operator")
+    lines.append(f"  {'memory:':<10} {cluster.memory_bandwidth / 1e9:.3g} GB/s")
+    return "\n".join([*lines, f"written to {path}"])
+
+
+def _check_writable(path: Path) -> None:
+    if path.is_dir():
+        raise SettingError(f"--output={path} is a folder")
+    if not path.parent.is_dir():
+        raise SettingError(f"--output={path}: there is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise SettingError(f"--output={path} cannot be written to")
+
+
+def _several(text: str) -> int:
+    if not text.isdecimal() or int(text) < 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 2")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1")
+    return int(text)

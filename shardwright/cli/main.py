@@ -1,0 +1,73 @@
+"""The command line: ``shardwright <command> ...``.
+
+A command is a function ``add_..._parser(subparsers)``. It adds its parser and sets the defaults ``func``,
+which takes the parsed arguments and returns the exit code, and ``parser``, its parser, for errors found later. The
+function's module imports nothing heavy while it is imported, so that ``shardwright --help`` answers at once; torch is imported by
+the functions that use it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import shardwright
+
+from ..launch.run import add_run_parser
+from .calibrate_command import add_calibrate_parser
+from .checkpoint_command import add_checkpoint_parser
+from .plan_command import add_explain_parser, add_plan_parser, add_simulate_parser, add_verify_parser
+from .solve_command import add_solve_parser
+
+__all__ = ["main"]
+
+COMMANDS = (add_run_parser, add_plan_parser, add_explain_parser, add_simulate_parser, add_solve_parser, add_verify_parser,
+            add_checkpoint_parser, add_calibrate_parser)
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are one line: the mistake is not lost below thirty lines of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+class _Version(argparse.Action):
+    """Prints the version. An action of our own, because it is looked up only when asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        print(f"shardwright {shardwright.__version__}")
+        parser.exit(0)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line."""
+    parser = Parser(prog="shardwright", allow_abbrev=False, description="Operator-level parallel training on PyTorch.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the installed version")
+    subparsers = parser.add_subparsers(metavar="command", required=True)
+    for add_parser in COMMANDS:
+        add_parser(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code.
+
+    Args:
+        argv: the arguments without the program's name; ``sys.argv[1:]`` if None.
+
+    Raises:
+        SystemExit: with code 2 for a mistake in the arguments, with 0 for ``--help`` and ``--version``.
+    """
+    parser = build_parser()
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        # Said by the command that was called: argparse itself would name the outer one, whose help does not help.
+        getattr(arguments, "parser", parser).error(f"unrecognized arguments: {' '.join(unknown)}")
+    return arguments.func(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

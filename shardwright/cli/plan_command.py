@@ -1,0 +1,416 @@
+"""``shardwright plan``: plan a training script as it stands, or a function's model, for any number of devices; and
+``shardwright plan diff``: compare two plans.
+
+No process group, no devices, no weights: the model is built on the meta device. Of a script the first call of its
+`AutoParallel` model is planned, with its model, loss, settings and batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ShardwrightError
+from .script import Nothing, arguments_of, first_call, import_modules, positive, without_weights
+
+if TYPE_CHECKING:
+    from ..parallel.auto_parallel import AutoParallel
+    from ..pipeline.pipeline_plan import PipelinePlan
+    from ..sharded_plan import Plan
+    from ..verification.verify_report import VerifyReport
+
+__all__ = ["add_explain_parser", "add_plan_parser", "add_simulate_parser", "add_verify_parser", "diff", "explain", "plan", "plan_call", "simulate", "verify"]
+
+#: The exit codes of ``plan diff``.
+EQUAL, DIFFERENT, FAILED = 0, 1, 2
+
+
+def add_plan_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Add ``plan`` to the commands."""
+    parser = subparsers.add_parser(
+        "plan", allow_abbrev=False, help="plan a model for any number of devices, or compare two plans",
+        description="Plan a model without running it, print what a step takes, and write the plan. Exit code 0: "
+                    "planned, 1: it cannot be planned, 2: there is nothing to plan. With diff: compare two plans that "
+                    "were written. Exit code 0: they are equal, 1: they differ, 2: one of them cannot be read.",
+        usage="%(prog)s [options] script.py [script arguments]\n"
+              "       %(prog)s [options] module:function | file.py:function\n"
+              "       %(prog)s diff a.json b.json",
+        epilog="Options may stand behind the target too; what is none of them, and all that stands behind --, is the "
+               "script's.")
+    _add_options(parser)
+    parser.add_argument("target", help="a training script that calls an AutoParallel model; or a function without "
+                                       "arguments that returns the keyword arguments of shardwright.plan as a dict, or "
+                                       "(net, inputs, targets, loss_fn); or diff")
+    parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...",
+                        help="the script's arguments; with diff, the two plans")
+    parser.set_defaults(func=plan, parser=parser)
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--devices", type=positive, metavar="N",
+                        help="how many devices (default: as the target says, else the cluster's)")
+    parser.add_argument("--cluster", metavar="FILE|PRESET",
+                        help='the devices and their links: a JSON file, or a preset such as "h100x8x128"')
+    parser.add_argument("--mode", metavar="MODE", help="the parallel mode (default: as the target says)")
+    parser.add_argument("--memory", metavar="SIZE",
+                        help='what a device may hold, such as "70GB", or "cluster" for its own')
+    parser.add_argument("--search-memory", metavar="SIZE",
+                        help='by how much host memory the search may grow, such as "2GB" (default: half of what is free)')
+    parser.add_argument("--quiet", action="store_true", help="say nothing while it searches")
+    parser.add_argument("--hsdp", choices=("level1", "level2", "level3"), help="optimizer parallel, by its level")
+    parser.add_argument("--pipeline", type=pipeline_of, metavar="STAGES[:MICRO[:SCHEDULER]]",
+                        help="into how many stages and micro-batches, and the schedule, such as 4:8:1f1b; which module is "
+                             "in which stage, the target says (default: as the target says)")
+    parser.add_argument("--strategies", metavar="PLAN", help="a plan whose operators' strategies hold here too")
+    parser.add_argument("--output", type=Path, default=Path("plan.json"), metavar="FILE",
+                        help="the plan to write (default: plan.json)")
+    parser.add_argument("--with-weights", action="store_true",
+                        help="build the model with its weights, for a script that looks at them")
+    parser.add_argument("--import", action="append", default=[], dest="imports", metavar="MODULE",
+                        help="import a module first, which registers operators of yours (may be repeated)")
+
+
+def pipeline_of(text: str) -> dict[str, Any]:
+    """The arguments of `AutoParallel.pipeline` that ``STAGES[:MICRO[:SCHEDULER]]`` gives; a number may be "auto".
+
+    Raises:
+        argparse.ArgumentTypeError: something else.
+    """
+    parts = text.split(":", 2)
+    counts = [part if part == "auto" else int(part) if part.isdecimal() and int(part) else None for part in parts[:2]]
+    if None in counts or len(parts) == 3 and not parts[2]:
+        raise argparse.ArgumentTypeError(f"{text!r} is not STAGES[:MICRO[:SCHEDULER]], such as 4:8:1f1b")
+    return dict(zip(("stages", "micro_batches", "scheduler"), (*counts, *parts[2:])))
+
+
+def _piped(said: Any, asked: dict[str, Any] | None) -> dict[str, Any]:
+    """The setting of a pipeline as a keyword argument: what a target says, and over it what was asked for. Where nobody
+    says how many micro-batches, there are as many as stages."""
+    if asked is None:
+        return {} if said is None else {"pipeline": said}
+    held = {} if said is None else dict(said) if isinstance(said, Mapping) else vars(said)
+    held = {key: value for key, value in held.items() if value is not None}
+    merged = {"micro_batches": asked["stages"]} | held | asked
+    if "scheduler" in asked and asked["scheduler"] != held.get("scheduler"):
+        merged.pop("chunks", None)
+    if merged["stages"] == "auto":
+        merged.pop("stage_config", None)  # where the model is cut is searched too
+    return {"pipeline": merged | {"stage_config": dict(merged.get("stage_config") or ())}}
+
+
+def _with_options_behind(arguments: argparse.Namespace) -> None:
+    """Options that stand behind the target are taken from among the script's arguments."""
+    given = arguments.script_args
+    end = given.index("--") if "--" in given else len(given)
+    parser = type(arguments.parser)(prog=arguments.parser.prog, add_help=False, allow_abbrev=False)
+    _add_options(parser)
+    _, rest = parser.parse_known_args(given[:end], arguments)
+    arguments.script_args = rest + given[end + 1:]
+
+
+def plan(arguments: argparse.Namespace) -> int:
+    """Do what the parsed arguments ask for and return the exit code.
+
+    What the script or function itself raises goes through.
+    """
+    _with_options_behind(arguments)
+    try:
+        import_modules(arguments.imports)
+        if arguments.target == "diff":
+            return diff(arguments)
+        _check_writable(arguments.output)
+        made = planned(arguments)
+        made.save(arguments.output)
+    except Nothing as error:
+        arguments.parser.error(str(error))
+    except ShardwrightError as error:
+        print(f"shardwright plan: error: {error}", file=sys.stderr)
+        return 1
+    except (NotImplementedError, RuntimeError) as error:  # as torch refuses what a tensor without values cannot give
+        if "meta" in str(error) and not arguments.with_weights:
+            print("shardwright plan: the model was built without its weights; --with-weights builds it with them",
+                  file=sys.stderr)
+        raise
+    from ..report.tables import summary
+
+    summary(made)
+    print(f"written to {arguments.output}", flush=True)
+    return 0
+
+
+def planned(arguments: argparse.Namespace) -> Plan | PipelinePlan:
+    """The plan of a script's first call, or of what a function returns."""
+    given = {key: value for key, value in (("cluster", arguments.cluster), ("parallel_mode", arguments.mode),
+                                           ("memory", arguments.memory), ("strategies", arguments.strategies),
+                                           ("search_memory", arguments.search_memory)) if value}
+    if arguments.quiet:
+        given["search_progress"] = False
+    if arguments.hsdp:
+        given["hsdp"] = {"optimizer_level": arguments.hsdp}
+    devices = arguments.devices or _of_cluster(arguments.cluster)
+    with contextlib.ExitStack() as building:
+        if not arguments.with_weights:
+            building.enter_context(without_weights())
+        if os.path.isfile(arguments.target):
+            def take(model: AutoParallel, args: tuple, kwargs: dict[str, Any]) -> Plan | PipelinePlan:
+                building.close()  # the model is there: capture works on modules of its own
+                piped = _piped(model.plan_settings()["pipeline"], arguments.pipeline)
+                return plan_call(model, args, kwargs, devices, **given | piped)
+            return first_call(arguments.target, arguments.script_args, devices, take)
+        found = arguments_of(arguments.target, arguments.script_args, "shardwright.plan")
+    from .. import sharded_plan as make
+
+    given |= _piped(found.get("pipeline"), arguments.pipeline)
+    return make(**found | given | ({"devices": devices} if devices else {}))
+
+
+def plan_call(model: AutoParallel, args: tuple, kwargs: dict[str, Any] | None = None, devices: int | None = None,
+              **settings: Any) -> Plan | PipelinePlan:
+    """Plan one call of a wrapped model, with its settings.
+
+    Args:
+        args, kwargs: what it is called with: the whole batch.
+        devices: None: as many as it would run on.
+        settings: of `shardwright.plan`, in the place of the wrapper's.
+
+    Raises:
+        ShardwrightError: what cannot be planned; nothing says how many devices.
+    """
+    from .. import sharded_plan as make
+    from ..process import current
+
+    loss = {} if model.loss_fn is None else {"loss_fn": model.loss_fn, "targets": args[-1]}
+    given = model.plan_settings() | loss | settings
+    devices = devices or current().devices
+    if devices is None:
+        from ..planning import implied_devices
+        devices = implied_devices(model.net)
+    if given["parallel_mode"] == "stand_alone":
+        devices = 1
+    return make(model.net, args[:-1] if loss else args, devices=devices, kwargs=kwargs or {}, **given)
+
+
+def diff(arguments: argparse.Namespace) -> int:
+    """Compare two plans that were written, and return the exit code."""
+    if len(arguments.script_args) != 2:
+        arguments.parser.error(f"diff takes two plans, but got {' '.join(arguments.script_args) or 'none'}")
+    from ..report.plan_diff import difference
+    from ..sharded_plan import Plan
+
+    try:
+        before, after = map(Plan.load, arguments.script_args)
+    except ShardwrightError as error:
+        print(f"shardwright plan diff: error: {error}", file=sys.stderr)
+        return FAILED
+    found = difference(before, after)
+    print("\n".join(found.lines), flush=True)
+    return EQUAL if found.equal else DIFFERENT
+
+
+def _of_cluster(cluster: str | None) -> int | None:
+    """How many devices a cluster that was asked for has."""
+    if cluster is None:
+        return None
+    from ..cluster import Cluster
+
+    return Cluster.of(cluster).devices
+
+
+def _check_writable(path: Path) -> None:
+    if path.is_dir():
+        raise Nothing(f"--output={path} is a folder")
+    if not path.absolute().parent.is_dir():
+        raise Nothing(f"--output={path}: there is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise Nothing(f"--output={path} cannot be written to")
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# ``shardwright explain``: what a plan costs, and why an operator is split as it is.
+# ----------------------------------------------------------------------------------------------------
+
+def add_explain_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Add ``explain`` to the commands."""
+    parser = subparsers.add_parser(
+        "explain", allow_abbrev=False, help="what a plan costs, and why an operator is split as it is",
+        description="Of a plan that was written: what a step takes and where, its lower bound. Of one of its operators: what "
+                    "it costs, its best alternatives and what a step would take with each, and what holds it where it is. "
+                    "Exit code 0: explained, 2: the plan cannot be read, or has no such operator.")
+    parser.add_argument("--alternatives", type=int, default=3, metavar="N", help="how many alternatives (default: 3)")
+    parser.add_argument("--memory", metavar="SIZE", help='what a device may hold, such as "70GB", or "cluster" for its own '
+                                                         "(default: as the plan was searched for)")
+    parser.add_argument("--import", action="append", default=[], dest="imports", metavar="MODULE",
+                        help="import a module first, which registers operators of yours (may be repeated)")
+    parser.add_argument("plan", help="a file that shardwright plan or Plan.save wrote")
+    parser.add_argument("operator", nargs="?", help="an operator's name, or the path of a module that calls just one")
+    parser.set_defaults(func=explain, parser=parser)
+
+
+def explain(arguments: argparse.Namespace) -> int:
+    """Explain a plan or one of its operators, and return the exit code."""
+    from ..cluster import Cluster, memory_of
+    from ..explain import explained
+    from ..report.explanations import costs, explanation
+    from ..sharded_plan import Plan
+    from .script import Nothing, import_modules
+
+    if arguments.alternatives < 1:
+        arguments.parser.error(f"--alternatives={arguments.alternatives} is below 1")
+    try:
+        import_modules(arguments.imports)
+        plan = Plan.load(arguments.plan)
+        if arguments.operator is None:
+            costs(plan)
+        else:
+            memory = memory_of(arguments.memory, Cluster.of(plan.cluster, plan.devices))
+            explanation(explained(plan, arguments.operator, arguments.alternatives, memory))
+    except Nothing as error:
+        arguments.parser.error(str(error))
+    except ShardwrightError as error:
+        print(f"shardwright explain: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# ``shardwright simulate``: a step of a plan in time, as text, as a trace and as a picture.
+# ----------------------------------------------------------------------------------------------------
+
+#: The most operators of all actions together that a trace has; more make it slow to open.
+OPERATORS = 200_000
+
+
+def add_simulate_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Add ``simulate`` to the commands."""
+    parser = subparsers.add_parser(
+        "simulate", allow_abbrev=False, help="a step of a plan in time: bubbles, and memory on each group of ranks",
+        description="Of a plan that was written: what a step takes, for how much of it devices wait, the most memory "
+                    "that each group of ranks holds, and the schedule of a pipeline. "
+                    "Exit code 0: simulated, 2: the plan cannot be read, or a file cannot be written.")
+    parser.add_argument("--trace", metavar="FILE", help="write the step for ui.perfetto.dev or chrome://tracing")
+    parser.add_argument("--picture", metavar="FILE.svg", help="write the step as a picture")
+    parser.add_argument("--import", action="append", default=[], dest="imports", metavar="MODULE",
+                        help="import a module first, which registers operators of yours (may be repeated)")
+    parser.add_argument("plan", help="a file that shardwright plan or Plan.save wrote")
+    parser.set_defaults(func=simulate, parser=parser)
+
+
+def simulate(arguments: argparse.Namespace) -> int:
+    """Simulate a step of a plan, and return the exit code."""
+    import json
+    from pathlib import Path
+
+    from ..cluster import Cluster
+    from ..pipeline.pipeline_plan import moments, timeline_of
+    from ..report.timeline import picture, simulated, trace
+    from ..sharded_plan import Plan
+    from .script import Nothing, import_modules
+
+    if arguments.picture is not None and not arguments.picture.lower().endswith(".svg"):
+        arguments.parser.error(f"--picture={arguments.picture} is no SVG file: its name ends with .svg")
+    try:
+        import_modules(arguments.imports)
+        plan = Plan.load(arguments.plan)
+        simulation = timeline_of(plan)
+        made = simulation.schedule
+        plans = [plan] if isinstance(plan, Plan) else [stage.plan for stage in plan.stages]
+        ranks = [range(plan.devices)]
+        if not isinstance(plan, Plan):
+            ranks = [plan.stages[made.placement.index(group)].ranks for group in range(made.groups)]
+        simulated(simulation, ranks, Cluster.of(plan.cluster, plan.devices).memory)
+        names = [f"ranks {each[0]}-{each[-1]}" if len(each) > 1 else f"rank {each[0]}" for each in ranks]
+        if arguments.trace is not None:
+            within = {stage: moments(each) for stage, each in enumerate(plans)}
+            if sum(map(len, within.values())) * made.micro_batches > OPERATORS:
+                within = {}
+                print("the trace is without operators, which would be too many")
+            Path(arguments.trace).write_text(json.dumps(trace(simulation, names, operators=within)), encoding="utf-8")
+        if arguments.picture is not None:
+            Path(arguments.picture).write_text(picture(simulation, names), encoding="utf-8")
+    except Nothing as error:
+        arguments.parser.error(str(error))
+    except (ShardwrightError, OSError) as error:
+        print(f"shardwright simulate: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# ``shardwright verify``: compare a plan with one device, for a training script as it stands or for a function's model.
+#
+# Of a script the first call of its `AutoParallel` model is verified, with its model, loss, settings and batch.
+# ----------------------------------------------------------------------------------------------------
+
+def add_verify_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Add ``verify`` to the commands."""
+    parser = subparsers.add_parser(
+        "verify", allow_abbrev=False, help="compare a plan with one device: losses, gradients, parameters",
+        description="Compare a model under its plan with the same model on one device. Exit code 0: they agree, 1: "
+                    "they do not or the model cannot be planned, 2: there is nothing to verify. Where the plan cuts nothing "
+                    "or sends nothing, the report says that nothing was proved.",
+        usage="%(prog)s [--devices N] [--steps K] [--cut] script.py [script arguments]\n"
+              "       %(prog)s [--devices N] [--steps K] [--cut] module:function | file.py:function")
+    parser.add_argument("--devices", type=positive, metavar="N", help="how many devices (default: as the target says)")
+    parser.add_argument("--steps", type=positive, metavar="K", help="steps of the optimizer (default: 3)")
+    parser.add_argument("--cut", action="store_true", help="plan on links that are next to free, so that searches cut whatever "
+                                                           "can be cut")
+    parser.add_argument("target", help="a training script that calls an AutoParallel model; or a function without "
+                                       "arguments that returns the keyword arguments of shardwright.verify as a dict, "
+                                       "or (net, inputs, targets, loss_fn)")
+    parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help="the script's arguments")
+    parser.set_defaults(func=verify, parser=parser)
+
+
+def verify(arguments: argparse.Namespace) -> int:
+    """Do what the parsed arguments ask for and return the exit code.
+
+    What the script or function itself raises goes through.
+    """
+    try:
+        if os.path.isfile(arguments.target):
+            report = verify_script(arguments.target, arguments.script_args, arguments.devices, arguments.steps, arguments.cut)
+        else:
+            report = verify_function(arguments.target, arguments.script_args, arguments.devices, arguments.steps, arguments.cut)
+    except Nothing as error:
+        arguments.parser.error(str(error))
+    except ShardwrightError as error:
+        print(f"shardwright verify: error: {error}", file=sys.stderr)
+        return 1
+    print(report.summary(), flush=True)
+    return 0 if report.ok else 1
+
+
+def verify_script(script: str, script_args: list[str], devices: int | None, steps: int | None,
+                  cut: bool = False) -> VerifyReport:
+    """Run a script until it first calls an `AutoParallel` model, and verify that call.
+
+    Raises:
+        ShardwrightError: the model cannot be planned.
+    """
+    from ..verification.verify import verify_call
+
+    return first_call(script, script_args, devices, lambda model, args, kwargs: verify_call(
+        model, args, kwargs, devices=devices, steps=steps or 3, cut=cut))
+
+
+def verify_function(target: str, rest: list[str], devices: int | None, steps: int | None,
+                    cut: bool = False) -> VerifyReport:
+    """Verify what a function returns.
+
+    Raises:
+        ShardwrightError: the model cannot be planned, or the function returns something else.
+    """
+    given = arguments_of(target, rest, "shardwright.verify")
+    from ..verification.verify import verify as compare
+
+    told = (("devices", devices), ("steps", steps), ("cut", cut or None))
+    given |= {key: value for key, value in told if value is not None}
+    return compare(**given)

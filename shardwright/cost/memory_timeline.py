@@ -1,0 +1,227 @@
+"""The memory of a device over one step of a routed program.
+
+    moments       the instructions of the forward in order, then what the backward runs, in order
+    held(t)       = Σ bytes of what is there at t;  peak = max over t of held(t)
+
+    parameters, buffers, constants, inputs    always, as they are stored and fed
+    gradients, the optimizer's state          always, laid out as the parameter is stored
+    a tensor      from the instruction that makes it to the last that reads it in the forward; where some backward saves
+                  it, on to the last backward that does; where it is dropped and made again, from that to there
+    an operator's own (a mask, statistics)    from its forward to its backward, or likewise
+    a gradient    of a tensor: from the backward of its last reader (of an output, from the first) to that of its maker;
+                  of a weight that is gathered, to where its sum is taken. Further terms of it are there while they
+                  are added.
+
+A view lies in the memory of what it views, and so does the target of a conversion that takes no step. What a
+collective needs for itself, and what an allocator wastes, is not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from ..errors import SettingError
+from ..partition.local_program import LocalProgram, PlacedValue, Redistribute
+from ..partition.rematerialization import LiveRanges, RecomputedInstruction, Regather, saved_by, waiting
+
+__all__ = ["OPTIMIZERS", "Allocation", "MemoryTimeline", "optimizer_bytes", "peak", "timeline"]
+
+#: Numbers of float32 that an optimizer keeps for each element of a parameter.
+OPTIMIZERS = {"adam": 2, "adamw": 2, "momentum": 1, "sgd": 0}
+
+
+def optimizer_bytes(given: Any) -> float:
+    """Bytes that an optimizer keeps for each element of a parameter.
+
+    Args:
+        given: "adam" or "adamw" (two float32 moments), "momentum" (one), "sgd" (none), or the bytes.
+
+    Raises:
+        SettingError: another thing.
+    """
+    if isinstance(given, str) and given.lower() in OPTIMIZERS:
+        return 4.0 * OPTIMIZERS[given.lower()]
+    if isinstance(given, (int, float)) and not isinstance(given, bool) and 0 <= given < float("inf"):
+        return float(given)
+    raise SettingError(f"optimizer={given!r}", legal=", ".join(map(repr, OPTIMIZERS)) + ", or bytes an element")
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Memory that is held from one moment to another.
+
+    Attributes:
+        what: "parameters", "gradients", "optimizer", "inputs", "activations", "recomputed", "gathered" or "backward".
+        name: of the tensor, or of the operator whose own it is.
+        start, stop: the moments, in [start, stop).
+    """
+
+    what: str
+    name: str
+    start: int
+    stop: int
+    bytes: float
+
+
+@dataclass(frozen=True)
+class MemoryTimeline:
+    """What a device holds at every moment of a step.
+
+    Attributes:
+        moments: who is at work: the operators of the user's program.
+        forward: how many of the moments are the forward's.
+    """
+
+    moments: tuple[str, ...]
+    forward: int
+    held: tuple[Allocation, ...]
+
+    def totals(self, kinds: Iterable[str] | None = None) -> list[float]:
+        """Bytes at every moment; of these kinds only, where some are given."""
+        changes = [0.0] * (len(self.moments) + 1)
+        only = None if kinds is None else set(kinds)
+        for h in self.held:
+            if only is None or h.what in only:
+                changes[h.start] += h.bytes
+                changes[h.stop] -= h.bytes
+        return list(accumulate(changes))[:-1]
+
+    @property
+    def peak(self) -> float:
+        """The most that is held at any moment, in bytes."""
+        return max(self.totals(), default=0.0)
+
+    @property
+    def kinds(self) -> dict[str, float]:
+        """Bytes by kind at the moment of the peak."""
+        totals = self.totals()
+        at = totals.index(max(totals)) if totals else 0
+        out: dict[str, float] = {}
+        for h in self.held:
+            if h.start <= at < h.stop and h.bytes:
+                out[h.what] = out.get(h.what, 0.0) + h.bytes
+        return out
+
+
+def peak(plan: Any, optimizer: Any = "adam") -> float:
+    """The most that a device holds at any moment of a step, in bytes. See `timeline`."""
+    return timeline(plan, optimizer).peak
+
+
+def timeline(plan: Any, optimizer: Any = "adam") -> MemoryTimeline:
+    """What a device holds over a step of a plan.
+
+    Args:
+        plan: a `Plan`; its routed program and backward are walked.
+        optimizer: as `optimizer_bytes` takes it.
+
+    Raises:
+        SettingError: an unknown optimizer.
+    """
+    return _Walk(plan.routed, plan.backward, plan.regions, optimizer_bytes(optimizer)).run()
+
+
+class _Walk:
+    def __init__(self, routed: LocalProgram, backward: Sequence[Any], regions: Sequence[Any], state: float) -> None:
+        self.routed, self.instructions, self.backward, self.regions = routed, routed.instructions, backward, regions
+        self.state = state
+        self.count = len(self.instructions)
+        self.end = self.count + len(backward)
+        self.saved = saved_by(routed)
+        seed = () if routed.seed is None else (routed.seed,)
+        tables = (routed.parameters, routed.buffers, routed.constants)
+        self.lives = LiveRanges((*routed.inputs, *seed, *(i for t in tables for i in t.values())), routed.instructions, self.saved)
+        self.instances, self.root, self.read = self.lives.instances, self.lives.root, self.lives.read
+        for o in (*(o for o in routed.outputs if isinstance(o, PlacedValue)), *routed.updates.values()):
+            self.read[self.root[o.name]] = self.end - 1
+        self.out: list[Allocation] = []
+
+    def run(self) -> MemoryTimeline:
+        self.standing()
+        self.places = {id(i): self.count + p for p, i in enumerate(self.backward)
+                       if not isinstance(i, (Regather, RecomputedInstruction))}
+        self.kept()
+        self.gradients()
+        names = [*(i.operator for i in self.instructions), *(i.operator for i in self.backward)]
+        return MemoryTimeline(tuple(names), self.count, tuple(self.out))
+
+    def hold(self, what: str, name: str, start: int, stop: int, nbytes: float) -> None:
+        if nbytes and stop > start:
+            self.out.append(Allocation(what, name, start, stop, nbytes))
+
+    def standing(self) -> None:
+        """What is always there."""
+        routed = self.routed
+        for instance in (*routed.buffers.values(), *routed.constants.values()):
+            self.hold("parameters", instance.name, 0, self.end, instance.local_bytes)
+        for instance in routed.inputs:
+            self.hold("inputs", instance.name, 0, self.end, instance.local_bytes)
+        for instance in routed.parameters.values():
+            self.hold("parameters", instance.name, 0, self.end, instance.local_bytes)
+            if instance.value.requires_grad:
+                self.hold("gradients", instance.name, 0, self.end, instance.local_bytes)
+                elements = instance.local_bytes // instance.value.dtype.itemsize
+                self.hold("optimizer", instance.name, 0, self.end, elements * self.state)
+
+    def kept(self) -> None:
+        """How long the backward keeps what the forward made, and what it makes again."""
+        begun = {id(r.region): self.count + p for p, r in reversed(list(enumerate(self.backward)))
+                 if isinstance(r, RecomputedInstruction)}
+        again = {b.move.target.name: self.count + p for p, b in enumerate(self.backward) if isinstance(b, Regather)}
+        made_again = dict(again)
+        own: dict[int, int] = {}
+        for region in self.regions:
+            place = begun.get(id(region))
+            if place is None:
+                continue
+            made_again.update((name, place) for name in region.dropped)
+            own.update((i, place) for i in region.own)
+        stays: dict[str, int] = {}                     # root -> up to when it is kept from the forward
+        returns: dict[str, list[int]] = {}             # root -> [from, up to] in the backward
+
+        def needs(name: str, until: int) -> None:
+            root = self.root[name]
+            dropped = made_again.get(name, made_again.get(root))
+            if dropped is None:
+                stays[root] = max(stays.get(root, 0), until)
+            else:
+                span = returns.setdefault(root, [dropped, until])
+                span[:] = min(span[0], dropped), max(span[1], until)
+
+        for place, (i, saved) in enumerate(zip(self.instructions, self.saved)):
+            at = self.places.get(id(i))
+            if at is None:
+                continue
+            for name in saved.values:
+                needs(name, at)
+            if saved.own_bytes:
+                self.hold("activations", i.operator, place, (at if place not in own else place) + 1, saved.own_bytes)
+                if place in own:
+                    self.hold("recomputed", i.operator, own[place], at + 1, saved.own_bytes)
+        for region in self.regions:
+            if id(region) in begun:
+                for name in region.inputs:
+                    needs(name, begun[id(region)])
+        gathered = {i.target.name for i in self.instructions if isinstance(i, Redistribute) and i.cause == "parameter"}
+        for root, born in self.lives.born.items():
+            nbytes = self.instances[root].local_bytes
+            kind = "gathered" if root in gathered else "activations"
+            self.hold(kind, root, born, max(self.read[root], stays.get(root, 0)) + 1, nbytes)
+            if root in returns:
+                start, stop = returns[root]
+                start = max(start, stays.get(root, 0) + 1)
+                self.hold("gathered" if root in gathered else "recomputed", root, start, stop + 1, nbytes)
+
+    def gradients(self) -> None:
+        """Of the tensors in between: those that wait for their maker's backward, and those that are made."""
+        begin = {o.name: self.count for o in self.routed.outputs if isinstance(o, PlacedValue) and o.value.requires_grad}
+        backward = [(self.count + p, i) for p, i in enumerate(self.backward) if not isinstance(i, (Regather, RecomputedInstruction))]
+
+        def grows(name: str) -> bool:  # a parameter's own gradient is always there
+            return self.instances[name].value.requires_grad and self.root[name] not in self.lives.given
+
+        for name, start, stop in waiting(backward, self.instances, begin, grows):
+            self.hold("backward", name, start, stop, self.instances[name].local_bytes)

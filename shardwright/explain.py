@@ -1,0 +1,578 @@
+"""Why an operator is split as it is: what it costs, what else it could be, and what holds it there.
+
+    in all(s)  = min over plans in which the operator has strategy s, of the energy  (`exact.marginals`: others choose)
+                 within a limit of memory, of those that keep it                     (`explain_memory`)
+    alone(s)   = the energy of this plan with s in the place of its strategy         (no other operator changes)
+    holder(s)  = the value whose edges become most dearer in `alone`, and who is at their other ends
+
+The energy is that of the search (`energy.py`), over the same strategies and those of the plan; a plan that was not
+searched is priced among them likewise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from .cluster import Cluster
+from .cost.cost_model import CostModel
+from .cost.memory_timeline import MemoryTimeline
+from .graph import Graph, Op
+from .layout import Digits
+from .partition.local_program import Decision, Decisions, GlobalExtreme, LocalOp, Redistribute, made_by, read_by
+from .partition.parameter_sharding import OptimizerParallel
+from .partition.rematerialization import RecomputedInstruction, Regather
+from .pipeline.pipeline_plan import PipelinePlan
+from .planners.graph_problem import CostGraph, Search
+from .planners.search import CUT, ENOUGH, TooLittleMemoryError, fit
+from .planners.search_space import Strategy, strategy_of
+from .sharded_plan import Plan
+from .solver.solve import marginals, solve
+
+__all__ = ["Alternative", "Explanation", "Holder", "PricedStrategies", "Row", "Share", "Within", "as_given", "explained", "opened", "row_above", "shares_of"]
+
+
+# ----------------------------------------------------------------------------------------------------
+# What an operator's strategies cost in all within a limit of memory.
+#
+#     aside(S)   = the best plan in which the operator has a strategy of S, memory not looked at
+#     within(S)  = aside(S) where that plan fits; else the cheapest plan with a strategy of S that does, in which what is
+#                  recomputed and how parameters are stored is chosen anew too
+#
+# That is what the search does that keeps a limit (`dynamic`), with the operator's other strategies forbidden: costs and
+# memory are those of `energy`, `fitting` and `memory`.
+# ----------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Row:
+    """A moment at which a device would hold more than it may.
+
+    Attributes:
+        moment: the half of the step, and which operator is at work.
+        held: bytes.
+        limit: bytes.
+    """
+
+    moment: str
+    held: float
+    limit: float
+
+
+def row_above(walked: MemoryTimeline, limit: float | None) -> Row | None:
+    """The moment at which most is held, if that is above a limit."""
+    totals = walked.totals()
+    at = max(range(len(totals)), key=totals.__getitem__, default=None)
+    if limit is None or at is None or totals[at] <= limit:
+        return None
+    return Row(f"the {'forward' if at < walked.forward else 'backward'} of {walked.moments[at]}", totals[at], limit)
+
+
+def as_given(plan: Plan) -> tuple[Graph, OptimizerParallel | None]:
+    """A plan's graph and its setting of optimizer parallel as they were given to the search: without what a search
+    within a limit decides beside strategies. A user's own setting of the kind that such a search chooses is taken for
+    the search's."""
+    if plan.found is None or plan.found.limit is None:
+        return plan.graph, plan.hsdp
+    ops = tuple(replace(op, recompute=None) if op.recompute is not None and op.recompute.everywhere and
+                not op.recompute.mp_comm and op.recompute.path == op.name else op for op in plan.graph.ops)
+    chosen = plan.hsdp is not None and replace(plan.hsdp, whole=CUT.whole, kept=CUT.kept) == CUT
+    return plan.graph.with_ops(ops), None if chosen else plan.hsdp
+
+
+@dataclass(frozen=True)
+class PricedStrategies:
+    """Some strategies of the operator, within the limit.
+
+    Attributes:
+        strategy: which of them the best plan has.
+        aside: seconds of the best plan with one of them, memory not looked at.
+        over: of that plan, the moment at which it holds most, if that is above the limit.
+        total: seconds of a plan that fits, the cheapest that was found; infinite: none does.
+        bound: the search's lower bound of `total`: where `aside` fits, of plans that store parameters as given.
+        refused: where none fits, why.
+    """
+
+    strategy: Strategy
+    aside: float
+    over: Row | None
+    total: float
+    bound: float
+    refused: str = ""
+
+
+class Within:
+    """The search within a limit, around one operator of a plan.
+
+    Args:
+        name: the operator.
+        search: the givens, without what a search within a limit decides (`as_given`).
+        decisions: of the plan.
+        free: the energy of `search`, without storage to be chosen.
+    """
+
+    def __init__(self, plan: Plan, name: str, search: Search, decisions: dict[str, Decision], free: CostGraph,
+                 limit: float) -> None:
+        self.plan, self.name, self.search, self.free, self.limit = plan, name, search, free, limit
+        self.decisions = decisions
+
+    @cached_property
+    def cut(self) -> CostGraph:
+        """The energy in which it is chosen how parameters are stored."""
+        return self.search.energy(self.search.options([self.decisions]), [self.decisions], cut=CUT)
+
+    def priced(self, strategies: Collection[Strategy]) -> PricedStrategies:
+        """What plans cost in which the operator has one of some strategies.
+
+        Raises:
+            PlanError: nothing allows one of them, whatever the memory.
+        """
+        aside = self.aside(strategies)
+        if aside.over is None:
+            return aside
+        try:
+            decided = fit(self.search, self.only(self.cut, strategies), self.limit, self.plan.optimizer)
+        except TooLittleMemoryError as error:
+            return replace(aside, total=np.inf, bound=np.inf, refused=error.message)
+        found = decided.found
+        assert found is not None and found.bound is not None
+        return replace(aside, strategy=strategy_of(decided.decisions[self.name]), total=found.cost, bound=found.bound)
+
+    def aside(self, strategies: Collection[Strategy]) -> PricedStrategies:
+        """The same, memory not looked at: `total` is `aside`.
+
+        Raises:
+            PlanError: as `priced`.
+        """
+        made = self.only(self.free, strategies)
+        solution = solve(made.problem)
+        decided = self.search.decided(made, solution, "search")
+        over = row_above(self.planned(decided).timeline, self.limit)
+        return PricedStrategies(strategy_of(decided.decisions[self.name]), solution.cost, over, solution.cost, solution.bound)
+
+    def only(self, made: CostGraph, strategies: Collection[Strategy]) -> CostGraph:
+        """An energy in which the operator has one of some strategies."""
+        node, options = made.operators[self.name], made.options[self.name]
+        costs = list(made.problem.costs)
+        costs[node] = np.where([option in strategies for option in options], costs[node], np.inf)
+        return replace(made, problem=replace(made.problem, costs=tuple(costs)))
+
+    def planned(self, decided: Decisions) -> Plan:
+        """A plan of what was decided, memory not looked at."""
+        return replace(self.plan, graph=self.search.described.graph, decisions=decided.decisions,
+                       carries=decided.carries, hsdp=self.search.hsdp, found=None)
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# What an operator costs in a step of a plan, by parts.
+# ----------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Share:
+    """A part of what an operator costs in a step. What is sent between two operators is a share of both.
+
+    Attributes:
+        what: "computing"; "inside": what is sent while it works; "asked": what brings an input to it; "handed on": what
+            brings an output to who asks for it, or completes its sum; "weights": what brings a parameter from where it
+            is stored, and sums its gradient.
+        value: which value; "" for computing.
+        other: the operator at the other end, "" where there is none.
+        sends: the collectives, forward, then backward, such as "all_reduce(8@1)".
+        forward, backward: seconds.
+    """
+
+    what: str
+    value: str
+    other: str
+    sends: tuple[str, ...]
+    forward: float
+    backward: float
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward."""
+        return self.forward + self.backward
+
+
+def shares_of(plan: Plan, name: str, costs: CostModel) -> tuple[Share, ...]:
+    """What an operator costs, by parts, the dearest first. What several ask for and is sent once is a share of the
+    first of them."""
+    routed = plan.routed
+    known = {i.name: i for table in (routed.parameters, routed.buffers, routed.constants) for i in table.values()}
+    known |= {i.name: i for i in (*routed.inputs, *((routed.seed,) if routed.seed is not None else ()))}
+    for instruction in routed.instructions:
+        known |= {o.name: o for o in made_by(instruction)}
+    sums: dict[tuple[str, str, str], list[Any]] = {}
+    for half, instructions in enumerate((routed.instructions, plan.backward)):
+        for instruction in instructions:
+            ran, again = instruction, isinstance(instruction, (Regather, RecomputedInstruction))
+            if again:
+                ran = instruction.move if isinstance(instruction, Regather) else instruction.instruction
+            key = _part(ran, name)
+            if key is None:
+                continue
+            entry = sums.setdefault(key, [[], 0.0, 0.0])
+            entry[1 + half] += costs.backward(instruction, known) if half else costs.forward(instruction, known)
+            if isinstance(ran, LocalOp):
+                continue
+            conversion = ran.forward if not half or again or isinstance(ran, GlobalExtreme) else ran.backward
+            if conversion is not None:
+                entry[0] += [f"{s.kind}({'·'.join(map(repr, s.digits))})" for s in costs.sends(conversion)]
+    shares = (Share(*key, tuple(sends), forward, backward) for key, (sends, forward, backward) in sums.items())
+    return tuple(sorted((s for s in shares if s.seconds or s.what == "computing"), key=lambda s: -s.seconds))
+
+
+def _part(instruction: Any, name: str) -> tuple[str, str, str] | None:
+    """Of which share of the operator an instruction is: what, value, other."""
+    if isinstance(instruction, LocalOp):
+        return ("computing", "", "") if instruction.operator == name else None
+    value = instruction.source.value.name
+    if isinstance(instruction, GlobalExtreme):
+        return ("inside", value, "") if instruction.operator == name else None
+    assert isinstance(instruction, Redistribute)
+    if instruction.cause == "parameter":
+        return ("weights", value, "") if instruction.operator == name else None
+    if instruction.producer == name:
+        other = "" if instruction.operator == name else instruction.operator
+        return "handed on", value, other
+    return ("asked", value, instruction.producer) if instruction.operator == name else None
+
+
+#: How many other ways to cut are searched within a limit of memory at most, where no more alternatives are asked for.
+MOST_TRIED = 12
+
+#: How much less one price has to be than another, relative to it, to be less.
+LESS = 1e-9
+
+
+@dataclass(frozen=True)
+class Holder:
+    """What makes a strategy dearer where nothing else changes.
+
+    Attributes:
+        value: the value that would have to be converted, a parameter or an operator's output; "": the operator's own
+            work and what it is fed.
+        operators: who is at its other end.
+        marked: those of them that a mark keeps.
+        more: seconds that it takes more; infinite where it cannot be.
+    """
+
+    value: str
+    operators: tuple[str, ...]
+    marked: tuple[str, ...]
+    more: float
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Another strategy of an operator.
+
+    Attributes:
+        decision: it.
+        total: seconds of the best plan in which the operator has it and which keeps the limit of memory, where there is
+            one; infinite where none does.
+        more: how much that is above this plan; below 0 where it is better.
+        alone: how much dearer this plan is with it and no other change; infinite where that cannot be.
+        holder: what makes it so.
+        row: where memory is limited, the moment at which this plan would hold most with it and no other change, if that
+            is above the limit.
+        bound: where memory is limited, the search's lower bound of `total`: below it where that plan was not proved the
+            best.
+        aside: where memory is limited, seconds of the best plan with it if it were not.
+        over: the moment at which that plan would hold most, if that is above the limit.
+        refused: why no plan with it fits, where none does.
+    """
+
+    decision: Decision
+    total: float
+    more: float
+    alone: float
+    holder: Holder | None
+    row: Row | None = None
+    bound: float | None = None
+    aside: float | None = None
+    over: Row | None = None
+    refused: str = ""
+
+    @property
+    def proved(self) -> bool:
+        """Within a limit, whether no plan with it is better than `total`."""
+        return self.bound is None or self.bound >= self.total * (1 - LESS)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What there is to say of an operator in a plan.
+
+    Attributes:
+        decision: its strategy.
+        shares: what it costs.
+        cost: seconds of a step of this plan, as the search prices it.
+        least: of the best plan in which the operator keeps its strategy.
+        alternatives: the best, one for each way to cut that differs; of a marked operator, those that it had without
+            the mark. Within a limit of memory also those that are cheaper without it, and fit in no plan; these last.
+        strategies: among how many they were found.
+        exact: whether `least` and `total` are reached by plans; otherwise they are lower bounds.
+        missing: why there are no alternatives, where there are none.
+        limit: bytes that a device may hold, in this plan and all others; None: memory was not looked at.
+        over: the moment at which this plan itself holds most, if that is above the limit.
+        held: what the operator would be without the limit, where that is another way to cut, and what keeps it from it.
+        tried: how many other ways to cut were searched within the limit, the cheapest without it; of how many.
+        stage: of a pipeline, in which it is; `plan` is then that stage's, of one micro-batch.
+    """
+
+    plan: Plan
+    decision: Decision
+    shares: tuple[Share, ...]
+    cost: float
+    least: float
+    alternatives: tuple[Alternative, ...]
+    strategies: int
+    exact: bool
+    missing: str | None = None
+    stage: int | None = None
+    limit: float | None = None
+    over: Row | None = None
+    held: Alternative | None = None
+    tried: tuple[int, int] = (0, 0)
+
+    @property
+    def seconds(self) -> float:
+        """All shares together."""
+        return sum(share.seconds for share in self.shares)
+
+    @property
+    def holder(self) -> Holder | None:
+        """What holds it where it is: that of the best alternative which is dearer alone; None: nothing, or memory."""
+        return next((a.holder for a in self.alternatives if a.alone > 0 and a.holder is not None), None)
+
+
+def explained(plan: Plan | PipelinePlan, name: str, count: int = 3, memory: float | None = None) -> Explanation:
+    """Explain one operator of a plan; of a pipeline in its stage, for one micro-batch.
+
+    Args:
+        name: as `Plan.operator` takes it.
+        count: how many alternatives.
+        memory: bytes that a device may hold; None: as the plan was searched for.
+
+    Raises:
+        PlanError: there is no such operator, or several.
+    """
+    if isinstance(plan, PipelinePlan):
+        stage = plan.stage_of(name)
+        return replace(explained(stage.plan, name, count, memory), stage=stage.number)
+    name = plan.operator(name).name
+    costs = CostModel(Cluster.of(plan.cluster, plan.devices), plan.devices)
+    decision, shares = plan.decisions[name], shares_of(plan, name, costs)
+    if plan.own is not None:
+        return Explanation(plan, decision, shares, plan.cost, plan.cost, (), 1, True,
+                           f"in {plan.mode} every operator runs as it stands")
+    neighbourhood = _Neighbourhood(plan, name, costs, memory)
+    missing = neighbourhood.missing()
+    if missing is not None:
+        return Explanation(plan, decision, shares, plan.cost, plan.cost, (), 1, True, missing)
+    return neighbourhood.explanation(shares, count)
+
+
+def opened(plan: Plan) -> dict[str, Digits]:
+    """By operator of a plan, the digits of the sum that it lets through."""
+    layouts, came = {}, {}
+    for i in plan.routed.instructions:
+        layouts.update((o.name, o.layout) for o in made_by(i))
+        if isinstance(i, LocalOp) and i.op.origin is None:
+            sources = [layouts[name] for name in read_by(i) if name in layouts]
+            came[i.operator] = next((layout.partial for layout in sources if layout.reduction == "sum"), ())
+    return {name: came.get(name, ()) if d.open is None else d.open for name, d in plan.decisions.items()}
+
+
+class _Neighbourhood:
+    """The search's problem around one operator of a plan."""
+
+    def __init__(self, plan: Plan, name: str, costs: CostModel, memory: float | None) -> None:
+        self.plan, self.name = plan, name
+        self.limit = memory or (plan.found.limit if plan.found is not None else None)
+        graph = plan.graph.with_ops(tuple(
+            replace(op, mark=self._mark(op, plan.decisions[op.name])) for op in plan.graph.ops))
+        uneven = any(d.bound.uneven for d in plan.decisions.values())
+        self.search = Search.of(graph, plan.devices, plan.fed, costs, on_missing_rule="replicate", stored=plan.stored,
+                                uneven=uneven, hsdp=plan.hsdp)
+        self.passing = opened(plan)
+        self.decisions = {n: replace(d, open=self.passing[n]) for n, d in plan.decisions.items()}
+        self.made: CostGraph = self.search.energy(self.search.options([self.decisions]), [self.decisions])
+        self.chosen: dict[str, Strategy] = {n: strategy_of(d) for n, d in self.decisions.items()}
+        self.problem, self.node = self.made.problem, self.made.operators[name]
+
+    @cached_property
+    def states(self) -> tuple[int, ...]:
+        """The plan's."""
+        return self.made.states(self.chosen)
+
+    @cached_property
+    def cost(self) -> float:
+        """The plan's, as the energy has it."""
+        return self.problem.cost(self.states)
+
+    def missing(self) -> str | None:
+        """Why the plan cannot be compared with others: it is none of those that the search may choose."""
+        for name, strategy in self.chosen.items():
+            if strategy not in self.made.options[name]:
+                return f"the strategy of {name} is not among the {len(self.made.options[name])} of the search"
+        return None if np.isfinite(self.cost) else "the search allows no plan like this one, and has no price for it"
+
+    def _mark(self, op: Op, decision: Decision) -> Any:
+        """What is kept of a mark: nothing where the plan does not keep it, as in data_parallel; of the operator itself
+        the out_strategy, for how it is cut is what is asked about."""
+        if op.mark is None or decision.cause != "mark" and decision.out is None:
+            return None
+        return replace(op.mark, in_strategy=None) if op.name == self.name else op.mark
+
+    def explanation(self, shares: tuple[Share, ...], count: int) -> Explanation:
+        """The explanation, of alternatives within the limit where there is one."""
+        if self.limit is not None:
+            return self._limited(shares, count, self.limit)
+        options = self.made.options[self.name]
+        whole = marginals(self.problem, self.node)
+        forms = self._forms(options, whole.costs)
+        own = options.index(self.chosen[self.name])
+        forms.pop(self._form(options[own]))
+        alternatives = [self._alternative(options[states[0]], float(whole.costs[states[0]]), self.cost)
+                        for states in [*forms.values()][:count]]
+        return Explanation(self.plan, self.plan.decisions[self.name], shares, self.cost, float(whole.costs[own]),
+                           tuple(alternatives), len(options), whole.exact)
+
+    def _limited(self, shares: tuple[Share, ...], count: int, limit: float) -> Explanation:
+        """The explanation where all plans are to keep a limit."""
+        found, within = self.plan.found, self._within(limit)
+        cost = self.cost if found is None else found.cost
+        options = within.free.options[self.name]
+        whole = marginals(within.free.problem, within.free.operators[self.name])
+        forms = {form: [options[s] for s in states] for form, states in self._forms(options, whole.costs).items()}
+        mine = forms.pop(self._form(self.chosen[self.name]))
+        searched = found is not None and found.limit == limit and found.bound is not None
+        own = within.aside(mine) if searched else within.priced(mine)
+        fitting, refused = self._tried(within, forms.values(), lambda s: float(whole.costs[options.index(s)]), count, cost)
+        tried = len(fitting) + len(refused)
+        first = min((*fitting, *refused), key=lambda a: a.aside, default=None)
+        held = first if first is not None and first.over is not None and first.aside < own.aside * (1 - LESS) else None
+        fitting = fitting[:count]
+        most = fitting[-1].total if len(fitting) == count else np.inf
+        shown = (*fitting, *[a for a in refused if a.aside < most][:count])
+        return Explanation(self.plan, self.plan.decisions[self.name], shares, cost, cost if searched else own.total,
+                           shown, len(options), True, limit=limit, over=row_above(self.plan.timeline, limit), held=held,
+                           tried=(tried, len(forms)))
+
+    def _tried(self, within: Within, forms: Iterable[list[Strategy]], least: Callable[[Strategy], float], count: int,
+               cost: float) -> tuple[list[Alternative], list[Alternative]]:
+        """Other ways to cut, each planned within the limit. It ends with `MOST_TRIED`, or where so many fit and what is left is
+        better than they are by no more than the search itself leaves open.
+
+        Args:
+            forms: the ways, the cheapest first, and the strategies of each.
+            least: what a plan without a limit costs with a strategy, at least.
+            cost: of the plan.
+
+        Returns:
+            Those that fit, the cheapest first, and those that the search refuses.
+        """
+        fitting: list[Alternative] = []
+        refused: list[Alternative] = []
+        for strategies in forms:
+            if len(fitting) + len(refused) >= max(count, MOST_TRIED) or \
+                    len(fitting) >= count and fitting[count - 1].total * (1 - ENOUGH) <= least(strategies[0]):
+                break
+            priced = within.priced(strategies)
+            made = self._alternative(priced.strategy, priced.total, cost, priced)
+            (refused if made.refused else fitting).append(made)
+            fitting.sort(key=lambda a: a.total)
+        return fitting, refused
+
+    def _within(self, limit: float) -> Within:
+        """The search within a limit. What such a search decided for the plan beside strategies is chosen anew."""
+        graph, hsdp = as_given(self.plan)
+        marks = {op.name: op.mark for op in self.search.described.graph.ops}
+        graph = graph.with_ops(tuple(replace(op, mark=marks[op.name]) for op in graph.ops))
+        search = replace(self.search, described=replace(self.search.described, graph=graph), hsdp=hsdp)
+        free = replace(self.made, described=search.described) if hsdp == self.plan.hsdp else \
+            search.energy(search.options([self.decisions]), [self.decisions])
+        return Within(self.plan, self.name, search, self.decisions, free, limit)
+
+    def _forms(self, options: tuple[Strategy, ...], costs: np.ndarray) -> dict[tuple, list[int]]:
+        """The ways to cut, the cheapest first, and the states of each."""
+        out: dict[tuple, list[int]] = {}
+        for state in np.argsort(costs, kind="stable"):
+            if np.isfinite(costs[state]):
+                out.setdefault(self._form(options[state]), []).append(int(state))
+        return out
+
+    def _form(self, strategy: Strategy) -> tuple:
+        """What of a strategy a reader tells apart: not which of several ranks that are alike hold what."""
+        bound = self.plan.decisions[self.name].bound
+        return bound.in_strategy(strategy.assignment), bound.out_cuts(strategy.assignment), strategy.open
+
+    def _alternative(self, strategy: Strategy, total: float, cost: float, priced: PricedStrategies | None = None) -> Alternative:
+        states = self.made.states(self.chosen | {self.name: strategy})
+        alone = self.problem.cost(states) - self.cost
+        decision = self.search.described.decided(self.plan.decisions[self.name].op, strategy, "search")
+        made = Alternative(decision, total, total - cost, alone, self._holder(states) if alone > 0 else None,
+                           self._row(decision) if np.isfinite(alone) else None)
+        return made if priced is None else replace(made, bound=priced.bound, aside=priced.aside, over=priced.over,
+                                                   refused=priced.refused)
+
+    def _row(self, decision: Decision) -> Row | None:
+        """The moment of most memory, if it is above the limit, of the plan with this decision."""
+        if self.limit is None:
+            return None
+        changed = self.decisions | {self.name: decision}
+        return row_above(replace(self.plan, decisions=changed).timeline, self.limit)
+
+    def _holder(self, states: tuple[int, ...]) -> Holder:
+        """What becomes most dearer from the plan's states to these."""
+        before, after = self.states, states
+        own = float(self.problem.costs[self.node][after[self.node]] - self.problem.costs[self.node][before[self.node]])
+        rises: dict[str, float] = {"": own}
+        ends: dict[tuple[str, str], float] = {}
+        for (i, j), table in self.problem.edges.items():
+            if (before[i], before[j]) == (after[i], after[j]):
+                continue
+            rise = float(table[after[i], after[j]] - table[before[i], before[j]])
+            value = self._value(i, j)
+            rises[value] = rises.get(value, 0.0) + rise
+            for node in (i, j):
+                if node != self.node and self.problem.names[node] in self.made.operators:
+                    end = value, self.problem.names[node]
+                    ends[end] = ends.get(end, 0.0) + rise
+        value = max(rises, key=rises.__getitem__)
+        operators = sorted((n for v, n in ends if v == value), key=lambda n: -ends[value, n])
+        if value and not operators:
+            operators = list(self._others(value))
+        fixed = tuple(n for n in operators if n in self.search.fixed)
+        return Holder(value, tuple(operators), fixed, rises[value])
+
+    def _value(self, i: int, j: int) -> str:
+        """The value that an edge is about."""
+        for node in (i, j):
+            if self.problem.names[node] not in self.made.operators:
+                return self.problem.names[node].lstrip("%")
+        first, second = (self.problem.names[node] for node in (i, j))
+        return next(value for value, producer in self._producers.items()
+                    if producer == first and any(op.name == second for op, _ in self._consumers.get(value, ())))
+
+    @cached_property
+    def _producers(self) -> dict[str, str]:
+        return {value: op.name for value, op in self.plan.graph.producers().items()}
+
+    @cached_property
+    def _consumers(self) -> dict[str, list]:
+        return self.plan.graph.consumers()
+
+    def _others(self, value: str) -> Iterator[str]:
+        """Who else makes or reads a value."""
+        name = self.plan.graph.parameters[value].name if value in self.plan.graph.parameters else value
+        producer = self._producers.get(name)
+        if producer is not None and producer != self.name:
+            yield producer
+        yield from dict.fromkeys(op.name for op, _ in self._consumers.get(name, ()) if op.name != self.name)

@@ -1,0 +1,134 @@
+"""Values as JSON, and back: what a scheduler, a sampler, a generator or a user keeps beside tensors.
+
+What JSON has no word for is an object with one key:
+
+    {"tuple": [...]}    {"dict": [[key, value], ...]}    {"set": [...]}       {"counter": [[key, count], ...]}
+    {"float": "inf"}    {"bytes": base64}                {"complex": [0, 1]}  {"dtype": "float32"}    {"device": "cpu"}
+    {"tensor": base64, "dtype": "float32", "shape": [2]}                      {"array": base64, ...} of numpy
+
+Nothing is unpickled: reading a checkpoint runs no code of whoever wrote it.
+"""
+
+from __future__ import annotations
+
+import base64
+import collections
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["decode", "dtype_name", "dtype_named", "encode"]
+
+_LEAVES = (bool, int, str, type(None))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """How a dtype is written."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_named(word: str) -> torch.dtype:
+    """The dtype that a word names.
+
+    Raises:
+        ValueError: none.
+    """
+    dtype = getattr(torch, word, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"no dtype {word!r}")
+    return dtype
+
+
+def encode(value: Any, where: str = "") -> Any:
+    """A value as `json.dumps` takes it.
+
+    Args:
+        where: what the value is called, for an error.
+
+    Raises:
+        TypeError: something in it that there is no word for, by the way to it.
+    """
+    if type(value) in _LEAVES:
+        return value
+    if isinstance(value, (np.integer, np.floating, np.bool_)):
+        return encode(value.item(), where)
+    if type(value) is float:
+        return value if math.isfinite(value) else {"float": str(value)}
+    if isinstance(value, collections.Counter):
+        return {"counter": [[encode(k, where), encode(v, f"{where}[{k!r}]")] for k, v in value.items()]}
+    if isinstance(value, dict):
+        if all(isinstance(k, str) for k in value) and not (len(value) == 1 and next(iter(value)) in _READERS) \
+                and not {"tensor", "array"} & set(value):
+            return {k: encode(v, f"{where}[{k!r}]") for k, v in value.items()}
+        return {"dict": [[encode(k, where), encode(v, f"{where}[{k!r}]")] for k, v in value.items()]}
+    if type(value) is list:
+        return [encode(v, f"{where}[{i}]") for i, v in enumerate(value)]
+    if isinstance(value, (tuple, list)):
+        return {"tuple": [encode(v, f"{where}[{i}]") for i, v in enumerate(value)]}
+    if isinstance(value, (set, frozenset)):
+        return {"set": [encode(v, where) for v in sorted(value, key=repr)]}
+    if isinstance(value, (bytes, bytearray)):
+        return {"bytes": _base64(bytes(value))}
+    if isinstance(value, complex):
+        return {"complex": [encode(value.real), encode(value.imag)]}
+    if isinstance(value, torch.dtype):
+        return {"dtype": dtype_name(value)}
+    if isinstance(value, torch.device):
+        return {"device": str(value)}
+    if type(value) in (torch.Tensor, torch.nn.Parameter):
+        held = value.detach().cpu().contiguous()
+        data = held.reshape(-1).view(torch.uint8).numpy().tobytes() if held.numel() else b""
+        return {"tensor": _base64(data), "dtype": dtype_name(held.dtype), "shape": list(held.shape)}
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        return {"array": _base64(value.tobytes()), "dtype": value.dtype.str, "shape": list(value.shape)}
+    raise TypeError(f"{where or 'the value'} is a {type(value).__name__}")
+
+
+def decode(words: Any) -> Any:
+    """The value that `to_words` wrote.
+
+    Raises:
+        ValueError, KeyError, TypeError: it did not write this.
+    """
+    if isinstance(words, list):
+        return [decode(w) for w in words]
+    if not isinstance(words, dict):
+        return words
+    if "tensor" in words:
+        flat = torch.frombuffer(bytearray(_bytes(words["tensor"])), dtype=dtype_named(words["dtype"])) if words["tensor"] else \
+            torch.empty(0, dtype=dtype_named(words["dtype"]))
+        return flat.reshape(words["shape"])
+    if "array" in words:
+        return np.frombuffer(_bytes(words["array"]), dtype=words["dtype"]).reshape(words["shape"]).copy()
+    if len(words) == 1:
+        key, held = next(iter(words.items()))
+        if key in _READERS:
+            return _READERS[key](held)
+    return {key: decode(held) for key, held in words.items()}
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _bytes(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
+
+
+def _pairs(held: list) -> dict:
+    return {decode(k): decode(v) for k, v in held}
+
+
+_READERS = {
+    "tuple": lambda held: tuple(map(decode, held)),
+    "dict": _pairs,
+    "set": lambda held: set(map(decode, held)),
+    "counter": lambda held: collections.Counter(_pairs(held)),
+    "float": float,
+    "bytes": _bytes,
+    "complex": lambda held: complex(*map(decode, held)),
+    "dtype": dtype_named,
+    "device": torch.device,
+}

@@ -1,0 +1,329 @@
+"""The logs of a run: what the coordinator writes, and the last lines of what a worker wrote."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from .run_settings import RunSettings
+
+__all__ = ["Progress", "Watch", "WorkerExit", "coordinator_log", "last_lines", "logger", "remove_restarts"]
+
+logger = logging.getLogger("shardwright.launch")
+
+# Enough for twenty long lines; a log of gigabytes is not read to show its end.
+TAIL_BYTES = 64 * 1024
+
+
+@contextlib.contextmanager
+def coordinator_log(path: str) -> Iterator[None]:
+    """Send everything this process writes to its standard error into a fresh file, and log there.
+
+    The descriptor itself is redirected, not only the loggers: torch's sockets and stores warn from C++.
+    """
+    sys.stderr.flush()
+    with open(path, "wb"):
+        pass
+    # Appending, so that a background run, whose standard output is this same file, writes between, not over.
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
+    terminal = os.dup(2)
+    handler = logging.FileHandler(path, mode="a")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    level = logger.level
+    os.dup2(descriptor, 2)
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
+        handler.close()
+        sys.stderr.flush()
+        os.dup2(terminal, 2)
+        os.close(terminal)
+        os.close(descriptor)
+
+
+def last_lines(path: str, count: int = 20) -> list[str]:
+    """The last lines of a text file; none if it is empty or not there.
+
+    Of a line that was written over and over, as progress bars are, the last state is kept.
+    """
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return []
+    lines = text.rstrip().split("\n") if text.strip() else []
+    return [line.rstrip("\r").rpartition("\r")[2] for line in lines[-count:]]
+
+
+def remove_restarts(settings: RunSettings) -> None:
+    """Remove what this node's workers wrote after restarts of an earlier run, lest it be taken for this one's."""
+    names = [re.fullmatch(r"restart_([1-9]\d*)", name) for name in os.listdir(settings.log_dir)]
+    for attempt in [int(name[1]) for name in names if name]:
+        for rank in settings.ranks:
+            with contextlib.suppress(OSError):
+                os.remove(settings.worker_log(rank, attempt))
+        with contextlib.suppress(OSError):  # another node's, or a user's own file, is still there
+            os.rmdir(settings.attempt_dir(attempt))
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# Watch: which worker ended when, and with what.
+#
+# Torchrun's engine looks at its workers ten times a second. When one dies, its peers often die of it within
+# milliseconds, so that one look finds several dead and cannot say which was first. Here one sleeping thread a worker is
+# woken by the kernel the moment the worker ends; the order of those moments tells the cause from its consequences.
+# ----------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class WorkerExit:
+    """How one worker ended.
+
+    Args:
+        rank: its global rank.
+        code: its exit code; ``128 + n`` if signal ``n`` ended it, as a shell counts.
+        cause: the code or the signal in words: ``exit code 7``, ``exit code 137, SIGKILL``.
+    """
+
+    rank: int
+    code: int
+    cause: str
+
+    @classmethod
+    def of(cls, rank: int, returncode: int) -> WorkerExit:
+        """From a return code as Python has it, where ``-n`` is signal ``n``."""
+        if returncode >= 0:
+            return cls(rank, returncode, f"exit code {returncode}")
+        try:
+            name = signal.Signals(-returncode).name
+        except ValueError:  # real-time signals have no name
+            name = f"signal {-returncode}"
+        return cls(rank, 128 - returncode, f"exit code {128 - returncode}, {name}")
+
+
+class Watch:
+    """Follows the workers of one node and ends what is left of them.
+
+    Args:
+        on_exit: told of each exit as it happens, from a thread of the watch, one at a time.
+    """
+
+    def __init__(self, on_exit: Callable[[WorkerExit], None]) -> None:
+        self._on_exit = on_exit
+        self._lock = threading.Lock()
+        self._exits: list[WorkerExit] = []
+        self._workers: dict[int, subprocess.Popen[bytes]] = {}
+        self._threads: list[threading.Thread] = []
+        self._children_before = _children()
+
+    @property
+    def first_failure(self) -> WorkerExit | None:
+        """The exit of the worker that was the first to fail, or None."""
+        with self._lock:
+            return next((exit for exit in self._exits if exit.code), None)
+
+    def follow(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        """Take up one worker. Somebody else, here the engine, reaps it."""
+        self._workers[rank] = process
+        thread = threading.Thread(target=self._follow, args=(rank, process), daemon=True, name=f"watch worker {rank}")
+        self._threads.append(thread)
+        thread.start()
+
+    def _follow(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        exit = WorkerExit.of(rank, _wait(process))
+        with self._lock:
+            self._exits.append(exit)
+            self._on_exit(exit)
+
+    def kill(self) -> None:
+        """Kill whatever still runs, with its children."""
+        if self._workers:
+            running = [process.pid for process in self._workers.values() if process.poll() is None]
+        else:
+            running = sorted(_children() - self._children_before)
+        for pid in running:
+            _kill_group(pid)
+
+    def end(self, patience: float = 5.0) -> None:
+        """Kill what still runs and wait until every exit is known.
+
+        The engine ends its workers itself, and politely. This is the floor beneath it: it holds when the engine itself
+        fails, or when a signal comes while the workers are being started and the engine has not yet noted them.
+        """
+        self.kill()
+        deadline = time.monotonic() + patience
+        for process in self._workers.values():
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                pass  # stuck in the kernel, as a process can be on a lost disk or device: nobody can end it
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _wait(process: subprocess.Popen[bytes]) -> int:
+    """Wait until the process ends, without reaping it, and return its code. If it failed, its children end with it."""
+    if hasattr(os, "waitid"):
+        try:
+            ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        except ChildProcessError:
+            pass  # reaped already
+        else:
+            code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+            if code:
+                # Until it is reaped its id belongs to no other group, so this reaches its own children only.
+                _kill_group(process.pid)
+            return code
+    # Where there is no waitid, or it came late, the one who reaps tells. Reaping here would free the process id
+    # while the engine still means to send a signal to it.
+    while process.returncode is None:
+        time.sleep(0.02)
+    return process.returncode
+
+
+def _kill_group(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except OSError:
+        pass  # none left, or all of them are already dead
+
+
+def _children() -> frozenset[int]:
+    """The children of this process's main thread, where the system tells them (Linux); else none."""
+    try:
+        with open(f"/proc/{os.getpid()}/task/{os.getpid()}/children") as file:
+            return frozenset(map(int, file.read().split()))
+    except OSError:
+        return frozenset()
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# Progress: what the terminal shows while workers run.
+#
+# On a terminal one live line stays below the rest; otherwise there is a plain line for each change of state. The workers'
+# own output goes to their logs and never here.
+# ----------------------------------------------------------------------------------------------------
+
+class Progress:
+    """The lines of one run. Use it as a context: the live line is there inside.
+
+    Args:
+        settings: the run.
+        out: where to write; the live line needs it to be a terminal.
+    """
+
+    def __init__(self, settings: RunSettings, out: TextIO) -> None:
+        self._settings = settings
+        self._out = out
+        self._stack = ExitStack()
+        self._console: Any = None
+        self._lock = threading.RLock()
+        self._began = time.monotonic()
+        # Replaced, never changed: the live line reads them without the lock. Its thread holds rich's lock then, and
+        # `say` takes the two the other way round.
+        self._running: frozenset[int] = frozenset()
+        self._finished: frozenset[int] = frozenset()
+        self._failed = False
+
+    def __enter__(self) -> Progress:
+        if self._out.isatty():
+            from rich.console import Console
+            from rich.live import Live
+
+            self._console = Console(file=self._out, highlight=False, markup=False)
+            self._stack.enter_context(Live(get_renderable=self._state, console=self._console, refresh_per_second=2,
+                                           transient=True, redirect_stdout=False, redirect_stderr=False))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+        self._console = None
+
+    @property
+    def seconds(self) -> float:
+        """How long the run has taken so far."""
+        return time.monotonic() - self._began
+
+    def say(self, line: str) -> None:
+        """Write one line. A terminal that went away does not end a training run."""
+        with self._lock:
+            try:
+                if self._console is not None:
+                    self._console.print(line, soft_wrap=True)
+                else:
+                    print(line, file=self._out, flush=True)
+            except OSError:
+                pass
+
+    def started(self, pids: Mapping[int, int], attempt: int = 0) -> None:
+        """The workers of this node run; their process ids by global rank."""
+        with self._lock:
+            self._running, self._finished, self._failed = frozenset(pids), frozenset(), False
+        first = min(pids)
+        self.say(f"started {_count(len(pids), 'worker')} (pids {', '.join(map(str, pids.values()))}), "
+                 f"worker {first} writes to {self._settings.worker_log(first, attempt)}")
+
+    def exited(self, exit: WorkerExit) -> None:
+        """One worker ended. After the first failure the others are ended, and only that failure is told."""
+        with self._lock:
+            self._running -= {exit.rank}
+            if self._failed:
+                return
+            if exit.code:
+                self._failed = True
+                self.say(f"worker {exit.rank} failed ({exit.cause}), ending the others")
+            else:
+                self._finished |= {exit.rank}
+                self.say(f"worker {exit.rank} finished")
+
+    def ending(self, reason: str) -> None:
+        """The workers are being ended for a reason that is not one of them."""
+        with self._lock:
+            if not self._failed:
+                self._failed = True
+                self.say(f"{reason}, ending the workers")
+
+    def _state(self) -> str:
+        minutes, seconds = divmod(int(self.seconds), 60)
+        running, finished = self._running, self._finished
+        parts = [f"{minutes}:{seconds:02d}"]
+        if running:
+            parts.append(f"{'ending' if self._failed else 'running'}: {_ranges(running)}")
+        if finished:
+            parts.append(f"finished: {_ranges(finished)}")
+        if len(parts) == 1:
+            parts.append("ending" if self._failed else "starting")
+        return "  ".join(parts)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _ranges(ranks: Iterable[int]) -> str:
+    """``0-3,5``: neighbours together, so that a thousand workers fit on a line."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)

@@ -1,0 +1,100 @@
+"""Other libraries' wrappers around a parallel model, inside of it or in its place: an error that says what to do instead.
+
+    around     DDP(model), nn.DataParallel(model), FSDP(model), torch.compile(model): each registers the model as a submodule of
+               its own, which torch's hook for registrations sees; fully_shard(model) puts a hook on it, and changes its class
+    inside     AutoParallel(DDP(net)), torch.compile on a block, fully_shard(net), net.compile(): looked for when the model is
+               wrapped, and before each planning
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from ..capture.annotations import CUT
+from ..errors import SettingError
+from ..torch_private import COMPILER, is_compiled
+
+__all__ = ["check_inside", "compile_instead", "refuse_class", "watch_wrapping"]
+
+_COMPILE = "AutoParallel(net, …, compile=True) of the plain net: the planned program is compiled"
+_REPLICAS = "AutoParallel alone, of the plain net: parallel_mode=\"data_parallel\" has a replica on each rank and sums gradients"
+_SHARDS = "AutoParallel alone, of the plain net: model.hsdp(optimizer_level=\"level3\") stores parameters, gradients and the " \
+          "optimizer's state in parts"
+_ACCELERATE = "; in HF Trainer, accelerate or Lightning: see shardwright.integrations"
+
+#: The module in which a wrapper's class is made -> its name, and what to do instead.
+_KINDS = {COMPILER: ("torch.compile", _COMPILE),
+          "torch.nn.parallel.distributed": ("DistributedDataParallel", _REPLICAS + _ACCELERATE),
+          "torch.nn.parallel.data_parallel": ("nn.DataParallel", _REPLICAS + _ACCELERATE),
+          "torch.distributed.fsdp": ("FSDP", _SHARDS + _ACCELERATE),
+          "deepspeed": ("DeepSpeed", _SHARDS + _ACCELERATE)}
+
+
+def _kind(cls: type) -> tuple[str, str] | None:
+    """The wrapper that a class is, and what to do instead of it; None: none that is known."""
+    for base in cls.__mro__:
+        for module, kind in _KINDS.items():
+            if base.__module__ == module or base.__module__.startswith(f"{module}."):
+                return kind
+    return None
+
+
+def check_inside(net: nn.Module) -> None:
+    """See that no other wrapper is in a model.
+
+    Raises:
+        SettingError: with the path of the module.
+    """
+    for path, module in net.named_modules():
+        kind = _kind(type(module))
+        if kind is None and _is_compiled(module):
+            kind = _KINDS[COMPILER]
+        if kind is not None:
+            where = f"the module {path!r} of the model is" if path else "the model is"
+            raise SettingError(f"{where} wrapped by {kind[0]}", legal=kind[1])
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """``module.compile()`` was called."""
+    return is_compiled(module)
+
+
+def refuse_class(cls: type) -> None:
+    """See that the class which a parallel model is given, or of what is hooked to it, is no other wrapper's.
+
+    Raises:
+        SettingError: it is.
+    """
+    kind = _kind(cls)
+    if kind is not None:
+        raise SettingError(f"{'fully_shard' if kind[0] == 'FSDP' else kind[0]} around a parallel model", legal=kind[1])
+
+
+def compile_instead(*args: Any, **kwargs: Any) -> None:
+    """In the place of ``Module.compile``.
+
+    Raises:
+        SettingError: always.
+    """
+    raise SettingError("compile() of a parallel model", legal=_COMPILE)
+
+
+_watching: list[Any] = []
+
+
+def watch_wrapping(kind: type[nn.Module]) -> None:
+    """From now on, another library's wrapper is an error around a module of this class, what holds one, or a model whose
+    parameters are slices."""
+    if _watching:
+        return
+
+    def look(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+        wrapper = _kind(type(module)) if submodule is not None else None
+        if wrapper is not None and (any(isinstance(m, kind) for m in submodule.modules())
+                                    or any(hasattr(p, CUT) for p in submodule.parameters())):
+            raise SettingError(f"{wrapper[0]} around a parallel model", legal=wrapper[1])
+
+    _watching.append(register_module_module_registration_hook(look))

@@ -1,0 +1,152 @@
+"""``copy.deepcopy`` of a wrapped model, as `torch.optim.swa_utils.AveragedModel` makes it.
+
+    before the first call   the copy has whole parameters; when the model is called first, and its parameters are cut, those
+                            of its copies are cut the same way, so that averages can be taken of slices
+    after it                the copy has slices of its own, on the same ranks
+
+A copy plans at its own first call, with its parameters as they are stored then, and trains by itself. Nothing is sent.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..capture.annotations import CUT
+from ..capture.export import ModelAndLoss
+from ..errors import SettingError
+from ..runtime.deferred_init import put_in_place, substitute
+from ..runtime.distributed.gradients import Accumulation
+from .settings import Settings
+
+__all__ = ["Followers", "copied"]
+
+#: Of a wrapper: settings and layouts, values that a copy may share.
+_SHARED = frozenset({"_dataset_strategy", "_gradients_mean", "_broadcast", "_cluster", "_memory", "_optimizer", "_fusion",
+                     "_hsdp", "_pipeline", "_strategies", "_parameter_strategies", "_warned", "_kind",
+                     "_search_memory", "_search_progress", "_handed"})
+
+#: The tables that a wrapper has in common with its model.
+_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+
+
+def copied(model: Settings, memo: dict[int, Any]) -> Settings:
+    """A deep copy of a wrapper and its model.
+
+    Raises:
+        SettingError: the model waits for its first call to take loaded values, has whole parameters on one rank alone, or
+            another ``forward``, which would go on calling the model itself.
+    """
+    if model._awaited:
+        raise SettingError("copy.deepcopy: the model waits for its first call to take the values that were loaded",
+                           legal="a copy after the first call of the model")
+    if model._whole is not None and model._whole.rank is not None:
+        raise SettingError(f"copy.deepcopy of the parallel model inside of whole(rank={model._whole.rank})",
+                           legal="a copy of the plain model, or of the parallel one outside")
+    if "forward" in vars(model):
+        raise SettingError("copy.deepcopy of a parallel model whose forward was replaced, as accelerate does for mixed precision",
+                           legal="a copy before it is prepared")
+    cut = False
+    for module in (model.net, model.loss_fn):
+        for parameter in module.parameters() if isinstance(module, nn.Module) else ():
+            if hasattr(parameter, CUT) and id(parameter) not in memo:
+                memo[id(parameter)] = with_slice(parameter)
+            cut = cut or hasattr(parameter, CUT)
+    made = type(model).__new__(type(model))
+    memo[id(model)] = made
+    held = made.__dict__
+    held["net"] = copy.deepcopy(model.net, memo)
+    held["loss_fn"] = copy.deepcopy(model.loss_fn, memo)
+    held |= {table: held["net"].__dict__[table] for table in _TABLES}
+    held |= {"_programs": OrderedDict(), "_states": {}, "_accumulation": Accumulation(), "_strategy_files": [], "_awaited": [],
+             "_copies": [], "_whole": None, "_first_ranks": dict(model._first_ranks),
+             "_stored": model._stored if cut else None, "_used": model._used if cut else None}
+    for key, value in vars(model).items():
+        if key not in held:
+            held[key] = value if key in _SHARED else copy.deepcopy(value, memo)
+    if not cut:
+        model._copies.append(weakref.ref(made))
+    return made
+
+
+def with_slice(parameter: nn.Parameter) -> nn.Parameter:
+    """A parameter with a copy of a rank's slice, and all that was noted on it; without a gradient, as torch has it."""
+    from torch.distributed.tensor import DTensor
+
+    from ..runtime.distributed.dtensors import beginning, leaf_of
+    with torch.no_grad():
+        local = parameter.to_local()
+        copied_local = beginning(leaf_of(parameter).clone(), local.shape) if local.numel() else local.clone()
+        held = DTensor.from_local(copied_local, parameter.device_mesh, parameter.placements, run_check=False,
+                                  shape=parameter.shape, stride=parameter.stride())
+    made = nn.Parameter(held, requires_grad=parameter.requires_grad)
+    vars(made).update((k, v) for k, v in vars(parameter).items() if k not in ("_shardwright_nothing", "_shardwright_closed"))
+    return made
+
+
+class Followers:
+    """The copies of a model that is about to be called first, and what of them has the model's values.
+
+    Args:
+        model: the wrapper, with its parameters as they were.
+    """
+
+    def __init__(self, model: Settings) -> None:
+        self._model = model
+        self._copies: list[tuple[Settings, set[str]]] = []
+        for ref in model._copies:
+            made = ref()
+            if made is not None and not made._programs and made._stored is None \
+                    and made.plan_settings() == model.plan_settings():
+                mine, theirs = _named(model), _named(made)
+                self._copies.append((made, {n for n in mine if n in theirs and _alike(mine[n], theirs[n])}))
+
+    def follow(self) -> None:
+        """Cut the copies' parameters as the model's are now; give values to those that had none, as the model's have."""
+        self._model._copies.clear()
+        for made, alike in self._copies:
+            mine, theirs = _named(self._model), _named(made)
+            further = Followers(made)
+            for name in alike:
+                if theirs[name].is_meta and not hasattr(mine[name], CUT):
+                    put_in_place(theirs[name], mine[name].detach().clone())
+            if any(hasattr(p, CUT) for p in mine.values()) and not (made._broadcast and len(alike) < len(theirs)):
+                self._cut(made, mine, theirs, alike)
+            further.follow()
+
+    def _cut(self, made: Settings, mine: dict[str, Tensor], theirs: dict[str, Tensor], alike: set[str]) -> None:
+        from ..runtime.distributed.dtensors import with_values  # imports DTensor
+        successors: dict[int, nn.Parameter] = {}
+        for name, old in theirs.items():
+            if not hasattr(mine.get(name), CUT) or not isinstance(old, nn.Parameter):
+                continue
+            new = with_slice(mine[name])
+            new.requires_grad_(old.requires_grad)
+            if name not in alike:
+                with_values(new, old.detach())
+            successors[id(old)] = new
+        names = {id(old): name for name, old in theirs.items()}
+
+        def cut(old: int, whole: Tensor) -> Tensor:
+            return with_values(with_slice(mine[names[old]]), whole).detach()
+
+        substitute(ModelAndLoss(made.net, made.loss_fn), successors, cut)
+        made._stored, made._used = self._model._stored, self._model._used
+        made._first_ranks.update(self._model._first_ranks)
+
+
+def _named(model: Settings) -> dict[str, Tensor]:
+    holder = ModelAndLoss(model.net, model.loss_fn)
+    return dict(holder.named_parameters()) | dict(holder.named_buffers())
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    """Two tensors have the same values, or neither has any."""
+    if a.is_meta or b.is_meta:
+        return a.is_meta and b.is_meta and a.shape == b.shape
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.detach(), b.detach())

@@ -1,0 +1,408 @@
+"""`AutoParallel.whole`: the plain model with plain whole parameters, for a while.
+
+    enter   per parameter: its slices are gathered, and an ordinary `nn.Parameter` takes its place in the model
+    body    the user's own model: generate, evaluation, export, save_pretrained
+    exit    the sharded parameters come back, the same objects; a changed value is written into the slices
+
+A change is found by comparison with the slices, which are gathered again: `_version` does not count writes through ``.data``.
+The exit ends in an error, alike on every rank, where a change cannot be written back: a gradient, a parameter that is new or
+of another shape, values that differ between the ranks. Then, and after an error in the body, nothing is written back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import traceback
+from collections.abc import Callable
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from ..capture.annotations import CUT, whole_shape
+from ..capture.export import ModelAndLoss
+from ..capture.graph_reader import user_frame
+from ..capture.manual import own_parameters
+from ..errors import SettingError
+from ..process import current
+from ..runtime.optimizer_guard import close_to_steps, open_to_steps
+from ..torch_private import buffer_table, parameter_table, version_of
+from .settings import Settings
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+__all__ = ["WholeModel", "attribute_of_net", "refuse_calls_of_parts", "signed_as_net"]
+
+#: Methods of a model that need whole parameters: on every rank, or on the first alone, which writes.
+_ON_ALL, _ON_FIRST = frozenset({"generate"}), frozenset({"save_pretrained", "push_to_hub"})
+
+_CALLS = "with model.whole() as net: net(…), net.generate(…), …; model(…) is the parallel model"
+
+
+class WholeModel:
+    """The context of `AutoParallel.whole`.
+
+    Args:
+        model: the wrapper.
+        rank: the rank that gets whole parameters; None: all ranks.
+        device: of the whole parameters; None: that of the run.
+    """
+
+    def __init__(self, model: Settings, rank: int | None = None, device: torch.device | None = None) -> None:
+        self.model, self.rank, self._device = model, rank, device
+        self._outer: WholeModel | None = None
+        self._state: _Swapped | None = None
+
+    def __enter__(self) -> nn.Module | None:
+        model, runtime = self.model, current()
+        parts = runtime.processes and model.parallel_mode != "stand_alone"
+        if self.rank is not None and (isinstance(self.rank, bool) or not isinstance(self.rank, int)
+                                      or not 0 <= self.rank < (runtime.devices or 1)):
+            raise SettingError(f"whole(rank={self.rank!r}) of {runtime.devices or 1} ranks", legal="a rank, or None for all")
+        self._outer = model._whole
+        if self._outer is not None:
+            if self._outer.rank is not None and self.rank != self._outer.rank:
+                raise SettingError(f"whole(rank={self.rank}) inside of whole(rank={self._outer.rank}): other ranks have slices",
+                                   legal="whole() around both")
+            return self._net(parts, runtime.rank)
+        _check(model)
+        if parts and _is_cut(model):
+            self._state = _Swapped(model, self.rank, runtime.rank, self._device)
+        model.__dict__["_whole"] = self
+        return self._net(parts, runtime.rank)
+
+    def _net(self, parts: bool, rank: int) -> nn.Module | None:
+        return self.model.net if self.rank in (None, rank) or not parts else None
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
+        if self._outer is not None:
+            return
+        self.model.__dict__["_whole"] = None
+        if self._state is not None:
+            state, self._state = self._state, None
+            state.leave(error)
+
+
+def _check(model: Settings) -> None:
+    """See that there is a whole model.
+
+    Raises:
+        SettingError: parameters without values, or of which each rank has its own.
+    """
+    holder = ModelAndLoss(model.net, model.loss_fn)
+    own = sorted(own_parameters(holder))
+    if own:
+        raise SettingError(f"the parameter {own[0]!r} is layerwise_parallel, a slice of each rank's own: there is no whole model",
+                           legal="sw.save_checkpoint, which stacks the ranks' slices")
+    unborn = next((n for n, t in [*holder.named_parameters(), *holder.named_buffers()] if t.is_meta), None)
+    if unborn is not None:
+        raise SettingError(f"whole(): {unborn!r} has no values yet", legal="whole() after the first call of the model")
+    if model._awaited:
+        raise SettingError("whole(): the model waits for its first call to take the values that were loaded",
+                           legal="whole() after the first call of the model")
+
+
+def _is_cut(model: Settings) -> bool:
+    return any(hasattr(p, CUT) for p in model.net.parameters()) or \
+        isinstance(model.loss_fn, nn.Module) and any(hasattr(p, CUT) for p in model.loss_fn.parameters())
+
+
+class _Swapped:
+    """Whole parameters in the place of slices.
+
+    Args:
+        rank: which rank gets them; None: all.
+        here: this rank.
+    """
+
+    def __init__(self, model: Settings, rank: int | None, here: int, device: torch.device | None) -> None:
+        from ..runtime.distributed.coordination import (
+            ranks_of_now,  # above this file's other needs, and of use to processes alone
+        )
+        self.holder = ModelAndLoss(model.net, model.loss_fn)
+        self.rank, self.mine = rank, rank is None or rank == here
+        self.ranks = ranks_of_now("whole models")
+        asked = self.ranks.exchanged(rank)
+        if len(set(asked)) > 1:
+            raise SettingError(f"whole() is asked for {', '.join(f'rank={r}' for r in asked)} on ranks 0 to {len(asked) - 1}",
+                               legal="the same on every rank")
+        #: Name -> the rank that broadcasts it, of what lies in one stage of a pipeline.
+        self.stage: dict[str, int] = model._first_ranks
+        named = {id(p): (n, p) for n, p in reversed(list(self.holder.named_parameters())) if hasattr(p, CUT)}
+        self.cut: dict[str, nn.Parameter] = dict(reversed(named.values()))
+        self.whole: dict[str, nn.Parameter] = {}
+        for name, parameter in self.cut.items():
+            value = self._gathered(name, parameter)
+            if self.mine:
+                made = nn.Parameter(value if device is None else value.to(device), requires_grad=parameter.requires_grad)
+                vars(made).update((k, v) for k, v in vars(parameter).items() if not k.startswith("_shardwright"))
+                self.whole[name] = made
+        self.buffers = dict(self.holder.named_buffers())
+        with torch.no_grad():
+            for name, buffer in self.buffers.items():
+                if name in self.stage:
+                    value = _broadcast(buffer, self.stage[name])
+                    if not _same(value, buffer):
+                        buffer.copy_(value)
+        self.began = {name: buffer.clone() for name, buffer in self.buffers.items()}
+        #: The tables of each module, with what was in them.
+        self.tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        names = {id(p): n for n, p in self.cut.items()}
+        for module in self.holder.modules():
+            for table in (parameter_table(module), buffer_table(module)):
+                self.tables.append((table, dict(table)))
+                table.update((key, self.whole[names[id(tensor)]]) for key, tensor in self.tables[-1][1].items()
+                             if names.get(id(tensor)) in self.whole)
+        self.children = [(module._modules, dict(module._modules)) for module in self.holder.modules()]
+        for parameter in self.cut.values():
+            close_to_steps(parameter)
+        self.versions = {name: _versions(parameter) for name, parameter in self.cut.items()}
+
+    def _gathered(self, name: str, parameter: DTensor) -> Tensor:
+        """The whole value of a parameter, on every rank, in memory of its own."""
+        from ..runtime.distributed.dtensors import gathered  # imports DTensor
+        with torch.no_grad():
+            if whole_shape(parameter) != parameter.shape:  # of another stage
+                value = torch.empty(whole_shape(parameter), dtype=parameter.dtype, device=parameter.device)
+            else:
+                value = gathered(parameter)
+            return _broadcast(value, self.stage[name]) if name in self.stage else value
+
+    def leave(self, error: BaseException | None) -> None:
+        """Put the sharded parameters back; write changed values into the slices.
+
+        Args:
+            error: that the body has ended with; None: none.
+
+        Raises:
+            ShardwrightError: the error of another rank's body; a change that cannot be written back.
+        """
+        wrong, now = self._restored()
+        if error is not None:
+            self._undo()
+            if isinstance(error, Exception):  # the others wait; this rank raises its own
+                with contextlib.suppress(Exception):
+                    self.ranks.agreed(error)
+            return
+        try:
+            self.ranks.agreed(wrong)
+            self._write_back(now)
+        except Exception:
+            self._undo()
+            raise
+
+    def _restored(self) -> tuple[SettingError | None, dict[str, Tensor]]:
+        """The model as it was, but for values; an error for a change that has no value, and the values by name."""
+        names = {id(p): n for n, p in self.cut.items()} | {id(b): n for n, b in self.buffers.items()}
+        back = {id(w) for w in self.whole.values()}
+        now: dict[str, Tensor] = {}
+        wrong: list[tuple[str, str]] = []
+        elsewhere = "changes of the model's structure before its first call, or in a copy.deepcopy(net)"
+        for table, before in self.tables:
+            for key, tensor in before.items():
+                name, held = names.get(id(tensor)), table.get(key)
+                expected = self.whole.get(name, tensor)
+                if name is None:
+                    if held is not tensor:
+                        wrong.append((f"{key!r} was replaced", elsewhere))
+                elif held is None:
+                    wrong.append((f"{name!r} was removed", elsewhere))
+                elif whole_shape(held) != whole_shape(expected) or held.dtype != expected.dtype:
+                    wrong.append((f"{name!r} of shape {tuple(whole_shape(expected))} and {expected.dtype} became "
+                                  f"{tuple(whole_shape(held))} and {held.dtype}", elsewhere))
+                elif held is expected and held.requires_grad != tensor.requires_grad:
+                    wrong.append((f"requires_grad of {name!r} was changed", "requires_grad_() outside of whole()"))
+                elif now.get(name, held) is not held:
+                    wrong.append((f"{name!r} is tied, and was replaced in one of its places", "the same tensor in all of them"))
+                if name is not None and (self.mine or name in self.buffers):
+                    now[name] = held if held is not None else expected
+            wrong += [(f"{key!r} of shape {tuple(table[key].shape)} is new", elsewhere) for key in table
+                      if key not in before and table[key] is not None and id(table[key]) not in back]
+            table.clear()
+            table.update(before)
+        known = {id(table) for table, _ in self.tables}
+        for module in self.holder.modules():
+            if id(module._parameters) not in known:
+                wrong += [(f"{type(module).__name__} has a new parameter {key!r} of shape {tuple(parameter.shape)}", elsewhere)
+                          for key, parameter in module._parameters.items() if parameter is not None and id(parameter) not in back]
+        for name, parameter in self.whole.items():
+            if parameter.grad is not None:
+                wrong.append((f"{name!r} has a gradient, of the whole tensor that goes now", "torch.no_grad(), or zero_grad() at "
+                              "the end of the body; model(…).backward() for gradients of the parallel model"))
+                break
+        for name, parameter in self.cut.items():
+            open_to_steps(parameter)
+            if _versions(parameter) != self.versions[name]:
+                wrong.append((f"the slice of {name!r} was changed", "changes of the whole tensor, or outside of whole()"))
+        if not wrong and [dict(table) for table, _ in self.children] != [children for _, children in self.children]:
+            wrong.append(("modules were added, removed or replaced",
+                          "the same in a copy: copy.deepcopy(net).merge_and_unload(), say"))
+        if not wrong:
+            return None, now
+        more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        return SettingError(f"a change inside of whole() cannot be written back: {wrong[0][0]}{more}; nothing was written back",
+                            legal=wrong[0][1]), now
+
+    def _undo(self) -> None:
+        """Modules and buffers as they were."""
+        for table, children in self.children:
+            if table != children:
+                table.clear()
+                table.update(children)
+        with torch.no_grad():
+            for name, buffer in self.buffers.items():
+                if not _same(buffer, self.began[name]):
+                    buffer.copy_(self.began[name])
+
+    def _write_back(self, now: dict[str, Tensor]) -> None:
+        """Changed values into slices and buffers.
+
+        Raises:
+            SettingError: ranks that have changed different things.
+        """
+        from ..runtime.distributed.dtensors import with_values  # imports DTensor
+        tensors = {**self.cut, **self.buffers}
+        changed: list[str] = []
+        for name, parameter in self.cut.items():
+            before = self._gathered(name, parameter)
+            if self.mine and not _same(now[name].to(before.device), before):
+                changed.append(name)
+        changed += [name for name in self.buffers if not _same(now[name], self.began[name])]
+        said = self.ranks.exchanged(changed)
+        giver = 0 if self.rank is None else self.rank
+        if self.rank is None:
+            apart = sorted({name for names in said for name in names if any(name not in other for other in said)})
+            if apart:
+                where = [str(r) for r, names in enumerate(said) if apart[0] in names]
+                raise _differ(apart, f"rank {', '.join(where)} alone changed it")
+        elif any(set(names) - set(self.cut) for r, names in enumerate(said) if r != giver):
+            raise _differ(sorted({n for r, names in enumerate(said) if r != giver for n in names}),
+                          f"a rank other than {giver} changed it")
+        values: dict[str, Tensor] = {}
+        differ: list[str] = []
+        with torch.no_grad():
+            for name in said[giver]:
+                like = tensors[name]
+                value = torch.empty(whole_shape(like), dtype=like.dtype, device=like.device)
+                if self.ranks.rank == giver:
+                    value.copy_(now[name].detach())
+                value = _broadcast(value, giver)
+                if self.mine and not _same(value, now[name].detach().to(value.device)):
+                    differ.append(name)
+                if self.rank is not None:  # else each rank has its own
+                    values[name] = value
+            self.ranks.agreed(_differ(differ, "the ranks have different values") if differ else None)
+            for name in said[giver]:
+                value = values[name] if self.rank is not None else now[name].detach()
+                if name in self.buffers:
+                    self.buffers[name].copy_(value)
+                else:
+                    with_values(self.cut[name], value)
+
+
+def _differ(names: list[str], how: str) -> SettingError:
+    more = f", and {len(names) - 1} more," if len(names) > 1 else ""
+    return SettingError(f"a change inside of whole() cannot be written back: {names[0]!r}{more} was changed, and {how}; nothing "
+                        "was written back", legal="the same change on every rank, or whole(rank=0)")
+
+
+def _versions(parameter: DTensor) -> tuple[int, int]:
+    """How often a parameter and its slice were changed in place."""
+    with torch.no_grad():
+        return version_of(parameter), version_of(parameter.to_local())
+
+
+def _broadcast(tensor: Tensor, source: int) -> Tensor:
+    """The values that a tensor has on rank `source`, on every rank; of any dtype, in contiguous memory."""
+    tensor = tensor.detach().contiguous()
+    dist.broadcast(tensor.reshape(-1).view(torch.uint8), source)
+    return tensor
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Two tensors have the same values: equal or both NaN, element by element."""
+    return torch.equal(a, b) or a.is_floating_point() and bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+# -- methods and parts of the model ------------------------------------------------------------------------------------
+
+
+def attribute_of_net(model: Settings, name: str) -> Any:
+    """An attribute of the wrapped model. Its ``generate`` runs under `whole`, on every rank; ``save_pretrained`` and
+    ``push_to_hub`` do on rank 0, for which the others wait.
+
+    Raises:
+        AttributeError: it has none.
+    """
+    value = getattr(model.__dict__["net"], name)
+    if name not in _ON_ALL | _ON_FIRST or not callable(value):
+        return value
+
+    @functools.wraps(value)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        outer = model._whole
+        if outer is not None:
+            if outer.rank not in (None, current().rank) and current().processes:
+                raise SettingError(f"{name}() inside of whole(rank={outer.rank}), on rank {current().rank}, which has slices",
+                                   legal=f"net.{name}() where `as net` is not None")
+            if name in _ON_FIRST and outer.rank is None and current().rank:
+                return None
+            return getattr(model.net, name)(*args, **kwargs)
+        first = name in _ON_FIRST and current().processes
+        with WholeModel(model, 0 if first else None, torch.device("cpu") if first else None) as net:
+            return getattr(net, name)(*args, **kwargs) if net is not None else None
+    return called
+
+
+class signed_as_net:
+    """Decorator of the wrapper's ``forward``: `inspect.signature` says of it what it says of the wrapped model's, by which
+    trainers tell which columns of the data the model takes."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __get__(self, model: Settings | None, kind: type | None = None) -> Any:
+        if model is None:
+            return self.function
+        if model.loss_fn is not None:  # the target comes last
+            return MethodType(self.function, model)
+        return _Bound(self.function, model)
+
+
+class _Bound(functools.partial):
+    """A wrapper's ``forward``."""
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.args[0].net.forward)
+
+
+_refusing: list[Any] = []
+
+
+def refuse_calls_of_parts() -> None:
+    """From now on, a module that is called by itself while its parameters are slices is an error that says what to do."""
+    if not _refusing:
+        _refusing.append(register_module_forward_pre_hook(_refuse))
+
+
+def _refuse(module: nn.Module, args: tuple) -> None:
+    if not module._parameters or isinstance(module, Settings):
+        return
+    for key, parameter in module._parameters.items():
+        if parameter is not None and CUT in vars(parameter):
+            frames = [(f.filename, f.lineno or 0) for f in traceback.extract_stack()]
+            frames = [f for f in frames if "site-packages" not in f[0]] or frames  # a library's model is called by the user
+            raise SettingError(f"{type(module).__name__} is called by itself, and of its {key!r} (parameter "
+                               f"{getattr(parameter, CUT)!r}) this rank has a slice", source=user_frame(frames) or None,
+                               legal=_CALLS)
+
+
+#: No hook of the user's: what runs the hooks of all modules around a program, or looks for them, leaves it out.
+_refuse.of_shardwright = True  # type: ignore[attr-defined]

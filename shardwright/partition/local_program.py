@@ -1,0 +1,472 @@
+"""The local program of a plan: its instructions, the same for all ranks, and the tensors that they read and make."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import MissingRuleError, SettingError, ShardwrightError
+from ..graph import Graph, Op, Recompute, Value, changed, leaves, types_of
+from ..layout import Digits, Layout, digits_size
+from ..redistribution import Redistribution
+from ..rules import Assignment, Bound, Rule, bound_rule, find_rule, whole_rule
+from .parameter_sharding import OptimizerParallel, ParameterSharding
+
+__all__ = ["MODES", "Decision", "Decisions", "GlobalExtreme", "InputPlacement", "Instruction", "LocalOp", "LocalProgram", "PlacedValue", "PortableDecisions", "Redistribute", "Ref", "SearchResult", "batch_dims", "graph_digest", "input_placement", "made_by", "read_by", "reads"]
+
+@dataclass(frozen=True)
+class Ref:
+    """An argument of a local call: the tensor of that name."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class PlacedValue:
+    """A value in one layout, under a name of its own in the local program."""
+
+    name: str
+    value: Value
+    layout: Layout
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        return self.layout.local_shape(self.value.shape)
+
+    @property
+    def local_bytes(self) -> int:
+        """Bytes that a rank's slice takes."""
+        return math.prod(self.local_shape) * self.value.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class LocalOp:
+    """A local operator: ``outputs = target(*args, **kwargs)`` with `Ref`s for tensors."""
+
+    op: Op
+    target: Any
+    args: tuple
+    kwargs: dict[str, Any]
+    outputs: tuple[PlacedValue | None, ...]
+    operator: str          # the operator of the user's program that it works for
+
+
+@dataclass(frozen=True)
+class Redistribute:
+    """A conversion of one value; `backward` is None where no gradient flows.
+
+    Args:
+        cause: "operator" (it completes an operator's partial sum), "conversion", or "parameter".
+        operator: the operator that asks for it.
+        producer: the operator that made the value, and left its sum open if it is; "" for what is fed or stored.
+        again: it is a stored weight's, and the result is not kept for the backward but made again there.
+    """
+
+    source: PlacedValue
+    target: PlacedValue
+    forward: Redistribution
+    backward: Redistribution | None
+    cause: str
+    operator: str
+    producer: str = ""
+    again: bool = False
+
+    @property
+    def casts(self) -> bool:
+        """Whether it goes from the type of the source to that of the target, before it moves anything; its backward moves the
+        gradient in the type `sums` and then brings it to the source's."""
+        return self.source.value.dtype != self.target.value.dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type in which its forward moves the value."""
+        return self.target.value.dtype
+
+    @property
+    def sums(self) -> torch.dtype:
+        """The type in which its backward moves the gradient."""
+        return self.target.value.sums
+
+    @property
+    def back(self) -> Value:
+        """The target as its gradient travels."""
+        value = self.target.value
+        return value if self.sums == value.dtype else replace(value, dtype=self.sums)
+
+    @property
+    def copies(self) -> bool:
+        """Whether its target lies in memory of its own."""
+        return self.casts or bool(self.forward.steps)
+
+
+@dataclass(frozen=True)
+class GlobalExtreme:
+    """A maximum or minimum over ranks. Its gradient goes to the ranks that hold it, shared among ties as on one device.
+
+    Args:
+        operand: what the operator reduced, and which of its local dims.
+    """
+
+    source: PlacedValue
+    target: PlacedValue
+    forward: Redistribution
+    operand: PlacedValue
+    dims: tuple[int, ...]
+    backward: Digits | None
+    operator: str
+
+
+Instruction = LocalOp | Redistribute | GlobalExtreme
+
+
+@dataclass(frozen=True)
+class LocalProgram:
+    """A program for all ranks alike: instructions in order, and where its values come from and go to.
+
+    Attributes:
+        stored: how each parameter is stored.
+        used: in which layout the operators ask for each parameter.
+    """
+
+    devices: int
+    inputs: tuple[PlacedValue, ...]
+    parameters: dict[str, PlacedValue]
+    buffers: dict[str, PlacedValue]
+    constants: dict[str, PlacedValue]
+    instructions: tuple[Instruction, ...]
+    outputs: tuple[Any, ...]                 # an Instance, or a plain constant
+    updates: dict[str, PlacedValue]
+    notes: tuple[str, ...]
+    stored: dict[str, ParameterSharding]
+    used: dict[str, Layout]
+    seed: PlacedValue | None = None             # of the random numbers, if any are drawn
+
+
+def made_by(instruction: Any) -> tuple[PlacedValue, ...]:
+    """What an instruction makes."""
+    return tuple(o for o in instruction.outputs if o is not None) if isinstance(instruction, LocalOp) \
+        else (instruction.target,)
+
+
+def read_by(instruction: Any) -> tuple[str, ...]:
+    """The names of the tensors that an instruction's gradient goes to, in the order of the call, each once."""
+    if not isinstance(instruction, LocalOp):
+        return (instruction.source.name,)
+    given = leaves((instruction.args, instruction.kwargs))
+    return tuple(dict.fromkeys(leaf.name for leaf in given if isinstance(leaf, Ref)))
+
+
+def reads(instruction: Any) -> tuple[str, ...]:
+    """The names of all tensors that an instruction reads, each once."""
+    operand = (instruction.operand.name,) if isinstance(instruction, GlobalExtreme) else ()
+    return (*read_by(instruction), *operand)
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# What a planner decides: for each operator, which digits cut which factor; for each input, what a rank is fed.
+# ----------------------------------------------------------------------------------------------------
+
+#: All parallel modes.
+MODES = ("stand_alone", "hybrid_parallel", "data_parallel", "semi_auto", "sharding_propagation", "recursive_programming",
+         "dynamic_programming")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The strategy of one operator.
+
+    Args:
+        op, rule, bound: the operator and its description, bound to its shapes.
+        assignment: which digits cut which factor.
+        out: the layouts that its outputs are brought to, where an out_strategy says so.
+        cause: who decided: "mark", "batch" (cut along the batch), "follow" (a view that follows), "whole",
+            "propagated" (from a mark).
+        note: what could not be done as one might expect.
+        open: the digits of the sum that it lets through, as a planner that prices them decides; None: whatever comes
+            open and can pass does.
+        origin: where a mark on another operator decided: that operator's name.
+        via: the operator that handed it on; "" where it is not one that lies on the way still.
+    """
+
+    op: Op
+    rule: Rule
+    bound: Bound
+    assignment: Assignment
+    out: tuple[Layout, ...] | None = None
+    cause: str = "mark"
+    note: str | None = None
+    open: Digits | None = None
+    origin: str = ""
+    via: str = ""
+
+    def wanted(self, index: int) -> Layout:
+        """The layout that the operator asks for input `index`, sums completed."""
+        layout = self.bound.input_layout(index, self.assignment)
+        assert layout is not None, f"{self.op.name}: input {index} has no layout"
+        return layout
+
+    def left(self, index: int) -> Layout:
+        """The layout in which the operator leaves output `index`, open sums included, before any out_strategy."""
+        layout = self.bound.output_layout(index, self.assignment)
+        assert layout is not None, f"{self.op.name}: output {index} has no layout"
+        return layout
+
+
+def description(op: Op, on_missing_rule: str, devices: int, uneven: bool = False) -> tuple[Rule, Bound, str | None]:
+    """An operator's rule and binding; without a rule the whole rule, with a note, where that is asked for. Uneven: its
+    dims may be padded.
+
+    Raises:
+        MissingRuleError: no rule, and `on_missing_rule` is "error" or the operator cannot be repeated on every device.
+    """
+    found, note = find_rule(op), None
+    if found is None and on_missing_rule == "replicate":
+        if devices > 1 and (reason := unrepeatable(op)):
+            raise MissingRuleError(f"there is no rule for {op.target}, and run whole on {devices} devices it would "
+                                   f"{reason}", **op.where, legal='a model without it, or parallel_mode="stand_alone"')
+        found, note = whole_rule(op), f"{op.kind} has no rule: it runs whole on every device"
+    return (*_bound(op, found, uneven), note)
+
+
+def unrepeatable(op: Op) -> str | None:
+    """What goes wrong when every device makes this call; None where nothing does, as with a dropout in evaluation."""
+    trains = op.argument("train", op.argument("training", True))
+    if torch.Tag.nondeterministic_seeded in getattr(op.target, "tags", ()):
+        share = next((op.argument(name) for name in ("p", "dropout_p", "dropout") if name in op.argument_names), 1)
+        return "draw other random numbers on each" if trains and share else None
+    return None
+
+
+def _bound(op: Op, found: Rule | None, uneven: bool) -> tuple[Rule, Bound]:
+    bound = bound_rule(op, found, uneven)
+    assert found is not None
+    return found, bound
+
+
+@dataclass(frozen=True)
+class InputPlacement:
+    """How a batch comes in and how results go out.
+
+    Args:
+        inputs: the layout in which each (flattened) tensor input is fed.
+        own_part: each rank feeds its own part of the batch, and gets its own part of outputs that carry the batch.
+        batch: the digits that cut the batch of such outputs; empty: those of dim 0 of the first input that is cut.
+        kept: name of an output that goes on to another stage -> 1, or how many neighbouring ranks are to hold the same
+            of it. It is handed on as the operator that makes it has it, but for that.
+    """
+
+    inputs: tuple[Layout, ...]
+    own_part: bool
+    batch: Digits = ()
+    kept: Mapping[str, int] = field(default_factory=dict)
+
+
+def input_placement(graph: Graph, devices: int, dataset_strategy: Any) -> InputPlacement:
+    """The layouts of a graph's inputs under a dataset strategy.
+
+    Args:
+        dataset_strategy: "data_parallel" (dim 0 cut over all devices), "full_batch", or a tuple with one entry per
+            tensor input: a tuple of cuts (the rest repeated on the right) or a Layout.
+
+    Raises:
+        SettingError, LayoutError: an unknown word, another number of entries or dims, cuts that do not divide.
+    """
+    shapes = [v.shape for v in graph.inputs]
+    if dataset_strategy == "full_batch":
+        return InputPlacement(tuple(Layout.replicated(devices, len(s)) for s in shapes), False)
+    if dataset_strategy == "data_parallel":
+        for value in graph.inputs:
+            if value.shape and value.shape[0] % devices:
+                raise SettingError(f"the batch of input {value.name!r} has size {value.shape[0]}, which "
+                                   f"{devices} devices do not divide", strategy='dataset_strategy("data_parallel")',
+                                   legal='a batch that divides, or dataset_strategy("full_batch")')
+        return InputPlacement(tuple(Layout.from_cuts(devices, (devices,) + (1,) * (len(s) - 1)) if s
+                             else Layout.replicated(devices, 0) for s in shapes), True)
+    if not isinstance(dataset_strategy, (tuple, list)):
+        raise SettingError(f"unknown dataset_strategy {dataset_strategy!r}",
+                           legal='"data_parallel", "full_batch", or a tuple with one entry per tensor input')
+    simple = tuple((math.gcd(s[0], devices), *[1] * (len(s) - 1)) if s else () for s in shapes)
+    words = '"data_parallel", ' if all(not s or s[0] % devices == 0 for s in shapes) else ""
+    legal = f'{words}"full_batch", or {simple}'
+    if len(dataset_strategy) != len(shapes):
+        raise SettingError(f"the dataset_strategy has {len(dataset_strategy)} entries, the model is fed "
+                           f"{len(shapes)} tensors of shapes {shapes}", strategy=dataset_strategy, legal=legal)
+    layouts = []
+    for value, entry in zip(graph.inputs, dataset_strategy):
+        try:
+            if not isinstance(entry, (tuple, list, Layout)):
+                raise SettingError(f"the entry {entry!r} is neither a tuple of cuts nor a Layout")
+            layout = entry if isinstance(entry, Layout) else Layout.from_cuts(devices, entry)
+            if layout.devices != devices or layout.dims is None:
+                raise SettingError(f"its Layout must lay out the {len(value.shape)} dims of {value.shape} on {devices} "
+                                   f"devices, it has {layout.devices}")
+            layout.local_shape(value.shape)
+        except ShardwrightError as error:
+            raise type(error)(error.message, operator=f"dataset_strategy of input {value.name!r}",
+                              strategy=dataset_strategy, legal=legal) from None
+        layouts.append(layout)
+    return InputPlacement(tuple(layouts), any(not layout.is_replicated for layout in layouts))
+
+
+def batch_dims(graph: Graph, bounds: dict[str, Bound]) -> dict[str, int]:
+    """Value name -> the dim that carries the batch: that of the inputs, and whatever shares its factor from there on.
+
+    Where the batch is merged with other dims, the merged dim carries it as long as the batch is its major part.
+    """
+    carries = {v.name: 0 for v in graph.inputs if v.shape} if graph.batch is None else dict(graph.batch)
+    for op in graph.ops:
+        factor = batch_factor(op, bounds[op.name], carries)
+        if factor is None:
+            continue
+        outputs = [v for v in op.outputs if v is not None]
+        for value, dims in zip(outputs, bounds[op.name].outputs):
+            for d, dim in enumerate(dims):
+                if dim and dim[0] == factor:
+                    carries[value.name] = d
+                    break
+    return carries
+
+
+def batch_factor(op: Op, bound: Bound, carries: dict[str, int]) -> int | None:
+    """The factor of an operator that is the batch, or None where no input carries one."""
+    for value, dims in zip(op.inputs, bound.inputs):
+        d = carries.get(value.name)
+        if d is not None and dims[d]:
+            return dims[d][0]
+    return None
+
+
+def output_layouts(values: Sequence[Any], devices: int, fed: InputPlacement, carries: dict[str, int]) -> list[Layout | None]:
+    """The layouts in which results are handed out: whole, or each rank's own part of what carries the batch. None: as it
+    is, for it goes on to another stage."""
+    layouts: list[Layout | None] = []
+    for value in values:
+        if value.name in fed.kept:
+            layouts.append(None)
+            continue
+        rank_of_tensor = len(value.shape)
+        whole = Layout.replicated(devices, rank_of_tensor)
+        if fed.own_part and carries.get(value.name) == 0:
+            first = fed.batch or next((layout.dims[0] for layout in fed.inputs if layout.dims and layout.dims[0]), ())
+            if first and value.shape[0] % digits_size(first) == 0:
+                whole = Layout.of(devices, (first,) + ((),) * (rank_of_tensor - 1))
+        layouts.append(whole)
+    return layouts
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """A search's report on its plan.
+
+    Attributes:
+        cost: seconds of a step, as the search prices it.
+        bound: no plan out of the strategies that were searched is priced below it by the search; None: nothing was proved.
+            The search credits one use of a shared value as served once, of few that are tried: a program that serves
+            more of them together takes less than its price.
+        operators, strategies: how many were looked at.
+        notes: what else is to be known.
+        limit: bytes that a device was allowed; None: memory was not looked at.
+    """
+
+    cost: float
+    bound: float | None
+    operators: int
+    strategies: int
+    notes: tuple[str, ...] = ()
+    limit: float | None = None
+
+
+class Decisions(NamedTuple):
+    """A planner's result: decisions by operator, value name -> the dim that carries the batch; of a search, its report, and
+    the storage of parameters where the search decides that too."""
+
+    decisions: dict[str, Decision]
+    carries: dict[str, int]
+    found: SearchResult | None = None
+    hsdp: OptimizerParallel | None = None
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# What a planner decided, without the graph that it decided on: what one rank hands to others that hold the same graph.
+#
+#     decisions + what the search found = Handed + graph
+#
+# A document (`document`) holds more, for those who have no model: the graph, and figures for its reader. What follows
+# from a graph, each operator's description and shapes, is never sent: each rank has it from its own.
+# ----------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class _Operator:
+    """A `Decision` by what is not its operator's: fields as there."""
+
+    digits: tuple[Digits, ...]
+    out: tuple[Layout, ...] | None
+    cause: str
+    note: str | None
+    open: Digits | None
+    origin: str
+    via: str
+    recompute: Recompute | None
+
+
+@dataclass(frozen=True)
+class PortableDecisions:
+    """A `Decided` without its graph; it can be pickled.
+
+    Attributes:
+        operators: by name, in the order of the program.
+        carries, found, hsdp: as of `Decided`.
+    """
+
+    operators: dict[str, _Operator]
+    carries: dict[str, int]
+    found: SearchResult | None
+    hsdp: OptimizerParallel | None
+
+    @classmethod
+    def of(cls, decided: Decisions) -> PortableDecisions:
+        """What was decided."""
+        return cls({name: _Operator(d.assignment.digits, d.out, d.cause, d.note, d.open, d.origin, d.via,
+                                    d.op.recompute) for name, d in decided.decisions.items()},
+                   decided.carries, decided.found, decided.hsdp)
+
+    def onto(self, graph: Graph, devices: int, *, on_missing_rule: str = "error", uneven: bool = False) -> Decisions:
+        """The same decisions of another copy of the graph, equal to those that were handed in.
+
+        Args:
+            graph: of the same `graph_digest`.
+            on_missing_rule, uneven: as the planner was given them.
+        """
+        decisions = {}
+        for op in graph.ops:
+            said = self.operators[op.name]
+            rule, bound, _ = description(op, on_missing_rule, devices, uneven)
+            assignment = replace(bound.whole(devices), digits=said.digits)
+            decisions[op.name] = Decision(changed(op, recompute=said.recompute), rule, bound, assignment, said.out,
+                                          said.cause, said.note, said.open, said.origin, said.via)
+        return Decisions(decisions, self.carries, self.found, self.hsdp)
+
+
+def graph_digest(graph: Graph) -> str:
+    """A short hash of what two ranks' graphs must have in common for decisions on one to hold on the other: operators,
+    marks, shapes and dtypes. Whatever else differs, plans' fingerprints tell."""
+    text = hashlib.sha256()
+    for line in _lines(graph):
+        text.update(line.encode() + b"\n")
+    return text.hexdigest()[:16]
+
+
+def _lines(graph: Graph) -> Iterator[str]:
+    for table in ({v.name: v for v in graph.inputs}, graph.parameters, graph.buffers):
+        for name, value in table.items():
+            yield f"{name} {value.name} {value.shape} {value.dtype} {value.requires_grad} {value.master}"
+    for op in graph.ops:
+        mark = None if op.mark is None else (op.mark.in_strategy, op.mark.out_strategy, op.mark.priority)
+        yield f"{op.name} {op.kind} {op.inputs} {types_of(op)} {mark} {op.recompute}"

@@ -1,0 +1,170 @@
+"""Optimizer parallel: which parameter is stored how.
+
+    replicas of a parameter  = the digits of the rank that its layout does not name
+    its layout when stored   = dim 0 cut further by `shard_size` of them, the fastest, as the minor digits of that dim
+
+So the slice of a rank is cut along its dim 0 over the ranks that hold the same one. What brings the parameter into the
+layout of its use is a conversion like any other: an all-gather, and of the gradient, a sum over the ranks whose work
+differed, a reduce-scatter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import SettingError
+from ..graph import Value
+from ..layout import Digit, Digits, Layout, digits_size
+
+__all__ = ["OptimizerParallel", "ParameterSharding", "stored_layouts"]
+
+#: What is cut: weights and the optimizer's state; gradients too, while they are accumulated; and gathered weights are
+#: not kept for the backward.
+LEVELS = ("level1", "level2", "level3")
+
+
+@dataclass(frozen=True)
+class OptimizerParallel:
+    """The setting.
+
+    Args:
+        shard_size: over how many of its replicas a parameter is cut; -1: all.
+        threshold: KB (1024 bytes) of a whole parameter from which on it is cut.
+        optimizer_level: "level1", "level2" or "level3".
+        whole: names of the parameters that are left out.
+        kept: at "level3", names of those whose gathered weights are kept for the backward all the same.
+
+    Raises:
+        SettingError: none of these.
+    """
+
+    shard_size: int = -1
+    threshold: float = 64
+    optimizer_level: str = "level1"
+    whole: frozenset[str] = frozenset()
+    kept: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        size, threshold = self.shard_size, self.threshold
+        if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
+            raise SettingError(f"hsdp: shard_size={size!r}", legal="-1 for all replicas, or a whole number above 0")
+        if not isinstance(threshold, (int, float)) or isinstance(threshold, bool) or not threshold >= 0:
+            raise SettingError(f"hsdp: threshold={threshold!r}", legal="KB, a number of at least 0")
+        if self.optimizer_level not in LEVELS:
+            raise SettingError(f"hsdp: optimizer_level={self.optimizer_level!r}", legal=", ".join(map(repr, LEVELS)))
+
+    @classmethod
+    def of(cls, given: OptimizerParallel | Mapping[str, Any] | None) -> OptimizerParallel | None:
+        """A setting from the arguments of `AutoParallel.hsdp`.
+
+        Raises:
+            SettingError: an unknown one.
+        """
+        if given is None or isinstance(given, cls):
+            return given
+        known = ("shard_size", "threshold", "optimizer_level")
+        if not isinstance(given, Mapping) or set(given) - set(known):
+            raise SettingError(f"hsdp: {given!r}",
+                               legal='{"shard_size": -1, "threshold": 64, "optimizer_level": "level1"}')
+        return cls(**given)
+
+    @property
+    def accumulates_whole(self) -> bool:
+        """Whether gradients that are not to be summed yet are held whole."""
+        return self.optimizer_level == "level1"
+
+    @property
+    def gathers_again(self) -> bool:
+        """Whether the backward gathers weights again, which are not kept from the forward."""
+        return self.optimizer_level == "level3"
+
+    def lets_go(self, name: str) -> bool:
+        """Whether that holds for one parameter."""
+        return self.gathers_again and name not in self.kept
+
+
+@dataclass(frozen=True)
+class ParameterSharding:
+    """How one parameter is stored.
+
+    Attributes:
+        note: why it is not cut further than its use asks for; None: it is, or there is nothing to cut it over.
+        told: whether that is for the plan's notes: the user could not expect it.
+    """
+
+    layout: Layout
+    note: str | None = None
+    told: bool = False
+
+
+def stored_layouts(used: Mapping[str, tuple[Value, Layout]], setting: OptimizerParallel) -> dict[str, ParameterSharding]:
+    """How each parameter is stored.
+
+    Args:
+        used: name -> the parameter, and the layout in which its operators ask for it.
+
+    Raises:
+        SettingError: a `shard_size` that does not divide the replicas of a parameter which would be cut.
+    """
+    out, refused = {}, []
+    for name, (value, layout) in used.items():
+        replicas, size = digits_size(layout.replicas), setting.shard_size
+        reason = _kept_whole(name, value, setting)
+        if replicas == 1 or size == 1:
+            out[name] = ParameterSharding(layout)
+        elif reason is not None:
+            out[name] = ParameterSharding(layout, reason)
+        elif size != -1 and _neighbours(layout.replicas, size) is None:
+            refused.append((name, value, layout))
+        else:
+            out[name] = _cut(value, layout, replicas if size == -1 else size)
+    if refused:
+        raise _does_not_divide(refused, setting)
+    return out
+
+
+def _kept_whole(name: str, value: Value, setting: OptimizerParallel) -> str | None:
+    if name in setting.whole:
+        return "left out by no_optimizer_parallel"
+    if value.stored.nbytes < setting.threshold * 1024:
+        return f"{value.stored.nbytes} bytes, below the threshold of {setting.threshold:g} KB"
+    return None
+
+
+def _cut(value: Value, layout: Layout, size: int) -> ParameterSharding:
+    if not value.shape:
+        return ParameterSharding(layout, "it has no dim to cut", True)
+    rows = layout.local_shape(value.shape)[0]
+    if rows % size:
+        return ParameterSharding(layout, f"dim 0 of its slices has size {rows}, which {size} replicas do not divide", True)
+    taken = _neighbours(layout.replicas, size)
+    assert taken is not None and layout.dims is not None
+    return ParameterSharding(Layout.of(layout.devices, ((*layout.dims[0], *taken), *layout.dims[1:])))
+
+
+def _neighbours(replicas: Digits, size: int) -> Digits | None:
+    """The fastest digits that number `size` replicas, most major first; None where no digits number just so many."""
+    taken: list[Digit] = []
+    for digit in sorted(replicas, key=lambda d: d.stride):
+        part = digit.size if size % digit.size == 0 else size
+        if digit.size % part:
+            return None
+        if part > 1:
+            taken.append(Digit(part, digit.stride))
+        size //= part
+    return tuple(reversed(taken)) if size == 1 else None
+
+
+def _does_not_divide(refused: Iterable[tuple[str, Value, Layout]], setting: OptimizerParallel) -> SettingError:
+    counts: dict[tuple[int, ...], list[str]] = {}
+    for name, _, layout in refused:
+        number = digits_size(layout.replicas)
+        counts.setdefault(tuple(s for s in range(1, number + 1) if _neighbours(layout.replicas, s)), []).append(
+            f"{name!r} has {number}")
+    which = "; ".join(", ".join(names) for names in counts.values())
+    legal = sorted(set.intersection(*(set(sizes) for sizes in counts)))
+    return SettingError(f"hsdp: shard_size={setting.shard_size} does not divide the replicas of all parameters: {which}",
+                        strategy=f"hsdp(shard_size={setting.shard_size})",
+                        legal=f"{', '.join(map(str, [*legal, -1]))} (all), or no_optimizer_parallel for these")

@@ -1,0 +1,439 @@
+"""Between operators: which conversion runs on which edge, forward and backward.
+
+Every value has a layout where it is made, every use of it asks for one; between them lies a conversion, and its
+transpose is the backward. The steps found here are what is priced, what is printed and what runs.
+
+    gradient layout of a value      = its layout, sums completed
+    gradient of input i of an op    = terms of a sum over the digits that the op uses and input i does not carry
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from ..cluster import Cluster
+from ..errors import PlanError
+from ..graph import SEED, Graph, Op, Value, map_values
+from ..layout import Digit, Digits, Layout, beside
+from ..redistribution import Redistribution, redistribution, through, transpose
+from ..rules import Assignment, Bound, Rule, expand
+from ..rules.registry import local_call
+from .local_program import (
+    Decision,
+    GlobalExtreme,
+    InputPlacement,
+    Instruction,
+    LocalOp,
+    LocalProgram,
+    PlacedValue,
+    Redistribute,
+    Ref,
+    output_layouts,
+)
+from .parameter_sharding import OptimizerParallel, ParameterSharding, stored_layouts
+from .uneven import Piece, pad
+
+__all__ = ["Partitioner", "Use", "arriving", "between", "brought", "completed_first", "handed_on", "neighbours", "partition", "sender", "wanted_in_two"]
+
+
+# ----------------------------------------------------------------------------------------------------
+# How a value lies on both sides of a cut between stages.
+#
+#     stages of one size      position p sends to position p; the layout is that of the stage that makes the value
+#     n to r·n devices        position q receives from q div r: the layout's strides times r, neighbours hold the same
+#     r·n to n devices        position q receives from r·q, once each r neighbours hold the same
+# ----------------------------------------------------------------------------------------------------
+
+def neighbours(source: int, target: int) -> int:
+    """How many neighbouring ranks of a stage of `source` devices have to hold the same of what one of `target` is sent.
+
+    Raises:
+        PlanError: neither number divides the other.
+    """
+    if source % target and target % source:
+        raise PlanError(f"a stage of {source} devices sends to one of {target}",
+                        legal="numbers of devices of which one divides the other")
+    return max(1, source // target)
+
+
+def handed_on(layout: Layout, shape: tuple[int, ...], same: int) -> Layout:
+    """The layout in which a value goes on, nearest to that in which it was made.
+
+    Args:
+        same: how many neighbouring ranks are to hold the same of it.
+    """
+    layout = layout.without_partial()
+    if any(size % cut for size, cut in zip(shape, layout.cuts)):
+        return Layout.replicated(layout.devices, len(shape))
+    return Layout.of(layout.devices, [[major for d in dim if (major := _above(d, same)) is not None] for dim in layout.dims])
+
+
+def _above(digit: Digit, stride: int) -> Digit | None:
+    """What of a digit tells ranks apart that are at least `stride` apart."""
+    if digit.stride >= stride:
+        return digit
+    if digit.span <= stride or stride % digit.stride or digit.size % (stride // digit.stride):
+        return None
+    return Digit(digit.size * digit.stride // stride, stride)
+
+
+def arriving(layout: Layout, source: int, target: int) -> Layout:
+    """The layout in which it arrives on `target` devices, as handed on by `source`."""
+    scale = lambda d: Digit(d.size, d.stride * target // source)  # noqa: E731
+    return Layout.of(target, [[scale(d) for d in dim] for dim in layout.dims])
+
+
+def sender(position: int, source: int, target: int) -> int:
+    """The position of the sending stage from which a position of the receiving one is sent its part."""
+    return position * source // target
+
+
+def between(cluster: Cluster, rank: int, peer: int) -> tuple[Digit, ...]:
+    """Digits that cross the levels at which two ranks are in different units."""
+    out, below = [], 1
+    for level in cluster.levels:
+        if rank // below % level.size != peer // below % level.size:
+            out.append(Digit(level.size, below))
+        below *= level.size
+    return tuple(out)
+
+
+@dataclass(frozen=True)
+class Use:
+    """One reading of a value.
+
+    Args:
+        want: the layout that is asked for.
+        partial: over which digits the gradient that comes back is a sum.
+    """
+
+    want: Layout
+    partial: Digits
+    operator: str
+    cause: str = "conversion"
+
+
+@lru_cache(maxsize=1 << 16)
+def completed_first(source: Layout, wants: tuple[Layout, ...]) -> bool:
+    """Whether an open sum is completed by an all-reduce before it is brought to where it is wanted.
+
+    It is, unless every use's own conversion makes one reduce-scatter of it and they send less so.
+    """
+    finished = source.without_partial()
+    each = [redistribution(source, want) for want in wants]
+    for found in each:
+        reducing = [step for step in found.steps if step.reduces]
+        if [(step.kind, step.digits) for step in reducing] != [("reduce_scatter", source.partial)]:
+            return True
+    once = redistribution(source, finished).sent + sum(redistribution(finished, w).sent for w in wants)
+    return once <= sum(found.sent for found in each)
+
+
+def brought(source: Layout, want: Layout) -> Redistribution:
+    """What brings a value to the one layout in which it is wanted."""
+    if source.partial and not want.partial and completed_first(source, (want,)):
+        return through(source, source.without_partial(), want)
+    return redistribution(source, want)
+
+
+def wanted_in_two(parameter: Value, one: tuple[Layout, Op], other: tuple[Layout, Op]) -> PlanError:
+    """That two operators ask for a parameter in different layouts."""
+    (first, a), (second, b) = one, other
+    marked = [op for op in (a, b) if op.mark is not None and op.mark.in_strategy is not None]
+    return PlanError(
+        f"the parameter {parameter.name!r} {parameter.shape} is wanted in two layouts: {a.name} ({a.source}) asks for "
+        f"cuts {first.cuts} [{first}], {b.name} ({b.source}) for {second.cuts} [{second}]", operator=b.name, source=b.source or None,
+        strategy=", ".join(f"{op.name} {op.mark.in_strategy!r}" for op in marked) or None,
+        legal=f"one layout on both, e.g. {first.cuts} for the parameter in {b.name}")
+
+
+def partition(graph: Graph, decisions: dict[str, Decision], fed: InputPlacement, devices: int, carries: dict[str, int],
+          stored: dict[str, Layout] | None = None, hsdp: OptimizerParallel | None = None) -> LocalProgram:
+    """Work out the local program of a planned graph.
+
+    Args:
+        decisions: one per operator of the graph, by name.
+        fed: how inputs come in and results go out.
+        carries: value name -> dim that carries the batch.
+        stored: parameter and buffer name -> the layout in which it is stored, where that is settled already.
+        hsdp: how the others are stored; None: as their operators ask for them.
+
+    Raises:
+        PlanError: a parameter that two operators want in different layouts.
+        SettingError: a `shard_size` that does not divide the replicas of a parameter.
+    """
+    return Partitioner(graph, decisions, fed, devices, carries, dict(stored or {}), hsdp).run()
+
+
+class Partitioner:
+    """Makes the instructions of a program, value by value."""
+
+    def __init__(self, graph: Graph, decisions: dict[str, Decision], fed: InputPlacement, devices: int,
+                 carries: dict[str, int], stored: dict[str, Layout], hsdp: OptimizerParallel | None) -> None:
+        self.graph, self.decisions, self.fed, self.devices, self.carries = graph, decisions, fed, devices, carries
+        self.stored, self.hsdp = stored, hsdp
+        self.renamed: dict[str, Value] = {}
+        self.cast: dict[str, Value] = {}         # parameters that are stored in another type, as their operators read them
+        self.made: dict[str, PlacedValue] = {}
+        self.completed: dict[str, PlacedValue] = {}
+        self.moves: dict[tuple, PlacedValue] = {}
+        self.uses: dict[str, list[Use]] = {}
+        self.out: list[Instruction] = []
+        self.producer: dict[str, str] = {}       # value name -> the operator of the user's program that made it
+        self.names: set[str] = set()
+        self.padded: dict[str, Value] = {}       # parameter -> the padded value that is stored
+        self.notes: list[str] = []
+
+    def run(self) -> LocalProgram:
+        graph = self.graph
+        work = [(decision, *piece) for op in graph.ops for decision in (self.decisions[op.name],)
+                for piece in self.pieces(decision)]
+        outputs = [self.now(v) if isinstance(v, Value) else v for v in graph.outputs]
+        updated = {n: self.now(v) for n, v in graph.updates.items()}
+        if any(decision.bound.uneven for decision in self.decisions.values()):
+            work = self.pad(work, outputs, updated)
+        tensors = [v for v in outputs if isinstance(v, Value)]
+        handed = dict(zip((id(v) for v in tensors), self.handed([v for v in graph.outputs if isinstance(v, Value)])))
+        self.collect(work, [(v, handed[id(v)]) for v in tensors])
+        inputs = tuple(self.enter(v, layout) for v, layout in zip(graph.inputs, self.fed.inputs))
+        used = {n: self.used(v) for n, v in graph.parameters.items()}
+        stored = self.storage(used)
+        parameters = {n: self.enter(self.padded.get(n, v), stored[n].layout) for n, v in graph.parameters.items()}
+        buffers = {n: self.make(v, self.whole(v)) for n, v in graph.buffers.items()}
+        constants = {n: self.make(Value(n, tuple(t.shape), t.dtype), Layout.replicated(self.devices, t.dim()))
+                     for n, t in graph.constants.items()}
+        seed = self.make(SEED, Layout.replicated(self.devices, 1)) if SEED.name in self.uses else None
+        for decision, op, rule, bound, assignment in work:
+            self.compute(decision, op, rule, bound, assignment)
+        given = []
+        for v in outputs:
+            given.append(self.obtain(v, Use(handed[id(v)], (), "output")) if isinstance(v, Value) else v)
+        updates = {n: self.obtain(v, Use(self.whole(graph.updates[n]), (), n)) for n, v in updated.items()}
+        notes = [d.note for d in self.decisions.values() if d.note] + self.notes
+        notes += [f"the parameter {n!r} {graph.parameters[n].shape} is not cut over its replicas: {s.note}"
+                  for n, s in stored.items() if s.told]
+        return LocalProgram(self.devices, inputs, parameters, buffers, constants, tuple(self.out), tuple(given), updates,
+                      tuple(notes), stored, used, seed)
+
+    # -- preparing --
+
+    def pieces(self, decision: Decision) -> list[tuple[Op, Rule, Bound, Assignment]]:
+        """The operator, or those that do its work under this assignment."""
+        op = decision.op
+        if any(v.name in self.renamed for v in op.inputs):
+            op = replace(op, inputs=tuple(map(self.now, op.inputs)), args=map_values(op.args, self.now),
+                         kwargs=map_values(op.kwargs, self.now))
+        steps, renamed = expand(op, decision.rule, decision.bound, decision.assignment)
+        self.renamed.update(renamed)
+        return steps
+
+    def pad(self, work: list[Piece], outputs: list[Any], updated: dict[str, Value]) -> list[Piece]:
+        """The work on padded values, where cuts do not divide their dims. Of what is wanted at the end, the values that
+        have it then are put in the place of those that had."""
+        graph = self.graph
+        self.collect(work, [])
+        parameters = [(v, self.stored.get(n) or self.used(v)) for n, v in graph.parameters.items()]
+        self.uses.clear()
+        sources = dict(zip((v.name for v in graph.inputs), self.fed.inputs))
+        sources |= {v.name: self.whole(v) for v in graph.buffers.values()}
+        sources |= {n: Layout.replicated(self.devices, t.dim()) for n, t in graph.constants.items()}
+        places = [i for i, v in enumerate(outputs) if isinstance(v, Value)]
+        layouts = self.handed([graph.outputs[i] for i in places])
+        wanted = [(outputs[i], layout) for i, layout in zip(places, layouts)]
+        wanted += [(v, self.whole(graph.updates[n])) for n, v in updated.items()]
+        made = pad(work, sources, parameters, wanted, self.renamed)
+        ends = iter(made.wanted)
+        for i in places:
+            outputs[i] = next(ends)
+        updated.update(zip(updated, ends))
+        self.renamed.update(made.handed)
+        self.padded, self.notes = made.parameters, made.notes
+        return made.work
+
+    def handed(self, values: list[Value]) -> list[Layout]:
+        """The layouts in which results are handed out."""
+        makers = {v.name: (d, k) for d in self.decisions.values()
+                  for k, v in enumerate(v for v in d.op.outputs if v is not None)} if self.fed.kept else {}
+        layouts = [layout or self.left(*makers[v.name], v) for v, layout in
+                   zip(values, output_layouts(values, self.devices, self.fed, self.carries))]
+        changed = self.graph.changed  # an input that is changed in place comes back as it was fed
+        return layouts[:len(layouts) - len(changed)] + [self.fed.inputs[i] for i in changed]
+
+    def left(self, decision: Decision, k: int, value: Value) -> Layout:
+        """The layout in which a value goes on to another stage."""
+        made = decision.left(k) if decision.out is None else decision.out[k]
+        return handed_on(made, value.shape, self.fed.kept[value.name])
+
+    def now(self, value: Value) -> Value:
+        return self.renamed.get(value.name, value)
+
+    def whole(self, value: Value) -> Layout:
+        return self.stored.get(value.name) or Layout.replicated(self.devices, len(value.shape))
+
+    def collect(self, work: Sequence[tuple], outputs: Sequence[tuple[Value, Layout]]) -> None:
+        """All uses of every value, known before anything is routed: sums are completed once, gathers shared."""
+        for decision, op, rule, bound, assignment in work:
+            for i, value in enumerate(op.inputs):
+                self.uses.setdefault(value.name, []).append(self.use(decision, op, bound, assignment, i))
+        for value, layout in outputs:
+            self.uses.setdefault(value.name, []).append(Use(layout, (), "output"))
+
+    def use(self, decision: Decision, op: Op, bound: Bound, assignment: Assignment, index: int) -> Use:
+        layout = bound.input_layout(index, assignment)
+        assert layout is not None
+        value = op.inputs[index]
+        partial = bound.gradient_partial(index, assignment) if value.requires_grad else ()
+        return Use(layout, tuple(sorted(partial)), decision.op.name)
+
+    def storage(self, used: dict[str, Layout]) -> dict[str, ParameterSharding]:
+        """How each parameter is stored: as is settled already, or as its users ask for it, cut further if so set."""
+        settled = {n: ParameterSharding(self.stored[n]) for n in used if n in self.stored}
+        settled |= {n: ParameterSharding(used[n], "it is padded" if self.hsdp is not None and used[n].replicas else None,
+                              self.hsdp is not None and bool(used[n].replicas))
+                    for n in self.padded if n not in settled}
+        others = {n: layout for n, layout in used.items() if n not in settled}
+        if self.hsdp is None:
+            return settled | {n: ParameterSharding(layout) for n, layout in others.items()}
+        used = {n: (self.graph.parameters[n], layout) for n, layout in others.items()}
+        return settled | stored_layouts(used, self.hsdp)
+
+    def used(self, parameter: Value) -> Layout:
+        """The layout that all users of a parameter ask for."""
+        uses = self.uses.get(parameter.name, [])
+        wants = {use.want: use.operator for use in uses if use.operator != "output"}
+        if len(wants) > 1 and parameter.name in self.stored:
+            return self.stored[parameter.name]
+        if len(wants) > 1:
+            (first, a), (second, b) = list(wants.items())[:2]
+            raise wanted_in_two(parameter, (first, self.decisions[a].op), (second, self.decisions[b].op))
+        return next(iter(wants), self.whole(parameter))
+
+    # -- emitting --
+
+    def name(self, wish: str) -> str:
+        candidate, count = wish, 1
+        while candidate in self.names:
+            candidate, count = f"{wish}~{count}", count + 1
+        self.names.add(candidate)
+        return candidate
+
+    def make(self, value: Value, layout: Layout) -> PlacedValue:
+        instance = PlacedValue(self.name(value.name), value, layout)
+        self.made[value.name] = instance
+        return instance
+
+    def enter(self, value: Value, layout: Layout) -> PlacedValue:
+        """What is fed or stored: a parameter in the type in which it is stored; a conversion brings it to the operators'."""
+        if value.stored is not value:
+            self.cast[value.name] = value
+        return self.make(value.stored, layout)
+
+    def compute(self, decision: Decision, op: Op, rule: Rule, bound: Bound, assignment: Assignment) -> None:
+        open_ = self.open_through(decision, op, rule, assignment)
+        got = []
+        for i, value in enumerate(op.inputs):
+            use = self.use(decision, op, bound, assignment, i)
+            if open_ is not None:
+                use = Use(use.want.with_partial(open_), use.partial, use.operator)
+            got.append(self.obtain(value, use))
+        local = local_call(op, rule, bound, assignment)
+        feed = iter(got)
+        args, kwargs = map_values((local.args, local.kwargs), lambda _: Ref(next(feed).name))
+        outputs, k = [], 0
+        for value in op.outputs:
+            if value is None:
+                outputs.append(None)
+                continue
+            layout = bound.output_layout(k, assignment)
+            assert layout is not None
+            if open_ is not None:
+                layout = layout.with_partial(open_ + layout.partial)
+            outputs.append(self.make(value, layout))
+            k += 1
+        self.out.append(LocalOp(op, local.target, tuple(args), kwargs, tuple(outputs), decision.op.name))
+        self.producer.update((v.name, decision.op.name) for v in op.outputs if v is not None)
+        for instance in outputs:
+            if instance is not None and instance.layout.partial and instance.layout.reduction != "sum":
+                self.extreme(instance, got[0], bound, decision.op.name)
+        for value, layout in zip((v for v in decision.op.outputs if v is not None), decision.out or ()):
+            final = self.now(value)
+            if any(v is not None and v.name == final.name for v in op.outputs):
+                use = Use(layout, (), decision.op.name, "operator")
+                self.made[final.name] = self.convert(self.made[final.name], use)
+
+    def open_through(self, decision: Decision, op: Op, rule: Rule, assignment: Assignment) -> Digits | None:
+        """The digits of an open sum that passes through a linear operator: all its inputs have the same one, and the
+        operator's own cuts leave them alone. Into the operators that a decided one is worked out into none does."""
+        if decision.open is not None and op.origin is None:
+            return decision.open or None
+        if decision.open is not None and any(self.now(v).name == w.name for v in decision.op.inputs for w in op.inputs):
+            return None
+        if not rule.is_linear(op) or not op.inputs:
+            return None
+        layouts = [self.made[v.name].layout for v in op.inputs]
+        first = layouts[0].partial
+        if not first or any(layout.partial != first or layout.reduction != "sum" for layout in layouts):
+            return None
+        if any(v.name in self.completed for v in op.inputs) or \
+                not beside(self.devices, first + assignment.used):
+            return None
+        return first
+
+    def extreme(self, instance: PlacedValue, operand: PlacedValue, bound: Bound, operator: str) -> None:
+        """Complete a maximum or minimum at once: its gradient needs to know the winner."""
+        layout = instance.layout.without_partial()
+        target = PlacedValue(self.name(instance.name), instance.value, layout)
+        kept = {dim for dim in bound.outputs[0]}
+        dims = tuple(d for d, dim in enumerate(bound.inputs[0]) if dim not in kept or not dim)
+        self.out.append(GlobalExtreme(instance, target, redistribution(instance.layout, layout), operand, dims,
+                                instance.layout.partial if instance.value.requires_grad else None, operator))
+        self.made[instance.value.name] = target
+
+    def obtain(self, value: Value, use: Use) -> PlacedValue:
+        """The value in the layout that a use asks for."""
+        source = self.made[value.name]
+        if source.layout.partial and not use.want.partial and self.complete_first(value, source):
+            if len({(u.want, u.partial) for u in self.uses.get(value.name, ())}) == 1:
+                return self.convert(source, use, middle=source.layout.without_partial())
+            source = self.complete(value, source)
+        return self.convert(source, use)
+
+    def complete(self, value: Value, source: PlacedValue) -> PlacedValue:
+        if value.name not in self.completed:
+            use = Use(source.layout.without_partial(), (), self.producer[value.name], "operator")
+            self.completed[value.name] = self.convert(source, use)
+        return self.completed[value.name]
+
+    def complete_first(self, value: Value, source: PlacedValue) -> bool:
+        """Whether a sum is completed by an all-reduce before its uses convert it."""
+        uses = self.uses.get(value.name, [])
+        return value.name in self.completed or any(u.operator == "output" for u in uses) or \
+            completed_first(source.layout, tuple(dict.fromkeys(u.want for u in uses)))
+
+    def convert(self, source: PlacedValue, use: Use, middle: Layout | None = None) -> PlacedValue:
+        """Shared by (instance, layout, digits of the gradient's sum): q, k and v then need one sum in the backward."""
+        partial = use.partial
+        others = {u.partial for u in self.uses.get(source.value.name, ()) if u.want == use.want}
+        if len(others) > 1 and partial and source.layout != use.want:
+            # Uses that want one layout but differ in the backward share the forward and sum their gradients apart.
+            source = self.convert(source, Use(use.want, (), use.operator, use.cause))
+        key = (source.name, use.want, partial)
+        if key in self.moves:
+            return self.moves[key]
+        forward = redistribution(source.layout, use.want) if middle is None else through(source.layout, middle, use.want)
+        backward = transpose(forward, partial) if source.value.requires_grad else None
+        value = self.cast.get(source.value.name, source.value)
+        if forward.is_identity and (backward is None or backward.is_identity) and value.dtype == source.value.dtype:
+            target = source
+        else:
+            target = PlacedValue(self.name(source.name), value, use.want)
+            cause = "parameter" if source.value.name in self.graph.parameters else use.cause
+            again = cause == "parameter" and not forward.is_identity and \
+                self.hsdp is not None and self.hsdp.lets_go(source.value.name)
+            self.out.append(Redistribute(source, target, forward, backward, cause, use.operator,
+                                 self.producer.get(source.value.name, ""), again))
+        self.moves[key] = target
+        return target

@@ -1,0 +1,511 @@
+"""Weights that are gathered again in the backward: which, and for whom first.
+
+A gathered weight that is not kept for the backward is gathered again where the first operator wants it: the last, in
+the order of the program, that saves it or a view of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from ..graph import Graph, Recompute
+from ..torch_private import FakeTensorMode, pytree, schema_of, storage_id
+from .local_program import GlobalExtreme, LocalOp, LocalProgram, PlacedValue, Redistribute, Ref, made_by, read_by, reads
+
+__all__ = ["LiveRanges", "RecomputedInstruction", "Regather", "Region", "SavedTensors", "hands_on", "regions_of", "saved_by", "segments_of", "started", "waiting", "wanted_again", "with_recompute"]
+
+
+# ----------------------------------------------------------------------------------------------------
+# What the backward of each instruction needs of what the forward had: asked of autograd itself.
+#
+# Every instruction is called on tensors without values, of local shapes, and what autograd packs is told apart by
+# memory: an input, an output, or something of the operator's own. No operator is described here. Where there is something
+# of its own, the tensors then stand for those of a CPU: on the meta device attention works out all its scores, as no
+# device does. Calls of the same operator with equal arguments on equal tensors are made once (`Call`).
+# ----------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class SavedTensors:
+    """What autograd saves of one instruction.
+
+    Attributes:
+        values: the names of what it reads or makes that are saved.
+        own: whether it saves something else, which only calling it again brings back.
+        views: (a result, the input in whose memory it lies).
+        own_bytes: of what else it saves.
+    """
+
+    values: frozenset[str] = frozenset()
+    own: bool = False
+    views: tuple[tuple[str, str], ...] = ()
+    own_bytes: int = 0
+
+
+class Blank(NamedTuple):
+    """A tensor without values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    def made(self, device: str) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device).requires_grad_(
+            self.requires_grad)
+
+
+class AutogradCall(NamedTuple):
+    """A local call with all that decides what it saves, its tensors numbered.
+
+    Attributes:
+        target: what is called.
+        tree: how the arguments are nested.
+        leaves: each plain argument with its type (True and 1 are equal), of a tensor `Ref` and its number.
+        reads: the tensors.
+        outputs: the local shapes that it has to give.
+    """
+
+    target: Any
+    tree: Any
+    leaves: tuple[tuple[type, Any], ...]
+    reads: tuple[Blank, ...]
+    outputs: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, instruction: LocalOp, names: tuple[str, ...], env: dict[str, Blank]) -> AutogradCall:
+        leaves, tree = pytree.tree_flatten((instruction.args, instruction.kwargs))
+        number = {name: n for n, name in enumerate(names)}
+        return cls(instruction.target, tree,
+                   tuple((Ref, number[leaf.name]) if isinstance(leaf, Ref) else (type(leaf), leaf) for leaf in leaves),
+                   tuple(env[n] for n in names), tuple(o.local_shape for o in made_by(instruction)))
+
+
+class Answer(NamedTuple):
+    """The saved tensors and the results of one call.
+
+    Attributes:
+        reads, outputs: the numbers of those that are saved.
+        views: (number of a result, that of the input in whose memory it lies).
+        own: bytes of what else is saved; None: nothing is.
+        strides: of the results.
+    """
+
+    reads: tuple[int, ...]
+    outputs: tuple[int, ...]
+    views: tuple[tuple[int, int], ...]
+    own: int | None
+    strides: tuple[tuple[int, ...], ...]
+
+
+def saved_by(routed: LocalProgram) -> list[SavedTensors]:
+    """What each instruction of a program saves, in their order."""
+    env: dict[str, Blank] = {}
+    sources: list[Iterable[PlacedValue]] = [routed.inputs, routed.parameters.values(), routed.buffers.values(),
+                                         routed.constants.values()]
+    for instance in (i for table in sources for i in table):
+        env[instance.name] = _blank(instance)
+    if routed.seed is not None:
+        env[routed.seed.name] = _blank(routed.seed)
+    out = []
+    for instruction in routed.instructions:
+        if isinstance(instruction, LocalOp):
+            out.append(_of_operator(instruction, env))
+            continue
+        env[instruction.target.name] = _blank(instruction.target)
+        names = (instruction.source.name, instruction.operand.name, instruction.target.name) \
+            if isinstance(instruction, GlobalExtreme) and instruction.backward is not None else ()
+        out.append(SavedTensors(frozenset(names)))
+    return out
+
+
+def _blank(instance: PlacedValue, stride: tuple[int, ...] | None = None) -> Blank:
+    """A tensor that stands for an instance."""
+    shape = instance.local_shape
+    return Blank(shape, _contiguous(shape) if stride is None else stride, instance.value.dtype,
+                 instance.value.requires_grad)
+
+
+@lru_cache(maxsize=1 << 14)
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
+
+
+def _of_operator(instruction: LocalOp, env: dict[str, Blank]) -> SavedTensors:
+    names, outputs = read_by(instruction), made_by(instruction)
+    call = AutogradCall.of(instruction, names, env)
+    try:
+        hash(call)
+    except TypeError:  # an argument that equal ones are not known by
+        answer = _answer.__wrapped__(call)
+    else:
+        answer = _answer(call)
+    if answer is None:
+        env.update((o.name, _blank(o)) for o in outputs)
+        return SavedTensors(frozenset(names), True) if any(env[n].requires_grad for n in names) else SavedTensors()
+    env.update((o.name, _blank(o, stride)) for o, stride in zip(outputs, answer.strides))
+    values = frozenset((*(names[n] for n in answer.reads), *(outputs[k].name for k in answer.outputs)))
+    return SavedTensors(values, answer.own is not None, tuple((outputs[k].name, names[n]) for k, n in answer.views),
+                 answer.own or 0)
+
+
+@lru_cache(maxsize=1 << 14)
+def _answer(call: AutogradCall) -> Answer | None:
+    """Autograd's answer on a call; None: the call runs on tensors with values only, and whatever it may save counts."""
+    try:
+        found = _called(call, "meta")
+        if found.own is not None:
+            with FakeTensorMode():
+                found = _called(call, "cpu")
+    except Exception:  # of any kind, by an operator that needs values: all that it may save counts then
+        return None
+    return found
+
+
+def _called(call: AutogradCall, device: str) -> Answer:
+    packed: list[Tensor] = []
+
+    def pack(x: Tensor) -> None:
+        # Held, for memory is known by its address; without its graph, which would hold an output for ever.
+        packed.append(x.detach())
+
+    read = [blank.made(device) for blank in call.reads]
+    args, kwargs = pytree.tree_unflatten([read[leaf] if kind is Ref else leaf for kind, leaf in call.leaves], call.tree)
+    with torch.enable_grad(), saved_tensors_hooks(pack, lambda x: x):
+        made = call.target(*args, **kwargs)
+    results = [x for x in pytree.tree_leaves(made) if isinstance(x, Tensor)]
+    if [tuple(x.shape) for x in results] != list(call.outputs):
+        raise RuntimeError("other shapes than planned")
+    given = {_memory(x): n for n, x in enumerate(read)}
+    new = {_memory(x): k for k, x in reversed(list(enumerate(results))) if _memory(x) not in given}
+    saved = [_memory(x) for x in packed]
+    own = {place: x.untyped_storage().nbytes() for x, place in zip(packed, saved) if place not in given and place not in new}
+    return Answer(tuple({given[p]: None for p in saved if p in given}), tuple({new[p]: None for p in saved if p in new}),
+                  tuple((k, given[_memory(x)]) for k, x in enumerate(results) if _memory(x) in given),
+                  sum(own.values()) if own else None, tuple(x.stride() for x in results))
+
+
+def _memory(x: Tensor) -> int:
+    return storage_id(x.untyped_storage())
+
+
+@dataclass(frozen=True)
+class Regather:
+    """In the backward: the conversion of a stored weight, once more.
+
+    Args:
+        operator: the operator whose backward wants it first.
+    """
+
+    move: Redistribute
+    operator: str
+
+
+def wanted_again(routed: LocalProgram) -> dict[int, tuple[Redistribute, ...]]:
+    """For each operator, by its place among the instructions, the weights that it saves and that are not kept."""
+    if not any(isinstance(i, Redistribute) and i.again for i in routed.instructions):
+        return {}
+    held: dict[str, Redistribute] = {}     # the name of a gathered weight, or of a view of one -> what gathers it
+    out: dict[int, tuple[Redistribute, ...]] = {}
+    for place, (instruction, saved) in enumerate(zip(routed.instructions, saved_by(routed))):
+        if isinstance(instruction, Redistribute):
+            if instruction.again:
+                held[instruction.target.name] = instruction
+            elif instruction.source.name in held and instruction.forward.is_identity:
+                held[instruction.target.name] = held[instruction.source.name]
+        elif isinstance(instruction, LocalOp):
+            held.update((view, held[name]) for view, name in saved.views if name in held)
+            moves = {id(held[name]): held[name] for name in sorted(saved.values) if name in held}
+            if moves:
+                out[place] = tuple(moves.values())
+    return out
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# From when to when tensors of a local program are there: in its forward, and their gradients in its backward.
+#
+#     a tensor      from the instruction that makes it to the last that reads it; a view lies in the memory of what it views,
+#                   and so does the target of a conversion that takes no step: they are one, their root
+#     a gradient    of a tensor: from the backward of its last reader (of an output, from the first) to that of its maker.
+#                   Further terms of it are there while they are added.
+# ----------------------------------------------------------------------------------------------------
+
+class LiveRanges:
+    """The tensors of a forward.
+
+    Attributes:
+        instances: all of them, by name.
+        given: the names of those that no instruction makes.
+        root: of every tensor, the one in whose memory it lies.
+        born: of every root that an instruction makes, that instruction's place.
+        read: of every root, the last place at which it is made or read; of one that is given and not read, none.
+    """
+
+    def __init__(self, given: Iterable[PlacedValue], program: Sequence[Any], saved: Sequence[SavedTensors]) -> None:
+        self.instances = {instance.name: instance for instance in given}
+        self.given = frozenset(self.instances)
+        self.root = {name: name for name in self.instances}
+        self.born: dict[str, int] = {}
+        self.read: dict[str, int] = {}
+        for place, (instruction, found) in enumerate(zip(program, saved)):
+            views = dict(found.views)
+            if isinstance(instruction, Redistribute) and not instruction.copies:
+                views[instruction.target.name] = instruction.source.name
+            for name in reads(instruction):
+                self.read[self.root.get(name, name)] = place
+            for made in made_by(instruction):
+                self.instances[made.name] = made
+                root = self.root[made.name] = self.root.get(views.get(made.name, ""), made.name)
+                if root not in self.given:
+                    self.born.setdefault(root, place)
+                self.read[root] = place
+
+
+def waiting(backward: Sequence[tuple[int, Any]], instances: Mapping[str, PlacedValue], begin: Mapping[str, int],
+            grows: Callable[[str], bool]) -> Iterator[tuple[str, int, int]]:
+    """The gradients of a backward: (of which tensor, from, up to), the last moment not included.
+
+    Args:
+        backward: (moment, instruction) in the order in which the instructions' backwards run.
+        instances: the tensors by name.
+        begin: the gradients that are there from the start, and since when.
+        grows: whether a tensor has a gradient that counts.
+    """
+    waits = dict(begin)
+    for at, instruction in backward:
+        for made in made_by(instruction):
+            if made.name in waits:
+                yield made.name, waits.pop(made.name), at + 1
+        passes = isinstance(instruction, Redistribute) and not instruction.casts and \
+            not (instruction.backward is not None and instruction.backward.steps)
+        for name in reads(instruction):
+            if name in instances and grows(name):
+                if not passes:
+                    yield name, at, at + 1
+                waits.setdefault(name, at + 1)
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# What of a program is dropped in the forward and computed again in the backward.
+#
+#     a region      the instructions of one recomputed call, the conversions of its operators among them
+#     dropped       what some backward needs, and an instruction of the region makes
+#     again         the instructions of the region from which what is dropped follows
+#     inputs        what these read and do not make: it is kept
+#
+# Nothing of a region runs twice that no backward asks for, so a collective whose result nobody saves is not sent again.
+# A region hands its `inputs` to `again` when a backward first asks for something dropped.
+# ----------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Region:
+    """A part of a program that the backward computes again. Numbers are indices of `Routed.instructions`.
+
+    Attributes:
+        path: who asks for it: a module's path or an operator's name.
+        operators: the operators of the user's program in it.
+        again: what the backward runs, in order.
+        own: those of `again` that save something of their own, which is dropped with the rest.
+        inputs: names of the tensors that it is given; a further region may have to compute some of them first.
+        dropped: names of the tensors of which no backward keeps the forward's.
+        savers: the instructions that save any of that: the first of their backwards starts the region.
+    """
+
+    path: str
+    operators: tuple[str, ...]
+    again: tuple[int, ...]
+    own: frozenset[int]
+    inputs: tuple[str, ...]
+    dropped: frozenset[str]
+    savers: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.path}: again {self.again}, own {sorted(self.own)}, drop {sorted(self.dropped)}"
+
+
+@dataclass(frozen=True)
+class RecomputedInstruction:
+    """In the backward: an instruction of the forward, once more.
+
+    Args:
+        operator: the operator whose backward wants it.
+    """
+
+    instruction: Any
+    region: Region
+    operator: str
+
+
+def started(place: int, operator: str, regions: tuple[Region, ...], done: set[int], instructions: tuple) -> list[RecomputedInstruction]:
+    """What runs again before the backward of the instruction at `place`; `done`: the regions that have, by number."""
+    out: list[RecomputedInstruction] = []
+
+    def start(k: int) -> None:
+        done.add(k)
+        for other, region in enumerate(regions):
+            if other not in done and region.dropped.intersection(regions[k].inputs):
+                start(other)
+        out.extend(RecomputedInstruction(instructions[i], regions[k], operator) for i in regions[k].again)
+
+    for k, region in enumerate(regions):
+        if place in region.savers and k not in done:
+            start(k)
+    return out
+
+
+def regions_of(graph: Graph, routed: LocalProgram) -> tuple[Region, ...]:
+    """The regions of a program in the order in which they begin; those that would drop nothing are left out."""
+    said = {op.name: op.recompute for op in graph.ops if op.recompute is not None}
+    return _Regions(said, routed).run() if said else ()
+
+
+class _Regions:
+    def __init__(self, said: dict[str, Recompute], routed: LocalProgram) -> None:
+        self.said, self.routed, self.instructions = said, routed, routed.instructions
+        self.names = [(reads(i), tuple(o.name for o in made_by(i))) for i in self.instructions]
+        self.calls: dict[int, list[str]] = {}      # call -> its operators
+        for name, recompute in said.items():
+            self.calls.setdefault(recompute.call, []).append(name)
+        self.settings = {call: said[operators[0]] for call, operators in self.calls.items()}
+        self.everywhere = {call for call in self.calls if self.settings[call].everywhere or self.single(call)}
+        self.inside: list[int | None] = []         # per instruction: the call whose operator it works for
+        self.member: list[int | None] = []         # ... and by which it is computed again
+        self.maker: dict[str, int] = {}            # name -> the instruction that makes it
+        for i in range(len(self.instructions)):
+            self.place(i)
+        self.droppable = self.find_droppable()
+
+    def single(self, call: int) -> bool:
+        """Whether a region is one operator, views aside."""
+        computes = {i.operator for i in self.instructions if isinstance(i, LocalOp) and not hands_on(i.target)
+                    and i.operator in self.said and self.said[i.operator].call == call}
+        return len(computes) == 1
+
+    def place(self, i: int) -> None:
+        instruction, (read, makes) = self.instructions[i], self.names[i]
+        said = self.said.get(instruction.operator)
+        call = said.call if said is not None else None
+        member = call
+        if isinstance(instruction, LocalOp):
+            if said is not None and said.keep:
+                member = None
+        elif said is not None:
+            sends = bool(instruction.forward.collectives)
+            if getattr(instruction, "cause", "operator") == "parameter":
+                member = call if sends and (said.parallel_optimizer_comm or instruction.again) else None
+            elif (sends and not said.mp_comm) or (said.keep and getattr(instruction, "cause", "operator") == "operator"):
+                member = None
+        if call is None:
+            member = self.follows(instruction, read)
+        self.inside.append(call if call is not None else member)
+        self.member.append(member)
+        self.maker.update((name, i) for name in makes)
+
+    def follows(self, instruction: Any, read: tuple[str, ...]) -> int | None:
+        """The region whose results a conversion or a view hands on: dropped with them, where they are dropped everywhere."""
+        if isinstance(instruction, LocalOp) and not hands_on(instruction.target) or not read:
+            return None
+        calls = {self.member[self.maker[n]] if n in self.maker else None for n in read}
+        call = calls.pop()
+        if calls or call is None or call not in self.everywhere:
+            return None
+        sends = isinstance(instruction, Redistribute) and bool(instruction.forward.collectives)
+        return None if sends and not self.settings[call].mp_comm else call
+
+    def find_droppable(self) -> set[str]:
+        """What may be dropped: made by a member, and not used outside of its region unless that does not matter."""
+        out = {name for i, (_, makes) in enumerate(self.names) if self.member[i] is not None for name in makes}
+        out -= {o.name for o in self.routed.outputs if isinstance(o, PlacedValue)}
+        out -= {i.name for i in self.routed.updates.values()}
+        for i, (read, _) in enumerate(self.names):
+            for name in out.intersection(read):
+                call = self.member[self.maker[name]]
+                if call not in self.everywhere and self.inside[i] != call:
+                    out.discard(name)
+        return out
+
+    def run(self) -> tuple[Region, ...]:
+        saved = saved_by(self.routed)
+        needed = {call: {n for s in saved for n in s.values & self.droppable if self.call_of(n) == call}
+                  for call in self.calls}
+        first = {call: self.inside.index(call) for call in self.calls if call in self.inside}
+        out = []
+        for call in sorted(first, key=first.__getitem__, reverse=True):
+            own = {i for i, s in enumerate(saved) if s.own and self.member[i] == call and
+                   isinstance(self.instructions[i], LocalOp)}
+            again, inputs, waiting = set(own), set(), list(needed[call])
+            waiting += [n for i in own for n in self.names[i][0]]
+            while waiting:
+                name = waiting.pop()
+                if name in self.droppable and self.call_of(name) == call:
+                    if self.maker[name] not in again or self.maker[name] in own:
+                        more = self.names[self.maker[name]][0] if self.maker[name] not in again else ()
+                        again.add(self.maker[name])
+                        waiting += more
+                elif name not in inputs:
+                    inputs.add(name)
+                    if name in self.droppable:  # another region's, which begins earlier
+                        needed[self.call_of(name)].add(name)
+            if not again:
+                continue
+            savers = tuple(i for i, s in enumerate(saved) if i in own or s.values & needed[call])
+            out.append(Region(self.settings[call].path or self.calls[call][0], tuple(self.calls[call]),
+                              tuple(sorted(again)), frozenset(own), tuple(sorted(inputs)), frozenset(needed[call]),
+                              savers))
+        return tuple(reversed(out))
+
+    def call_of(self, name: str) -> int:
+        call = self.member[self.maker[name]]
+        assert call is not None
+        return call
+
+
+def hands_on(target: Any) -> bool:
+    """Whether what an operator makes may lie in the memory of its one input, as its schema says."""
+    schema = schema_of(target)
+    return schema is not None and len(schema.returns) == 1 and schema.returns[0].alias_info is not None
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# What a search lets run again in the backward: operators by name, neighbours of one segment of the program together.
+# ----------------------------------------------------------------------------------------------------
+
+def segments_of(graph: Graph) -> dict[str, int]:
+    """Operator -> the segment of the program that it is in: numbered modules (such as "layers.3"), outermost, and what
+    stands between them; joined until each has about √n of the n operators."""
+    least, number, size, before = math.isqrt(len(graph.ops)), 0, 0, None
+    out = {}
+    for op in graph.ops:
+        parts = op.module.split(".")
+        first = next((k for k, part in enumerate(parts) if part.isdigit()), None)
+        block = ".".join(parts[:first + 1]) if first is not None else ""
+        if block != before and size >= least:
+            number, size = number + 1, 0
+        before, size = block, size + 1
+        out[op.name] = number
+    return out
+
+
+def with_recompute(graph: Graph, names: frozenset[str], segments: Mapping[str, int]) -> Graph:
+    """The graph with these operators computed again in the backward: neighbours of one segment together."""
+    calls = 1 + max((op.recompute.call for op in graph.ops if op.recompute is not None), default=-1)
+    ops, last = [], None
+    for op in graph.ops:
+        if op.name not in names:
+            last = None
+        elif op.recompute is None:
+            calls += segments[op.name] != last
+            last = segments[op.name]
+            op = replace(op, recompute=Recompute(calls - 1, op.name, everywhere=True, mp_comm=False))
+        ops.append(op)
+    return graph.with_ops(tuple(ops))

@@ -1,0 +1,345 @@
+"""Dims that their cuts do not divide: padded while operators work on them, trimmed where they are wanted as they are.
+
+    50257 cut 8 ways: 8 parts of ⌈50257 / 8⌉ = 6283, together 50264, of which the last part has 7 beyond the end
+
+A value is padded, and trimmed, where the dim is whole on a rank, by operators like any others; conversions stand
+between them and know nothing of it. What is padded stays so from operator to operator.
+
+What stands in padding is nobody's: operators leave in it what they will. An operator *meets* a padded dim where one of
+its operands lacks the dim: it sums over it, in the forward or in the backward. So that nothing of the padding gets into
+a sum,
+
+    what an operator reads in a dim that it meets is masked: zero, or what adds nothing to its maximum;
+    what it makes in such a dim is masked for those who do not meet it themselves: no gradient comes out of padding.
+
+What is linear makes zeros of zeros in the backward too, so that the mask can wait until something is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..errors import StrategyError
+from ..graph import Op, Value, map_values
+from ..layout import Layout, digits_size
+from ..redistribution import redistribution
+from ..rules import Assignment, Bound, Builder, Rule
+from ..rules.dims import count, filling, unpadded
+from ..rules.registry import local_call
+from .local_program import Decision
+
+__all__ = ["Padded", "Piece", "amounts", "is_stored_padded", "pad", "true_slice"]
+
+aten = torch.ops.aten
+
+Piece = tuple[Decision, Op, Rule, Bound, Assignment]
+
+
+@dataclass(frozen=True)
+class Padded:
+    """Work on padded values.
+
+    Attributes:
+        work: the operators, those that pad, trim and mask among them.
+        handed: name -> what stands for an operator's output where an out_strategy takes effect, if not that itself.
+        parameters: name -> the padded value, of those that are stored so.
+        wanted: what was wanted as it is, in order.
+        notes: what the plan says of it.
+    """
+
+    work: list[Piece]
+    handed: dict[str, Value]
+    parameters: dict[str, Value]
+    wanted: list[Value]
+    notes: list[str]
+
+
+def true_slice(layout: Layout, shape: Sequence[int], rank: int) -> tuple[slice, ...]:
+    """The part of a tensor of `shape` on `rank`: of parts of one length, as much as there is."""
+    index = layout.slice(layout.padded(shape), rank)
+    return tuple(slice(min(s.start, size), min(s.stop, size)) for s, size in zip(index, shape))
+
+
+def amounts(shape: Sequence[int], wide: Sequence[int]) -> list[int]:
+    """By how much each dim is padded at its end, as torch counts: the last dim first, nothing at the beginnings."""
+    return [x for a, b in zip(reversed(shape), reversed(wide), strict=True) for x in (0, b - a)]
+
+
+def is_stored_padded(layout: Layout, shape: Sequence[int]) -> bool:
+    """Whether slices of a parameter are parts of one length that may not be full: of dims that one digit cuts. (Then
+    they are what torch takes for the shards of a dim that does not divide, too.)"""
+    return all(size % cut == 0 or len(digits) == 1 for size, cut, digits in zip(shape, layout.cuts, layout.dims or ()))
+
+
+def pad(work: Sequence[Piece], sources: Mapping[str, Layout], parameters: Iterable[tuple[Value, Layout]],
+        wanted: Iterable[tuple[Value, Layout]], renamed: Mapping[str, Value]) -> Padded:
+    """Put the operators that pad, mask and trim into planned work.
+
+    Args:
+        work: the operators of a plan, worked out.
+        sources: the layouts of inputs, buffers and constants, by name.
+        parameters: with the layouts in which they are stored.
+        wanted: what is wanted as it is at the end, and in which layouts: outputs, and new values of buffers.
+        renamed: name -> the value that is an operator's output since it was worked out.
+
+    Raises:
+        StrategyError: an operator that cannot work on padded slices.
+    """
+    padder = _Padder(sources, parameters, renamed)
+    for piece in work:
+        padder.piece(*piece)
+    ends = [padder.obtain(value, value.shape, layout) for value, layout in wanted]
+    return Padded(padder.work, padder.handed, padder.parameters, ends, padder.notes)
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A value that exists padded.
+
+    Attributes:
+        value: it, of its padded shape; named like the value that it stands for, or like what pads that.
+        shape: of the value that it stands for.
+        zeros: whether the padding holds zeros.
+        leaks: whether gradients that come to its padding would get into a sum.
+        detached: what it is without its gradient.
+    """
+
+    value: Value
+    shape: tuple[int, ...]
+    layout: Layout
+    zeros: bool = False
+    leaks: bool = False
+    detached: _Made | None = None
+
+
+class _Padder:
+    def __init__(self, sources: Mapping[str, Layout], parameters: Iterable[tuple[Value, Layout]],
+                 renamed: Mapping[str, Value]) -> None:
+        self.work: list[Piece] = []
+        self.renamed, self.handed = renamed, {}
+        self.notes: list[str] = []
+        self.parameters: dict[str, Value] = {}
+        self.layouts = dict(sources)                                   # of what exists as it is
+        self.made: dict[str, _Made] = {}                               # of what operators leave padded
+        self.variants: dict[tuple, Value] = {}
+        self.decision: Decision | None = None
+        for value, layout in parameters:
+            shape = layout.padded(value.shape)
+            if shape != value.shape and is_stored_padded(layout, value.shape):
+                self.parameters[value.name] = replace(value, shape=shape)
+                self.made[value.name] = _Made(self.parameters[value.name], value.shape, layout, zeros=True)
+            elif shape != value.shape:
+                self.notes.append(f"the parameter {value.name!r} {value.shape} is stored whole in the dims that its "
+                                  f"cuts {layout.cuts} do not divide: no single digit of the rank makes these")
+
+    # -- operators --
+
+    def piece(self, decision: Decision, op: Op, rule: Rule, bound: Bound, assignment: Assignment) -> None:
+        """An operator, on padded values where its cuts ask for them."""
+        self.decision = decision
+        factors = tuple(replace(f, size=-(-f.size // digits_size(d)) * digits_size(d))
+                        for f, d in zip(bound.factors, assignment.digits))
+
+        def padded(dims: Sequence[tuple[int, ...]], shape: tuple[int, ...]) -> tuple[int, ...]:
+            sizes = []
+            for dim, size in zip(dims, shape):
+                length = 1
+                for i in dim:
+                    length *= factors[i].size
+                sizes.append(length if dim else size)
+            return tuple(sizes)
+
+        shapes = [[padded(dims, shape) for dims, shape in zip(*side)]
+                  for side in ((bound.inputs, bound.in_shapes), (bound.outputs, bound.out_shapes))]
+        operands = [*zip(bound.inputs, bound.in_shapes, shapes[0]), *zip(bound.outputs, bound.out_shapes, shapes[1])]
+        uneven = {i for dims, true, wide in operands for dim, a, b in zip(dims, true, wide) if a != b for i in dim}
+        met, contracted = _met(bound, uneven) if rule.reduction != "none" else (set(), set())
+        flows = any(v is not None and v.requires_grad for v in op.outputs)
+
+        def meets(dims: Sequence[tuple[int, ...]], which: set[int]) -> bool:
+            return any(i in which for dim in dims for i in dim)
+
+        held = [self.made.get(v.name) for v in op.inputs]
+        passes = not met and flows and rule.is_linear(op)
+        leaks = passes and any(made is not None and made.leaks for made in held)
+        inputs = []
+        for i, (value, shape) in enumerate(zip(op.inputs, shapes[0])):
+            fill = None
+            if meets(bound.inputs[i], contracted):
+                neutral = rule.filling(op)
+                if neutral is None:
+                    raise StrategyError(f"sums over a dim that its cut does not divide, and {op.kind} does not leave "
+                                        "padding out", strategy=bound.in_strategy(assignment), **op.where,
+                                        legal=f"cuts that divide, such as {bound.dividing(assignment)}")
+                fill = filling(value.dtype, neutral)
+            elif meets(bound.inputs[i], met):
+                fill = filling(value.dtype, 0)
+            want = bound.input_layout(i, assignment)
+            assert want is not None
+            inputs.append(self.obtain(value, shape, want, fill, flows and not passes))
+        feed = iter(inputs)
+        args, kwargs = map_values((op.args, op.kwargs), lambda _: next(feed))
+        outputs, k = [], 0
+        for value in op.outputs:
+            if value is not None:
+                layout = bound.output_layout(k, assignment)
+                assert layout is not None
+                if shapes[1][k] == value.shape:
+                    self.layouts[value.name] = layout.without_partial()
+                else:
+                    made = replace(value, shape=shapes[1][k])
+                    self.made[value.name] = _Made(made, value.shape, layout.without_partial(),
+                                                  leaks=leaks or meets(bound.outputs[k], met),
+                                                  detached=held[0] if op.target is aten.detach.default else None)
+                    value = made
+                k += 1
+            outputs.append(value)
+        if uneven:
+            op = replace(op, args=args, kwargs=kwargs, inputs=tuple(inputs), outputs=tuple(outputs))
+            bound = replace(bound, factors=factors, in_shapes=tuple(shapes[0]), out_shapes=tuple(shapes[1]))
+            _check(op, rule, bound, assignment)
+        elif any(a is not b for a, b in zip(inputs, op.inputs)):
+            op = replace(op, args=args, kwargs=kwargs, inputs=tuple(inputs))
+        self.work.append((decision, op, rule, bound, assignment))
+        self.hand_on(decision, op)
+
+    def hand_on(self, decision: Decision, op: Op) -> None:
+        """An out_strategy whose cuts do not divide what the operator leaves: padded, or trimmed, for it."""
+        ends = [v for v in decision.op.outputs if v is not None]
+        for output, layout in zip(ends, decision.out or ()):
+            end = self.renamed.get(output.name, output)
+            if any(v is not None and v.name == end.name for v in op.outputs):
+                made = self.made.get(end.name) or _Made(end, end.shape, layout)
+                if any(size % cut for size, cut in zip(made.value.shape, layout.cuts)):
+                    value = self.obtain(end, layout.padded(end.shape), layout, 0)
+                    self.handed[output.name], self.layouts[value.name] = value, layout
+                    made = _Made(value, end.shape, layout, zeros=True)
+                self.made[end.name] = replace(made, layout=layout)
+                self.layouts[end.name] = layout
+
+    # -- values --
+
+    def obtain(self, value: Value, shape: tuple[int, ...], want: Layout, fill: Any = None, flows: bool = True) -> Value:
+        """A value in its own shape or a padded one.
+
+        Args:
+            want: the layout in which it is wanted.
+            fill: what its padding must hold; None: whatever it does.
+            flows: whether a gradient comes back to it from there.
+        """
+        made = self.made.get(value.name)
+        if shape == value.shape:
+            return value if made is None else self.trimmed(made, want)
+        if made is None or made.value.shape != shape:
+            return self.widened(value, shape, want, filling(value.dtype, 0) if fill is None else fill)
+        if fill is None and not (made.leaks and flows and made.value.requires_grad) or fill == 0 and made.zeros:
+            return made.value
+        return self.masked(made, filling(value.dtype, 0) if fill is None else fill)
+
+    def widened(self, value: Value, shape: tuple[int, ...], want: Layout, fill: Any) -> Value:
+        """A value padded with `fill`."""
+        key = (value.name, shape, fill)
+        if key not in self.variants:
+            dims = [d for d, (a, b) in enumerate(zip(value.shape, shape)) if a != b]
+            source = self.obtain(value, value.shape, _whole(want, dims))
+            layout = _between(self.layouts.get(source.name), want, dims)
+            builder = self.builder(value, {source.name: layout})
+            self.variants[key] = self.add(builder, builder.call(aten.constant_pad_nd.default, source,
+                                                                amounts(value.shape, shape), fill))
+        return self.variants[key]
+
+    def trimmed(self, made: _Made, want: Layout) -> Value:
+        """A value in its own shape again."""
+        dims = [d for d, (a, b) in enumerate(zip(made.shape, made.value.shape)) if a != b]
+        if not dims:
+            return made.value
+        layout = _between(made.layout, want, dims)
+        key = (made.value.name, layout)
+        if key not in self.variants:
+            builder = self.builder(made.value, {made.value.name: layout})
+            out = made.value
+            for d in dims:
+                out = builder.call(aten.narrow.default, out, d, 0, made.shape[d])
+            self.variants[key] = self.add(builder, out)
+        return self.variants[key]
+
+    def masked(self, made: _Made, fill: Any) -> Value:
+        """A padded value with `fill` in its padding, and no gradient out of it."""
+        key = (made.value.name, made.value.shape, fill, "masked")
+        if key not in self.variants and made.detached is not None and made.detached.value.shape == made.value.shape:
+            whole = self.masked(made.detached, fill)  # one mask for both
+            builder = self.builder(made.value, {whole.name: self.layouts.get(whole.name, made.layout)})
+            self.variants[key] = self.add(builder, builder.call(aten.detach.default, whole))
+        elif key not in self.variants:
+            builder = self.builder(made.value, {made.value.name: made.layout})
+            out = made.value
+            for d, (size, length) in enumerate(zip(made.shape, made.value.shape)):
+                if size != length:
+                    out = builder.call(unpadded, out, self.starts(builder, made, d), d, size, fill)
+            self.variants[key] = self.add(builder, out)
+        return self.variants[key]
+
+    def starts(self, builder: Builder, made: _Made, dim: int) -> Value:
+        """Where the parts of a padded dim begin; the same for all that are cut so."""
+        digits = made.layout.dims[dim]
+        parts = digits_size(digits)
+        key = (parts, made.value.shape[dim] // parts)
+        if key not in self.variants:
+            self.variants[key] = builder.call(count, made.value, *key)
+        builder.layouts.setdefault(self.variants[key].name, made.layout)
+        return builder.lay(self.variants[key], [digits])
+
+    def builder(self, value: Value, layouts: dict[str, Layout]) -> Builder:
+        """Writes operators that work for the present one."""
+        assert self.decision is not None
+        op = replace(self.decision.op, name=f"{value.name}.padding{len(self.variants)}")
+        return Builder(op, layouts)
+
+    def add(self, builder: Builder, value: Value) -> Value:
+        assert self.decision is not None
+        self.work += [(self.decision, *step) for step in builder.steps]
+        self.layouts[value.name] = builder.layouts[value.name]
+        return value
+
+
+def _met(bound: Bound, uneven: set[int]) -> tuple[set[int], set[int]]:
+    """Of some factors those that an operand lacks, and those that an output lacks."""
+    def lacks(dims: Sequence[tuple[int, ...]]) -> set[int]:
+        return {i for i in uneven if all(i not in dim for dim in dims)}
+    contracted = set().union(*map(lacks, bound.outputs))
+    return contracted.union(*map(lacks, bound.inputs)), contracted
+
+
+def _whole(layout: Layout, dims: Sequence[int]) -> Layout:
+    return Layout.of(layout.devices, [() if d in dims else digits for d, digits in enumerate(layout.dims or ())])
+
+
+def _between(source: Layout | None, want: Layout, dims: Sequence[int]) -> Layout:
+    """On the way from one layout to another, one in which some dims are whole: that in which least is sent."""
+    if source is None:
+        return _whole(want, dims)
+    return min((_whole(source, dims), _whole(want, dims)),
+               key=lambda middle: redistribution(source, middle).sent + redistribution(middle, want).sent)
+
+
+def _check(op: Op, rule: Rule, bound: Bound, assignment: Assignment) -> None:
+    """See that the operator makes slices of the padded shapes out of such."""
+    local = local_call(op, rule, bound, assignment)
+    shapes = iter([bound.input_layout(i, assignment).local_shape(v.shape) for i, v in enumerate(op.inputs)])
+    wanted = [bound.output_layout(i, assignment).local_shape(shape) for i, shape in enumerate(bound.out_shapes)]
+    args, kwargs = map_values((local.args, local.kwargs),
+                              lambda v: torch.empty(next(shapes), dtype=v.dtype, device="meta"))
+    try:
+        made = local.target(*args, **kwargs)
+        made = made if isinstance(made, (tuple, list)) else (made,)
+        got = [tuple(x.shape) for x in made if isinstance(x, torch.Tensor)]
+    except (RuntimeError, ValueError) as error:
+        got = str(error)
+    if got != wanted:
+        raise StrategyError(f"cannot work on padded slices: {got} instead of {wanted}",
+                            strategy=bound.in_strategy(assignment), **op.where,
+                            legal=f"cuts that divide, such as {bound.dividing(assignment)}")

@@ -1,0 +1,285 @@
+"""What an operator makes of a batch that comes in parts, told by its rule. With v_k what a value is in part k of m:
+
+    carried     the whole is the parts beside each other, along one dim
+    sum         Σ_k v_k
+    mean        Σ_k v_k / m           parts are equally long
+    same        v_k, whichever k      it does not depend on the batch
+    mixed       none of these: rows of one part have met rows of another
+
+An operator whose batch factor is cut by the digit of the part is what `rules` say of that cut: it runs on slices, or is
+worked out into operators that do, and what it leaves open over the digit is a sum. Where it is worked out, a sum that
+is divided by a number is a mean, for the number is how many terms there are; divided by another sum it is a ratio,
+which is a mean of terms that do not count alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import ShardwrightError
+from ..graph import SEED, Graph, Op, map_values
+from ..layout import Digit, Layout
+from ..rules import Assignment, Bound, Rule, expand
+from ..torch_private import overload_name
+
+__all__ = ["BatchDim", "NotSeparable", "ReducedOverBatch", "additive", "after_cut", "batch_place", "differences", "followed", "image", "lends", "pairs", "product"]
+
+aten = torch.ops.aten
+
+_ADDITIVE = ("add", "sub", "subtract", "rsub")
+_PRODUCTS = ("mul", "multiply")
+_QUOTIENTS = ("div", "divide", "true_divide")
+
+#: Operators of which an input lends its dtype or device alone: which input.
+_LENDS = {aten.type_as.default: 1, aten.to.other: 1, aten.new_zeros.default: 0, aten.new_ones.default: 0,
+          aten.new_full.default: 0, aten.new_empty.default: 0}
+
+
+@dataclass(frozen=True)
+class BatchDim:
+    """A value with rows of the batch in one dim.
+
+    Args:
+        dim: which.
+        outer: what stands before the batch in that dim: its size is outer · rows · …; 1 where the batch is its major
+            part.
+        numbers: its elements are the numbers of the rows, counted in each part from 0: they are good to choose rows.
+    """
+
+    dim: int
+    outer: int = 1
+    numbers: bool = False
+
+
+@dataclass(frozen=True)
+class ReducedOverBatch:
+    """A value without rows of the batch: "sum", "mean" or "same"."""
+
+    how: str
+
+
+@dataclass(frozen=True)
+class NotSeparable:
+    """A value that mixes the parts, and the error that says so to whom it matters."""
+
+    error: ShardwrightError
+
+
+def lends(op: Op, index: int) -> bool:
+    """Whether nothing of an input but its type is read."""
+    return _LENDS.get(op.target) == index
+
+
+def batch_place(bound: Bound, dims: tuple[tuple[int, ...], ...], carried: BatchDim) -> tuple[int, int] | None:
+    """The factor that the batch lies in, and what stands before it within that factor; None where none divides so."""
+    at = 1
+    for index in dims[carried.dim]:
+        size = bound.factors[index].size
+        if carried.outer < at * size:
+            return (index, carried.outer // at) if carried.outer % at == 0 else None
+        at *= size
+    return None
+
+
+def image(bound: Bound, dims: tuple[tuple[int, ...], ...], place: tuple[int, int]) -> BatchDim | None:
+    """Where in an output the batch lies; None where it is reduced."""
+    for d, dim in enumerate(dims):
+        at = 1
+        for index in dim:
+            if index == place[0]:
+                return BatchDim(d, at * place[1])
+            at *= bound.factors[index].size
+    return None
+
+
+# -- an operator whose batch is cut ------------------------------------------------------------------------------------
+
+
+def after_cut(op: Op, described: Rule, bound: Bound, factor: int, parts: int) -> list[str]:
+    """What each tensor output is when one factor comes in so many parts: "cut", "sum", "mean", "ratio" or "mixed"."""
+    outputs = [v for v in op.outputs if v is not None]
+    if not bound.factors[factor].splittable:
+        return ["mixed"] * len(outputs)
+    assignment = bound.cut_by(parts, {factor: (Digit(parts, 1),)})
+    if not bound.is_consistent(assignment):  # the batch is a minor part of a dim: there is no layout for it
+        works_out = described.expand is not None and described.expand(op, bound, assignment) is not None
+        return ["mixed" if works_out else _outcome(bound, dims, factor) for dims in bound.outputs]
+    try:
+        steps, renamed = expand(op, described, bound, assignment)
+    except ShardwrightError:
+        return ["mixed"] * len(outputs)
+    if len(steps) == 1 and steps[0][0] is op:
+        return [_outcome(bound, dims, factor) for dims in bound.outputs]
+    kinds: dict[str, str] = {}
+    layouts: dict[str, Layout | None] = {}
+    for i, value in enumerate(op.inputs):
+        layouts[value.name] = bound.input_layout(i, assignment)
+        kinds[value.name] = "same" if _is_whole(layouts[value.name]) else "cut"
+    for step in steps:
+        _follow_step(*step, kinds, layouts)
+    return [kinds[renamed.get(v.name, v).name] for v in outputs]
+
+
+def _outcome(bound: Bound, dims: tuple[tuple[int, ...], ...], factor: int) -> str:
+    """Of an operator that runs on slices as it stands."""
+    if any(factor in dim for dim in dims):
+        return "cut"
+    return "sum" if bound.reduction == "sum" else "mixed"
+
+
+def _is_whole(layout: Layout | None) -> bool:
+    return layout is not None and not any(layout.dims)
+
+
+def _follow_step(op: Op, described: Rule, bound: Bound, assignment: Assignment, kinds: dict[str, str],
+                 layouts: dict[str, Layout | None]) -> None:
+    """Note what one of the operators, that another was worked out into, makes of its inputs."""
+    draws = any(v.name == SEED.name for v in op.inputs)  # a part begins elsewhere in the whole: see rules.generator
+    read = []
+    for i, value in enumerate(op.inputs):
+        wanted, kind = bound.input_layout(i, assignment), kinds.get(value.name, "same")
+        if kind == "cut" and wanted != layouts[value.name] or kind != "cut" and not _is_whole(wanted) and not draws:
+            kind = "mixed"  # it would be gathered, or say where in the whole the part lies
+        read.append(kind)
+    for i, value in enumerate(v for v in op.outputs if v is not None):
+        layout = bound.output_layout(i, assignment)
+        layouts[value.name] = layout.without_partial() if layout is not None else None
+        if "mixed" in read:
+            kinds[value.name] = "mixed"
+        elif assignment.used:
+            contracted = {"sum": "sum", "none": "same"}.get(bound.reduction, "mixed")
+            kinds[value.name] = "mixed" if {"sum", "mean", "ratio"} & set(read) else \
+                "cut" if not _is_whole(layouts[value.name]) else contracted
+        else:
+            kinds[value.name] = _worked_out(op, described, read)
+
+
+def _worked_out(op: Op, described: Rule, read: Sequence[str]) -> str:
+    """The same, of values that are reduced already."""
+    if op.kind in _QUOTIENTS and read[0] == "sum":
+        if len(read) == 1:
+            return "mean"
+        if read[1] == "sum":
+            return "ratio"
+    if set(read) <= {"same"}:
+        return "same"
+    if "ratio" in read:
+        return "ratio" if len(read) == 1 and followed(op, described, read) else "mixed"
+    if len(set(read)) > 1 and (additive(op) or described.is_linear(op)):
+        return "mixed"
+    return followed(op, described, read) or "mixed"
+
+
+# -- after the reduction -----------------------------------------------------------------------------------------------
+
+
+def additive(op: Op) -> bool:
+    """True for a sum, a difference, or so much of one tensor and the rest of another."""
+    return (op.kind in _ADDITIVE or op.kind == "lerp" and overload_name(op.target) == "Scalar") and op.outputs[0] is not None
+
+
+def product(op: Op) -> int:
+    """1 for a product, -1 for a quotient, 0 for neither."""
+    if overload_name(op.target) not in ("Tensor", "Scalar"):
+        return 0  # another rounds
+    return 1 if op.kind in _PRODUCTS else -1 if op.kind in _QUOTIENTS else 0
+
+
+def followed(op: Op, described: Rule, kinds: Sequence[str]) -> str | None:
+    """What a linear operator makes of reduced inputs, of which the terms of one sum are alike: "sum", where one input
+    is, else "mean"; None: it is not linear in them. What adds is so only when all its inputs are of that kind."""
+    reduced = [i for i, kind in enumerate(kinds) if kind != "same"]
+    how = kinds[reduced[0]] if len(reduced) == 1 else "sum" if "sum" in (kinds[i] for i in reduced) else "mean"
+    if additive(op) or described.is_linear(op) or described.view and len(kinds) == 1:
+        return how
+    if op.kind in ("to", "_to_copy") and all(v.dtype.is_floating_point for v in (op.inputs[0], op.outputs[0])):
+        return how  # terms that are rounded before they are summed: there is no other place to round them
+    of = product(op)
+    if of and len(reduced) == 1 and (of > 0 or reduced == [0]):
+        return how
+    return None
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# Two captures of one model, of batches of unlike sizes, operator by operator.
+#
+# They are one program. But an operator that gives back what it is given is not there where torch leaves it out: what is
+# contiguous as it is, what is expanded to the shape it has. Where a batch has one row there are fewer of these.
+# ----------------------------------------------------------------------------------------------------
+
+#: Operators that may be left out.
+_LEFT_OUT = (aten.contiguous.default, aten.expand.default)
+
+#: Arguments that the shapes of the results tell.
+_SIZES = ("size", "shape", "sizes", "repeats")
+
+
+def pairs(graph: Graph, wide: Graph, refused: Callable[[Op, str], Exception]) -> Iterator[tuple[Op, Op | None]]:
+    """Each operator of the one with its twin of the other; None for one that is left out there.
+
+    Twins are called at the same line. Where the two captures were made by calls of the model at different lines of the user's
+    loop, the loss's operators have those lines: then lines are not compared.
+
+    Args:
+        refused: the error for an operator and what is wrong with it, raised where the two are not one program.
+    """
+    try:
+        found = list(_pairs(graph, wide, refused, _alike))
+    except _Unlike as unlike:
+        try:
+            found = list(_pairs(graph, wide, refused, _alike_anywhere))
+        except _Unlike:
+            raise unlike.error from None
+    yield from found
+
+
+class _Unlike(Exception):
+    """Two captures that are not one program."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+def _pairs(graph: Graph, wide: Graph, refused: Callable[[Op, str], Exception], alike: Callable[[Op, Op], bool]
+           ) -> Iterator[tuple[Op, Op | None]]:
+    twins = list(reversed(wide.ops))
+    for op in graph.ops:
+        while twins and not alike(op, twins[-1]) and twins[-1].target in _LEFT_OUT:
+            twins.pop()
+        if twins and alike(op, twins[-1]):
+            yield op, twins.pop()
+        elif op.target in _LEFT_OUT:
+            yield op, None
+        else:
+            raise _Unlike(refused(op, f"with more rows the model calls {twins[-1].kind if twins else 'nothing'} here"))
+    if further := [twin for twin in twins if twin.target not in _LEFT_OUT]:
+        raise _Unlike(refused(further[-1], "it is called with more rows alone"))
+
+
+def _alike(op: Op, twin: Op) -> bool:
+    return repr(op.target) == repr(twin.target) and (op.module, op.source) == (twin.module, twin.source)
+
+
+def _alike_anywhere(op: Op, twin: Op) -> bool:
+    return repr(op.target) == repr(twin.target) and op.module == twin.module
+
+
+def differences(op: Op, twin: Op) -> list[tuple[str, Any, Any]]:
+    """The arguments, but for sizes that the shapes of the results tell, in which two captures of a call differ: their
+    name and both."""
+    sliced = op.kind in ("slice", "narrow") and op.inputs[0].shape == op.outputs[0].shape  # all of a dim
+    found = []
+    names = op.argument_names or tuple(str(i) for i in range(len(op.args)))
+    mine, theirs = (map_values({**dict(zip(names, o.args)), **o.kwargs}, lambda v: "") for o in (op, twin))
+    for name in {**mine, **theirs}:
+        a, b = mine.get(name), theirs.get(name)
+        if name in _SIZES and isinstance(a, (list, tuple)) or sliced and name in ("start", "end", "length"):
+            continue
+        if type(a) is not type(b) or repr(a) != repr(b):
+            found.append((name, a, b))
+    return found

@@ -1,0 +1,202 @@
+"""Making the plan of a pipeline: micro-batches, stages, and for each stage a plan on its own devices.
+
+    devices of a group      devices / groups, neighbouring ranks
+    inputs of a stage       those of the model as the dataset_strategy has them on the stage's devices; values and parameters
+                            of earlier stages in the layout in which those have them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..capture.annotations import PipelineSettings
+from ..cluster import Cluster
+from ..errors import SettingError
+from ..graph import Graph, Value
+from ..layout import Layout
+from ..partition.local_program import InputPlacement, batch_dims, description, input_placement
+from ..partition.partitioner import arriving, neighbours
+from ..sharded_plan import Plan
+from ..torch_private import pytree
+from .microbatch import split
+from .pipeline_plan import PipelinePlan, PipelineSearchResult, Stage
+from .schedules import Schedule, schedule
+from .stages import StageGraph, StageInput, cut
+
+__all__ = ["PlanCache", "pipeline_plan", "planned_stages", "schedule_of"]
+
+#: Makes the plan of a stage: (graph, devices, fed, number) -> Plan.
+Planner = Callable[[Graph, int, InputPlacement, int], Plan]
+
+
+def schedule_of(setting: PipelineSettings, devices: int) -> Schedule:
+    """The schedule that a setting asks for.
+
+    Raises:
+        SettingError: devices that the stages do not divide, or a schedule that there is not.
+    """
+    groups = setting.stages
+    if devices % groups:
+        raise SettingError(f"{groups} stages on {devices} devices", legal="a number of stages that divides the devices: "
+                           f"{', '.join(str(n) for n in range(1, devices + 1) if devices % n == 0)}")
+    return schedule(None if setting.csv else setting.scheduler, groups, setting.micro_batches, chunks=setting.chunks,
+                    csv=setting.csv)
+
+
+def pipeline_plan(graph: Graph, wide: Graph | None, devices: int, mode: str, dataset: Any, planned: Schedule, modules: Mapping[str, int],
+                  planner: Planner, *, splits: tuple[bool, ...], sizes: tuple[int, ...] | None = None,
+                  on_missing_rule: str = "error", uneven: bool = False, cluster: Any = None, optimizer: Any = "adam",
+                  chosen: PipelineSearchResult | None = None) -> PipelinePlan:
+    """Plan a captured model as a pipeline.
+
+    Args:
+        graph, wide: of one micro-batch, as `micro.split` takes them.
+        planned: its schedule.
+        modules: dotted path -> stage.
+        planner: of a stage.
+        splits: of the tensor inputs, which are split into micro-batches.
+        sizes: how many devices each group has; None: all the same.
+        chosen: who chose the stages, where it was not the user.
+
+    Raises:
+        ShardwrightError: stages that cannot be, or what the planner says, with the stage.
+    """
+    sizes = sizes or (devices // planned.groups,) * planned.groups
+    fed = {n: input_placement(graph, n, dataset) for n in sorted(set(sizes))}
+    parts = _parts(fed[sizes[0]])
+    if len(set(sizes)) > 1 and fed[sizes[0]].own_part:
+        raise SettingError(f"stages of {', '.join(map(str, sizes))} devices, each rank feeding its own part",
+                           legal='dataset_strategy("full_batch"), or stages of one size')
+    micro = split(graph, planned.micro_batches, wide, parts)
+    bounds = {op.name: description(op, on_missing_rule, devices, uneven)[1] for op in micro.graph.ops}
+    graphs = cut(micro.graph, modules, planned.stages, batch_dims(micro.graph, bounds))
+    made = planned_stages(graphs, graph.inputs, micro.counts, planned.placement, sizes, fed, planner)
+    return PipelinePlan(micro.graph, devices, mode, made, planned, micro, splits,
+                        Cluster.of(cluster, devices), optimizer, chosen=chosen)
+
+
+def planned_stages(graphs: Sequence[StageGraph], inputs: Sequence[Value], counting: Graph | None, placement: Sequence[int],
+                   sizes: Sequence[int], fed: Mapping[int, InputPlacement], planner: Planner) -> tuple[Stage, ...]:
+    """The stages, each planned on devices of its own, in order: in which layout a value leaves one, it comes to another.
+
+    Args:
+        inputs: of the model, without totals.
+        counting: what counts targets, where totals are made of that.
+        placement: by stage, the group of devices.
+        sizes: by group, how many devices.
+        fed: by number of devices, how the model is fed.
+    """
+    firsts = [sum(sizes[:g]) for g in range(len(sizes))]
+    stages: list[Stage] = []
+    for number, part in enumerate(graphs):
+        size = sizes[placement[number]]
+        targets = {name: [sizes[placement[t]] for t, other in enumerate(graphs)
+                          if StageInput("stage", number, name) in other.sources] for name in part.sent}
+        own = _feeding(part, fed[size], len(inputs), stages, size)
+        kept = {f"{name}.sent": max(neighbours(size, n) for n in targets[name]) for name in part.sent}
+        plan = planner(part.graph, size, replace(own, kept=kept), number)
+        counts = None
+        if counting is not None and any(s.kind == "input" and s.index >= len(inputs) for s in part.sources):
+            names = [v.name for v in inputs]
+            layouts = tuple(fed[size].inputs[names.index(v.name)] for v in counting.inputs)
+            counts = planner(counting, size, InputPlacement(layouts, own.own_part), -1)
+        stages.append(Stage(number, plan, firsts[placement[number]], part.sources, part.results, part.sent, counts))
+    return tuple(stages)
+
+
+def _parts(fed: InputPlacement) -> int:
+    """Into how many parts the batch is cut where each rank feeds its own."""
+    return next((layout.cuts[0] for layout in fed.inputs if layout.dims and layout.dims[0]), 1) if fed.own_part else 1
+
+
+def _feeding(part: StageGraph, fed: InputPlacement, inputs: int, stages: list[Stage], devices: int) -> InputPlacement:
+    """How the inputs of a stage come in."""
+    layouts = []
+    for value, source in zip(part.graph.inputs, part.sources):
+        if source.kind == "input":
+            layouts.append(fed.inputs[source.index] if source.index < inputs else Layout.replicated(devices, len(value.shape)))
+            continue
+        maker = stages[source.index]
+        left = maker.outgoing(source.name).layout if source.kind == "stage" else \
+            maker.plan.routed.parameters[source.name].layout
+        layouts.append(arriving(left, maker.devices, devices))
+    first = next((layout.dims[0] for layout in fed.inputs if layout.dims and layout.dims[0]), ())
+    return InputPlacement(tuple(layouts), fed.own_part, first if fed.own_part else ())
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# Stages that are alike are planned once: what was decided for one holds for the others, in the same places.
+# ----------------------------------------------------------------------------------------------------
+
+class PlanCache:
+    """A planner of stages that knows what it has planned.
+
+    Args:
+        planner: (graph, devices, fed, number) -> Plan.
+        whole: names of parameters that are never stored cut.
+    """
+
+    def __init__(self, planner: Callable[[Graph, int, InputPlacement, int], Plan],
+                 whole: frozenset[str] = frozenset()) -> None:
+        self.planner, self.whole = planner, whole
+        self.known: list[tuple[Any, Plan]] = []
+
+    def __call__(self, graph: Graph, devices: int, fed: InputPlacement, number: int) -> Plan:
+        """The plan of a stage."""
+        if number < 0:
+            return self.planner(graph, devices, fed, number)
+        form = (tuple(name in self.whole for name in graph.parameters), *_form(graph, fed, devices))
+        for other, plan in self.known:
+            if other == form:
+                return _taken(plan, graph, fed)
+        plan = self.planner(graph, devices, fed, number)
+        self.known.append((form, plan))
+        return plan
+
+
+def _taken(plan: Plan, graph: Graph, fed: InputPlacement) -> Plan:
+    """The plan of a graph that is alike to the plan's."""
+    names = dict(zip(_values(plan.graph), _values(graph)))
+    names.update((a.name, b.name) for a, b in zip(plan.graph.ops, graph.ops))
+    decisions = {}
+    for op, before in zip(graph.ops, plan.decisions.values()):
+        origin, via = (names.get(name, name) for name in (before.origin, before.via))
+        decisions[op.name] = replace(before, op=op, origin=origin, via=via)
+    carries = {names.get(name, name): dim for name, dim in plan.carries.items()}
+    return replace(plan, graph=graph, fed=fed, decisions=decisions, carries=carries)
+
+
+def _values(graph: Graph) -> Iterator[str]:
+    """All values by name, in an order that graphs which are alike share."""
+    for value in (*graph.inputs, *graph.parameters.values(), *graph.buffers.values()):
+        yield value.name
+    yield from graph.constants
+    for op in graph.ops:
+        yield from (v.name for v in op.outputs if v is not None)
+
+
+def _form(graph: Graph, fed: InputPlacement, devices: int) -> Iterator[Any]:
+    """What decides the plan of a stage, with numbers for names."""
+    number = {name: k for k, name in enumerate(_values(graph))}
+    calls: dict[int, int] = {}
+
+    def leaf(x: Any) -> Any:
+        return ("value", number[x.name]) if isinstance(x, Value) else repr(x)
+
+    yield devices, fed.inputs, fed.own_part, fed.batch, len(graph.parameters), len(graph.buffers)
+    for value in (*graph.inputs, *graph.parameters.values(), *graph.buffers.values()):
+        yield value.shape, value.dtype, value.requires_grad, value.master, (graph.batch or {}).get(value.name)
+    for name, tensor in graph.constants.items():
+        yield tuple(tensor.shape), tensor.dtype, tensor.tolist() if tensor.numel() < 64 else id(tensor)
+    for op in graph.ops:
+        leaves, spec = pytree.tree_flatten((op.args, op.kwargs))
+        mark = None if op.mark is None else (op.mark.in_strategy, op.mark.out_strategy)
+        again = op.recompute and replace(op.recompute, call=calls.setdefault(op.recompute.call, len(calls)), path="")
+        outputs = tuple(None if v is None else (v.shape, v.dtype, v.requires_grad) for v in op.outputs)
+        yield op.target, tuple(map(leaf, leaves)), str(spec), outputs, repr(mark), again
+    for x in graph.outputs:
+        yield leaf(x), fed.kept.get(x.name) if isinstance(x, Value) else None
+    yield tuple((number[graph.buffers[n].name], leaf(v)) for n, v in graph.updates.items())

@@ -1,0 +1,580 @@
+"""A plan of a pipeline: each stage planned on devices of its own, a schedule, and what is sent between them.
+
+    rank of the world = first of the stage's group of devices + rank in the stage
+
+A stage's plan is an ordinary `Plan` of one micro-batch on the stage's own devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from ..capture.annotations import PipelineSettings
+from ..cluster import Cluster
+from ..cost.cost_model import CostModel
+from ..errors import PlanError
+from ..graph import Graph, Value
+from ..layout import Layout, digits_size, group_of
+from ..partition.local_program import PlacedValue, made_by
+from ..partition.partitioner import between, sender
+from ..rules.dims import send
+from ..sharded_plan import (
+    Collective,
+    OperatorPlan,
+    ParameterPlan,
+    Plan,
+    SavedPlan,
+    backward_collectives,
+    forward_collectives,
+    short_hash,
+)
+from .microbatch import MicrobatchPlan
+from .schedules import Schedule, forward_only, schedule
+from .simulate import Profile, Simulation, simulate
+from .stages import StageInput
+
+__all__ = ["Moment", "PipelinePlan", "PipelineSearchResult", "PricedPipeline", "Stage", "StageChoice", "StageParameter", "Transfer", "moments", "timeline_of"]
+
+
+# ----------------------------------------------------------------------------------------------------
+# The stages of a pipeline that a search has chosen, and what else it priced.
+# ----------------------------------------------------------------------------------------------------
+
+class StageChoice(NamedTuple):
+    """A stage: units [first, last) on so many devices, computed again in the backward or not."""
+
+    first: int
+    last: int
+    devices: int
+    recompute: bool
+
+
+@dataclass(frozen=True)
+class PricedPipeline:
+    """What was priced.
+
+    Attributes:
+        devices: by stage.
+        micro_batches: how many.
+        recomputed: how many of the stages are computed again.
+        seconds: of a step, by the formula of `balance`; None: it cannot be.
+        peak: bytes of the device that holds the most; of what does not fit the least that there is.
+        why: it cannot be.
+    """
+
+    devices: tuple[int, ...]
+    micro_batches: int
+    recomputed: int = 0
+    seconds: float | None = None
+    peak: float | None = None
+    why: str = ""
+
+    @property
+    def stages(self) -> int:
+        """How many stages."""
+        return len(self.devices)
+
+
+@dataclass(frozen=True)
+class PipelineSearchResult:
+    """What was chosen, and among what.
+
+    Attributes:
+        paths: by unit, its modules.
+        stages: in order.
+        seconds, peak: as of `Alternative`.
+        alternatives: the best first.
+    """
+
+    paths: tuple[tuple[str, ...], ...]
+    stages: tuple[StageChoice, ...]
+    micro_batches: int
+    seconds: float
+    peak: float
+    alternatives: tuple[PricedPipeline, ...]
+
+    @property
+    def modules(self) -> dict[str, int]:
+        """Dotted path -> stage."""
+        return {path: s for s, stage in enumerate(self.stages) for paths in self.paths[stage.first:stage.last]
+                for path in paths if path}
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Devices, by stage."""
+        return tuple(stage.devices for stage in self.stages)
+
+    @property
+    def unequal(self) -> bool:
+        """Whether stages have unequal numbers of devices."""
+        return len(set(self.sizes)) > 1
+
+    @property
+    def setting(self) -> PipelineSettings:
+        """As a user would ask for it, but for the sizes."""
+        return PipelineSettings(len(self.stages), "1f1b", self.micro_batches)
+
+    @property
+    def schedule(self) -> Schedule:
+        """Who does what when."""
+        return schedule("1f1b", len(self.stages), self.micro_batches)
+
+    @property
+    def recomputed(self) -> tuple[int, ...]:
+        """The units that are computed again."""
+        return tuple(u for stage in self.stages if stage.recompute for u in range(stage.first, stage.last))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage.
+
+    Attributes:
+        number: from 0.
+        plan: of one micro-batch on its own devices.
+        first: its first rank in the world.
+        sources: where each input of the plan's graph comes from.
+        results: the outputs of the model, by index, that come first among the plan's; what it sends follows.
+        sent: the names of the values that it sends.
+        counts: what counts the targets of a micro-batch for the means over the whole batch, where its loss has such.
+    """
+
+    number: int
+    plan: Plan
+    first: int
+    sources: tuple[StageInput, ...]
+    results: tuple[int, ...]
+    sent: tuple[str, ...]
+    counts: Plan | None = None
+
+    @property
+    def devices(self) -> int:
+        """How many devices it runs on."""
+        return self.plan.devices
+
+    @property
+    def ranks(self) -> range:
+        """Its ranks in the world."""
+        return range(self.first, self.first + self.devices)
+
+    def outgoing(self, value: str) -> PlacedValue:
+        """A value that it sends, as it leaves."""
+        return self.plan.routed.outputs[len(self.results) + self.sent.index(value)]
+
+
+@dataclass(frozen=True)
+class StageParameter(ParameterPlan):
+    """Where a parameter of one stage lies. Ranks are those of the world; on those of other stages lies nothing of it.
+
+    Attributes:
+        stage: its number.
+        ranks: of the stage, in the world.
+    """
+
+    stage: int = 0
+    ranks: range = range(0)
+
+    def slice(self, rank: int) -> tuple[slice, ...]:
+        """The part of the whole parameter that lies on `rank`."""
+        if rank not in self.ranks:
+            return (slice(0, 0),) * len(self.shape)
+        return super().slice(rank - self.ranks.start)
+
+
+class Transfer(NamedTuple):
+    """What one stage sends another.
+
+    Attributes:
+        kind: "value", once for each micro-batch, or "parameter", once a step.
+        name: of the value, or of the parameter.
+        source, target: stages.
+        layout: in which it leaves; in which it comes: see `crossing`.
+        arriving: as the target has it.
+        value: shape and type, of the whole.
+        gradient: whether a gradient comes back.
+    """
+
+    kind: str
+    name: str
+    source: int
+    target: int
+    layout: Layout
+    arriving: Layout
+    value: Value
+    gradient: bool
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of what one rank sends."""
+        return self.layout.local_shape(self.layout.padded(self.value.shape))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what one rank sends."""
+        out = self.value.dtype.itemsize
+        for size in self.local_shape:
+            out *= size
+        return out
+
+
+@dataclass(frozen=True)
+class PipelinePlan(SavedPlan):
+    """What every operator does on every device of a pipeline. See `shardwright.plan` for how one is made.
+
+    Attributes:
+        graph: of one micro-batch, before it was cut.
+        devices: of all stages together.
+        mode: the planners' of the stages.
+        stages: by number.
+        schedule: which group of devices does what when.
+        micro: how results of micro-batches are put together.
+        split: of the model's tensor inputs, which are split into micro-batches; the others go whole to each.
+        cluster: of all devices; None: see `Cluster.of`.
+        chosen: where stages="auto" chose them, what it chose.
+    """
+
+    graph: Graph
+    devices: int
+    mode: str
+    stages: tuple[Stage, ...]
+    schedule: Schedule
+    micro: MicrobatchPlan
+    split: tuple[bool, ...]
+    cluster: Cluster | None = None
+    optimizer: Any = "adam"
+    notes_of_its_own: tuple[str, ...] = ()
+    chosen: PipelineSearchResult | None = None
+
+    @property
+    def alternatives(self) -> tuple[PricedPipeline, ...]:
+        """Of stages that were chosen, what was priced, the best first; otherwise nothing."""
+        return () if self.chosen is None else self.chosen.alternatives
+
+    @property
+    def micro_batches(self) -> int:
+        """How many micro-batches a step has."""
+        return self.schedule.micro_batches
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts the batch is cut where each rank feeds its own: a micro-batch has a piece of each."""
+        fed = self.stages[0].plan.fed
+        return digits_size(fed.batch) if fed.own_part else 1
+
+    @property
+    def draws(self) -> bool:
+        """Whether it draws random numbers."""
+        return any(stage.plan.draws for stage in self.stages)
+
+    @cached_property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """What stages send one another: values in the order of the stages that make them."""
+        out = []
+        for stage in self.stages:
+            for value, source, layout in zip(stage.plan.graph.inputs, stage.sources, stage.plan.fed.inputs):
+                if source.kind == "input":
+                    continue
+                maker = self.stages[source.index]
+                left = maker.outgoing(source.name).layout if source.kind == "stage" else \
+                    maker.plan.routed.parameters[source.name].layout
+                kind = "value" if source.kind == "stage" else "parameter"
+                out.append(Transfer(kind, source.name, source.index, stage.number, left, layout, value.stored,
+                                    value.requires_grad))
+        return tuple(sorted(out, key=lambda t: (t.source, t.target)))
+
+    # -- looking -----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def operators(self) -> tuple[OperatorPlan, ...]:
+        """The operators of the user's program, stage by stage."""
+        return tuple(o for stage in self.stages for o, op in zip(stage.plan.operators, stage.plan.graph.ops)
+                     if op.target is not send)
+
+    def operator(self, name: str) -> OperatorPlan:
+        """An operator, as `Plan.operator` finds it.
+
+        Raises:
+            PlanError: there is none, or several.
+        """
+        return self.stage_of(name).plan.operator(name)
+
+    def stage_of(self, name: str) -> Stage:
+        """The stage of an operator.
+
+        Raises:
+            PlanError: there is no such operator, or several.
+        """
+        for stage in self.stages:
+            if any(o.name == name for o in stage.plan.operators):
+                return stage
+        inside = [stage for stage in self.stages if any(o.module == name for o in stage.plan.operators)]
+        if len(inside) != 1:
+            raise PlanError(f"no operator is called {name!r}" if not inside else
+                            f"the module {name!r} calls operators of {len(inside)} stages",
+                            legal=", ".join(o.name for o in self.operators))
+        return inside[0]
+
+    @cached_property
+    def parameters(self) -> dict[str, StageParameter]:
+        """Every parameter and buffer by its dotted name; a buffer that several stages use is that of the first."""
+        out: dict[str, StageParameter] = {}
+        for stage in self.stages:
+            for name, p in stage.plan.parameters.items():
+                out.setdefault(name, StageParameter(p.name, p.shape, p.layout, p.storage, p.trainable, p.note,
+                                                    stage.number, stage.ranks))
+        for alias, name in self.graph.aliases.items():
+            if name in out:
+                out.setdefault(alias, out[name])
+        return out
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What could not be done as one might expect, a line each."""
+        own = tuple(f"stage {stage.number}: {note}" for stage in self.stages for note in stage.plan.notes)
+        return self.notes_of_its_own + own
+
+    def of_rank(self, rank: int) -> tuple[Stage, ...]:
+        """The stages that a rank works for.
+
+        Raises:
+            PlanError: no such rank.
+        """
+        if not 0 <= rank < self.devices:
+            raise PlanError(f"rank {rank} is outside the {self.devices} devices")
+        return tuple(stage for stage in self.stages if rank in stage.ranks)
+
+    def peers(self, transfer: Transfer, rank: int, back: bool = False) -> tuple[int, ...]:
+        """The ranks that `rank` sends a value to, or that it has it from; `back`: its gradient."""
+        source, target = self.stages[transfer.source], self.stages[transfer.target]
+        if back:
+            source, target = target, source
+        if rank in source.ranks:
+            return tuple(q for q in target.ranks if source.first + sender(
+                q - target.first, source.devices, target.devices) == rank)
+        return (source.first + sender(rank - target.first, source.devices, target.devices),)
+
+    def collectives(self, rank: int) -> tuple[Collective, ...]:
+        """Every collective, send and receive of one step that `rank` takes part in, in the order of the schedule."""
+        return tuple(_Step(self, rank).run())
+
+    @cached_property
+    def sent(self) -> int:
+        """Bytes that a rank sends in one step: of all ranks the most."""
+        firsts = {stage.first for stage in self.stages}
+        return max(sum(c.sent for c in self.collectives(rank)) for rank in firsts)
+
+    def memory(self, rank: int) -> dict[str, int]:
+        """Bytes on `rank`, by kind, as `Plan.memory` has them; activations of as many micro-batches as are kept at one
+        time, "sent": what is being sent and received."""
+        out: dict[str, int] = {}
+        for stage in self.of_rank(rank):
+            for kind, count in self.memory_of(stage).items():
+                out[kind] = out.get(kind, 0) + count
+        moving = [t.nbytes for t in self.transfers if any(rank in self.stages[s].ranks for s in (t.source, t.target))]
+        return out | {"sent": sum(moving)}
+
+    def memory_of(self, stage: Stage) -> dict[str, int]:
+        """What one stage has of it on each of its devices."""
+        kept = max(1, self.schedule.most_kept(stage.number))
+        return {kind: count * (kept if kind == "activations" else 1) for kind, count in stage.plan.memory(0).items()}
+
+    # -- pricing -----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def simulation(self) -> Simulation:
+        """A step of it in time (`simulate.Simulation`)."""
+        return timeline_of(self)
+
+    @property
+    def cost(self) -> float:
+        """Seconds of one step: what its schedule takes with each stage's price and what is sent between them."""
+        return self.simulation.total
+
+    @property
+    def bound(self) -> None:
+        """None: that each stage is the best for itself proves nothing of the whole."""
+        return None
+
+    gap = bound
+
+    @property
+    def peak(self) -> float:
+        """The most bytes that a device holds at any moment of a step."""
+        return max(self.simulation.peak(group) for group in range(self.schedule.groups))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A short hash of everything that all ranks must agree on."""
+        return short_hash(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        yield f"{self.devices} {self.mode} {self.schedule.placement} {self.split} {self.micro.joins} {self.micro.updates}"
+        yield self.schedule.to_csv()
+        for stage in self.stages:
+            yield f"{stage.first} {stage.plan.fingerprint} {stage.counts and stage.counts.fingerprint} {stage.sources}"
+            yield f"{stage.results} {stage.sent}"
+
+
+class _Step:
+    """What one rank communicates in one step."""
+
+    def __init__(self, plan: PipelinePlan, rank: int) -> None:
+        self.plan, self.rank = plan, rank
+        self.mine = {stage.number: stage for stage in plan.of_rank(rank)}
+
+    def run(self) -> Iterator[Collective]:
+        plan = self.plan
+        shared = [t for t in plan.transfers if t.kind == "parameter"]
+        for t in shared:
+            yield from self.moved(t, "storage")
+        for stage in self.mine.values():
+            yield from self.of(stage, ((c, d) for i in stage.plan.routed.instructions if stage.plan.once(i)
+                                       for c, d in forward_collectives(i)))
+        for action in plan.schedule.actions[plan.schedule.placement[next(iter(self.mine))]]:
+            stage = self.mine[action.stage]
+            if action.kind == "F":
+                yield from self.moved_of(stage, "forward", into=True)
+                yield from self.of(stage, ((c, d) for i in stage.plan.routed.instructions if not stage.plan.once(i)
+                                           for c, d in forward_collectives(i)))
+                yield from self.moved_of(stage, "forward", into=False)
+            elif action.kind in "BI":
+                yield from self.moved_of(stage, "backward", into=True)
+                yield from self.of(stage, ((c, d) for i in stage.plan.backward if not stage.plan.once(i)
+                                           for c, d in backward_collectives(i)))
+                yield from self.moved_of(stage, "backward", into=False)
+        for t in shared:
+            if t.gradient:
+                yield from self.moved(t, "gradient", back=True)
+        for stage in self.mine.values():
+            yield from self.of(stage, ((c, d) for i in stage.plan.backward if stage.plan.once(i)
+                                       for c, d in backward_collectives(i)))
+
+    def of(self, stage: Stage, given: Iterator[tuple[Collective, Any]]) -> Iterator[Collective]:
+        for collective, digits in given:
+            ranks = group_of(self.rank - stage.first, digits)
+            yield replace(collective, ranks=tuple(stage.first + r for r in ranks))
+
+    def moved_of(self, stage: Stage, phase: str, into: bool) -> Iterator[Collective]:
+        """What comes into a stage, or leaves it, with one micro-batch."""
+        back = phase == "backward"
+        for t in self.plan.transfers:
+            here, there = (t.target, t.source) if into != back else (t.source, t.target)
+            if t.kind == "value" and here == stage.number and (t.gradient or not back) and there not in self.mine:
+                yield from self.moved(t, phase, back, stage)
+
+    def moved(self, t: Transfer, phase: str, back: bool = False, at: Stage | None = None) -> Iterator[Collective]:
+        """A transfer, if this rank takes part in it; `back`: of the gradient."""
+        for stage in ((at,) if at is not None else tuple(self.mine.values())):
+            if stage.number not in (t.source, t.target) or {t.source, t.target} <= set(self.mine):
+                continue
+            sends = (stage.number == t.source) != back
+            cause = "parameter" if t.kind == "parameter" else "conversion"
+            for peer in self.plan.peers(t, self.rank, back):
+                ranks = (self.rank, peer) if sends else (peer, self.rank)
+                yield Collective("send" if sends else "recv", ranks, t.local_shape, t.nbytes, t.nbytes if sends else 0,
+                                 phase, cause, t.name)
+
+
+# -- a step in time --------------------------------------------------------------------------------------------------
+#
+# A stage's forward and backward take what one more micro-batch adds to the stage's price. The rest of the price is spent once
+# a step. A transfer takes as long as the slowest of the ranks that send, each over its own links.
+
+
+class Moment(NamedTuple):
+    """A moment of a plan's timeline: who is at work, in the "forward" or the "backward", and for how many seconds."""
+
+    operator: str
+    half: str
+    seconds: float
+
+
+def moments(plan: Plan) -> tuple[Moment, ...]:
+    """The moments of a plan's timeline, with the seconds that each takes."""
+    routed, costs = plan.routed, CostModel(Cluster.of(plan.cluster, plan.devices), plan.devices)
+    tables = (routed.parameters, routed.buffers, routed.constants)
+    seed = () if routed.seed is None else (routed.seed,)
+    made = (o for i in routed.instructions for o in made_by(i))
+    known = {i.name: i for i in (*routed.inputs, *seed, *(i for table in tables for i in table.values()), *made)}
+    return (*(Moment(i.operator, "forward", costs.forward(i, known)) for i in routed.instructions),
+            *(Moment(i.operator, "backward", costs.backward(i, known)) for i in plan.backward))
+
+
+def timeline_of(plan: Plan | PipelinePlan) -> Simulation:
+    """A step of a plan in time. One without a pipeline is one stage and one micro-batch, whose bytes are those of every
+    moment (`Plan.timeline`); of the stages of a pipeline it is the most during a forward, and during a backward."""
+    return _of_one(plan) if isinstance(plan, Plan) else _of_stages(plan)
+
+
+def _of_one(plan: Plan) -> Simulation:
+    fixed, kept, held = _held(plan, together=False)
+    seconds = [[m.seconds for m in moments(plan) if m.half == half] for half in ("forward", "backward")]
+    one = schedule("gpipe", 1, 1) if plan.backward else forward_only((0,), 1)
+    return simulate(one, [sum(seconds[0])], [sum(seconds[1])], fixed=[fixed], kept=[kept], devices=[plan.devices],
+                    running=[tuple(_profile(*half) for half in zip(seconds, held))])
+
+
+def _profile(seconds: Sequence[float], held: Sequence[float]) -> Profile:
+    """Bytes from moment to moment."""
+    total = sum(seconds) or 1.0
+    return tuple(zip((min(before / total, 1.0) for before in accumulate(seconds, initial=0.0)), held)) or ((0.0, 0.0),)
+
+
+def _held(plan: Plan, together: bool) -> tuple[float, float, tuple[list[float], list[float]]]:
+    """Bytes of a stage: what is always there; of a micro-batch, what is kept for the backward, and what is there at
+    each moment of the forward and of the backward.
+
+    Args:
+        together: whether micro-batches share what is gathered of the parameters and kept for the backward.
+    """
+    line = plan.timeline
+    crosses = lambda h: h.start < line.forward < h.stop  # noqa: E731
+    standing = {id(h) for h in line.held if h.what in ("parameters", "gradients", "optimizer")
+                or together and h.what == "gathered" and crosses(h)}
+    own = replace(line, held=tuple(h for h in line.held if id(h) not in standing))
+    totals = own.totals()
+    return (sum(h.bytes for h in line.held if id(h) in standing), sum(h.bytes for h in own.held if crosses(h)),
+            (totals[:line.forward], totals[line.forward:]))
+
+
+def _of_stages(plan: PipelinePlan) -> Simulation:
+    costs = CostModel(Cluster.of(plan.cluster, plan.devices), plan.devices)
+    each: dict[str, list] = {name: [] for name in ("forward", "backward", "begin", "end", "fixed", "kept", "running")}
+    devices = [0] * plan.schedule.groups
+    for stage in plan.stages:
+        devices[plan.schedule.placement[stage.number]] = stage.devices
+        one = stage.plan.price
+        two = CostModel(Cluster.of(stage.plan.cluster, stage.devices), stage.devices).plan(stage.plan, 2)
+        forward, backward = two.forward - one.forward, two.backward - one.backward
+        fixed, kept, held = _held(stage.plan, together=True)
+        values = (forward, backward, max(0.0, one.forward - forward), max(0.0, one.backward - backward), fixed, kept,
+                  tuple(((0.0, max(half, default=0.0)),) for half in held))
+        for entries, value in zip(each.values(), values):
+            entries.append(value)
+    sending: dict[tuple[int, int], float] = {}
+    for transfer in plan.transfers:
+        source, target = transfer.source, transfer.target
+        seconds = _sends(plan, transfer, costs)
+        if transfer.kind == "parameter":
+            each["begin"][target] += seconds
+            each["end"][source] += seconds * transfer.gradient
+            continue
+        for pair in ((source, target), (target, source))[:1 + transfer.gradient]:
+            sending[pair] = sending.get(pair, 0.0) + seconds
+    skips = {(source, target) for source, target in sending if target > source + 1}
+    return simulate(plan.schedule, **each, transfer=lambda *pair: sending.get(pair, 0.0), skips=sorted(skips),
+                    devices=devices)
+
+
+def _sends(plan: PipelinePlan, transfer: Transfer, costs: CostModel) -> float:
+    """Seconds in which a value gets from one stage to another: of the rank that takes the longest."""
+    most = 0.0
+    for rank in plan.stages[transfer.source].ranks:
+        peers = [peer for peer in plan.peers(transfer, rank) if peer != rank]
+        most = max(most, sum(costs.collective("send", between(costs.cluster, rank, peer), transfer.nbytes)
+                             for peer in peers))
+    return most

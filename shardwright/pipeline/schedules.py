@@ -1,0 +1,453 @@
+"""Schedules of a pipeline: which group of devices computes what, in which order.
+
+An action is a computation of one stage on one micro-batch: F its forward, B its backward; or the backward in two, I the
+gradients of its inputs and W those of its weights. With S stages:
+
+    F(s, k)        needs F(s-1, k)
+    B or I(s, k)   needs F(s, k), and B or I(s+1, k)
+    W(s, k)        needs I(s, k)
+
+and a group does its actions one after the other. What is sent follows from that. The orders of the interleaved and the
+zero-bubble schedules are those of torch.distributed.pipelining; no process group is needed for them.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from ..errors import SettingError
+from ..torch_private import computation, schedule_without_transfers
+
+__all__ = ["SCHEDULES", "Action", "Schedule", "action_of", "check", "forward_only", "read", "schedule"]
+
+#: The schedules by name, and the chunks of stages that a group has by default.
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1, "zbv": 2}
+
+#: What an action may be.
+LEGAL = "a computation: stage, kind and micro-batch, such as 2F3, of the kinds F (forward), B (backward), " \
+        "I (gradients of inputs) and W (of weights)"
+
+
+class Action(NamedTuple):
+    """A computation of one stage on one micro-batch; ``str`` is as torch writes it, ``2F3``.
+
+    Attributes:
+        kind: "F" forward, "B" backward, "I" backward to the inputs alone, "W" to the weights alone.
+    """
+
+    stage: int
+    kind: str
+    micro: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.micro}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What every group of devices computes, in order. Values made by `schedule` and `forward_only` have been checked.
+
+    Attributes:
+        name: one of `SCHEDULES`, "forward" for one without backward, or the path of the file that it was read from.
+        placement: by stage, the group that runs it.
+        actions: by group, in order.
+    """
+
+    name: str
+    placement: tuple[int, ...]
+    micro_batches: int
+    actions: tuple[tuple[Action, ...], ...]
+
+    @property
+    def stages(self) -> int:
+        """The number of stages."""
+        return len(self.placement)
+
+    @property
+    def groups(self) -> int:
+        """The number of groups of devices."""
+        return len(self.actions)
+
+    @cached_property
+    def _all(self) -> frozenset[Action]:
+        return frozenset(action for row in self.actions for action in row)
+
+    def needs(self, action: Action) -> tuple[Action, ...]:
+        """What must be done before an action can be, of its own stage and its neighbours."""
+        stage, kind, micro = action
+        if kind == "F":
+            return (Action(stage - 1, "F", micro),) if stage else ()
+        if kind == "W":
+            return (Action(stage, "I", micro),)
+        forward = Action(stage, "F", micro)
+        if stage == self.stages - 1:
+            return (forward,)
+        split = Action(stage + 1, "I", micro)
+        return forward, split if split in self._all else Action(stage + 1, "B", micro)
+
+    @cached_property
+    def order(self) -> tuple[Action, ...]:
+        """All actions in one order in which what an action needs comes before it; up to a deadlock, if there is one."""
+        return tuple(self.actions[group][place] for group, place in _played(self))
+
+    @cached_property
+    def steps(self) -> dict[Action, int]:
+        """When each action runs if all take one step of time: as soon as its group is free and all it needs is done."""
+        out: dict[Action, int] = {}
+        free = [0] * self.groups
+        for action in self.order:
+            group = self.placement[action.stage]
+            out[action] = max(free[group], *(out[need] + 1 for need in self.needs(action)), 0)
+            free[group] = out[action] + 1
+        return out
+
+    def grid(self) -> str:
+        """A table of steps of time by groups, each action taking one step; blank where a group waits."""
+        at = {(step, self.placement[action.stage]): str(action) for action, step in self.steps.items()}
+        count = 1 + max(self.steps.values(), default=-1)
+        rows = [["", *(f"Group {g}" for g in range(self.groups))]]
+        rows += [[f"Step {step:0{len(str(count - 1))}}", *(at.get((step, g), "") for g in range(self.groups))]
+                 for step in range(count)]
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        lines = ("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)) for row in rows)
+        return "".join(f"{line.rstrip()}\n" for line in lines)
+
+    def to_csv(self) -> str:
+        """One row a group, its actions in order: as torch writes schedules of computations alone."""
+        out = io.StringIO()
+        csv.writer(out, lineterminator="\n").writerows(map(str, row) for row in self.actions)
+        return out.getvalue()
+
+    def most_kept(self, stage: int) -> int:
+        """The most micro-batches of a stage at one time whose forward is done and backward, all of it, is not."""
+        return self._most(self.placement[stage], lambda action: action.stage == stage)
+
+    def most_kept_by(self, group: int) -> int:
+        """The most micro-batches of all of a group's stages at one time whose forward is done and backward is not; a
+        micro-batch counts in each stage."""
+        return self._most(group, lambda action: True)
+
+    def _most(self, group: int, counts: Callable[[Action], bool]) -> int:
+        kept = most = 0
+        if self.name != "forward":  # which keeps nothing
+            for action in filter(counts, self.actions[group]):
+                kept += {"F": 1, "I": 0}.get(action.kind, -1)
+                most = max(most, kept)
+        return most
+
+    def __str__(self) -> str:
+        return self.grid()
+
+
+def schedule(name: str | None, groups: int, micro_batches: int, *, chunks: int | None = None,
+             csv: str | Path | None = None) -> Schedule:
+    """A schedule by name, or that of a file.
+
+    Args:
+        name: one of `SCHEDULES`; not asked for with `csv`.
+        groups: how many groups of devices there are. Stage v of groups · chunks lies on group v mod groups; for "zbv",
+            which goes there and back, on the lesser of v and 2 · groups - 1 - v.
+        chunks: how many stages a group has; None: as `SCHEDULES` says, or as the file has it.
+        csv: a file with a row for each group and an action in each cell, as `Schedule.to_csv` writes it. Cells may be
+            empty. A stage lies where its actions stand.
+
+    Raises:
+        SettingError: an unknown name; a number that the schedule cannot take; a file that cannot be read, or what
+            `check` finds, with its row and cell.
+    """
+    numbers = {"stages": groups, "micro_batches": micro_batches, "chunks": 1 if chunks is None else chunks}
+    for what, value in numbers.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise SettingError(f"{what}={value!r}", legal="a whole number of at least 1")
+    if micro_batches < groups:
+        raise SettingError(f"micro_batches={micro_batches} for {groups} stages: some would never work at the same time",
+                           legal=f"at least {groups} micro-batches")
+    if csv is not None:
+        return read(Path(csv), groups, micro_batches, chunks)
+    if name not in SCHEDULES:
+        raise SettingError(f"scheduler={name!r}", legal=", ".join(map(repr, SCHEDULES)) + ", or a CSV file")
+    chunks = SCHEDULES[name] if chunks is None else chunks
+    _fits(name, groups, micro_batches, chunks)
+    stages = groups * chunks
+    placement = tuple(min(v, stages - 1 - v) if name == "zbv" else v % groups for v in range(stages))
+    if name == "gpipe":
+        actions = [[Action(s, kind, k) for kind in "FB" for k in range(micro_batches)] for s in range(groups)]
+    elif name == "1f1b":
+        actions = [_one_forward_one_backward(s, min(groups - s, micro_batches), micro_batches) for s in range(groups)]
+    else:
+        actions = _torch_order(name, groups, chunks, micro_batches)
+    out = Schedule(name, placement, micro_batches, tuple(map(tuple, actions)))
+    check(out)
+    return out
+
+
+def forward_only(placement: Sequence[int], micro_batches: int) -> Schedule:
+    """The forwards alone: at every step a group takes, of what is ready, the stage nearest to the end.
+
+    Args:
+        placement: by stage, the group that runs it.
+
+    Raises:
+        SettingError: no micro-batch, or a group without a stage.
+    """
+    if not isinstance(micro_batches, int) or isinstance(micro_batches, bool) or micro_batches < 1:
+        raise SettingError(f"micro_batches={micro_batches!r}", legal="a whole number of at least 1")
+    placement = tuple(placement)
+    last = len(placement) - 1
+    done = [0] * len(placement)
+    actions: list[list[Action]] = [[] for _ in range(max(placement, default=-1) + 1)]
+    while placement and done[last] < micro_batches:
+        ready: dict[int, int] = {}
+        for stage, group in enumerate(placement):
+            if done[stage] < (done[stage - 1] if stage else micro_batches):
+                ready[group] = stage
+        for group, stage in ready.items():
+            actions[group].append(Action(stage, "F", done[stage]))
+            done[stage] += 1
+    out = Schedule("forward", placement, micro_batches, tuple(map(tuple, actions)))
+    check(out)
+    return out
+
+
+def check(schedule: Schedule) -> None:
+    """That every stage does all it must with every micro-batch, once, on its group, and that nobody waits for ever.
+
+    Raises:
+        SettingError: an action that is no computation, of a stage or micro-batch that there is not, missing, there
+            twice, on another group, or before what it needs; B together with I or W; a group without actions; a
+            deadlock, with the actions that wait for each other.
+    """
+    check_placed(schedule, lambda group, place: f"group {group}, action {place}", schedule.name != "forward", "")
+
+
+def check_placed(schedule: Schedule, where: Callable[[int, int], str], backward: bool, file: str) -> None:
+    """As `check`, with errors that say where in a file an action stands.
+
+    Args:
+        where: a place by its group and its number within.
+        backward: whether there must be backwards, or must be none.
+        file: that it was read from, or empty.
+    """
+    at: dict[Action, tuple[int, int]] = {}
+
+    def error(message: str, *actions: Action, legal: str | None = None) -> SettingError:
+        source = where(*at[actions[0]]) if actions else file or f"schedule {schedule.name!r}"
+        return SettingError(message, source=source, legal=legal)
+
+    def place(action: Action) -> str:
+        return where(*at[action]).removeprefix(f"{file}, ")
+
+    if not schedule.stages:
+        raise error("there is no stage", legal="one at least")
+    for group, row in enumerate(schedule.actions):
+        if not row:
+            raise error(f"group {group} does nothing", legal="a stage at least for every group")
+        for number, action in enumerate(row):
+            first = at.get(action)
+            at[action] = group, number
+            _in_range(schedule, action, group, where(group, number), backward)
+            if first is not None:
+                raise error(f"{action} is there twice, first at {where(*first).removeprefix(f'{file}, ')}", action)
+    for stage, group in enumerate(schedule.placement):
+        for micro in range(schedule.micro_batches):
+            forward, whole, inputs, weights = (Action(stage, kind, micro) for kind in "FBIW")
+            if forward not in at:
+                raise error(f"{forward} is missing", legal=f"it stands among the actions of group {group}")
+            parts = [action for action in (inputs, weights) if action in at]
+            if whole in at and parts:
+                raise error(f"{whole} is the whole backward, and {parts[0]} ({place(parts[0])}) a part of it", whole,
+                            legal=f"{whole}, or {inputs} and {weights}")
+            if backward and whole not in at and len(parts) < 2:
+                missing = f"{weights if inputs in at else inputs} is missing: " \
+                          f"{parts[0]} does a part of the backward" if parts else f"{whole} is missing"
+                raise error(missing, *parts, legal=f"{whole}, or {inputs} and {weights}, "
+                                                   f"among the actions of group {group}")
+    for action in at:
+        for need in schedule.needs(action):
+            if at[need][0] == at[action][0] and at[need] > at[action]:
+                raise error(f"{action} comes before {need} ({place(need)}), which it needs", action,
+                            legal=f"{need} before {action}")
+    _no_deadlock(schedule, at, error, place)
+
+
+def _in_range(schedule: Schedule, action: Action, group: int, source: str, backward: bool) -> None:
+    """That there is such an action, and that it belongs to the group."""
+    if action.kind not in ("FBIW" if backward else "F"):
+        why = "is of an unknown kind" if backward else "stands in a schedule of forwards alone"
+        raise SettingError(f"{action} {why}",
+                           source=source, legal=LEGAL if backward else "forwards, such as 2F3")
+    for what, value, count in (("stage", action.stage, schedule.stages),
+                               ("micro-batch", action.micro, schedule.micro_batches)):
+        if not 0 <= value < count:
+            raise SettingError(f"{action} is of {what} {value}, and there are {count}", source=source,
+                               legal=f"{what} 0 to {count - 1}" if count > 1 else f"{what} 0")
+    home = schedule.placement[action.stage]
+    if home != group:
+        raise SettingError(f"{action} is given to group {group}, but stage {action.stage} lies on group {home}",
+                           source=source, legal=f"all actions of stage {action.stage} on one group")
+
+
+def _no_deadlock(schedule: Schedule, at: dict[Action, tuple[int, int]], error: Callable[..., SettingError],
+                 place: Callable[[Action], str]) -> None:
+    """That every action is reached when each group does its own in order."""
+    done = [0] * schedule.groups
+    for group, number in _played(schedule):
+        done[group] = number + 1
+    stuck = [group for group in range(schedule.groups) if done[group] < len(schedule.actions[group])]
+    if not stuck:
+        return
+    # Each that is stuck waits for one that is behind another's first: from any of them one comes to a circle.
+    chain: list[tuple[Action, Action]] = []
+    group = stuck[0]
+    while True:
+        head = schedule.actions[group][done[group]]
+        seen = next((i for i, (action, _) in enumerate(chain) if action == head), None)
+        if seen is not None:
+            chain = chain[seen:]
+            break
+        need = next(n for n in schedule.needs(head) if at[n][1] >= done[at[n][0]])
+        chain.append((head, need))
+        group = at[need][0]
+    first, second = chain[0][0], chain[1][0]
+    links = [f"{head} ({place(head)}) needs {need}" +
+             (f", which comes after {then}" if need != then else "")
+             for (head, need), then in zip(chain, [*(a for a, _ in chain[1:]), first])]
+    more = f" by way of {', '.join(str(a) for a, _ in chain[2:])}" if len(chain) > 2 else ""
+    raise error(f"deadlock: {first} and {second} wait for each other{more}: {'; '.join(links)}", first,
+                legal=f"{chain[0][1]} before {second}")
+
+
+def _played(schedule: Schedule) -> Iterator[tuple[int, int]]:
+    """Group and number of every action, in an order in which each finds done what it needs; the end, or a deadlock."""
+    done: set[Action] = set()
+    places = [0] * schedule.groups
+    waiting: dict[Action, list[int]] = {}
+    ready = list(range(schedule.groups))[::-1]
+    while ready:
+        group = ready.pop()
+        row = schedule.actions[group]
+        while places[group] < len(row):
+            action = row[places[group]]
+            missing = next((need for need in schedule.needs(action) if need not in done), None)
+            if missing is not None:
+                waiting.setdefault(missing, []).append(group)
+                break
+            done.add(action)
+            yield group, places[group]
+            places[group] += 1
+            ready += waiting.pop(action, ())
+
+
+def _one_forward_one_backward(stage: int, ahead: int, micro_batches: int) -> list[Action]:
+    """Forwards until `ahead` are kept, then a backward and a forward in turn, then the backwards that are left."""
+    out = [Action(stage, "F", k) for k in range(ahead)]
+    for k in range(micro_batches):
+        out.append(Action(stage, "B", k))
+        if k + ahead < micro_batches:
+            out.append(Action(stage, "F", k + ahead))
+    return out
+
+
+def _fits(name: str, groups: int, micro_batches: int, chunks: int) -> None:
+    """That a schedule takes these numbers."""
+    if name in ("gpipe", "1f1b", "zbv") and chunks != SCHEDULES[name]:
+        raise SettingError(f"chunks={chunks} for scheduler={name!r}",
+                           legal=f"chunks={SCHEDULES[name]}, or the scheduler 'interleaved' or 'zero_bubble'")
+    if name in ("interleaved", "zero_bubble"):
+        fits = lambda m: m % (m // groups) == 0  # noqa: E731  as many micro-batches in every round
+        if not fits(micro_batches):
+            less = next(m for m in range(micro_batches, 0, -1) if fits(m))
+            more = next(m for m in range(micro_batches, 2 * micro_batches) if fits(m))
+            raise SettingError(f"micro_batches={micro_batches} for scheduler={name!r} and {groups} stages: they make "
+                               f"{micro_batches // groups} rounds, which would not be equal",
+                               legal=f"{less} or {more} micro-batches, or any multiple of {groups}")
+
+
+def _torch_order(name: str, groups: int, chunks: int, micro_batches: int) -> list[list[Action]]:
+    """The order of one of torch's own schedules."""
+    # gpipe and 1f1b are not asked for: torch 2.13 numbers the forwards of the last stage of 1f1b from 1.
+    from torch.distributed.pipelining import schedules as theirs
+
+    base: Any = {"interleaved": theirs.ScheduleInterleaved1F1B, "zero_bubble": theirs.ScheduleInterleavedZeroBubble,
+                 "zbv": theirs.ScheduleZBVZeroBubble}[name]
+    order = schedule_without_transfers(base)
+    stages = [SimpleNamespace(stage_index=v * groups, num_stages=groups * chunks, group_size=groups, group_rank=0,
+                              submod=None, is_last=False) for v in range(chunks)]
+    made = order(stages, micro_batches).pipeline_order
+    return [[Action(a.stage_index, computation(a), a.microbatch_index) for a in made[g] if a is not None]
+            for g in range(groups)]
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# Schedules of a pipeline as CSV files: a row for each group of devices, an action in each cell, empty cells allowed.
+#
+# As torch.distributed.pipelining writes them, with computations alone: ``0F0,0F1,,0B0,0B1``.
+# ----------------------------------------------------------------------------------------------------
+
+_ACTION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
+
+#: What torch may write beside computations.
+_OTHERS = re.compile(r"UNSHARD|RESHARD|REDUCE_GRAD|SEND_[FB]|RECV_[FB]|OVERLAP_F_B")
+
+
+def read(path: Path, groups: int, micro_batches: int, chunks: int | None) -> Schedule:
+    """The schedule of a file.
+
+    Args:
+        groups: how many rows it has.
+        chunks: how many stages a group has; None: what the file has.
+
+    Raises:
+        SettingError: a file that cannot be read, another number of rows, a cell that is no action, a stage without
+            actions, or what `schedules.check` finds, with its row and cell.
+    """
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            rows = [row for row in csv.reader(file) if row]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise SettingError(f"the schedule cannot be read: {getattr(error, 'strerror', None) or error}",
+                           source=str(path), legal="a CSV file with a row for each group of devices") from error
+    if len(rows) != groups:
+        raise SettingError(f"the schedule has {len(rows)} rows for {groups} stages", source=str(path),
+                           legal=f"{groups} rows, one for each group of devices")
+    cells = [[(number, text.strip()) for number, text in enumerate(row, 1) if text.strip()] for row in rows]
+    where = lambda group, place: f"{path}, row {group + 1}, cell {cells[group][place][0]}"  # noqa: E731
+    actions = [tuple(action_of(text, where(group, place)) for place, (_, text) in enumerate(row))
+               for group, row in enumerate(cells)]
+    counts: dict[int, Counter[int]] = {}  # of every stage, how many of its actions stand where: one may have strayed
+    for group, row in enumerate(actions):
+        for action in row:
+            counts.setdefault(action.stage, Counter())[group] += 1
+    stages = groups * chunks if chunks is not None else len(counts)
+    missing = next((stage for stage in range(stages) if stage not in counts), None)
+    if missing is not None:
+        past = next((where(group, place) for group, row in enumerate(actions) for place, action in enumerate(row)
+                     if action.stage > missing), str(path))
+        last = max(counts, default=0)
+        raise SettingError(f"there is stage {last}, but no action of stage {missing}" if last > missing else
+                           f"there are {len(counts)} stages, and no action of stage {missing}", source=past,
+                           legal=f"every stage from 0 to {max(last, stages - 1)}" if chunks is None else
+                                 f"{stages} stages, chunks={chunks} for each of {groups}")
+    placement = tuple(counts[stage].most_common(1)[0][0] for stage in range(stages))
+    out = Schedule(str(path), placement, micro_batches, tuple(actions))
+    check_placed(out, where, True, str(path))
+    return out
+
+
+def action_of(text: str, source: str) -> Action:
+    """The action of a cell."""
+    found = _ACTION.fullmatch(text)
+    if found is None:
+        why = ": what is sent, gathered or overlapped follows from the computations" if _OTHERS.search(text) else ""
+        raise SettingError(f"{text!r} is no action{why}", source=source, legal=LEGAL)
+    return Action(int(found[1]), found[2], int(found[3]))

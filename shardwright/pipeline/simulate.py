@@ -1,0 +1,238 @@
+"""A step of a pipeline in time: when each group of devices does what, how long it waits, and what it holds.
+
+    start(a)    = max(the group is free, max over what a needs of its stop + the seconds of the value that crosses)
+    stop(a)     = start(a) + seconds of the stage's forward, backward, or part of the backward
+    bubble      = 1 - Σ over devices of the seconds at work / (devices · total)
+    held(g, t)  = fixed + Σ over micro-batches between the start of their forward and the end of their backward
+
+What crosses between groups is sent while they go on computing, and each value as if it had the link for itself. What is
+done once a step, before a group's first action or after its last, counts as work. With equal stages and nothing sent
+the bubble is (p-1) / (m + p-1) for gpipe and 1f1b, (p-1) / (m·v + p-1) for interleaved stages, v on a group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from ..errors import SettingError
+from .schedules import Action, Schedule, check
+
+__all__ = ["Once", "Profile", "Simulation", "Span", "simulate"]
+
+#: Bytes that a micro-batch holds while an action runs: (part of its time, in [0, 1), bytes from there on).
+Profile = Sequence[tuple[float, float]]
+
+
+class Once(NamedTuple):
+    """What a stage does once a step.
+
+    Attributes:
+        kind: "begin": before its group's first action; "end": after its last.
+    """
+
+    stage: int
+    kind: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.stage}"
+
+
+class Span(NamedTuple):
+    """What a group does from one time to another, in seconds."""
+
+    group: int
+    action: Action | Once
+    start: float
+    stop: float
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """One step in time.
+
+    Attributes:
+        spans: in the order in which they start; those of a group do not overlap.
+        devices: by group, how many it has.
+        fixed: by stage, the bytes that a device of it always holds.
+        kept: by stage, the bytes of each micro-batch between its forward and its backward.
+        running: by stage, the bytes of a micro-batch during its forward, and during its backward.
+    """
+
+    schedule: Schedule
+    spans: tuple[Span, ...]
+    devices: tuple[int, ...]
+    fixed: tuple[float, ...]
+    kept: tuple[float, ...]
+    running: tuple[tuple[Profile, Profile], ...]
+
+    @cached_property
+    def total(self) -> float:
+        """Seconds of the step."""
+        return max((span.stop for span in self.spans), default=0.0)
+
+    @cached_property
+    def by_group(self) -> tuple[tuple[Span, ...], ...]:
+        """The spans of each group, in order."""
+        out: list[list[Span]] = [[] for _ in range(self.schedule.groups)]
+        for span in self.spans:
+            out[span.group].append(span)
+        return tuple(map(tuple, out))
+
+    def busy(self, group: int) -> float:
+        """Seconds that a group is at work, with what it does once a step."""
+        return math.fsum(span.stop - span.start for span in self.by_group[group])
+
+    @property
+    def bubble(self) -> float:
+        """The part of the devices' time in which they wait, in [0, 1]."""
+        if not self.total:
+            return 0.0
+        work = math.fsum(n * self.busy(group) for group, n in enumerate(self.devices))
+        return max(0.0, 1 - work / (sum(self.devices) * self.total))
+
+    def memory(self, group: int) -> list[tuple[float, float]]:
+        """The bytes on a device of a group over time: (seconds, bytes from there on)."""
+        held = sum(fixed for fixed, home in zip(self.fixed, self.schedule.placement) if home == group)
+        out = [(0.0, held)]
+        stays = self.schedule.name != "forward"
+        for span in self.by_group[group]:
+            stage, kind = span.action.stage, span.action.kind
+            if isinstance(span.action, Once):
+                continue
+            own, (forward, backward) = self.kept[stage], self.running[stage]
+            if kind != "F":
+                held -= own
+            for part, nbytes in forward if kind == "F" else backward if kind in "BI" else ((0.0, own),):
+                out.append((span.start + part * (span.stop - span.start), held + nbytes))
+            if kind == "I" or kind == "F" and stays:
+                held += own
+            out.append((span.stop, held))
+        return out
+
+    def peak(self, group: int) -> float:
+        """The most bytes that a device of a group holds."""
+        return max(nbytes for _, nbytes in self.memory(group))
+
+
+def simulate(planned: Schedule, forward: Sequence[float], backward: Sequence[float], *,
+             weights: Sequence[float] | None = None, transfer: Callable[[int, int], float] | None = None,
+             skips: Iterable[tuple[int, int]] = (), begin: Sequence[float] = (), end: Sequence[float] = (),
+             fixed: Sequence[float] | None = None, kept: Sequence[float] | None = None,
+             running: Sequence[tuple[Profile, Profile]] | None = None,
+             devices: Sequence[int] | None = None) -> Simulation:
+    """Play a schedule. Everything that there is of stages has an entry for each.
+
+    Args:
+        forward, backward: seconds of one micro-batch.
+        weights: of `backward`, the gradients of the weights, where a schedule does them apart; None: half.
+        transfer: (source stage, target stage) -> seconds of what crosses between them, values forwards and their
+            gradients backwards; asked for stages on different groups alone. None: no time.
+        skips: pairs of stages that are no neighbours, between which values cross: (maker, user).
+        begin, end: seconds of what a stage does once a step, before the first action of its group, and after the last.
+        fixed: bytes that a device always holds.
+        kept: bytes that it keeps for each micro-batch between its forward and its backward.
+        running: what a micro-batch holds during its forward and during its backward; None: as `kept`, all the time.
+        devices: by group, how many it has; None: each as many.
+
+    Raises:
+        SettingError: another number of entries; seconds or bytes below 0, or no numbers; weights that take longer than
+            the backward; a schedule that `schedules.check` refuses.
+    """
+    count = planned.stages
+    seconds = {"forward": forward, "backward": backward,
+               "weights": [b / 2 for b in backward] if weights is None else weights,
+               "begin": begin or (0.0,) * count, "end": end or (0.0,) * count,
+               "fixed": (0.0,) * count if fixed is None else fixed, "kept": (0.0,) * count if kept is None else kept}
+    for name, given in seconds.items():
+        _counted(name, given, count, "stages")
+        for stage, value in enumerate(given):
+            if not 0 <= value < math.inf:
+                raise SettingError(f"{name}={value!r} of stage {stage}", legal="a finite number that is not below 0")
+    for stage, (part, whole) in enumerate(zip(seconds["weights"], backward)):
+        if part > whole:
+            raise SettingError(f"weights={part!r} of stage {stage}: that is more than its backward={whole!r}",
+                               legal="a part of the backward")
+    sizes = (1,) * planned.groups if devices is None else tuple(devices)
+    _counted("devices", sizes, planned.groups, "groups")
+    held = tuple(map(float, seconds["kept"]))
+    profiles = tuple((((0.0, own),),) * 2 for own in held) if running is None else tuple(running)
+    _counted("running", profiles, count, "stages")
+    spans = _Play(planned, seconds, transfer, skips).run()
+    return Simulation(planned, spans, sizes, tuple(map(float, seconds["fixed"])), held, profiles)
+
+
+def _counted(name: str, given: Sequence, count: int, of: str) -> None:
+    if len(given) != count:
+        raise SettingError(f"{name} has {len(given)} entries for {count} {of}", legal=f"{count} entries")
+
+
+class _Play:
+    def __init__(self, schedule: Schedule, seconds: dict[str, Sequence[float]],
+                 transfer: Callable[[int, int], float] | None, skips: Iterable[tuple[int, int]]) -> None:
+        self.schedule, self.seconds = schedule, seconds
+        self.transfer = transfer
+        self.crossing: dict[tuple[int, int], float] = {}
+        self.makers: dict[int, list[int]] = {}
+        self.users: dict[int, list[int]] = {}
+        for maker, user in skips:
+            self.makers.setdefault(user, []).append(maker)
+            self.users.setdefault(maker, []).append(user)
+        self.stops: dict[Action, float] = {}
+
+    def run(self) -> tuple[Span, ...]:
+        schedule, placement = self.schedule, self.schedule.placement
+        if len(schedule.order) < sum(map(len, schedule.actions)):
+            check(schedule)  # which says what is in whose way
+        spans: list[Span] = []
+        free = [0.0] * schedule.groups
+
+        def add(group: int, action: Action | Once, start: float, seconds: float) -> None:
+            spans.append(Span(group, action, start, start + seconds))
+            free[group] = start + seconds
+
+        for stage, seconds in enumerate(self.seconds["begin"]):
+            if seconds:
+                add(placement[stage], Once(stage, "begin"), free[placement[stage]], seconds)
+        for action in schedule.order:
+            group = placement[action.stage]
+            add(group, action, max(free[group], self.ready(action)), self.takes(action))
+            self.stops[action] = free[group]
+        for stage, seconds in enumerate(self.seconds["end"]):
+            if seconds:
+                add(placement[stage], Once(stage, "end"), free[placement[stage]], seconds)
+        spans.sort(key=lambda span: (span.start, span.stop))  # a stable sort: those of a group stay in order
+        return tuple(spans)
+
+    def takes(self, action: Action) -> float:
+        """Seconds of an action."""
+        stage, kind, _ = action
+        if kind == "F":
+            return self.seconds["forward"][stage]
+        part = self.seconds["weights"][stage]
+        return part if kind == "W" else self.seconds["backward"][stage] - (part if kind == "I" else 0.0)
+
+    def ready(self, action: Action) -> float:
+        """When everything that an action needs has come."""
+        stage, kind, micro = action
+        needs = self.schedule.needs(action)
+        out = max((self.stops[need] + self.crosses(need.stage, stage) for need in needs), default=0.0)
+        for maker in self.makers.get(stage, ()) if kind == "F" else ():
+            out = max(out, self.stops[Action(maker, "F", micro)] + self.crosses(maker, stage))
+        for user in self.users.get(stage, ()) if kind in "BI" else ():
+            back = Action(user, "I", micro)
+            back = back if back in self.stops else Action(user, "B", micro)
+            out = max(out, self.stops[back] + self.crosses(user, stage))
+        return out
+
+    def crosses(self, source: int, target: int) -> float:
+        """Seconds of what a stage sends another."""
+        if self.transfer is None or self.schedule.placement[source] == self.schedule.placement[target]:
+            return 0.0
+        key = source, target
+        if key not in self.crossing:
+            self.crossing[key] = self.transfer(source, target)
+        return self.crossing[key]

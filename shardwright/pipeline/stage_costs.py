@@ -1,0 +1,393 @@
+"""Cutting a chain of units into the stages of a pipeline: the least time of a step under 1F1B.
+
+    minimise  Σ_s t_s + max_s p_s,  p_s = (m - 1) · t_s + once_s
+    where     t_s         seconds of a stage's units on its devices for one of m micro-batches, with what it sends on
+              once_s      what it does once a step
+              Σ_s d_s     = the devices;  each stage from a first device at which its devices stand together
+              fixed + working + kept · min(m, S - s) <= memory             of stage s of S
+
+For a bound P on all p_s the least Σ is found from the end, by stages left, first unit and devices left; and of all P
+that some stage has for its p, those that cannot be better than what is known are never tried: with F(P) that least,
+no P in [a, b] gives less than F(b) + a.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..cluster import Cluster
+from ..cost.cost_model import CostModel
+from ..graph import Graph, Recompute
+from ..partition.local_program import made_by
+from ..partition.partitioner import between
+from ..sharded_plan import Plan
+from .stages import Units
+
+__all__ = ["StageCut", "StageOption", "StageSpan", "UnitPrices", "all_recomputed", "balance", "least_memory", "recomputed", "unit_prices"]
+
+@dataclass(frozen=True)
+class StageOption:
+    """A way to run any stage: so many devices, recomputed or not. All arrays are by (first unit, one past the last).
+
+    Attributes:
+        seconds: of one micro-batch, forward and backward, with what is sent on; infinite where it cannot be.
+        once: seconds once a step.
+        fixed: bytes that are always there, with what is at work.
+        kept: bytes a micro-batch between its forward and its backward.
+    """
+
+    devices: int
+    recompute: bool
+    seconds: np.ndarray
+    once: np.ndarray
+    fixed: np.ndarray
+    kept: np.ndarray
+
+
+@dataclass(frozen=True)
+class StageSpan:
+    """A stage: units [first, last), in one of the ways."""
+
+    first: int
+    last: int
+    way: int
+
+
+@dataclass(frozen=True)
+class StageCut:
+    """The stages, in order.
+
+    Attributes:
+        seconds: of a step.
+        peak: bytes, of the stage that holds the most.
+    """
+
+    stages: tuple[StageSpan, ...]
+    seconds: float
+    peak: float
+
+
+def balance(ways: Sequence[StageOption], units: int, devices: int, micro_batches: int, memory: float, *,
+            stages: int | None = None, most: float = math.inf, near: float = 0.0,
+            stands: Callable[[int, int], bool] | None = None) -> StageCut | None:
+    """The best stages.
+
+    Args:
+        ways: numbers of devices of which one always divides the other.
+        memory: bytes a device.
+        stages: how many; None: as many as are best, but no more than micro-batches.
+        most: what is not below it is not wanted.
+        near: how far from the best, relative to it, an answer may be.
+        stands: (first device, how many) -> whether they stand together; None: wherever they begin.
+
+    Returns:
+        None where there are none, or none below `most`.
+    """
+    if not ways or units < 1:
+        return None
+    return _Search(ways, units, devices, micro_batches, memory, stages, stands).run(most, near)
+
+
+def least_memory(ways: Sequence[StageOption], units: int, devices: int, micro_batches: int, *, stages: int | None = None,
+                 stands: Callable[[int, int], bool] | None = None) -> StageCut | None:
+    """The best stages of those that need the least memory a device; None where there are none at all. Arguments are
+    those of `balance`."""
+    if not ways or units < 1:
+        return None
+    least = _Search(ways, units, devices, micro_batches, math.inf, stages, stands).least_memory()
+    if least is None:
+        return None
+    least *= 1 + 1e-12  # sums that rounding alone tells apart need the same
+    return balance(ways, units, devices, micro_batches, least, stages=stages, stands=stands)
+
+
+class _Search:
+    def __init__(self, ways: Sequence[StageOption], units: int, devices: int, micro_batches: int, memory: float,
+                 stages: int | None, stands: Callable[[int, int], bool] | None) -> None:
+        self.units, self.micro_batches, self.memory, self.count = units, micro_batches, memory, stages
+        self.unit = math.gcd(devices, *(way.devices for way in ways))
+        self.devices = devices // self.unit
+        self.most = stages or min(units, micro_batches, devices // min(way.devices for way in ways))
+        self.ways = ways
+        self.sizes = [way.devices // self.unit for way in ways]
+        self.allowed = np.array([[stands is None or stands((self.devices - left) * self.unit, way.devices)
+                                  for left in range(self.devices + 1)] for way in ways])
+        self.can = [np.triu(np.isfinite(way.seconds), 1) for way in ways]
+        self.paces = [np.where(can, (micro_batches - 1) * np.where(can, way.seconds, 0.0) + way.once, np.inf)
+                      for way, can in zip(ways, self.can)]
+        self.spent = self.least_spent()
+
+    def least_spent(self) -> np.ndarray:
+        """By unit, the least Σ over stages of the units before it of p times its `unit` devices. It does not fall."""
+        out = np.zeros(self.units + 1)
+        for last in range(1, self.units + 1):
+            out[last] = min(float((out[:last] + np.where(can[:last, last], size * pace[:last, last], np.inf)).min())
+                            for pace, size, can in zip(self.paces, self.sizes, self.can))
+        return np.minimum.accumulate(out[::-1])[::-1]
+
+    def run(self, most: float, near: float) -> StageCut | None:
+        if self.most < 1 or self.most > min(self.units, self.micro_batches):
+            return None
+        times = np.unique(np.concatenate([pace[can] for pace, can in zip(self.paces, self.can)]))
+        times = times[times * self.devices >= self.spent[-1] * (1 - 1e-12)]
+        if not len(times) or (loosest := self.least(times[-1])) is None:
+            return None
+        if most < math.inf:  # P cannot be more than what leaves the rest its least
+            times = times[:max(1, int(np.searchsorted(times, most - loosest[0], side="right")))]
+        found: list[tuple[float, StageCut]] = []
+
+        def best() -> float:
+            return min((cost for cost, _ in found), default=most)
+
+        def tried(bound: float) -> float | None:
+            """F(bound); what it finds is remembered."""
+            least = self.least(bound)
+            if least is None:
+                return None
+            total, stages = least
+            cost = total + max(float(self.paces[c.way][c.first, c.last]) for c in stages)
+            if cost < best():
+                found[:] = [(cost, StageCut(stages, cost, self.peak(stages)))]
+            return total
+
+        # The least P for which there are stages at all.
+        if tried(times[-1]) is None:
+            return None
+        low, high = 0, len(times) - 1
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if tried(times[middle]) is not None else (middle + 1, high)
+        waiting = [(low, len(times) - 1, loosest[0])]
+        tried(times[low])
+        while waiting:
+            low, high, total = waiting.pop()   # P in [low, high], F(high) is total
+            if low > high or total + times[low] >= best() * (1 - near):
+                continue
+            middle = (low + high) // 2
+            at = tried(times[middle])
+            assert at is not None
+            waiting += [(middle + 1, high, total), (low, middle - 1, at)]
+        return found[0][1] if found else None
+
+    def peak(self, stages: tuple[StageSpan, ...]) -> float:
+        """The most that a stage holds."""
+        return max(float(way.fixed[at] + min(self.micro_batches, len(stages) - s) * way.kept[at])
+                   for s, c in enumerate(stages) for way, at in ((self.ways[c.way], (c.first, c.last)),))
+
+    def least(self, bound: float) -> tuple[float, tuple[StageSpan, ...]] | None:
+        """The least Σ with no p above the bound, and its stages."""
+        n, width = self.units, self.devices + 1
+        tables = [np.full((n + 1, width), np.inf)]
+        tables[0][n, 0] = 0.0
+        fits = [can & (pace <= bound) for can, pace in zip(self.can, self.paces)]
+        smallest, largest = min(self.sizes), max(self.sizes)
+        begins = np.searchsorted(self.spent, bound * np.arange(self.devices, -1, -1) * (1 + 1e-12), side="right")
+        for k in range(1, self.most + 1):
+            here, before = np.full((n + 1, width), np.inf), tables[-1]
+            for w, (way, size) in enumerate(zip(self.ways, self.sizes)):
+                holds = fits[w] & (way.fixed + min(self.micro_batches, k) * way.kept <= self.memory)
+                costs = np.where(holds, way.seconds, np.inf)
+                low, high = max(k * smallest, size), min(k * largest, self.devices)
+                for left in range(low, high + 1):
+                    if not self.allowed[w][left]:
+                        continue
+                    column = before[:, left - size]
+                    there = np.flatnonzero(column < np.inf)
+                    if len(there):
+                        rows = slice(0, min(begins[left], int(there[-1])))
+                        first, last = int(there[0]), int(there[-1]) + 1
+                        found = (costs[rows, first:last] + column[first:last]).min(axis=1, initial=np.inf)
+                        np.minimum(here[rows, left], found, out=here[rows, left])
+            tables.append(here)
+        ends = [tables[k][0, self.devices] for k in range(self.most + 1)]
+        if self.count is not None:
+            ends = [end if k == self.count else math.inf for k, end in enumerate(ends)]
+        count = int(np.argmin(ends))
+        if not np.isfinite(ends[count]):
+            return None
+        return float(ends[count]), self.traced(tables, fits, count)
+
+    def least_memory(self) -> float | None:
+        """The least over all stages of the most that one of them holds, by stages left, first unit and devices left."""
+        n, width, found = self.units, self.devices + 1, []
+        before = np.full((n + 1, width), np.inf)
+        before[n, 0] = 0.0
+        for k in range(1, self.most + 1):
+            here = np.full((n + 1, width), np.inf)
+            for w, (way, size) in enumerate(zip(self.ways, self.sizes)):
+                needs = np.where(self.can[w], way.fixed + min(self.micro_batches, k) * way.kept, np.inf)
+                for left in range(size, width):
+                    if self.allowed[w][left] and np.isfinite(column := before[:, left - size]).any():
+                        here[:, left] = np.minimum(here[:, left], np.maximum(needs, column[None, :]).min(axis=1))
+            before = here
+            if self.count in (None, k):
+                found.append(float(before[0, self.devices]))
+        least = min(found, default=math.inf)
+        return least if math.isfinite(least) else None
+
+    def traced(self, tables: list[np.ndarray], fits: list[np.ndarray], count: int) -> tuple[StageSpan, ...]:
+        """The stages that give the least."""
+        out, at, left = [], 0, self.devices
+        for k in range(count, 0, -1):
+            for w, (way, size) in enumerate(zip(self.ways, self.sizes)):
+                if size > left or not self.allowed[w][left]:
+                    continue
+                holds = fits[w][at] & (way.fixed[at] + min(self.micro_batches, k) * way.kept[at] <= self.memory)
+                totals = np.where(holds, way.seconds[at] + tables[k - 1][:, left - size], np.inf)
+                last = int(np.argmin(totals))
+                if totals[last] == tables[k][at, left]:
+                    out.append(StageSpan(at, last, w))
+                    at, left = last, left - size
+                    break
+            else:
+                raise AssertionError("a least sum has stages")
+        return tuple(out)
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# What the units of a model take on a number of devices: seconds and bytes, read off one plan of their representatives.
+#
+#     seconds(u)   what one more micro-batch costs the operators of u, conversions that they ask for among it
+#     once(u)      the rest of their price: sums of gradients, the gathering of stored parameters
+#     fixed(u)     parameters, gradients and the optimizer's state of u; of what is gathered of them and kept
+#     kept(u)      what u makes and the backward wants
+#     working(u)   the most that is there besides, while u is at work
+#     send(u)      what goes on from u and those before it to a further stage, and its gradient back
+#
+# A stage of units [i, j) then takes the sums over them. Its plan is made later for its own; that of the representatives
+# stands for it, because in between they have the neighbours that they have there.
+# ----------------------------------------------------------------------------------------------------
+
+#: What of a plan's memory is there all the time.
+STANDING = ("parameters", "gradients", "optimizer")
+
+
+@dataclass(frozen=True)
+class UnitPrices:
+    """Of every unit, in order; as above. `sends` is of the borders between them, `shared` (home, unit, bytes, seconds)
+    of parameters that a later unit reads too."""
+
+    devices: int
+    recompute: bool
+    seconds: np.ndarray
+    once: np.ndarray
+    fixed: np.ndarray
+    kept: np.ndarray
+    working: np.ndarray
+    sends: np.ndarray
+    shared: tuple[tuple[int, int, float, float], ...]
+
+    @property
+    def way(self) -> StageOption:
+        """By stage: units from one to another."""
+        n = len(self.seconds)
+        total = lambda each: np.subtract.outer(np.r_[0.0, np.cumsum(each)], np.r_[0.0, np.cumsum(each)]).T  # noqa: E731
+        seconds = total(self.seconds) + np.r_[0.0, self.sends, 0.0][None, :]
+        seconds[np.tril_indices(n + 1)] = np.inf
+        once, fixed = total(self.once), total(self.fixed)
+        working = np.zeros((n + 1, n + 1))
+        for first in range(n):
+            working[first, first + 1:] = np.maximum.accumulate(self.working[first:])
+        for home, unit, nbytes, takes in self.shared:
+            fixed[home + 1:unit + 1, unit + 1:] += nbytes   # a stage with the unit and without its home
+            once[:home + 1, home + 1:unit + 1] += takes     # the home's stage has its gradient back
+            once[home + 1:unit + 1, unit + 1:] += takes
+        return StageOption(self.devices, self.recompute, seconds, once, fixed + working, total(self.kept))
+
+
+def recomputed(graph: Graph, units: Units, which: Sequence[int]) -> Graph:
+    """The graph with these units computed again in the backward, each by itself, but for what makes the results: its
+    backward comes next."""
+    which = [u for u in which if u not in units.last]
+    first = 1 + max((op.recompute.call for op in graph.ops if op.recompute is not None), default=-1)
+    calls = {u: Recompute(first + k, units.paths[u][0]) for k, u in enumerate(which)}
+    return graph.with_ops(tuple(
+        op if op.recompute is not None or units.of.get(op.name) not in calls
+        else replace(op, recompute=calls[units.of[op.name]]) for op in graph.ops))
+
+
+def all_recomputed(plan: Plan, units: Units) -> Plan:
+    """The plan with all units computed again."""
+    graph = recomputed(plan.graph, units, range(len(units)))
+    ops = {op.name: op for op in graph.ops}
+    return replace(plan, graph=graph, decisions={name: replace(d, op=ops[name]) for name, d in plan.decisions.items()})
+
+
+def unit_prices(plan: Plan, units: Units, cluster: Cluster, recompute: bool = False) -> UnitPrices:
+    """The prices of all units.
+
+    Args:
+        plan: of `units.reduced`.
+        cluster: of all devices: what crosses between stages goes over its links.
+        recompute: whether it is one `all_recomputed`.
+    """
+    count, last = len(units), len(units) - 1
+    unit_of = lambda operator: units.of.get(operator, last)  # noqa: E731
+    seconds, once, fixed, kept, working = np.zeros((5, count))
+    costs = CostModel(Cluster.of(plan.cluster, plan.devices), plan.devices)
+    one, two = (costs.plan(plan, times).by_operator for times in (1, 2))
+    for operator, price in one.items():
+        more = two[operator] - price
+        seconds[unit_of(operator)] += more
+        once[unit_of(operator)] += max(0.0, price - more)
+    line, makers = plan.timeline, {o.name: unit_of(i.operator) for i in plan.routed.instructions for o in made_by(i)}
+    makers.update(units.homes)
+    for table in (plan.graph.inputs, plan.graph.buffers.values()):
+        makers.update((v.name, units.readers[v.name][0]) for v in table if v.name in units.readers)
+    moving = []
+    for held in line.held:
+        unit = makers.get(held.name, unit_of(held.name))
+        crosses = held.start < line.forward < held.stop
+        if held.what in STANDING or held.what == "gathered" and crosses:
+            fixed[unit] += held.bytes
+        elif crosses:
+            kept[unit] += held.bytes
+        else:
+            moving.append(held)
+    for operator, total in zip(line.moments, replace(line, held=tuple(moving)).totals()):
+        working[unit_of(operator)] = max(working[unit_of(operator)], total)
+    of = np.array(units.representative)
+    return UnitPrices(plan.devices, recompute, *(each[of] for each in (seconds, once, fixed, kept, working)),
+                      _sends(plan, units, cluster), _shared(plan, units, cluster))
+
+
+def _sends(plan: Plan, units: Units, cluster: Cluster) -> np.ndarray:
+    """Of the borders between units."""
+    left = {}
+    for op in plan.graph.ops:
+        decision = plan.decisions[op.name]
+        for i, v in enumerate(v for v in op.outputs if v is not None):
+            left[v.name] = v, decision.out[i] if decision.out else decision.left(i).without_partial()
+    costs, known, out = CostModel(cluster), dict[str, float](), np.zeros(max(len(units) - 1, 0))
+    for border, names in enumerate(units.crossing):
+        for name in names:
+            name = units.same[name].name if name in units.same else name
+            if name not in known:
+                value, layout = left[name]
+                nbytes = math.prod(layout.local_shape(layout.padded(value.shape))) * value.dtype.itemsize
+                known[name] = _sent(costs, plan.devices, nbytes) * (1 + value.requires_grad)
+            out[border] += known[name]
+    return out
+
+
+def _shared(plan: Plan, units: Units, cluster: Cluster) -> tuple[tuple[int, int, float, float], ...]:
+    """Of parameters that units read besides their home."""
+    out, costs = [], CostModel(cluster)
+    for instance in plan.routed.parameters.values():
+        name = instance.value.name
+        for unit in units.readers.get(name, ())[1:]:
+            nbytes = instance.local_bytes
+            out.append((units.homes[name], unit, float(nbytes * (1 + instance.value.requires_grad)),
+                        _sent(costs, plan.devices, nbytes) * instance.value.requires_grad))
+    return tuple(out)
+
+
+def _sent(costs: CostModel, devices: int, nbytes: float) -> float:
+    """Seconds from a stage to the next one, where that is farthest."""
+    borders = {between(costs.cluster, first, first + devices) for first in range(0, costs.devices - devices, devices)}
+    return max((costs.collective("send", digits, nbytes) for digits in borders), default=0.0)

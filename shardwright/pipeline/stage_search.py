@@ -1,0 +1,504 @@
+"""stages="auto": where a model is cut, how many devices each stage has, what is computed again, and how many
+micro-batches there are.
+
+    price        for numbers of devices d and of micro-batches m: the units of the model, by one plan (`unit_prices`)
+    cut          for each (d, m) the best stages of d devices, and for the best m of unequal numbers (`balance`)
+    choose       the cheapest that fits in memory; where the prices of its (d, m) were taken over from another m, they
+                 are found for it itself, until the cheapest is priced so
+
+Numbers of micro-batches are powers of two that divide the batch. Of each d the most are tried first, then half as many,
+until a step takes longer or does not fit; S stages begin with 16·S, when the bubble is less than one sixteenth. What is
+computed again in the backward is priced only where something does not fit. Nothing here looks at a clock, so that all
+processes would choose alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from ..capture.annotations import PipelineSettings
+from ..cluster import Cluster, format_bytes
+from ..errors import PlanError, SettingError, ShardwrightError
+from ..graph import Graph, Op, Value
+from ..partition.local_program import Decisions, InputPlacement, PortableDecisions, input_placement
+from ..sharded_plan import Plan
+from ..torch_private import pytree
+from .microbatch import rows_of
+from .pipeline_plan import PipelineSearchResult, PricedPipeline, StageChoice
+from .stage_costs import StageCut, StageOption, UnitPrices, all_recomputed, balance, least_memory, unit_prices
+from .stages import units_of
+
+__all__ = ["UNITS_BY", "AutomaticStages", "StageSearch", "check_automatic", "first_count", "with_rows"]
+
+
+# ----------------------------------------------------------------------------------------------------
+# A captured program for another number of rows, told from two captures of it.
+#
+#     number(rows) = number(b) + (number(2b) - number(b)) · (rows - b) / b
+#
+# for every size and every number among the arguments of operators. It is what a program that takes as many steps for more
+# rows does, and so serves to reckon what others would cost; what is to run is captured for its own rows.
+# ----------------------------------------------------------------------------------------------------
+
+def with_rows(graph: Graph, wide: Graph, rows: int, wanted: int) -> Graph:
+    """The graph for `wanted` rows.
+
+    Args:
+        graph, wide: captured for `rows`, and for twice as many.
+
+    Raises:
+        SettingError: they are not the same program, or a number would be no whole one.
+    """
+    return graph if rows == wanted else _Resizing(graph, wide, rows, wanted).run()
+
+
+class _Resizing:
+    def __init__(self, graph: Graph, wide: Graph, rows: int, wanted: int) -> None:
+        self.graph, self.wide, self.rows, self.wanted = graph, wide, rows, wanted
+        self.values: dict[str, Value] = {}
+
+    def run(self) -> Graph:
+        graph, wide = self.graph, self.wide
+        if len(graph.ops) != len(wide.ops) or len(graph.inputs) != len(wide.inputs):
+            raise self.other(None)
+        for name, tensor in graph.constants.items():
+            if name not in wide.constants or wide.constants[name].shape != tensor.shape:
+                raise self.other(None)
+        inputs = tuple(self.value(v, w, None) for v, w in zip(graph.inputs, wide.inputs))
+        ops = tuple(map(self.operator, graph.ops, wide.ops))
+        changed = lambda v: self.values.get(v.name, v) if isinstance(v, Value) else v  # noqa: E731
+        return replace(graph, inputs=inputs, ops=ops, outputs=tuple(map(changed, graph.outputs)),
+                       updates={n: changed(v) for n, v in graph.updates.items()})
+
+    def operator(self, op: Op, other: Op) -> Op:
+        leaves, spec = pytree.tree_flatten((op.args, op.kwargs))
+        others, its = pytree.tree_flatten((other.args, other.kwargs))
+        if op.target is not other.target or spec != its or len(op.outputs) != len(other.outputs):
+            raise self.other(op)
+        args, kwargs = pytree.tree_unflatten([self.leaf(a, b, op) for a, b in zip(leaves, others)], spec)
+        return replace(op, args=args, kwargs=kwargs, inputs=tuple(self.values.get(v.name, v) for v in op.inputs),
+                       outputs=tuple(None if v is None or w is None else self.value(v, w, op)
+                                     for v, w in zip(op.outputs, other.outputs)))
+
+    def leaf(self, one: Any, two: Any, op: Op) -> Any:
+        if isinstance(one, Value):
+            return self.values.get(one.name, one)
+        if isinstance(one, int) and not isinstance(one, bool) and isinstance(two, int):
+            return self.number(one, two, op)
+        if not isinstance(one, (int, float)) and one != two:
+            raise self.other(op)
+        return one
+
+    def value(self, one: Value, two: Value, op: Op | None) -> Value:
+        if len(one.shape) != len(two.shape):
+            raise self.other(op)
+        shape = tuple(self.number(a, b, op) for a, b in zip(one.shape, two.shape))
+        made = self.values[one.name] = replace(one, shape=shape)
+        return made
+
+    def number(self, one: int, two: int, op: Op | None) -> int:
+        more, rest = divmod((two - one) * (self.wanted - self.rows), self.rows)
+        if rest or one + more < 0 <= one:
+            raise self.other(op)
+        return one + more
+
+    def other(self, op: Op | None) -> SettingError:
+        return SettingError("the program is another one for more rows: what it costs for other numbers of micro-"
+                            "batches cannot be told", **(op.where if op is not None else {}),
+                            legal="a number for micro_batches")
+
+
+#: Of S stages, up to how many times S micro-batches.
+MOST_ROUNDS = 16
+
+#: How near to the best, relative to it, stages of unequal numbers of devices are searched; and how near to it those of
+#: equal ones have to be for that m.
+NEAR, PROMISING = 2e-3, 1.1
+
+#: Devices of a stage, and micro-batches.
+Pair = tuple[int, int]
+
+#: Makes the plan that units are priced by: (graph, devices, fed) -> Plan.
+Planner = Callable[[Graph, int, InputPlacement], Plan]
+
+
+def counts_of(rows: int) -> tuple[int, ...]:
+    """The numbers of micro-batches for a batch of so many rows: powers of two that divide it."""
+    return tuple(1 << k for k in range((rows & -rows).bit_length())) if rows else (1,)
+
+
+def first_count(rows: int) -> int:
+    """For how many micro-batches a model is captured first, where that is to be chosen: such that a micro-batch has
+    two rows at least, as one of a single row may be another program."""
+    counts = [c for c in counts_of(rows) if rows // c >= 2] or [1]
+    return counts[len(counts) // 2]
+
+
+def stands(cluster: Cluster, first: int, devices: int) -> bool:
+    """Whether so many devices from the first on lie together as the innermost ones do: in one unit of a level where
+    they are no more than that has, else from a unit's beginning on."""
+    below = 1
+    for level in cluster.levels:
+        below *= level.size
+        if first // below != (first + devices - 1) // below if devices < below else first % below:
+            return False
+    return True
+
+
+class _Priced(NamedTuple):
+    """Prices of all units, kept and, where that was asked for, computed again; `own`: by a plan that was searched for
+    this number of rows."""
+
+    plan: Plan
+    own: bool
+    prices: list[UnitPrices]
+
+
+class StageSearch:
+    """The choice for one model.
+
+    Args:
+        graph, wide: captured for `count` micro-batches, and for twice the rows.
+        rows: of a micro-batch of the graph.
+        micro_batches: how many, or "auto".
+    """
+
+    def __init__(self, graph: Graph, wide: Graph | None, rows: int, count: int, devices: int, dataset: Any,
+                 cluster: Cluster, planner: Planner, *, micro_batches: int | str = "auto") -> None:
+        self.rows, self.batch, self.devices = rows, rows * count, devices
+        self.dataset, self.cluster, self.memory, self.planner = dataset, cluster, math.inf, planner
+        self.units, self.wide = units_of(graph), wide
+        self.counts = counts_of(self.batch) if micro_batches == "auto" else (int(micro_batches),)
+        self.graphs = {rows: self.units.reduced}
+        self.priced: dict[Pair, _Priced] = {}
+        self.refused: dict[Pair, ShardwrightError] = {}
+        self.equal: dict[Pair, StageCut | None] = {}
+        self.unequal: dict[int, tuple[list[StageOption], StageCut]] = {}
+
+    def run(self, memory: float, unequal: bool = True) -> PipelineSearchResult:
+        """Choose.
+
+        Args:
+            memory: bytes a device.
+            unequal: whether stages may have unequal numbers of devices.
+
+        Raises:
+            PlanError: nothing fits; with the least memory that was found, and what needs it.
+            ShardwrightError: nothing can be planned, as the planner says.
+        """
+        self.memory = memory
+        self.equal.clear()
+        self.unequal.clear()
+        for size in self.sizes():
+            before = math.inf
+            for count in self.counts_for(size):
+                self.price((size, count))
+                found = self.equal.get((size, count))
+                if found is None and before < math.inf or found is not None and found.seconds > before:
+                    break
+                before = found.seconds if found is not None else before
+        self.settle()
+        if unequal and self.dataset == "full_batch":  # else a rank's part of the batch would be another in each stage
+            near = PROMISING * self.least()
+            there = ((m, found) for (_, m), found in self.equal.items() if found is not None)
+            for count in sorted({m for m, found in there if found.seconds <= near}):
+                self.cut_unequally(count)
+        return self.result()
+
+    # -- what there is -------------------------------------------------------------------------------------------------
+
+    def sizes(self) -> list[int]:
+        """Devices of a stage, where all have as many."""
+        most = min(len(self.units), max(self.counts))
+        return [d for d in range(1, self.devices + 1) if self.devices % d == 0 and self.devices // d <= most
+                and all(stands(self.cluster, first, d) for first in range(0, self.devices, d))]
+
+    def counts_for(self, devices: int) -> list[int]:
+        """Numbers of micro-batches for stages of so many devices, the most first."""
+        stages = self.devices // devices
+        fits = [m for m in self.counts if m >= stages]
+        return [m for m in reversed(fits) if m <= max(MOST_ROUNDS * stages, fits[0])]
+
+    def on_rows(self, rows: int) -> Graph:
+        """The representatives of the units, for a micro-batch of so many rows."""
+        if rows not in self.graphs:
+            wide = self.wide or self.units.graph
+            if len(wide.ops) != len(self.units.graph.ops):
+                with_rows(self.units.graph, wide, self.rows, rows)  # which says so
+            self.graphs[rows] = with_rows(self.graphs[self.rows], self.units.on(wide).reduced, self.rows, rows)
+        return self.graphs[rows]
+
+    # -- prices --------------------------------------------------------------------------------------------------------
+
+    def price(self, pair: Pair, own: bool = False) -> None:
+        """Price the units, and cut.
+
+        Args:
+            own: by a plan that is searched for this number of rows; otherwise by one that another number of them has,
+                if there is one that holds here too.
+        """
+        devices, count = pair
+        try:
+            if own or pair not in self.priced:
+                graph = self.on_rows(self.batch // count)
+                fed = input_placement(graph, devices, self.dataset)
+                plan = None if own else self.taken_over(graph, devices, fed)
+                searched = self.planner(graph, devices, fed) if plan is None else plan
+                self.priced[pair] = _Priced(searched, plan is None, [unit_prices(searched, self.units, self.cluster)])
+            self.equal[pair] = self.cut_equally(pair, math.inf)
+            if (self.equal[pair] is None or self.equal[pair].peak > self.memory) and len(self.priced[pair].prices) == 1:
+                again = all_recomputed(self.priced[pair].plan, self.units)
+                self.priced[pair].prices.append(unit_prices(again, self.units, self.cluster, recompute=True))
+            if self.equal[pair] is None or self.equal[pair].peak > self.memory:
+                self.equal[pair] = self.cut_equally(pair, self.memory)
+        except ShardwrightError as error:
+            self.refused[pair] = error
+            for table in (self.priced, self.equal):
+                table.pop(pair, None)
+
+    def cut_equally(self, pair: Pair, memory: float) -> StageCut | None:
+        """The best stages, all of one size."""
+        return balance(self.ways(pair), len(self.units), self.devices, pair[1], memory, stages=self.devices // pair[0])
+
+    def taken_over(self, graph: Graph, devices: int, fed: InputPlacement) -> Plan | None:
+        """A plan of the graph with the decisions of one for another number of rows."""
+        for pair in sorted(self.priced):
+            known = self.priced[pair]
+            if pair[0] == devices and known.own:
+                handed = PortableDecisions.of(Decisions(known.plan.decisions, known.plan.carries))
+                decisions = handed.onto(graph, devices, on_missing_rule="replicate").decisions
+                if all(len(d.assignment.digits) == len(d.bound.factors) and d.bound.divides(d.assignment)
+                       and d.bound.is_consistent(d.assignment) for d in decisions.values()):
+                    try:
+                        made = replace(known.plan, graph=graph, fed=fed, decisions=decisions)
+                        made.routed
+                        return made
+                    except ShardwrightError:
+                        continue  # a conversion that these rows do not divide for
+        return None
+
+    def ways(self, *pairs: Pair) -> list[StageOption]:
+        """The ways to run a stage."""
+        return [each.way for pair in pairs for each in self.priced[pair].prices]
+
+    def least(self) -> float:
+        """Seconds of the best that is known."""
+        return min((found.seconds for found in self.equal.values() if found is not None), default=math.inf)
+
+    def settle(self) -> None:
+        """Price the best by a plan of its own, until it is."""
+        while True:
+            found = [(balanced.seconds, pair) for pair, balanced in self.equal.items() if balanced is not None]
+            if not found or self.priced[best := min(found)[1]].own:
+                return
+            self.price(best, own=True)
+
+    def cut_unequally(self, count: int) -> None:
+        """Stages of unequal numbers of devices, if they are better than all that is known."""
+        most = self.least() * (1 - NEAR)
+        for chain in _chains(sorted({d for d, m in self.priced if m == count})):
+            ways = self.ways(*((d, count) for d in chain))
+            found = balance(ways, len(self.units), self.devices, count, self.memory, most=most, near=NEAR,
+                            stands=lambda first, d: stands(self.cluster, first, d))
+            if found is not None:
+                self.unequal[count], most = (ways, found), found.seconds
+
+    # -- what comes of it ----------------------------------------------------------------------------------------------
+
+    def result(self) -> PipelineSearchResult:
+        alternatives, best = [], None
+        for pair, found in self.equal.items():
+            alternatives.append(self.alternative(self.ways(pair), found, pair[1]) if found is not None
+                                else self.too_large(pair))
+            if found is not None and (best is None or found.seconds < best[1].seconds):
+                best = self.ways(pair), found, pair[1]
+        for count, (ways, found) in self.unequal.items():
+            alternatives.append(self.alternative(ways, found, count))
+            if best is None or found.seconds < best[1].seconds:
+                best = ways, found, count
+        alternatives += [PricedPipeline((d,) * (self.devices // d), m, why=f"{type(error).__name__}: {error}")
+                         for (d, m), error in self.refused.items() if (d, m) not in self.equal]
+        alternatives.sort(key=lambda a: (a.seconds is None, a.seconds or 0.0, a.peak or math.inf, a.devices,
+                                         a.micro_batches))
+        if best is None:
+            raise self.nothing(alternatives)
+        ways, found, count = best
+        stages = tuple(StageChoice(c.first, c.last, ways[c.way].devices, ways[c.way].recompute) for c in found.stages)
+        return PipelineSearchResult(self.units.paths, stages, count, found.seconds, found.peak, tuple(alternatives))
+
+    def alternative(self, ways: Sequence[StageOption], found: StageCut, count: int) -> PricedPipeline:
+        used = [ways[c.way] for c in found.stages]
+        return PricedPipeline(tuple(way.devices for way in used), count, sum(way.recompute for way in used), found.seconds,
+                           found.peak)
+
+    def too_large(self, pair: Pair) -> PricedPipeline:
+        """What says of a pair that does not fit how much it needs."""
+        devices, count = pair
+        ways, stages = self.ways(pair), self.devices // devices
+        found = least_memory(ways, len(self.units), self.devices, count, stages=stages)
+        if found is None:
+            return PricedPipeline((devices,) * stages, count, why="there are no such stages")
+        return replace(self.alternative(ways, found, count), seconds=None,
+                       why=f"needs {format_bytes(found.peak)} a device, of {format_bytes(self.memory)}")
+
+    def nothing(self, alternatives: Sequence[PricedPipeline]) -> Exception:
+        """The error that nothing can be."""
+        needs = [a for a in alternatives if a.peak is not None]
+        if not needs:
+            errors = list(self.refused.values())
+            return errors[0] if errors else SettingError(
+                f'stages="auto": no number of stages for {self.devices} devices, {len(self.units)} units and '
+                f"micro_batches={self.counts[0]}", legal="more micro-batches, or another number of devices")
+        least = min(needs, key=lambda a: a.peak or 0.0)
+        return PlanError(
+            f'stages="auto": no pipeline fits in {format_bytes(self.memory)} a device: the least that was found is '
+            f"{format_bytes(least.peak or 0.0)}, with {least.stages} stage{'s' * (least.stages > 1)} of {least.devices[0]} "
+            f"devices, {least.micro_batches} micro-batch{'es' * (least.micro_batches > 1)} and {least.recomputed} of "
+            "the stages computed again in the backward",
+            legal="more devices, smaller batches, optimizer parallel (hsdp), or more memory")
+
+
+def _chains(sizes: list[int]) -> list[tuple[int, ...]]:
+    """The longest rows of sizes of which each divides the next: stages of such numbers can send to one another."""
+    out: list[tuple[int, ...]] = []
+
+    def grow(chain: tuple[int, ...], rest: list[int]) -> None:
+        nexts = [d for d in rest if not chain or d % chain[-1] == 0]
+        for d in nexts:
+            if not any(d % other == 0 and d != other for other in nexts):
+                grow((*chain, d), [r for r in nexts if r > d])
+        if not nexts:
+            out.append(chain)
+    grow((), sizes)
+    return out
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# From stages="auto" to a plan: choose, make the pipeline of what was chosen, and see that it fits.
+#
+# The prices by which stages are chosen are read off a plan of other neighbours than they come to have. Where the
+# pipeline's own peak is above the limit, it is chosen again with so much less. Where stages of unequal numbers of devices,
+# whose borders have conversions of their own, turn out to be dearer than equal ones were priced, these are made
+# too and the cheaper pipeline is taken.
+# ----------------------------------------------------------------------------------------------------
+
+#: Mode -> that in which units are priced, where it is another one: what the recursion finds is near to the best.
+UNITS_BY = {"dynamic_programming": "recursive_programming"}
+
+#: How often stages are chosen anew with less memory.
+MOST_TRIES = 4
+
+
+def check_automatic(setting: PipelineSettings, modules: Mapping[str, int], strategies: Any = None) -> None:
+    """That nothing is said besides which is to be chosen.
+
+    Raises:
+        SettingError: a module in a stage, another schedule, chunks, a plan's strategies.
+    """
+    if modules:
+        path, stage = next(iter(modules.items()))
+        raise SettingError(f'the module {path!r} is put into stage {stage}, and stages="auto" chooses stages itself',
+                           legal="no set_stage and no stage_config, or a number of stages")
+    if setting.scheduler != "1f1b" or setting.chunks not in (None, 1):
+        what = f"scheduler={setting.scheduler!r}" if setting.scheduler != "1f1b" else f"chunks={setting.chunks}"
+        raise SettingError(f'{what} with stages="auto", which are cut for 1f1b',
+                           legal='scheduler="1f1b", or a number of stages')
+    if strategies is not None:
+        raise SettingError(f'{strategies.path} has strategies, and stages="auto" chooses them with the stages',
+                           legal="no strategies, or a number of stages")
+
+
+@dataclass(frozen=True)
+class AutomaticStages:
+    """How the stages of one model are chosen.
+
+    Attributes:
+        count: for how many micro-batches it is captured first.
+        captured: captures it: number of micro-batches -> graph, and that for twice the rows.
+        before: what was chosen when it was called with other shapes: its stages stay.
+        first: who chooses, where several processes plan together: (graph, settings, what chooses) -> what it chose;
+            None: this one.
+    """
+
+    count: int
+    captured: Callable[[int], tuple[Graph, Graph | None]]
+    before: PipelineSearchResult | None = None
+    first: Callable[[Graph, Any, Callable[[], PipelineSearchResult]], PipelineSearchResult] | None = None
+
+    @classmethod
+    def of(cls, setting: PipelineSettings, args: tuple, kwargs: Mapping[str, Any], captured: Callable, before: Any = None,
+           first: Callable | None = None, fed_apart: bool = False) -> AutomaticStages:
+        """For a call of a model; where no stages are chosen, for as many micro-batches as are asked for.
+
+        Args:
+            args, kwargs: the whole batch.
+            before: the plan of an earlier call.
+            fed_apart: each process feeds a part of the batch.
+
+        Raises:
+            SettingError: micro-batches to be chosen for given stages, or stages to be chosen where the batch depends on
+                their number.
+        """
+        if setting.stages != "auto":
+            if setting.micro_batches == "auto":
+                raise SettingError('micro_batches="auto" with a number of stages', legal='a number, or stages="auto"')
+            return cls(setting.micro_batches, captured)
+        if fed_apart:
+            raise SettingError('stages="auto" where each process feeds its own part of the batch: of how many parts '
+                               "the batch is depends on the stages", legal='dataset_strategy("full_batch")')
+        chosen, rows = getattr(before, "chosen", None), rows_of(args, dict(kwargs)) or 1
+        if setting.micro_batches != "auto":
+            count = setting.micro_batches
+        elif chosen is None:
+            count = first_count(rows)
+        else:
+            count = max((c for c in counts_of(rows) if len(chosen.stages) <= c <= chosen.micro_batches),
+                        default=chosen.micro_batches)
+        return cls(count, captured, None if chosen is None else replace(chosen, micro_batches=count), first)
+
+    def run(self, graph: Graph, wide: Graph | None, splits: tuple[bool, ...], devices: int, dataset: Any,
+            cluster: Cluster, memory: float | None, planner: Planner, piped: Callable[[PipelineSearchResult], Any],
+            micro_batches: int | str) -> Any:
+        """The pipeline.
+
+        Args:
+            memory: bytes a device; None: those of the cluster.
+            piped: makes the pipeline of what was chosen.
+
+        Raises:
+            PlanError: nothing fits.
+        """
+        if self.before is not None:
+            return piped(self.before)
+        limit = cluster.memory if memory is None else memory
+        rows = next((v.shape[0] for v, part in zip(graph.inputs, splits) if part), 1)
+        choosing: list[StageSearch] = []
+
+        def choose(target: float, unequal: bool) -> PipelineSearchResult:
+            if not choosing:
+                choosing.append(StageSearch(graph, wide, rows, self.count, devices, dataset, cluster, planner,
+                                         micro_batches=micro_batches))
+            return choosing[0].run(target, unequal)
+
+        def made(target: float, unequal: bool = True) -> Any:
+            settings = (devices, target, unequal, micro_batches, cluster)
+            return piped(choose(target, unequal) if self.first is None else
+                         self.first(graph, settings, lambda: choose(target, unequal)))
+
+        target, least = limit, float("inf")
+        for _ in range(MOST_TRIES):
+            found = made(target)
+            if found.chosen.unequal and found.cost > min((a.seconds for a in found.alternatives if a.seconds is not None
+                                                          and len(set(a.devices)) == 1), default=float("inf")):
+                other = made(target, unequal=False)
+                found = other if other.cost <= found.cost and other.peak <= limit else found
+            if found.peak <= limit:
+                return found
+            least, target = min(least, found.peak), target * limit / found.peak * (1 - 1e-6)
+        raise PlanError(f'stages="auto": no pipeline that fits in {format_bytes(limit)} a device was found; the least that '
+                        f"one needs is {format_bytes(least)}",
+                        legal="more devices, smaller batches, optimizer parallel (hsdp), or more memory")

@@ -1,0 +1,426 @@
+"""A graph cut into the stages of a pipeline.
+
+    stage of an operator    that of the innermost module around it that is in one; else the latest of what it reads;
+                            what reads nothing of any stage: the earliest of those that use it
+    crossing                a value that another stage uses: it leaves the stage that makes it by an operator `send`, and
+                            is an input of every stage that uses it
+    parameter               of the first stage that uses it; of further ones it is an input: they are sent it at the
+                            beginning of a step, and send its gradient back at the end
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from ..errors import PlanError, SettingError
+from ..graph import Graph, Op, Value, map_values
+from ..rules.dims import send
+from ..torch_private import pytree
+
+__all__ = ["StageGraph", "StageInput", "Units", "cut", "placed", "units_of"]
+
+class StageInput(NamedTuple):
+    """Where an input of a stage comes from.
+
+    Attributes:
+        kind: "input" of the model; "stage": a value that an earlier one makes; "parameter" of an earlier one.
+        index: of the model's input, or the stage.
+        name: of the model's input, the value, or the parameter.
+    """
+
+    kind: str
+    index: int
+    name: str
+
+
+@dataclass(frozen=True)
+class StageGraph:
+    """The graph of one stage.
+
+    Attributes:
+        graph: its inputs are those of the model, then parameters, then values of earlier stages; its outputs those of the
+            model that it makes, then what it sends.
+        sources: one an input.
+        results: of the model's outputs that are tensors, the indices of those that come first among its own.
+        sent: the names of the values that follow.
+    """
+
+    graph: Graph
+    sources: tuple[StageInput, ...]
+    results: tuple[int, ...]
+    sent: tuple[str, ...]
+
+
+def cut(graph: Graph, modules: Mapping[str, int], count: int, carries: Mapping[str, int]) -> tuple[StageGraph, ...]:
+    """Cut a graph.
+
+    Args:
+        modules: dotted path -> stage, as `staging.staged_modules` gives it.
+        count: how many stages there are.
+        carries: value name -> the dim that carries the batch.
+
+    Raises:
+        SettingError: a stage past the count, one without an operator or without a parameter that is trained.
+        PlanError: a value flows back to an earlier stage; a buffer is changed in one and used in another.
+    """
+    past = next(((path, s) for path, s in modules.items() if s >= count), None)
+    if past is not None:
+        raise SettingError(f"the module {past[0]!r} is in stage {past[1]}, of {count}", legal=f"stages 0 to {count - 1}")
+    return _Cutter(graph, modules, count, carries).run()
+
+
+def placed(graph: Graph, modules: Mapping[str, int], count: int) -> dict[str, int]:
+    """The stage of every operator.
+
+    Raises:
+        PlanError: a value flows back to an earlier stage.
+    """
+    return _Cutter(graph, modules, count, {}).stage
+
+
+class _Cutter:
+    def __init__(self, graph: Graph, modules: Mapping[str, int], count: int, carries: Mapping[str, int]) -> None:
+        self.graph, self.modules, self.count, self.carries = graph, modules, count, carries
+        self.producers = graph.producers()
+        self.stage = self.stages()
+        self.parameters = {v.name: n for n, v in graph.parameters.items()}
+        self.used: dict[str, list[int]] = {}    # of what no operator makes: the stages that use it
+        for op in graph.ops:
+            for v in op.inputs:
+                if v.name not in self.producers and self.stage[op.name] not in self.used.setdefault(v.name, []):
+                    self.used[v.name].append(self.stage[op.name])
+        for stages in self.used.values():
+            stages.sort()
+
+    def marked(self, op: Op) -> int | None:
+        """The stage of the innermost module around an operator that is in one."""
+        path = op.module
+        while True:
+            if path in self.modules:
+                return self.modules[path]
+            if not path:
+                return None
+            path = path.rpartition(".")[0]
+
+    def stages(self) -> dict[str, int]:
+        """By operator."""
+        found: dict[str, int] = {}
+        for op in self.graph.ops:
+            before = [(found[p.name], p) for v in op.inputs if (p := self.producers.get(v.name)) is not None
+                      and p.name in found]
+            latest, maker = max(before, key=lambda entry: entry[0], default=(None, None))
+            own = self.marked(op)
+            if own is not None and latest is not None and latest > own:
+                raise PlanError(f"reads what {maker.name} makes in stage {latest}, and is in stage {own} itself: values flow "
+                                "to later stages only", **op.where, legal=f"stage {latest} or later for its module "
+                                f"{op.module!r}, or an earlier one for {maker.module!r}")
+            if own is not None or latest is not None:
+                found[op.name] = latest if own is None else own
+        consumers = self.graph.consumers()
+        for op in reversed(self.graph.ops):
+            if op.name not in found:
+                after = [found[c.name] for v in op.outputs if v is not None for c, _ in consumers.get(v.name, ())
+                         if c.name in found]
+                found[op.name] = min(after, default=0)
+        return found
+
+    def run(self) -> tuple[StageGraph, ...]:
+        there = set(self.stage.values())
+        missing = [s for s in range(self.count) if s not in there]
+        if missing:
+            raise SettingError(f"no operator is in stage {missing[0]} of {self.count}; those that there are: {sorted(there)}",
+                               legal="sw.set_stage(module, number) or stage_config, with every number from 0 to "
+                               f"{self.count - 1}")
+        made = tuple(self.one(s) for s in range(self.count))
+        for s, part in enumerate(made):
+            if not any(v.requires_grad for v in part.graph.parameters.values()):
+                raise SettingError(f"stage {s} has no parameter that is trained and its own",
+                                   legal="stages that each have a trained parameter: other modules in them, or fewer stages")
+        return made
+
+    def one(self, stage: int) -> StageGraph:
+        graph = self.graph
+        ops = [op for op in graph.ops if self.stage[op.name] == stage]
+        read = dict.fromkeys(v.name for op in ops for v in op.inputs)
+        results = [i for i, v in enumerate(graph.outputs) if isinstance(v, Value) and self.home(v) == stage]
+        read.update(dict.fromkeys(graph.outputs[i].name for i in results))
+        inputs, sources = [], []
+        for i, v in enumerate(graph.inputs):
+            if v.name in read:
+                inputs.append(v)
+                sources.append(StageInput("input", i, v.name))
+        own, buffers = {}, {}
+        for n, v in graph.parameters.items():
+            first = self.used.get(v.name, [0])[0]
+            if first == stage:
+                own[n] = v
+            elif v.name in read:
+                inputs.append(v)
+                sources.append(StageInput("parameter", first, n))
+        for n, v in graph.buffers.items():
+            if v.name in read or self.used.get(v.name, [0])[0] == stage:
+                buffers[n] = v
+        updates = {n: v for n, v in graph.updates.items() if self.home(v, n) == stage}
+        self.check_updates(updates, stage)
+        for name in read:
+            maker = self.producers.get(name)
+            if maker is not None and self.stage[maker.name] != stage:
+                inputs.append(next(v for v in maker.outputs if v is not None and v.name == name))
+                sources.append(StageInput("stage", self.stage[maker.name], name))
+        sent, sends = [], []
+        consumers = graph.consumers()
+        for op in ops:
+            for v in op.outputs:
+                if v is not None and any(self.stage[c.name] != stage for c, _ in consumers.get(v.name, ())):
+                    out = replace(v, name=f"{v.name}.sent")
+                    sends.append(Op(f"send.{v.name}", send, (v,), {}, (v,), (out,), op.module, op.source))
+                    sent.append(v.name)
+        outputs = [graph.outputs[i] for i in results] + [op.outputs[0] for op in sends]
+        batch = {v.name: d for v in inputs for d in (self.carries.get(v.name),)
+                 if d is not None and v.name not in self.parameters}
+        constants = {n: t for n, t in graph.constants.items() if n in read}
+        spec = pytree.tree_flatten(tuple(range(len(outputs))))[1]
+        aliases = {alias: n for alias, n in graph.aliases.items() if n in own or n in buffers}
+        part = Graph(tuple(inputs), own, buffers, constants, (*ops, *sends), tuple(outputs), None, spec, updates, aliases,
+                     batch)
+        return StageGraph(part, tuple(sources), tuple(results), tuple(sent))
+
+    def home(self, value: Value, buffer: str | None = None) -> int:
+        """The stage that hands out a result; what no operator makes is handed out by the first that uses it."""
+        maker = self.producers.get(value.name)
+        if maker is not None:
+            return self.stage[maker.name]
+        name = value.name if buffer is None else self.graph.buffers[buffer].name
+        return self.used.get(name, [0])[0]
+
+    def check_updates(self, updates: Mapping[str, Value], stage: int) -> None:
+        for n in updates:
+            others = [s for s in self.used.get(self.graph.buffers[n].name, ()) if s != stage]
+            if others:
+                raise PlanError(f"the buffer {n!r} is changed in stage {stage} and used in stage {others[0]}",
+                                legal="one stage for all that uses it")
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# What a pipeline may be cut between: the modules of a model that hold parameters, in the order of the program.
+#
+#     module of an operator   down to its first number ("blocks.3" of "blocks.3.attention.query"), else all of its path,
+#                             if an operator of it reads a parameter
+#     unit                    modules whose operators do not read later units': such as call each other in turns are one,
+#                             and so is a module with the one before it where it has no trained parameter of its own
+#     other operators         go with what they read, as `stages` has it
+#     kind                    alike are units of equal operators on equal shapes, which read the same of the one before
+#
+# A run of alike units is represented by its first: the graph without the others is searched in its place.
+# ----------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Units:
+    """A graph in units.
+
+    Attributes:
+        graph: it.
+        paths: by unit, its modules.
+        of: by operator, its unit.
+    """
+
+    graph: Graph
+    paths: tuple[tuple[str, ...], ...]
+    of: Mapping[str, int]
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def on(self, graph: Graph) -> Units:
+        """The same units of the same program, captured for other shapes."""
+        of = {other.name: self.of[op.name] for op, other in zip(self.graph.ops, graph.ops)}
+        made = Units(graph, self.paths, of)
+        made.__dict__["representative"] = self.representative
+        return made
+
+    @cached_property
+    def members(self) -> tuple[tuple[Op, ...], ...]:
+        """The operators of each."""
+        out: list[list[Op]] = [[] for _ in self.paths]
+        for op in self.graph.ops:
+            out[self.of[op.name]].append(op)
+        return tuple(map(tuple, out))
+
+    @cached_property
+    def readers(self) -> dict[str, tuple[int, ...]]:
+        """Value name -> the units that read it, in order."""
+        out: dict[str, set[int]] = {}
+        for op in self.graph.ops:
+            for v in op.inputs:
+                out.setdefault(v.name, set()).add(self.of[op.name])
+        return {name: tuple(sorted(units)) for name, units in out.items()}
+
+    @cached_property
+    def homes(self) -> dict[str, int]:
+        """Parameter, by its value's name -> the first unit that reads it."""
+        return {v.name: self.readers[v.name][0] for v in self.graph.parameters.values() if v.name in self.readers}
+
+    @cached_property
+    def crossing(self) -> tuple[tuple[str, ...], ...]:
+        """By unit but the last, the values that it and those before make and later ones read."""
+        out: list[list[str]] = [[] for _ in range(len(self) - 1)]
+        for op in self.graph.ops:
+            for v in op.outputs:
+                last = self.readers.get(v.name, (0,))[-1] if v is not None else 0
+                for border in range(self.of[op.name], last):
+                    out[border].append(v.name)
+        return tuple(map(tuple, out))
+
+    @cached_property
+    def last(self) -> frozenset[int]:
+        """The units that make the model's outputs."""
+        makers = self.graph.producers()
+        return frozenset(self.of[makers[v.name].name] for v in self.graph.outputs
+                         if isinstance(v, Value) and v.name in makers)
+
+    @cached_property
+    def representative(self) -> tuple[int, ...]:
+        """By unit, the first of the run of alike units that it is in."""
+        forms = _Forms(self)
+        out: list[int] = []
+        for unit in range(len(self)):
+            alike = unit > 0 and forms.of(unit) == forms.of(unit - 1)
+            out.append(out[-1] if alike else unit)
+        return tuple(out)
+
+    @cached_property
+    def same(self) -> dict[str, Value]:
+        """Value that a unit makes -> the one in its place in the unit's representative."""
+        out = {}
+        for unit, first in enumerate(self.representative):
+            if first != unit:
+                for op, other in zip(self.members[unit], self.members[first]):
+                    out.update((v.name, w) for v, w in zip(op.outputs, other.outputs) if v is not None)
+        return out
+
+    @cached_property
+    def reduced(self) -> Graph:
+        """The graph with the representatives alone."""
+        graph = self.graph
+        change = lambda v: self.same.get(v.name, v)  # noqa: E731
+        ops = tuple(_changed(op, change) for op in graph.ops
+                    if self.representative[self.of[op.name]] == self.of[op.name])
+        read = {v.name for op in ops for v in op.inputs}
+        held = lambda table: {n: v for n, v in table.items() if v.name in read}  # noqa: E731
+        parameters, buffers = held(graph.parameters), held(graph.buffers)
+        return replace(graph, ops=ops, parameters=parameters, buffers=buffers,
+                       constants={n: t for n, t in graph.constants.items() if n in read},
+                       outputs=tuple(map_values(v, change) for v in graph.outputs),
+                       updates={n: change(v) for n, v in graph.updates.items() if n in buffers},
+                       aliases={a: n for a, n in graph.aliases.items() if n in parameters or n in buffers})
+
+
+def _changed(op: Op, change: Any) -> Op:
+    args, kwargs = map_values((op.args, op.kwargs), change)
+    return replace(op, args=args, kwargs=kwargs, inputs=tuple(map(change, op.inputs)))
+
+
+def units_of(graph: Graph) -> Units:
+    """The units of a graph. One that cannot be cut is one unit."""
+    groups = _modules(graph)
+    while len(groups) > 1:
+        pair = _backwards(graph, groups) or _without_own(graph, groups)
+        if pair is None:
+            break
+        first, last = pair
+        groups[first:last + 1] = [[path for group in groups[first:last + 1] for path in group]]
+    of = placed(graph, _stage_of(groups), max(len(groups), 1))
+    return Units(graph, tuple(map(tuple, groups)) or ((),), of)
+
+
+def _stage_of(groups: list[list[str]]) -> dict[str, int]:
+    return {path: i for i, group in enumerate(groups) for path in group}
+
+
+def _module(path: str) -> tuple[str, bool]:
+    """A module's path down to its first number, and whether it has one."""
+    parts = path.split(".")
+    first = next((k for k, part in enumerate(parts) if part.isdigit()), None)
+    return (path, False) if first is None else (".".join(parts[:first + 1]), True)
+
+
+def _modules(graph: Graph) -> list[list[str]]:
+    """The modules that read parameters, in the order of their first operators; one around numbered ones is none."""
+    own = {v.name for v in graph.parameters.values()}
+    reading = {_module(op.module) for op in graph.ops if any(v.name in own for v in op.inputs)}
+    around = {".".join(path.split(".")[:k]) for path, numbered in reading if numbered
+              for k in range(path.count(".") + 1)}
+    wanted = {path for path, numbered in reading if path and (numbered or path not in around)}
+    order = dict.fromkeys(_module(op.module)[0] for op in graph.ops)
+    return [[path] for path in order if path in wanted]
+
+
+def _backwards(graph: Graph, groups: list[list[str]]) -> tuple[int, int] | None:
+    """Two groups of which the first reads what the other makes, or None."""
+    modules, makers, found = _stage_of(groups), graph.producers(), dict[str, int]()
+    for op in graph.ops:
+        latest = max((found[makers[v.name].name] for v in op.inputs
+                      if v.name in makers and makers[v.name].name in found), default=None)
+        path: str | None = op.module
+        while path and path not in modules:
+            path = path.rpartition(".")[0]
+        own = modules.get(path) if path else None
+        if own is not None and latest is not None and latest > own:
+            return own, latest
+        if own is not None or latest is not None:
+            found[op.name] = latest if own is None else own
+    return None
+
+
+def _without_own(graph: Graph, groups: list[list[str]]) -> tuple[int, int] | None:
+    """A group without a trained parameter that it reads first, and its neighbour; or None."""
+    units = Units(graph, tuple(map(tuple, groups)), placed(graph, _stage_of(groups), len(groups)))
+    trained = {units.homes[v.name] for v in graph.parameters.values() if v.requires_grad and v.name in units.homes}
+    without = next((i for i in range(len(groups)) if i not in trained), None)
+    return None if without is None else (max(without - 1, 0), max(without, 1))
+
+
+class _Forms:
+    """What tells units apart."""
+
+    def __init__(self, units: Units) -> None:
+        self.units, self.places = units, {}
+        for members in units.members:
+            for k, op in enumerate(members):
+                self.places.update((v.name, (units.of[op.name], k, i)) for i, v in enumerate(op.outputs)
+                                   if v is not None)
+        graph = units.graph
+        self.held = {v.name: "parameter" for v in graph.parameters.values()} | \
+            {v.name: "buffer" for v in graph.buffers.values()}
+        self.known: dict[int, tuple] = {}
+
+    def of(self, unit: int) -> tuple:
+        """Equal for units that are alike."""
+        if unit not in self.known:
+            seen: dict[str, int] = {}
+            self.known[unit] = tuple(self.operator(op, unit, seen) for op in self.units.members[unit])
+        return self.known[unit]
+
+    def operator(self, op: Op, unit: int, seen: dict[str, int]) -> tuple:
+        leaves, spec = pytree.tree_flatten((op.args, op.kwargs))
+        mark = None if op.mark is None else (op.mark.in_strategy, op.mark.out_strategy)
+        outputs = tuple(None if v is None else (v.shape, v.dtype, v.requires_grad) for v in op.outputs)
+        again = None if op.recompute is None else replace(op.recompute, call=0, path="")
+        return (str(op.target), tuple(self.leaf(leaf, unit, seen) for leaf in leaves), str(spec), outputs, repr(mark),
+                again)
+
+    def leaf(self, leaf: Any, unit: int, seen: dict[str, int]) -> Any:
+        if not isinstance(leaf, Value):
+            return repr(leaf)
+        kind = (leaf.shape, leaf.dtype, leaf.requires_grad)
+        place = self.places.get(leaf.name)
+        if place is not None and unit - 1 <= place[0] <= unit:
+            return (unit - place[0], *place[1:], *kind)
+        own = self.units.readers[leaf.name] == (unit,)
+        if leaf.name in self.held and own:
+            return (self.held[leaf.name], seen.setdefault(leaf.name, len(seen)), *kind)
+        return leaf.name, *kind

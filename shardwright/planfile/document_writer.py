@@ -1,0 +1,294 @@
+"""A plan as the text of its document. What the form is, `document` says, which reads it.
+
+Lines stand in the order of the program, each operator's and each parameter's on one, so that two documents are compared
+line by line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..cluster import Cluster
+from ..errors import ShardwrightError
+from ..graph import Graph, Op, types_of
+from ..layout import Layout
+from ..partition.local_program import Decision, InputPlacement, input_placement
+from ..partition.rank_local import fed_whole
+from ..pipeline.schedules import SCHEDULES, Schedule, schedule
+from .encoding import fingerprint, packed, spell_assignment, spell_digits, spell_layout, write_graph, write_recompute
+
+if TYPE_CHECKING:
+    from ..pipeline.pipeline_plan import PipelinePlan, Stage
+    from ..sharded_plan import Plan
+
+__all__ = ["PIPELINE_SCHEMA", "SCHEMA", "Parts", "dataset_strategy", "digest", "fed_by", "fed_of", "fields_of", "head_digest", "parts_of", "pipeline_dataset_strategy", "pipeline_words", "pipeline_written", "section", "whole_graph", "written"]
+
+#: The version of the form. It rises when a document of the old form can no longer be read as what it meant.
+SCHEMA = 1
+
+#: Likewise of the form of a pipeline's document.
+PIPELINE_SCHEMA = 2
+
+
+class Parts(NamedTuple):
+    """What a document says of a plan.
+
+    Attributes:
+        head: its fields.
+        operators, parameters: its lines.
+        held: what is packed.
+    """
+
+    head: dict[str, Any]
+    operators: list[dict[str, Any]]
+    parameters: list[dict[str, Any]]
+    held: dict[str, Any]
+
+
+def written(plan: Plan) -> str:
+    """A plan as the text of its document: the same text for the same plan."""
+    head, operators, parameters, held = parts_of(plan)
+    parts = fields_of({"schema": SCHEMA} | head, "  ")
+    parts += [section("operators", operators), section("parameters", parameters), f'  "captured": "{packed(held)}"']
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def parts_of(plan: Plan, word: bool = True) -> Parts:
+    """A plan as the parts of its document.
+
+    Args:
+        word: whether how it is fed is written as one word, where one says it.
+    """
+    setting = plan.hsdp
+    head: dict[str, Any] = {
+        "graph": fingerprint(plan.graph), "devices": plan.devices, "mode": plan.mode,
+        "dataset_strategy": dataset_strategy(plan) if word else [*map(spell_layout, plan.fed.inputs)],
+        "hsdp": None if setting is None else {
+            key: sorted(value) if isinstance(value, frozenset) else value for key, value in asdict(setting).items()}}
+    if any(d.bound.uneven for d in plan.decisions.values()):
+        head["uneven"] = True
+    if any(d.open is not None for d in plan.decisions.values()):
+        head["open"] = []  # of the lines that do not say
+    if plan.own is not None:
+        head["own"] = {"parameters": sorted(plan.own.parameters), "loss": plan.own.loss}
+    head["optimizer"] = plan.optimizer
+    if plan.found is not None and plan.found.limit is not None:
+        limit = plan.found.limit
+        head["memory"] = int(limit) if float(limit).is_integer() else limit
+    head["cluster"] = None if plan.cluster is None else plan.cluster.to_dict()
+    head["total"] = {"seconds": plan.cost, "bound": plan.bound, "gap": plan.gap, "memory": plan.memory(0),
+                     "peak": plan.peak}
+    seconds = plan.price.by_operator
+    operators = [_operator(op, plan.decisions[op.name], seconds.get(op.name, 0.0), "open" in head)
+                 for op in plan.graph.ops]
+    parameters = list(_parameters(plan))
+    said = {"head": head_digest(head),
+            "operators": {op.name: digest(op, plan.decisions[op.name]) for op in plan.graph.ops},
+            "parameters": {line["name"]: line["storage"] for line in parameters}}
+    return Parts(head, operators, parameters, {
+        "graph": write_graph(plan.graph), "said": said,
+        "found": None if plan.found is None else asdict(plan.found) | {"seconds": plan.cost}})
+
+
+def fields_of(head: Mapping[str, Any], indent: str) -> list[str]:
+    """Fields as text, each on a line."""
+    return [f"{indent}{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
+
+
+def section(name: str, lines: Iterable[dict[str, Any]], indent: str = "  ") -> str:
+    """Lines of a document as text."""
+    body = ",\n".join(f"{indent}  {json.dumps(line, ensure_ascii=False)}" for line in lines)
+    return f'{indent}"{name}": [\n{body}\n{indent}]' if body else f'{indent}"{name}": []'
+
+
+def fed_by(graph: Graph, devices: int, mode: str, strategy: Any) -> InputPlacement:
+    """How a dataset_strategy feeds in a mode."""
+    return (fed_whole if mode == "hybrid_parallel" else input_placement)(graph, devices, strategy)
+
+
+def dataset_strategy(plan: Plan) -> Any:
+    """The dataset_strategy that feeds as the plan is fed."""
+    for word in ("full_batch", "data_parallel"):
+        try:
+            if fed_by(plan.graph, plan.devices, plan.mode, word) == plan.fed:
+                return word
+        except ShardwrightError:
+            pass  # a batch that does not divide
+    return [spell_layout(layout) for layout in plan.fed.inputs]
+
+
+def _operator(op: Op, decision: Decision, seconds: float, closed: bool) -> dict[str, Any]:
+    line = {"name": op.name, "op": op.kind, **spell_assignment(decision.bound, decision.assignment)}
+    if decision.out is not None:
+        line["out_strategy"] = [spell_layout(layout) for layout in decision.out]
+    if decision.open or closed and decision.open is None:
+        line["open"] = decision.open and spell_digits(decision.assignment.devices, decision.open)
+    line |= {"cause": decision.cause, "shapes": types_of(op)}
+    if op.recompute is not None:
+        line["recompute"] = write_recompute(op.recompute)
+    line |= {key: value for key, value in (
+        ("origin", decision.origin), ("via", decision.via), ("module", op.module), ("source", op.source),
+        ("note", decision.note)) if value}
+    return line | {"seconds": float(f"{seconds:.4g}")}
+
+
+def _parameters(plan: Plan) -> Iterator[dict[str, Any]]:
+    values = plan.graph.parameters | plan.graph.buffers
+    for name, value in values.items():
+        held = plan.parameters[name]
+        line = {"name": name, "shape": list(value.shape), "dtype": str(value.stored.dtype).removeprefix("torch."),
+                "storage": spell_layout(held.storage)}
+        if held.layout != held.storage:
+            line["used_as"] = spell_layout(held.layout)
+        if plan.stored is not None and name in plan.stored:
+            line["settled"] = True
+        yield line
+
+
+def head_digest(head: Mapping[str, Any]) -> str:
+    """Of what the head says that a search depended on."""
+    keys = ("graph", "devices", "dataset_strategy", "hsdp", "uneven", "optimizer", "cluster")
+    said = [head.get(key) for key in keys]
+    if head.get("memory") is not None:  # only then: documents from before there was such a field have this digest without
+        said.append(head["memory"])
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:8]
+
+
+def digest(op: Op, decision: Decision) -> str:
+    """Of what a line says that is to be heeded, in normal form: the same however it is written."""
+    said = (decision.assignment.digits, tuple(map(str, decision.out or ())), decision.open, op.recompute)
+    return hashlib.sha256(repr(said).encode()).hexdigest()[:8]
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# A pipeline's plan as the text of its document. What the form is, `document_pipeline` says, which reads it.
+# ----------------------------------------------------------------------------------------------------
+
+def pipeline_written(plan: PipelinePlan) -> str:
+    """A plan as the text of its document: the same text for the same plan."""
+    parts = [parts_of(stage.plan, word=False) for stage in plan.stages]
+    head: dict[str, Any] = {
+        "schema": PIPELINE_SCHEMA, "graph": fingerprint(plan.graph), "devices": plan.devices, "mode": plan.mode,
+        "dataset_strategy": pipeline_dataset_strategy(plan), "optimizer": plan.optimizer,
+        "cluster": None if plan.cluster is None else plan.cluster.to_dict(), "pipeline": pipeline_words(plan),
+        "total": {"seconds": plan.cost, "bubble": plan.simulation.bubble, "peak": plan.peak}}
+    if plan.notes_of_its_own:
+        head["notes"] = list(plan.notes_of_its_own)
+    micro, graphs = plan.micro, [part.held["graph"] for part in parts]
+    held = {"graph": _beside(write_graph(plan.graph), graphs), "joins": micro.joins, "totals": micro.totals,
+            "counts": None if micro.counts is None else write_graph(micro.counts), "micro_batches": plan.micro_batches,
+            "updates": micro.updates, "stages": [{"sources": s.sources, "results": s.results, "sent": s.sent} for s in plan.stages]}
+    captured = ",\n".join(f'    "{packed(x)}"' for x in (*(part.held for part in parts), held))
+    stages = ",\n".join(_stage(plan, stage, part) for stage, part in zip(plan.stages, parts))
+    body = [*fields_of(head, "  "), f'  "stages": [\n{stages}\n  ]', f'  "captured": [\n{captured}\n  ]']
+    return "{\n" + ",\n".join(body) + "\n}\n"
+
+
+def _stage(plan: PipelinePlan, stage: Stage, parts: Parts) -> str:
+    """The text of a stage: what it has of its own."""
+    head = {key: value for key, value in parts.head.items() if key != "dataset_strategy"}
+    shared = {"optimizer": plan.optimizer, "cluster": Cluster.of(plan.cluster, stage.devices).to_dict()}
+    head = {key: value for key, value in head.items() if key not in shared or value != shared[key]}
+    first = {"stage": stage.number, "ranks": f"{stage.ranks[0]}-{stage.ranks[-1]}",
+             "fed": [{"value": source.name, "from": _from(source), "layout": spell_layout(layout)}
+                     for source, layout in zip(stage.sources, stage.plan.fed.inputs)]}
+    body = [*fields_of(first | head, "      "), section("operators", parts.operators, "      "),
+            section("parameters", parts.parameters, "      ")]
+    return "    {\n" + ",\n".join(body) + "\n    }"
+
+
+def _from(source: Any) -> str:
+    return {"input": "the batch", "stage": f"stage {source.index}",
+            "parameter": f"stage {source.index}, a parameter"}[source.kind]
+
+
+def pipeline_words(plan: PipelinePlan) -> dict[str, Any]:
+    """What there is to say of the pipeline itself; its actions, where no name says them."""
+    made = plan.schedule
+    out: dict[str, Any] = {"stages": made.groups, "scheduler": made.name, "micro_batches": made.micro_batches}
+    if made.stages != made.groups:
+        out["chunks"] = made.stages // made.groups
+    out |= {"placement": list(made.placement), "split": list(plan.split)}
+    if not _named(made):
+        out["actions"] = [",".join(map(str, row)) for row in made.actions]
+    return out
+
+
+def _named(made: Schedule) -> bool:
+    """Whether a schedule is that of its name."""
+    if made.name not in SCHEDULES:
+        return False
+    try:
+        return schedule(made.name, made.groups, made.micro_batches, chunks=made.stages // made.groups) == made
+    except ShardwrightError:
+        return False
+
+
+# -- how the model is fed ----------------------------------------------------------------------------------------------
+
+
+def fed_of(plan: PipelinePlan) -> dict[int, Layout]:
+    """By index of the model's inputs, the layout in which the first stage that reads it is fed it."""
+    out: dict[int, Layout] = {}
+    names = [v.name for v in plan.graph.inputs]
+    for stage in plan.stages:
+        for source, layout in zip(stage.sources, stage.plan.fed.inputs):
+            if source.kind == "input":
+                out.setdefault(source.index, layout)
+        if stage.counts is not None:
+            for value, layout in zip(stage.counts.graph.inputs, stage.counts.fed.inputs):
+                out.setdefault(names.index(value.name), layout)
+    return out
+
+
+def pipeline_dataset_strategy(plan: PipelinePlan) -> Any:
+    """The dataset_strategy that feeds as the stages are fed; what none of them reads is whole."""
+    inputs = plan.graph.inputs[:len(plan.graph.inputs) - len(plan.micro.totals)]
+    alone, found = Graph(inputs, {}, {}, {}, (), ()), fed_of(plan)
+    first = plan.stages[0]
+    for word in ("full_batch", "data_parallel"):
+        if all(_fits(word, alone, stage) for stage in plan.stages):
+            return word
+    return [spell_layout(found.get(i) or Layout.replicated(first.devices, len(v.shape))) for i, v in enumerate(inputs)]
+
+
+def _fits(word: str, alone: Graph, stage: Stage) -> bool:
+    """Whether a word feeds a stage as it is fed."""
+    try:
+        fed: InputPlacement = input_placement(alone, stage.devices, word)
+    except ShardwrightError:  # a batch that does not divide
+        return False
+    own = stage.plan.fed
+    return fed.own_part == own.own_part and all(
+        fed.inputs[source.index] == layout for source, layout in zip(stage.sources, own.inputs)
+        if source.kind == "input" and source.index < len(alone.inputs))
+
+
+# -- the graph of a micro-batch, which is nearly that of its stages ----------------------------------------------------
+
+
+def _beside(said: dict[str, Any], stages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What a written graph has that its stages' have not: of an operator that one of them has too, the name; of a value
+    likewise, nothing."""
+    ops, values = _of_stages(stages)
+    return said | {"ops": [op["name"] if ops.get(op["name"]) == op else op for op in said["ops"]],
+                   "values": {name: None if values.get(name) == value else value
+                              for name, value in said["values"].items()}}
+
+
+def whole_graph(said: Mapping[str, Any], stages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The written graph of which `said` is what its stages' have not."""
+    ops, values = _of_stages(stages)
+    return {**said, "ops": [ops[op] if isinstance(op, str) else op for op in said["ops"]],
+            "values": {name: values[name] if value is None else value for name, value in said["values"].items()}}
+
+
+def _of_stages(stages: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Operators and values of all stages by name."""
+    return ({op["name"]: op for part in stages for op in part["ops"]},
+            {name: value for part in stages for name, value in part["values"].items()})

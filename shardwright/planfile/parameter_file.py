@@ -1,0 +1,327 @@
+"""Where parameters lie, as a file of its own: a line for each, its whole shape, its type, and the layout of its storage.
+
+    {"name": "up.weight", "shape": [4096, 1024], "dtype": "float32", "storage": [4, 1]}
+
+A layout is spelled as in a plan's document (`spelling`). Of a pipeline a line also says on which ranks the parameter lies,
+``"ranks": "4-7"``; its layout is one of these. Buffers have lines of their own. Where some cut does not divide its dim, the
+head says ``"uneven": true``.
+
+A model that loads such a file stores its parameters so; a checkpoint is cut so without any model.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ..errors import LayoutError, PlanError, SettingError, ShardwrightError
+from ..graph import Graph, Value
+from ..layout import Layout
+from ..partition.uneven import is_stored_padded, true_slice
+from ..pipeline.pipeline_plan import PipelinePlan, StageParameter
+from ..sharded_plan import Plan
+from .document_writer import fields_of, section
+from .encoding import read_layout, spell_layout
+from .load_save import load_plan
+from .plan_document import DocumentLine, read_lines
+
+__all__ = ["ParameterStrategies", "TensorStorage", "as_parameter_strategies"]
+
+#: The version of the form. It rises when a file of the old form can no longer be read as what it meant.
+SCHEMA = 1
+
+#: What the head says a file is.
+KIND = "parameter strategies"
+
+_LEGAL = "a file that save_param_strategy_file wrote, or a plan"
+
+
+@dataclass(frozen=True)
+class TensorStorage:
+    """Where one parameter or buffer lies.
+
+    Attributes:
+        shape: of the whole.
+        dtype: such as "float32".
+        layout: on the ranks that hold it.
+        first: the first of these, in the world.
+        where: the line that says so, or "".
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    layout: Layout
+    first: int = 0
+    where: str = field(default="", compare=False)
+
+    @property
+    def ranks(self) -> range:
+        """The ranks that hold it, in the world."""
+        return range(self.first, self.first + self.layout.devices)
+
+    def slice(self, rank: int) -> tuple[slice, ...]:
+        """The part of the whole that lies on `rank`; nothing of it where it is not held."""
+        if rank not in self.ranks:
+            return (slice(0, 0),) * len(self.shape)
+        return true_slice(self.layout, self.shape, rank - self.first)
+
+    def of_rank(self, rank: int) -> tuple[tuple[slice, ...], tuple[int, ...]]:
+        """What lies on `rank`, and the ranks that hold the same, ascending; none where nothing does."""
+        if rank not in self.ranks:
+            return self.slice(rank), ()
+        box, ranks = _by_rank(self.layout, self.shape)[rank - self.first]
+        return box, tuple(self.first + r for r in ranks)
+
+    @property
+    def boxes(self) -> tuple[tuple[tuple[slice, ...], tuple[int, ...]], ...]:
+        """The different parts of it, none of them empty, each with the ranks that hold it, ascending. Of a tensor without
+        elements there is one."""
+        return tuple((box, tuple(self.first + rank for rank in ranks)) for box, ranks in _boxes(self.layout, self.shape))
+
+
+@lru_cache(maxsize=4096)
+def _boxes(layout: Layout, shape: tuple[int, ...]) -> tuple[tuple[tuple[slice, ...], tuple[int, ...]], ...]:
+    """As `Storage.boxes`, of the ranks from 0 on. Parameters and their optimizer's state share few layouts and shapes."""
+    found: dict[tuple[tuple[int, int], ...], list[int]] = {}
+    for rank in range(layout.devices):
+        box = true_slice(layout, shape, rank)
+        if all(s.stop > s.start for s in box) or 0 in shape and not found:
+            found.setdefault(tuple((s.start, s.stop) for s in box), []).append(rank)
+    return tuple((tuple(slice(*bounds) for bounds in box), tuple(ranks)) for box, ranks in found.items())
+
+
+@dataclass(frozen=True)
+class ParameterStrategies:
+    """How the parameters of a model are stored.
+
+    Attributes:
+        devices: how many there are, in all.
+        parameters, buffers: by name; tied ones under their first name.
+        path: the file that says so, or None.
+        plan: the fingerprint of the plan that says so, or None.
+    """
+
+    devices: int
+    parameters: dict[str, TensorStorage]
+    buffers: dict[str, TensorStorage]
+    path: Path | None = field(default=None, compare=False)
+    plan: str | None = field(default=None, compare=False)
+
+    @classmethod
+    def of(cls, plan: Plan | PipelinePlan, path: Path | None = None) -> ParameterStrategies:
+        """Those of a plan."""
+        def stored(values: Mapping[str, Value]) -> Iterator[tuple[str, TensorStorage]]:
+            for name, value in values.items():
+                held = plan.parameters.get(name)
+                if held is not None:
+                    first = held.ranks.start if isinstance(held, StageParameter) else 0
+                    yield name, TensorStorage(tuple(value.shape), str(value.stored.dtype).removeprefix("torch."), held.storage, first,
+                                        str(path or ""))
+        return cls(plan.devices, dict(stored(plan.graph.parameters)), dict(stored(plan.graph.buffers)), path, plan.fingerprint)
+
+    @classmethod
+    def read(cls, path: str | os.PathLike) -> ParameterStrategies:
+        """Read a file, or the parameters of a plan that was saved.
+
+        Raises:
+            PlanError: no such file, none of this kind, a line that is none, or two for one name.
+            LayoutError: a line that no layout of such a tensor follows.
+        """
+        path = Path(path)
+        text, words = _object(path)
+        if words.get("kind") != KIND:
+            if "schema" not in words or "kind" in words:
+                raise PlanError("neither parameters' strategies nor a plan", source=str(path), legal=_LEGAL)
+            return cls.of(load_plan(path), path)
+        if words.get("schema") != SCHEMA or isinstance(words["schema"], bool):
+            raise PlanError(f"parameters' strategies of schema {words.get('schema')!r}", source=str(path),
+                            legal=f"schema {SCHEMA}, or the version of Shardwright that wrote it")
+        devices = words.get("devices")
+        if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
+            raise PlanError(f"devices: {devices!r}", source=str(path), legal="a whole number of at least 1")
+        made = []
+        for name in ("parameters", "buffers"):
+            lines = read_lines(path, text, words.get(name, [] if name == "buffers" else None), name)
+            made.append({line.name: _storage(line, devices, words.get("uneven") is True) for line in lines.values()})
+        twice = next((name for name in made[1] if name in made[0]), None)
+        if twice is not None:
+            raise PlanError(f"{twice!r} is a parameter too", source=made[1][twice].where, legal="one line")
+        return cls(devices, *made, path)
+
+    def save(self, path: str | Path) -> None:
+        """Write the file: the same text for the same layouts.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        Path(path).write_text(self.text(), encoding="utf-8")
+
+    def text(self) -> str:
+        """The file's text."""
+        head: dict[str, Any] = {"schema": SCHEMA, "kind": KIND, "devices": self.devices}
+        if any(s.layout.padded(s.shape) != s.shape for s in self.all.values()):
+            head["uneven"] = True
+        parts = [*fields_of(head, "  "), section("parameters", self._lines(self.parameters))]
+        if self.buffers:
+            parts.append(section("buffers", self._lines(self.buffers)))
+        return "{\n" + ",\n".join(parts) + "\n}\n"
+
+    def _lines(self, table: Mapping[str, TensorStorage]) -> Iterator[dict[str, Any]]:
+        for name, held in table.items():
+            line = {"name": name, "shape": list(held.shape), "dtype": held.dtype, "storage": spell_layout(held.layout)}
+            if len(held.ranks) != self.devices:
+                line["ranks"] = f"{held.ranks[0]}-{held.ranks[-1]}"
+            yield line
+
+    @property
+    def all(self) -> dict[str, TensorStorage]:
+        """Parameters and buffers."""
+        return self.parameters | self.buffers
+
+    @property
+    def source(self) -> str:
+        """As errors name it."""
+        return str(self.path or "the strategies")
+
+    # -- on a model --
+
+    def onto(self, graph: Graph, devices: int, groups: int | str, stored: Mapping[str, Layout] | None, uneven: bool = False
+             ) -> dict[str, Layout]:
+        """How a captured model's parameters are stored, where that is settled.
+
+        Args:
+            groups: into how many a pipeline cuts the devices; 1 without a pipeline, or "auto".
+            stored: how some are stored already.
+            uneven: whether cuts need not divide.
+
+        Raises:
+            PlanError: for another model or another number of devices, with the line; or a parameter that is stored
+                otherwise already.
+            LayoutError: a cut that does not divide, and must; a buffer that is cut.
+            SettingError: stages that are yet to be chosen.
+        """
+        if groups == "auto":
+            raise SettingError(f"{self.source} says where parameters lie, and stages=\"auto\" is to choose it",
+                               legal="stages=" + str(len({held.first for held in self.parameters.values()})))
+        if self.devices != devices:
+            raise PlanError(f"the parameters' strategies are for {self.devices} devices, there are {devices}",
+                            source=self.source, legal=f"those of {devices} devices, or {self.devices} devices")
+        self.check_names(graph.parameters, graph.buffers)
+        for name, held in self.all.items():
+            value = graph.parameters.get(name) or graph.buffers[name]
+            if len(held.ranks) * groups != devices:
+                raise PlanError(f"the line is of {len(held.ranks)} of {self.devices} devices, and the model is cut into "
+                                f"{groups} stage{'s' * (groups != 1)}", operator=f"the parameter {name!r}", source=held.where,
+                                legal=f"ranks of one stage: {devices // groups} devices")
+            said = str(value.stored.dtype).removeprefix("torch.")
+            if (tuple(value.shape), said) != (held.shape, held.dtype):
+                raise PlanError(f"the line is of {held.dtype}{list(held.shape)}, the model has {said}{list(value.shape)}: "
+                                "strategies of another model?", operator=f"the parameter {name!r}", source=held.where,
+                                legal="a file made for this model")
+            if not uneven and held.layout.padded(held.shape) != held.shape:
+                raise LayoutError(f"cuts {held.layout.cuts} that do not divide {held.shape}",
+                                  operator=f"the parameter {name!r}", source=held.where,
+                                  legal="cuts that do, or AutoParallel(…, uneven=True)")
+            if not is_stored_padded(held.layout, held.shape):
+                raise LayoutError(f"cuts {held.layout.cuts} that do not divide {held.shape}, by several digits of the rank",
+                                  operator=f"the parameter {name!r}", source=held.where,
+                                  legal="cuts that divide, or neighbouring axes in their order")
+            if name in self.buffers and not held.layout.is_replicated:
+                raise LayoutError(f"cuts {held.layout.cuts} of a buffer", operator=f"the buffer {name!r}", source=held.where,
+                                  legal=f"the whole of it: {[1] * len(held.shape)}")
+            if (stored or {}).get(name, held.layout) != held.layout:
+                raise PlanError(f"it is stored as {stored[name]} already", operator=f"the parameter {name!r}",  # type: ignore[index]
+                                source=held.where, legal="the layout that it has, or a model that is not cut yet")
+        return {**(stored or {}), **{name: held.layout for name, held in self.parameters.items()}}
+
+    def check_names(self, parameters: Sequence[str] | Mapping[str, Any], buffers: Sequence[str] | Mapping[str, Any]) -> None:
+        """That every line is of what a model has.
+
+        Raises:
+            PlanError: the first that is not, with its line.
+        """
+        for table, names, what in ((self.parameters, parameters, "parameter"), (self.buffers, buffers, "buffer")):
+            for name, held in table.items():
+                if name not in names:
+                    near = difflib.get_close_matches(name, list(names), 3, 0.0)
+                    raise PlanError(f"the model has no {what} {name!r}: strategies of another model?", source=held.where,
+                                    legal=", ".join(near) or "no such line")
+
+    def check_kept(self, plan: Plan | PipelinePlan) -> None:
+        """That a plan stores every parameter as its line says.
+
+        Raises:
+            PlanError: the first that it does not, with its line.
+        """
+        made = ParameterStrategies.of(plan).parameters
+        for name, held in self.parameters.items():
+            if made[name] != held:
+                other = made[name]
+                on = f" on ranks {other.ranks[0]}-{other.ranks[-1]}" if len(other.ranks) != plan.devices else ""
+                raise PlanError(f"the plan cannot store it so, but as {other.layout}{on}", operator=f"the parameter {name!r}",
+                                source=held.where, strategy=str(held.layout), legal="that layout, or no line for it")
+
+
+def as_parameter_strategies(given: ParameterStrategies | str | os.PathLike | None) -> ParameterStrategies | None:
+    """Strategies, or those of a path.
+
+    Raises:
+        ShardwrightError: a file that holds none.
+    """
+    return given if given is None or isinstance(given, ParameterStrategies) else ParameterStrategies.read(given)
+
+
+@lru_cache(maxsize=4096)
+def _by_rank(layout: Layout, shape: tuple[int, ...]) -> dict[int, tuple[tuple[slice, ...], tuple[int, ...]]]:
+    """As `Storage.of_rank`, of the ranks from 0 on."""
+    nothing: tuple[tuple[slice, ...], tuple[int, ...]] = ((slice(0, 0),) * len(shape), ())
+    return dict.fromkeys(range(layout.devices), nothing) | {
+        rank: (box, ranks) for box, ranks in _boxes(layout, shape) for rank in ranks}
+
+
+def _object(path: Path) -> tuple[str, dict[str, Any]]:
+    """The text of a file, and the JSON object that it holds."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise PlanError(f"the strategies cannot be read: {reason}", source=str(path), legal=_LEGAL) from None
+    try:
+        words = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise PlanError(f"no strategies, or cut short: {error.msg}", source=f"{path}:{error.lineno}", legal=_LEGAL) from None
+    if not isinstance(words, dict):
+        raise PlanError("neither parameters' strategies nor a plan", source=str(path), legal=_LEGAL)
+    return text, words
+
+
+def _storage(line: DocumentLine, devices: int, uneven: bool) -> TensorStorage:
+    """What a line says.
+
+    Raises:
+        PlanError, LayoutError: what it cannot, with where it stands.
+    """
+    words, who = line.words, f"the parameter {line.name!r}"
+    shape, dtype = words.get("shape"), words.get("dtype")
+    if not isinstance(shape, list) or not all(isinstance(s, int) and not isinstance(s, bool) and s >= 0 for s in shape):
+        raise PlanError(f"shape: {shape!r}", operator=who, source=line.where, legal="[784, 512]")
+    if not isinstance(dtype, str):
+        raise PlanError(f"dtype: {dtype!r}", operator=who, source=line.where, legal='"float32"')
+    ranks = words.get("ranks", f"0-{devices - 1}")
+    found = re.fullmatch(r"(\d+)-(\d+)", ranks) if isinstance(ranks, str) else None
+    if not found or not int(found[1]) <= int(found[2]) < devices:
+        raise PlanError(f"ranks: {ranks!r}", operator=who, source=line.where, legal=f'"0-{devices - 1}", or some of these')
+    first, count = int(found[1]), int(found[2]) - int(found[1]) + 1
+    try:
+        layout = read_layout(words.get("storage"), count, shape, uneven)
+    except ShardwrightError as error:
+        raise LayoutError(error.message, operator=who, source=line.where, strategy=words.get("storage"),
+                          legal=error.legal or f"cuts, one for each dim of {shape}") from None
+    return TensorStorage(tuple(shape), dtype, layout, first, line.where)

@@ -1,0 +1,552 @@
+"""A plan as a document: JSON to read, compare, edit and load.
+
+A line for each operator says its strategy, a line for each parameter where it lies, and one compressed line at the
+end holds the captured graph, so that a plan is loaded without its model. What a line says is checked anew against that
+graph, and whatever follows from it (layouts, conversions, costs) is worked out anew; figures in the document are for
+its reader. Beside the graph stands a digest of what each line said: a strategy that is another one now was edited by
+hand, and is a mark from then on.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ..capture.graph_reader import MarkUse
+from ..cluster import Cluster
+from ..cost.memory_timeline import optimizer_bytes
+from ..errors import LayoutError, PlanError, ShardwrightError
+from ..graph import Graph, Op, types_of
+from ..layout import Layout
+from ..partition.local_program import MODES, Decision, InputPlacement, SearchResult, batch_dims, description
+from ..partition.parameter_sharding import OptimizerParallel
+from ..partition.rank_local import OwnPrograms
+from ..pipeline.schedules import Schedule
+from ..planners.semi_auto import data_parallel, semi_auto
+from ..rules import Bound, bound_rule, whole_rule
+from ..rules.user_strategy import output_layouts_of
+from ..sharded_plan import Plan
+from .document_writer import digest, fed_by, head_digest
+from .encoding import (
+    fingerprint,
+    read_assignment,
+    read_digits,
+    read_graph,
+    read_layout,
+    recompute_of,
+    spell_layout,
+    unpacked,
+)
+
+__all__ = ["DocumentHead", "DocumentLine", "PlanDocument", "called", "field_line", "read_lines", "section_places"]
+
+
+# ----------------------------------------------------------------------------------------------------
+# The head of a plan's document: what its fields say of the whole plan, each checked as it is read.
+# ----------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class DocumentHead:
+    """The fields of a document, but for its sections.
+
+    Attributes:
+        words: the fields.
+        lines: in which line of the file a field stands, of those that errors name a line of.
+    """
+
+    path: Path
+    words: dict[str, Any]
+    lines: dict[str, int] = field(default_factory=dict, kw_only=True)
+
+    @property
+    def devices(self) -> int:
+        """How many devices it is for."""
+        devices = self.words.get("devices")
+        if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
+            raise self.wrong(f"devices: {devices!r}", "a whole number of at least 1")
+        return devices
+
+    @property
+    def uneven(self) -> bool:
+        """Whether cuts need not divide."""
+        return self.words.get("uneven") is True
+
+    @property
+    def mode(self) -> str:
+        """Its parallel mode."""
+        if self.words.get("mode") not in MODES:
+            raise self.wrong(f"mode: {self.words.get('mode')!r}", ", ".join(MODES))
+        return self.words["mode"]
+
+    @property
+    def cluster(self) -> Cluster | None:
+        """What it is priced for."""
+        given = self.words.get("cluster")
+        return None if given is None else Cluster.from_dict(given, f"{self.path}: cluster")
+
+    @property
+    def hsdp(self) -> OptimizerParallel | None:
+        """Its setting of optimizer parallel."""
+        given = self.words.get("hsdp")
+        if given is None:
+            return None
+        known = {f.name for f in fields(OptimizerParallel)}
+        if not isinstance(given, dict) or set(given) - known:
+            raise self.wrong(f"hsdp: {given!r}", f"an object with {', '.join(sorted(known))}")
+        for name in ("whole", "kept"):
+            if not isinstance(given.get(name, []), list) or not all(isinstance(x, str) for x in given.get(name, [])):
+                raise self.wrong(f"hsdp: {name}: {given[name]!r}", "a list of names of parameters")
+        try:
+            return OptimizerParallel(**{k: frozenset(v) if isinstance(v, list) else v for k, v in given.items()})
+        except (TypeError, ShardwrightError) as error:
+            raise self.wrong(getattr(error, "message", f"hsdp: {given!r}"), getattr(error, "legal", None) or
+                             "the settings of AutoParallel.hsdp") from None
+
+    @property
+    def own(self) -> OwnPrograms | None:
+        """What there is to know of programs that are each rank's own."""
+        given = self.words.get("own")
+        if (given is None) != (self.mode != "hybrid_parallel"):
+            raise self.wrong(f"own: {given!r} in {self.mode}", "it goes with hybrid_parallel")
+        if given is None:
+            return None
+        if not isinstance(given, dict) or not isinstance(given.get("parameters"), list) or \
+                not all(isinstance(name, str) for name in given["parameters"]):
+            raise self.wrong(f"own: {given!r}", '{"parameters": [], "loss": true}')
+        return OwnPrograms(frozenset(given["parameters"]), given.get("loss") is True)
+
+    @property
+    def optimizer(self) -> Any:
+        """Whose state is reckoned with."""
+        given = self.words.get("optimizer", "adam")
+        try:
+            optimizer_bytes(given)
+        except ShardwrightError as error:
+            raise self.wrong(error.message, error.legal or "") from None
+        return given
+
+    @property
+    def memory(self) -> float | None:
+        """Within how many bytes a device the plan was searched; None: memory was not looked at, or nothing says so."""
+        given = self.words.get("memory")
+        if given is None:
+            return None
+        if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 < given < math.inf:
+            raise self.wrong(f"memory: {given!r}", "bytes that a device may hold, a number above 0, or no such field",
+                             "memory")
+        return float(given)
+
+    @property
+    def stage(self) -> int | None:
+        """Of which stage of a pipeline it is the part, or None."""
+        return self.words.get("stage")
+
+    @property
+    def where(self) -> str:
+        """As errors name it."""
+        return str(self.path) + (f", stage {self.stage}" if self.stage is not None else "")
+
+    def wrong(self, message: str, legal: str, name: str = "") -> PlanError:
+        """The error of what is said.
+
+        Args:
+            name: of the field that says it.
+        """
+        where = f"{self.path}:{self.lines[name]}" if name in self.lines else self.where
+        return PlanError(message, source=where, legal=legal)
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# The lines of a plan's document: what each says of one operator or parameter, and where it stands.
+# ----------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class DocumentLine:
+    """What a document says of one operator or parameter.
+
+    Attributes:
+        where: ``plan.json:17``.
+    """
+
+    name: str
+    words: dict[str, Any]
+    where: str
+
+    def decision(self, op: Op, devices: int, on_missing_rule: str, uneven: bool, own: bool = False) -> Decision:
+        """The line as a decision of the operator that it names, and whatever cause it gives.
+
+        Args:
+            own: in hybrid_parallel, where every operator runs as it stands.
+
+        Raises:
+            ShardwrightError: what the operator cannot follow, with the line.
+        """
+        if own:
+            rule, note = whole_rule(op), None
+            bound = bound_rule(op, rule)
+        else:
+            rule, bound, note = description(op, on_missing_rule, devices, uneven)
+        try:
+            opened = None if self.words.get("open") is None else read_digits(self.words["open"], devices)
+            return Decision(op, rule, bound, read_assignment(bound, self.words, devices), self.out(bound, devices),
+                            str(self.words.get("cause", "mark")), note, opened)
+        except ShardwrightError as error:
+            keys = ("in_strategy", "out_strategy", "leaves", "open")
+            said = {key: self.words[key] for key in keys if key in self.words}
+            raise type(error)(error.message, operator=called(op), source=self.where,
+                              strategy=said.get("in_strategy") if len(said) == 1 else said, legal=error.legal) from None
+
+    def out(self, bound: Bound, devices: int) -> tuple[Layout, ...] | None:
+        """The layouts that the outputs are brought to."""
+        given = self.words.get("out_strategy")
+        if given is None:
+            return None
+        if isinstance(given, list) and len(given) == len(bound.out_shapes):
+            given = tuple(read_layout(e, devices, s, bound.uneven) for e, s in zip(given, bound.out_shapes))
+        return output_layouts_of(bound, given, devices)
+
+    def check(self, op: Op) -> None:
+        """That the line is of this operator.
+
+        Raises:
+            PlanError: it is of another, or of other shapes.
+        """
+        kind, shapes = self.words.get("op"), self.words.get("shapes")
+        if kind != op.kind or shapes != types_of(op):
+            raise PlanError(f"the line is of {kind} {shapes}, the model's operator is {op.kind} {types_of(op)}",
+                            operator=self.name, source=self.where, legal="a plan made for this model and batch")
+
+    def recomputed(self, op: Op) -> Op:
+        """The operator, recomputed as the line says.
+
+        Raises:
+            PlanError: it says something else.
+        """
+        try:
+            return replace(op, recompute=recompute_of(self.words.get("recompute")))
+        except TypeError:
+            raise PlanError(f"recompute: {self.words['recompute']!r}", operator=called(op), source=self.where,
+                            legal='{"call": 0}: operators of one number are computed again together') from None
+
+
+def called(op: Op) -> str | None:
+    """An operator as errors name it."""
+    return op.where["operator"]
+
+
+def section_places(text: str, section: str) -> list[int]:
+    """Where lists and objects of that name begin, as indices of the text."""
+    return [found.start() for found in re.finditer(rf'(?<!\\)"{section}"\s*:\s*[\[{{]', text)]
+
+
+def field_line(text: str, name: str, value: Any) -> int:
+    """In which line of a text a field of this value stands; the first, where several are alike."""
+    decoder = json.JSONDecoder()
+    for found in re.finditer(rf'(?<!\\)"{name}"\s*:\s*', text):
+        try:
+            if repr(decoder.raw_decode(text, found.end())[0]) == repr(value):
+                return text.count("\n", 0, found.start()) + 1
+        except ValueError:
+            continue  # within a string
+    return 1
+
+
+def read_lines(path: Path, text: str, given: Any, section: str, number: int = -1) -> dict[str, DocumentLine]:
+    """The lines of a section by name, with where they stand.
+
+    Args:
+        number: which of the sections of that name, where the text has several.
+    """
+    if not isinstance(given, list):
+        raise PlanError(f"the plan has no {section}", source=str(path), legal="a file that Plan.save wrote")
+    starts = section_places(text, section)
+    start = starts[number] if -len(starts) <= number < len(starts) else 0
+    begin = text.count("\n", 0, start)
+    places: dict[str, list[int]] = {}
+    for number, line in enumerate(text.split("\n")[begin:], begin + 1):
+        for found in re.findall(r'"name":\s*("(?:[^"\\]|\\.)*")', line):
+            places.setdefault(json.loads(found), []).append(number)
+    out: dict[str, DocumentLine] = {}
+    for number, words in enumerate(given):
+        name = words.get("name") if isinstance(words, dict) else None
+        if not isinstance(name, str):
+            raise PlanError(f"{section}[{number}] names none", source=str(path), legal='{"name": "matmul1", ...}')
+        found = places.get(name, [begin + 1])
+        where = f"{path}:{found[min(name in out, len(found) - 1)]}"
+        if name in out:
+            raise PlanError(f"a second line for {name!r}", source=where, legal="one")
+        out[name] = DocumentLine(name, words, where)
+    return out
+
+
+#: As those of `make.PLANNERS`.
+Planner = Callable[..., tuple[dict[str, Decision], dict[str, int]]]
+
+
+@dataclass(frozen=True)
+class PlanDocument(DocumentHead):
+    """A plan's document as it was read.
+
+    Attributes:
+        operators, parameters: its lines by name.
+        captured: the graph, packed.
+    """
+
+    operators: dict[str, DocumentLine]
+    parameters: dict[str, DocumentLine]
+    captured: str
+
+    @classmethod
+    def of(cls, path: Path, text: str, words: dict[str, Any], number: int = -1) -> PlanDocument:
+        """The document of an object.
+
+        Args:
+            number: which of the sections of one name in the text are its own.
+
+        Raises:
+            PlanError: a section that is not there, or two lines for one operator.
+        """
+        operators, parameters = (read_lines(path, text, words.pop(section, None), section, number)
+                                 for section in ("operators", "parameters"))
+        for line in operators.values() if "open" in words else ():
+            line.words.setdefault("open", words["open"])
+        captured = words.pop("captured", None)
+        if not isinstance(captured, str):
+            raise PlanError("the plan has no captured graph", source=str(path), legal="a file that Plan.save wrote")
+        lines = {} if words.get("memory") is None else {"memory": field_line(text, "memory", words["memory"])}
+        return cls(path, words, operators, parameters, captured, lines=lines)
+
+    # -- as a plan of its own --
+
+    @cached_property
+    def held(self) -> dict[str, Any]:
+        """What its last line holds: the graph, and what the other lines said when they were written."""
+        try:
+            held = unpacked(self.captured)
+            said = held["said"]
+            return {"graph": held["graph"], "found": held["found"], "said": {
+                "head": said["head"], "operators": dict(said["operators"]), "parameters": dict(said["parameters"])}}
+        except (ValueError, KeyError, TypeError) as error:
+            raise self.wrong(f"the captured graph cannot be read: {error}", "a file that Plan.save wrote") from None
+
+    def graph(self) -> Graph:
+        """The captured graph, as its lines have it recomputed.
+
+        Raises:
+            PlanError: it is damaged, is another than the head's, or has an operator that is not registered here.
+        """
+        try:
+            graph = read_graph(self.held["graph"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise self.wrong(f"the captured graph cannot be read: {type(error).__name__}: {error}",
+                             "a file that Plan.save wrote") from None
+        if fingerprint(graph) != self.words.get("graph"):
+            raise self.wrong(f"the captured graph is {fingerprint(graph)}, the plan is of {self.words.get('graph')!r}",
+                             "a file that Plan.save wrote")
+        self.matched(graph, complete=True)
+        return graph.with_ops(tuple(self.operators[op.name].recomputed(op) for op in graph.ops))
+
+    def matched(self, graph: Graph, complete: bool) -> None:
+        """That every line is of an operator of `graph`; with `complete`, that each of those has one.
+
+        Raises:
+            PlanError: the first that is not, with its line.
+        """
+        names = dict.fromkeys(op.name for op in graph.ops)
+        what = "the model" if self.stage is None else f"stage {self.stage} of the model"
+        for name, line in self.operators.items():
+            if name not in names:
+                near = difflib.get_close_matches(name, names, 3, 0.4)
+                raise PlanError(f"{what} has no operator {name!r}: a plan for another model?", source=line.where,
+                                legal=", ".join(near or [*names][:8]))
+        for name, line in self.parameters.items():
+            if name not in graph.parameters and name not in graph.buffers:
+                near = difflib.get_close_matches(name, [*graph.parameters, *graph.buffers], 3, 0.0)
+                raise PlanError(f"{what} has no parameter {name!r}: a plan for another model?", source=line.where,
+                                legal=", ".join(near) or "no such line")
+        if complete and (missing := [name for name in names if name not in self.operators]):
+            raise PlanError(f"the plan has no line for {', '.join(missing[:8])}", source=self.where,
+                            legal="a line for each operator")
+
+    def plan(self, graph: Graph | None = None, fed: InputPlacement | None = None) -> Plan:
+        """The plan: every line checked, strategies that were edited as marks, everything else worked out anew.
+
+        Args:
+            graph: as `graph` reads it, where that was done.
+            fed: how it is fed, of the stage of a pipeline; None: as the head says.
+
+        Raises:
+            ShardwrightError: an impossible line, with where it stands and what would be legal.
+        """
+        graph, devices, mode, hsdp = graph or self.graph(), self.devices, self.mode, self.hsdp
+        own = self.own
+        fed = fed or self.fed(graph, devices, mode)
+        decisions = {}
+        for op in graph.ops:
+            self.operators[op.name].check(op)
+            decision = self.decided(op, devices, "replicate", self.uneven, own is not None)
+            decisions[op.name] = self.marked(decision) if decision.cause == "mark" else decision
+        graph = graph.with_ops(tuple(decision.op for decision in decisions.values()))
+        carries = {} if own is not None else batch_dims(graph, {n: d.bound for n, d in decisions.items()})
+        settled = self.settled(graph, devices)
+        memory, found = self.memory, self.found(fed)
+        made = Plan(graph, devices, mode, fed, decisions, carries, settled, hsdp, own, self.cluster,
+                    optimizer=self.optimizer)
+        try:
+            made.routed
+        except ShardwrightError as error:
+            raise self.unroutable(error, decisions) from None
+        limit = memory if found is None else found.limit
+        # Edited lines, and other costs than were reckoned with then, tell in the seconds of a step.
+        if found is not None and not math.isclose(made.cost, self.held["found"]["seconds"], rel_tol=1e-9):
+            found = None
+        if found is None and limit is not None:  # what was proved is so no longer; what the plan is to keep still is
+            found = SearchResult(made.cost, None, len(decisions), 0, (), limit)
+        return replace(made, found=found)
+
+    def found(self, fed: InputPlacement) -> SearchResult | None:
+        """What the search said of it, where the head is still what it searched for. Documents that do not say "memory"
+        say the limit only here."""
+        held = self.held["found"]
+        head = self.words if self.stage is None else self.words | {"dataset_strategy": [*map(spell_layout, fed.inputs)]}
+        if held is None or self.held["said"]["head"] != head_digest(head):
+            return None
+        told = {key: value for key, value in held.items() if key != "seconds"}
+        return SearchResult(**told | {"notes": tuple(held["notes"])})
+
+    def decided(self, op: Op, devices: int, on_missing_rule: str, uneven: bool, own: bool = False) -> Decision:
+        """What an operator's line decides: as whoever it was decided then, by a mark if it was edited since."""
+        line = self.operators[op.name]
+        decision = line.decision(op, devices, on_missing_rule, uneven, own)
+        if digest(op, decision) != self.held["said"]["operators"].get(line.name):
+            return replace(decision, cause="mark")
+        said = {key: line.words[key] for key in ("note", "origin", "via") if isinstance(line.words.get(key), str)}
+        return replace(decision, **said)
+
+    def marked(self, decision: Decision) -> Decision:
+        """The decision as a mark, which its operator carries."""
+        op = decision.op
+        mark = MarkUse(decision.assignment, decision.out, self.operators[op.name].where, tuple(range(len(op.inputs))))
+        return replace(decision, op=replace(op, mark=mark), cause="mark", origin="", via="")
+
+    def fed(self, graph: Graph, devices: int, mode: str) -> InputPlacement:
+        """How its batch comes in."""
+        strategy = self.words.get("dataset_strategy")
+        try:
+            if isinstance(strategy, list) and len(strategy) == len(graph.inputs):
+                strategy = tuple(read_layout(entry, devices, [0] * len(v.shape)) for entry, v in
+                                 zip(strategy, graph.inputs))
+            return fed_by(graph, devices, mode, strategy)
+        except ShardwrightError as error:
+            raise error.located(operator="dataset_strategy", source=str(self.path), strategy=strategy) from None
+
+    def settled(self, graph: Graph, devices: int) -> dict[str, Layout] | None:
+        """How parameters are stored of which the document says so: settled when it was written, or edited since.
+
+        Raises:
+            LayoutError: what does not fit the parameter, with the line.
+        """
+        out = {}
+        values = graph.parameters | graph.buffers
+        for name, line in self.parameters.items():
+            said = line.words.get("storage")
+            if not line.words.get("settled") and said == self.held["said"]["parameters"].get(name):
+                continue
+            try:
+                out[name] = read_layout(said, devices, values[name].shape, self.uneven)
+            except ShardwrightError as error:
+                raise LayoutError(error.message, operator=f"the parameter {name!r}", source=line.where, strategy=said,
+                                  legal=error.legal) from None
+        return out or None
+
+    def unroutable(self, error: ShardwrightError, decisions: Mapping[str, Decision]) -> ShardwrightError:
+        """The error of lines that are legal each and impossible together, with the line."""
+        left: dict[str, set] = {}
+        for name, decision in decisions.items():
+            opened = set(decision.open or ())
+            if any(not opened <= left.get(v.name, set()) for v in decision.op.inputs):
+                return PlanError(f"it lets a sum through, open over {decision.open}, that does not come to it so",
+                                 operator=called(decision.op), source=self.operators[name].where,
+                                 legal='the line without "open"')
+            for i, value in enumerate(v for v in decision.op.outputs if v is not None):
+                left[value.name] = set() if decision.out else set(decision.left(i).partial) | opened
+        return type(error)(error.message, operator=error.operator, source=f"{self.where}: {error.source}"
+                           if error.source else self.where, strategy=error.strategy, legal=error.legal)
+
+    # -- on a model --
+
+    def per_stage(self, planned: Schedule, devices: int) -> tuple[PlanDocument, ...]:
+        """The documents of the stages of a pipeline.
+
+        Raises:
+            PlanError: always: it is a plan of none.
+        """
+        raise self.wrong(f"the plan is of no pipeline, and {planned.groups} stages are asked for",
+                         "a plan of a pipeline, or no pipeline()")
+
+    def renamed(self, graph: Graph) -> PlanDocument:
+        """The document with operators called as in `graph`, where that has the same ones in the same order: a marked
+        operator has another name than the same one without its mark."""
+        try:
+            captured = read_graph(self.held["graph"])
+        except (PlanError, ValueError, KeyError, TypeError, AttributeError):
+            return self  # what it has to say can be said by names alone
+        if _alike(captured) != _alike(graph):
+            return self
+        names = {old.name: new.name for old, new in zip(captured.ops, graph.ops)}
+        return replace(self, operators={names.get(name, name): line for name, line in self.operators.items()})
+
+    def onto(self, graph: Graph, devices: int, planner: Planner, stored: Mapping[str, Layout] | None = None, *,
+             on_missing_rule: str = "error", uneven: bool = False, first: bool = True
+             ) -> tuple[Graph, Planner, dict[str, Layout] | None]:
+        """A model's graph with the lines as marks, the planner for it, and how parameters are stored, where that is
+        settled.
+
+        Args:
+            planner: the mode's, for operators that have no line. Where each has one, the lines decide, down to the sums
+                that stay open.
+            first: whether the model is called in the shapes that the plan is for; otherwise its lines hold for the
+                operators that are there, and need not be of their shapes.
+
+        Raises:
+            ShardwrightError: a plan for another model, other shapes or another number of devices, with the line.
+        """
+        if self.devices != devices:
+            raise self.wrong(f"the plan is for {self.devices} devices, there are {devices}",
+                             f"a plan for {devices} devices, or {self.devices} devices")
+        lines = self.renamed(graph)
+        if first:
+            lines.matched(graph, complete=False)
+        ops, decisions = [], {}
+        for op in graph.ops:
+            line = lines.operators.get(op.name)
+            if line is not None and (first or line.words.get("op") == op.kind):
+                if first:
+                    line.check(op)
+                if line.words.get("recompute") is not None:
+                    op = line.recomputed(op)
+                decisions[op.name] = lines.marked(lines.decided(op, devices, on_missing_rule, uneven))
+                op = decisions[op.name].op
+            ops.append(op)
+        graph = graph.with_ops(tuple(ops))
+        if first:
+            stored = {**(self.settled(graph, devices) or {}), **(stored or {})}
+        if first and len(decisions) == len(ops):
+            carries = batch_dims(graph, {name: decision.bound for name, decision in decisions.items()})
+            planner = lambda *_, **__: (decisions, carries)  # noqa: E731
+        elif planner is data_parallel:
+            planner = semi_auto  # it heeds marks
+        return graph, planner, dict(stored) if stored else None
+
+
+def _alike(graph: Graph) -> list[tuple[str, str]]:
+    """What two graphs have in common that differ in the names of their operators."""
+    return [(op.kind, op.module) for op in graph.ops]

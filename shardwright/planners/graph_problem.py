@@ -1,0 +1,593 @@
+"""A graph's planning problem as a pairwise energy, and back.
+
+    node of an operator     states: its strategies             cost: its footprint (forward and backward, seconds)
+    node of a parameter     states: `Storage`                  cost: none
+    node of a shared value  states: (layout it is left in, one use that is served once for all who share it)
+    edge                    what brings the value to its reader, and its gradient back (`delivery`)
+
+A value that one operator reads needs no node: its edge joins producer and reader. Of one that several read, the router
+serves equal uses together; which use that is, is the state of the shared value's node. The energy of a plan is then
+what the routed program costs; where more than one use of a value is shared by several, the program is cheaper still.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..errors import PlanError, ShardwrightError
+from ..graph import SEED, Graph, Op, Value
+from ..layout import Digits, Layout
+from ..partition.local_program import Decision, Decisions, InputPlacement, SearchResult, batch_dims, output_layouts
+from ..partition.parameter_sharding import OptimizerParallel, stored_layouts
+from ..partition.partitioner import Use, wanted_in_two
+from ..solver.problem import Problem, Solution
+from ..solver.search_memory import current
+from .search_space import (
+    EdgeCosts,
+    OpCost,
+    OperatorTable,
+    Strategy,
+    atoms_of,
+    op_cost,
+    options_of,
+    saved_inputs,
+    strategy_of,
+)
+from .semi_auto import marked_decision, marked_output
+
+__all__ = ["CostGraph", "Search", "SharedState", "StorageState", "cost_graph"]
+
+#: How many uses of a shared value, in each layout that it may be left in, are tried as the one that is served once.
+MOST_SHARED = 8
+
+Uses = frozenset[Use]
+
+
+class SharedState(NamedTuple):
+    """A state of a shared value: the layout it is left in, whether its sum is completed before anyone reads it, and the
+    use that is served once (None: each reader is served by itself)."""
+
+    left: Layout
+    completed: bool
+    use: Use | None
+
+
+class StorageState(NamedTuple):
+    """A state of a parameter: the layout of its use, that in which it is stored, whether what is gathered of it is
+    gathered again in the backward, and of one that several read the use that is served once (None: each by itself)."""
+
+    layout: Layout
+    stored: Layout
+    again: bool = False
+    use: Use | None = None
+
+
+@dataclass(frozen=True)
+class CostGraph:
+    """A problem with what its nodes stand for.
+
+    Attributes:
+        problem: nodes in program order.
+        described: the operators.
+        options: by operator, the strategies that are its node's states.
+        operators, parameters, shared: name -> node.
+        storages: by parameter, its node's states.
+        shares: by shared value, its node's states.
+        footprints: by operator, one per strategy.
+    """
+
+    problem: Problem
+    described: OperatorTable
+    options: dict[str, tuple[Strategy, ...]]
+    operators: dict[str, int]
+    parameters: dict[str, int]
+    shared: dict[str, int]
+    storages: dict[str, tuple[StorageState, ...]]
+    shares: dict[str, tuple[SharedState, ...]]
+    footprints: dict[str, tuple[OpCost, ...]]
+
+    def decisions(self, states: Sequence[int], causes: Mapping[str, Decision], cause: str) -> dict[str, Decision]:
+        """The decisions that states of the nodes stand for.
+
+        Args:
+            causes: operators that were decided beforehand, and so keep who decided them.
+            cause: who decided the others.
+        """
+        out = {}
+        for op in self.described.graph.ops:
+            before = causes.get(op.name)
+            made = self.described.decided(op, self.options[op.name][states[self.operators[op.name]]], cause)
+            out[op.name] = made if before is None else replace(before, open=made.open)
+        return out
+
+    def states(self, chosen: Mapping[str, Strategy]) -> tuple[int, ...]:
+        """The states that strategies of all operators stand for; of parameters and shared values the best ones.
+
+        Raises:
+            PlanError: a strategy that is not among the options.
+        """
+        states = [-1] * len(self.problem.costs)
+        for name, node in self.operators.items():
+            if chosen[name] not in self.options[name]:
+                raise PlanError(f"{name}: its strategy is not among the {len(self.options[name])} of the search")
+            states[node] = self.options[name].index(chosen[name])
+        totals = {node: self.problem.costs[node].copy() for node in (*self.parameters.values(), *self.shared.values())}
+        for (i, j), table in self.problem.edges.items():
+            if i in totals:
+                totals[i] += table[:, states[j]]
+            elif j in totals:
+                totals[j] += table[states[i]]
+        for node, total in totals.items():
+            states[node] = int(total.argmin())
+        return tuple(states)
+
+    def cost(self, chosen: Mapping[str, Strategy]) -> float:
+        """Seconds of a step under these strategies; infinite where they cannot be together."""
+        return self.problem.cost(self.states(chosen))
+
+
+def cost_graph(described: OperatorTable, options: Mapping[str, tuple[Strategy, ...]], fed: InputPlacement, carries: Mapping[str, int],
+           costs: Any, *, stored: Mapping[str, Layout] | None = None, hsdp: OptimizerParallel | None = None,
+           cut: OptimizerParallel | None = None, known: Sequence[Mapping[str, Strategy]] = (),
+           deliveries: EdgeCosts | None = None) -> CostGraph:
+    """The problem of choosing one of the options of every operator.
+
+    Args:
+        options: by operator; operators that are alike should have the same tuple: it is priced once.
+        fed: how inputs come in and results go out.
+        carries: value name -> the dim that carries the batch.
+        costs: a `Costs`.
+        stored: how parameters and buffers are stored, where that is settled already.
+        hsdp: how the other parameters are stored; None: as their operators ask for them.
+        cut: where `hsdp` is None, each of the others may also be stored so, and what is gathered of it kept or not.
+        known: plans out of these options whose shared uses are to be among those that may be served once.
+        deliveries: prices that are known from before, of the same operators and costs; to be added to.
+
+    Raises:
+        PlanError: an operator none of whose strategies can be worked out.
+    """
+    return _Builder(described, options, fed, carries, costs, dict(stored or {}), hsdp, cut, known, deliveries).build()
+
+
+class _Builder:
+    def __init__(self, described: OperatorTable, options: Mapping[str, tuple[Strategy, ...]], fed: InputPlacement,
+                 carries: Mapping[str, int], costs: Any, stored: dict[str, Layout],
+                 hsdp: OptimizerParallel | None, cut: OptimizerParallel | None,
+                 known: Sequence[Mapping[str, Strategy]], deliveries: EdgeCosts | None) -> None:
+        self.described, self.graph, self.costs = described, described.graph, costs
+        self.given, self.stored, self.hsdp, self.cut, self.known = options, stored, hsdp, cut, known
+        self.deliveries = EdgeCosts(costs) if deliveries is None else deliveries
+        self.consumers, self.makers = self.graph.consumers(), self.graph.producers()
+        self.ends = self._ends(fed, carries)
+        self.sources = self._sources(fed)
+        self.node_costs: list[np.ndarray] = []
+        self.names: list[str] = []
+        self.edges: dict[tuple[int, int], np.ndarray] = {}
+        self.options: dict[str, tuple[Strategy, ...]] = {}
+        self.operators: dict[str, int] = {}
+        self.parameters: dict[str, int] = {}
+        self.shared: dict[str, int] = {}
+        self.storages: dict[str, tuple[StorageState, ...]] = {}
+        self.shares: dict[str, tuple[SharedState, ...]] = {}
+        self.footprints: dict[str, tuple[OpCost, ...]] = {}
+        self.looked_by_name: dict[str, tuple[tuple[Strategy, ...], tuple[OpCost, ...], np.ndarray]] = {}
+        self.looked_at: dict[tuple, tuple[tuple[Strategy, ...], tuple[OpCost, ...], np.ndarray]] = {}
+        self.tables: dict[Hashable, np.ndarray] = {}
+        self.asked: dict[tuple[int, int], tuple[tuple[Uses, ...], np.ndarray]] = {}
+        self.left: dict[tuple[int, int], tuple[tuple[Layout, ...], np.ndarray]] = {}
+        self.waiting: dict[str, list[tuple[int, np.ndarray]]] = {}   # by operator, edges from before its node is there
+
+    # -- what is given --
+
+    def _ends(self, fed: InputPlacement, carries: Mapping[str, int]) -> dict[str, Uses]:
+        """By value, what is made of it at the end: results that are handed out, buffers that are updated."""
+        graph, devices = self.graph, self.described.devices
+        out: dict[str, set[Use]] = {}
+        values = [v for v in graph.outputs if isinstance(v, Value)]
+        for value, layout in zip(values, output_layouts(values, devices, fed, dict(carries))):
+            if layout is not None:
+                out.setdefault(value.name, set()).add(Use(layout, (), "output"))
+        for name, value in graph.updates.items():
+            out.setdefault(value.name, set()).add(Use(self._whole(graph.buffers[name]), (), "output"))
+        return {name: frozenset(uses) for name, uses in out.items()}
+
+    def _sources(self, fed: InputPlacement) -> dict[str, Layout]:
+        graph, devices = self.graph, self.described.devices
+        out = {v.name: layout for v, layout in zip(graph.inputs, fed.inputs)}
+        out |= {v.name: self._whole(v) for v in graph.buffers.values()}
+        out |= {n: Layout.replicated(devices, t.dim()) for n, t in graph.constants.items()}
+        return out | {SEED.name: Layout.replicated(devices, 1)}
+
+    def _whole(self, value: Value) -> Layout:
+        return self.stored.get(value.name) or Layout.replicated(self.described.devices, len(value.shape))
+
+    # -- nodes --
+
+    def build(self) -> CostGraph:
+        values = {v.name for v in self.graph.parameters.values()}
+        budget = current()
+        for op in self.graph.ops:
+            budget.tell("costs of strategies")
+            options, footprints, costs = self._look_at(op)
+            for i in self._read(op):
+                if op.inputs[i].name in values and op.inputs[i].name not in self.parameters:
+                    self._parameter(op.inputs[i])
+            node = self.operators[op.name] = self._node(op.name, costs)
+            self.options[op.name], self.footprints[op.name] = options, footprints
+            for before, table in self.waiting.pop(op.name, ()):
+                self._edge(before, node, table)
+            for i in self._read(op):
+                self._reads(op, node, i, values)
+            for k, value in enumerate(v for v in op.outputs if v is not None):
+                self._makes(op, node, k, value)
+        problem = Problem(tuple(self.node_costs), self.edges, tuple(self.names))
+        return CostGraph(problem, self.described, self.options, self.operators, self.parameters, self.shared,
+                      self.storages, self.shares, self.footprints)
+
+    def _node(self, name: str, costs: np.ndarray) -> int:
+        self.node_costs.append(costs)
+        self.names.append(name)
+        return len(self.names) - 1
+
+    def _read(self, op: Op) -> list[int]:
+        """Of the values that an operator reads, the first places at which it does."""
+        return list({v.name: i for i, v in reversed(list(enumerate(op.inputs)))}.values())[::-1]
+
+    def _look_at(self, op: Op) -> tuple[tuple[Strategy, ...], tuple[OpCost, ...], np.ndarray]:
+        if op.name not in self.looked_by_name:
+            self.looked_by_name[op.name] = self._look(op)
+        return self.looked_by_name[op.name]
+
+    def _look(self, op: Op) -> tuple[tuple[Strategy, ...], tuple[OpCost, ...], np.ndarray]:
+        given = self.given[op.name]
+        key = (self.described.kinds[op.name], id(given))
+        if key not in self.looked_at:
+            kept, prints, reason = [], [], None
+            for strategy in given:
+                try:
+                    kind = self.described.kinds[op.name], strategy
+                    if kind not in self.deliveries.footprints:
+                        self.deliveries.footprints[kind] = op_cost(self.described.decided(op, strategy, ""), self.costs)
+                    prints.append(self.deliveries.footprints[kind])
+                    kept.append(strategy)
+                except ShardwrightError as error:
+                    reason = error
+            if not kept:
+                if reason is not None:
+                    raise reason
+                raise PlanError("it has no strategy that this search may use", **op.where)
+            self.looked_at[key] = tuple(kept), tuple(prints), np.array([p.seconds for p in prints])
+        return self.looked_at[key]
+
+    def _parameter(self, value: Value) -> None:
+        """A parameter's states: the layouts that its users can ask for."""
+        wants: dict[Layout, None] = {}
+        readers: dict[Use, set[str]] = {}
+        for op, i in self.consumers[value.name]:
+            for uses in self._asks(op, i)[0]:
+                wants.update((use.want, None) for use in sorted(uses, key=str))
+                if len(uses) == 1:
+                    readers.setdefault(next(iter(uses)), set()).add(op.name)
+        states = [storage for layout in wants for storage in self._storages(value, layout)]
+        if not states:
+            states = [StorageState(layout, layout) for layout in wants] or [StorageState(*[self._whole(value)] * 2)]
+        several = sorted((use for use, names in readers.items() if len(names) > 1), key=str)
+        states += [state._replace(use=use) for state in states for use in several if use.want == state.layout]
+        self.storages[value.name] = tuple(states)
+        price = self.deliveries.price
+        self.parameters[value.name] = self._node(value.name, np.array(
+            [0.0 if s.use is None else price(s.stored, (s.use,), value, parameter=True) for s in states]))
+
+    def _storages(self, value: Value, layout: Layout) -> list[StorageState]:
+        """How a parameter may lie that is used in `layout`."""
+        if value.name in self.stored:
+            return [StorageState(layout, self.stored[value.name], self.hsdp is not None and self.hsdp.lets_go(value.name))]
+        whole = [] if self.hsdp is not None else [StorageState(layout, layout)]
+        setting = self.hsdp or self.cut
+        if setting is None:
+            return whole
+        try:
+            stored = stored_layouts({value.name: (value, layout)}, setting)[value.name].layout
+        except ShardwrightError:
+            return whole
+        if stored == layout:
+            return [StorageState(layout, layout)]
+        again = (False, True) if self.hsdp is None else (self.hsdp.lets_go(value.name),)
+        return whole + [StorageState(layout, stored, each) for each in again]
+
+    # -- edges --
+
+    def _asks(self, op: Op, index: int) -> tuple[tuple[Uses, ...], np.ndarray]:
+        """The uses that the strategies make of an input: the different ones, and which each strategy makes."""
+        prints = self._look_at(op)[1]
+        return self._distinct(self.asked, prints, index, lambda p: p.asks[index])
+
+    def _leaves(self, op: Op, index: int) -> tuple[tuple[Layout, ...], np.ndarray]:
+        prints = self._look_at(op)[1]
+        return self._distinct(self.left, prints, index, lambda p: p.leaves[index])
+
+    @staticmethod
+    def _distinct(known: dict, prints: tuple[OpCost, ...], index: int, part: Any) -> tuple[tuple, np.ndarray]:
+        key = (id(prints), index)
+        if key not in known:
+            place: dict[Any, int] = {}
+            which = [place.setdefault(part(p), len(place)) for p in prints]
+            known[key] = tuple(place), np.array(which)
+        return known[key]
+
+    def _reads(self, op: Op, node: int, index: int, parameters: set[str]) -> None:
+        """The edge from a value that no operator makes."""
+        value = op.inputs[index]
+        uses, which = self._asks(op, index)
+        if value.name in parameters:
+            states, settled = self.storages[value.name], value.name in self.stored
+            saved = any(state.again for state in states) and index in saved_inputs(self._look_at(op)[1])
+            table = self._table(("parameter", states, uses, *_kind(value), saved, settled),
+                                lambda: np.array([[self._used(value, state, use, saved) for use in uses]
+                                                  for state in states]))
+            self._edge(self.parameters[value.name], node, self._spread(table, None, which))
+        elif value.name in self.sources:
+            source = self.sources[value.name]
+            self.node_costs[node] = self.node_costs[node] + self.deliveries.table((source,), uses, value)[0, which]
+
+    def _used(self, value: Value, storage: StorageState, uses: Uses, saved: bool) -> float:
+        """Of a parameter whose use is agreed to be in one layout; where it is settled how it lies, each may differ.
+
+        Args:
+            saved: whether the operator's backward wants it.
+        """
+        if any(use.want != storage.layout for use in uses) and value.name not in self.stored:
+            return float("inf")
+        served = storage.use is not None and uses == {storage.use}
+        total = 0.0 if served else self.deliveries.price(storage.stored, uses, value, parameter=True)
+        if storage.again and saved:
+            total += self.deliveries.price(storage.stored, uses, replace(value, requires_grad=False), parameter=True)
+        return total
+
+    def _makes(self, op: Op, node: int, index: int, value: Value) -> None:
+        """The edges from a value to those that read it."""
+        left, which = self._leaves(op, index)
+        readers = {reader.name: (reader, i) for reader, i in reversed(self.consumers.get(value.name, ()))}
+        ends = self.ends.get(value.name, frozenset())
+        if not readers:
+            self.node_costs[node] = self.node_costs[node] + self.deliveries.table(left, (ends,), value)[which, 0]
+        elif len(readers) == 1 and not ends:
+            (reader, i), = readers.values()
+            uses, asked = self._asks(reader, i)
+            table = self.deliveries.table(left, uses, value)
+            self._later(reader, node, self._spread(table, which, asked))
+        else:
+            self._share(node, value, left, which, list(readers.values())[::-1], ends)
+
+    def _share(self, node: int, value: Value, left: tuple[Layout, ...], which: np.ndarray,
+               readers: list[tuple[Op, int]], ends: Uses) -> None:
+        """A node of its own for a value that several read."""
+        asked = [self._asks(reader, i) for reader, i in readers]
+        several = {u for k, (uses, _) in enumerate(asked) for s in uses if len(s) == 1 for u in s
+                   if any(s in others for others, _ in asked[:k] + asked[k + 1:])}
+        used = frozenset(s for plan in self.known for s in self._shared_in(plan, value, readers))
+        states: tuple[SharedState, ...] = self._table(
+            ("states", left, frozenset(several), ends, used, *_kind(value)),
+            lambda: tuple(dict.fromkeys((*self._shared_states(value, left, several, ends), *sorted(used, key=str)))))
+        firsts = self._table(("left", id(states)), lambda: self._left_costs(value, states, left, ends))
+        self.shares[value.name] = states
+        own = self.shared[value.name] = self._node(f"%{value.name}", np.zeros(len(states)))
+        self._edge(node, own, self._spread(firsts, which, None))
+        for (reader, i), (uses, taken) in zip(readers, asked):
+            table = self._table(("shared", id(states), uses), lambda: self._shared_costs(value, states, left, uses))
+            self._later(reader, own, self._spread(table, None, taken))
+
+    def _shared_in(self, plan: Mapping[str, Strategy], value: Value, readers: list[tuple[Op, int]]) -> Iterator[SharedState]:
+        """How a known plan shares a value, once its sum is completed: by each use that two of its readers make."""
+        maker = self.makers[value.name]
+        if any(plan.get(op.name) not in self._look_at(op)[0] for op in (maker, *(reader for reader, _ in readers))):
+            return  # it has a strategy there that cannot be worked out
+        left = self._footprint(maker, plan).leaves[[v.name for v in maker.outputs if v is not None].index(value.name)]
+        asked = [self._footprint(reader, plan).asks[i] for reader, i in readers]
+        for k, uses in enumerate(asked):
+            if len(uses) == 1 and uses in asked[:k]:
+                yield SharedState(left, True, next(iter(uses)))
+
+    def _footprint(self, op: Op, plan: Mapping[str, Strategy]) -> OpCost:
+        """That of an operator in a known plan."""
+        options, prints, _ = self._look_at(op)
+        return prints[options.index(plan[op.name])]
+
+    def _shared_states(self, value: Value, left: tuple[Layout, ...], several: set[Use], ends: Uses) -> list[SharedState]:
+        """The states of a shared value: in every layout, the uses that are cheapest to serve once."""
+        uses = sorted(several, key=lambda use: (str(use.want), use.partial))
+        alone = tuple(frozenset((use,)) for use in uses)
+        closed = self.deliveries.table(tuple(layout.without_partial() for layout in left), alone, value)
+        open_ = self.deliveries.table(left, alone, value)
+        out = []
+        for i, layout in enumerate(left):
+            out.append(SharedState(layout, True, None))
+            order = np.argsort(closed[i], kind="stable")
+            order = order[(closed[i, order] > 0) & np.isfinite(closed[i, order])]
+            out += [SharedState(layout, True, uses[k]) for k in order[:MOST_SHARED]]
+            if layout.partial and not ends:
+                order = np.argsort(open_[i], kind="stable")
+                out += [SharedState(layout, False, uses[k]) for k in order[np.isfinite(open_[i, order])][:2 * MOST_SHARED]]
+        return out
+
+    def _left_costs(self, value: Value, states: Sequence[SharedState], left: tuple[Layout, ...], ends: Uses) -> np.ndarray:
+        """What serves the shared use, and completes the sum, by layout in which the value is left and state."""
+        out = np.full((len(left), len(states)), np.inf)
+        price = self.deliveries.price
+        for j, state in enumerate(states):
+            layout = closed = state.left
+            total = 0.0
+            if state.completed:
+                closed = layout.without_partial()
+                total = price(closed, ends, value)
+                total += price(layout, (Use(closed, (), ""),), value) if layout.partial else 0.0
+            if state.use is not None:
+                total += price(closed, (state.use,), value)
+            out[left.index(layout), j] = total
+        return out
+
+    def _shared_costs(self, value: Value, states: Sequence[SharedState], left: tuple[Layout, ...],
+                      uses: tuple[Uses, ...]) -> np.ndarray:
+        """What serves a reader beyond what is shared, by state and set of uses. A use that keeps the sum open is served
+        from where it is open."""
+        rows = np.array([left.index(s.left) for s in states])
+        keeps = np.array([any(use.want.partial for use in some) for some in uses])
+        closed = self.deliveries.table(tuple(layout.without_partial() for layout in left), uses, value)
+        out = np.where(keeps, self.deliveries.table(left, uses, value), closed)[rows]
+        out[[not s.completed for s in states]] = np.inf
+        place = {some: j for j, some in enumerate(uses)}
+        for i, state in enumerate(states):
+            j = place.get(frozenset((state.use,)))
+            if state.use is not None and j is not None:
+                out[i, j] = 0.0
+        return out
+
+    def _table(self, key: Hashable, make: Any) -> Any:
+        """A table, or what else is made of the same things, made once."""
+        if key not in self.tables:
+            self.tables[key] = make()
+        return self.tables[key]
+
+    def _spread(self, table: np.ndarray, rows: np.ndarray | None, columns: np.ndarray | None) -> np.ndarray:
+        """A table of different layouts and uses as one of strategies; the same object for the same."""
+        key = ("spread", id(table), rows is not None and rows.tobytes(), columns is not None and columns.tobytes())
+        if key not in self.tables:
+            spread = table if rows is None else table[rows]
+            self.tables[key] = np.ascontiguousarray(spread if columns is None else spread[:, columns])
+        return self.tables[key]
+
+    def _later(self, reader: Op, node: int, table: np.ndarray) -> None:
+        self.waiting.setdefault(reader.name, []).append((node, table))
+
+    def _edge(self, i: int, j: int, table: np.ndarray) -> None:
+        self.edges[i, j] = self.edges[i, j] + table if (i, j) in self.edges else table
+
+
+def _kind(value: Value) -> tuple[int, bool, Any]:
+    """What two values have in common that travel alike."""
+    return value.nbytes, value.requires_grad, value.master
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# What the searching planners share: the operators, what marks decide of them, and how a solution becomes a plan.
+# ----------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Search:
+    """The givens of a search.
+
+    Args:
+        described: the operators.
+        fed: how inputs come in and results go out.
+        costs: a `Costs`.
+        stored: how parameters and buffers are stored, where that is settled already.
+        hsdp: how the other parameters are stored.
+    """
+
+    described: OperatorTable
+    fed: InputPlacement
+    costs: Any
+    stored: Mapping[str, Layout] | None = None
+    hsdp: OptimizerParallel | None = None
+
+    @classmethod
+    def of(cls, graph: Graph, devices: int, fed: InputPlacement, costs: Any, *, on_missing_rule: str = "error",
+           stored: Mapping[str, Layout] | None = None, uneven: bool = False,
+           hsdp: OptimizerParallel | None = None) -> Search:
+        """Look the operators up.
+
+        Raises:
+            MissingRuleError: an operator without a rule.
+        """
+        return cls(OperatorTable.of(graph, devices, on_missing_rule, uneven), fed, costs, stored, hsdp)
+
+    def check(self) -> Search:
+        """Itself, if there is anything to search.
+
+        Raises:
+            PlanError: nothing of the model can be cut for so many devices, or two marks ask for a parameter in different
+                layouts.
+        """
+        own = {v.name for n, v in self.described.graph.parameters.items() if n not in (self.stored or {})}
+        wants: dict[str, tuple[Layout, Op]] = {}
+        for op in self.described.graph.ops:
+            for i, value in enumerate(op.inputs if op.name in self.fixed else ()):
+                mine = self.fixed[op.name].wanted(i), op
+                if value.name in own and wants.setdefault(value.name, mine)[0] != mine[0]:
+                    raise wanted_in_two(value, wants[value.name], mine)
+        devices = self.described.devices
+        factors = [f for _, bound, _ in self.described.rules.values() for f in bound.factors if f.splittable]
+        sizes = {f.size for f in factors}
+        if devices > 1 and not self.fixed and not any(f.pads for f in factors) and \
+                all(math.gcd(size, devices) == 1 for size in sizes):
+            counts = [n for n in range(devices - 1, 1, -1) if any(math.gcd(size, n) > 1 for size in sizes)]
+            raise PlanError(f"no dim that may be cut divides by {devices} or a factor of it: all {devices} devices would "
+                            "repeat the same work", strategy=f"devices={devices}",
+                            legal=f"{', '.join(map(str, counts[:3]))} devices" if counts else "one device, or uneven=True")
+        return self
+
+    @cached_property
+    def carries(self) -> dict[str, int]:
+        """Value name -> the dim that carries the batch."""
+        return batch_dims(self.described.graph, {n: bound for n, (_, bound, _) in self.described.rules.items()})
+
+    @cached_property
+    def fixed(self) -> dict[str, Decision]:
+        """The operators that marks decide.
+
+        Raises:
+            StrategyError, LayoutError: a mark that the operator cannot follow.
+        """
+        out = {}
+        for op in self.described.graph.ops:
+            if op.mark is not None and op.mark.in_strategy is not None:
+                rule, bound, note = self.described.rules[op.name]
+                decision = marked_decision(op, rule, bound, self.described.devices)
+                out[op.name] = replace(decision, note=note, open=(), out=self.outs.get(op.name))
+        return out
+
+    @cached_property
+    def outs(self) -> dict[str, tuple[Layout, ...]]:
+        """The layouts to which marks bring outputs."""
+        return {op.name: marked_output(op, self.described.rules[op.name][1], self.described.devices)
+                for op in self.described.graph.ops if op.mark is not None and op.mark.out_strategy is not None}
+
+    @cached_property
+    def atoms(self) -> Digits:
+        """The digits that are assigned."""
+        return atoms_of(self.described.devices, [level.size for level in self.costs.cluster.levels])
+
+    @cached_property
+    def deliveries(self) -> EdgeCosts:
+        """Prices that all energies of the search share."""
+        return EdgeCosts(self.costs)
+
+    def options(self, known: Iterable[Mapping[str, Decision]] = (), atoms: Digits | None = None
+                ) -> dict[str, tuple[Strategy, ...]]:
+        """The strategies of every operator, those of known plans among them."""
+        return options_of(self.described, self.atoms if atoms is None else atoms, self.fixed, self.outs, known)
+
+    def energy(self, options: Mapping[str, tuple[Strategy, ...]], known: Iterable[Mapping[str, Decision]] = (),
+               cut: OptimizerParallel | None = None) -> CostGraph:
+        """The problem of choosing among them; no dearer than the known plans, whose strategies are among them.
+
+        Args:
+            cut: how else each parameter may be stored, where nothing says how.
+        """
+        plans = [{name: strategy_of(decision) for name, decision in plan.items()} for plan in known]
+        return cost_graph(self.described, options, self.fed, self.carries, self.costs, stored=self.stored, hsdp=self.hsdp,
+                      cut=cut, known=plans, deliveries=self.deliveries)
+
+    def decided(self, made: CostGraph, solution: Solution, cause: str, proved: bool = True) -> Decisions:
+        """A solution as a planner's result."""
+        decisions = made.decisions(solution.states, self.fixed, cause)
+        count = sum(map(len, made.options.values()))
+        found = SearchResult(solution.cost, solution.bound if proved else None, len(decisions), count, solution.notes)
+        return Decisions(decisions, self.carries, found)

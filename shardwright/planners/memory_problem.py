@@ -1,0 +1,464 @@
+"""What a plan's choices hold in memory: an `Energy` with usages and a limit.
+
+    moments     forward of operator k of n: k;  results are handed out: n, and their gradients come in: n + 1;
+                backward of operator k: 2n + 1 - k
+    always      parameters, gradients, optimizer state as stored; inputs, buffers, constants
+    source      an operator's output, as it is left: up to where the one that reads it has its own; where several read
+                it, up to the last, together with the use that is served once
+    delivered   an operator's input, as it asks for it: while it runs; where several read the value and it has a copy of
+                its own, on to its backward if that wants it, or if the operator may run again
+    kept        what some backward wants of a value (`keep_states`), from there to that backward
+    dropped     what is made again: from the backward of the end of its segment
+    gathered    a parameter that is stored cut: from its first use to its last backward, or only around either; where a
+                reader of it runs again, from the beginning of what does
+    backward    gradients of inputs while an operator's backward runs; of an output from its last reader's on
+    inside      what an operator of several instructions makes on the way, and its gradients (`inside.py`)
+    sent        the other end of a conversion, where there is more of it than of what its reader makes or keeps alone
+
+What is a view of an input, a buffer or a constant takes no memory, but where it is converted. The estimate is that of
+`memory.timeline` where nothing is dropped, but that a view of what is kept may count once more. It is above where a value
+is dropped, for longer than need be, and where an inner one is sent that is not dropped after all, or sent twice on its
+way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ..graph import Op, Value
+from ..layout import Layout
+from ..partition.local_program import InputPlacement, output_layouts
+from ..partition.parameter_sharding import OptimizerParallel
+from ..partition.rematerialization import hands_on, segments_of
+from ..solver.problem import MemoryUsage, Problem
+from ..solver.search_memory import current
+from .graph_problem import CostGraph
+from .remat_states import DROPPED, KEPT, OperatorMemory, RematStates, SaveOrRecompute
+
+__all__ = ["MemoryProblem", "holding"]
+
+
+# ----------------------------------------------------------------------------------------------------
+# A search's energy with memory, and what its states say is stored cut and computed again.
+# ----------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class MemoryProblem:
+    """An energy with memory.
+
+    Attributes:
+        energy: its problem has a limit, usages, and the nodes of what is kept.
+        kept: by value, the node of what is kept of it.
+        states: by value, that node's states.
+        segments: by operator, the segment of the program that it is in.
+        remade: by value that may be dropped, the operators that then run again; what `recompute.hands_on` says of comes
+            with what it views.
+    """
+
+    energy: CostGraph
+    kept: dict[str, int]
+    states: dict[str, tuple[SaveOrRecompute, ...]]
+    segments: dict[str, int]
+    remade: dict[str, tuple[str, ...]]
+
+    def recomputed(self, states: tuple[int, ...]) -> frozenset[str]:
+        """The operators that run again."""
+        return frozenset(name for v, names in self.remade.items() for name in names
+                         if self.states[v][states[self.kept[v]]].how == DROPPED)
+
+    def storage(self, states: tuple[int, ...]) -> OptimizerParallel | None:
+        """The setting that stores parameters as the states say."""
+        whole, kept, cut = set(), set(), False
+        graph = self.energy.described.graph
+        names = {value.name: name for name, value in graph.parameters.items()}
+        for value, node in self.energy.parameters.items():
+            state = self.energy.storages[value][states[node]]
+            if state.stored == state.layout:
+                whole.add(names[value])
+            else:
+                cut = True
+                if not state.again:
+                    kept.add(names[value])
+        if not cut:
+            return None
+        return OptimizerParallel(-1, 0, "level3", frozenset(whole), frozenset(kept))
+
+    def peak(self, states: tuple[int, ...]) -> float:
+        """The most bytes that the states hold at any moment, as the problem reckons them."""
+        uses = self.energy.problem.usages
+        changes = np.zeros(max((u.stop for u in uses), default=0) + 1)
+        for u in uses:
+            held = u.held(states)
+            changes[u.start] += held
+            changes[u.stop] -= held
+        return float(np.cumsum(changes).max(initial=0.0))
+
+
+def holding(energy: CostGraph, fed: InputPlacement, carries: Mapping[str, int], limit: float, state: float) -> MemoryProblem:
+    """The problem with memory.
+
+    Args:
+        fed: how inputs come in and results go out.
+        carries: value name -> the dim that carries the batch.
+        limit: bytes a device.
+        state: bytes of an optimizer's state for each element of a parameter.
+    """
+    return _MemoryProblemBuilder(energy, fed, carries, limit, state).run()
+
+
+class _MemoryProblemBuilder:
+    def __init__(self, energy: CostGraph, fed: InputPlacement, carries: Mapping[str, int], limit: float, state: float) -> None:
+        self.energy, self.graph, self.fed, self.limit, self.state = energy, energy.described.graph, fed, limit, state
+        self.memory = OperatorMemory(energy)
+        self.place, self.grads, self.consumers = self.memory.place, self.memory.grads, self.memory.consumers
+        self.count = len(self.graph.ops)
+        self.end = 2 * self.count + 2 if self.grads else self.count + 1
+        self.segments = segments_of(self.graph)
+        last: dict[int, int] = {}
+        for name, segment in self.segments.items():
+            last[segment] = self.place[name]
+        self.segment_end = {name: last[segment] for name, segment in self.segments.items()}
+        outputs = [v for v in self.graph.outputs if isinstance(v, Value)]
+        devices = energy.described.devices
+        self.ends = {v.name: Layout.replicated(devices, len(v.shape)) for v in self.graph.updates.values()}
+        self.ends |= {v.name: to for v, to in zip(outputs, output_layouts(outputs, devices, fed, dict(carries)))
+                      if to is not None}
+        self.usages: list[tuple[tuple[Any, ...], int, int, np.ndarray, str]] = []
+        self.keeping = RematStates(self.memory, self.segments)
+        #: By operator, the value whose dropping makes it run again.
+        self.run_with = {op.name: value for value, ops in self.keeping.remade.items() for op in ops}
+
+    # -- usages --
+
+    def use(self, node: Any, start: int, stop: int, amount: np.ndarray, what: str) -> None:
+        """
+        Args:
+            node: a number of the energy's, ("kept", value), or two of these, whose states decide together.
+        """
+        nodes = node if isinstance(node, tuple) and node[0] != "kept" else (node,)
+        if stop > start and amount.any():
+            self.usages.append((nodes, start, min(stop, self.end), amount, what))
+
+    def back(self, place: int) -> int:
+        """The moment of an operator's backward."""
+        return 2 * self.count + 1 - place
+
+    def run(self) -> MemoryProblem:
+        self.standing()
+        for name, value in self.graph.parameters.items():
+            if value.name in self.energy.parameters:
+                self.parameter(value)
+        budget = current()
+        for op in self.graph.ops:
+            budget.tell("memory of strategies")
+            self.operator(op)
+            for k, value in enumerate(v for v in op.outputs if v is not None):
+                self.made(op, k, value)
+        return self.finish()
+
+    def standing(self) -> None:
+        """What every plan holds; it stands with the first node."""
+        fixed = sum(self.memory.bytes_of(v, layout) for v, layout in zip(self.graph.inputs, self.fed.inputs))
+        fixed += sum(t.numel() * t.element_size() for t in self.graph.constants.values())
+        fixed += sum(v.nbytes for v in self.graph.buffers.values())
+        used = self.energy.parameters
+        for v in self.graph.parameters.values():
+            if v.name not in used:
+                fixed += v.stored.nbytes * (2 if v.requires_grad else 1) + int(v.numel * self.state * v.requires_grad)
+        if self.energy.problem.costs:
+            self.use(0, 0, self.end, np.full(len(self.energy.problem.costs[0]), float(fixed)), "inputs")
+
+    def parameter(self, value: Value) -> None:
+        node, states = self.energy.parameters[value.name], self.energy.storages[value.name]
+        stored = np.array([self.memory.bytes_of(value.stored, s.stored) for s in states], dtype=np.float64)
+        if value.requires_grad:
+            stored = stored * (2 + self.state / value.stored.dtype.itemsize)
+        self.use(node, 0, self.end, stored, "parameters")
+        cut = np.array([s.stored != s.layout or value.stored is not value for s in states])  # there is a copy for its use
+        if not cut.any():
+            return
+        readers = self.consumers[value.name]
+        whole = np.array([self.memory.bytes_of(value, s.layout) for s in states], dtype=np.float64)
+        again = np.array([s.again for s in states])
+        places = [self.place[op.name] for op, _ in readers]
+        saves = [self.place[op.name] for op, i in readers if self.memory.saves_input(op, i)]
+        first, last = min(places), max(places)
+        if saves:
+            self.use(node, first, self.back(min(saves)) + 1, whole * (cut & ~again), "gathered")
+            self.use(node, first, last + 1, whole * (cut & again), "gathered")
+            self.use(node, self.back(max(saves)), self.back(min(saves)) + 1, whole * (cut & again), "gathered")
+            self.gathered_earlier(node, readers, self.back(max(saves)), whole * (cut & again))
+        else:
+            self.use(node, first, last + 1, whole * cut, "gathered")
+        if value.requires_grad and self.grads:
+            self.use(node, self.back(last), self.back(first) + 1, whole * cut, "backward")
+
+    def gathered_earlier(self, node: int, readers: list[tuple[Op, int]], stop: int, whole: np.ndarray) -> None:
+        """A weight that is gathered again, where a reader of it runs again: it is there from the beginning of what runs
+        again. Of several readers the first to run again counts."""
+        values = [self.run_with[reader.name] for reader, _ in readers if reader.name in self.run_with]
+        if values:
+            value = max(values, key=lambda name: -self.begun(name))
+            gone = np.array([float(s.how == DROPPED) for s in self.keeping.states[value]])
+            self.use((node, ("kept", value)), self.begun(value), stop, np.outer(whole, gone), "gathered")
+
+    def begun(self, name: str) -> int:
+        """The moment at which what makes a value again begins, where that is dropped."""
+        op, k = self.memory.made_by[name]
+        value = [v for v in op.outputs if v is not None][k]
+        savers = [self.place[reader.name] for reader in self.keeping.savers(value)]
+        readers = [self.place[reader.name] for reader, _ in self.consumers.get(name, ())]
+        return self.back(max([self.segment_end[op.name], *(savers or readers)]))
+
+    def operator(self, op: Op) -> None:
+        """What an operator holds of its own, and of its inputs while it runs."""
+        node, here = self.energy.operators[op.name], self.place[op.name]
+        grads = self.grads
+        if grads:
+            self.use(node, here, self.back(here) + 1, self.memory.own(op), "activations")
+        forward, backward = self.memory.inside(op)
+        self.use(node, here, here + 1, forward, "activations")
+        if grads:
+            self.use(node, self.back(here), self.back(here) + 1, backward, "backward")
+        if self.memory.is_view(op):
+            for index, value in enumerate(op.inputs):
+                if value.name not in self.memory.made_by and value.name not in self.energy.parameters:
+                    self.given(op, index, value)
+                if grads and value.requires_grad and value.name in self.energy.shared:
+                    self.use(node, self.back(here), self.back(here) + 1, self.memory.wanted(op, index, value), "backward")
+            return
+        for value, index in {v.name: (v, i) for i, v in reversed(list(enumerate(op.inputs)))}.values():
+            if value.name not in self.memory.made_by:
+                if value.name not in self.energy.parameters:
+                    self.given(op, index, value)
+                continue
+            if value.name in self.memory.of_given:
+                continue
+            (maker, k), wanted = self.memory.made_by[value.name], self.memory.wanted(op, index, value)
+            further = self.memory.wants_input(op, index) if grads else np.zeros(len(wanted), dtype=bool)
+            self.use(node, here, self.back(here) + 1, wanted * further, "activations")
+            if value.name not in self.energy.shared and not self.memory.saves_output(maker, k):
+                self.use(node, here, here + 1, wanted * ~further, "delivered")
+            if grads and value.requires_grad:
+                self.use(node, self.back(here), self.back(here) + 1, wanted, "backward")
+
+    def given(self, op: Op, index: int, value: Value) -> None:
+        """An input of the program, a buffer or a constant: there is more of it where it is converted."""
+        node, here, prints = self.energy.operators[op.name], self.place[op.name], self.memory.prints(op)
+        at = dict(zip((v.name for v in self.graph.inputs), self.fed.inputs)).get(value.name)
+        amount = np.array([0 if all(use.want == at or at is None and use.want.is_replicated for use in p.asks[index])
+                           else w for p, w in zip(prints, self.memory.wanted(op, index, value))], dtype=np.float64)
+        self.use(node, here, self.until(op, index) + 1, amount, "activations")
+
+    def until(self, op: Op, index: int) -> int:
+        """The moment up to which an operator, or what reads a view that it makes, needs what is brought to it."""
+        out = self.place[op.name]
+        if self.grads and (self.memory.saves_input(op, index) or self.keeping.runs_again(op)):
+            out = self.back(out)
+        for k, value in enumerate(v for v in op.outputs if v is not None):
+            if (k, index) in self.memory.keeps(op).views:
+                out = max([out, *(self.until(*reader) for reader in self.consumers.get(value.name, ()))])
+                out = max(out, self.end - 1) if value.name in self.ends else out
+        return out
+
+    def viewing(self, op: Op, k: int, value: Value) -> None:
+        """A view of what comes in: there is more of it where it is converted."""
+        readers, shared = self.consumers.get(value.name, []), self.energy.shared.get(value.name)
+        if shared is not None:
+            self.copies(value, shared, readers)
+            states = self.energy.shares[value.name]
+            served = np.array([float(self.keeping.shared_bytes(value, s)[1]) for s in states])
+            self.use(shared, min(self.place[reader.name] for reader, _ in readers),
+                     max(self.until(*reader) for reader in readers) + 1, served, "activations")
+        elif readers and value.name not in self.ends:
+            (reader, i), = readers
+            self.use((self.energy.operators[op.name], self.energy.operators[reader.name]), self.place[reader.name],
+                     self.until(reader, i) + 1, self.keeping.received(value), "activations")
+
+    def made(self, op: Op, k: int, value: Value) -> None:
+        """A value that an operator makes: up to its last reader, and beyond where some backward wants it."""
+        node, here = self.energy.operators[op.name], self.place[op.name]
+        left, readers = self.memory.left(op, k, value), self.consumers.get(value.name, [])
+        places = [self.place[reader.name] for reader, _ in readers]
+        ends, last = value.name in self.ends, max(places, default=here)
+        shared = self.energy.shared.get(value.name)
+        if ends:  # what is handed out is there to the end; where it is converted, for a while so is its source
+            to = self.ends[value.name]
+            handed = np.array([float(self.memory.bytes_of(value, to) * (p.leaves[k] != to))
+                               for p in self.memory.prints(op)])
+            self.use(node, self.count, self.end, handed, "activations")
+            if self.grads and value.requires_grad:
+                self.use(node, self.count + 1, self.count + 2, handed, "backward")
+        if value.name in self.memory.of_given:
+            return self.viewing(op, k, value)
+        if self.grads and value.requires_grad and (readers or ends):
+            start = self.count + 1 if ends else self.back(last) + 1
+            self.use(node, start, self.back(here) + 1, left, "backward")
+        if shared is None and not ends and readers:
+            reader = readers[0][0]
+            (self.viewed if self.memory.is_view(reader) else self.sent)(op, k, value, reader)
+        if shared is not None:
+            self.copies(value, shared, readers)
+            self.held_for_several(value, shared, here, min(places), self.end if ends else last + 1)
+        elif ends:
+            self.use(node, here, self.count + 1, left, "activations")
+            self.use(node, self.count + 1, self.end, left * (handed == 0), "activations")
+        elif not readers:
+            self.use(node, here, here + 1, left, "activations")
+        elif not self.memory.saves_output(op, k):
+            self.use(node, here, last, left, "activations")
+        if value.name in self.keeping.states:
+            self.keep(op, k, value, readers)
+        resent = self.keeping.resent(value)
+        if resent is not None:  # what runs again begins with what was sent, and ends before its reader's backward
+            (reader, _), = readers
+            self.use((node, self.energy.operators[reader.name]), last + (not self.memory.is_view(reader)),
+                     self.back(last), resent, "activations")
+
+    def sent(self, op: Op, k: int, value: Value, reader: Op) -> None:
+        """What is converted for one reader is there twice on its way: in the forward before the reader makes anything, in
+        the backward when all that only the reader's needed is gone."""
+        nodes, at = (self.energy.operators[op.name], self.energy.operators[reader.name]), self.place[reader.name]
+        # of several one is sent after the other
+        first = next(v.name for v in reader.inputs if self.memory.reads_alone(v.name)) == value.name
+
+        def beyond(table: np.ndarray, backward: bool) -> np.ndarray:
+            room = self.memory.room(reader, backward)
+            return self.memory.once(("beyond", id(table), id(room)), lambda: (
+                np.ascontiguousarray(np.maximum(0.0, table - room) * (table > 0)), table, room))[0] if first else table
+        if not self.memory.saves_output(op, k):
+            self.use(nodes, at, at + 1, beyond(self.keeping.sent(value), False), "activations")
+        if self.grads and value.requires_grad:
+            self.use(nodes, self.back(at), self.back(at) + 1, beyond(self.keeping.sent_back(value), True), "backward")
+
+    def viewed(self, op: Op, k: int, value: Value, view: Op) -> None:
+        """What a view reads: both ends of a conversion to it are there while it is sent, and the gradient of what it reads
+        with that of what it makes, or with that of what was sent."""
+        nodes, at = (self.energy.operators[op.name], self.energy.operators[view.name]), self.place[view.name]
+        if not self.memory.saves_output(op, k):
+            self.use(nodes, at, at + 1, self.keeping.sent(value), "activations")
+        if self.grads and value.requires_grad:
+            self.use(nodes, self.back(at), self.back(at) + 1, self.keeping.viewed_back(value), "backward")
+
+    def held_for_several(self, value: Value, node: int, here: int, first: int, stop: int) -> None:
+        states = self.energy.shares[value.name]
+        left = np.array([self.memory.bytes_of(value, s.left) for s in states], dtype=np.float64)
+        self.use(node, here, first, left, "activations")
+        both = np.array([float(sum(self.keeping.shared_bytes(value, s))) for s in states])
+        self.use(node, first, stop, both, "activations")
+
+    # -- what is kept --
+
+    def keep(self, op: Op, k: int, value: Value, readers: list[tuple[Op, int]]) -> None:
+        """What is kept of a value, and what is made again."""
+        here, name = self.place[op.name], ("kept", value.name)
+        mine = self.memory.saves_output(op, k)
+        savers = [self.place[reader.name] for reader in self.keeping.savers(value)]
+        places = [self.place[reader.name] for reader, _ in readers]
+        shared, states = self.energy.shared.get(value.name), self.keeping.states[value.name]
+        until = self.back(min([here] if mine else savers or places)) + 1
+        after = max(places) + 1
+
+        def by_state(how: str, one: Any) -> np.ndarray:
+            return self.memory.once(("amounts", states, how, one is None), lambda: np.array(
+                [(s.size if one is None else s.layout is None) * (s.how == how) for s in states], dtype=np.float64))
+
+        def together(amount: np.ndarray, how: str = KEPT) -> np.ndarray:
+            """Of what is as another node has it: by state of the other and of what is kept."""
+            some = by_state(how, amount)
+            return self.memory.once(("together", id(some), id(amount)),
+                                    lambda: (np.outer(amount, some), some, amount))[0]
+
+        maker = self.energy.operators[op.name]
+        if shared is not None:
+            carrier = self.energy.shares[value.name]
+            amount = self.memory.once(("both", id(carrier), value.shape, value.dtype), lambda: np.array(
+                [float(sum(self.keeping.shared_bytes(value, s))) for s in carrier]))
+            self.use((shared, name), after, until, together(amount), "activations")
+        else:
+            (reader, i), = readers
+            self.use(name, here if mine else after, until, by_state(KEPT, None), "activations")
+            if mine:
+                left = self.memory.left(op, k, value)
+                if value.name in self.keeping.as_left:  # where it is for its maker alone, and that does not want it
+                    left = self.memory.once(("left where wanted", id(left), id(self.memory.prints(op)), k),
+                                            lambda: left * self.memory.wants_output(op, k))
+                self.use((maker, name), here, until, together(left), "activations")
+            if savers or not mine:
+                wanted, at = self.memory.wanted(reader, i, value), self.energy.operators[reader.name]
+                self.use((at, name), after, self.back(places[0]) + 1, together(wanted), "activations")
+        gone, begun = by_state(DROPPED, None), self.begun(value.name)
+        if shared is not None and any(s == SaveOrRecompute(DROPPED) for s in states):
+            self.use((shared, name), begun, until, together(amount, DROPPED), "recomputed")
+        elif gone.any():
+            if shared is None and mine:  # it is there until it is read, all the same
+                self.use(name, here, after, gone, "activations")
+            self.use(name, begun, until, gone, "recomputed")
+
+    def copies(self, value: Value, node: int, readers: list[tuple[Op, int]]) -> None:
+        """Of a value that several read: what each has for itself, which is neither as it was left nor served once."""
+        states = self.energy.shares[value.name]
+        for reader, i in readers:
+            prints, here = self.memory.prints(reader), self.place[reader.name]
+
+            def count() -> np.ndarray:
+                place: dict[Any, int] = {}
+                which = [place.setdefault(frozenset(use.want for use in p.asks[i]), len(place)) for p in prints]
+                layouts = {want: n for n, want in enumerate(dict.fromkeys(want for wants in place for want in wants))}
+                absent = np.ones((len(states), len(layouts)))  # by state of the value and layout
+                for row, s in zip(absent, states):
+                    there = (s.left, s.left.without_partial(), *((s.use.want,) if s.use is not None else ()))
+                    row[[layouts[one] for one in there if one in layouts]] = 0.0
+                sizes = np.zeros((len(layouts), len(place)))
+                for wants, column in place.items():
+                    for want in wants:
+                        sizes[layouts[want], column] = self.memory.bytes_of(value, want)
+                return np.ascontiguousarray((absent @ sizes)[:, which])
+            amount = self.memory.once(("copies", id(states), id(prints), i, value.shape, value.dtype), count)
+            stays = self.grads and (self.memory.saves_input(reader, i) or self.keeping.runs_again(reader))
+            until = self.back(here) if stays else here
+            self.use((node, self.energy.operators[reader.name]), here, until + 1, amount, "activations")
+
+    # -- the whole --
+
+    def finish(self) -> MemoryProblem:
+        """Everything as one problem; the node of what is kept of a value stands behind what makes it."""
+        energy, problem, kept = self.energy, self.energy.problem, self.keeping.states
+        order: list[tuple[float, Any]] = [(node, node) for node in range(len(problem.costs))]
+        for value in kept:
+            op, _ = self.memory.made_by[value]
+            order.append((max(energy.operators[op.name], energy.shared.get(value, 0)) + 0.5, ("kept", value)))
+        order.sort(key=lambda entry: entry[0])
+        number = {node: k for k, (_, node) in enumerate(order)}
+        costs = [problem.costs[node] if isinstance(node, int) else self.memory.once(
+            ("zeros", len(kept[node[1]])), lambda: np.zeros(len(kept[node[1]]))) for _, node in order]
+        names = [problem.names[node] if isinstance(node, int) else f"kept %{node[1]}" for _, node in order]
+        edges: dict[tuple[int, int], np.ndarray] = {}
+        for (a, b), table in (*problem.edges.items(), *self.keeping.edges.items()):
+            i, j = number[a], number[b]
+            if i > j:
+                i, j, table = j, i, self.turned(table)
+            edges[i, j] = table
+        usages = []
+        for nodes, start, stop, amount, what in self.usages:
+            at = [number[node] for node in nodes]
+            if len(at) == 2 and at[0] > at[1]:
+                at, amount = at[::-1], self.turned(amount)
+            if len(at) == 2 and (at[0], at[1]) not in edges:
+                edges[at[0], at[1]] = self.memory.once(("zeros", amount.shape), lambda: np.zeros(amount.shape))
+            usages.append(MemoryUsage(at[0], start, stop, amount, what, at[1] if len(at) == 2 else None))
+        moved = {name: {v: number[node] for v, node in getattr(energy, name).items()}
+                 for name in ("operators", "parameters", "shared")}
+        made = Problem(tuple(costs), edges, tuple(names), tuple(usages), self.limit)
+        # a dropout of nothing gives back its input too, but no region takes it along: it has to be said
+        views = {op.name for op in self.graph.ops if self.memory.is_view(op) and hands_on(op.target)}
+        remade = {v: tuple(op.name for op in ops if op.name not in views) for v, ops in self.keeping.remade.items()}
+        nodes = {v: number["kept", v] for v in kept}
+        return MemoryProblem(replace(energy, problem=made, **moved), nodes, kept, self.segments, remade)
+
+    def turned(self, table: np.ndarray) -> np.ndarray:
+        return self.memory.once(("turned", id(table)), lambda: (np.ascontiguousarray(table.T), table))[0]

@@ -1,0 +1,574 @@
+"""What a plan may let go of a value and make again: a node for what is kept of it, and what that node asks of others.
+
+A `Keeping` is kept (as its reader has it, or as its maker left it, or both where these differ; of a value that several
+read, as it was left and as it is served once), dropped (made again, which costs the forward of its operators once more)
+or, of a value that no backward wants, absent.
+
+    inner       a value that no backward wants and one operator reads: it is made again with what that one makes
+    remade      what makes a value again: its operator, and those of the inner values that this one reads, and so on
+
+Nothing is sent again: a value can be dropped where it is read in the layout in which it was left; of a value that
+several read, what is sent in between is kept all the same. Inner values have to have as many bytes at both ends; what
+is sent between two layouts that do is kept too (`resent`). What is read by operators that run again has to be kept, or
+dropped in the same segment of the program.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Set
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..graph import Op, Value
+from ..layout import Layout
+from ..partition.local_program import made_by, reads
+from ..partition.rematerialization import LiveRanges, waiting
+from .graph_problem import CostGraph, SharedState
+from .search_space import KeptTensors, OpCost, keeps, saved_inside
+
+__all__ = ["ABSENT", "DROPPED", "KEPT", "OperatorMemory", "RematStates", "SaveOrRecompute", "inside"]
+
+
+# ----------------------------------------------------------------------------------------------------
+# What an operator of several instructions holds while these run, beyond what it reads, leaves and keeps together.
+#
+#     forward     what it makes on the way, from where it is made to where it is last read
+#     backward    gradients of that, from the backward of its reader to that of its maker
+#
+# It is the operator's part of a program alone (`footprint`): what it reads is taken to go where it is read last, and what
+# it keeps where that is used.
+# ----------------------------------------------------------------------------------------------------
+
+def inside(footprint: OpCost, given: Set[int]) -> tuple[float, float]:
+    """Bytes at the fullest moment, forward and backward.
+
+    Args:
+        given: the numbers of inputs that no operator makes: they, and their gradients, are counted elsewhere.
+    """
+    if len(footprint.program) < 2:
+        return 0.0, 0.0
+    part = _Part(footprint, given)
+    return part.forward(), part.backward()
+
+
+class _Part:
+    def __init__(self, footprint: OpCost, given: Set[int]) -> None:
+        self.program, self.saved = footprint.program, saved_inside(footprint)
+        self.own = float(sum(saved.own_bytes for saved in self.saved))
+        self.lives = lives = LiveRanges(footprint.fed, self.program, self.saved)
+        self.asked = {i.name for k, i in enumerate(footprint.fed) if k not in given}
+        self.left = {i.name for i in footprint.left}
+        elsewhere = lives.given - self.asked
+        self.apart = {name for name, root in lives.root.items() if root in elsewhere}
+        self.born = {**dict.fromkeys(self.asked, 0), **lives.born}
+        self.kept: dict[str, int] = {}  # what is saved, and the first instruction that saves it
+        for place, saved in reversed(list(enumerate(self.saved))):
+            self.kept.update((lives.root[name], place) for name in saved.values if lives.root.get(name) in self.born)
+
+    def bytes_of(self, names: Iterable[str]) -> float:
+        return float(sum(self.lives.instances[name].local_bytes for name in names))
+
+    def grows(self, name: str) -> bool:
+        """Whether it has a gradient that is counted here."""
+        return name not in self.apart and self.lives.instances[name].value.requires_grad
+
+    def forward(self) -> float:
+        lives, end = self.lives, len(self.program)
+        stays = self.kept.keys() | {lives.root[name] for name in self.left}
+        spans = [(born, end if name in stays else lives.read.get(name, 0) + 1, self.bytes_of([name]))
+                 for name, born in self.born.items()]
+        spans += [(place, end, float(saved.own_bytes)) for place, saved in enumerate(self.saved)]
+        return _beyond(spans, self.bytes_of((self.asked | stays) & self.born.keys()) + self.own)
+
+    def backward(self) -> float:
+        lives, reached = self.lives, {name for name in self.left if self.grows(name)}
+        begin, backward = dict.fromkeys(reached, 0), []
+        until = [0] * len(self.program)  # by instruction, the moment after its backward
+        for place, instruction in reversed(list(enumerate(self.program))):
+            if any(made.name in reached for made in made_by(instruction)):
+                backward.append((len(backward), instruction))
+                reached.update(name for name in reads(instruction) if name in lives.instances and self.grows(name))
+            until[place] = len(backward)
+        spans = [(start, stop, self.bytes_of([name]))
+                 for name, start, stop in waiting(backward, lives.instances, begin, self.grows)]
+        spans += [(0, until[place], self.bytes_of([name])) for name, place in self.kept.items()]
+        spans += [(0, until[place], float(saved.own_bytes)) for place, saved in enumerate(self.saved)]
+        asked = {name for name in self.asked if self.grows(name)}
+        return _beyond(spans, self.bytes_of(begin.keys() | asked) + self.bytes_of(self.kept) + self.own)
+
+
+def _beyond(spans: Iterable[tuple[int, int, float]], whole: float) -> float:
+    """Of (from, up to, bytes): what they are together at the fullest moment, beyond all that is counted in any case."""
+    spans = list(spans)
+    changes = [0.0] * (max((stop for _, stop, _ in spans), default=0) + 1)
+    for start, stop, count in spans:
+        changes[start] += count
+        changes[stop] -= count
+    return max(0.0, max(accumulate(changes)) - whole)
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# What a graph's operators hold, strategy by strategy: bytes of what they read, leave and save.
+#
+#     left      of an output, as it is left, its sum completed
+#     wanted    of an input, as it is asked for
+#     own       what the backward wants that is neither
+#     inside    what is there beyond all these, forward and backward, while the operator's own instructions run
+#
+# Which inputs and outputs a backward wants is asked of an operator's first strategy; where another one differs
+# (`wants_input`, `wants_output`) that is said for each. Everything is worked out once for operators that share their
+# footprints, and is then one object.
+# ----------------------------------------------------------------------------------------------------
+
+class OperatorMemory:
+    """The operators of an energy.
+
+    Attributes:
+        place: by operator, its number in the program.
+        grads: whether there is a backward.
+        consumers: by value, the operators that read it, each once, with the first place at which it does.
+        made_by: by value, its operator and the number of the output.
+        ends: names of values that are handed out or update a buffer.
+        of_given: names of values that an operator makes as a view of what comes in, or of such a view.
+    """
+
+    def __init__(self, energy: CostGraph) -> None:
+        self.energy, self.graph = energy, energy.described.graph
+        self.place = {op.name: k for k, op in enumerate(self.graph.ops)}
+        self.grads = any(isinstance(v, Value) and v.requires_grad for v in self.graph.outputs)
+        self.consumers = {name: list({op.name: (op, i) for op, i in reversed(readers)}.values())[::-1]
+                          for name, readers in self.graph.consumers().items()}
+        self.made_by = {v.name: (op, k) for op in self.graph.ops
+                        for k, v in enumerate(v for v in op.outputs if v is not None)}
+        self.ends = {v.name for v in self.graph.outputs if isinstance(v, Value)}
+        self.ends |= {v.name for v in self.graph.updates.values()}
+        self._known: dict[Hashable, Any] = {}
+        self.of_given: set[str] = set()
+        for op in self.graph.ops:
+            outputs = [v.name for v in op.outputs if v is not None]
+            if len(op.inputs) and not any(v.name in self.energy.parameters for v in op.inputs):
+                self.of_given.update(outputs[k] for k, i in self.keeps(op).views if self.is_given(op.inputs[i].name))
+
+    def is_given(self, name: str) -> bool:
+        """Whether a value lies in the memory of what comes in: an input, a buffer or a constant."""
+        return name in self.of_given or name not in self.made_by and name not in self.energy.parameters
+
+    def once(self, key: Hashable, make: Any) -> Any:
+        """Made once; equal arrays are then one object. A key may name an object by its id if that lives as long."""
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
+    def prints(self, op: Op) -> tuple[OpCost, ...]:
+        return self.energy.footprints[op.name]
+
+    def keeps(self, op: Op) -> KeptTensors:
+        """What an operator's backward needs, as its first strategy has it."""
+        prints = self.prints(op)
+        return self.once(("keeps", id(prints)), lambda: keeps(prints[0]))
+
+    def own(self, op: Op) -> np.ndarray:
+        """Bytes of what is kept that is neither an input nor an output, by strategy."""
+        prints, first = self.prints(op), self.keeps(op)
+
+        def count() -> np.ndarray:
+            plain = [len(p.program) == 1 for p in prints]
+            none = not first.own and plain[0]
+            return np.array([0 if none and one else keeps(p).own for p, one in zip(prints, plain)], dtype=np.float64)
+        return self.once(("own", id(prints)), count)
+
+    def inside(self, op: Op) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes that are there while it runs beyond what it reads, leaves and keeps, in the forward and in the backward: of
+        operators of several instructions, by strategy."""
+        prints = self.prints(op)
+        given = frozenset(i for i, v in enumerate(op.inputs) if v.name not in self.made_by)
+
+        def count() -> tuple[np.ndarray, np.ndarray]:
+            found = np.array([inside(p, given) for p in prints], dtype=np.float64)
+            return np.ascontiguousarray(found[:, 0]), np.ascontiguousarray(found[:, 1])
+        return self.once(("inside", id(prints), given), count)
+
+    def saves_input(self, op: Op, index: int) -> bool:
+        same = {i for i, v in enumerate(op.inputs) if v.name == op.inputs[index].name}
+        return self.grads and bool(same & self.keeps(op).inputs)
+
+    def saves_output(self, op: Op, index: int) -> bool:
+        return self.grads and index in self.keeps(op).outputs
+
+    def wants_input(self, op: Op, index: int) -> np.ndarray:
+        """By strategy, whether its backward wants an input that that of the first strategy does not."""
+        prints, first = self.prints(op), self.keeps(op)
+        same = frozenset(i for i, v in enumerate(op.inputs) if v.name == op.inputs[index].name)
+        return self.once(("wants input", id(prints), same), lambda: np.array(
+            [len(p.program) > 1 and not same & first.inputs and bool(same & keeps(p).inputs) for p in prints]))
+
+    def wants_output(self, op: Op, index: int) -> np.ndarray:
+        """By strategy, whether its backward wants an output."""
+        prints = self.prints(op)
+        return self.once(("wants output", id(prints), index), lambda: np.array([index in keeps(p).outputs for p in prints]))
+
+    def is_view(self, op: Op) -> bool:
+        outputs = sum(v is not None for v in op.outputs)
+        return outputs > 0 and len(self.keeps(op).views) == outputs
+
+    def bytes_of(self, value: Value, layout: Layout) -> int:
+        """Of a rank's part of a value, its sum completed."""
+        def count() -> int:
+            layout_ = layout.without_partial()
+            return math.prod(layout_.local_shape(layout_.padded(value.shape))) * value.dtype.itemsize
+        return self.once(("bytes", value.shape, value.dtype, layout), count)
+
+    def left(self, op: Op, index: int, value: Value) -> np.ndarray:
+        """Bytes of an output as it is left, by strategy."""
+        prints = self.prints(op)
+        return self.once(("left", id(prints), index), lambda: np.array(
+            [self.bytes_of(value, p.leaves[index]) for p in prints], dtype=np.float64))
+
+    def wanted(self, op: Op, index: int, value: Value) -> np.ndarray:
+        """Bytes of an input as it is asked for, by strategy."""
+        prints = self.prints(op)
+        return self.once(("wanted", id(prints), index), lambda: np.array(
+            [sum(self.bytes_of(value, want) for want in {use.want for use in p.asks[index]}) for p in prints],
+            dtype=np.float64))
+
+    def room(self, op: Op, backward: bool) -> np.ndarray:
+        """Bytes that are there while an operator runs, but not while what it reads is sent before it; or not while the
+        gradients of that are sent behind its backward. By strategy."""
+        prints, outputs = self.prints(op), [v for v in op.outputs if v is not None]
+        counted = tuple(k for k, v in enumerate(outputs) if v.requires_grad or not backward)
+        places = {v.name: i for i, v in reversed(list(enumerate(op.inputs)))}
+        alone = tuple(i for name, i in places.items() if backward and self.reads_alone(name) and self.saves_input(op, i)
+                      and not self.saves_output(*self.made_by[name]))
+        return self.once(("room", id(prints), counted, alone), lambda: sum(
+            [*(self.left(op, k, outputs[k]) for k in counted), *(self.wanted(op, i, op.inputs[i]) for i in alone)],
+            self.own(op) if self.grads else np.zeros(len(prints))))
+
+    def reads_alone(self, name: str) -> bool:
+        """Whether a value is made by an operator, for one reader, and no view of what comes in."""
+        return name in self.made_by and name not in self.energy.shared and name not in self.of_given
+
+
+ABSENT, KEPT, DROPPED = "absent", "kept", "dropped"
+
+
+class SaveOrRecompute(NamedTuple):
+    """A state of what is kept of a value.
+
+    Attributes:
+        how: "absent", "kept" or "dropped".
+        layout: of what is kept, in which it is both left and read, where the state says that these are one.
+        size: bytes of the one tensor of that layout, or of what is dropped; 0: who makes and who reads it say how many.
+    """
+
+    how: str
+    layout: Layout | None = None
+    size: int = 0
+
+
+class _Ends(NamedTuple):
+    """How a value is left (rows) and how it is asked for (columns), each layout once.
+
+    Attributes:
+        left, want: bytes; 0 where several layouts are asked for.
+        same, closed: whether it is asked for as it is left, and as it is left with its sum completed.
+        several: whether it is asked for in several layouts.
+        open: whether it is left with its sum open.
+    """
+
+    left: np.ndarray
+    want: np.ndarray
+    same: np.ndarray
+    closed: np.ndarray
+    several: np.ndarray
+    open: np.ndarray
+
+
+class RematStates:
+    """The nodes of what is kept.
+
+    Args:
+        memory: the operators.
+        segments: by operator, the segment of the program that it is in.
+
+    Attributes:
+        states: by value that has a node, its states.
+        remade: by value that may be dropped, the operators that run again.
+        edges: by (node, node), tables; a node is a number of the energy's, or ("kept", value).
+        as_left: values that are kept for their maker alone: what is sent of them is not.
+    """
+
+    def __init__(self, memory: OperatorMemory, segments: dict[str, int]) -> None:
+        self.memory, self.energy, self.segments = memory, memory.energy, segments
+        self.states: dict[str, tuple[SaveOrRecompute, ...]] = {}
+        self.remade: dict[str, tuple[Op, ...]] = {}
+        self.edges: dict[tuple[Any, Any], np.ndarray] = {}
+        self._inner = {name for name in memory.made_by if self._is_inner(name)}
+        self.as_left: set[str] = set()
+        for op in memory.graph.ops:
+            for k, value in enumerate(v for v in op.outputs if v is not None):
+                if memory.grads and value.name not in memory.ends and memory.consumers.get(value.name) and \
+                        value.name not in self._inner and value.name not in memory.of_given:
+                    self._node(op, k, value)
+        self._again = {op.name for ops in self.remade.values() for op in ops}
+        for name in self.remade:
+            self._chain(name)
+
+    def runs_again(self, op: Op) -> bool:
+        """Whether it may."""
+        return op.name in self._again
+
+    # -- who runs again with whom --
+
+    def savers(self, value: Value) -> list[Op]:
+        """Its readers whose backward wants it."""
+        return [reader for reader, i in self.memory.consumers.get(value.name, ()) if self.memory.saves_input(reader, i)]
+
+    def _is_inner(self, name: str) -> bool:
+        memory = self.memory
+        op, k = memory.made_by[name]
+        value = [v for v in op.outputs if v is not None][k]
+        readers = memory.consumers.get(name, ())
+        return memory.grads and len(readers) == 1 and name not in memory.ends and name not in self.energy.shared and \
+            name not in memory.of_given and not memory.saves_output(op, k) and not self.savers(value) and self.droppable(op) and \
+            self.segments[op.name] == self.segments[readers[0][0].name]
+
+    def droppable(self, op: Op) -> bool:
+        """Whether an operator can be computed again by itself: it makes one thing, and its backward wants the weights
+        that it reads, biases aside, so that they are there."""
+        memory = self.memory
+        if not memory.grads or memory.is_view(op):
+            return memory.grads
+        weights = all(len(v.shape) < 2 or v.name not in self.energy.parameters or memory.saves_input(op, i)
+                      for i, v in enumerate(op.inputs))
+        return weights and sum(v is not None for v in op.outputs) == 1
+
+    def _remade(self, op: Op) -> tuple[Op, ...]:
+        out = {op.name: op}
+        todo = [op]
+        while todo:
+            for value in todo.pop().inputs:
+                if value.name in self._inner:
+                    maker = self.memory.made_by[value.name][0]
+                    if maker.name not in out:
+                        out[maker.name] = maker
+                        todo.append(maker)
+        return tuple(out.values())
+
+    # -- a node --
+
+    def _node(self, op: Op, k: int, value: Value) -> None:
+        """The node of what is kept of a value, with its edges to the operators and to how the value is shared."""
+        memory, name = self.memory, ("kept", value.name)
+        mine, savers = memory.saves_output(op, k), self.savers(value)
+        droppable = self.droppable(op)
+        prints, node = memory.prints(op), self.energy.operators[op.name]
+        shared = self.energy.shared.get(value.name)
+        if shared is not None:
+            inner = any(v.name in self._inner for other in self._remade(op) for v in other.inputs)
+            states = self._states_of_shared(value, bool(mine or savers), droppable, inner)
+            carrier = self.energy.shares[value.name]
+            self._edge(shared, name, memory.once(
+                ("kept-shared", states, id(carrier), value.shape, value.dtype), lambda: np.array(
+                    [[self._fits_shared(value, s, c) for s in states] for c in carrier])))
+        else:
+            (reader, i), = memory.consumers[value.name]
+            asks = memory.prints(reader)
+            states = self._states_of_one(op, k, reader, i, value, mine, bool(savers), droppable)
+            if mine and not savers:
+                self.as_left.add(value.name)
+            self._edge(node, name, memory.once(("kept-made", states, id(prints), k, value.shape), lambda: np.array(
+                [[self._fits_made(value, s, p.leaves[k]) for s in states] for p in prints])))
+            self._edge(name, self.energy.operators[reader.name], memory.once(
+                ("kept-read", states, id(asks), i, value.shape), lambda: np.array(
+                    [[self._fits_read(value, s, p.asks[i]) for p in asks] for s in states])))
+        self.states[value.name] = states
+        if any(s.how == DROPPED for s in states):
+            self.remade[value.name] = self._remade(op)
+            for other in self.remade[value.name]:
+                self._again_edge(value, other)
+
+    def _again_edge(self, value: Value, op: Op) -> None:
+        """What it costs that an operator runs again with a value, and that what comes in between is not sent."""
+        memory, states = self.memory, self.states[value.name]
+        prints = memory.prints(op)
+        inner = tuple((i, v) for i, v in enumerate(op.inputs) if v.name in self._inner)
+        outs = tuple((k, v) for k, v in enumerate(v for v in op.outputs if v is not None) if v.name in self._inner)
+        key = ("again", states, id(prints), value.nbytes, tuple((i, v.nbytes) for i, v in inner),
+               tuple((k, v.nbytes) for k, v in outs))
+
+        def make() -> np.ndarray:
+            gone = [n for n, s in enumerate(states) if s.how == DROPPED]
+            sizes = np.array([states[n].size for n in gone])
+            fits = np.ones((len(prints), len(gone)), bool)
+
+            def as_large(v: Value, there: list[int]) -> np.ndarray:
+                """Where an inner value has as many bytes as what is dropped, in proportion."""
+                unit = math.gcd(value.nbytes, v.nbytes) or 1
+                return np.array(there)[:, None] * (value.nbytes // unit) == sizes * (v.nbytes // unit)
+            for k, v in outs:
+                fits &= np.array([not p.leaves[k].partial for p in prints])[:, None]
+                fits &= as_large(v, [memory.bytes_of(v, p.leaves[k]) for p in prints])
+            for i, v in inner:
+                wants = [_want(p.asks[i]) for p in prints]
+                there = as_large(v, [-1 if want is None else memory.bytes_of(v, want) for want in wants])
+                fits &= there | np.array([not p.asks[i] for p in prints])[:, None]
+            table = np.zeros((len(prints), len(states)))
+            table[:, gone] = np.where(fits, np.array([p.forward for p in prints])[:, None], math.inf)
+            return table
+        self._edge(self.energy.operators[op.name], ("kept", value.name), memory.once(key, make))
+
+    def resent(self, value: Value) -> np.ndarray | None:
+        """Bytes that are kept of an inner value because they were sent, by state of who makes and of who reads it; None:
+        it is no inner value of something that may be dropped."""
+        memory = self.memory
+        if value.name not in self._inner or not self.runs_again(memory.made_by[value.name][0]):
+            return None
+
+        return self._of_both(value, "resent", lambda ends: np.where(
+            (ends.want == ends.left) & ~(ends.several | ends.open | ends.same), ends.want, 0.0))
+
+    def sent_back(self, value: Value) -> np.ndarray:
+        """Bytes of the gradient of a value that one operator reads, as its maker takes it, where the reader's is in another
+        layout: by state of who makes and of who reads it."""
+        return self._of_both(value, "sent back", lambda ends: np.where(ends.closed, 0.0, ends.left))
+
+    def received(self, value: Value) -> np.ndarray:
+        """Bytes of a value that one operator reads, as that reader asks for it, where it is sent to it: by state of who
+        makes and of who reads it."""
+        return self._of_both(value, "received", lambda ends: np.where(
+            ends.same, 0.0, np.where(ends.several, ends.left, ends.want)))
+
+    def sent(self, value: Value) -> np.ndarray:
+        """Bytes of a value that one operator reads, as its maker leaves it, where it is sent to that reader: by state of
+        who makes and of who reads it."""
+        return self._of_both(value, "sent", lambda ends: np.where(ends.same, 0.0, ends.left))
+
+    def viewed_back(self, value: Value) -> np.ndarray:
+        """Bytes of the gradient of a value that a view reads, the larger one of its two ends where it is sent: by state of
+        who makes and of who reads it."""
+        return self._of_both(value, "viewed back", lambda ends: np.maximum(ends.left, ends.want))
+
+    def _of_both(self, value: Value, what: str, count: Callable[[_Ends], np.ndarray]) -> np.ndarray:
+        """By state of who makes and of who reads a value: a number of how it is left and how it is asked for."""
+        memory = self.memory
+        (op, k), ((reader, i),) = memory.made_by[value.name], memory.consumers[value.name]
+        prints, asks = memory.prints(op), memory.prints(reader)
+
+        def ends() -> tuple[_Ends, np.ndarray, np.ndarray]:
+            lefts, rows = _numbered(p.leaves[k] for p in prints)
+            wants, columns = _numbered(_want(p.asks[i]) for p in asks)
+            same, closed = (np.array([[one == want for want in wants] for one in some])
+                            for some in (lefts, [left.without_partial() for left in lefts]))
+            left = np.array([float(memory.bytes_of(value, one)) for one in lefts])
+            want = np.array([0.0 if one is None else memory.bytes_of(value, one) for one in wants])
+            return _Ends(left[:, None], want[None], same, closed, np.array([[one is None for one in wants]]),
+                         np.array([[bool(one.partial)] for one in lefts])), rows, columns
+
+        def make() -> np.ndarray:
+            found, rows, columns = memory.once(("ends", *key), ends)
+            table = np.broadcast_to(count(found), found.same.shape)
+            return np.ascontiguousarray(table[rows][:, columns])
+        key = id(prints), k, id(asks), i, value.shape, value.dtype
+        return memory.once((what, *key), make)
+
+    def _chain(self, name: str) -> None:
+        """What the operators read that run again has to be there."""
+        for op in self.remade[name]:
+            for value in {v.name: v for v in op.inputs}.values():
+                if value.name not in self.states:
+                    continue
+                maker, _ = self.memory.made_by[value.name]
+                near = self.segments[maker.name] == self.segments[op.name]
+                before, after, sent = self.states[value.name], self.states[name], value.name in self.as_left
+
+                def there(b: SaveOrRecompute) -> bool:
+                    if b.how == DROPPED:
+                        return near
+                    return b.how == KEPT and not (sent and b.layout is None)
+                table = self.memory.once(("chain", before, after, near, sent), lambda: np.array(
+                    [[0.0 if a.how != DROPPED or there(b) else math.inf for a in after] for b in before]))
+                if table.any():
+                    self._edge(("kept", value.name), ("kept", name), table)
+
+    def _edge(self, i: Any, j: Any, table: np.ndarray) -> None:
+        known = self.edges.get((i, j))
+        self.edges[i, j] = table if known is None else self.memory.once(
+            ("sum", id(known), id(table)), lambda: (known + table, known, table))[0]
+
+    # -- the states of a value that several read --
+
+    def shared_bytes(self, value: Value, state: SharedState) -> tuple[int, int]:
+        """Of a shared value: bytes of it as it is left, complete, and as it is served once."""
+        left = self.memory.bytes_of(value, state.left) if state.completed else 0
+        return left, 0 if state.use is None else self.memory.bytes_of(value, state.use.want)
+
+    def _states_of_shared(self, value: Value, wanted: bool, droppable: bool, inner: bool) -> tuple[SaveOrRecompute, ...]:
+        """
+        Args:
+            inner: whether inner values are made again with it, which have to have as many bytes.
+        """
+        out = [SaveOrRecompute(KEPT)] if wanted else [SaveOrRecompute(ABSENT), SaveOrRecompute(KEPT)]
+        if droppable and not inner:
+            out.append(SaveOrRecompute(DROPPED))
+        elif droppable:
+            sizes = dict.fromkeys(self.memory.bytes_of(value, s.left) for s in self.energy.shares[value.name]
+                                  if s.use is None)
+            out += [SaveOrRecompute(DROPPED, None, size) for size in sizes]
+        return tuple(out)
+
+    def _fits_shared(self, value: Value, state: SaveOrRecompute, carrier: SharedState) -> float:
+        if state.how != DROPPED:
+            return 0.0
+        fits = carrier.use is None and not carrier.left.partial
+        return 0.0 if fits and state.size in (0, self.memory.bytes_of(value, carrier.left)) else math.inf
+
+    # -- of a value that one reads --
+
+    def _states_of_one(self, op: Op, k: int, reader: Op, i: int, value: Value, mine: bool, theirs: bool,
+                       droppable: bool) -> tuple[SaveOrRecompute, ...]:
+        memory = self.memory
+        prints, asks = memory.prints(op), memory.prints(reader)
+
+        def make() -> tuple[SaveOrRecompute, ...]:
+            left = dict.fromkeys(p.leaves[k] for p in prints)
+            wants = dict.fromkeys(_want(p.asks[i]) for p in asks)
+            both = [layout for layout in left if layout in wants and not layout.partial]
+            out = [SaveOrRecompute(KEPT)] if mine or theirs else [SaveOrRecompute(ABSENT), SaveOrRecompute(KEPT)]
+            if mine:  # it is one tensor for both, or for what runs again
+                out += [SaveOrRecompute(KEPT, layout, memory.bytes_of(value, layout)) for layout in both]
+            if droppable:
+                out += [SaveOrRecompute(DROPPED, layout, memory.bytes_of(value, layout)) for layout in both]
+            return tuple(out)
+        return memory.once(("states", id(prints), k, id(asks), i, mine, theirs, droppable), make)
+
+    def _fits_made(self, value: Value, state: SaveOrRecompute, left: Layout) -> float:
+        if state.layout is not None and left != state.layout:
+            return math.inf
+        if state.how == DROPPED and (left.partial or state.size != self.memory.bytes_of(value, left)):
+            return math.inf
+        return 0.0
+
+    def _fits_read(self, value: Value, state: SaveOrRecompute, asked: frozenset) -> float:
+        want = _want(asked)
+        if state.layout is not None and want != state.layout:
+            return math.inf
+        if state.how == DROPPED and (want is None or state.size != self.memory.bytes_of(value, want)):
+            return math.inf
+        return 0.0
+
+
+def _want(asked: frozenset) -> Layout | None:
+    """The one layout of the uses; None: there are several."""
+    wants = {use.want for use in asked}
+    return wants.pop() if len(wants) == 1 else None
+
+
+def _numbered(things: Iterable[Any]) -> tuple[list[Any], np.ndarray]:
+    """The different ones, and which of them each is."""
+    place: dict[Any, int] = {}
+    which = np.array([place.setdefault(one, len(place)) for one in things])
+    return list(place), which

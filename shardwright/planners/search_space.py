@@ -1,0 +1,571 @@
+"""Which strategies a search considers for an operator.
+
+    a strategy = each atom of the rank to one splittable factor of the operator, or to none (repeated there)
+
+Atoms are digits that together are the whole rank: its prime digits where there are few, else larger ones that keep to
+the cluster's levels. An operator through which open sums pass may also let one through. Everything that the rules allow
+under these atoms is there; nothing else is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ..errors import LayoutError, ShardwrightError
+from ..graph import SEED, Graph, Master, Op, Value, map_values
+from ..layout import Digit, Digits, Layout, beside
+from ..partition.local_program import (
+    Decision,
+    GlobalExtreme,
+    InputPlacement,
+    Instruction,
+    LocalOp,
+    PlacedValue,
+    description,
+    made_by,
+    reads,
+)
+from ..partition.partitioner import Partitioner, Use, brought
+from ..partition.rematerialization import LiveRanges, SavedTensors, saved_by
+from ..redistribution import Redistribution, transpose
+from ..rules import Assignment, Bound, Rule, expand
+
+__all__ = ["EdgeCosts", "KeptTensors", "OpCost", "OperatorTable", "Strategy", "assignments", "atoms_of", "conversions_of", "keeps", "kind_of_call", "op_cost", "options_among", "options_of", "prime_factors", "saved_inputs", "saved_inside", "strategy_of"]
+
+
+# ----------------------------------------------------------------------------------------------------
+# What it costs to bring a value from where it was made to the operators that read it, and its gradient back.
+#
+# The conversions are those of the router, asked for by the same calls; nothing of them depends on the value's shape.
+# ----------------------------------------------------------------------------------------------------
+
+@lru_cache(maxsize=1 << 16)
+def casts_of(source: Layout, uses: frozenset[Use]) -> int:
+    """How often a parameter is cast that is stored in another type, to serve all its uses by one operator."""
+    if len(uses) < 2:
+        return len(uses)
+    router = _router(source, uses, True, Master(torch.float64, torch.float32))
+    return sum(move.casts for move in router.out)
+
+
+@lru_cache(maxsize=1 << 20)
+def conversions_of(source: Layout, uses: frozenset[Use], gradient: bool) -> tuple[tuple[Redistribution, bool], ...] | None:
+    """The conversions that serve all uses of a value which lies in `source`, each with whether it is the gradient's; None where
+    one of them cannot be served: it would leave open a sum that is not."""
+    if len(uses) == 1 and (use := next(iter(uses))).operator != "output":
+        return _alone(*_sorted(source, use), gradient)
+    try:
+        router = _router(source, uses, gradient)
+    except LayoutError:
+        return None
+    out: list[tuple[Redistribution, bool]] = []
+    for move in router.out:
+        out += [(c, back) for c, back in ((move.forward, False), (move.backward, True)) if c is not None and not c.is_identity]
+    return tuple(out)
+
+
+def _router(source: Layout, uses: frozenset[Use], gradient: bool, master: Master | None = None) -> Partitioner:
+    """A router that has served all uses of one value.
+
+    Raises:
+        LayoutError: one of them cannot be served.
+    """
+    dims = len(source.dims or ())
+    value = Value("value", (0,) * dims, torch.float32, gradient, master)
+    router = Partitioner(Graph((value,), {}, {}, {}, (), ()), {}, InputPlacement((), False), source.devices, {}, {}, None)
+    router.enter(value, source)
+    router.producer[value.name] = "producer"
+    wanted = sorted(uses, key=lambda use: (str(use.want), use.partial))
+    router.uses[value.name] = list(wanted)
+    for use in wanted:
+        router.obtain(value, use)
+    return router
+
+
+def _sorted(source: Layout, use: Use) -> tuple[Layout, Use]:
+    """The same delivery of a tensor whose dims stand in one order, without those that are whole on both sides.
+
+    What a conversion sends, by which collectives and over which digits, does not depend on which dim is which: many
+    pairs of layouts have one price. (Where radices mix, several ways may be equally short; those are left as they are.)
+    """
+    want, devices = use.want, source.devices
+    if devices & (devices - 1):
+        return source, use
+    pairs = sorted((pair for pair in zip(source.dims, want.dims) if pair[0] or pair[1]), key=_number)
+    return (Layout.of(devices, (a for a, _ in pairs), source.partial, source.reduction),
+            Use(Layout.of(devices, (b for _, b in pairs), want.partial, want.reduction), use.partial, use.operator))
+
+
+@lru_cache(maxsize=1 << 16)
+def _number(pair: tuple[Digits, Digits]) -> tuple[tuple[int, int], ...]:
+    """What dims are sorted by."""
+    return tuple((d.size, d.stride) for digits in pair for d in (*digits, Digit(0, 1)))
+
+
+@lru_cache(maxsize=1 << 18)
+def _alone(source: Layout, use: Use, gradient: bool) -> tuple[tuple[Redistribution, bool], ...] | None:
+    """The same for one use, without a router."""
+    try:
+        forward = brought(source, use.want)
+    except LayoutError:
+        return None
+    both = ((forward, False), (transpose(forward, use.partial), True)) if gradient else ((forward, False),)
+    return tuple((c, back) for c, back in both if not c.is_identity)
+
+
+class EdgeCosts:
+    """Prices of deliveries, in seconds, and footprints of operators; each is worked out once.
+
+    Args:
+        costs: a `Costs`.
+    """
+
+    def __init__(self, costs: Any) -> None:
+        self.costs = costs
+        self.known: dict[tuple, np.ndarray] = {}
+        self.footprints: dict[tuple, Any] = {}  # of operators, by kind and strategy
+        self.terms: dict[tuple, tuple[list[tuple[Redistribution, bool]], np.ndarray, np.ndarray, np.ndarray]] = {}
+
+    def price(self, source: Layout, uses: Iterable[Use], value: Value, parameter: bool = False) -> float:
+        """Of a value that lies in `source` and is used so; infinite where it cannot be."""
+        return float(self.table((source,), (frozenset(uses),), value, parameter)[0, 0])
+
+    def table(self, sources: tuple[Layout, ...], uses: tuple[frozenset[Use], ...], value: Value, parameter: bool = False
+              ) -> np.ndarray:
+        """The prices of a value in each of the layouts for each of the sets of uses, shape (layouts, sets).
+
+        Args:
+            parameter: it is one, whose gradient is summed together with others; a set of its uses takes a cast, where it is
+                stored in another type.
+        """
+        key = (sources, uses, value.nbytes, value.requires_grad, parameter, value.master)
+        if key not in self.known:
+            found, conversions, cells, forbidden = self._terms(sources, uses, value.requires_grad)
+            price = self.costs.stored if parameter else self.costs.conversion
+            prices = np.array([price(c, value.numel * (value.sums if back else value.dtype).itemsize) for c, back in found])
+            out = np.bincount(cells, weights=prices[conversions], minlength=len(sources) * len(uses)) \
+                if len(cells) else np.zeros(len(sources) * len(uses))
+            if parameter and value.master is not None:
+                out += [self.costs.cast(value, source) * (1 + value.requires_grad) * casts_of(source, some)
+                        for source in sources for some in uses]
+            out[forbidden] = np.inf
+            self.known[key] = out.reshape(len(sources), len(uses))
+        return self.known[key]
+
+    def _terms(self, sources: tuple[Layout, ...], uses: tuple[frozenset[Use], ...], gradient: bool
+               ) -> tuple[list[tuple[Redistribution, bool]], np.ndarray, np.ndarray, np.ndarray]:
+        """The different conversions, and which of them stand in which cell of the table: nothing of it depends on the
+        value's size."""
+        key = (sources, uses, gradient)
+        if key not in self.terms:
+            place: dict[tuple[Redistribution, bool], int] = {}
+            conversions, cells, forbidden = [], [], []
+            for i, source in enumerate(sources):
+                for j, some in enumerate(uses):
+                    cell = i * len(uses) + j
+                    found = conversions_of(source, some, gradient) if some else ()
+                    if found is None:
+                        forbidden.append(cell)
+                        continue
+                    for conversion in found:
+                        conversions.append(place.setdefault(conversion, len(place)))
+                        cells.append(cell)
+            self.terms[key] = list(place), np.array(conversions, int), np.array(cells, int), np.array(forbidden, int)
+        return self.terms[key]
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# What one operator under one strategy costs by itself, what it asks of its inputs, and what it leaves.
+#
+# It is routed alone, by the router that makes the program that runs: fed as it asks, its outputs read by nobody. What
+# brings inputs there is the business of the values, see `delivery`.
+# ----------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class OpCost:
+    """An operator's part of a program.
+
+    Attributes:
+        asks: by tensor input, the uses that are made of it; an input that stands twice has its uses once, the first
+            time, nothing afterwards.
+        leaves: by tensor output, the layout in which it is left, open sums included.
+        forward, backward: seconds, of the operator and of what is sent inside of it.
+        made: bytes that a rank makes in the forward.
+        program: the instructions, alone.
+        fed: by tensor input, the instance that they are given.
+        left: by tensor output, the instance that they leave.
+    """
+
+    asks: tuple[frozenset[Use], ...]
+    leaves: tuple[Layout, ...]
+    forward: float
+    backward: float
+    made: int
+    program: tuple[Any, ...] = ()
+    fed: tuple[PlacedValue, ...] = ()
+    left: tuple[PlacedValue, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward."""
+        return self.forward + self.backward
+
+
+def kind_of_call(op: Op) -> Hashable:
+    """What two calls have in common that cost alike: the operator, its plain arguments, its shapes and dtypes."""
+    position = {v.name: i for i, v in reversed(list(enumerate(op.inputs)))}
+    args = map_values((op.args, sorted(op.kwargs.items())), lambda v: f"#{position[v.name]}")
+    return (op.target, repr(args), tuple((v.shape, v.dtype, v.requires_grad) for v in op.inputs),
+            tuple(v and (v.shape, v.dtype, v.requires_grad) for v in op.outputs))
+
+
+def op_cost(decision: Decision, costs: Any) -> OpCost:
+    """The footprint of a decision that says what it lets through, priced by a `Costs`.
+
+    Raises:
+        ShardwrightError: it cannot be worked out under this assignment.
+    """
+    op, devices = decision.op, decision.assignment.devices
+    inputs = {v.name: v for v in op.inputs}
+    graph = Graph(tuple(inputs.values()), {}, {}, {}, (op,), ())
+    router = Partitioner(graph, {op.name: decision}, InputPlacement((), False), devices, {}, {}, None)
+    work = [(decision, *piece) for piece in router.pieces(decision)]
+    router.collect(work, [])
+    asks = {name: frozenset(Use(u.want.with_partial(decision.open) if decision.open else u.want, u.partial, "")
+                            for u in router.uses.get(name, ())) for name in inputs}
+    if SEED.name in router.uses:
+        router.make(SEED, Layout.replicated(devices, 1))
+    for name, value in inputs.items():
+        wants = sorted((u.want for u in asks[name]), key=str)
+        router.make(value, wants[0] if wants else Layout.replicated(devices, len(value.shape)))
+    given = {name: _padded(instance) for name, instance in router.made.items()}
+    fed = {instance.name for instance in given.values()}
+    known: dict[str, PlacedValue] = {i.name: i for i in given.values()}
+    for piece in work:
+        router.compute(*piece)
+    forward = backward = 0.0
+    made = 0
+    instructions = tuple(map(_on_padded, router.out) if decision.bound.uneven else router.out)
+    for i in instructions:
+        own = isinstance(i, LocalOp)
+        results = [o for o in i.outputs if o is not None] if own else [i.target]
+        known.update((o.name, o) for o in results)
+        if own or i.source.name not in fed:
+            forward += costs.forward(i, known)
+            if any(o.value.requires_grad for o in results):
+                backward += costs.backward(i, known)
+            made += sum(o.local_bytes for o in results)
+    left = tuple(_padded(router.made[router.now(v).name]) for v in op.outputs if v is not None)
+    once: dict[str, frozenset[Use]] = dict(asks)
+    return OpCost(tuple(once.pop(v.name, frozenset()) for v in op.inputs), tuple(i.layout for i in left), forward,
+                     backward, made, instructions, tuple(given[v.name] for v in op.inputs), left)
+
+
+def _padded(instance: PlacedValue) -> PlacedValue:
+    """An instance as large as its cuts make it."""
+    shape = instance.layout.padded(instance.value.shape)
+    return instance if shape == instance.value.shape else replace(instance, value=replace(instance.value, shape=shape))
+
+
+def _on_padded(instruction: Instruction) -> Instruction:
+    """An instruction on values as large as their cuts make them."""
+    if isinstance(instruction, LocalOp):
+        return replace(instruction, outputs=tuple(o and _padded(o) for o in instruction.outputs))
+    operand = {"operand": _padded(instruction.operand)} if isinstance(instruction, GlobalExtreme) else {}
+    return replace(instruction, source=_padded(instruction.source), target=_padded(instruction.target), **operand)
+
+
+#: How many atoms a search assigns at most: the strategies of an operator are (factors + 1) to this power.
+MOST_ATOMS = 3
+
+
+def prime_factors(number: int) -> tuple[int, ...]:
+    """The prime factors, smallest first."""
+    out, p = [], 2
+    while p * p <= number:
+        while number % p == 0:
+            out.append(p)
+            number //= p
+        p += 1
+    return (*out, number) if number > 1 else tuple(out)
+
+
+def atoms_of(devices: int, sizes: Sequence[int] = (), most: int = MOST_ATOMS) -> Digits:
+    """Digits that together are the rank, most major first.
+
+    Args:
+        devices: how many.
+        sizes: of the cluster's levels, from the inside out; empty: one level.
+        most: how many atoms at most. Primes of one level are joined, of the level that then has most atoms, the
+            innermost last: what is near is cut finer.
+    """
+    levels: list[list[int]] = []
+    rest = devices
+    for size in sizes:
+        share = math.gcd(size, rest)
+        levels.append(list(prime_factors(share)))
+        rest //= share
+    levels.append(list(prime_factors(rest)))
+    levels = [level for level in levels if level]
+    while sum(map(len, levels)) > most and any(len(level) > 1 for level in levels):
+        level = max(reversed(levels), key=len)
+        level.sort()
+        level[:2] = [level[0] * level[1]]
+    while len(levels) > 1 and sum(map(len, levels)) > most:
+        levels[-2:] = [[levels[-2][0] * levels[-1][0]]]
+    out, stride = [], 1
+    for level in levels:
+        for size in sorted(level):
+            out.append(Digit(size, stride))
+            stride *= size
+    return tuple(reversed(out))
+
+
+def assignments(bound: Bound, devices: int, atoms: Digits) -> Iterator[Assignment]:
+    """Every legal way to give atoms to factors; that which gives none is the first."""
+    factors = [i for i, f in enumerate(bound.factors) if f.splittable and f.size > 1]
+    for chosen in product((None, *factors), repeat=len(atoms)):
+        digits: dict[int, Digits] = {}
+        for factor, atom in zip(chosen, atoms):
+            if factor is not None:
+                digits[factor] = (*digits.get(factor, ()), atom)
+        assignment = bound.cut_by(devices, digits)
+        if bound.divides(assignment) and bound.is_consistent(assignment):
+            yield assignment
+
+
+class Strategy(NamedTuple):
+    """What may be decided of one operator: a `Decision` without the operator."""
+
+    assignment: Assignment
+    open: Digits = ()
+    out: tuple[Layout, ...] | None = None
+
+
+@dataclass(frozen=True)
+class OperatorTable:
+    """The operators of a graph with what is known of them.
+
+    Args:
+        rules: by operator, its rule, binding and note.
+        kinds: by operator, what it has in common with those that cost alike.
+    """
+
+    graph: Graph
+    devices: int
+    rules: dict[str, tuple[Rule, Bound, str | None]]
+    kinds: dict[str, Hashable]
+
+    @classmethod
+    def of(cls, graph: Graph, devices: int, on_missing_rule: str = "error", uneven: bool = False) -> OperatorTable:
+        """Look every operator up.
+
+        Raises:
+            MissingRuleError: as `decision.description`.
+        """
+        return cls(graph, devices, {op.name: description(op, on_missing_rule, devices, uneven) for op in graph.ops},
+                   {op.name: kind_of_call(op) for op in graph.ops})
+
+    def decided(self, op: Op, strategy: Strategy, cause: str) -> Decision:
+        """The strategy of an operator as a decision."""
+        rule, bound, note = self.rules[op.name]
+        return Decision(op, rule, bound, strategy.assignment, strategy.out, cause, note, strategy.open)
+
+
+def strategy_of(decision: Decision) -> Strategy:
+    """A decision as a strategy that others may have; what it lets through unsaid is nothing."""
+    return Strategy(decision.assignment, decision.open or (), decision.out)
+
+
+def options_of(described: OperatorTable, atoms: Digits, fixed: Mapping[str, Decision] = {},
+               outs: Mapping[str, tuple[Layout, ...]] = {}, known: Iterable[Mapping[str, Decision]] = ()
+               ) -> dict[str, tuple[Strategy, ...]]:
+    """The strategies of every operator under these atoms. Operators that are alike have the same tuple.
+
+    Args:
+        fixed: operators that a mark decides.
+        outs: the layouts to which marks bring the outputs of operators.
+        known: plans whose strategies are to be among the options, so that no search does worse than they.
+    """
+    cuts: dict[tuple, tuple[Assignment, ...]] = {}
+
+    def all_of(op: Op, bound: Bound) -> tuple[Assignment, ...]:
+        form = (bound.factors, bound.inputs, bound.outputs)
+        if form not in cuts:
+            cuts[form] = tuple(assignments(bound, described.devices, atoms))
+        return cuts[form]
+    return options_among(described, all_of, fixed, outs, known)
+
+
+def options_among(described: OperatorTable, among: Callable[[Op, Bound], tuple[Assignment, ...]],
+                  fixed: Mapping[str, Decision] = {}, outs: Mapping[str, tuple[Layout, ...]] = {},
+                  known: Iterable[Mapping[str, Decision]] = ()) -> dict[str, tuple[Strategy, ...]]:
+    """As `options_of`, of the assignments that a function gives to an operator: those of operators that are to have
+    the same strategies are one object."""
+    known = tuple(known)
+    opened: dict[str, frozenset[Digits]] = {}    # value -> the digits of sums in which it may be left open
+    alike: dict[tuple, tuple[tuple[Strategy, ...], tuple[frozenset[Digits], ...]]] = {}
+    kept: list[tuple[Assignment, ...]] = []      # so that no two of them have one id
+    out: dict[str, tuple[Strategy, ...]] = {}
+    for op in described.graph.ops:
+        rule, bound, _ = described.rules[op.name]
+        passing = frozenset() if op.name in fixed else _passing(op, rule, opened)
+        given = (strategy_of(fixed[op.name]),) if op.name in fixed else \
+            tuple(dict.fromkeys(strategy_of(plan[op.name]) for plan in known if op.name in plan))
+        brought = outs.get(op.name)
+        mine_of = () if op.name in fixed else among(op, bound)
+        kept.append(mine_of)
+        key = (described.kinds[op.name], passing, given, op.name in fixed, brought, id(mine_of))
+        if key not in alike:
+            mine = tuple(dict.fromkeys((*(Strategy(a, (), brought) for a in mine_of), *given)))
+            if op.name not in fixed:
+                mine = _with_passing(described, op, mine, passing)
+            left = tuple(frozenset(_left(bound, s, k) for s in mine) - {()} for k in range(len(bound.outputs)))
+            alike[key] = mine, left
+        out[op.name], left = alike[key]
+        opened.update((v.name, digits) for v, digits in zip((v for v in op.outputs if v is not None), left))
+    return out
+
+
+def _passing(op: Op, rule: Rule, opened: dict[str, frozenset[Digits]]) -> frozenset[Digits]:
+    """The digits of the sums that may pass through: those that all its inputs may have open."""
+    if not rule.is_linear(op) or not op.inputs:
+        return frozenset()
+    return frozenset.intersection(*(opened.get(v.name, frozenset()) for v in op.inputs))
+
+
+def _with_passing(described: OperatorTable, op: Op, strategies: tuple[Strategy, ...], passing: frozenset[Digits]
+                  ) -> tuple[Strategy, ...]:
+    """The strategies, and those of them that let one of these sums through: which an operator can that runs as itself."""
+    if not passing:
+        return strategies
+    rule, bound, _ = described.rules[op.name]
+    plain = [s for s in strategies if not s.open and s.out is None and _is_plain(op, rule, bound, s.assignment)]
+    more = [s._replace(open=digits) for digits in sorted(passing, key=str) for s in plain
+            if beside(described.devices, digits + s.assignment.used)]
+    return tuple(dict.fromkeys((*strategies, *more)))
+
+
+def _is_plain(op: Op, rule: Rule, bound: Bound, assignment: Assignment) -> bool:
+    """Whether the operator runs as itself, not as others into which it is worked out."""
+    try:
+        steps, _ = expand(op, rule, bound, assignment)
+    except ShardwrightError:
+        return False
+    return len(steps) == 1 and steps[0][0] is op
+
+
+def _left(bound: Bound, strategy: Strategy, index: int) -> Digits:
+    """The digits of the sum in which an output is left open."""
+    if strategy.out is not None:
+        return ()
+    layout = bound.output_layout(index, strategy.assignment)
+    assert layout is not None
+    if layout.reduction != "sum":
+        return ()
+    return layout.with_partial(strategy.open + layout.partial).partial
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# What the backward of one operator under one strategy needs of what its forward had.
+#
+# Asked of autograd (`saved`), of the operator's part of a program alone (`footprint`): its inputs as they are given to
+# it, its outputs as they are left, and what else is made on the way.
+# ----------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class KeptTensors:
+    """What is kept from the forward to the backward.
+
+    Attributes:
+        inputs, outputs: the numbers of those that are.
+        own: bytes of what is neither.
+        views: by number of an output that lies in the memory of an input, that input's number.
+    """
+
+    inputs: frozenset[int]
+    outputs: frozenset[int]
+    own: int
+    views: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class _Program:
+    """A footprint's program, known by what it does to which local shapes."""
+
+    footprint: OpCost
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Program) and self.key == other.key
+
+    @property
+    def key(self) -> tuple:
+        said = []
+        for i in self.footprint.program:
+            made = i.outputs if isinstance(i, LocalOp) else (i.target,)
+            what = (i.target, repr(i.args), repr(i.kwargs)) if isinstance(i, LocalOp) else (i.source.name,)
+            said.append((*what, tuple(o and (o.name, o.local_shape) for o in made)))
+        given = tuple((i.name, i.local_shape, i.value.dtype, i.value.requires_grad) for i in self.footprint.fed)
+        return given, tuple(said), tuple(i.name for i in self.footprint.left)
+
+
+def keeps(footprint: OpCost) -> KeptTensors:
+    """What an operator's backward needs under one strategy."""
+    return _keeps(_Program(footprint))
+
+
+def saved_inputs(footprints: Sequence[OpCost]) -> frozenset[int]:
+    """The numbers of the inputs that an operator's backward needs, as its first strategy has it."""
+    return keeps(footprints[0]).inputs
+
+
+def saved_inside(footprint: OpCost) -> tuple[SavedTensors, ...]:
+    """What each of its instructions saves."""
+    return _saved(_Program(footprint))
+
+
+@lru_cache(maxsize=1 << 16)
+def _saved(program: _Program) -> tuple[SavedTensors, ...]:
+    footprint = program.footprint
+    fed = {i.name: i for i in footprint.fed}
+    made = {o.name for i in footprint.program for o in made_by(i)}
+    routed = SimpleNamespace(inputs=tuple(fed.values()), parameters={}, buffers={}, constants={},
+                             seed=_seed(footprint, {*fed, *made}), instructions=footprint.program)
+    return tuple(saved_by(routed))  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=1 << 16)
+def _keeps(program: _Program) -> KeptTensors:
+    footprint = program.footprint
+    saved = _saved(program)
+    lives = LiveRanges(footprint.fed, footprint.program, saved)
+    out = {lives.root[name] for one in saved for name in one.values if name in lives.root}
+    left = [lives.root[i.name] for i in footprint.left]
+    places = [i.name for i in footprint.fed]
+    own = sum(one.own_bytes for one in saved)
+    own += sum(lives.instances[name].local_bytes for name in out - lives.given if name not in left)
+    return KeptTensors(frozenset(places.index(n) for n in out if n in places),
+                 frozenset(left.index(n) for n in out if n in left and n not in places), own,
+                 tuple((k, places.index(n)) for k, n in enumerate(left) if n in places))
+
+
+def _seed(footprint: OpCost, known: set[str]) -> PlacedValue | None:
+    """The instance of the seed, where the program reads one."""
+    names = {name for i in footprint.program for name in reads(i)}
+    if SEED.name not in names - known:
+        return None
+    return PlacedValue(SEED.name, SEED, Layout.replicated(footprint.left[0].layout.devices, 1))

@@ -1,0 +1,216 @@
+"""semi_auto: marked operators as marked, the others along the batch.
+
+    unmarked operator:  batch dim cut by gcd(its size, devices), the rest repeated; everything else whole
+    unmarked view:      the layout that makes the least traffic with its input and its consumers
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from ..errors import ShardwrightError, StrategyError
+from ..graph import Graph, Op, Value
+from ..layout import Layout, allocate, beside
+from ..partition.local_program import Decision, InputPlacement, batch_dims, batch_factor, description
+from ..redistribution import redistribution
+from ..rules import Assignment, Bound, Rule, assignment_of, output_layouts_of
+
+__all__ = ["data_parallel", "marked_decision", "marked_output", "semi_auto"]
+
+def semi_auto(graph: Graph, devices: int, fed: InputPlacement, *, on_missing_rule: str = "error",
+              stored: dict[str, Layout] | None = None, uneven: bool = False
+              ) -> tuple[dict[str, Decision], dict[str, int]]:
+    """Decide every operator.
+
+    Args:
+        on_missing_rule: "error", or "replicate" to run an operator without a rule whole.
+        stored: layouts of parameters that are settled already.
+        uneven: dims that their cuts do not divide are padded, where that can be.
+
+    Returns:
+        Decisions by operator name, and value name -> the dim that carries the batch.
+
+    Raises:
+        StrategyError, LayoutError, MissingRuleError: with the operator, its source line and a legal choice.
+    """
+    described = {op.name: description(op, on_missing_rule, devices, uneven) for op in graph.ops}
+    carries = batch_dims(graph, {name: bound for name, (_, bound, _) in described.items()})
+    decisions: dict[str, Decision] = {}
+    for op in graph.ops:
+        rule, bound, note = described[op.name]
+        mark = op.mark
+        if mark is not None and mark.in_strategy is not None:
+            decisions[op.name] = replace(marked_decision(op, rule, bound, devices), note=note)
+        elif not rule.view:
+            decisions[op.name] = _along_batch(op, rule, bound, devices, carries, note)
+        if mark is not None and mark.out_strategy is not None:
+            decision = decisions.get(op.name) or _along_batch(op, rule, bound, devices, carries, note)
+            decisions[op.name] = replace(decision, out=marked_output(op, bound, devices))
+    _Views(graph, devices, fed, described, decisions, carries, stored or {}).decide()
+    return {op.name: decisions[op.name] for op in graph.ops}, carries
+
+
+def data_parallel(graph: Graph, devices: int, fed: InputPlacement, *, on_missing_rule: str = "error",
+                  stored: dict[str, Layout] | None = None, uneven: bool = False
+                  ) -> tuple[dict[str, Decision], dict[str, int]]:
+    """Every operator along the batch, parameters whole, marks not heeded.
+
+    Raises:
+        StrategyError: the batch does not divide by the devices.
+    """
+    for value in graph.inputs:
+        if value.shape and value.shape[0] % devices:
+            raise StrategyError(f"the batch of input {value.name!r} has size {value.shape[0]}; data_parallel cuts it "
+                                f"into {devices} equal parts", legal=f"a batch that {devices} divides")
+    plain = graph.with_ops(tuple(replace(op, mark=None) for op in graph.ops))
+    return semi_auto(plain, devices, fed, on_missing_rule=on_missing_rule, stored=stored, uneven=uneven)
+
+
+def marked_decision(op: Op, rule: Rule, bound: Bound, devices: int) -> Decision:
+    """A mark's in_strategy, which stands in the order of the user's call, checked and in normal form."""
+    given, order = op.mark.in_strategy, op.mark.order
+    where = {"operator": op.name if op.kind in op.name else f"{op.name} ({op.kind})",
+             "source": op.source or op.mark.source}
+    try:
+        strategy = given
+        if isinstance(given, (tuple, list)) and not isinstance(given, Layout) and len(given) <= len(order):
+            placed = dict(zip(order, given))
+            left_out = set(range(max(placed, default=-1) + 1)) - placed.keys()
+            strategy = tuple(map(placed.get, range(max(placed, default=-1) + 1))) \
+                if left_out <= bound.notation.optional else given
+        return Decision(op, rule, bound, assignment_of(bound, strategy, devices))
+    except ShardwrightError as error:
+        raise error.located(**where, strategy=given) from None
+
+
+def marked_output(op: Op, bound: Bound, devices: int) -> tuple[Layout, ...]:
+    """A mark's out_strategy, checked."""
+    try:
+        return output_layouts_of(bound, op.mark.out_strategy, devices)
+    except ShardwrightError as error:
+        raise error.located(operator=op.name if op.kind in op.name else f"{op.name} ({op.kind})",
+                            source=op.source or op.mark.source,
+                            strategy=f"out_strategy {op.mark.out_strategy}") from None
+
+
+def _along_batch(op: Op, rule: Rule, bound: Bound, devices: int, carries: dict[str, int],
+                 note: str | None) -> Decision:
+    assignment, said = batch_assignment(op, bound, devices, carries)
+    cause = "batch" if any(assignment.digits) else "whole"
+    return Decision(op, rule, bound, assignment, cause=cause, note=note or said)
+
+
+def batch_assignment(op: Op, bound: Bound, devices: int, carries: dict[str, int]) -> tuple[Assignment, str | None]:
+    """The batch factor cut by gcd(its size, devices), the rest repeated; and what is to be said about it."""
+    factor = batch_factor(op, bound, carries)
+    if factor is None:
+        return bound.whole(devices), None
+    size = bound.factors[factor].size
+    if not bound.factors[factor].splittable:
+        return bound.whole(devices), f"{op.name}: {op.kind} cannot be cut along the batch: it runs whole everywhere"
+    cut = math.gcd(size, devices)
+    assignment = bound.cut_by(devices, {factor: allocate(devices, (cut,))[0]})
+    if not bound.is_consistent(assignment):
+        return bound.whole(devices), f"{op.name}: {op.kind} cannot be cut along the batch: it runs whole everywhere"
+    if cut < devices:
+        return assignment, (f"{op.name}: the batch of {size} is cut {cut} ways on {devices} devices; "
+                            f"{devices // cut} devices repeat the same work")
+    return assignment, None
+
+
+class _Views:
+    """Views follow: each takes, among its neighbours' layouts, the one that sends least."""
+
+    def __init__(self, graph: Graph, devices: int, fed: InputPlacement, described: dict, decisions: dict[str, Decision],
+                 carries: dict[str, int], stored: dict[str, Layout]) -> None:
+        self.graph, self.devices, self.described, self.decisions = graph, devices, described, decisions
+        self.carries = carries
+        self.consumers = graph.consumers()
+        self.demanded: dict[str, tuple[Layout, ...]] = {}
+        self.layouts = {v.name: layout for v, layout in zip(graph.inputs, fed.inputs)}
+        self.layouts.update({n: Layout.replicated(devices, len(v.shape)) for n, v in graph.buffers.items()})
+        self.layouts.update({n: Layout.replicated(devices, t.dim()) for n, t in graph.constants.items()})
+        for name in graph.parameters:
+            fixed = stored.get(name) or next(
+                (self.decisions[op.name].wanted(i) for op, i in self.consumers.get(name, ())
+                 if op.name in self.decisions), None)
+            if fixed is not None:
+                self.layouts[name] = fixed
+
+    def decide(self) -> None:
+        for op in self.graph.ops:
+            if op.name not in self.decisions:
+                self.decisions[op.name] = self.best(op)
+            decision = self.decisions[op.name]
+            for i, value in enumerate(v for v in op.outputs if v is not None):
+                layout = decision.left(i)
+                if layout.reduction != "sum":
+                    layout = layout.without_partial()
+                if decision.cause == "follow" and op.inputs:
+                    layout = layout.with_partial(self.passed(op, decision))
+                self.layouts[value.name] = decision.out[i] if decision.out is not None else layout
+
+    def passed(self, op: Op, decision: Decision) -> tuple:
+        """The open sum that goes through a view which follows its input."""
+        came = self.layouts.get(op.inputs[0].name)
+        if came is None or not came.partial or not decision.rule.is_linear(op) or len(op.inputs) > 1:
+            return ()
+        if decision.wanted(0) != came.without_partial() or not beside(self.devices,
+                                                                      came.partial + decision.assignment.used):
+            return ()
+        return came.partial
+
+    def best(self, op: Op) -> Decision:
+        rule, bound, note = self.described[op.name]
+        demands = self.demands(op.outputs[0])
+        came = self.layouts.get(op.inputs[0].name) if op.inputs else None
+        candidates: list[tuple[Assignment, str]] = []
+        if came is not None:
+            followed = bound.follow({0: came.without_partial()})
+            if followed is not None:
+                candidates.append((followed, "follow"))
+        for demand in demands:
+            followed = bound.follow({0: demand}, of_outputs=True)
+            if followed is not None:
+                candidates.append((followed, "follow"))
+        along, said = batch_assignment(op, bound, self.devices, self.carries)
+        candidates.append((along, "batch" if any(along.digits) else "whole"))
+        candidates.append((bound.whole(self.devices), "whole"))
+
+        def cost(candidate: tuple[Assignment, str]) -> float:
+            decision = Decision(op, rule, bound, *candidate[:1], cause=candidate[1])
+            total = 0.0
+            left = decision.left(0)
+            if came is not None:
+                passed = self.passed(op, decision) if candidate[1] == "follow" else ()
+                left = left.with_partial(passed)
+                if not passed:
+                    total += self.traffic(op.inputs[0], came, decision.wanted(0))
+            return total + sum(self.traffic(op.outputs[0], left, demand) for demand in demands)
+
+        best = min(candidates, key=cost)
+        return Decision(op, rule, bound, best[0], cause=best[1], note=note or (said if best[0] == along else None))
+
+    def traffic(self, value: Value, source: Layout, target: Layout) -> float:
+        """Bytes that a rank sends, forward and, where a gradient flows, backward."""
+        fraction = redistribution(source, target).sent
+        if value.requires_grad:
+            fraction += redistribution(target.without_partial(), source.without_partial()).sent
+        return float(fraction) * value.nbytes
+
+    def demands(self, value: Value | None) -> tuple[Layout, ...]:
+        """What the consumers of a value ask for; through further views, as it looks on this side of them."""
+        if value is None:
+            return ()
+        if value.name not in self.demanded:
+            found: dict[Layout, None] = {}
+            for op, i in self.consumers.get(value.name, ()):
+                if op.name in self.decisions:
+                    found.setdefault(self.decisions[op.name].wanted(i))
+                elif i == 0:
+                    bound = self.described[op.name][1]
+                    pulled = (bound.follow({0: d}, of_outputs=True) for d in self.demands(op.outputs[0]))
+                    found.update(dict.fromkeys(bound.input_layout(0, p) for p in pulled if p is not None))
+            self.demanded[value.name] = tuple(found)
+        return self.demanded[value.name]

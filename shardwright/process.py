@@ -1,0 +1,213 @@
+"""Where the program runs: in processes that a launcher started, or all devices in this one.
+
+The one piece of state that outlives a call: a process has one runtime, as it has one default process group. What the
+launcher's environment says is read by `launch.environment`.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .errors import SettingError
+from .launch.environment import RankInRun, find, leading_to
+
+__all__ = ["RandomStream", "Runtime", "current", "init", "of_micro_batch", "rank", "stream", "world_size"]
+
+#: Without an answer from a peer for this long a collective fails: torch waits 30 minutes by default.
+DEFAULT_TIMEOUT = timedelta(minutes=5)
+#: Torch itself gives up a collective after so many times that: by then ranks have looked who is missing.
+TORCH_WAITS = 1.5
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Attributes:
+        processes: one process a device; else all devices in this process.
+        devices: how many; None in the local runtime: as many as the model's marks speak of.
+        rank: of this process; 0 in the local runtime.
+        device: where this process computes.
+        timeout: seconds that a rank waits for another.
+        watch: whether ranks look after one another (`peers`).
+    """
+
+    processes: bool
+    devices: int | None
+    rank: int
+    device: torch.device
+    timeout: float = DEFAULT_TIMEOUT.total_seconds()
+    watch: bool = True
+
+
+_current: list[Runtime] = []
+
+
+def init(devices: int | None = None, *, backend: str | None = None, timeout: float | None = None,
+         watch: bool | None = None) -> Runtime:
+    """Find out where the program runs. May be called again.
+
+    Under a launcher (torchrun, ``shardwright run``, mpirun, Slurm's srun, a rank table) it joins the process group of
+    the processes that were started; `launch.environment` says which variables are read and who is believed. Otherwise
+    all devices live in this process, which needs no launcher.
+
+    Args:
+        devices: how many devices there are in this process when no launcher says. None: as many as the marks of the
+            model speak of.
+        backend: of the process group; None: NCCL, HCCL or Gloo, whichever fits the device.
+        timeout: seconds that all ranks have to come in, and that a rank waits for another in a collective or at the
+            start of a step; None: 300. What ends the run says which rank is missing from what.
+        watch: whether ranks look after one another while they run: that all run the same program, and which of them does
+            not come. With False a collective fails after the timeout, and that is all. None: True, or as before.
+
+    Returns:
+        The runtime.
+
+    Raises:
+        SettingError: a number of devices below 1, asked for here or in the environment; variables of launchers, or a
+            rank table, that are faulty or contradict one another; ranks that do not come.
+    """
+    if devices is not None and (not isinstance(devices, int) or isinstance(devices, bool) or devices < 1):
+        raise SettingError(f"init(devices={devices!r})", legal="a whole number of at least 1")
+    before = _current[0] if _current else Runtime(False, None, 0, torch.device("cpu"))
+    watched = before.watch if watch is None else watch
+    if dist.is_available() and dist.is_initialized():
+        runtime = Runtime(True, dist.get_world_size(), dist.get_rank(), _device(_place_in_group()),
+                          before.timeout if timeout is None else timeout, watched)
+    elif dist.is_available() and (place := find(os.environ)) is not None:
+        device = _device(place)
+        wait = DEFAULT_TIMEOUT if timeout is None else timedelta(seconds=timeout)
+        _join(place, backend or {"cuda": "nccl", "npu": "hccl"}.get(device.type, "gloo"), wait,
+              wait * TORCH_WAITS if watched else wait)
+        runtime = Runtime(True, dist.get_world_size(), dist.get_rank(), device, wait.total_seconds(), watched)
+    else:
+        asked = os.environ.get("SHARDWRIGHT_DEVICES")
+        if asked and not (asked.isdecimal() and int(asked)):
+            raise SettingError(f"SHARDWRIGHT_DEVICES={asked}", legal="a whole number of at least 1")
+        runtime = Runtime(False, int(asked) if asked else devices, 0, torch.get_default_device())
+    _current[:] = [runtime]
+    return runtime
+
+
+def _place_in_group() -> RankInRun | None:
+    """The place of this process in a group that the program has made itself; None where the environment has another."""
+    try:
+        place = find(os.environ)
+    except SettingError:
+        return None  # the group is there, however its ranks were told
+    return place if place is not None and (place.rank, place.size) == (dist.get_rank(), dist.get_world_size()) else None
+
+
+def _join(place: RankInRun, backend: str, timeout: timedelta, collectives: timedelta) -> None:
+    """Join the process group, for which all ranks have `timeout` to come, and its collectives another one."""
+    if backend == "gloo" and "GLOO_SOCKET_IFNAME" not in os.environ:
+        interface = leading_to(place.master_addr, place.master_port)
+        if interface is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface  # the only way in which Gloo takes it
+    if place.agent:
+        dist.init_process_group(backend, timeout=collectives)
+    else:
+        from .launch.rendezvous import meet
+
+        dist.init_process_group(backend, store=meet(place, timeout.total_seconds()), rank=place.rank,
+                                world_size=place.size, timeout=collectives)
+
+
+def _device(place: RankInRun | None) -> torch.device:
+    """The accelerator of this process if there is one for every process of this host, else the CPU."""
+    index, needed = (place.device, place.devices) if place is not None else (0, 1)
+    if not torch.accelerator.is_available() or torch.accelerator.device_count() < needed:
+        return torch.device("cpu")
+    torch.accelerator.set_device_index(index)
+    return torch.device(torch.accelerator.current_accelerator().type, index)
+
+
+def current() -> Runtime:
+    """The runtime of this process; found out now if `init` was not called."""
+    return _current[0] if _current else init()
+
+
+def rank() -> int:
+    """The rank of this process; 0 where all devices are in one process."""
+    return current().rank
+
+
+def world_size() -> int:
+    """The number of devices; 1 where all are in one process and nobody has said how many (`init`)."""
+    return current().devices or 1
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# The seed of each call of a model that draws random numbers.
+#
+#     seed of a call = (torch.initial_seed(), how many calls have drawn since the default generator was seeded)
+#
+# Each such call takes one number from torch's default generator, so that after ``torch.manual_seed`` the generator is as
+# new until the first of them: then the count begins again. Ranks need to have been seeded alike; what their data loading
+# draws from the default generator in between makes no difference, and nothing is sent.
+# ----------------------------------------------------------------------------------------------------
+
+class RandomStream:
+    """Counts the calls that draw. Beside a model's parameters this is what a run that goes on later has to restore."""
+
+    def __init__(self) -> None:
+        self.seed: int | None = None
+        self.calls = 0
+        self._seen: int | None = None                       # the default generator's seed when it was last looked at
+        self._new: tuple[int, Tensor] | None = None         # a seed, and the state of a generator just seeded with it
+
+    def upcoming(self) -> tuple[int, int]:
+        """Seed and count of the next call that draws."""
+        self._look()
+        assert self.seed is not None
+        return self.seed, self.calls
+
+    def draw(self, exact: bool) -> Tensor:
+        """The seed of a call as a tensor in host memory, as `rules.generator` reads it: of its first micro-batch.
+
+        Args:
+            exact: the numbers belong to positions, else to operators and slices.
+        """
+        seed, call = self.upcoming()
+        self.calls += 1
+        _use_default_generator()
+        return torch.tensor([seed if seed < 1 << 63 else seed - (1 << 64), call, int(exact), 0], device="cpu")
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` takes."""
+        seed, calls = self.upcoming()
+        return {"seed": seed, "calls": calls}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken, until the default generator is seeded again."""
+        _use_default_generator()
+        self.seed, self.calls, self._seen = state["seed"], state["calls"], torch.initial_seed()
+
+    def _look(self) -> None:
+        """Begin again where the default generator was seeded since the last call."""
+        seed = torch.initial_seed()
+        if self._new is None or self._new[0] != seed:
+            self._new = seed, torch.Generator().manual_seed(seed).get_state()
+        if seed != self._seen or torch.equal(torch.get_rng_state(), self._new[1]):
+            self.seed, self.calls, self._seen = seed, 0, seed
+
+
+def of_micro_batch(seed: Tensor, micro: int) -> Tensor:
+    """The seed of a call, for another micro-batch."""
+    made = seed.clone()
+    made[3] = micro
+    return made
+
+
+def _use_default_generator() -> None:
+    torch.empty((), device="cpu").uniform_()
+
+
+#: Of this process, as torch's default generator is: models that are called in turn do not draw the same numbers.
+stream = RandomStream()

@@ -1,0 +1,115 @@
+"""Inputs and outputs as trees: what torch knows neither as a node nor as a leaf is opened.
+
+A dataclass, or any plain object whose attributes hold tensors (a cache of keys and values, say), becomes an `Opened`
+node: what holds tensors among its attributes are the children, the rest stays as it is. `closed` makes the object
+again, by its attributes, without calling its class. A plain object that holds none, a dtype or a device is `Kept` as it
+is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+
+from .torch_private import pytree, register_node
+
+__all__ = ["closed", "holds_objects", "opened"]
+
+@dataclass(eq=False)
+class OpenedObject:
+    """An object taken apart: its class, the attributes that hold tensors, and the others."""
+
+    cls: type
+    held: dict[str, Any]
+    rest: dict[str, Any]
+
+
+@dataclass(eq=False)
+class PlainLeaf:
+    """Something without tensors: a node without children."""
+
+    value: Any
+
+
+def _flatten(node: OpenedObject) -> tuple[list[Any], tuple]:
+    return list(node.held.values()), (node.cls, tuple(node.held), node.rest)
+
+
+def _unflatten(children: Any, context: tuple) -> OpenedObject:
+    cls, names, rest = context
+    return OpenedObject(cls, dict(zip(names, children)), rest)
+
+
+def _flatten_with_keys(node: OpenedObject) -> tuple[list[tuple[Any, Any]], tuple]:
+    children, context = _flatten(node)
+    return [(pytree.GetAttrKey(name), child) for name, child in zip(node.held, children)], context
+
+
+register_node(OpenedObject, _flatten, _unflatten, serialized_type_name="shardwright.Opened",
+              flatten_with_keys_fn=_flatten_with_keys)
+register_node(PlainLeaf, lambda node: ([], node.value), lambda children, value: PlainLeaf(value),
+              serialized_type_name="shardwright.Kept", flatten_with_keys_fn=lambda node: ([], node.value))
+
+_SIMPLE = (torch.dtype, torch.device, torch.layout, torch.memory_format, complex, bytes, range, Enum)
+
+
+def _attributes(leaf: Any) -> dict[str, Any] | None:
+    """What an object consists of; None where it is no such object."""
+    if isinstance(leaf, (torch.Tensor, torch.nn.Module, type)) or callable(leaf):
+        return None
+    if is_dataclass(leaf):
+        named = {f.name: getattr(leaf, f.name) for f in fields(leaf) if hasattr(leaf, f.name)}
+        return named | getattr(leaf, "__dict__", {})
+    return getattr(leaf, "__dict__", None)
+
+
+def _holds(tree: Any, around: tuple[int, ...] = ()) -> bool:
+    """Whether a tensor is somewhere in it."""
+    for leaf in pytree.tree_leaves(tree):
+        if isinstance(leaf, torch.Tensor):
+            return True
+        attributes = _attributes(leaf)
+        if attributes and id(leaf) not in around and _holds(attributes, (*around, id(leaf))):
+            return True
+    return False
+
+
+def opened(tree: Any, around: tuple[int, ...] = ()) -> Any:
+    """The tree with every object that holds tensors opened."""
+    def open_leaf(leaf: Any) -> Any:
+        attributes = _attributes(leaf)
+        if id(leaf) in around or attributes is None:
+            return PlainLeaf(leaf) if isinstance(leaf, _SIMPLE) else leaf
+        within = (*around, id(leaf))
+        if not _holds(attributes, within):
+            return PlainLeaf(leaf)
+        held = {name: opened(a, within) for name, a in attributes.items() if _holds(a, within)}
+        return OpenedObject(type(leaf), held, {name: a for name, a in attributes.items() if name not in held})
+    return pytree.tree_map(open_leaf, tree)
+
+
+def closed(tree: Any) -> Any:
+    """The tree with the objects made again."""
+    def close(node: Any) -> Any:
+        if isinstance(node, PlainLeaf):
+            return node.value
+        if not isinstance(node, OpenedObject):
+            return node
+        made = object.__new__(node.cls)
+        for name, attribute in {**{n: closed(h) for n, h in node.held.items()}, **node.rest}.items():
+            object.__setattr__(made, name, attribute)
+        return made
+    return pytree.tree_map(close, tree, is_leaf=_is_ours)
+
+
+def holds_objects(spec: Any) -> bool:
+    """Whether a tree of this form needs `closed`."""
+    tree = pytree.tree_unflatten([None] * spec.num_leaves, spec)
+    return any(map(_is_ours, pytree.tree_leaves(tree, is_leaf=_is_ours)))
+
+
+def _is_ours(node: Any) -> bool:
+    return isinstance(node, (OpenedObject, PlainLeaf))

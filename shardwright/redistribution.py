@@ -1,0 +1,423 @@
+"""From one layout to another: the cheapest sequence of collectives and local slices, and its transpose.
+
+    conversion(source, target).steps      what runs, what the cost model prices, what the dump prints
+    sent = max over ranks of what it must send, as a fraction of the whole tensor
+
+The gradient of a value lies as the value does, its open reductions completed; so the transpose of a conversion is the
+conversion of that gradient from the target's layout back to the source's. `conversion_search` finds the sequence,
+`conversion_steps` says what a step is. Everything is arithmetic on digits: nothing depends on a tensor's shape, and
+nothing lists ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import cached_property, lru_cache
+
+from .errors import LayoutError
+from .layout import Digit, Digits, Layout, merge
+from .redistribution_search import PARTIAL, REPLICA, Refinement, SearchMove, intermediates, refine, search
+
+__all__ = ["Atom", "Geometry", "Redistribution", "RedistributionStep", "digits_value", "make_step", "redistribution", "through", "transpose"]
+
+
+# ----------------------------------------------------------------------------------------------------
+# One step of a conversion: a local slice or one collective, with the geometry that makes executors generic.
+#
+# Every step takes a local tensor apart, moves pieces between the ranks of a group and puts them together again:
+#
+#     x.reshape(pre_view).permute(pre_perm).reshape(pre_shape)          pieces first: [pieces, *piece]
+#       -> the collective ->                                             received:    [pieces, *piece]
+#     y.reshape(post_view).permute(post_perm).reshape(post_shape)
+#
+# A local dim is the mixed-radix number of those of its atoms that are local, major first, then the rest; so taking apart
+# is a view that names the atoms which some digit is going to carry, brought to the front in the order of the ranks.
+# ----------------------------------------------------------------------------------------------------
+
+def digits_value(digits: Digits, rank: int) -> int:
+    """The mixed-radix number that `digits`, most major first, have together on a rank."""
+    out = 0
+    for digit in digits:
+        out = out * digit.size + digit.value(rank)
+    return out
+
+
+@dataclass(frozen=True)
+class Atom:
+    """A part of a tensor dim that is local before a step, after it, or both (neither: it is of no concern).
+
+    Attributes:
+        size: its number of values.
+        gathered: the digit that carried it before, as an index into the step's `moved`; None: it was local.
+        scattered: the digit that carries it afterwards, likewise; None: it will be local.
+    """
+
+    size: int
+    gathered: int | None = None
+    scattered: int | None = None
+
+
+Ranges = tuple[tuple[int, int, Digits], ...]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """A step on local tensors of one shape, as plain ints; None stands for nothing to do (view and perm: together).
+
+    Attributes:
+        pre_view, pre_perm, pre_shape: how the local tensor becomes the pieces to send.
+        pieces: the number of pieces: the group's size but where an all-to-all permutes.
+        post_view, post_perm, post_shape: how what was received becomes the result.
+        after: the shape of the result.
+        cuts: the pieces to send as nested ranges: (dim, length, digits: together the number of the range, major
+            first) per dim; None where a dim's local atoms are cut behind others. For a slice this is all there is.
+        joins: the received pieces likewise: (dim, length of a piece, digits) per dim.
+        select: for a slice: (axis of ``x.reshape(pre_view)``, the digit whose value is its index), last axis first.
+    """
+
+    pre_view: tuple[int, ...] | None
+    pre_perm: tuple[int, ...] | None
+    pre_shape: tuple[int, ...] | None
+    pieces: int
+    post_view: tuple[int, ...] | None
+    post_perm: tuple[int, ...] | None
+    post_shape: tuple[int, ...] | None
+    after: tuple[int, ...]
+    cuts: Ranges | None = None
+    joins: Ranges | None = None
+    select: tuple[tuple[int, Digit], ...] = ()
+
+
+@dataclass(frozen=True)
+class RedistributionStep:
+    """One step of a conversion, whatever the tensor's shape.
+
+    Attributes:
+        kind: "slice", "all_gather", "reduce_scatter", "all_reduce" or "all_to_all".
+        digits: the group: ranks that differ in these digits alone take part together; most major first, merged.
+        reduction: "sum", "max" or "min", for the steps that reduce.
+        moved: the same digits unmerged: each carries at most one atom before and one after.
+        dims: per tensor dim its atoms of concern, major first.
+        permuted: for an all-to-all that permutes: pairs (i, j): the value that moved[i] has on the sender is the
+            one that moved[j] has on the receiver.
+    """
+
+    kind: str
+    digits: Digits
+    reduction: str
+    moved: Digits
+    dims: tuple[tuple[Atom, ...], ...]
+    permuted: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def size(self) -> int:
+        """The number of ranks in a group."""
+        return math.prod(d.size for d in self.moved)
+
+    @property
+    def reduces(self) -> bool:
+        """Whether the step completes a reduction."""
+        return self.kind in ("all_reduce", "reduce_scatter")
+
+    @property
+    def communicates(self) -> bool:
+        """Whether anything is sent."""
+        return self.kind != "slice"
+
+    def local_shape_after(self, local_shape: Sequence[int]) -> tuple[int, ...]:
+        """The local shape after the step.
+
+        Raises:
+            LayoutError: a dim that does not divide.
+        """
+        return self.geometry(tuple(local_shape)).after
+
+    def sent(self, numel: int) -> int:
+        """The number of elements that a rank must send (of the ranks, the one that sends most), `numel` before."""
+        n = self.size
+        if self.kind == "slice":
+            return 0
+        if self.kind == "all_gather":
+            return (n - 1) * numel
+        if self.kind == "all_to_all" and self.permuted:
+            return numel
+        return -(-(n - 1) * numel * (2 if self.kind == "all_reduce" else 1) // n)
+
+    def geometry(self, local_shape: tuple[int, ...]) -> Geometry:
+        """The step on local tensors of this shape.
+
+        Raises:
+            LayoutError: another number of dims, or a dim that does not divide.
+        """
+        return _geometry(self, local_shape)
+
+    def position(self, rank: int) -> int:
+        """The rank's place in its group, ascending."""
+        return digits_value(self.moved, rank)
+
+    def _scattered(self) -> tuple[int, ...]:
+        """The moved digits whose values choose a piece, as indices into `moved`, most major first."""
+        return tuple(sorted(a.scattered for dim in self.dims for a in dim if a.scattered is not None))
+
+    def _gathered(self) -> tuple[int, ...]:
+        """The moved digits whose values tell the received pieces apart, likewise."""
+        return tuple(sorted(a.gathered for dim in self.dims for a in dim if a.gathered is not None))
+
+    def partners(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """For an all-to-all: positions in the group that the rank's pieces go to, and that its received ones come from.
+
+        Both ascend, in the order of the pieces.
+        """
+        mine = [d.value(rank) for d in self.moved]
+        to = self._reached({j: mine[i] for i, j in self.permuted}, self._scattered())
+        return to, self._reached({i: mine[j] for i, j in self.permuted}, self._gathered())
+
+    def _reached(self, fixed: dict[int, int], free: tuple[int, ...]) -> tuple[int, ...]:
+        weights = [math.prod(d.size for d in self.moved[k + 1:]) for k in range(len(self.moved))]
+        out = [sum(value * weights[i] for i, value in fixed.items())]
+        for i in free:
+            out = [base + value * weights[i] for base in out for value in range(self.moved[i].size)]
+        return tuple(out)
+
+    def __str__(self) -> str:
+        over = "·".join(map(repr, self.digits))
+        return f"{self.kind}({over})" if self.reduction == "sum" or not self.reduces else \
+            f"{self.kind}_{self.reduction}({over})"
+
+
+def make_step(refinement: Refinement, move: SearchMove, reduction: str) -> RedistributionStep:
+    """The step that makes a move."""
+    changed = [i for i, (a, b) in enumerate(zip(move.before, move.after)) if a != b]
+    moved = tuple(refinement.digits[i] for i in changed)
+    before = {move.before[i]: k for k, i in enumerate(changed) if move.before[i] >= 0}
+    after = {move.after[i]: k for k, i in enumerate(changed) if move.after[i] >= 0}
+    others = {p for i, p in enumerate(move.before) if i not in changed}
+    dims = []
+    for numbers in refinement.dims:
+        atoms: list[Atom] = []
+        for number in numbers:
+            if number in others or (number in before and number in after):
+                continue
+            atom = Atom(refinement.sizes[number], before.get(number), after.get(number))
+            if atoms and _stays(atoms[-1]) and _stays(atom):
+                atom = Atom(atoms.pop().size * atom.size)
+            atoms.append(atom)
+        if atoms and _stays(atoms[-1]):
+            atoms.pop()  # one with what follows the atoms
+        dims.append(tuple(atoms))
+    permuted = [(before[number], k) for number, k in after.items() if number in before]
+    if move.kind == "all_to_all":  # a digit that becomes a replica takes the place of one that was a replica
+        entering = [k for k, i in enumerate(changed) if move.after[i] == REPLICA]
+        for k, i in enumerate(changed):
+            if move.before[i] == REPLICA:
+                entrant = next(e for e in entering if moved[e].size == moved[k].size)
+                entering.remove(entrant)
+                permuted.append((k, entrant))
+        assert not entering and PARTIAL not in (move.before[i] for i in changed)
+    return RedistributionStep(move.kind, merge(moved), reduction if move.kind in ("all_reduce", "reduce_scatter") else "sum",
+                moved, tuple(dims), tuple(sorted(permuted)))
+
+
+def _stays(atom: Atom) -> bool:
+    return atom.gathered is None and atom.scattered is None
+
+
+@lru_cache(maxsize=1 << 14)
+def _geometry(step: RedistributionStep, shape: tuple[int, ...]) -> Geometry:
+    if len(shape) != len(step.dims):
+        raise LayoutError(f"the conversion is of {len(step.dims)} dims, the local tensor {shape} has {len(shape)}")
+    # An axis is (size, dim, atom); what follows a dim's atoms is an axis too, with atom None.
+    before, kept, after, piece, result = [], [], [], [], []
+    for dim, (size, atoms) in enumerate(zip(shape, step.dims)):
+        local = math.prod(a.size for a in atoms if a.gathered is None)
+        if size % local:
+            raise LayoutError(f"dim {dim} of the local tensor {shape} has size {size}, not a multiple of {local}")
+        axes = [(a.size, dim, a) for a in atoms] + [(size // local, dim, None)]
+        before += [x for x in axes if x[2] is None or x[2].gathered is None]
+        kept += [x for x in axes if x[2] is None or _stays(x[2])]
+        after += [x for x in axes if x[2] is None or x[2].scattered is None]
+        piece.append(math.prod(x[0] for x in axes if x[2] is None or _stays(x[2])))
+        result.append(math.prod(x[0] for x in axes if x[2] is None or x[2].scattered is None))
+    scattered = sorted((x for x in before if x[2] and x[2].scattered is not None), key=lambda x: x[2].scattered)
+    gathered = sorted((x for x in after if x[2] and x[2].gathered is not None), key=lambda x: x[2].gathered)
+    pieces = math.prod(x[0] for x in scattered or gathered)
+    cuts = _ranges(step, piece, [(x, x[2] and x[2].scattered) for x in before])
+    joins = _ranges(step, piece, [(x, x[2] and x[2].gathered) for x in after])
+    if step.kind == "slice":
+        view = tuple(x[0] for x in before)
+        select = tuple((k, step.moved[x[2].scattered]) for k, x in enumerate(before) if x in scattered)
+        return Geometry(view, None, None, pieces, None, None, tuple(result), tuple(result), cuts,
+                        select=select[::-1])
+    pre = _rearranged(before, scattered + kept, shape, ((pieces,) if scattered else ()) + tuple(piece))
+    post = _rearranged(gathered + kept, after, ((pieces,) if gathered else ()) + tuple(piece), tuple(result))
+    return Geometry(*pre, pieces, *post, tuple(result), cuts, joins)
+
+
+def _ranges(step: RedistributionStep, lengths: list[int], axes: list) -> Ranges | None:
+    """`axes` with the digits that number them (None: an axis stays) as ranges, where those are each dim's first."""
+    out = []
+    for dim, length in enumerate(lengths):
+        digits = [digit for axis, digit in axes if axis[1] == dim]
+        count = sum(d is not None for d in digits)
+        if None in digits[:count]:
+            return None
+        if count:
+            out.append((dim, length, tuple(step.moved[d] for d in digits[:count])))
+    return tuple(out)
+
+
+def _rearranged(axes: list, order: list, shape: tuple[int, ...], out: tuple[int, ...]) -> tuple:
+    """(view, perm, shape): ``x.reshape(view).permute(perm).reshape(shape)`` with no-ops None and no axis too many.
+
+    Neighbours that stay neighbours are one axis, and axes of size 1 are none.
+    """
+    number = {id(x): k for k, x in enumerate(axes)}
+    perm = [number[id(x)] for x in order if x[0] != 1]
+    runs: list[list[int]] = []
+    for k in perm:
+        between = range(runs[-1][-1] + 1, k) if runs else ()
+        if runs and k > runs[-1][-1] and all(axes[j][0] == 1 for j in between):
+            runs[-1].append(k)
+        else:
+            runs.append([k])
+    ordered = sorted(runs)
+    if runs == ordered:
+        return None, None, (out if out != shape else None)
+    view = tuple(math.prod(axes[k][0] for k in run) for run in ordered)
+    perm = tuple(ordered.index(run) for run in runs)
+    permuted = tuple(view[k] for k in perm)
+    return view, perm, (out if out != permuted else None)
+
+
+@dataclass(frozen=True, eq=False)
+class Redistribution:
+    """How a tensor goes from one layout to another.
+
+    Attributes:
+        source: the layout it has; its `partial` digits are those of a reduction still open.
+        target: the layout it gets; of the source's partial digits it may leave some open.
+        steps: the slices and collectives, in order; none for an identity.
+        sent: what a rank must send (of the ranks, the one that sends most), as a fraction of the whole tensor.
+    """
+
+    source: Layout
+    target: Layout
+    steps: tuple[RedistributionStep, ...]
+    sent: Fraction
+    _hash: int = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.source, self.target)))  # executors look conversions up often
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Redistribution):
+            return NotImplemented
+        return self is other or (self.source, self.target, self.steps) == (other.source, other.target, other.steps)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self):
+        return Redistribution, (self.source, self.target, self.steps, self.sent)
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether there is nothing to do."""
+        return not self.steps
+
+    @cached_property
+    def collectives(self) -> tuple[RedistributionStep, ...]:
+        """The steps that communicate."""
+        return tuple(s for s in self.steps if s.communicates)
+
+    def local_shapes(self, local_shape: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """The local shape before the first step and after each.
+
+        Raises:
+            LayoutError: a dim that does not divide.
+        """
+        out = [tuple(local_shape)]
+        for step in self.steps:
+            out.append(step.local_shape_after(out[-1]))
+        return tuple(out)
+
+    def __str__(self) -> str:
+        return f"{self.source} -> {self.target}: {', '.join(map(str, self.steps)) or 'identity'}"
+
+
+@lru_cache(maxsize=1 << 16)
+def redistribution(source: Layout, target: Layout) -> Redistribution:
+    """The cheapest conversion between two layouts of the same devices and number of dims.
+
+    Least is what a rank must send, then the number of collectives; digits that move alike travel together.
+
+    Raises:
+        LayoutError: layouts of other devices or another number of dims, or a target that leaves open what the source
+            does not.
+    """
+    if source.dims is None or target.dims is None:
+        raise LayoutError("a conversion is between layouts of a tensor", legal="Layouts called with one entry per dim")
+    if source.devices != target.devices:
+        raise LayoutError(f"the layouts are of {source.devices} and of {target.devices} devices")
+    if len(source.dims) != len(target.dims):
+        raise LayoutError(f"the layouts have {len(source.dims)} and {len(target.dims)} dims")
+    if target.partial and target.reduction != source.reduction:
+        raise LayoutError(f"a {source.reduction} over {source.partial} cannot become a {target.reduction}")
+    for digit in target.partial:
+        if not any(digit.stride % d.stride == 0 and d.span % digit.span == 0 for d in source.partial):
+            raise LayoutError(f"{target} leaves {digit} open, which {source} does not",
+                              legal=f"a part of {source.partial or 'nothing'}")
+    if source == target:
+        return Redistribution(source, target, (), Fraction(0))
+    found = _direct(source, target) or min(_roundabout(source, target), key=lambda f: (f[0], f[1]))
+    return Redistribution(source, target, found[2], Fraction(found[0], source.devices ** 2))
+
+
+@lru_cache(maxsize=1 << 16)
+def transpose(forward: Redistribution, partial: Digits = ()) -> Redistribution:
+    """The backward of a conversion: brings the gradient from the target's layout to the source's.
+
+    Args:
+        forward: the conversion of the value.
+        partial: digits that the target does not carry and over which the arriving gradient is a partial sum: those
+            on which the consumer's work differed.
+
+    Raises:
+        LayoutError: digits that the target carries.
+    """
+    gradient = forward.target.without_partial().with_partial(partial)
+    return redistribution(gradient, forward.source.without_partial())
+
+
+def through(source: Layout, middle: Layout, target: Layout) -> Redistribution:
+    """One conversion that passes through a layout on its way: first to `middle`, then on to `target`.
+
+    Raises:
+        LayoutError: as `conversion`.
+    """
+    first, second = redistribution(source, middle), redistribution(middle, target)
+    return Redistribution(source, target, first.steps + second.steps, first.sent + second.sent)
+
+
+def _direct(source: Layout, target: Layout) -> tuple[int, int, tuple[RedistributionStep, ...]] | None:
+    """(sent, collectives, steps) through common atoms; None where there are none."""
+    refinement = refine(source, target)
+    if refinement is None:
+        return None
+    assert all(t != PARTIAL or s == PARTIAL for s, t in zip(refinement.source, refinement.target))
+    sent, moves = search(refinement)
+    steps = tuple(make_step(refinement, move, source.reduction) for move in moves)
+    return sent, sum(s.communicates for s in steps), steps
+
+
+def _roundabout(source: Layout, target: Layout):
+    """The same through a layout that has common atoms with both; at least one."""
+    for middle in dict.fromkeys(intermediates(source, target)):
+        if middle in (source, target):
+            continue
+        first, second = _direct(source, middle), _direct(middle, target)
+        if first is not None and second is not None:
+            yield first[0] + second[0], first[1] + second[1], first[2] + second[2]

@@ -1,0 +1,325 @@
+"""The cheapest way from one layout to another: a shortest path over where each digit of the rank is.
+
+Source and target are cut into common *atoms*: device digits at every boundary that either of them has, tensor dims
+at every prefix product of either's cuts. An atom of a dim is local, or it is carried by exactly one digit of its
+size. A state says for each digit that must move where it is: an atom, R (replica) or P (a term of a reduction). The
+moves, with L the local size before and n the number of ranks in the group:
+
+    slice           R -> free atom       nothing is sent
+    reduce_scatter  P -> free atom       (n-1)/n L
+    all_reduce      P -> R               2 (n-1)/n L
+    all_to_all      atom -> free atom    (n-1)/n L
+    all_to_all      atom -> taken atom   L: a permutation, in which some ranks keep nothing
+    all_gather      atom -> R            (n-1) L
+
+Moves that permute may put a digit which is to become a replica into an atom (or a replica) that another one leaves:
+that is how ``[A, B] -> [B, -]`` sends 4 parts of 16 and not 6 (n = 4). And where a replica or a term waits for an atom
+that another digit is going to leave, it may take the free one at the end of that chain, so that less is there to
+permute: that is how ``[-, A·B] -> [A·B, C]`` sends 2 parts of 16 and not 3 (n = 2).
+
+Cost: what a rank must send, then the number of collectives, then how many of them permute. Slicing where a digit is
+to be never hurts, so it is no choice. States may be *strided* (a minor atom is carried while a more major one is
+local): no Layout can say that, but between two layouts it saves collectives.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+
+from .layout import Digit, Digits, Layout
+
+__all__ = ["PARTIAL", "REPLICA", "Refinement", "SearchMove", "intermediates", "refine", "search"]
+
+REPLICA, PARTIAL = -1, -2  # places other than an atom's number
+MOST_SUBSETS = 7  # digits in motion up to which every subset is tried; past it, only the largest set of each kind
+
+State = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Refinement:
+    """Two layouts in common atoms.
+
+    Attributes:
+        digits: the rank's digits, most major first; together they are all of it.
+        source: per digit its place in the source: an atom's number, REPLICA or PARTIAL.
+        target: per digit its place in the target.
+        dims: per tensor dim the numbers of its atoms, major first; what follows them is local in both.
+        sizes: per atom its size.
+    """
+
+    digits: Digits
+    source: State
+    target: State
+    dims: tuple[tuple[int, ...], ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SearchMove:
+    """One step of the path: what happens, and every digit's place before and after it."""
+
+    kind: str
+    before: State
+    after: State
+
+
+@lru_cache(maxsize=1 << 16)
+def _ends(digits: Digits) -> frozenset[int]:
+    """Where digits begin and end."""
+    return frozenset(b for digit in digits for b in (digit.stride, digit.span))
+
+
+def _is_chain(numbers: Sequence[int]) -> bool:
+    return all(b % a == 0 for a, b in zip(numbers, numbers[1:]))
+
+
+@lru_cache(maxsize=1 << 16)
+def _split(digits: Digits, boundaries: tuple[int, ...]) -> list[Digit]:
+    """`digits` cut at the boundaries (ascending), in the same order. The list is not to be changed."""
+    out = []
+    for digit in digits:
+        inner = [digit.stride, *(b for b in boundaries if digit.stride < b < digit.span), digit.span]
+        out += [Digit(hi // lo, lo) for lo, hi in reversed(list(zip(inner, inner[1:])))]
+    return out
+
+
+def _prefixes(digits: Sequence[Digit]) -> list[int]:
+    out = [1]
+    for digit in digits:
+        out.append(out[-1] * digit.size)
+    return out
+
+
+def refine(source: Layout, target: Layout) -> Refinement | None:
+    """The common atoms of two layouts, or None where there are none (2-way here against 3-way there)."""
+    layouts = (source, target)
+    boundaries = {1, source.devices, *_ends(source.carried + source.partial), *_ends(target.carried + target.partial)}
+    while True:
+        chain = tuple(sorted(boundaries))
+        if not _is_chain(chain):
+            return None
+        split = [[_split(d, chain) for d in layout.dims] for layout in layouts]
+        cuts = []  # per dim: the prefix products of both
+        for dim in zip(*split):
+            if not dim[0] and not dim[1]:
+                cuts.append([1])
+                continue
+            both = sorted({p for digits in dim for p in _prefixes(digits)})
+            if not _is_chain(both):
+                return None
+            cuts.append(both)
+        known = len(boundaries)
+        for dims in split:
+            for digits, both in zip(dims, cuts):
+                if len(digits) + 1 == len(both):
+                    continue  # its own prefixes are all there are
+                for digit, lo, hi in zip(digits, (prefixes := _prefixes(digits)), prefixes[1:]):
+                    boundaries.update(digit.stride * (hi // p) for p in both if lo < p < hi)
+        if len(boundaries) == known:
+            break
+    sizes: list[int] = []
+    dims = []
+    for both in cuts:
+        dims.append(tuple(range(len(sizes), len(sizes) + len(both) - 1)))
+        sizes += [hi // lo for lo, hi in zip(both, both[1:])]
+    digits = tuple(Digit(hi // lo, lo) for lo, hi in reversed(list(zip(chain, chain[1:]))))
+    places = []
+    for layout, carried in zip(layouts, split):
+        at = {d: PARTIAL for d in _split(layout.partial, chain)}
+        for atoms, ds in zip(dims, carried):
+            at.update(zip(ds, atoms))
+        places.append(tuple(at.get(d, REPLICA) for d in digits))
+    return Refinement(digits, places[0], places[1], tuple(dims), tuple(sizes))
+
+
+def intermediates(source: Layout, target: Layout) -> Iterator[Layout]:
+    """Layouts to go through where source and target have no common atoms: one of them with some digits gathered.
+
+    The first is always possible: everything gathered but the reduction that stays open.
+    """
+    devices, open_ = source.devices, target.partial
+    yield Layout.of(devices, ((),) * len(source.dims), open_, source.reduction)
+    boundaries = tuple(sorted(_ends(open_)))
+    partial = _split(source.partial, boundaries)
+    stays = [d for d in partial if any(d.stride % o.stride == 0 and o.span % d.span == 0 for o in open_)]
+    others = [d for d in partial if d not in stays]
+    for layout, sums in ((source, others), (target, [])):
+        prefixes = [range(len(d) + 1) for d in layout.dims]
+        chosen = list(product(*prefixes, *[(0, 1)] * len(sums)))
+        if len(chosen) > 64:  # many digits and mixed radices at once: keep planning quick
+            chosen = chosen[:: len(chosen) // 64]
+        for lengths in chosen:
+            dims = [d[:n] for d, n in zip(layout.dims, lengths)]
+            kept = [d for d, keep in zip(sums, lengths[len(dims):]) if keep]
+            yield Layout.of(devices, dims, (*stays, *kept), source.reduction)
+
+
+def search(refinement: Refinement) -> tuple[int, tuple[SearchMove, ...]]:
+    """The cheapest moves from source to target.
+
+    Returns:
+        What a rank must send, the whole tensor being ``devices ** 2`` (that makes every amount a whole number), and
+        the moves in order.
+    """
+    sizes = tuple(d.size for d in refinement.digits)
+    atoms: dict[int, int] = {REPLICA: REPLICA, PARTIAL: PARTIAL}
+    for place in refinement.source + refinement.target:
+        atoms.setdefault(place, len(atoms) - 2)
+    sent, moves = _cheapest(sizes, tuple(map(atoms.__getitem__, refinement.source)),
+                            tuple(map(atoms.__getitem__, refinement.target)))
+    named = {number: place for place, number in atoms.items()}
+    return sent, tuple(SearchMove(kind, tuple(map(named.__getitem__, before)), tuple(map(named.__getitem__, after)))
+                       for kind, before, after in moves)
+
+
+@lru_cache(maxsize=1 << 16)
+def _cheapest(sizes: tuple[int, ...], start: State, goal: State) -> tuple[int, tuple[tuple[str, State, State], ...]]:
+    """The search itself. Atoms are numbered as they come, since it does not matter which dim they are of: few searches
+    serve many pairs of layouts."""
+    moving = tuple(i for i, (a, b) in enumerate(zip(start, goal)) if a != b)
+    whole = 1
+    for size in sizes:
+        whole *= size * size
+    first = _sliced(start, goal, moving)
+    heap = [(0, 0, 0, 0, first)]
+    came: dict[State, tuple[State, str, State] | None] = {first: None}
+    best = {first: (0, 0, 0)}
+    tick = 0
+    while heap:
+        sent, collectives, permuting, _, state = heapq.heappop(heap)
+        if state == goal:
+            break
+        if best[state] < (sent, collectives, permuting):
+            continue
+        local = whole
+        for place, size in zip(state, sizes):
+            if place >= 0:
+                local //= size
+        for kind, cost, permutes, middle in _moves(state, goal, sizes, moving, local):
+            after = _sliced(middle, goal, moving)
+            price = (sent + cost, collectives + (kind != "slice"), permuting + permutes)
+            if after not in best or price < best[after]:
+                best[after] = price
+                came[after] = (state, kind, middle)
+                tick += 1  # of equal prices the move that was generated first wins: the same path every time
+                heapq.heappush(heap, (*price, tick, after))
+    assert state == goal, "a state without a way on"
+    path: list[SearchMove] = []
+    while (step := came[state]) is not None:
+        before, kind, middle = step
+        path += [SearchMove("slice", middle, state), SearchMove(kind, before, middle)]
+        state = before
+    path.append(SearchMove("slice", start, state))
+    moves: list[SearchMove] = []
+    for move in reversed(path):
+        if moves and moves[-1].kind == move.kind == "slice":
+            move = SearchMove("slice", moves.pop().before, move.after)
+        if move.before != move.after:
+            moves.append(move)
+    return sent, tuple((move.kind, move.before, move.after) for move in moves)
+
+
+def _sliced(state: State, goal: State, moving: tuple[int, ...]) -> State:
+    """The state after every slice that is possible now."""
+    taken = {state[i] for i in moving}
+    if all(state[i] != REPLICA or goal[i] < 0 or goal[i] in taken for i in moving):
+        return state
+    out = list(state)
+    for i in moving:
+        if state[i] == REPLICA and goal[i] >= 0 and goal[i] not in taken:
+            out[i] = goal[i]
+    return tuple(out)
+
+
+def _moves(state: State, goal: State, sizes: Sequence[int], moving: tuple[int, ...],
+           local: int) -> Iterator[tuple[str, int, bool, State]]:
+    """(kind, what a rank sends, whether it permutes, the state after) of every move; reductions first."""
+    taken = {state[i]: i for i in moving if state[i] >= 0}
+    reduce, scatter, gather, exchange = [], [], [], []
+    for i in moving:
+        here, there = state[i], goal[i]
+        if here == there:
+            continue
+        if here == PARTIAL:
+            (reduce if there == REPLICA or there in taken else scatter).append(i)
+        elif there == REPLICA:
+            gather.append(i)
+        else:
+            exchange.append(i)
+    every = len(moving) <= MOST_SUBSETS
+    for chosen, n in _subsets(reduce, sizes, every):
+        yield "all_reduce", 2 * (n - 1) * local // n, False, _placed(state, {i: REPLICA for i in chosen})
+    for chosen, n in _subsets(scatter, sizes, every):
+        yield "reduce_scatter", (n - 1) * local // n, False, _placed(state, {i: goal[i] for i in chosen})
+    for chosen, n in _subsets(gather, sizes, every):
+        yield "all_gather", (n - 1) * local, False, _placed(state, {i: REPLICA for i in chosen})
+    sets = [exchange]
+    if not every:  # replicas that take part need one who becomes a replica; without them there is always a way
+        sets.append([i for i in exchange if state[i] != REPLICA])
+    for items in sets:
+        for chosen, n in _subsets(items, sizes, every):
+            places = {i: goal[i] for i in chosen}
+            permutes = _displace(places, state, goal, sizes, taken)
+            if permutes is not None:
+                yield "all_to_all", local if permutes else (n - 1) * local // n, permutes, _placed(state, places)
+    if every:
+        for i in moving:
+            if state[i] < 0 <= goal[i] and (place := _chain_end(goal[i], goal, taken)) is not None:
+                kind, n = ("slice", 1) if state[i] == REPLICA else ("reduce_scatter", sizes[i])
+                yield kind, (n - 1) * local // n, False, _placed(state, {i: place})
+
+
+def _chain_end(place: int, goal: State, taken: dict[int, int]) -> int | None:
+    """The free atom into which the digit in `place` goes, or the one whose place it takes, and so on; None without."""
+    end = place
+    while end in taken:
+        end = goal[taken[end]]
+    return end if 0 <= end != place else None
+
+
+def _subsets(items: Sequence[int], sizes: Sequence[int], every: bool) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Non-empty subsets, largest first, each with the number of ranks in its group."""
+    masks = range((1 << len(items)) - 1, 0, -1) if every else [(1 << len(items)) - 1] if items else ()
+    for mask in masks:
+        chosen = tuple(item for k, item in enumerate(items) if mask >> k & 1)
+        n = 1
+        for i in chosen:
+            n *= sizes[i]
+        yield chosen, n
+
+
+def _displace(places: dict[int, int], state: State, goal: State, sizes: Sequence[int],
+              taken: dict[int, int]) -> bool | None:
+    """Find a place for each digit that an all_to_all drives out of its atom; adds it to `places`.
+
+    There is one of its size: whoever takes an atom leaves a place of the same size.
+
+    Returns:
+        Whether the all_to_all permutes, or None where it cannot be: a digit driven out has an atom as its own goal
+        (then it belongs into the set), or a replica's place would stay empty.
+    """
+    movers = tuple(places)
+    entered = set(places.values())
+    occupants = [taken[place] for place in entered if place in taken]
+    left = [state[i] for i in movers if state[i] not in entered]  # replicas' places among them, as often as they are
+    width = [sizes[i] for i in movers if state[i] not in entered]
+    for i in sorted(i for i in occupants if i not in places):
+        if goal[i] != REPLICA:
+            return None
+        free = [k for k, size in enumerate(width) if size == sizes[i]]
+        k = min(free, key=lambda k: (left[k] != REPLICA, k))  # a replica's place is where it wants to be
+        places[i] = left.pop(k)
+        width.pop(k)
+    return None if REPLICA in left else bool(occupants)
+
+
+def _placed(state: State, places: dict[int, int]) -> State:
+    out = list(state)
+    for i, place in places.items():
+        out[i] = place
+    return tuple(out)

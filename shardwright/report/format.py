@@ -1,0 +1,162 @@
+"""The pieces of a dump's text: what heads it, lines, types, layouts, numbers, arguments."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import PlanError
+from ..graph import Value, short_dtype
+from ..layout import Layout
+from ..partition.local_program import PlacedValue, Ref
+from ..partition.uneven import true_slice
+from ..pipeline.pipeline_plan import PipelinePlan
+from ..sharded_plan import Plan
+
+__all__ = ["ValueNumbers", "arguments", "header", "held_lines", "layout_text", "results_lines", "size_text", "sources", "time_text", "types_text", "where", "written_line"]
+
+def header(plan: Plan | PipelinePlan, rank: int, title: str) -> Iterator[str]:
+    """What a dump is of.
+
+    Raises:
+        PlanError: a rank outside the plan's devices.
+    """
+    if not 0 <= rank < plan.devices:
+        raise PlanError(f"rank {rank} is outside the {plan.devices} devices")
+    yield f"# {title}"
+    yield f"# devices: {plan.devices}, mode: {plan.mode}, rank: {rank}, plan: {plan.fingerprint}"
+    yield "# a layout names, for each dim, the digits of the rank that cut it: size@stride, major first; - is whole"
+
+
+def held_lines(plan: Plan, rank: int) -> Iterator[str]:
+    """What a rank is fed and has stored, and the plan's notes."""
+    routed = plan.routed
+    tables = [("input", {i.name: i for i in routed.inputs}), ("parameter", routed.parameters),
+              ("buffer", routed.buffers), ("constant", routed.constants)]
+    for kind, table in tables:
+        for instance in table.values():
+            value, shape = plan.graph.parameters.get(instance.value.name, instance.value), instance.local_shape
+            index = true_slice(instance.layout, value.shape, rank)
+            own = tuple(s.stop - s.start for s in index)
+            part = ", ".join(f"{s.start}:{s.stop}" for s in index)
+            held = value.stored
+            yield (f"# {kind} %{value.name}  {_type(held, value.shape)}  layout {layout_text(instance.layout)}  "
+                   f"{'fed' if kind == 'input' else 'stored'} [{part}] = {_type(held, own)}"
+                   + (f", padded to {_type(held, shape)}" if own != shape else "")
+                   + _used(value, routed.used.get(value.name), instance.layout))
+    if routed.seed is not None:
+        yield f"# seed %{routed.seed.value.name}  of the random numbers, drawn at each call, the same on every rank"
+    for alias, name in plan.graph.aliases.items():
+        yield f"# {alias} is {name}"
+    for note in plan.notes:
+        yield f"# note: {note}"
+
+
+def _used(value: Value, used: Layout | None, stored: Layout) -> str:
+    if used is None or used == stored and value.stored.dtype == value.dtype:
+        return ""
+    return f"  used in layout {layout_text(used)} = {_type(value, used.local_shape(used.padded(value.shape)))}"
+
+
+def sources(plan: Plan) -> Iterator[Value]:
+    """What is fed, stored or drawn, and no operator makes."""
+    yield from plan.graph.sources()
+    yield from (i.value for i in plan.routed.constants.values())
+    if plan.routed.seed is not None:
+        yield plan.routed.seed.value
+
+
+def written_line(made: Sequence[str], name: str, arguments: Sequence[str], attributes: str, types: str, comment: str
+                 ) -> str:
+    """``%3 = relu(%2)  {attributes}  types   # comment``."""
+    """``%3 = relu(%2)  {attributes}  types   # comment``."""
+    parts = [f"{', '.join(made)} = {name}({', '.join(arguments)})"]
+    if attributes:
+        parts.append(f"{{{attributes}}}")
+    if types:
+        parts.append(types)
+    return "  ".join(parts) + (f"   # {comment}" if comment else "")
+
+
+def where(name: str, module: str, source: str) -> str:
+    """Which operator a line is of, and where it is called."""
+    inside = module and module != name and not name.startswith(module + ".")
+    return "  ".join(filter(None, (f"{name} in {module}" if inside else name, source)))
+
+
+def _type(value: Value, shape: Sequence[int]) -> str:
+    return f"{short_dtype(value.dtype)}{list(shape)}"
+
+
+def types_text(before: Sequence[tuple[Value, Sequence[int]]], after: Sequence[tuple[Value, Sequence[int]]]) -> str:
+    """``f32[2, 3] -> f32[2]``: values with shapes of their own."""
+    left, right = (", ".join(_type(*entry) for entry in side) for side in (before, after))
+    return f"{left} -> {right}" if left else right
+
+
+def layout_text(layout: Layout) -> str:
+    """``[4@1, -]``: the digits that cut each dim."""
+    return "[" + ", ".join("·".join(map(repr, digits)) or "-" for digits in layout.dims or ()) + "]"
+
+
+class ValueNumbers(dict):
+    """Name of a value -> how it is written: ``%4`` for what is made, ``%w1`` for what is fed or stored."""
+
+    def __init__(self, sources: Iterable[str]) -> None:
+        super().__init__((name, f"%{name}") for name in sources)
+        self._taken, self._last = set(self.values()), 0
+
+    def number(self) -> str:
+        """The next number; one that is a parameter's name, as in a ParameterList, is left out."""
+        self._last += 1
+        return f"%{self._last}" if f"%{self._last}" not in self._taken else self.number()
+
+    def new(self, name: str) -> str:
+        self[name] = self.number()
+        return self[name]
+
+
+def arguments(args: tuple, kwargs: dict[str, Any], names: dict[str, str]) -> list[str]:
+    """An operator's arguments, values by how they are written."""
+    return [_argument(a, names) for a in args] + [f"{k}={_argument(a, names)}" for k, a in kwargs.items()]
+
+
+def _argument(leaf: Any, names: dict[str, str]) -> str:
+    if isinstance(leaf, (Ref, Value)):
+        return names[leaf.name]
+    if isinstance(leaf, (list, tuple)):
+        return "[" + ", ".join(_argument(x, names) for x in leaf) + "]"
+    if isinstance(leaf, torch.dtype):
+        return short_dtype(leaf)
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(leaf))  # no addresses: the same plan gives the same bytes
+
+
+def results_lines(keys: Sequence[Any], outputs: Sequence[Any], updates: dict[str, str], names: dict[str, str]
+                  ) -> list[str]:
+    """What is handed out, and the new values of buffers."""
+    shown = [names[k] if isinstance(o, (Value, PlacedValue)) else _argument(o, names) for k, o in zip(keys, outputs)]
+    return [f"return {', '.join(shown)}"] + [f"update %{name} = {names[made]}" for name, made in updates.items()]
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# Numbers with their units, as people read them.
+# ----------------------------------------------------------------------------------------------------
+
+def size_text(count: float) -> str:
+    """Bytes: ``392 KiB``; below 10 of a unit with one decimal."""
+    size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:.0f} {units[0]}" if units[0] == "B" or size >= 10 else f"{size:.1f} {units[0]}"
+
+
+def time_text(seconds: float) -> str:
+    """Seconds: ``1.23 ms``."""
+    for unit, factor in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= factor:
+            return f"{seconds / factor:.3g} {unit}" if seconds < 1000 else f"{seconds:.0f} s"
+    return f"{seconds / 1e-6:.3g} us"

@@ -1,0 +1,521 @@
+"""The dumps of a plan: what was asked for, and what one rank runs, as plain text with one operator a line.
+
+    %3 = matmul(%1, %w1)  {in_strategy: ((2, 4), (4, 1))}  f32[32, 784], f32[784, 512] -> f32[32, 512]   # matmul1  net.py:41
+    %5 = matmul(%4, %w1)  f32[16, 196], f32[196, 512] -> f32[16, 512]   # matmul1  net.py:41
+    %6 = all_reduce(%5)  {ranks: (4, 5, 6, 7), bytes: 32768}  f32[16, 512] -> f32[16, 512]   # completes %5
+
+The first is of ``step_parallel_begin.ir``: the user's operators, global shapes. The others are of ``execute.ir``: the
+local program, forward then backward. What operators make has a number, what is fed or stored has its name. A dump is a
+function of the plan and the rank alone, and asks for no other rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ..graph import Value
+from ..layout import Layout, group_of
+from ..partition.local_program import GlobalExtreme, LocalOp, PlacedValue, Redistribute, made_by, read_by
+from ..partition.rematerialization import RecomputedInstruction, Regather
+from ..pipeline.pipeline_plan import PipelinePlan, Stage, Transfer
+from ..redistribution import Redistribution, RedistributionStep, redistribution
+from ..rules.dims import send
+from ..sharded_plan import Plan, backward_collectives, forward_collectives
+from .format import (
+    ValueNumbers,
+    arguments,
+    header,
+    held_lines,
+    layout_text,
+    results_lines,
+    sources,
+    types_text,
+    where,
+    written_line,
+)
+
+__all__ = ["BEGIN", "Execute", "begin_lines", "begin_text", "execute_text", "staged_texts", "write_dumps"]
+
+def write_dumps(plan: Plan | PipelinePlan, directory: str | Path, ranks: Iterable[int]) -> None:
+    """Write ``rank_R/step_parallel_begin.ir`` and ``rank_R/execute.ir`` below a directory, which is made if need be.
+
+    Files of an earlier plan are replaced. The same plan gives the same bytes.
+
+    Args:
+        ranks: the ranks to write; the others cost nothing.
+
+    Raises:
+        PlanError: a rank outside the plan's devices.
+    """
+    for rank in ranks:
+        folder = Path(directory) / f"rank_{rank}"
+        texts = {"step_parallel_begin.ir": begin_text(plan, rank), "execute.ir": execute_text(plan, rank)} \
+            if isinstance(plan, Plan) else staged_texts(plan, rank)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            (folder / name).write_bytes(text.encode())
+
+
+def begin_text(plan: Plan, rank: int) -> str:
+    """The user's operators, each with its strategy, its global shapes and where it is called.
+
+    Raises:
+        PlanError: a rank outside the plan's devices.
+    """
+    return "\n".join((*header(plan, rank, "the user's operators, global shapes"), *held_lines(plan, rank),
+                      BEGIN, *begin_lines(plan))) + "\n"
+
+
+#: What a reader of the user's operators has to know.
+BEGIN = "# a word in parentheses at the end says who chose the strategy where no mark did"
+
+
+def begin_lines(plan: Plan) -> list[str]:
+    """The user's operators, a line each, and the results."""
+    graph, lines = plan.graph, []
+    names = ValueNumbers(v.name for v in sources(plan))
+    for planned, op in zip(plan.operators, graph.ops, strict=True):
+        asked = [f"in_strategy: {planned.in_strategy}"]
+        mark = op.mark
+        if mark is not None and any(isinstance(entry, Layout) for entry in mark.in_strategy or ()):
+            asked.append(f"in_layout: ({', '.join(map(layout_text, planned.in_layouts))})")
+        if mark is not None and mark.out_strategy is not None:
+            asked.append(f"out_strategy: {planned.out_strategy}")
+            asked.append(f"out_layout: ({', '.join(map(layout_text, planned.out_layouts))})")
+        outs = [v for v in op.outputs if v is not None]
+        made = [names.new(v.name) for v in outs] or ["_"]
+        comment = where(planned.name, planned.module, planned.source)
+        if planned.cause != "mark":
+            comment += f"  ({planned.cause})"
+        lines.append(written_line(made, planned.op, arguments(op.args, op.kwargs, names), ", ".join(asked),
+                                  types_text([(v, v.shape) for v in op.inputs], [(v, v.shape) for v in outs]), comment))
+    lines += results_lines([o.name if isinstance(o, Value) else o for o in graph.outputs], graph.outputs,
+                           {n: v.name for n, v in graph.updates.items()}, names)
+    return lines
+
+
+def execute_text(plan: Plan, rank: int) -> str:
+    """The program of one rank: local operators, slices and collectives, forward and backward.
+
+    Raises:
+        PlanError: a rank outside the plan's devices.
+    """
+    return "\n".join((*header(plan, rank, "the program of this rank, local shapes"), *held_lines(plan, rank),
+                      *Execute(plan, rank).run())) + "\n"
+
+
+# -- the program of a rank ---------------------------------------------------------------------------------------------
+
+
+class Execute:
+    """The program of one rank, line by line.
+
+    Args:
+        first: of the ranks of the world, the plan's first.
+    """
+
+    def __init__(self, plan: Plan, rank: int, first: int = 0) -> None:
+        self.plan, self.rank, self.first = plan, rank, first
+        self.names = ValueNumbers(v.name for v in sources(plan))
+        self.known: dict[str, PlacedValue] = {}
+        for table in (plan.routed.parameters, plan.routed.buffers, plan.routed.constants):
+            self.known.update((i.name, i) for i in table.values())
+        self.known.update((i.name, i) for i in plan.routed.inputs)
+        if plan.routed.seed is not None:
+            self.known[plan.routed.seed.name] = plan.routed.seed
+        for i in plan.routed.instructions:
+            self.known.update((o.name, o) for o in made_by(i))
+        self.lines: list[str] = []
+        self.gradients: dict[str, list[str]] = {}  # instance name -> what its uses have brought
+        self.again: dict[str, str] = {}            # instance name -> how it is written once it is computed again
+        self.region: Any = None                    # the region of which the latest line is
+
+    def run(self) -> list[str]:
+        self.forward(self.plan.routed.instructions)
+        self.results()
+        self.lines.append("# backward, in the order in which it runs")
+        self.backward()
+        self.final()
+        return self.lines
+
+    # -- forward --
+
+    def forward(self, instructions: Iterable[Any]) -> None:
+        self.lines.append("# forward")
+        for instruction in instructions:
+            if isinstance(instruction, LocalOp):
+                self.compute(instruction)
+            else:
+                self.convert(instruction)
+
+    def results(self) -> None:
+        routed = self.plan.routed
+        self.lines += results_lines([o.name if isinstance(o, PlacedValue) else o for o in routed.outputs], routed.outputs,
+                                    {n: i.name for n, i in routed.updates.items()}, self.names)
+
+    def compute(self, instruction: LocalOp) -> None:
+        op, leaves = instruction.op, read_by(instruction)
+        read = arguments(instruction.args, instruction.kwargs, self.names)
+        made = [self.names.new(o.name) for o in made_by(instruction)] or ["_"]
+        self.lines.append(written_line(made, _kind(instruction), read, "",
+                                       self.types(leaves, [o.name for o in made_by(instruction)]),
+                                       where(instruction.operator, op.module, op.source)))
+
+    def convert(self, instruction: Redistribute | GlobalExtreme) -> None:
+        source, written = instruction.source, self.names[instruction.source.name]
+        given = {"output": "for the output"}.get(instruction.operator, f"for {instruction.operator}")
+        if isinstance(instruction, Redistribute) and instruction.cause == "parameter":
+            given = f"{source.value.name} {given}"
+
+        def comment(step: RedistributionStep) -> str:
+            if not step.reduces:
+                return given
+            # An all-reduce leaves what the operator itself would have left; a reduce-scatter is for the next one.
+            return f"completes {written}" if step.kind == "all_reduce" else f"completes {written} {given}"
+        target = instruction.target.value
+        written = self.cast(source.value, target, source.local_shape, written, given)
+        self.names[instruction.target.name] = self.steps(
+            instruction.forward, target, source.local_shape, written, forward_collectives(instruction), comment)
+
+    def types(self, before: Iterable[str], after: Iterable[str]) -> str:
+        sides = [[(self.known[n].value, self.known[n].local_shape) for n in names] for names in (before, after)]
+        return types_text(*sides)
+
+    def steps(self, steps: Redistribution, value: Value, shape: tuple[int, ...], written: str, collectives: Iterator,
+              comment: Callable[[RedistributionStep], str]) -> str:
+        """A line for each step of a conversion; what its result is written as: itself where there are none."""
+        shapes = steps.local_shapes(shape)
+        for step, before, after in zip(steps.steps, shapes, shapes[1:]):
+            if step.communicates:
+                collective, digits = next(collectives)
+                attributes = f"ranks: {self.group(digits)}, bytes: {collective.bytes}{_details(step)}"
+            else:
+                attributes = _index(step, before, self.rank)
+            made = self.names.number()
+            self.lines.append(written_line([made], step.kind, [written], attributes,
+                                           types_text([(value, before)], [(value, after)]), comment(step)))
+            written = made
+        return written
+
+    def cast(self, before: Value, after: Value, shape: tuple[int, ...], written: str, comment: str) -> str:
+        """A line for a change of type, if there is one."""
+        if before.dtype == after.dtype:
+            return written
+        made = self.names.number()
+        self.lines.append(written_line([made], "to", [written], "", types_text([(before, shape)], [(after, shape)]), comment))
+        return made
+
+    def group(self, digits: Any) -> tuple[int, ...]:
+        """The ranks of the world that a collective joins."""
+        return tuple(self.first + rank for rank in group_of(self.rank, digits))
+
+    # -- backward --
+
+    def backward(self) -> None:
+        self.given(self.plan.routed.outputs)
+        self.back(self.plan.backward)
+
+    def given(self, outputs: Iterable[Any], comment: str = "given by the caller; 1 for a loss") -> None:
+        """The gradients that the caller gives."""
+        seen: set[str] = set()
+        for output in outputs:
+            if isinstance(output, PlacedValue) and output.value.requires_grad and output.name not in seen:
+                seen.add(output.name)
+                made = self.names.number()
+                types = self.types((), [output.name])
+                self.lines.append(written_line([made], "gradient", [self.names[output.name]], "", types,
+                                               comment))
+                self.bring(output.name, made)
+
+    def back(self, instructions: Iterable[Any]) -> None:
+        """The backwards of instructions."""
+        for instruction in instructions:
+            if isinstance(instruction, LocalOp):
+                self.compute_backward(instruction)
+            elif isinstance(instruction, Redistribute):
+                self.convert_backward(instruction)
+            elif isinstance(instruction, Regather):
+                self.gather_again(instruction)
+            elif isinstance(instruction, RecomputedInstruction):
+                self.recompute(instruction)
+            else:
+                self.extreme_backward(instruction)
+
+    def final(self) -> None:
+        routed = self.plan.routed
+        final = [f"{name}: {self.total(i.name)}" for name, i in routed.parameters.items() if i.name in self.gradients]
+        self.lines.append(f"gradients {{{', '.join(final)}}}" if final else "# no parameter has a gradient")
+
+    def bring(self, name: str, gradient: str) -> None:
+        self.gradients.setdefault(name, []).append(gradient)
+
+    def total(self, name: str) -> str:
+        """The gradient of an instance from all its uses."""
+        parts = self.gradients[name]
+        if len(parts) > 1:
+            made = self.names.number()
+            self.lines.append(written_line([made], "add", parts, "", self.types([name] * len(parts), [name]),
+                                           f"gradient of {self.names[name]} from {len(parts)} uses"))
+            self.gradients[name] = parts = [made]
+        return parts[0]
+
+    def compute_backward(self, instruction: LocalOp) -> None:
+        outs = [o.name for o in made_by(instruction) if o.name in self.gradients]
+        ins = [n for n in read_by(instruction) if self.known[n].value.requires_grad]
+        arguments = [self.total(n) for n in outs]
+        made = [self.names.number() for _ in ins]
+        for name, gradient in zip(ins, made):
+            self.bring(name, gradient)
+        self.lines.append(written_line(
+            made, f"{_kind(instruction)}_backward", arguments, "", self.types(outs, ins),
+            f"gradient{'s' * (len(ins) > 1)} of {', '.join(self.names[n] for n in ins)}; "
+            + where(instruction.operator, instruction.op.module, instruction.op.source)))
+
+    def convert_backward(self, instruction: Redistribute) -> None:
+        source, target = instruction.source, instruction.target
+        gradient = self.total(target.name)
+        if instruction.backward is not None:
+            whose = source.value.name if instruction.cause == "parameter" else self.names[source.name]
+            comment = f"gradient of {whose}"
+            if instruction.forward.steps:
+                comment += f", transpose of {', '.join(s.kind for s in instruction.forward.steps)}"
+            if instruction.operator != "output":
+                comment += f" for {instruction.operator}"
+            moved = instruction.back if instruction.backward.steps else source.value
+            gradient = self.cast(target.value, moved, target.local_shape, gradient, comment)
+            gradient = self.steps(instruction.backward, moved, target.local_shape, gradient,
+                                  backward_collectives(instruction), lambda step: comment)
+            gradient = self.cast(moved, source.value, source.local_shape, gradient, comment)
+        self.bring(source.name, gradient)
+
+    def recompute(self, instruction: RecomputedInstruction) -> None:
+        """A line of the forward once more: what it makes has another number, and is read by that in its region."""
+        if instruction.region is not self.region:
+            self.region = instruction.region
+            self.lines.append(f"# {self.region.path} is computed again, for the backward of {instruction.operator}")
+        first = {name: self.names[name] for name in self.names}
+        self.names.update(self.again)
+        again = instruction.instruction
+        self.compute(again) if isinstance(again, LocalOp) else self.convert(again)
+        self.again.update((o.name, self.names[o.name]) for o in made_by(again))
+        self.names.update(first)
+
+    def gather_again(self, instruction: Regather) -> None:
+        source, target = instruction.move.source, instruction.move.target.value
+        comment = f"{source.value.name} again, for the backward of {instruction.operator}"
+        written = self.cast(source.value, target, source.local_shape, self.names[source.name], comment)
+        self.steps(instruction.move.forward, target, source.local_shape, written, backward_collectives(instruction),
+                   lambda step: comment)
+
+    def extreme_backward(self, instruction: GlobalExtreme) -> None:
+        """Each rank gets the share of the gradient that its ties are of the ties of all ranks."""
+        source, reduced = instruction.source, self.names[instruction.source.name]
+        gradient = self.total(instruction.target.name)
+        layout = source.layout
+        made = self.names.number()
+        self.lines.append(written_line([made], "ties", [self.names[instruction.operand.name], reduced,
+                                                        self.names[instruction.target.name]], "",
+                                       self.types([instruction.operand.name, source.name, instruction.target.name],
+                                                  [source.name]), f"how many elements attain the {layout.reduction}"))
+        of_all = self.steps(redistribution(layout.without_partial().with_partial(layout.partial), layout.without_partial()),
+                            source.value, source.local_shape, made, backward_collectives(instruction),
+                            lambda step: f"gradient of {reduced}: the ties of all ranks")
+        shared = self.names.number()
+        self.lines.append(written_line([shared], f"{layout.reduction}_backward", [gradient, made, of_all], "",
+                                       self.types([source.name] * 3, [source.name]), f"gradient of {reduced}"))
+        self.bring(source.name, shared)
+
+
+def _kind(instruction: LocalOp) -> str:
+    packet = getattr(instruction.target, "overloadpacket", None)
+    return packet.__name__ if packet is not None else getattr(instruction.target, "__name__", str(instruction.target))
+
+
+def _details(step: RedistributionStep) -> str:
+    """What a collective does with dims, and what it reduces by if not a sum."""
+    parts = []
+    for word, attribute in (("scatter_dim", "scattered"), ("gather_dim", "gathered")):
+        dims = [d for d, atoms in enumerate(step.dims) if any(getattr(a, attribute) is not None for a in atoms)]
+        if dims:
+            parts.append(f", {word}: {dims[0] if len(dims) == 1 else tuple(dims)}")
+    if step.reduces and step.reduction != "sum":
+        parts.append(f", reduction: {step.reduction}")
+    return "".join(parts)
+
+
+def _index(step: RedistributionStep, shape: tuple[int, ...], rank: int) -> str:
+    """The part of its local tensor that a rank keeps: ranges a dim, or where those have gaps an index of a view."""
+    geometry = step.geometry(shape)
+    if geometry.cuts is None:
+        chosen = {axis: str(digit.value(rank)) for axis, digit in geometry.select}
+        index = ", ".join(chosen.get(axis, ":") for axis in range(len(geometry.pre_view)))
+        return f"view: {list(geometry.pre_view)}, index: [{index}]"
+    ranges = [f"0:{size}" for size in shape]
+    for dim, length, digits in geometry.cuts:
+        number = 0
+        for digit in digits:
+            number = number * digit.size + digit.value(rank)
+        ranges[dim] = f"{number * length}:{(number + 1) * length}"
+    return f"index: [{', '.join(ranges)}]"
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# The dumps of a pipeline: the schedule of a rank's group, and the program of each of its stages, for one micro-batch.
+#
+#     %relu_1 = recv()  {ranks: (1, 5), bytes: 128}  f64[1, 16]   # from stage 0
+#     send(%7)  {ranks: (5, 1), bytes: 128}  f64[1, 16]   # gradient of %relu_1, to stage 0
+#
+# Ranks are those of the world, sender first; parts and layouts are those of the stage's own devices. What is done once a
+# step, the sums of the gradients of parameters and what several stages share, stands by itself.
+# ----------------------------------------------------------------------------------------------------
+
+def staged_texts(plan: PipelinePlan, rank: int) -> dict[str, str]:
+    """The dumps of one rank by the names of their files.
+
+    Raises:
+        PlanError: a rank outside the plan's devices.
+    """
+    begin = [*header(plan, rank, "the user's operators of this rank's stages, global shapes of one micro-batch"), BEGIN,
+             *_schedule(plan)]
+    execute = [*header(plan, rank, "the program of this rank, local shapes of one micro-batch"), *_schedule(plan)]
+    for stage in plan.of_rank(rank):
+        title = f"# stage {stage.number} of {len(plan.stages)}, ranks {stage.ranks[0]} to {stage.ranks[-1]}"
+        held = list(held_lines(stage.plan, rank - stage.first))
+        begin += ["", title, *held, *begin_lines(stage.plan)]
+        execute += ["", title, *held, *_Staged(plan, stage, rank).run()]
+    return {"step_parallel_begin.ir": "\n".join(begin) + "\n", "execute.ir": "\n".join(execute) + "\n"}
+
+
+def _schedule(plan: PipelinePlan) -> Iterator[str]:
+    """Who does what when."""
+    made = plan.schedule
+    yield (f"# {made.name}: {made.stages} stages, {made.micro_batches} micro-batches; "
+           "an action is stage, kind, micro-batch")
+    for group in range(made.groups):
+        ranks = plan.stages[made.placement.index(group)].ranks
+        yield f"# group {group}, ranks {ranks[0]} to {ranks[-1]}: {' '.join(map(str, made.actions[group]))}"
+    yield from (f"#   {line}" for line in made.grid().splitlines())
+
+
+class _Staged(Execute):
+    """The program of one rank for one stage."""
+
+    def __init__(self, plan: PipelinePlan, stage: Stage, rank: int) -> None:
+        super().__init__(stage.plan, rank - stage.first, stage.first)
+        self.whole, self.stage, self.world = plan, stage, rank
+        inputs = [i.name for i in stage.plan.routed.inputs]
+        self.into = [(name, t) for name, source in zip(inputs, stage.sources) for t in plan.transfers
+                     if (t.kind, t.name, t.source, t.target) == (
+                         "value" if source.kind == "stage" else source.kind, source.name, source.index, stage.number)]
+        outputs = stage.plan.routed.outputs
+        self.results_of_model, self.sent = outputs[:len(stage.results)], outputs[len(stage.results):]
+
+    def run(self) -> list[str]:
+        """Its lines."""
+        parameters = self.stage.plan.routed.parameters
+        shared = [(parameters[t.name].name, t) for t in self.whole.transfers
+                  if t.kind == "parameter" and t.source == self.stage.number]
+        shares = [(name, t) for name, t in self.into if t.kind == "parameter"]
+        gathers = [i for i in self.plan.routed.instructions if self.plan.once(i)]
+        if shared or shares or any(i.forward.collectives for i in gathers):
+            self.lines.append("# once a step, before the first micro-batch")
+            for name, t in shared:
+                self.gives(t, name, f"parameter {t.name}")
+            for name, t in shares:
+                self.takes(t, name, f"parameter {t.name}")
+        for gather in gathers:
+            self.convert(gather)
+        values = [(name, t) for name, t in self.into if t.kind == "value"]
+        for name, t in values:
+            self.takes(t, name, "")
+        self.forward(i for i in self.plan.routed.instructions if not self.plan.once(i))
+        self.results()
+        for name, t in self.leaving():
+            self.gives(t, name, "")
+        self.lines.append("# backward, in the order in which it runs")
+        count = self.whole.micro_batches
+        how = {self.whole.micro.joins[index].how for index in self.stage.results}
+        self.given(self.results_of_model, f"of a loss 1/{count}: its mean over micro-batches" if "mean" in how else
+                   "of a loss 1: its sum over micro-batches")
+        for name, t in self.leaving():
+            if t.gradient:
+                made = self.names.number()
+                self.takes(t, name, f"gradient of {self.names[name]}", made)
+                self.bring(name, made)
+        self.back(i for i in self.plan.backward if not self.plan.once(i))
+        for name, t in values:
+            if t.gradient and name in self.gradients:
+                self.gives(t, name, f"gradient of {self.names[name]}", self.total(name))
+        self.lines.append("# once a step, after the last micro-batch: gradients that all micro-batches have added to")
+        for name, t in shares:
+            if t.gradient and name in self.gradients:
+                self.gives(t, name, f"gradient of {t.name}", self.total(name))
+        for name, t in shared:
+            if t.gradient:
+                made = self.names.number()
+                self.takes(t, name, f"gradient of {t.name}", made)
+                self.bring(name, made)
+        self.back(i for i in self.plan.backward if self.plan.once(i))
+        self.final()
+        return self.lines
+
+    def compute(self, instruction: LocalOp) -> None:
+        """An operator; what is sent is what it is."""
+        if instruction.op.target is send:
+            self.names[instruction.outputs[0].name] = self.names[read_by(instruction)[0]]
+            return
+        super().compute(instruction)
+
+    def compute_backward(self, instruction: LocalOp) -> None:
+        """Its backward."""
+        if instruction.op.target is send:
+            self.bring(read_by(instruction)[0], self.total(instruction.outputs[0].name))
+            return
+        super().compute_backward(instruction)
+
+    def results(self) -> None:
+        """What of the model's results the stage has."""
+        outputs = self.results_of_model
+        if outputs or self.plan.routed.updates:
+            self.lines += results_lines([o.name for o in outputs], outputs,
+                                        {n: i.name for n, i in self.plan.routed.updates.items()}, self.names)
+
+    def leaving(self) -> Iterator[tuple[str, Transfer]]:
+        """What it sends with every micro-batch: by what name, and to whom."""
+        for name, instance in zip(self.stage.sent, self.sent):
+            for t in self.whole.transfers:
+                if (t.kind, t.name, t.source) == ("value", name, self.stage.number):
+                    yield instance.name, t
+
+    def takes(self, t: Transfer, name: str, what: str, made: str | None = None) -> None:
+        """A line that receives; as what `made` says, or as its own name."""
+        back = made is not None
+        other = t.target if back else t.source
+        types, comment = self.types((), [name]), ", ".join(filter(None, (what, f"from stage {other}")))
+        made = made or self.names[name]
+        if self.here(t):
+            self.lines.append(written_line([made], "here", [], "", types, f"{comment}, which this rank runs too"))
+            return
+        for peer in self.whole.peers(t, self.world, back):
+            self.lines.append(written_line([made], "recv", [], f"ranks: {(peer, self.world)}, bytes: {t.nbytes}", types,
+                                           comment))
+
+    def gives(self, t: Transfer, name: str, what: str, written: str | None = None) -> None:
+        """A line that sends `written`, or the value of that name."""
+        back = written is not None
+        other = t.source if back else t.target
+        types, comment = self.types((), [name]), ", ".join(filter(None, (what, f"to stage {other}")))
+        written = written or self.names[name]
+        if self.here(t):
+            self.lines.append(f"hand_on({written})  {types}   # {comment}, which this rank runs too")
+            return
+        for peer in self.whole.peers(t, self.world, back):
+            self.lines.append(f"send({written})  {{ranks: {(self.world, peer)}, bytes: {t.nbytes}}}  {types}   "
+                              f"# {comment}")
+
+    def here(self, t: Transfer) -> bool:
+        """Whether both of its stages are this rank's."""
+        return self.world in self.whole.stages[t.source].ranks and self.world in self.whole.stages[t.target].ranks

@@ -1,0 +1,210 @@
+"""Two plans, compared: which operators are split in another way, and what a step takes under each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from ..cluster import Cluster
+from ..explain import opened
+from ..graph import types_of
+from ..partition.local_program import Decision
+from ..pipeline.pipeline_plan import PipelinePlan, StageParameter
+from ..planfile.document_writer import dataset_strategy, digest, pipeline_dataset_strategy, pipeline_words
+from ..planfile.encoding import spell_assignment, spell_digits, spell_layout
+from ..sharded_plan import ParameterPlan, Plan
+from .format import size_text, time_text
+
+__all__ = ["Difference", "difference", "strategy_text"]
+
+@dataclass(frozen=True)
+class Difference:
+    """How a plan differs from another.
+
+    Attributes:
+        settings: a line for each setting that differs.
+        operators: a line for each operator that is split in another way, that one has and the other has not, or whose
+            shapes are others.
+        parameters: a line for each parameter that is stored in another way.
+    """
+
+    before: Plan | PipelinePlan
+    after: Plan | PipelinePlan
+    settings: tuple[str, ...]
+    operators: tuple[str, ...]
+    parameters: tuple[str, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether the plans say the same."""
+        return not (self.settings or self.operators or self.parameters)
+
+    @cached_property
+    def lines(self) -> tuple[str, ...]:
+        """All of it, and what a step takes."""
+        totals = f"a step: {time_text(self.before.cost)} -> {time_text(self.after.cost)}"
+        if self.before.cost:
+            totals += f" ({self.after.cost / self.before.cost - 1:+.2%})"
+        counts = f"{len(self.operators)} operators and {len(self.parameters)} parameters differ" \
+            if not self.equal else "equal"
+        return (*self.settings, *self.operators, *self.parameters,
+                f"{counts}; {totals}; "
+                f"at most on a device: {size_text(self.before.peak)} -> {size_text(self.after.peak)}")
+
+
+def difference(before: Plan | PipelinePlan, after: Plan | PipelinePlan) -> Difference:
+    """Compare two plans, operators and parameters by their names. What operators of a pipeline take is that of one
+    micro-batch."""
+    return Difference(before, after, tuple(_settings(before, after)), tuple(_operators(before, after)),
+                      tuple(_parameters(before, after)))
+
+
+def _settings(before: Plan | PipelinePlan, after: Plan | PipelinePlan) -> Iterator[str]:
+    def name(plan: Plan | PipelinePlan) -> str | None:
+        return None if plan.cluster is None else plan.cluster.name
+    for what, one, other in (
+            ("devices", before.devices, after.devices), ("mode", before.mode, after.mode),
+            ("dataset_strategy", *map(_fed, (before, after))), ("hsdp", *map(_hsdp, (before, after))),
+            ("optimizer", before.optimizer, after.optimizer),
+            ("memory", *map(_memory, (before, after))), *_pipeline(before, after)):
+        if one != other:
+            yield f"{what}: {one} -> {other}"
+    if _cluster(before) != _cluster(after):
+        yield f"cluster: {name(before)} -> {name(after)}" if name(before) != name(after) else \
+            f"cluster: {name(before)}, of other figures"
+
+
+def _parts(plan: Plan | PipelinePlan) -> dict[int | None, Plan]:
+    """The plans of the stages by number; of a plan that is no pipeline, itself."""
+    return {stage.number: stage.plan for stage in plan.stages} if isinstance(plan, PipelinePlan) else {None: plan}
+
+
+def _fed(plan: Plan | PipelinePlan) -> Any:
+    return pipeline_dataset_strategy(plan) if isinstance(plan, PipelinePlan) else dataset_strategy(plan)
+
+
+def _hsdp(plan: Plan | PipelinePlan) -> Any:
+    """The setting; of stages that have several, all."""
+    found = list(dict.fromkeys(part.hsdp for part in _parts(plan).values()))
+    return found[0] if len(found) == 1 else found
+
+
+def _memory(plan: Plan | PipelinePlan) -> str:
+    """The limit within which it was searched; of stages that have several, all."""
+    limits = [None if part.found is None else part.found.limit for part in _parts(plan).values()]
+    said = ["no limit" if limit is None else f"{limit:.15g} bytes a device" for limit in dict.fromkeys(limits)]
+    return ", ".join(said)
+
+
+def _pipeline(before: Plan | PipelinePlan, after: Plan | PipelinePlan) -> Iterator[tuple[str, Any, Any]]:
+    """What is said of pipelines, of two plans."""
+    one, other = ({} if isinstance(plan, Plan) else pipeline_words(plan) for plan in (before, after))
+    words = {"stages": "groups of devices", "scheduler": "schedule", "micro_batches": "micro-batches",
+             "placement": "groups of the stages", "split": "inputs that are split"}
+    for key, what in words.items():
+        yield what, one.get(key, "no pipeline"), other.get(key, "no pipeline")
+    if one.get("actions") != other.get("actions") and one.get("scheduler") == other.get("scheduler"):
+        yield f"actions of {one['scheduler']}", "as they were", "others"
+    if one and other:
+        yield "devices of the stages", *([part.devices for part in _parts(plan).values()] for plan in (before, after))
+
+
+def _cluster(plan: Plan | PipelinePlan) -> Cluster:
+    return Cluster.of(plan.cluster, plan.devices)
+
+
+class _Placed(NamedTuple):
+    """An operator where it is.
+
+    Attributes:
+        stage: its number, or None.
+        decision: with the sum that it lets through.
+        seconds: of a step, or of one micro-batch.
+    """
+
+    stage: int | None
+    decision: Decision
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{strategy_text(self.decision)} {time_text(self.seconds)}"
+
+    @property
+    def shapes(self) -> str:
+        """What it is and of which shapes."""
+        return f"{self.decision.op.kind} {types_of(self.decision.op)}"
+
+
+def _placed(plan: Plan | PipelinePlan) -> dict[str, _Placed]:
+    out = {}
+    for number, part in _parts(plan).items():
+        prices, through = part.price.by_operator, opened(part)
+        for name, decision in part.decisions.items():
+            out[name] = _Placed(number, replace(decision, open=through.get(name, ())), prices.get(name, 0.0))
+    return out
+
+
+def _operators(before: Plan | PipelinePlan, after: Plan | PipelinePlan) -> Iterator[str]:
+    olds, news = _placed(before), _placed(after)
+    for name, old in olds.items():
+        new = news.get(name)
+        if new is None:
+            yield f"- {name}: {old}"
+            continue
+        stages = {old.stage, new.stage}
+        moved = f"stage {old.stage} -> stage {new.stage}, " if len(stages) > 1 and None not in stages else ""
+        if old.shapes != new.shapes:
+            yield f"~ {name}: {moved}{old.shapes} {time_text(old.seconds)} -> {new.shapes} {time_text(new.seconds)}"
+        elif moved or digest(old.decision.op, old.decision) != digest(new.decision.op, new.decision):
+            yield f"~ {name}: {moved}{old} -> {new}"
+    yield from (f"+ {name}: {new}" for name, new in news.items() if name not in olds)
+
+
+def _parameters(before: Plan | PipelinePlan, after: Plan | PipelinePlan) -> Iterator[str]:
+    old, new = before.parameters, after.parameters
+    for name in old:
+        if name not in new:
+            yield f"- parameter {name}: {_stored(old[name])}"
+        elif _place(old[name]) != _place(new[name]):
+            yield f"~ parameter {name}: {_stored(old[name])} -> {_stored(new[name])}"
+    yield from (f"+ parameter {name}: {_stored(new[name])}" for name in new if name not in old)
+
+
+def _stored(parameter: ParameterPlan) -> str:
+    on = f" in stage {parameter.stage}, on ranks {parameter.ranks[0]}-{parameter.ranks[-1]}" \
+        if isinstance(parameter, StageParameter) else ""
+    return f"{list(parameter.shape)} {_layout(spell_layout(parameter.storage))}{on}"
+
+
+def _place(parameter: ParameterPlan) -> tuple[Any, ...]:
+    """All that says where it is."""
+    staged = (parameter.stage, parameter.ranks) if isinstance(parameter, StageParameter) else ()
+    return parameter.storage, parameter.shape, *staged
+
+
+def _layout(words: Any) -> str:
+    return str(tuple(words)) if isinstance(words, list) else \
+        f"Layout({tuple(words['device_matrix'])}, {tuple(words['alias_name'])}){_entries(words['layout'])}"
+
+
+def _entries(entry: list) -> str:
+    return repr(tuple(tuple(e) if isinstance(e, list) else e for e in entry))
+
+
+def strategy_text(decision: Decision) -> str:
+    """A strategy as one writes it, on a line: its in_strategy, and what else it says."""
+    words = spell_assignment(decision.bound, decision.assignment)
+    if "device_matrix" in words:
+        text = f"Layout({tuple(words['device_matrix'])}, {tuple(words['alias_name'])}): " + \
+            ", ".join(map(_entries, words["in_strategy"]))
+        if "leaves" in words:
+            text += " -> " + ", ".join(map(_entries, words["leaves"]))
+    else:
+        text = str(tuple(map(tuple, words["in_strategy"])))
+    if decision.out is not None:
+        text += " out_strategy " + ", ".join(_layout(spell_layout(layout)) for layout in decision.out)
+    if decision.open:
+        text += f" open {spell_digits(decision.assignment.devices, decision.open)['axes']}"
+    return text + " recomputed" * (decision.op.recompute is not None)

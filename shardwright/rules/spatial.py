@@ -1,0 +1,356 @@
+"""Convolutions and transposed ones.
+
+Factors stand in the device matrix in the order n, groups, c_in, h, w, c_out. Cut input channels leave a partial sum;
+the bias is added once, to the finished sum. Channels of groups are ``(g ci)`` and ``(g co)``: cuts fall between groups
+first, and a rank convolves the groups that it holds. The kernel stays whole; spatial dims are as `window` says, and a
+transposed convolution is its mirror image.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..graph import Op
+from ..torch_private import operators
+from .dims import compound, cut_size, named, operand, operands, whole, wide
+from .notation import Assignment, Bound
+from .registry import Expansion, Local, Rule, local_output_shape, register
+
+__all__ = ["Texts", "per_dim", "spatial", "windowed", "windows_of"]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Windows over the spatial dims of a tensor, which convolutions, pooling and patches share.
+#
+#     window o of a dim has the elements  o·stride - padding + dilation·(0 … kernel-1)
+#
+# A dim falls into stretches of `stride` elements, and window o keeps within stretch o, where nothing is padded and
+# dilation·(kernel-1) < stride. If the stretches fill the dim, it is ``(o r!)``: it may be cut between stretches, and each
+# slice is windowed by the same call. Otherwise the dim stays whole.
+# ----------------------------------------------------------------------------------------------------
+
+#: The texts of the dims that windows lie on, of the dims that count windows, and the sizes of their factors.
+Texts = tuple[list[str], list[str], dict[str, int]]
+
+
+def spatial(op: Op) -> int:
+    """How many spatial dims an operator has: its name says so, as in ``max_pool2d_with_indices``."""
+    return next(int(letter) for letter in op.kind if letter.isdigit())
+
+
+def per_dim(argument: Any, count: int) -> tuple:
+    """An argument with one entry a spatial dim, where one for all may be given."""
+    listed = tuple(argument) if isinstance(argument, (tuple, list)) else (argument,)
+    return listed * count if len(listed) == 1 else listed
+
+
+def windows_of(op: Op, kernel: Sequence[int]) -> list[tuple[int, int, int]]:
+    """The (stride, padding, extent) of an operator's windows in each spatial dim; an extent is dilation·(kernel-1) + 1.
+
+    Padding by name counts as none: "valid" is none, and "same" pads nothing where the kernel is 1, the one case in
+    which its windows keep apart.
+    """
+    count, padding = len(kernel), op.argument("padding", 0)
+    strides = per_dim(op.argument("stride") or kernel, count)
+    paddings = per_dim(0 if isinstance(padding, str) else padding, count)
+    dilations = per_dim(op.argument("dilation", 1), count)
+    return [(s, p, d * (k - 1) + 1) for s, p, d, k in zip(strides, paddings, dilations, kernel)]
+
+
+def windowed(op: Op, sizes: Sequence[int], counts: Sequence[int], kernel: Sequence[int]) -> Texts:
+    """The spatial dims of an operator's windows.
+
+    Args:
+        sizes: of the dims that the windows lie on: what a convolution reads, what its transpose writes.
+        counts: how many windows each dim has.
+    """
+    before, after, factors = [], [], {}
+    for i, (size, windows, (stride, padding, extent)) in enumerate(zip(sizes, counts, windows_of(op, kernel))):
+        if padding == 0 and extent <= stride and size == windows * stride:
+            before.append(f"(o{i} r{i}!)")
+            after.append(f"o{i}")
+            factors |= {f"o{i}": windows, f"r{i}": stride}
+        else:
+            before.append(f"s{i}!")
+            after.append(f"o{i}!")
+    return before, after, factors
+
+
+aten = torch.ops.aten
+
+
+def _is_transposed(op: Op) -> bool:
+    return op.kind.startswith("conv_transpose") or bool(op.argument("transposed", False))
+
+
+def _text(op: Op) -> tuple[str, dict[str, int]]:
+    x, weight, out = op.argument("input").shape, op.argument("weight").shape, op.outputs[0].shape
+    count, groups, is_transposed = len(weight) - 2, op.argument("groups"), _is_transposed(op)
+    lie, slide = (out, x) if is_transposed else (x, out)
+    lies, slides, sizes = windowed(op, lie[-count:], slide[-count:], weight[2:])
+    before, after = (slides, lies) if is_transposed else (lies, slides)
+    group = ["g"] * (groups > 1)
+    inward, outward = compound([*group, "ci"]), compound([*group, "co"])
+    filters = [inward, "co"] if is_transposed else [outward, "ci"]
+    batch = ["n"] * (len(x) - count - 1)
+    texts = operands(op, input=operand([*batch, inward, *before]),
+                     weight=operand([*filters, *(f"{k}!" for k in named(count, "k"))]),
+                     bias=compound([*group, "co?"]))
+    channels = {"g": groups, "ci": x[-count - 1] // groups, "co": out[-count - 1] // groups}
+    return f"{texts} -> {operand([*batch, outward, *after])}", channels | sizes
+
+
+def _local(op: Op, bound: Bound, assignment: Assignment) -> Local:
+    args, kwargs = op.with_arguments(groups=op.argument("groups") // cut_size(bound, assignment, ["g"]))
+    return Local(op.target, args, kwargs)
+
+
+def _bias_after(op: Op, bound: Bound, assignment: Assignment) -> Expansion | None:
+    bias = op.argument("bias")
+    if bias is None or cut_size(bound, assignment, ["ci"]) == 1:
+        return None
+    args, kwargs = op.with_arguments(bias=None)
+    beside = [*bias.shape, *(1 for _ in op.argument("weight").shape[2:])]
+    return lambda b: b.call(aten.add.Tensor, b.call(op.target, *args, **kwargs),
+                            b.call(aten.view.default, bias, beside))
+
+
+register((aten.conv1d.default, aten.conv1d.padding, aten.conv2d.default, aten.conv2d.padding, aten.conv3d.default,
+          aten.conv3d.padding, aten.conv_transpose1d.default, aten.conv_transpose2d.input,
+          aten.conv_transpose3d.input, aten.convolution.default),
+         Rule(_text, localize=_local, expand=_bias_after, neutral=0))
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# Space and channels exchanged: patches taken out and put back, pixels shuffled. Nothing is computed but sums of what
+# overlaps, so that open sums pass.
+# ----------------------------------------------------------------------------------------------------
+
+def _patches(op: Op) -> tuple[str, str, dict[str, int]]:
+    """The texts of an image and of its patches ``n (c kernel) windows``, and the sizes of their factors."""
+    is_image_made = op.kind == "col2im"
+    image = (op.outputs if is_image_made else op.inputs)[0].shape
+    kernel = op.argument("kernel_size")
+    counts = [(size + 2 * padding - extent) // stride + 1
+              for size, (stride, padding, extent) in zip(image[-2:], windows_of(op, kernel))]
+    planes, windows, sizes = windowed(op, image[-2:], counts, kernel)
+    batch = ["n"] * (len(image) - 3)
+    elements = compound(["c", *(f"{k}!" for k in named(2, "k"))])
+    sizes |= {"c": image[-3]} | dict(zip(named(2, "k"), kernel)) | dict(zip(named(2, "o"), counts))
+    return operand([*batch, "c", *planes]), operand([*batch, elements, compound(windows)]), sizes
+
+
+def _taken(op: Op) -> tuple[str, dict[str, int]]:
+    image, patches, sizes = _patches(op)
+    return f"{image} -> {patches}", sizes
+
+
+def _put_back(op: Op) -> tuple[str, dict[str, int]]:
+    image, patches, sizes = _patches(op)
+    return f"{patches} -> {image}", sizes
+
+
+def _local_put_back(op: Op, bound: Bound, assignment: Assignment) -> Local:
+    args, kwargs = op.with_arguments(output_size=list(local_output_shape(bound, assignment)[-2:]))
+    return Local(op.target, args, kwargs)
+
+
+def _shuffled(op: Op) -> tuple[str, dict[str, int]]:
+    """pixel_shuffle spreads each channel's r·r parts over the plane, pixel_unshuffle gathers them."""
+    is_spread = op.kind == "pixel_shuffle"
+    factor = op.argument("upscale_factor" if is_spread else "downscale_factor")
+    deep, flat = "... (c p! q!) h w", "... c (h p!) (w q!)"
+    *_, c, h, w = (op.outputs if is_spread else op.inputs)[0].shape
+    sizes = {"p": factor, "q": factor, "c": c, "h": h // factor, "w": w // factor}
+    return (f"{deep} -> {flat}" if is_spread else f"{flat} -> {deep}"), sizes
+
+
+def _channels(op: Op) -> str:
+    """channel_shuffle: the channels stay whole, since neighbours come to lie far apart."""
+    rest = operand(named(len(op.inputs[0].shape) - 2, "s"))
+    return f"n c! {rest} -> n c! {rest}"
+
+
+register((aten.im2col.default,), Rule(_taken, linear=True))
+register((aten.col2im.default,), Rule(_put_back, linear=True, localize=_local_put_back))
+register((aten.pixel_shuffle.default, aten.pixel_unshuffle.default), Rule(_shuffled, linear=True))
+register((aten.channel_shuffle.default,), Rule(_channels, linear=True))
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# Pooling. Batch and channels may be cut, spatial dims as `window` says.
+#
+# One window that is a whole dim makes a mean over it, and over a cut dim a sum divided by the global count. Adaptive
+# means of sizes a·g and b·g, g their greatest common divisor, take each stretch of a elements to b: the dim may be cut
+# between stretches. Where indices come out, which count in the whole plane, spatial dims stay whole.
+# ----------------------------------------------------------------------------------------------------
+
+def _lead(op: Op) -> list[str]:
+    """Names of the dims in front of the spatial ones."""
+    return ["n", "c"][2 - (len(op.inputs[0].shape) - spatial(op)):]
+
+
+def _planes(op: Op) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The spatial sizes of the input and of the output."""
+    count = spatial(op)
+    return op.inputs[0].shape[-count:], op.outputs[0].shape[-count:]
+
+
+def _slid(op: Op) -> Texts:
+    before, after = _planes(op)
+    return windowed(op, before, after, per_dim(op.argument("kernel_size"), len(before)))
+
+
+def _spread(op: Op) -> Texts:
+    """Adaptive windows."""
+    texts, out, sizes = [], [], {}
+    for i, (before, after) in enumerate(zip(*_planes(op))):
+        shared = math.gcd(before, after)
+        texts.append(f"(o{i} r{i}!)")
+        out.append(f"(o{i} m{i}!)")
+        sizes |= {f"o{i}": shared, f"r{i}": before // shared, f"m{i}": after // shared}
+    return texts, out, sizes
+
+
+def _covered(op: Op) -> list[int]:
+    """The spatial dims that one window takes in as they are."""
+    before, after = _planes(op)
+    if "adaptive" in op.kind:
+        return [i for i, size in enumerate(after) if size == 1]
+    if op.argument("divisor_override") is not None:
+        return []
+    windows = windows_of(op, per_dim(op.argument("kernel_size"), len(before)))
+    return [i for i, (_, padding, extent) in enumerate(windows) if (extent, padding, after[i]) == (before[i], 0, 1)]
+
+
+def _maximum_text(op: Op) -> tuple[str, dict[str, int]]:
+    before, after, sizes = _slid(op)
+    return f"{operand(_lead(op) + before)} -> {operand(_lead(op) + after)}", sizes
+
+
+def _mean_text(op: Op) -> tuple[str, dict[str, int]]:
+    before, after, sizes = _spread(op) if "adaptive" in op.kind else _slid(op)
+    for i in _covered(op):
+        before[i], after[i] = f"h{i}", "1"
+    return f"{operand(_lead(op) + before)} -> {operand(_lead(op) + after)}", sizes
+
+
+def _local_adaptive(op: Op, bound: Bound, assignment: Assignment) -> Local:
+    plane = list(local_output_shape(bound, assignment)[-spatial(op):])
+    return Local(op.target, (op.inputs[0], plane), {})
+
+
+def _expand_mean(op: Op, bound: Bound, assignment: Assignment) -> Expansion | None:
+    """First the mean over the dims that one window takes in, then the windows of the others."""
+    covered, (before, after) = _covered(op), _planes(op)
+    if cut_size(bound, assignment, [f"h{i}" for i in covered]) == 1:
+        return None
+    x, out, lead = op.inputs[0], op.outputs[0].dtype, len(_lead(op))
+    dims, elements = [lead + i for i in covered], math.prod(before[i] for i in covered)
+
+    def work(b):
+        total = b.call(aten.sum.dim_IntList, x, dims, True, dtype=wide(out))
+        mean = b.to(b.call(aten.div.Tensor, total, elements), out)
+        if len(covered) == len(before):
+            return mean
+        if "adaptive" in op.kind:
+            return b.call(op.target, mean, list(after))
+        kernel = per_dim(op.argument("kernel_size"), len(before))
+        strides = [stride for stride, _, _ in windows_of(op, kernel)]
+        left = [[1 if i in covered else size for i, size in enumerate(sizes)] for sizes in (kernel, strides)]
+        return b.call(op.target, mean, *left, *map(op.argument, ("padding", "ceil_mode", "count_include_pad")))
+    return work
+
+
+def _plane_text(op: Op) -> str:
+    """Planes stay whole; further inputs and outputs have the same batch and channels."""
+    lead = _lead(op)
+    sides = [", ".join(operand([*lead, *whole(named(len(v.shape) - len(lead), f"{letter}{i}_"))])
+                       for i, v in enumerate(side)) for letter, side in (("s", op.inputs), ("o", op.outputs))]
+    return " -> ".join(sides)
+
+
+register((aten.max_pool1d.default, aten.max_pool2d.default, aten.max_pool3d.default), Rule(_maximum_text))
+register((aten.avg_pool1d.default, aten.avg_pool2d.default, aten.avg_pool3d.default),
+         Rule(_mean_text, linear=True, expand=_expand_mean))
+register((aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default, aten.adaptive_avg_pool3d.default),
+         Rule(_mean_text, linear=True, localize=_local_adaptive, expand=_expand_mean))
+register((aten.max_pool1d_with_indices.default, aten.max_pool2d_with_indices.default,
+          aten.max_pool3d_with_indices.default, aten.adaptive_max_pool1d.default, aten.adaptive_max_pool2d.default,
+          aten.adaptive_max_pool3d.default, aten.fractional_max_pool2d.default, aten.fractional_max_pool3d.default,
+          aten.max_unpool2d.default, aten.max_unpool3d.default), Rule(_plane_text))
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# Images resampled: interpolation, grids.
+#
+# Interpolation by sizes a·g and b·g takes stretches of a elements to b. Nearest neighbours keep within their stretch
+# (where a/b is a power of two, so that positions are exact), and a dim that keeps its size is left as it is: those may be
+# cut between stretches. Everything else reads its neighbours, and its spatial dims stay whole.
+# ----------------------------------------------------------------------------------------------------
+
+def _keeps_apart(op: Op, before: int, after: int, scale: float | None) -> bool:
+    """Whether interpolation of `before` to `after` elements reads within the stretches that both have in common."""
+    shared = math.gcd(before, after)
+    stretch, made = before // shared, after // shared
+    if scale is not None and scale * stretch != made:
+        return False  # positions follow the scale, which the rounded sizes hide
+    if "nearest" in op.kind:
+        return (stretch * made).bit_count() == 1
+    return stretch == made == 1 and not op.argument("align_corners")  # aligned, a slice of 1 has no scale
+
+
+def _interpolated(op: Op) -> tuple[str, dict[str, int]]:
+    count = spatial(op)
+    before, after, sizes = [], [], {}
+    scales = per_dim(op.argument("scale_factors"), count)
+    for i, (size, out, scale) in enumerate(zip(op.inputs[0].shape[2:], op.outputs[0].shape[2:], scales)):
+        if _keeps_apart(op, size, out, scale):
+            shared = math.gcd(size, out)
+            before.append(f"(g{i} a{i}!)")
+            after.append(f"(g{i} b{i}!)")
+            sizes |= {f"g{i}": shared, f"a{i}": size // shared, f"b{i}": out // shared}
+        else:
+            before.append(f"s{i}!")
+            after.append(f"o{i}!")
+    return f"n c {operand(before)} -> n c {operand(after)}", sizes
+
+
+def _local_interpolated(op: Op, bound: Bound, assignment: Assignment) -> Local:
+    args, kwargs = op.args, op.kwargs
+    if op.argument("output_size") is not None:
+        args, kwargs = op.with_arguments(output_size=list(local_output_shape(bound, assignment)[2:]))
+    return Local(op.target, args, kwargs)
+
+
+def _sampled(op: Op) -> str:
+    """Any position of the grid may name any element."""
+    count = len(op.inputs[0].shape) - 2
+    out = operand(named(count, "o"))
+    return f"n c {operand(whole(named(count, 's')))}, n {out} xy! -> n c {out}"
+
+
+def _grid(op: Op) -> str:
+    return f"n rows! columns! -> n {operand(whole(named(len(op.outputs[0].shape) - 2, 'o')))} rows!"
+
+
+def _local_grid(op: Op, bound: Bound, assignment: Assignment) -> Local:
+    size = [local_output_shape(bound, assignment)[0], *op.argument("size")[1:]]
+    return Local(op.target, (op.inputs[0], size, op.argument("align_corners")), {})
+
+
+register((aten.upsample_nearest1d.vec, aten.upsample_nearest2d.vec, aten.upsample_nearest3d.vec,
+          aten.upsample_linear1d.vec, aten.upsample_bilinear2d.vec, aten.upsample_trilinear3d.vec,
+          aten.upsample_bicubic2d.vec,
+          *operators(*(f"_upsample_{way}.vec" for way in ("nearest_exact1d", "nearest_exact2d", "nearest_exact3d",
+                                                          "bilinear2d_aa", "bicubic2d_aa", "lanczos2d_aa")))),
+         Rule(_interpolated, linear=True, localize=_local_interpolated))
+register((aten.grid_sampler.default,), Rule(_sampled))
+register((aten.affine_grid_generator.default,), Rule(_grid, linear=True, localize=_local_grid))

@@ -1,0 +1,237 @@
+"""What a user gave, tuples of cuts or Layouts, as an assignment of digits to factors: or an error that says why not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import combinations
+from typing import Any
+
+from ..errors import LayoutError, StrategyError
+from ..layout import Digit, Digits, Layout, allocate, beside, complement, digits_size, merge
+from .notation import Assignment, Bound
+
+__all__ = ["assignment_of", "output_layouts_of"]
+
+def _nearest(bound: Bound, strategy: Sequence[Any], devices: int) -> str:
+    """A legal tuple strategy close to the one asked for: its cuts, made to divide and to agree, the last ones reduced
+    until they fit the devices. The cuts of one tensor by themselves are taken for the first input's."""
+    if strategy and not any(isinstance(entry, (tuple, list, Layout)) for entry in strategy):
+        strategy = (strategy,)
+    cuts: dict[int, int] = {}
+    for dims, entry in zip(bound.inputs, strategy):
+        if isinstance(entry, Layout):
+            entry = entry.cuts if entry.dims is not None else ()
+        if not isinstance(entry, (tuple, list)):
+            continue
+        for dim, cut in zip(dims, entry):
+            if not isinstance(cut, int) or cut < 1:
+                continue
+            for index in dim:
+                factor = bound.factors[index]
+                share = math.gcd(factor.size, cut) if factor.splittable else 1
+                cuts.setdefault(index, share)
+                cut //= share
+                if share < factor.size:
+                    cut = 1
+    while True:
+        try:
+            assignment = _place(bound, cuts, {}, devices)
+            if bound.is_consistent(assignment):
+                return repr(bound.in_strategy(assignment))
+        except LayoutError:
+            pass
+        last = max(i for i, c in cuts.items() if c > 1)
+        cuts[last] //= next(p for p in range(2, cuts[last] + 1) if cuts[last] % p == 0)
+
+
+def assignment_of(bound: Bound, strategy: Any, devices: int) -> Assignment:
+    """Check an ``in_strategy`` against one operator call and put it into normal form.
+
+    Args:
+        strategy: one entry per tensor input: a tuple of cuts per dim, or a Layout; None, or nothing at the end, for an
+            input that the notation says may be left out. Or an Assignment of this operator.
+        devices: the number of devices (of the stage).
+
+    Raises:
+        StrategyError: wrong numbers of inputs or dims, cuts that do not divide, differ on a shared factor, split what
+            may not be split, or need more devices than there are.
+        LayoutError: a Layout of another device count.
+    """
+    def wrong(message: str, legal: str | None = "nearest") -> StrategyError:
+        if legal == "nearest":
+            entries = strategy if isinstance(strategy, (tuple, list)) else (strategy,)
+            legal = _nearest(bound, entries, devices)
+        return StrategyError(message, strategy=strategy, legal=legal)
+
+    if isinstance(strategy, Assignment):
+        if strategy.devices != devices or len(strategy.digits) != len(bound.factors) or not bound.is_consistent(strategy):
+            raise wrong(f"{strategy} does not fit an operator of shapes {list(bound.in_shapes)} on {devices} devices")
+        return strategy
+    if not isinstance(strategy, (tuple, list)):
+        raise wrong("an in_strategy is a tuple with one entry per tensor input, even for one input")
+    given, needed = len(strategy), len(bound.inputs)
+    missing = {i for i in range(needed) if i >= given or strategy[i] is None and i in bound.notation.optional}
+    if given > needed or not missing <= bound.notation.optional:
+        raise wrong(f"{given} entries for an operator with {needed} tensor inputs of shapes {list(bound.in_shapes)}")
+
+    cuts: dict[int, tuple[int, int]] = {}          # factor -> (cut, the input that said so)
+    known: dict[int, tuple[Digits, int]] = {}      # factor -> (digits, the input that said so), from Layouts
+    for i, entry in enumerate(strategy):
+        if i in missing:
+            continue
+        shape, dims = bound.in_shapes[i], bound.inputs[i]
+        if isinstance(entry, Layout):
+            if entry.devices != devices:
+                raise LayoutError(f"the Layout of input {i} has a device matrix of {entry.devices} devices "
+                                  f"{entry.device_matrix or ''}, there are {devices}", strategy=strategy,
+                                  legal=f"a device matrix whose product is {devices}")
+            if entry.dims is None:
+                raise wrong(f"the Layout of input {i} names no dims", legal="layout('dp', 'None')")
+            per_dim: Sequence[Any] = entry.cuts
+        elif isinstance(entry, (tuple, list)):
+            per_dim = tuple(entry)
+        else:
+            raise wrong(f"the entry of input {i} is {entry!r}", legal="a tuple of cuts or a Layout per input")
+        if len(per_dim) != len(shape):
+            raise wrong(f"input {i} has shape {shape}, {len(shape)} dims; its entry {entry} has {len(per_dim)}")
+        for d, (dim, cut, size) in enumerate(zip(dims, per_dim, shape)):
+            if not isinstance(cut, int) or isinstance(cut, bool) or cut < 1:
+                raise wrong(f"input {i}, dim {d}: a cut must be a whole number of at least 1, not {cut!r}")
+            if size % cut and not (len(dim) == 1 and bound.factors[dim[0]].pads):
+                raise wrong(f"input {i}, dim {d} has size {size}, which does not divide by {cut}"
+                            + (", and this operator does not leave padding out" if bound.uneven else ""))
+            if cut == 1 and not isinstance(entry, Layout):
+                shares = {f: 1 for f in dim}
+            else:
+                shares = _spread_cut(bound, dim, cut)
+            if shares is None:
+                raise wrong(f"input {i}, dim {d} of size {size} cannot be split {cut} ways")
+            for factor, share in shares.items():
+                f = bound.factors[factor]
+                if share > 1 and not f.splittable:
+                    raise wrong(f"input {i}, dim {d} (size {size}) may not be split by this operator, asked for {cut}")
+                before, who = cuts.setdefault(factor, (share, i))
+                if before != share:
+                    raise wrong(f"input {who} splits the shared factor {f.name!r} (size {f.size}) {before} ways, "
+                                f"input {i} splits it {share} ways")
+            if isinstance(entry, Layout):
+                spread = bound.spread(dim, entry.dims[d])
+                if spread is None:
+                    raise wrong(f"input {i}, dim {d} of size {size} cannot be split by {entry.dims[d]}")
+                for factor in dim:
+                    digits = spread.get(factor, ())
+                    before_digits, who = known.setdefault(factor, (digits, i))
+                    if before_digits != digits:
+                        raise wrong(f"inputs {who} and {i} split the shared factor {bound.factors[factor].name!r} "
+                                    f"over different devices: digits {before_digits} and {digits}",
+                                    legal="the same axes in the same order on both")
+    try:
+        assignment = _place(bound, {f: c for f, (c, _) in cuts.items()}, {f: d for f, (d, _) in known.items()}, devices)
+    except LayoutError as error:
+        raise wrong(error.message) from None
+    for (f, (_, i)), (g, (_, j)) in combinations(known.items(), 2):
+        if not beside(devices, assignment.digits[f] + assignment.digits[g]):
+            raise wrong(f"the factors {bound.factors[f].name!r} (input {i}) and {bound.factors[g].name!r} (input {j}) "
+                        f"are split over the same devices: digits {assignment.digits[f]} and {assignment.digits[g]}",
+                        legal="an axis for each of them")
+    for i in range(needed):
+        if bound.input_layout(i, assignment) is None:
+            raise wrong(f"input {i} of shape {bound.in_shapes[i]} would be cut in the minor part of a dim only")
+    for i in range(len(bound.outputs)):
+        if bound.output_layout(i, assignment) is None:
+            raise wrong(f"the output {bound.out_shapes[i]} would be cut in the minor part of a dim only")
+    return assignment
+
+
+def _spread_cut(bound: Bound, dim: tuple[int, ...], cut: int) -> dict[int, int] | None:
+    """A dim's cut shared out to its factors, major first."""
+    if len(dim) == 1 and bound.factors[dim[0]].pads:
+        return {dim[0]: cut}
+    out = {}
+    for factor in dim:
+        share = math.gcd(cut, bound.factors[factor].size)
+        out[factor] = share
+        cut //= share
+        if share < bound.factors[factor].size and cut > 1:
+            return None
+    return out if cut == 1 else None
+
+
+def _place(bound: Bound, cuts: dict[int, int], known: dict[int, Digits], devices: int) -> Assignment:
+    """Digits for factors: those that Layouts gave, the others row-major in the factors' order."""
+    if not known:
+        order: list[int | None] = list(range(len(bound.factors)))
+        sizes = [cuts.get(i, 1) for i in order]
+        if bound.notation.rest is not None and devices % math.prod(sizes) == 0:
+            order.insert(bound.notation.rest, None)
+            sizes.insert(bound.notation.rest, devices // math.prod(sizes))
+        placed = dict(zip(order, allocate(devices, sizes)))
+        return bound.cut_by(devices, {i: digits for i, digits in placed.items() if i is not None})
+    # Layouts name some factors; tuples beside them may cut further ones, out of the digits that are left.
+    digits = dict(known)
+    for i in range(len(bound.factors)):
+        if i in digits or cuts.get(i, 1) == 1:
+            continue
+        free = complement(devices, tuple(d for ds in digits.values() for d in ds))
+        digits[i] = _taken(free, cuts[i])
+        if digits_size(digits[i]) != cuts[i]:
+            raise LayoutError(f"no axis is left that cuts the factor {bound.factors[i].name!r} {cuts[i]} ways; "
+                              f"free: {list(free)}")
+    return bound.cut_by(devices, digits)
+
+
+def _taken(free: Digits, cut: int) -> Digits:
+    """Digits out of the free ones that cut so many ways: of one of them if that will do, else of several, major first;
+    fewer ways where they do not suffice."""
+    for digit in free:
+        if digit.size % cut == 0:
+            return (Digit(cut, digit.stride * (digit.size // cut)),)
+    taken: list[Digit] = []
+    for digit in free:
+        share = digit.size if cut % digit.size == 0 else cut if digit.size % cut == 0 else 1
+        taken.append(Digit(share, digit.stride * (digit.size // share)))
+        cut //= share
+    return merge(taken)
+
+
+def output_layouts_of(bound: Bound, strategy: Any, devices: int) -> tuple[Layout, ...]:
+    """Check an ``out_strategy``: one entry per output, a tuple of cuts or a Layout.
+
+    Tuple cuts name digits as for a tensor by itself: row-major, the rest repeated on the right.
+
+    Raises:
+        StrategyError, LayoutError: as `assignment_of`.
+    """
+    simple = repr(tuple(tuple(math.gcd(devices, size) if d == 0 else 1 for d, size in enumerate(shape))
+                        for shape in bound.out_shapes))
+    if not isinstance(strategy, (tuple, list)) or len(strategy) != len(bound.outputs):
+        raise StrategyError(f"an out_strategy is a tuple with one entry per output, here {len(bound.outputs)} of shapes "
+                            f"{list(bound.out_shapes)}", strategy=strategy, legal=simple)
+    out = []
+    for i, (entry, shape) in enumerate(zip(strategy, bound.out_shapes)):
+        if isinstance(entry, Layout):
+            if entry.devices != devices:
+                raise LayoutError(f"the Layout of output {i} must lay out {len(shape)} dims on {devices} devices, its "
+                                  f"device matrix is of {entry.devices}", strategy=strategy,
+                                  legal=f"a device matrix whose product is {devices}")
+            if entry.dims is None:
+                raise LayoutError(f"the Layout of output {i} must lay out {len(shape)} dims on {devices} devices, it "
+                                  "names none", strategy=strategy, legal="layout('dp', 'None')")
+            layout = entry
+        elif isinstance(entry, (tuple, list)):
+            try:
+                layout = Layout.from_cuts(devices, tuple(entry))
+            except LayoutError as error:
+                raise LayoutError(error.message, strategy=strategy, legal=simple) from None
+        else:
+            raise StrategyError(f"the entry of output {i} is {entry!r}", strategy=strategy, legal=simple)
+        if len(layout.dims) != len(shape):
+            raise StrategyError(f"output {i} has shape {shape}, {len(shape)} dims; its entry has {len(layout.dims)}",
+                                strategy=strategy, legal=simple)
+        try:
+            layout.local_shape(layout.padded(shape) if bound.uneven else shape)
+        except LayoutError as error:
+            raise LayoutError(f"output {i}: {error.message}", strategy=strategy, legal=simple) from None
+        out.append(layout)
+    return tuple(out)

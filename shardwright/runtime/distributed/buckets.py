@@ -1,0 +1,436 @@
+"""From the leaves that a program computes on to the gradients of the parameters: sums over ranks, in buckets.
+
+A program computes on plain leaves that share the storage of the DTensor parameters. Gradients that are to be summed
+over the same ranks are laid one after the other into a bucket; when its last one has come the sum is started, and the
+backward goes on while it travels. Buckets start in one order on all ranks, and whenever one does those before it take
+their next turn (`SumInTurns`); a short one may wait to travel with a conversion. At the end of the backward all are
+finished; those that not all gradients have reached, since the loss does not depend on every parameter, are then summed
+as they are, which is alike on all ranks as their program is. The gradients handed over are views of the bucket: no copy
+is made after the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...layout import Digit, Digits, digits_size, group_of
+from ...redistribution import Redistribution, digits_value, redistribution
+from ...redistribution_search import refine
+from ...torch_private import at_backward_end, backward_number, local_tensor, spec_of
+from . import collectives as transport
+from .collectives import ProcessGroups, Rider, bind_all, reduced, rings
+from .dtensors import beginning, leaf_of
+from .gradients import Accumulation, Due, Fusion, Unsummed, hand_over, keep_unsummed, take_unsummed, unsummed_over
+from .watchdog import WaitPoint, waiting
+
+__all__ = ["GradientSums", "Scatter", "SumInTurns"]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Gradients of parameters that are stored in parts, while a backward under `no_sync` leaves them as each rank has them.
+#
+#     term      a rank's own gradient of what it works with: whole, where the parameter is stored as a part of that
+#     scatter   the conversion from terms to parts: a reduce-scatter, most of the time
+#
+# Outside of `no_sync` a term is scattered as it comes, and with it what was kept before. (From optimizer level 2 on
+# nothing is kept: terms are always scattered.)
+# ----------------------------------------------------------------------------------------------------
+
+class Scatter:
+    """What becomes of the gradient of one parameter, on this rank: called with a term, it gives the part.
+
+    Args:
+        name: of the parameter.
+        scatter: the conversion.
+        shape: of a term.
+        held: the type of the parameter, in which terms are kept.
+        sums: the type in which they are summed.
+    """
+
+    def __init__(self, name: str, scatter: Redistribution, shape: tuple[int, ...], groups: ProcessGroups, held: torch.dtype,
+                 sums: torch.dtype) -> None:
+        self.name, self.scatter, self._rank = name, scatter, groups.rank
+        self._held, self._sums_in = held, sums
+        whole, part = scatter.source.without_partial(), scatter.target
+        self._steps = bind_all(scatter, shape, groups.rank, groups)
+        self._place = bind_all(redistribution(whole, part), shape, groups.rank, groups)
+        self._others = common(scatter.source.partial, part.replicas)
+        self._parameter: nn.Parameter | None = None
+        self._sums: GradientSums | None = None
+
+    @staticmethod
+    def fits(scatter: Redistribution) -> bool:
+        """Whether a part has a place in terms: not where digits of mixed radices overlap, as 2@3 and 2@1·3@2 do."""
+        return refine(scatter.source, scatter.target) is not None
+
+    def attach(self, parameter: nn.Parameter, sums: GradientSums) -> None:
+        """To the parameter, and to what becomes of all gradients of the program."""
+        self._parameter, self._sums = parameter, sums
+
+    def __call__(self, term: Tensor) -> Tensor | None:
+        """The part; None where the term is kept."""
+        parameter, sums = self._parameter, self._sums
+        sums.note_backward()
+        if sums.accumulates:
+            self._keep(term.to(self._held))
+            return None
+        if unsummed_over(parameter) == self:
+            term = take_unsummed(parameter) + term
+        return self.part(term)
+
+    def part(self, term: Tensor) -> Tensor:
+        """The rank's part of the sum of all terms."""
+        term = term.to(self._sums_in)
+        for step in self._steps:
+            term = step(term)
+        return term.to(self._held)
+
+    def include(self, term: Tensor, part: Tensor) -> None:
+        """Add to a term what has been summed already: in its place, and where several ranks have it on the first."""
+        if not digits_value(self._others, self._rank):
+            for step in self._place:
+                term = step(term)
+            term.add_(part)
+
+    def _keep(self, term: Tensor) -> None:
+        parameter = self._parameter
+        if unsummed_over(parameter) == self:
+            local_tensor(parameter.grad).add_(term)
+            return
+        self._sums.sum_kept(parameter)  # of another program, over other ranks
+        term = term.clone(memory_format=torch.contiguous_format)
+        if parameter.grad is not None:
+            self.include(term, local_tensor(parameter.grad))
+        parameter.grad = Unsummed(term, spec_of(parameter), requires_grad=False)
+        parameter.grad.digits = self
+        self._sums.keep(parameter)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Scatter) and (self.name, self.scatter) == (other.name, other.scatter)
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.scatter))
+
+
+def common(some: Digits, others: Digits) -> Digits:
+    """What two sets of digits speak of both."""
+    out = []
+    for a in some:
+        for b in others:
+            low, high = max(a.stride, b.stride), min(a.span, b.span)
+            if low < high:
+                assert high % low == 0, (some, others)
+                out.append(Digit(high // low, low))
+    return tuple(out)
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# Sums of gradients that travel while the backward goes on.
+#
+#     turns = sums(x)      a collective is under way
+#     next(turns)          None: it has come, and another one is under way; else the sum
+# ----------------------------------------------------------------------------------------------------
+
+class SumInTurns:
+    """Sums over the ranks that differ in `digits`, one after the other, each in turns: between two of them a collective is
+    under way. Ranks that share groups take the turns of all their sums in one order.
+    """
+
+    def __init__(self, digits: Digits, groups: ProcessGroups) -> None:
+        self._group, self._scratch = groups.seen(digits), groups.scratch
+
+    def __call__(self, x: Tensor, rides: bool = False) -> Iterator[Tensor | None]:
+        """The sum of everybody's `x`, flat and not complex: None for each turn, and the sum at the end. `x` is written to, and
+        may be the sum.
+
+        Args:
+            rides: an all-gather over the same ranks is likely to come before the next turn: a short sum travels with it.
+        """
+        group, n, numel = self._group, self._group.size, len(x)
+        host = group.through_memory(x)
+        if host is not None:
+            yield   # others need not have come here yet
+            yield host.all_reduce(x, "sum", x)
+        elif not group.exchanges or rings(n, x):
+            work = dist.all_reduce(x, group=group.group, async_op=True)
+            yield
+            work.wait()
+            yield x
+        elif n == 2:
+            memory, counts = self._scratch.take(numel, x), [0, 0]
+            received, counts[1 - group.position] = memory[:numel], numel
+            work = group.group.alltoall_base(received, x, counts, counts)
+            yield
+            work.wait()
+            x.add_(received)
+            self._scratch.give(memory)
+            yield x
+        elif n * x.nbytes <= transport.GATHERED_TERMS:
+            yield from self._gathered(x, rides)
+        else:
+            yield from self._scattered(x)
+
+    def _gathered(self, x: Tensor, rides: bool) -> Iterator[Tensor | None]:
+        """Everybody's terms, summed here."""
+        group, n = self._group, self._group.size
+        if rides and not group.riders:
+            rider = Rider(x)
+            group.riders.append(rider)
+            yield
+            if rider.terms is not None:
+                yield reduced(rider.terms, "sum")
+                return
+            group.riders.remove(rider)
+        copies = torch.cat((x,) * n)
+        memory = self._scratch.take(len(copies), x)
+        terms = memory[:len(copies)]
+        work = group.group.alltoall_base(terms, copies, [], [])
+        yield
+        work.wait()
+        total = reduced(terms.view(n, -1), "sum")
+        self._scratch.give(memory)
+        yield total
+
+    def _scattered(self, x: Tensor) -> Iterator[Tensor | None]:
+        """A piece of the sum here, and then everybody's."""
+        group, n, numel = self._group, self._group.size, len(x)
+        whole = torch.cat((x, x.new_zeros(-numel % n))) if numel % n else x
+        memory = self._scratch.take(len(whole), x)
+        terms = memory[:len(whole)]
+        work = group.group.alltoall_base(terms, whole, [], [])
+        yield
+        work.wait()
+        piece, received = reduced(terms.view(n, -1), "sum"), whole  # which has been sent
+        if received.nbytes <= transport.GATHERED_COPIES:
+            copies = torch.cat((piece,) * n, out=terms)
+            work = group.group.alltoall_base(received, copies, [], [])
+        else:
+            work = transport.all_gather_single(received, piece.contiguous(), group=group.group, async_op=True)
+        yield
+        work.wait()
+        self._scratch.give(memory)
+        yield received[:numel]
+
+    def forget(self) -> None:
+        """After an error: nothing of a sum that is still under way travels with others."""
+        self._group.riders.clear()
+
+
+class _Bucket:
+    """Gradients of one type that are summed over the same ranks.
+
+    Attributes:
+        gradients: one entry a parameter, None until it comes.
+        missing: how many have not come.
+        place: its sum.
+        rides: whether a conversion follows with which it may travel.
+        dtype: the type of the sum.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], digits: Digits, groups: ProcessGroups, place: WaitPoint, rides: bool,
+                 dtype: torch.dtype) -> None:
+        self.parameters, self.digits, self.place, self.rides, self.dtype = parameters, digits, place, rides, dtype
+        self.shapes = [local_tensor(p).shape for p in parameters]
+        self.sums = SumInTurns(digits, groups)
+        self.clear()
+
+    def clear(self) -> None:
+        self.gradients: list[Tensor | None] = [None] * len(self.parameters)
+        self.missing = len(self.parameters)
+
+
+class _Sum:
+    """The sum of some gradients, under way.
+
+    Args:
+        parameters: whose, and their gradients on this rank.
+        place: where a rank is in it.
+        dtype: the type of the sum.
+        rides: as `SumInTurns` has it.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], sums: SumInTurns, place: WaitPoint,
+                 dtype: torch.dtype, rides: bool = False) -> None:
+        self.parameters, self.place, self.held = parameters, place, gradients[0].dtype
+        gradients = [g.to(dtype) for g in gradients]
+        self.shapes = [g.shape for g in gradients]
+        self.complex = gradients[0].is_complex()
+        flat = [(torch.view_as_real(g) if self.complex else g).reshape(-1) for g in gradients]
+        self.sizes = [f.numel() for f in flat]
+        self.turns = sums(flat[0] if len(flat) == 1 else torch.cat(flat), rides)
+        self.result: Tensor | None = None
+        self.turn()
+
+    def turn(self) -> None:
+        """One turn further, if it is not at the end."""
+        if self.result is None:
+            with waiting(self.place):
+                self.result = next(self.turns)
+
+    def finish(self, rank: int) -> None:
+        """To the end, and the gradients to their parameters."""
+        while self.result is None:
+            self.turn()
+        total = self.result.to(self.held.to_real() if self.complex else self.held)
+        parts = total.split(self.sizes) if len(self.sizes) > 1 else (total,)
+        for parameter, shape, flat in zip(self.parameters, self.shapes, parts):
+            gradient = torch.view_as_complex(flat.view(*shape, 2)) if self.complex else flat.view(shape)
+            hand_over(parameter, gradient, rank)
+
+
+class GradientSums:
+    """The leaves of one program, and what becomes of their gradients.
+
+    Args:
+        digits: parameter -> over which its gradient is summed once it is complete, in the order in which gradients come;
+            those that are not named need no sum.
+        groups: the process groups. All ranks must make the sums of a program at the same place.
+        types: parameter -> the type of its sum, where that is not its own.
+        fusion: which gradients travel together.
+        accumulation: whether they are summed in this backward, shared by all programs of a model.
+        scattered: of parameters that are stored in parts, what the program itself does with a gradient.
+        followed: parameters after whose gradient the backward's next conversion gathers over the ranks of its sum.
+    """
+
+    def __init__(self, digits: dict[str, Digits], types: Mapping[str, torch.dtype], groups: ProcessGroups, fusion: Fusion,
+                 accumulation: Accumulation, scattered: Sequence[Scatter] = (), followed: Collection[str] = ()) -> None:
+        self._digits, self._groups, self._fusion, self._accumulation = digits, groups, fusion, accumulation
+        self._types, self._type_of = types, dict[int, torch.dtype]()    # by name; by the parameter's id
+        self._scattered, self._followed = scattered, followed
+        self._buckets: list[_Bucket] = []
+        self._next = 0                    # the bucket that is to start next
+        self._backward = -1
+        self._travelling: list[_Sum] = []
+        for over in dict.fromkeys(digits.values()):
+            groups.of(over)
+
+    def leaves(self, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+        """A plain leaf on the storage of each DTensor parameter, whose gradients come to the parameter."""
+        trained = {name: i for i, name in enumerate(n for n, p in parameters.items() if p.requires_grad)}
+        out, due = {}, []
+        for name, parameter in parameters.items():
+            with torch.no_grad():
+                out[name] = leaf_of(parameter)
+            out[name].requires_grad_(parameter.requires_grad)
+        for name, digits in self._digits.items():
+            if name in trained:
+                held = out[name].dtype
+                dtype = self._type_of[id(parameters[name])] = self._types.get(name, held)
+                nbytes = out[name].numel() * dtype.itemsize
+                due.append(Due(name, nbytes, (digits, held, dtype), trained[name], digits_size(digits)))
+        for names in self._fusion.buckets(due):
+            digits = self._digits[names[0]]
+            bucket = _Bucket([parameters[n] for n in names], digits, self._groups, self._place(names, digits),
+                             names[-1] in self._followed, self._type_of[id(parameters[names[0]])])
+            self._buckets.append(bucket)
+            for place, name in enumerate(names):
+                out[name].register_post_accumulate_grad_hook(partial(self._came, bucket, place))
+        for name in trained:
+            if name not in self._digits:
+                out[name].register_post_accumulate_grad_hook(partial(self._complete, parameters[name]))
+        for scatter in self._scattered:
+            scatter.attach(parameters[scatter.name], self)
+        return out
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients stay as each rank has them, now."""
+        return self._accumulation.open
+
+    def keep(self, parameter: nn.Parameter) -> None:
+        """A parameter has a gradient that is still to be summed."""
+        self._accumulation.kept[id(parameter)] = parameter
+
+    def note_backward(self) -> None:
+        """A gradient has come."""
+        if backward_number() != self._backward:
+            self._begin()
+
+    def _complete(self, parameter: nn.Parameter, leaf: Tensor) -> None:
+        """The hook of a leaf whose gradient needs no sum, or has been kept whole."""
+        gradient, leaf.grad = leaf.grad, None
+        if gradient is not None:
+            hand_over(parameter, beginning(gradient, local_tensor(parameter).shape), self._groups.rank)
+
+    def _came(self, bucket: _Bucket, place: int, leaf: Tensor) -> None:
+        """The hook of a leaf whose gradient is to be summed."""
+        gradient, leaf.grad = leaf.grad, None
+        self.note_backward()
+        bucket.gradients[place] = beginning(gradient, bucket.shapes[place])
+        bucket.missing -= 1
+        if not bucket.missing and not self._accumulation.open:
+            while self._next < len(self._buckets) and not self._buckets[self._next].missing:
+                self._start(self._buckets[self._next])
+                self._next += 1
+
+    def _begin(self) -> None:
+        self._backward, self._next = backward_number(), 0
+        for bucket in self._buckets:
+            bucket.clear()
+            if self._travelling:  # since a backward that ended in an error: what is under way still has its memory
+                bucket.sums.forget()
+        self._travelling.clear()
+        at_backward_end(self._finish)
+
+    def _finish(self) -> None:
+        """At the end of the backward."""
+        self._backward = -1
+        if self._accumulation.open:
+            for bucket in self._buckets:
+                self._keep(bucket)
+            return
+        for bucket in self._buckets[self._next:]:
+            if bucket.missing < len(bucket.parameters):
+                self._start(bucket)
+        for started in self._travelling:
+            started.finish(self._groups.rank)
+        self._travelling.clear()
+        for parameter in self._accumulation.kept.values():  # another program's, or without a gradient in this backward
+            self.sum_kept(parameter)
+        self._accumulation.kept.clear()
+
+    def _start(self, bucket: _Bucket) -> None:
+        for started in self._travelling:
+            started.turn()
+        parameters, gradients = bucket.parameters, bucket.gradients
+        if bucket.missing:
+            parameters = [p for p, g in zip(parameters, gradients) if g is not None]
+            gradients = [g for g in gradients if g is not None]
+        if self._accumulation.kept:
+            gradients = [g + take_unsummed(p) if unsummed_over(p) == bucket.digits else g
+                         for p, g in zip(parameters, gradients)]
+        self._travelling.append(_Sum(parameters, gradients, bucket.sums, bucket.place, bucket.dtype, bucket.rides))
+        bucket.clear()
+        bucket.missing = 0
+
+    def _keep(self, bucket: _Bucket) -> None:
+        """Each rank's own gradients onto the parameters."""
+        for parameter, gradient in zip(bucket.parameters, bucket.gradients):
+            if gradient is not None:
+                if unsummed_over(parameter) not in (None, bucket.digits):
+                    self.sum_kept(parameter)
+                keep_unsummed(parameter, gradient, bucket.digits, self._groups.rank)
+                self.keep(parameter)
+        bucket.clear()
+
+    def sum_kept(self, parameter: nn.Parameter) -> None:
+        """Sum a rank's own term by itself, if the parameter still has one."""
+        digits = unsummed_over(parameter)
+        if isinstance(digits, Scatter):
+            hand_over(parameter, digits.part(take_unsummed(parameter)), self._groups.rank)
+        elif digits is not None:
+            place = self._place(["of a backward under no_sync"], digits)
+            dtype = self._type_of.get(id(parameter), parameter.dtype)
+            _Sum([parameter], [take_unsummed(parameter)], SumInTurns(digits, self._groups), place, dtype).finish(
+                self._groups.rank)
+
+    def _place(self, names: Sequence[str], digits: Digits) -> WaitPoint:
+        more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+        return WaitPoint(f"the sum of gradients, {', '.join(names[:2])}{more}",
+                     tuple(self._groups.base + r for r in group_of(self._groups.rank, digits)), True)

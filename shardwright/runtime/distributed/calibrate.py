@@ -1,0 +1,273 @@
+"""Measure the cluster that a run has: its collectives, its matmuls, its memory, while all ranks are at work at once.
+
+    seconds of a conversion = c + A latency + B / bandwidth     as the cost model has it, by its cheapest algorithm
+    (latency, 1 / bandwidth) of a level = argmin Σ over its conversions of (seconds - measured)² / (seconds · measured)
+
+Conversions are measured as steps run them, on whatever transport: all groups of a level at once, all kinds of
+collectives, groups and messages from small to large. Each number is the median of rounds in which tasks take turns, each
+round as long as its slowest rank took. The levels are the ranks of one host, and the hosts.
+
+On an accelerator every task ends with a synchronisation, so that queued kernels are counted.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...cluster import Cluster, Level
+from ...cost.cost_model import CostModel
+from ...errors import SettingError
+from ...layout import Digit, Layout
+from ...process import Runtime
+from ...redistribution import Redistribution, redistribution
+from .collectives import ProcessGroups, bind_all
+
+__all__ = ["Timing", "calibrate", "fit", "levels_of"]
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+#: Bytes of the largest of a rank's tensors, before or after a conversion.
+MESSAGES = (4 << 10, 64 << 10, 512 << 10, 4 << 20, 16 << 20)
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+# A task is repeated until it takes so many seconds: ranks come out of a barrier milliseconds apart.
+LONG_ENOUGH = 0.03
+ROUNDS = 7
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How long a conversion takes.
+
+    Attributes:
+        nbytes: of the whole tensor.
+        seconds: of the slowest rank.
+    """
+
+    conversion: Redistribution
+    nbytes: int
+    seconds: float
+
+
+def calibrate(runtime: Runtime, name: str | None = None, rounds: int = ROUNDS) -> Cluster:
+    """Measure the ranks of the default process group. All ranks call it, at the same time; all get the same cluster.
+
+    Args:
+        runtime: of processes, from `shardwright.init`.
+        name: of the cluster; None: that of rank 0's host.
+        rounds: of which medians are taken.
+
+    Raises:
+        SettingError: one rank alone; hosts with different numbers of ranks, or with ranks that are not neighbours.
+    """
+    hosts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    inner, outer = levels_of(hosts)
+    if len(hosts) == 1:
+        raise SettingError("one rank alone has no links to measure", legal="two ranks or more")
+    watch = _Watch(runtime.device, rounds)
+    peak = {dtype: rate for dtype in DTYPES for rate in (_matmul_rate(watch, getattr(torch, dtype)),) if rate}
+    # The levels' latencies and bandwidths take the place of these, one level after the other: nothing is left of them.
+    levels = tuple(Level(level, size, 1.0, 1.0) for level, size in (("host", inner), ("network", outer)) if size > 1)
+    memory = -int(watch.slowest([-_memory(runtime.device, inner)])[0])  # the least that a rank has
+    cluster = Cluster(name or hosts[0], levels, memory, peak, _memory_bandwidth(watch), _overhead(watch))
+    groups, stride = ProcessGroups(len(hosts), runtime.rank), 1
+    for place, level in enumerate(levels):
+        timings = _conversions(watch, groups, level.size, stride)
+        cluster = _with_level(cluster, place, *fit(timings, lambda latency, bandwidth: CostModel(
+            _with_level(cluster, place, latency, bandwidth), len(hosts))))
+        stride *= level.size
+    return cluster
+
+
+def levels_of(hosts: Sequence[str]) -> tuple[int, int]:
+    """(ranks of a host, hosts), from the host of each rank.
+
+    Raises:
+        SettingError: the hosts have different numbers of ranks, or ranks that are not neighbours.
+    """
+    names = list(dict.fromkeys(hosts))
+    inner = len(hosts) // len(names)
+    if list(hosts) != [name for name in names for _ in range(inner)]:
+        counts = ", ".join(f"{name}: ranks {[r for r, host in enumerate(hosts) if host == name]}" for name in names)
+        raise SettingError(f"the ranks do not make levels of links: {counts}",
+                           legal="as many ranks on every host, with neighbouring numbers")
+    return inner, len(names)
+
+
+def fit(timings: Sequence[Timing], costs: Callable[[float, float], CostModel]) -> tuple[float, float]:
+    """The latency (seconds) and bandwidth (bytes/s) by which the cost model comes closest to what was measured.
+
+    Args:
+        costs: of a latency and a bandwidth; conversions are piecewise linear in latency and 1 / bandwidth.
+    """
+    measured = np.array([t.seconds for t in timings])
+    best = np.array([measured.min(), measured.max() / max(t.nbytes for t in timings)])  # latency, 1 / bandwidth
+    known, least = best, math.inf
+    while True:  # which algorithm is cheapest where, then least squares for these algorithms, while that is better
+        now, slopes = _linear(timings, costs, known)
+        weights = 1 / np.sqrt(now * measured)  # too much by some factor is as bad as too little by it
+        error = float(np.sum(((now - measured) * weights) ** 2))
+        if error >= least * (1 - 1e-9):
+            return float(best[0]), float(1 / best[1])
+        best, least = known, error
+        known = _least_squares(slopes * weights[:, None], (measured - (now - slopes @ known)) * weights, known)
+
+
+def _least_squares(rows: np.ndarray, wanted: np.ndarray, before: np.ndarray) -> np.ndarray:
+    """The two numbers above 0 that `rows` make closest to `wanted` of."""
+    found = np.linalg.lstsq(rows, wanted, rcond=None)[0]
+    for i in (0, 1):
+        if found[i] <= 0:  # noise: so little of it that nothing is left; the other explains what it can
+            found[i] = before[i] * 1e-3
+            other = rows[:, 1 - i]
+            found[1 - i] = max(other @ (wanted - rows[:, i] * found[i]) / (other @ other), before[1 - i] * 1e-3)
+    return found
+
+
+def _linear(timings: Sequence[Timing], costs: Callable[[float, float], CostModel], at: np.ndarray
+            ) -> tuple[np.ndarray, np.ndarray]:
+    """The price of each timing at (latency, 1 / bandwidth), and its two slopes there."""
+    def seconds(latency: float, inverse: float) -> np.ndarray:
+        priced = costs(float(latency), float(1 / inverse))
+        return np.array([priced.conversion(t.conversion, t.nbytes) for t in timings])
+
+    now, step = seconds(*at), 1e-4
+    slopes = [(seconds(*(at * (1 + step * (np.arange(2) == i)))) - now) / (step * at[i]) for i in (0, 1)]
+    return now, np.stack(slopes, axis=1)
+
+
+def _with_level(cluster: Cluster, place: int, latency: float, bandwidth: float) -> Cluster:
+    levels = list(cluster.levels)
+    levels[place] = replace(levels[place], latency=latency, bandwidth=bandwidth)
+    return replace(cluster, levels=tuple(levels))
+
+
+# -- what is measured --------------------------------------------------------------------------------------------------
+
+
+class _Watch:
+    """Times tasks on all ranks at once."""
+
+    def __init__(self, device: torch.device, rounds: int) -> None:
+        self.device, self.rounds = device, rounds
+
+    def __call__(self, tasks: Sequence[Callable[[], object]]) -> list[float]:
+        """The seconds of each task."""
+        once = []
+        for task in tasks:
+            self._seconds(task, 1)
+            once.append(self._seconds(task, 1))
+        times = [min(64, math.ceil(LONG_ENOUGH / seconds)) for seconds in self.slowest(once)]
+        rounds = [[self._seconds(task, n) for task, n in zip(tasks, times)] for _ in range(self.rounds)]
+        return self.slowest(rounds).median(0).values.tolist()
+
+    def _seconds(self, task: Callable[[], object], times: int) -> float:
+        dist.barrier()
+        self._synchronize()
+        start = time.perf_counter()
+        for _ in range(times):
+            task()
+        self._synchronize()
+        return (time.perf_counter() - start) / times
+
+    def slowest(self, numbers: object) -> Tensor:
+        """Of each number the largest that a rank has."""
+        everyone = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        dist.all_reduce(everyone, dist.ReduceOp.MAX)
+        return everyone.cpu()
+
+    def _synchronize(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+
+def _conversions(watch: _Watch, groups: ProcessGroups, size: int, stride: int) -> list[Timing]:
+    """Collectives of all kinds among the units of a level, `size` of them, each of `stride` ranks."""
+    parts = [n for n in range(2, size + 1) if size % n == 0]
+    tasks, found = [], []
+    for n in dict.fromkeys((parts[0], parts[len(parts) // 2], parts[-1])):
+        for kind in KINDS:
+            made = _conversion(kind, groups.devices, Digit(n, stride))
+            for nbytes in MESSAGES:
+                numel = nbytes // 4 // (n * n) * (n * n)
+                shape = (n, numel // n)                   # of the whole tensor: n rows
+                x = torch.zeros(made.source.local_shape(shape), device=watch.device)
+                tasks.append(_task(bind_all(made, tuple(x.shape), groups.rank, groups), x))
+                found.append((made, 4 * numel))
+    return [Timing(*pair, seconds) for pair, seconds in zip(found, watch(tasks), strict=True)]
+
+
+def _conversion(kind: str, devices: int, digit: Digit) -> Redistribution:
+    """The conversion of a matrix that is one such collective over the digit."""
+    whole = Layout.replicated(devices, 2)
+    rows, columns = Layout.of(devices, ((digit,), ())), Layout.of(devices, ((), (digit,)))
+    terms = whole.with_partial((digit,))
+    made = redistribution(*{"all_reduce": (terms, whole), "all_gather": (rows, whole), "reduce_scatter": (terms, rows),
+                        "all_to_all": (rows, columns)}[kind])
+    assert [step.kind for step in made.steps] == [kind]
+    return made
+
+
+def _task(steps: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> Callable[[], object]:
+    def run() -> None:
+        y = x
+        for step in steps:
+            y = step(y)
+    return run
+
+
+def _matmul_rate(watch: _Watch, dtype: torch.dtype) -> float:
+    """The best flop/s of square matmuls, forward and backward, from small ones to those that take a while; 0: there are
+    none of this type."""
+    best, size = 0.0, 128
+    while True:
+        a, b = (torch.ones(size, size, device=watch.device, dtype=dtype, requires_grad=True) for _ in range(2))
+        gradient = torch.ones(size, size, device=watch.device, dtype=dtype)
+
+        def task() -> object:
+            return torch.autograd.grad(a @ b, (a, b), gradient)
+        try:
+            task()
+        except RuntimeError:  # on every rank alike
+            return best
+        seconds = watch([task])[0]
+        best = max(best, 3 * 2 * size ** 3 / seconds)
+        if seconds > LONG_ENOUGH or size == 16384:
+            return best
+        size *= 2
+
+
+def _memory_bandwidth(watch: _Watch) -> float:
+    """Bytes/s that a pointwise operator reads and writes. As in a forward, several results are kept at a time: memory
+    that is new to the process costs its pages."""
+    nbytes, kept = (4 << 20, 8) if watch.device.type == "cpu" else (256 << 20, 4)
+    x = torch.ones(nbytes // 4, device=watch.device)
+    return 2 * kept * nbytes / watch([lambda: [torch.relu(x) for _ in range(kept)]])[0]
+
+
+def _overhead(watch: _Watch) -> float:
+    """Seconds that launching one operator takes: of a chain of small ones, forward and backward."""
+    length, x = 100, torch.ones(8, device=watch.device, requires_grad=True)
+
+    def chain() -> None:
+        y = x
+        for _ in range(length):
+            y = y * 1.0
+        torch.autograd.grad(y.sum(), x)
+    return watch([chain])[0] / (2 * length)
+
+
+def _memory(device: torch.device, ranks: int) -> int:
+    """Bytes of memory that a rank has: its accelerator's, or its part of the host's."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks

@@ -1,0 +1,584 @@
+"""The processes runtime's executor: one rank's part of a step, through torch.distributed.
+
+    bound = bind(step, x.shape, rank, groups)      once: plain ints, and the process group; `bind_all`: several steps
+    x = bound(x)                                   every time; no autograd here
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from itertools import accumulate
+from operator import mul
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...layout import Digits, digits_size, group_of, groups, merge
+from ...process import TORCH_WAITS, current
+from ...redistribution import Geometry, Redistribution, RedistributionStep, digits_value
+from ...torch_private import (
+    functional_all_gather,
+    functional_all_reduce,
+    functional_all_to_all,
+    functional_reduce_scatter,
+    functional_wait,
+)
+from ..local.shards import reduce_terms
+from .shared_memory import SameHost, sharing
+
+__all__ = ["Bound", "Group", "ProcessGroups", "Rider", "Scratch", "all_reduce", "bind", "bind_all", "exchange", "exchanged_and_gathered", "gather", "joined_digits", "reduce_scatter", "reduced", "reduced_slice", "rings", "routed"]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Two steps of a conversion that small messages on Gloo take as one exchange: half the meetings for the same bytes.
+#
+#     an all-reduce and a slice           every rank is sent the terms of its own slice, and adds up those
+#     an all-to-all and an all-gather     every rank is sent by all what the others of its own gather would have passed on
+# ----------------------------------------------------------------------------------------------------
+
+Exchange = Callable[[Tensor], Tensor]
+
+
+def reduced_slice(slices: Callable[[Tensor], Sequence[Tensor]], mine: Exchange, ranks: int,
+                  reduce_scatter: Exchange, after: tuple[int, ...], whole: Exchange, limit: Callable[[], float]) -> Exchange:
+    """An all-reduce and a slice.
+
+    Args:
+        slices: those of every rank of the group, flat.
+        mine: the slice of this rank.
+        ranks: how many they are.
+        reduce_scatter: equal pieces, flat, one after the other; gives this rank's, reduced.
+        after: the shape of a slice.
+        whole: the all-reduce, for more received bytes than `limit` says.
+    """
+    numel = ranks * math.prod(after)
+
+    def run(x: Tensor) -> Tensor:
+        if numel * x.element_size() > limit():
+            return mine(whole(x))
+        return reduce_scatter(torch.cat(slices(x))).view(after)
+    return run
+
+
+def joined_digits(first: RedistributionStep, second: RedistributionStep) -> Digits | None:
+    """The digits over which two steps are one exchange, most major first; None: they cannot be."""
+    if first.kind != "all_to_all" or first.permuted or second.kind != "all_gather":
+        return None
+    return tuple(sorted(first.moved + second.moved, key=lambda d: -d.stride))
+
+
+def exchanged_and_gathered(first: RedistributionStep, second: RedistributionStep, shape: tuple[int, ...], exchange: Exchange,
+                           apart: Sequence[Exchange], limit: Callable[[], int]) -> Exchange:
+    """An all-to-all and the all-gather after it.
+
+    Args:
+        shape: of the local tensor before the two.
+        exchange: equal pieces, flat, one after the other, to all ranks of `joined_digits`; gives theirs.
+        apart: the two by themselves, for more received bytes than `limit` says.
+    """
+    digits = joined_digits(first, second)
+    assert digits is not None
+    sizes = tuple(d.size for d in digits)
+    gathered = [k for k, d in enumerate(digits) if d in second.moved]
+    others = [k for k in range(len(digits)) if k not in gathered]
+    one, two = first.geometry(shape), second.geometry(first.local_shape_after(shape))
+    copies, piece = math.prod(sizes[k] for k in gathered), math.prod(shape) // first.size
+    sent = (*(1 if k in gathered else size for k, size in enumerate(sizes)), piece)
+    arrange = _arranged((*sizes, piece), (*gathered, *others, len(digits)), copies, one, two)
+
+    def run(x: Tensor) -> Tensor:
+        if copies * x.nbytes > limit():
+            for step in apart:
+                x = step(x)
+            return x
+        if one.pre_perm is not None:
+            x = x.reshape(one.pre_view).permute(one.pre_perm)
+        received = exchange(x.reshape(sent).expand(*sizes, piece).reshape(-1))
+        return arrange(received)
+    return run
+
+
+def _arranged(view: tuple[int, ...], perm: tuple[int, ...], copies: int, one: Geometry, two: Geometry) -> Exchange:
+    """How the received pieces, of shape `view`, become the result: brought by `perm` into the order in which `copies` ranks
+    have what the all-to-all gives each, then arranged as this arranges it, then as the all-gather does."""
+    moves = [(view, perm)]
+    for after in ((copies, *one.post_view), (0, *(1 + k for k in one.post_perm))) if one.post_perm else None, \
+            (two.post_view, two.post_perm) if two.post_perm else None:
+        if after is not None:
+            once = _composed(*moves[-1], *after)
+            moves[-1:] = [moves[-1], after] if once is None else [once]
+    last = _arrangement(*moves[-1], two.after)
+    if len(moves) == 1:
+        return last
+    before = [_arrangement(*move, None) for move in moves[:-1]]
+
+    def arrange(x: Tensor) -> Tensor:
+        for arrangement in before:
+            x = arrangement(x)
+        return last(x)
+    return arrange
+
+
+def _arrangement(view: tuple[int, ...], perm: tuple[int, ...], shape: tuple[int, ...] | None) -> Exchange:
+    shape = shape or tuple(view[k] for k in perm)
+    return lambda x: x.reshape(view).permute(perm).reshape(shape)
+
+
+def _composed(view: tuple[int, ...], perm: tuple[int, ...], second: tuple[int, ...], order: tuple[int, ...]
+              ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Two arrangements as one: (view, perm). None where they divide the axes between them in ways that do not nest."""
+    permuted = tuple(view[k] for k in perm)
+    ends = sorted({*accumulate(permuted, mul), *accumulate(second, mul)})
+    sizes = [end // start for start, end in zip([1, *ends], ends)]
+    if any(end % start for start, end in zip([1, *ends], ends)):
+        return None
+    parts, wholes = _runs(sizes, permuted), _runs(sizes, second)
+    fine = [part for k in sorted(range(len(perm)), key=perm.__getitem__) for part in parts[k]]
+    place = {part: k for k, part in enumerate(fine)}
+    return tuple(sizes[part] for part in fine), tuple(place[part] for k in order for part in wholes[k])
+
+
+def _runs(sizes: Sequence[int], shape: Sequence[int]) -> list[list[int]]:
+    """Which of `sizes`, one after the other, make up each of `shape`."""
+    out, at = [], 0
+    for size in shape:
+        run: list[int] = []
+        while math.prod(sizes[k] for k in run) < size:
+            run.append(at)
+            at += 1
+        out.append(run)
+    return out
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# Memory that several sums use one after the other.
+# ----------------------------------------------------------------------------------------------------
+
+class Scratch:
+    """Memory into which ranks receive. What is freed and allocated anew in each step costs its pages, and sums that come one
+    after the other can share it: it is kept, the largest that was asked for, for whoever asks next."""
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+
+    def take(self, numel: int, like: Tensor) -> Tensor:
+        """Uninitialised, flat, of at least `numel` elements of the type of `like`."""
+        for k, held in enumerate(self._free):
+            if held.dtype == like.dtype and held.device == like.device:
+                del self._free[k]
+                if held.numel() >= numel:
+                    return held
+                del held  # before there is a larger one
+                break
+        return like.new_empty(numel)
+
+    def give(self, x: Tensor) -> None:
+        """Back, what was taken. What an error has left under way is never given back."""
+        self._free.append(x)
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# The process groups of one rank: the ranks that differ from it in some digits alone.
+# ----------------------------------------------------------------------------------------------------
+
+class ProcessGroups:
+    """The process groups of one rank, made when first asked for: all ranks must ask for the same ones in one order.
+
+    Args:
+        devices: the number of ranks that layouts speak of.
+        rank: this rank among them.
+        base: the world's rank of the first of them (a pipeline stage's, say).
+        timeout: after which a collective on a group made here fails; None: the default group's.
+        exchanges: whether steps are to be made of all-to-alls; None: on Gloo.
+        share: whether ranks of one host then do them through memory that they share; None: unless the environment has
+            SHARDWRIGHT_SHARED_MEMORY=0.
+
+    Attributes:
+        scratch: what sums receive into.
+    """
+
+    def __init__(self, devices: int, rank: int, base: int = 0, timeout: timedelta | None = None,
+                 exchanges: bool | None = None, share: bool | None = None) -> None:
+        self.devices, self.rank, self.base, self.timeout = devices, rank, base, timeout
+        self.exchanges = dist.get_backend() == "gloo" if exchanges is None else exchanges
+        self.share = sharing() if share is None else share
+        self._groups: dict[Digits, Group] = {}
+        self.scratch = Scratch()
+
+    def of(self, digits: Digits) -> dist.ProcessGroup:
+        """The group of the ranks that differ from this one in `digits` alone."""
+        return self.seen(digits).group
+
+    def seen(self, digits: Digits) -> Group:
+        """The same, as this rank sees it."""
+        key = merge(sorted(digits, key=lambda d: -d.stride))
+        if key not in self._groups:
+            made, size, position = self._make(key), digits_size(key), digits_value(key, self.rank)
+            host = None
+            if self.exchanges and size > 1:
+                wait = self.timeout or timedelta(seconds=current().timeout * TORCH_WAITS)
+                host = SameHost.of(made, size, position, wait, self.share)
+            self._groups[key] = Group(made, size, position, self.exchanges, host)
+        return self._groups[key]
+
+    def _make(self, digits: Digits) -> dist.ProcessGroup:
+        mine = tuple(self.base + r for r in group_of(self.rank, digits))
+        if len(mine) == dist.get_world_size():
+            return dist.group.WORLD
+        if dist.get_backend() != "mpi":
+            # Only the members meet: other pipeline stages need not know of the group.
+            return dist.new_group(mine, timeout=self.timeout, use_local_synchronization=True)
+        made = {ranks: dist.new_group(tuple(self.base + r for r in ranks), timeout=self.timeout)
+                for ranks in groups(self.devices, digits)}  # with MPI the whole world makes every group
+        return made[group_of(self.rank, digits)]
+
+
+class Group:
+    """A process group as one of its ranks sees it.
+
+    Attributes:
+        size: how many ranks.
+        position: of this rank among them.
+        exchanges: whether steps are to be made of all-to-alls.
+        host: what does them where all ranks are on one host, or None.
+        name: by which functional collectives know the group.
+        riders: sums that wait for an exchange of the group to travel with.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, size: int, position: int, exchanges: bool, host: SameHost | None = None) -> None:
+        self.group, self.size, self.position, self.exchanges, self.host = group, size, position, exchanges, host
+        self.name = group.group_name
+        self.riders: list[Rider] = []
+
+    def through_memory(self, x: Tensor) -> SameHost | None:
+        """What does a collective of `x` on one host, if it can."""
+        return self.host if x.is_cpu and not torch.compiler.is_compiling() else None
+
+
+class Rider:
+    """What is to be summed, and travels with the next all-gather of its group.
+
+    Attributes:
+        terms: everybody's, stacked, once they have come.
+    """
+
+    __slots__ = ("terms", "x")
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.terms = x, None
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# How collectives travel. All take and give flat tensors, but an all-reduce, which keeps the shape.
+#
+# Where collectives are a library's (NCCL, HCCL, MPI) they are the functional ones, which torch.compile traces. Where they would
+# be Gloo's, ranks of one host do them through memory that they share (`same_host`). What is left to Gloo, groups of several
+# hosts, what torch.compile has traced, hosts without such memory, is made of all-to-alls: a reduce-scatter is one and a local
+# sum, an all-gather one that sends everybody the same, an all-reduce of something small a gather and a local sum, of something
+# larger a reduce-scatter and a gather, of several MiB Gloo's own ring. Two ranks swap what they have. Of an all-reduce that a
+# slice follows every rank is sent the terms of its slice alone. Sums are then taken in ascending order of the ranks, as in the
+# local runtime, but in the ring: all replicas have the same bits everywhere.
+#
+# Why, measured with 8, 4 and 2 Gloo processes of one thread on 2 cores, ms (all_to_all through the group's own method
+# takes 0.19 ms on 2 ranks where the functional one takes 0.5, and 0.8 where it takes 1.1 on 4):
+#
+#     KiB a rank   all_reduce          gather, sum      scatter, sum, gather   all_gather      by all_to_all
+#          4       19.1   4.0  0.36    4.1  1.7  0.28   6.9   2.8  0.52        10.0  2.5 0.26   3.3  1.6 0.20
+#        128       16.8   5.5  0.55    6.9  2.7  0.46   8.9   3.9  0.58        12.4  3.3 0.36   5.7  2.7 0.33
+#        512       15.9   5.3  0.70   18.7  6.7  1.0    9.6   3.7  1.0         20.1  6.6 1.4   16.3  5.4 0.80
+#       4096       26.2  12.7  4.4     -     -    -    34.5  13.9  5.4          412 33.6 6.1    472 45.4 5.3
+# ----------------------------------------------------------------------------------------------------
+
+# Bytes from which two ranks on Gloo swap what they have, instead of exchanging two pieces each, one with itself. Eight
+# processes in pairs on 2 cores, ms, as an exchange and as a swap (and Gloo's own all-reduce):
+#     KiB a rank   all_reduce          all_gather    reduce_scatter
+#             8     0.9   1.0  ( 1.0)   0.9   0.9      1.0  1.1
+#            32     1.4   1.1  ( 1.4)   1.2   1.0      0.9  1.0
+#           392     4.1   2.0  ( 2.4)   3.6   2.3      1.8  1.2
+#          4096    40.9  16.1  (17.4)  90.8  32.7     13.0  8.4
+SWAPPED = 32 << 10
+# Received bytes up to which an all-reduce on Gloo gathers every term and sums locally (see the table: 8 x 128 KiB).
+GATHERED_TERMS = 1 << 20
+# Received bytes up to which an all-gather on Gloo is an all-to-all; past it the n copies to send cost more (8 x 1 MiB).
+GATHERED_COPIES = 8 << 20
+# Received bytes up to which an all-to-all and an all-gather on Gloo are one exchange: eight processes, of 4 and of 2, take 0.7
+# of the two at 16 KiB, 0.6 at 256 KiB, 0.9 at 2 and at 8 MiB.
+GATHERED_PIECES = 8 << 20
+# Bytes, for each of the ranks and each of them again, of numbers of 32 or 64 bits, from which more than two ranks on Gloo leave
+# an all-reduce to its own, a ring: its turns are many, but each has a part of the bytes. Eight processes on 2 loaded cores,
+# all together and in fours, ms, as a reduce-scatter and a gather and as a ring:
+#     MiB a rank     8 ranks        4 ranks
+#              1     18.4  25.6     21.6  17.1
+#              2     29.6  34.2     35.0  24.6
+#              4     52.8  47.7     69.1  45.5
+#              6     72.2  66.4    105.3  48.7
+RING = 64 << 10
+
+# The functional collectives here are what torch.distributed's public ones call, which take no group by name; names,
+# unlike groups, are constants to torch.compile.
+
+# torch 2.13 has renamed it, and warns of the older name.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def exchange(group: Group, x: Tensor, sends: Sequence[int] = (), receives: Sequence[int] = ()) -> Tensor:
+    """Pieces to the ranks of the group, pieces from them; `x` is contiguous.
+
+    Args:
+        sends, receives: numbers of elements, for a flat `x`; empty: all pieces are equal.
+    """
+    if not receives and (host := group.through_memory(x)) is not None:
+        return host.exchange(x)
+    if x.is_complex():  # Gloo's all_to_all knows no complex numbers
+        pairs = torch.view_as_real(x).reshape(-1)
+        pairs = exchange(group, pairs, [2 * n for n in sends], [2 * n for n in receives])
+        return torch.view_as_complex(pairs.view(*x.shape, 2) if not receives else pairs.view(-1, 2))
+    if group.exchanges and not torch.compiler.is_compiling():
+        # The group's own method, private too: half the latency of the functional one, see the table above; and seven
+        # eighths of it where no numbers are given.
+        received = x.new_empty(sum(receives)) if receives else torch.empty_like(x)
+        group.group.alltoall_base(received, x, list(receives), list(sends)).wait()
+        return received
+    equal = [len(x) // group.size] * group.size
+    return functional_wait(functional_all_to_all(x, list(receives) or equal, list(sends) or equal, group.name))
+
+
+def routed(group: Group, step: RedistributionStep, pieces: int, piece: int, rank: int) -> Callable[[Tensor], Tensor]:
+    """An all-to-all in which each rank sends so many pieces, not to all."""
+    to, source = step.partners(rank)
+    sends = tuple(piece if r in to else 0 for r in range(step.size))
+    receives = tuple(piece if r in source else 0 for r in range(step.size))
+    ranks = group_of(rank, step.digits)
+    sources = [(r, step.partners(ranks[r])[0].index(group.position)) for r in source]
+
+    def run(x: Tensor) -> Tensor:
+        host = group.through_memory(x)
+        return exchange(group, x, sends, receives) if host is None else host.exchange(x, pieces, sources)
+    return run
+
+
+def _swap(group: Group, x: Tensor) -> Tensor:
+    """What the other one of two ranks has for its `x`, which is flat."""
+    counts = (0, len(x)) if group.position == 0 else (len(x), 0)
+    return exchange(group, x, counts, counts)
+
+
+def gather(group: Group) -> Callable[[Tensor], Tensor]:
+    """Flat -> everybody's, one after the other."""
+    n, position, exchanges = group.size, group.position, group.exchanges
+
+    def run(x: Tensor) -> Tensor:
+        if (host := group.through_memory(x)) is not None:
+            return host.gather(x)
+        size = x.nbytes if exchanges else 0
+        if group.riders and n * size <= GATHERED_COPIES and group.riders[0].x.dtype == x.dtype:
+            rider = group.riders.pop()
+            received = exchange(group, torch.cat((x, rider.x) * n)).view(n, -1)
+            rider.terms = received.narrow(1, len(x), received.shape[1] - len(x))
+            return received.narrow(1, 0, len(x)).reshape(-1)
+        if exchanges and n == 2 and size >= SWAPPED:
+            other = _swap(group, x)
+            return torch.cat((other, x) if position else (x, other))
+        if exchanges and n * size <= GATHERED_COPIES:
+            return exchange(group, torch.cat((x,) * n))  # a quarter of what `repeat` takes
+        return functional_wait(functional_all_gather(x, n, group.name))
+    return run
+
+
+def reduce_scatter(group: Group, reduction: str) -> Callable[[Tensor], Tensor]:
+    """Flat pieces -> this rank's, reduced."""
+    n, position, exchanges = group.size, group.position, group.exchanges
+
+    def run(x: Tensor) -> Tensor:
+        if (host := group.through_memory(x)) is not None:
+            return host.reduce_scatter(x, reduction)
+        if not exchanges:
+            return functional_wait(functional_reduce_scatter(x, reduction, n, group.name))
+        x = x.view(n, -1)
+        if n == 2 and x.nbytes >= 2 * SWAPPED:
+            return _both(_swap(group, x[1 - position]), x[position], reduction)
+        return reduced(exchange(group, x), reduction)
+    return run
+
+
+def reduced(terms: Tensor, reduction: str) -> Tensor:
+    """The sum, max or min of the ranks' terms, stacked, taken in their order."""
+    n, *shape = terms.shape
+    if reduction != "sum" or n > 16 or terms.dtype not in (torch.float32, torch.float64):
+        return reduce_terms(terms.unbind(0), reduction)
+    # One call for n: it adds up to 16 rows in their order, if columns fill whole vectors.
+    numel = math.prod(shape)
+    if numel % 64:
+        return torch.constant_pad_nd(terms.view(n, numel), (0, -numel % 64)).sum(0)[:numel].view(shape)
+    return terms.sum(0)
+
+
+def rings(n: int, x: Tensor) -> bool:
+    """Whether `n` ranks on Gloo sum their `x` in a ring."""
+    return n > 2 and x.nbytes >= n * n * RING and x.dtype in (torch.float32, torch.float64)
+
+
+def _both(received: Tensor, x: Tensor, reduction: str) -> Tensor:
+    """The sum, max or min of two ranks' terms: of two the order cannot matter."""
+    return received.add_(x) if reduction == "sum" else reduce_terms((received, x), reduction)
+
+
+def all_reduce(group: Group, reduction: str) -> Callable[[Tensor], Tensor]:
+    n, exchanges = group.size, group.exchanges
+    if not exchanges:
+        return lambda x: functional_wait(functional_all_reduce(x, reduction, group.name))
+    gathered, scattered = gather(group), reduce_scatter(group, reduction)
+
+    def run(x: Tensor) -> Tensor:
+        shape, size = x.shape, x.nbytes
+        x = x.reshape(-1)
+        if (host := group.through_memory(x)) is not None:
+            return host.all_reduce(x, reduction).view(shape)
+        if n == 2 and size >= SWAPPED:
+            return _both(_swap(group, x), x, reduction).view(shape)
+        if n * size <= GATHERED_TERMS:
+            return reduced(gathered(x).view(n, *shape), reduction)
+        if rings(n, x):
+            return functional_wait(functional_all_reduce(x, reduction, group.name)).view(shape)
+        short = -len(x) % n
+        whole = torch.cat((x, x.new_zeros(short))) if short else x
+        return gathered(scattered(whole))[:len(x)].view(shape)
+    return run
+
+
+#: A step on one rank and one local shape: a local tensor in, a local tensor out. A slice gives a view; what comes in is
+#: never written to.
+Bound = Callable[[Tensor], Tensor]
+
+
+def bind(step: RedistributionStep, local_shape: tuple[int, ...], rank: int, groups: ProcessGroups) -> Bound:
+    """A step for `rank`. Makes the step's process group: all ranks bind the same steps in one order.
+
+    Raises:
+        LayoutError: a dim that does not divide.
+    """
+    shape = tuple(local_shape)
+    geometry = step.geometry(shape)
+    if step.kind == "slice":
+        return _slice(geometry, rank)
+    group = groups.seen(step.digits)
+    if step.kind == "all_reduce":
+        return all_reduce(group, step.reduction)
+    if step.kind == "reduce_scatter":
+        return _shaped(geometry, reduce_scatter(group, step.reduction))
+    if step.kind == "all_gather":
+        return _shaped(geometry, gather(group))
+    if geometry.pieces == step.size:
+        return _shaped(geometry, partial(exchange, group))
+    return _shaped(geometry, routed(group, step, geometry.pieces, math.prod(shape) // geometry.pieces, rank))
+
+
+def bind_all(steps: Redistribution, shape: tuple[int, ...], rank: int, groups: ProcessGroups) -> tuple[Bound, ...]:
+    """The steps of a conversion on one rank, in their order; two of them may be one exchange (`joined`).
+
+    Args:
+        shape: of the rank's local tensor.
+
+    Raises:
+        LayoutError: a dim that does not divide.
+    """
+    if 0 in shape:  # nothing is sent of an empty tensor
+        after = steps.local_shapes(tuple(shape))[-1]
+        return (lambda x: x.new_empty(after),)
+    out: list[Bound] = []
+    last: tuple[RedistributionStep, tuple[int, ...]] | None = None    # the step before, and the shape before it, where they may be joined
+    for step, before in zip(steps.steps, steps.local_shapes(tuple(shape))):
+        joined = _joined(*last, step, before, rank, groups, out[-1]) if last is not None and groups.exchanges else None
+        if joined is not None:
+            out[-1], last = joined, None
+        else:
+            out.append(bind(step, before, rank, groups))
+            last = step, before
+    return tuple(out)
+
+
+def _joined(first: RedistributionStep, shape: tuple[int, ...], second: RedistributionStep, between: tuple[int, ...], rank: int, groups: ProcessGroups,
+            bound: Bound) -> Bound | None:
+    """Two steps as one exchange, if they can be; `bound`: the first of them."""
+    geometry = second.geometry(between)
+    if first.kind == "all_reduce" and second.kind == "slice":
+        group = groups.seen(first.digits)
+        return reduced_slice(_slices(geometry, group_of(rank, first.digits)), _slice(geometry, rank), group.size,
+                             reduce_scatter(group, first.reduction), geometry.after, bound,
+                             lambda: GATHERED_TERMS if group.host is None else math.inf)
+    digits = joined_digits(first, second)
+    if digits is None:
+        return None
+    group = groups.seen(digits)
+    return exchanged_and_gathered(first, second, shape, partial(exchange, group),
+                                  (bound, bind(second, between, rank, groups)), lambda: GATHERED_PIECES)
+
+
+def _slice(geometry: Geometry, rank: int) -> Bound:
+    after = geometry.after
+    if geometry.cuts is None:
+        view, index = geometry.pre_view, [(axis, digit.value(rank)) for axis, digit in geometry.select]
+
+        def select(x: Tensor) -> Tensor:
+            x = x.reshape(view)
+            for axis, i in index:
+                x = x.select(axis, i)
+            return x.reshape(after)
+        return select
+    ranges = [(dim, length * digits_value(digits, rank), length) for dim, length, digits in geometry.cuts]
+
+    def narrow(x: Tensor) -> Tensor:
+        for dim, start, length in ranges:
+            x = x.narrow(dim, start, length)
+        return x
+    return narrow
+
+
+def _slices(geometry: Geometry, ranks: Sequence[int]) -> Callable[[Tensor], list[Tensor]]:
+    """Those of several ranks, flat."""
+    if geometry.cuts is not None:
+        each = {r: _slice(geometry, r) for r in ranks}
+        return lambda x: [each[r](x).reshape(-1) for r in ranks]
+    view, chosen = geometry.pre_view, geometry.select[::-1]
+    axes = [axis for axis, _ in chosen]
+    sizes = [view[axis] for axis in axes]
+    order = (*axes, *(axis for axis in range(len(view)) if axis not in axes))
+    permuted = None if order == tuple(range(len(view))) else order
+    rows = []
+    for r in ranks:  # the slices in the order of the axes, the last one moving first
+        row = 0
+        for size, (_, digit) in zip(sizes, chosen):
+            row = row * size + digit.value(r)
+        rows.append(row)
+    count = math.prod(sizes)
+
+    def slices(x: Tensor) -> list[Tensor]:
+        if permuted is not None:
+            x = x.reshape(view).permute(permuted)
+        pieces = x.reshape(count, -1).unbind(0)
+        return [pieces[row] for row in rows]
+    return slices
+
+
+def _shaped(geometry: Geometry, run: Bound) -> Bound:
+    """`run` takes the pieces to send, flat, one after the other, and gives those received likewise."""
+    pre_view, pre_perm, after = geometry.pre_view, geometry.pre_perm, geometry.after
+    post_view, post_perm = geometry.post_view, geometry.post_perm
+    if pre_perm is None and post_perm is None:
+        return lambda x: run(x.reshape(-1)).view(after)  # a copy where they were not one after the other
+
+    def shaped(x: Tensor) -> Tensor:
+        if pre_perm is not None:
+            x = x.reshape(pre_view).permute(pre_perm)
+        x = run(x.reshape(-1))
+        if post_perm is not None:
+            x = x.view(post_view).permute(post_perm)
+        return x.reshape(after)
+    return shaped

@@ -1,0 +1,127 @@
+"""A rank's slice as a DTensor, and back: its layout, the whole tensor, and values put into it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ...capture.annotations import whole_shape
+from ...layout import Digit, Layout
+from ...partition.uneven import true_slice
+from .collectives import ProcessGroups
+
+__all__ = ["beginning", "gathered", "gathered_as", "layout_of", "leaf_of", "slice_in_buffer", "to_dtensor", "with_values"]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Parameters whose dims their cuts do not divide: a rank holds what there is, and computes on slices of one length.
+#
+#     memory      a buffer of the padded slice's shape, zeros where there is nothing
+#     DTensor     a view of the buffer's beginning: this rank's part of the parameter, which may be empty
+#     leaf        the whole buffer; of its gradient the DTensor gets the same beginning
+# ----------------------------------------------------------------------------------------------------
+
+def slice_in_buffer(whole: Tensor, layout: Layout, rank: int, device: torch.device) -> Tensor:
+    """A rank's slice of a tensor, at the beginning of memory that holds a padded one."""
+    part = whole[true_slice(layout, whole.shape, rank)]
+    length = layout.local_shape(layout.padded(whole.shape))
+    if tuple(part.shape) == length:
+        return part.to(device).clone(memory_format=torch.contiguous_format)
+    buffer = torch.zeros(length, dtype=whole.dtype, device=device)
+    return beginning(buffer, part.shape).copy_(part)
+
+
+def leaf_of(parameter: DTensor) -> Tensor:
+    """A plain tensor on the memory of a DTensor's slice, the padding included."""
+    local = parameter.to_local().detach()
+    cuts = [1] * parameter.dim()
+    for axis, placement in enumerate(parameter.placements):
+        if isinstance(placement, Shard):
+            cuts[placement.dim] *= parameter.device_mesh.size(axis)
+    length = tuple(-(-size // cut) for size, cut in zip(parameter.shape, cuts))
+    if length == tuple(local.shape):
+        return local
+    return local.as_strided(length, torch.empty(length, device="meta").stride(), local.storage_offset())
+
+
+def beginning(x: Tensor, shape: torch.Size) -> Tensor:
+    """The part of `x` that has this shape: a view, or `x` itself."""
+    return x if x.shape == shape else x[tuple(slice(size) for size in shape)]
+
+
+def to_dtensor(local: Tensor, layout: Layout, shape: tuple[int, ...], groups: ProcessGroups) -> DTensor:
+    """A rank's slice as a DTensor on a mesh whose axes are the layout's digits, in the layout's own order."""
+    digits: list[tuple[Digit, Any]] = [(d, Shard(dim)) for dim, ds in enumerate(layout.dims) for d in ds]
+    digits += [(d, Replicate()) for d in layout.replicas]
+    if not digits:  # one device
+        mesh = DeviceMesh.from_group(groups.of(()), local.device.type, mesh_dim_names=("alone",))
+        return DTensor.from_local(local, mesh, [Replicate()], run_check=False)
+    ranks = torch.full((), groups.base, dtype=torch.int)
+    for digit, _ in digits:  # mesh[c0, c1, …] = Σ c_i · stride_i: several digits on one dim keep their order
+        ranks = ranks.unsqueeze(-1) + torch.arange(digit.size, dtype=torch.int) * digit.stride
+    names = tuple(f"{digit}" for digit, _ in digits)
+    own = [groups.of((digit,)) for digit, _ in digits]
+    kind = local.device.type
+    mesh = DeviceMesh.from_group(own[0], kind, mesh_dim_names=names) if len(own) == 1 else \
+        DeviceMesh.from_group(own, kind, mesh=ranks, mesh_dim_names=names)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, [p for _, p in digits], run_check=False, shape=torch.Size(shape),
+                              stride=stride)
+
+
+def layout_of(tensor: DTensor) -> Layout | None:
+    """The layout in which `to_dtensor` made a DTensor of slices, or an operator a result in their manner, on the ranks of its
+    mesh; None: somebody else's."""
+    digits = [re.fullmatch(r"(\d+)@(\d+)", axis) for axis in tensor.device_mesh.mesh_dim_names or ()]
+    if not digits or not all(digits):
+        return None
+    dims: list[list[Digit]] = [[] for _ in tensor.shape]
+    for digit, placement in zip(digits, tensor.placements):
+        if isinstance(placement, Shard):
+            dims[placement.dim].append(Digit(int(digit[1]), int(digit[2])))
+        elif not isinstance(placement, Replicate):
+            return None
+    return Layout.of(tensor.device_mesh.size(), dims)
+
+
+def gathered(parameter: DTensor) -> Tensor:
+    """The whole value of a parameter, on every rank of its mesh, in contiguous memory of its own. Those ranks call it together.
+    (`full_tensor` does the same, and logs a warning where several digits cut one dim.)"""
+    return gathered_as(parameter, leaf_of(parameter).detach().clone())
+
+
+def gathered_as(parameter: DTensor, value: Tensor) -> Tensor:
+    """The whole of a tensor that lies as a parameter does.
+
+    Args:
+        value: this rank's slice, padded to the length that all ranks' have; it is not written to.
+    """
+    for axis, placement in reversed(list(enumerate(parameter.placements))):
+        if isinstance(placement, Shard) and parameter.device_mesh.size(axis) > 1:
+            value = value.contiguous()
+            parts = [torch.empty_like(value) for _ in range(parameter.device_mesh.size(axis))]
+            group = parameter.device_mesh.get_group(axis)
+            dist.all_gather([_bytes(part) for part in parts], _bytes(value), group=group)
+            value = torch.cat(parts, placement.dim)
+    return beginning(value, parameter.shape).contiguous()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Contiguous memory as bytes: every backend sends them, whatever the dtype."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def with_values(parameter: DTensor, whole: Tensor) -> DTensor:
+    """The parameter, with this rank's part of a whole tensor in it; one that lies elsewhere stays empty."""
+    if whole_shape(parameter) == parameter.shape:
+        local, layout = parameter.to_local().detach(), layout_of(parameter)
+        here = dist.get_rank() - int(parameter.device_mesh.mesh.min())
+        local.copy_(whole if layout is None else whole[true_slice(layout, tuple(parameter.shape), here)])
+        torch.autograd.graph.increment_version(parameter)
+    return parameter

@@ -1,0 +1,154 @@
+"""Parameters of the processes runtime: DTensors at the border, plain local tensors inside.
+
+What optimizers, ``clip_grad_norm_`` and checkpoints see is a DTensor whose local tensor is this rank's slice. Each
+program computes on plain leaves that share its storage (dispatching on a DTensor costs ten times as much); how their
+gradients come back is told in `buckets`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from ...capture.annotations import CUT, be_elsewhere, whole_shape
+from ...capture.manual import is_own
+from ...errors import SettingError
+from ...layout import Layout
+from ..call_boundary import leaf_of_slice
+from ..deferred_init import materialize, substitute
+from ..optimizer_guard import replace_noted
+from ..parameter_hooks import carry_over
+from .buckets import GradientSums
+from .collectives import ProcessGroups
+from .dtensors import layout_of, slice_in_buffer, to_dtensor
+
+__all__ = ["ParameterPlacement", "ShardedState", "held_layouts"]
+
+def held_layouts(holder: nn.Module) -> dict[str, Layout]:
+    """The layouts of parameters that an earlier wrapper of the model has cut already.
+
+    Raises:
+        SettingError: a DTensor of somebody else's.
+    """
+    out = {}
+    for name, parameter in holder.named_parameters():
+        if isinstance(parameter, DTensor):
+            layout = layout_of(parameter)
+            if layout is None:
+                raise SettingError(f"the parameter {name!r} is a DTensor already: {parameter.placements}",
+                                   legal="a model that nothing else has distributed")
+            out[name] = layout
+    return out
+
+
+def _of_rank_0(whole: Tensor, device: torch.device) -> Tensor:
+    """A tensor that all ranks have, with the values of rank 0; on `device`."""
+    whole = whole.to(device, copy=True, memory_format=torch.contiguous_format)
+    dist.broadcast(whole, 0)
+    return whole.clone()  # a worker of the process group may still hold the one it has received, which then has no successor
+
+
+class ParameterPlacement(NamedTuple):
+    """Where a parameter lies: its layout, and the groups of the ranks that this speaks of."""
+
+    layout: Layout
+    groups: ProcessGroups
+
+
+class ShardedState:
+    """A model's parameters and buffers on one rank.
+
+    Args:
+        places: where each parameter lies, by name, of which the whole value is given too; None: not on this rank.
+        holder: gives ``named_parameters`` and ``named_buffers`` under the graph's names. Its parameters become
+            DTensors, in the model and in every optimizer that holds them.
+        broadcast: whether they begin with the values that they have on rank 0.
+
+    Attributes:
+        groups: as the caller gives them, for the model's next program.
+        absent: the parameters that are not on this rank, by name: each an empty tensor.
+    """
+
+    def __init__(self, places: Callable[[str, Tensor], ParameterPlacement | None], holder: nn.Module, groups: Any, device: torch.device,
+                 broadcast: bool = False) -> None:
+        self.groups = groups
+        self.absent: dict[str, nn.Parameter] = {}
+        self._elsewhere: DeviceMesh | None = None
+        parameters = {name for name, _ in holder.named_parameters()}
+
+        olds: list[nn.Parameter] = []
+        successors: dict[int, nn.Parameter] = {}
+        found: dict[int, ParameterPlacement | None] = {}    # where the parameters lie that had the whole before, by their ids
+
+        def cut(old: int, whole: Tensor) -> DTensor:
+            place = found[old]
+            if place is None:
+                return self._nothing(whole, device)
+            local = slice_in_buffer(whole, place.layout, place.groups.rank, device)
+            return to_dtensor(local, place.layout, tuple(whole.shape), place.groups)
+
+        def keep(name: str, old: Tensor, whole: Tensor) -> Tensor | None:
+            if isinstance(old, DTensor):  # another wrapper of the model has cut it
+                if whole_shape(old) != old.shape:
+                    self.absent[name] = old
+                return None
+            if is_own(old):
+                return whole.to(device) if old.is_meta else None
+            if broadcast:
+                whole = _of_rank_0(whole, device)
+            if name not in parameters:
+                return whole.to(device)
+            found[id(old)] = places(name, whole)
+            made = successors[id(old)] = nn.Parameter(cut(id(old), whole), requires_grad=old.requires_grad)
+            olds.append(old)
+            setattr(made, CUT, name)
+            if found[id(old)] is None:
+                self.absent[name] = made
+                be_elsewhere(made, whole.shape)
+            replace_noted(old, name)
+            return None
+
+        materialize(holder, keep, "cpu")
+        carry_over(olds, successors)
+        substitute(holder, successors, cut)
+        self.buffers = dict(holder.named_buffers())
+
+    def _nothing(self, whole: Tensor, device: torch.device) -> DTensor:
+        """What a rank has of a parameter that lies elsewhere: a DTensor, since optimizers take no plain tensors beside
+        those."""
+        if self._elsewhere is None:
+            alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+            self._elsewhere = DeviceMesh.from_group(alone, device.type, mesh_dim_names=("elsewhere",))
+        nothing = torch.empty(0, dtype=whole.dtype, device=device)
+        return DTensor.from_local(nothing, self._elsewhere, [Replicate()], run_check=False)
+
+    def take_buffers(self, holder: nn.Module, device: torch.device) -> None:
+        """Take the buffers that a model has now, some of which may be others than those that it began with."""
+        self.buffers = dict(holder.named_buffers())
+        for buffer in self.buffers.values():
+            if buffer.device.type != device.type:
+                buffer.data = buffer.data.to(device)
+
+    def leaves(self, holder: nn.Module, sums: GradientSums, names: Collection[str] | None = None) -> dict[str, Tensor]:
+        """Leaves of parameters for one program.
+
+        Args:
+            sums: what becomes of their gradients.
+            names: of the parameters; None: all.
+
+        Raises:
+            SettingError: a parameter that was put in later.
+        """
+        parameters = {n: p for n, p in holder.named_parameters() if names is None or n in names}
+        for name, parameter in parameters.items():
+            if not isinstance(parameter, DTensor) and not is_own(parameter):
+                raise SettingError(f"the parameter {name!r} is another one than at the first call",
+                                   legal="changes of its values, or a new AutoParallel of the changed model")
+        own = {name: leaf_of_slice(parameter) for name, parameter in parameters.items() if is_own(parameter)}
+        return sums.leaves({name: parameter for name, parameter in parameters.items() if name not in own}) | own

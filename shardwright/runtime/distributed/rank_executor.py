@@ -1,0 +1,329 @@
+"""The processes runtime: one process a device, the lowered program on this rank's local tensors.
+
+The program stays a `torch.fx.GraphModule`; its conversions become submodules that hold this rank's part of each step,
+forward and transposed. A local operator costs what it costs in plain PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ...layout import Digits, group_of, merge
+from ...partition.local_program import GlobalExtreme, Redistribute
+from ...redistribution import Redistribution, redistribution
+from ...torch_private import module_table
+from ..local.local_executor import ties
+from ..local.operators import plain_function
+from ..lower import Lowered, cast, extreme, move, sum_of_gradient
+from ..saved_tensors import LoweredRegions, RegatheredWeights, RegionRun, Saver, keep
+from .buckets import Scatter
+from .collectives import Bound, ProcessGroups, bind_all
+from .watchdog import WaitPoint, noted
+
+__all__ = ["RankExecutor"]
+
+Steps = tuple[Bound, ...]
+
+# Elements up to which a copy takes less than a function of Python in the backward.
+SHORT = 1 << 10
+
+
+class _Convert(torch.autograd.Function):
+    """A conversion and its transpose, this rank's part of them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Steps, backward: Steps) -> Tensor:
+        ctx.steps = backward
+        y = _run(x, forward)
+        return y.view_as(y) if y is x else y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _run(gradient, ctx.steps), None, None
+
+
+def _run(x: Tensor, steps: Steps) -> Tensor:
+    for step in steps:
+        x = step(x)
+    return x
+
+
+class _Extreme(torch.autograd.Function):
+    """A maximum or minimum over ranks; see the local runtime's for the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, reduced: Tensor, operand: Tensor, forward: Steps, count: Steps, dims: tuple[int, ...]
+                ) -> Tensor:
+        result = _run(reduced, forward)
+        ctx.save_for_backward(reduced, operand, result)
+        ctx.steps, ctx.dims = count, dims
+        return result.view_as(result) if result is reduced else result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        reduced, operand, result = ctx.saved_tensors
+        held = ties(operand, reduced, result, ctx.dims)
+        return gradient * held / _run(held.to(gradient.dtype), ctx.steps), None, None, None, None
+
+
+class Cast:
+    """A step that changes the type."""
+
+    __slots__ = ("dtype",)
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x.to(self.dtype)
+
+
+class BoundRedistribute(nn.Module):
+    """A conversion, as this rank does it."""
+
+    def __init__(self, forward_steps: Steps, backward_steps: Steps, label: str) -> None:
+        super().__init__()
+        self.forward_steps, self.backward_steps, self.label = forward_steps, backward_steps, label
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not x.requires_grad or not torch.is_grad_enabled():
+            return _run(x, self.forward_steps)
+        if not self.backward_steps and x.numel() <= SHORT:
+            y = x.clone()  # whose backward is in the library: most of the time a loss
+            y.detach().copy_(_run(x.detach(), self.forward_steps))
+            return y
+        return _Convert.apply(x, self.forward_steps, self.backward_steps)
+
+    __call__ = forward  # without a module's hooks, of which it has none
+
+    def back(self, gradient: Tensor) -> Tensor:
+        """The gradient of what comes in."""
+        return _run(gradient, self.backward_steps)
+
+    def extra_repr(self) -> str:
+        return self.label
+
+
+class BoundGather(BoundRedistribute):
+    """A weight's conversion whose result is not kept for the backward."""
+
+    def __init__(self, forward_steps: Steps, backward_steps: Steps, label: str, name: str, unkept: RegatheredWeights) -> None:
+        super().__init__(forward_steps, backward_steps, label)
+        self.name, self.unkept = name, unkept
+        self.parameter: list[Tensor] = []  # in a list: the parameters of a module are others
+
+    def forward(self, x: Tensor) -> Tensor:
+        gathered, stored = super().forward(x), x.detach()
+        # Some changes count as changes of the parameter, others as changes of its local tensor.
+        self.unkept.note(self.name, (stored, *self.parameter), (gathered,), lambda: (_run(stored, self.forward_steps),))
+        return gathered
+
+    __call__ = forward
+
+
+def _cast(dtype: torch.dtype) -> Steps:
+    return (Cast(dtype),)
+
+
+class BoundExtreme(nn.Module):
+    """A maximum or minimum over ranks, as this rank does it."""
+
+    def __init__(self, forward_steps: Steps, count_steps: Steps, dims: tuple[int, ...]) -> None:
+        super().__init__()
+        self.forward_steps, self.count_steps, self.dims = forward_steps, count_steps, dims
+
+    def forward(self, reduced: Tensor, operand: Tensor) -> Tensor:
+        return _Extreme.apply(reduced, operand, self.forward_steps, self.count_steps, self.dims)
+
+
+class BoundRegions(nn.Module):
+    """What begins a call of a program of which parts are recomputed: their runs, or None where no gradient is recorded."""
+
+    def __init__(self, begin: Callable[[], list[RegionRun]]) -> None:
+        super().__init__()
+        self.begin = begin
+
+    def forward(self) -> list[RegionRun] | None:
+        return self.begin() if torch.is_grad_enabled() and not torch.compiler.is_compiling() else None
+
+
+class BoundSaver(nn.Module):
+    """An operator that saves what is dropped."""
+
+    def __init__(self, saver: Saver, target: Callable[..., Any]) -> None:
+        super().__init__()
+        self.saver, self.target = saver, target
+
+    def forward(self, runs: list[RegionRun] | None, watched: tuple[Tensor, ...], *args: Any, **kwargs: Any) -> Any:
+        if runs is None:
+            return self.target(*args, **kwargs)
+        return self.saver(runs, watched, lambda: self.target(*args, **kwargs))
+
+
+class RankExecutor:
+    """A lowered program on one rank.
+
+    All ranks make it from the same plan at the same time: process groups come into being here, in the program's order.
+
+    Args:
+        lowered: the program.
+        groups: this rank's process groups.
+        compiled: the backend by which ``torch.compile`` compiles it, or None. What is recomputed or
+            gathered again in the backward is then the compiler's choice, and gradients are scattered as they come.
+        scatters: whether gradients of parameters that are stored in parts are scattered as they come, in any case.
+        outside: names of gathered weights that come in as they are (`Plan.gathered_once`); the rank gathers them by `gathers`.
+
+    Attributes:
+        sums: parameter -> over which digits its gradient is summed once it is complete, where the program does not; in the
+            order in which gradients come: that of the first use, from the last; of an operator's several, from the last.
+        types: parameter -> the type of this sum.
+        followed: of these the parameters after whose gradient the backward's next conversion gathers over the same digits.
+        scattered: what becomes of gradients that may be kept whole, of parameters that are stored in parts.
+        gathers: parameter -> what brings it from its storage to its use, for those that are gathered outside.
+        module: the bound `torch.fx.GraphModule`: local parameters, buffers, constants, inputs in; outputs, then the new
+            values of buffers, out.
+    """
+
+    def __init__(self, lowered: Lowered, groups: ProcessGroups, compiled: str | None = None, scatters: bool = False,
+                 outside: Collection[str] = ()) -> None:
+        self.lowered, self.groups, self._scatters = lowered, groups, scatters
+        self.gathers: dict[str, BoundRedistribute] = {}
+        self.types: dict[str, torch.dtype] = {}
+        self._eager, self._unkept = not compiled, None
+        self._lines = {op.name: op.source for op in lowered.plan.graph.ops}
+        self.scattered: list[Scatter] = []
+        root = nn.Module()
+        graph = torch.fx.Graph()
+        env: dict[torch.fx.Node, torch.fx.Node] = {}
+        sums: list[tuple[int, str, Digits]] = []
+        number = {node: i for i, node in enumerate(lowered.graph.nodes)}
+        passed: set[torch.fx.Node] = set()
+        regions, targets = LoweredRegions(lowered, lambda n: n.name), {}
+        runs: torch.fx.Node | None = None
+        for node in lowered.graph.nodes:
+            if regions.regions and runs is None and node.op != "placeholder":
+                runs = graph.call_module("regions")
+            for region, key, value, copy in regions.reads.get(node, ()):
+                graph.call_function(keep, (runs, region, key, env[value], copy))
+            if node.op == "placeholder" and node.meta["instance"].value.name in lowered.parameters:
+                sole = sum_of_gradient(node)
+                if sole is not None:
+                    passed.add(sole)
+            if node in passed:
+                instruction = node.meta["instruction"]
+                name = instruction.source.value.name
+                sums.append((min(map(number.__getitem__, node.users), default=0), name, instruction.backward.steps[0].digits))
+                self.types[name] = instruction.sums
+                if instruction.target.name in outside:
+                    env[node] = env[node.args[0]]
+                    self.gathers[name] = BoundRedistribute(_cast(instruction.dtype), _cast(instruction.source.value.dtype), "")
+                else:
+                    env[node] = cast(graph, env[node.args[0]], node)
+            elif node.target is move and node.meta["instruction"].target.name in outside:
+                env[node] = env[node.args[0]]
+                self.gathers[node.meta["instruction"].source.value.name] = self._bound(node.meta["instruction"])
+            elif node.target is move or node.target is extreme:
+                name = f"convert_{len(module_table(root))}"
+                root.add_module(name, self._bound(node.meta["instruction"]))
+                targets[node] = getattr(root, name)
+                env[node] = graph.call_module(name, tuple(env[a] for a in node.args))
+            else:
+                env[node] = graph.node_copy(node, env.__getitem__)
+                if node.op == "call_function":
+                    env[node].target = targets[node] = plain_function(node)
+            if node in regions.savers:
+                plain, name = env[node], f"saving_{len(module_table(root))}"
+                root.add_module(name, BoundSaver(regions.savers[node], targets[node]))
+                watched = tuple(env[n] for n in regions.watched(node))
+                env[node] = graph.call_module(name, (runs, watched, *plain.args), plain.kwargs)
+                graph.erase_node(plain)
+        if regions.regions:
+            root.add_module("regions", BoundRegions(regions.again(lambda n: _again(n, targets[n]))))
+        self.module = torch.fx.GraphModule(root, graph)
+        self._call = torch.compile(self.module, dynamic=False, backend=compiled) if compiled else self.module.forward
+        ordered = sorted(reversed(sums), key=lambda use: -use[0])
+        self.sums = {name: digits for _, name, digits in ordered}
+        self.followed = [name for use, name, digits in ordered if _gathers_next(lowered, use, digits)]
+
+    def attach(self, parameters: Mapping[str, Tensor]) -> None:
+        """To the parameters whose local tensors will come in."""
+        for part in self.module.children():
+            if isinstance(part, BoundGather):
+                part.parameter = [parameters[part.name]]
+
+    def __call__(self, *local: Tensor) -> list[Tensor]:
+        if self._unkept is None:
+            return list(self._call(*local))
+        with self._unkept:
+            return list(self._call(*local))
+
+    def _bound(self, instruction: Redistribute | GlobalExtreme) -> nn.Module:
+        forward = self._steps(instruction.forward, instruction.source.local_shape, instruction, "forward")
+        if isinstance(instruction, Redistribute) and instruction.casts:
+            forward = (*_cast(instruction.dtype), *forward)
+        if isinstance(instruction, GlobalExtreme):
+            layout = instruction.source.layout
+            summed = redistribution(layout.without_partial().with_partial(layout.partial), layout.without_partial())
+            counts = self._steps(summed, instruction.source.local_shape, instruction, "backward")
+            return BoundExtreme(forward, counts, instruction.dims)
+        backward = self._backward(instruction)
+        label = str(instruction.forward)
+        if not instruction.again or not self._eager:
+            return BoundRedistribute(forward, backward, label)
+        self._unkept = self._unkept or RegatheredWeights()
+        return BoundGather(forward, backward, label, instruction.source.value.name, self._unkept)
+
+    def _backward(self, instruction: Redistribute) -> Steps:
+        if instruction.backward is None:
+            return ()
+        shape, hsdp, held = instruction.target.local_shape, self.lowered.plan.hsdp, instruction.source.value.dtype
+        if instruction.cause == "parameter" and instruction.forward.collectives and instruction.backward.source.partial \
+                and hsdp is not None and hsdp.accumulates_whole and Scatter.fits(instruction.backward) and self._eager \
+                and not self._scatters:
+            self.scattered.append(Scatter(instruction.source.value.name, instruction.backward, shape, self.groups,
+                                          held, instruction.sums))
+            return noted((self.scattered[-1],), self._place(instruction.backward, instruction, "backward"))
+        steps = self._steps(instruction.backward, shape, instruction, "backward")
+        if instruction.target.value.master is None:
+            return steps
+        return (*(_cast(instruction.sums) if steps else ()), *steps, *_cast(held))
+
+    def _steps(self, steps: Redistribution, shape: tuple[int, ...], instruction: Redistribute | GlobalExtreme, way: str) -> Steps:
+        """A conversion on this rank; what it sends is a place that the rank can be found at, but for a compiler."""
+        bound = bind_all(steps, shape, self.groups.rank, self.groups)
+        return noted(bound, self._place(steps, instruction, way)) if steps.collectives and self._eager else bound
+
+    def _place(self, steps: Redistribution, instruction: Redistribute | GlobalExtreme, way: str) -> WaitPoint:
+        kinds = " and ".join(dict.fromkeys(step.kind for step in steps.collectives))
+        line = self._lines.get(instruction.operator, "")
+        value = instruction.source.value.name
+        of = "" if value == instruction.operator else f" of {value!r}"
+        ranks = sorted({r for step in steps.collectives for r in group_of(self.groups.rank, step.digits)})
+        return WaitPoint(f"the {kinds}{of} for operator {instruction.operator!r}{f' ({line})' if line else ''}"
+                     f"{', in its backward,' if way == 'backward' else ''}",
+                     tuple(self.groups.base + r for r in ranks), way == "backward")
+
+
+def _gathers_next(lowered: Lowered, use: int, digits: Digits) -> bool:
+    """Whether the first conversion that communicates in a backward after that of node `use` gathers over `digits`."""
+    for node in reversed(list(lowered.graph.nodes)[:use]):
+        backward = node.meta["instruction"].backward if node.target is move else None
+        if backward is not None and backward.collectives and sum_of_gradient(node.args[0]) is not node:
+            first = backward.steps[0]
+            return first.kind == "all_gather" and first.digits == merge(digits)
+    return False
+
+
+def _again(node: torch.fx.Node, target: Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:
+    """How a node is computed from values by the names of their nodes."""
+    def run(env: dict[str, Any]) -> Any:
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: env[n.name])
+        return target(*args, **kwargs)
+    return run

@@ -1,0 +1,425 @@
+"""Collectives of ranks of one host, through memory that they share (`host_memory`): nothing is sent, and no thread is woken
+to receive it. Sums are taken in the order of the ranks, whatever their length.
+
+    all-gather          write mine; meet; read all
+    reduce-scatter      write mine; meet; add up everybody's terms of my piece
+    all-reduce          the same, write the piece; meet; read all pieces. What is long goes in chunks: the terms of the next
+                        are written and met for with the pieces of the one before. What is short: read and add up all terms
+    all-to-all          write mine; meet; read what is for me
+
+Eight ranks of one thread on 2 cores, in groups of 8, of 4 and of 2, ms, by Gloo (the quickest of the ways in `collectives`)
+and by this, from `benchmarks/same_host.py`:
+
+    KiB a rank  all-reduce                    all-gather                    reduce-scatter                all-to-all
+         4  3.5 0.5  2.3 0.5  1.0 0.3     2.4 0.3  1.8 0.3  1.0 0.3     2.9 0.8  1.6 0.2  0.9 0.4     2.7 0.5  1.3 0.4  0.8 0.4
+        64  6.0 0.7  2.9 0.5  1.7 0.9     2.3 0.3  1.5 0.5  0.9 0.5     2.9 0.6  1.5 0.6  1.1 0.4     3.2 0.9  1.9 0.5  1.0 0.4
+       512  8.4 1.6  6.0 1.5  3.9 1.7     4.0 0.6  3.1 0.9  1.7 0.6     5.3 1.1  4.1 1.5  2.0 1.1     6.2 1.8  3.0 1.4  2.9 2.4
+      4096  51 21  23 10  21 13           10 3.0  16 5.4  13 7.0        17 12  25 11  9.5 4.7         20 14  17 13  15 14
+     16384  115 33  99 36  72 41          67 37  66 15  42 14           65 33  63 25  44 25           134 110  134 109  73 61
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+import secrets
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..local.shards import reduce_terms
+
+__all__ = ["HostMemory", "SameHost", "sharing"]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Memory that ranks of one host share, and a barrier in it.
+#
+#     page 0          a nonce, the semaphores of the barrier, what each rank says that it does
+#     rows            two for each rank, that ranks write in turn: a round is to write one's row, to meet, to read the others'
+#
+# A row is written again two rounds later. By then all have met once more, which they do when they have read: nobody waits to
+# be told that a row was read.
+#
+# The barrier, of POSIX semaphores that processes share: all but one find a ticket and sleep each on a semaphore of its own;
+# who finds none is the last, puts the tickets back, and wakes the others. So every rank but the last sleeps once, which is what
+# counts where ranks are more than cores.
+#
+# Who dies lets go of a lock on the file, which the kernel sees to: those that wait look for that once a second. Who had
+# come before is not missed: the last may have woken it before the others, and it may have had no more to do.
+# ----------------------------------------------------------------------------------------------------
+
+_FOLDER = "/dev/shm"
+_PAGE = mmap.PAGESIZE
+# Where in page 0. A semaphore takes 32 bytes at most (glibc and musl, 64-bit); apart, as they are written by turns.
+_LINE = 64
+_NONCE, _TICKETS, _OWN = slice(0, 16), _LINE, 2 * _LINE
+_KINDS = {kind: number for number, kind in enumerate(("all-gather", "all-reduce", "reduce-scatter", "all-to-all"))}
+_LOOK = 1.0     # seconds between two looks for ranks that have died
+_ROUND, _ROUNDS = 1 << 50, 1 << 12  # what is said holds the number of the meeting, which begins again after so many
+
+
+def sharing() -> bool:
+    """Whether ranks of one host may share memory: unless the environment has SHARDWRIGHT_SHARED_MEMORY=0."""
+    return os.environ.get("SHARDWRIGHT_SHARED_MEMORY") != "0"
+
+
+class HostMemory:
+    """What one rank sees of memory that all ranks of a group share; made by `of`.
+
+    Attributes:
+        rows: bytes, (2, ranks, `row_bytes`): the rows of the even and of the odd rounds.
+        round: 0 or 1, which rows are to be written next.
+    """
+
+    def __init__(self, file: int, ranks: int, position: int, row_bytes: int, timeout: timedelta) -> None:
+        self._ranks, self._position, self._timeout = ranks, position, timeout.total_seconds()
+        self._file, head = file, _head(ranks)
+        self._memory = mmap.mmap(file, head + 2 * ranks * row_bytes)
+        with torch.inference_mode(False):
+            self.rows = torch.frombuffer(self._memory, dtype=torch.uint8, offset=head).view(ranks, 2, row_bytes).transpose(0, 1)
+        self.round, self._broken, self._meetings = 0, False, 0
+        weakref.finalize(self, os.close, file)  # which also lets go of the lock
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._tickets = ctypes.c_void_p(start + _TICKETS)
+        own = [ctypes.c_void_p(start + _OWN + k * _LINE) for k in range(ranks)]
+        self._mine, self._others = own[position], [s for k, s in enumerate(own) if k != position]
+        said = _OWN + ranks * _LINE
+        self._said = memoryview(self._memory)[said:said + 2 * ranks * 8].cast("q")
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup, ranks: int, position: int, row_bytes: int, timeout: timedelta, wanted: bool = True
+           ) -> HostMemory | None:
+        """For a group whose ranks are all on one host; None on all of them where they are not, where one does not want it, or
+        where the host has no such memory left. All ranks of the group call it.
+
+        Args:
+            row_bytes: of a row, whole pages.
+            timeout: how long a rank waits for others.
+        """
+        made, file = None, None
+        if wanted and position == 0 and _calls is not None:
+            with contextlib.suppress(OSError):
+                made = _made(_head(ranks) + 2 * ranks * row_bytes, ranks)
+        try:
+            path, nonce = _all(group, ranks, made[1:] if made else ("", b""))[0]
+            if wanted:
+                file = made[0] if made else _opened(path, nonce)
+            if file is not None and not _reserved(file, ranks, position, row_bytes):
+                os.close(file)
+                file = None
+            everywhere = all(_all(group, ranks, file is not None))
+        finally:
+            if made:
+                os.unlink(made[1])
+        if everywhere:
+            return cls(file, ranks, position, row_bytes, timeout)
+        if file is not None:
+            os.close(file)
+        return None
+
+    def meet(self, kind: str, nbytes: int) -> int:
+        """Wait for all ranks; gives the round whose rows they have written.
+
+        Args:
+            kind, nbytes: of the collective that they come for, the same on all.
+
+        Raises:
+            RuntimeError: a rank has died, does not come, or comes for another collective.
+        """
+        if self._broken:
+            raise RuntimeError("a collective of these ranks has failed before, and they can have no other")
+        self._broken, k, self._meetings = True, self.round, (self._meetings + 1) % _ROUNDS
+        said, at, what = self._said, k * self._ranks, self._meetings * _ROUND + nbytes * len(_KINDS) + _KINDS[kind]
+        said[at + self._position] = what
+        if _calls.sem_trywait(self._tickets):     # none is left: this rank is the last
+            for _ in self._others:
+                _calls.sem_post(self._tickets)
+            for other in self._others:
+                _calls.sem_post(other)
+        else:
+            self._sleep()
+        for position in range(self._ranks):
+            if said[at + position] != what:
+                raise RuntimeError(f"ranks come for different collectives: of {self._ranks} number {self._position} for "
+                                   f"{_spelled(what)}, number {position} for {_spelled(said[at + position])}; do they run "
+                                   "the same program?")
+        self._broken, self.round = False, 1 - k
+        return k
+
+    def _sleep(self) -> None:
+        """Until the last rank has come."""
+        begun = time.monotonic()
+        while not _woken(self._mine, _LOOK):
+            if time.monotonic() - begun > self._timeout:
+                raise RuntimeError(f"the {self._ranks} ranks of a collective have not all come for {self._timeout:.0f} s")
+            gone = next((k for k in range(self._ranks) if not self._lives(k) and not self._came(k)), None)
+            if gone is not None:
+                raise RuntimeError(f"the process of number {gone} of the {self._ranks} ranks of a collective has ended")
+
+    def _came(self, position: int) -> bool:
+        """Whether a rank has come to this meeting."""
+        return self._said[self.round * self._ranks + position] // _ROUND == self._meetings
+
+    def _lives(self, position: int) -> bool:
+        if position == self._position:
+            return True
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, position)
+        except OSError:
+            return True
+        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, position)
+        return False
+
+
+def _all(group: dist.ProcessGroup, ranks: int, mine: Any) -> list[Any]:
+    out = [None] * ranks
+    with torch.device("cpu"):   # Gloo's own tensors, whatever the default device is
+        dist.all_gather_object(out, mine, group=group)
+    return out
+
+
+def _spelled(what: int) -> str:
+    what %= _ROUND
+    return f"an {list(_KINDS)[what % len(_KINDS)]} of {what // len(_KINDS)} bytes"
+
+
+def _head(ranks: int) -> int:
+    return -(-(_OWN + ranks * (_LINE + 2 * 8)) // _PAGE) * _PAGE
+
+
+def _made(nbytes: int, ranks: int) -> tuple[int, str, bytes]:
+    """A new file: its descriptor, path and nonce, with its semaphores."""
+    file, path = tempfile.mkstemp(prefix="shardwright-", dir=_FOLDER)
+    try:
+        os.ftruncate(file, nbytes)
+        os.posix_fallocate(file, 0, _head(ranks))   # what is not there would end the process when it is written
+        nonce = secrets.token_bytes(16)
+        with mmap.mmap(file, _head(ranks)) as head:
+            head[_NONCE] = nonce
+            start = ctypes.c_char.from_buffer(head)
+            for offset, value in ((_TICKETS, ranks - 1), *((_OWN + k * _LINE, 0) for k in range(ranks))):
+                _calls.sem_init(ctypes.c_void_p(ctypes.addressof(start) + offset), 1, value)
+            del start
+    except OSError:
+        os.close(file)
+        os.unlink(path)
+        raise
+    return file, path, nonce
+
+
+def _opened(path: str, nonce: bytes) -> int | None:
+    """The file of another rank, if this host has it."""
+    if not path or _calls is None:
+        return None
+    try:
+        file = os.open(path, os.O_RDWR)
+    except OSError:
+        return None
+    if os.pread(file, 16, 0) == nonce:
+        return file
+    os.close(file)
+    return None
+
+
+def _reserved(file: int, ranks: int, position: int, row_bytes: int) -> bool:
+    """Whether there is memory for this rank's rows: the rank asks for them itself, so that they are near to it."""
+    try:
+        os.posix_fallocate(file, _head(ranks) + 2 * position * row_bytes, 2 * row_bytes)
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, position)
+    except OSError:
+        return False
+    return True
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
+
+
+def _woken(semaphore: ctypes.c_void_p, seconds: float) -> bool:
+    """Sleeps; whether somebody has posted. A signal ends the sleep, and is handled when this returns."""
+    until = time.clock_gettime(_CLOCK) + seconds
+    at = _Timespec(int(until), int(until % 1 * 1e9))
+    return _wait(semaphore, ctypes.byref(at)) == 0
+
+
+def _on_the_clock(sem_clockwait: Callable[..., int]) -> Callable[..., int]:
+    return lambda semaphore, until: sem_clockwait(semaphore, time.CLOCK_MONOTONIC, until)
+
+
+# With the interpreter's lock held, for what returns at once, and without, for what sleeps.
+_calls = ctypes.PyDLL(None) if sys.platform.startswith("linux") and sys.maxsize > 1 << 32 and os.path.isdir(_FOLDER) else None
+if _calls is not None:
+    _CLOCK, _wait = time.CLOCK_REALTIME, ctypes.CDLL(None).sem_timedwait
+    with contextlib.suppress(AttributeError):   # a clock that nobody sets, where the C library has it
+        _CLOCK, _wait = time.CLOCK_MONOTONIC, _on_the_clock(ctypes.CDLL(None).sem_clockwait)
+
+
+# Bytes of a rank's tensor that travel in one round. Eight ranks on 2 cores, all-reduce of 4 and of 16 MiB, ms: 10.0, 32.4 in
+# rounds of 0.5 MiB; 9, 32 of 1; 7.9, 26.1 of 2; 8.1, 19.7 of 4. Memory is twice that for each rank and group.
+CHUNK = 1 << 20
+# Bytes of all ranks' terms up to which every rank adds up all of them, in one round instead of two.
+SHORT = 1 << 20
+# Bytes at which pieces begin, so that no two ranks write into one line of a cache.
+
+
+class SameHost:
+    """Collectives of one group, as one of its ranks does them; made by `of`. All take flat tensors, contiguous, of one type and
+    length on all ranks, write to none of them, and record no gradient.
+
+    Args:
+        memory: what the group shares, with rows of `row_bytes`.
+    """
+
+    def __init__(self, memory: HostMemory, ranks: int, position: int) -> None:
+        self._memory, self._ranks, self._position = memory, ranks, position
+        self._rows: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup, ranks: int, position: int, timeout: timedelta, wanted: bool = True
+           ) -> SameHost | None:
+        """For a group, if all its ranks are on one host that has memory for them, and want it; else None, on all of them. All
+        ranks of the group call it.
+
+        Args:
+            timeout: how long a rank waits for others in a collective.
+        """
+        memory = HostMemory.of(group, ranks, position, _row_bytes(ranks), timeout, wanted)
+        return None if memory is None else cls(memory, ranks, position)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Everybody's, one after the other."""
+        out, chunk = x.new_empty(self._ranks, len(x)), CHUNK // x.element_size()
+        for start in range(0, len(x), chunk):
+            part = x[start:start + chunk]
+            self._mine(x.dtype)[:len(part)].copy_(part)
+            out[:, start:start + chunk].copy_(self._met(x, "all-gather")[:, :len(part)])
+        return out.view(-1)
+
+    def exchange(self, x: Tensor, pieces: int = 0, sources: Sequence[tuple[int, int]] = ()) -> Tensor:
+        """An all-to-all.
+
+        Args:
+            pieces: of which `x` is made, alike and one after the other; as many on every rank. 0: one for each rank.
+            sources: which ranks' pieces this one receives, and which of theirs; none: its own one of each.
+        """
+        pieces = pieces or self._ranks
+        sent = x.view(pieces, len(x) // pieces)
+        out = x.new_empty(len(sources) or self._ranks, sent.shape[1])
+        chunk = CHUNK // pieces // x.element_size()
+        for start in range(0, sent.shape[1], chunk):
+            part = sent[:, start:start + chunk]
+            length = part.shape[1]
+            self._mine(x.dtype)[:part.numel()].view(part.shape).copy_(part)
+            rows = self._met(x, "all-to-all")
+            if not sources:
+                out[:, start:start + length].copy_(_piece(rows, self._position, length))
+            for received, (rank, piece) in zip(out, sources):
+                received[start:start + length].copy_(_piece(rows[rank], piece, length))
+        return out.view(-1)
+
+    def reduce_scatter(self, x: Tensor, reduction: str) -> Tensor:
+        """This rank's piece of the sum, max or min of everybody's `x`."""
+        sent = x.view(self._ranks, len(x) // self._ranks)
+        out, chunk = x.new_empty(sent.shape[1]), CHUNK // self._ranks // x.element_size()
+        for start in range(0, len(out), chunk):
+            part = sent[:, start:start + chunk]
+            length = part.shape[1]
+            self._mine(x.dtype)[:part.numel()].view(part.shape).copy_(part)
+            terms = _piece(self._met(x, "reduce-scatter"), self._position, length)
+            _reduce(terms, reduction, out[start:start + length])
+        return out
+
+    def all_reduce(self, x: Tensor, reduction: str, out: Tensor | None = None) -> Tensor:
+        """The sum, max or min of everybody's `x`.
+
+        Args:
+            out: where it is to be, which may be `x`; None: a new tensor.
+        """
+        out = torch.empty_like(x) if out is None else out
+        if x.nbytes * self._ranks <= min(SHORT, CHUNK * self._ranks):
+            self._mine(x.dtype)[:len(x)].copy_(x)
+            _reduce(self._met(x, "all-reduce")[:, :len(x)], reduction, out)
+            return out
+        chunk = CHUNK // x.element_size()
+        before: Tensor | None = None    # the chunk whose pieces have been summed
+        for start in range(0, len(x) + chunk, chunk):
+            terms = x[start:start + chunk]
+            if len(terms):
+                self._mine(x.dtype)[:len(terms)].copy_(terms)
+            rows = self._met(x, "all-reduce")
+            if len(terms):
+                self._sum_piece(rows, len(terms), chunk, reduction)
+            if before is not None:
+                _copy_pieces(rows[:, chunk:], before)
+            before = out[start:start + chunk]
+        return out
+
+    def _sum_piece(self, rows: Tensor, length: int, chunk: int, reduction: str) -> None:
+        """This rank's piece of the sum of chunks of `length` goes to its row of the next round, behind the terms."""
+        each = _even(length, self._ranks, rows.element_size())
+        terms = _piece(rows[:, :length], self._position, each)
+        if terms.shape[1]:
+            _reduce(terms, reduction, self._mine(rows.dtype)[chunk:chunk + terms.shape[1]])
+
+    def _mine(self, dtype: torch.dtype) -> Tensor:
+        """This rank's row, to be written in this round."""
+        return self._typed(dtype)[self._memory.round][self._position]
+
+    def _met(self, x: Tensor, kind: str) -> Tensor:
+        """All ranks' rows, once they are written."""
+        typed = self._typed(x.dtype)
+        return typed[self._memory.meet(kind, x.nbytes)]
+
+    def _typed(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        rows = self._rows.get(dtype)
+        if rows is None:
+            even, odd = self._memory.rows
+            rows = self._rows[dtype] = even.view(dtype), odd.view(dtype)
+        return rows
+
+
+def _row_bytes(ranks: int) -> int:
+    """A chunk of terms, and this rank's piece of the sum of another."""
+    return -(-(CHUNK + CHUNK // ranks + _LINE) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _even(length: int, ranks: int, item: int) -> int:
+    """How many elements of `length` each rank sums; the last ones may have fewer, or none."""
+    line = max(1, _LINE // item)
+    return -(-length // ranks // line) * line
+
+
+def _piece(rows: Tensor, piece: int, length: int) -> Tensor:
+    return rows[..., piece * length:(piece + 1) * length]
+
+
+def _copy_pieces(pieces: Tensor, out: Tensor) -> None:
+    ranks = len(pieces)
+    each = _even(len(out), ranks, out.element_size())
+    if ranks * each == len(out):
+        out.view(ranks, each).copy_(pieces[:, :each])
+        return
+    for rank, part in enumerate(out.split(each)):
+        part.copy_(pieces[rank, :len(part)])
+
+
+def _reduce(terms: Tensor, reduction: str, out: Tensor) -> None:
+    """The ranks' terms, stacked, into `out`, in their order."""
+    if reduction != "sum":
+        out.copy_(reduce_terms(terms.unbind(0), reduction))
+        return
+    torch.add(terms[0], terms[1], out=out)
+    for term in terms[2:]:
+        out.add_(term)

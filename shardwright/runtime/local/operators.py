@@ -1,0 +1,672 @@
+"""An operator's call for all ranks at once, on values whose leading axes are the digits of the rank (`stacked`).
+
+    element by element    the call itself: axes of size 1 broadcast, like dims
+    a product             `products`
+    dims, a shape among the arguments: with the axes as more dims, where a rule keeps those apart (`leading`)
+    dim 0 may be split    the ranks' slices beside one another along it: that this is the same is what a rule says
+    a loss of rows        the same, row by row, and a sum for each rank
+    else                  with the axes as more dims, or a call for each shard that differs, the results stacked
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, lru_cache
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ...graph import Op, Value, key_of, leaves, map_leaves, map_values
+from ...layout import Digit, Layout
+from ...partition.local_program import LocalOp
+from ...rules import Bound, Rule, bound_rule, find_rule
+from ...rules.counter_rng import PLAIN
+from ...rules.loss import SUM
+from ...rules.registry import POINTWISE
+from ...torch_private import OpOverload, overload_name, pytree, schema_of, torch_function
+from .shards import Axes, RankShape, check_replicas, union
+
+__all__ = ["Call", "leading", "plain_function", "product", "told_of_dims"]
+
+
+# ----------------------------------------------------------------------------------------------------
+# An operator called with more dims before all others.
+#
+#     its arguments     dims are counted from the last one; of a shape, the new sizes come first; new dims are not indexed
+#     whether it may    says its rule, of the longer call: the first dim is one factor, which may be split and stands
+#                       in no other place, and the rest is as in the plain call
+#
+# Slices along such a factor do not know of one another: the longer call on stacked tensors is the plain one on each.
+# ----------------------------------------------------------------------------------------------------
+
+aten = torch.ops.aten
+
+#: How torch's schemas call arguments that number dims, and those that are the shape of the result.
+DIMS, SHAPES = ("dim", "dim0", "dim1", "dim2", "dims", "start_dim", "end_dim"), ("size", "shape")
+#: Overloads that reduce all dims, with the one that is told which.
+TOLD = {aten.sum.default: aten.sum.dim_IntList, aten.mean.default: aten.mean.dim}
+#: The size of the dim of which a rule is asked.
+ASKED = 5
+#: Calls for which the longer one was looked for: the layers of a model are alike, and so are its programs at one size.
+_KNOWN: dict[Any, Op | None] = {}
+#: How many of them are kept.
+KEPT = 4096
+
+
+def leading(op: Op, led: Sequence[bool], sizes: tuple[int, ...]) -> Op | None:
+    """The call with dims of `sizes` before all others of its results, and of those inputs that are `led`.
+
+    Args:
+        op: a call of an operator of ``torch.ops.aten``; its outputs are not read.
+
+    Returns:
+        The call, with what stands for tensors in `op` unchanged; None where it is not known to do the same.
+    """
+    if torch.Tag.nondeterministic_seeded in op.target.tags:
+        return None
+    key = op.target, find_rule(op), key_of((op.args, op.kwargs)), op.inputs, tuple(led), sizes
+    if key not in _KNOWN:
+        if len(_KNOWN) >= KEPT:
+            _KNOWN.clear()
+        _KNOWN[key] = _found(op, led, sizes)
+    return _KNOWN[key]
+
+
+def _found(op: Op, led: Sequence[bool], sizes: tuple[int, ...]) -> Op | None:
+    try:
+        plain = _run(op)
+        told = replace(plain, target=TOLD[op.target], args=(*op.args, None)) if op.target in TOLD else plain
+        asked, longer = (_run(_longer(told, lead), led, lead) for lead in ((ASKED,), sizes))
+        if not _keeps_apart(plain, asked, led) or \
+                [v.shape for v in longer.outputs] != [(*sizes, *v.shape) for v in plain.outputs]:
+            return None
+    except Exception:  # of any kind, by a function of shapes or a rule that does not know these: another way is taken
+        return None
+    return _longer(told, sizes)
+
+
+def told_of_dims(target: Any) -> bool:
+    """Whether dims or a shape are among an operator's arguments."""
+    schema = schema_of(target)
+    return target in TOLD or schema is not None and any(a.name in (*DIMS, *SHAPES) for a in schema.arguments)
+
+
+def _longer(op: Op, lead: tuple[int, ...]) -> Op:
+    """The call with other arguments."""
+    rank = max(len(v.shape) for v in (*op.inputs, *op.outputs))
+    if op.target is aten.permute.default:
+        new = range(len(lead))
+        args, kwargs = op.with_arguments(dims=[*new, *(len(lead) + d % rank for d in op.argument("dims"))])
+        return replace(op, args=args, kwargs=kwargs)
+    changes: dict[str, Any] = {}
+    for argument in schema_of(op.target).arguments:
+        kind, given = str(argument.type), op.argument(argument.name)
+        if argument.name in DIMS and kind in ("int", "List[int]", "Optional[List[int]]"):
+            dims = [given] if isinstance(given, int) else given or range(rank)
+            counted = [d % rank - rank for d in dims]
+            changes[argument.name] = counted[0] if isinstance(given, int) else counted
+        elif argument.name in SHAPES and kind == "List[int]":
+            changes[argument.name] = [*lead, *given]
+        elif kind == "List[Optional[Tensor]]":  # an index a dim
+            changes[argument.name] = [*[None] * len(lead), *given]
+    args, kwargs = op.with_arguments(**changes)
+    return replace(op, args=args, kwargs=kwargs)
+
+
+def _run(op: Op, led: Sequence[bool] = (), lead: tuple[int, ...] = ()) -> Op:
+    """The call on inputs with these dims, with the outputs that it has.
+
+    Raises:
+        Exception: of any kind, by the function that gives the shapes of a result, of a call that it does not know.
+    """
+    held = {v.name: replace(v, shape=(*lead, *v.shape)) if lead and has else v
+            for v, has in zip(op.inputs, led or (False,) * len(op.inputs))}
+    args, kwargs = pytree.tree_map_only(Value, lambda v: held[v.name], (op.args, op.kwargs))
+    with torch.no_grad():
+        made = op.target(*pytree.tree_map_only(Value, _meta, args), **pytree.tree_map_only(Value, _meta, kwargs))
+    made = made if isinstance(made, (list, tuple)) else (made,)
+    return replace(op, args=args, kwargs=kwargs, inputs=tuple(held[v.name] for v in op.inputs),
+                   outputs=tuple(Value(f"{op.name}.{i}", tuple(x.shape), x.dtype) for i, x in enumerate(made)))
+
+
+def _meta(value: Value) -> torch.Tensor:
+    return torch.empty(value.shape, dtype=value.dtype, device="meta")
+
+
+def _keeps_apart(plain: Op, asked: Op, led: Sequence[bool]) -> bool:
+    """Whether the first dim of the longer call is apart from everything."""
+    rule = find_rule(asked)
+    if rule is None:
+        return False
+    before, after = bound_rule(plain), bound_rule(asked, rule)
+    first = after.inputs[list(led).index(True)][0]
+    if len(first) != 1 or not after.factors[first[0]].splittable:
+        return False
+    split = after.cut_by(ASKED, {first[0]: (Digit(ASKED, 1),)})
+    if rule.expand is not None and rule.expand(asked, after, split) is not None:
+        return False
+    same: dict[int, int] = {}
+    sides = [*zip(before.inputs, after.inputs, led), *((b, a, True) for b, a in zip(before.outputs, after.outputs))]
+    for short, long, has in sides:
+        if has and long[0] != first or len(rest := long[has:]) != len(short):
+            return False
+        for a, b in zip(short, rest):
+            if len(a) != len(b) or first[0] in b or any(same.setdefault(f, g) != g for f, g in zip(a, b)):
+                return False
+    return len(set(same.values())) == len(same) and all(
+        before.factors[f].splittable == after.factors[g].splittable
+        and _works_out(plain, rule, before, f) == _works_out(asked, rule, after, g) for f, g in same.items())
+
+
+def _works_out(op: Op, rule: Rule, bound: Bound, factor: int) -> bool:
+    """Whether a cut of this factor alone is worked out into other operators, as that of a dim which is normalised over."""
+    size = bound.factors[factor].size
+    if rule.expand is None or size == 1 or not bound.factors[factor].splittable:
+        return False
+    return rule.expand(op, bound, bound.cut_by(size, {factor: (Digit(size, 1),)})) is not None
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# Products of matrices for all ranks at once, each as one product of larger matrices.
+#
+#     y[R, …, m, n] = Σ_k x[X, …, m, k] · w[W, …, k, n]          R: along which of its axes x or w differs
+#
+# An axis of the ranks is one more index: of the rows where only x differs along it, of the columns where only w does, of
+# a batch where both do, and of the contraction where the gradient of an operand is a sum of the ranks' terms. So what
+# stands beside one another in a whole tensor is multiplied as on one device, and a gradient is written once, summed.
+# ----------------------------------------------------------------------------------------------------
+
+#: How many shapes of operands a product remembers, all those of its kind together.
+REMEMBERED = 64
+
+Labels = tuple[int, ...]
+#: For each dim its factor, none where it broadcasts.
+Dims = Sequence[tuple[int, ...]]
+Operand = tuple[bool, Dims]
+#: Shape and strides.
+Like = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def product(axes: int, x: Operand, w: Operand, out: Dims) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    """x · w + bias on tensors with leading axes for the ranks; the bias has dims aligned on the right.
+
+    Args:
+        axes: how many these are.
+        x, w: whether each has them, and the factors of its other dims.
+        out: the factors of the result's.
+    """
+    last = max((f for dims in (x[1], w[1], out) for dim in dims for f in dim), default=0)
+    ranks, fresh = tuple(range(axes)), count(axes + last + 1)
+    left, right, made = (ranks * led + tuple(axes + dim[0] if dim else next(fresh) for dim in dims)
+                         for led, dims in (x, w, (True, out)))
+    turned = next((k in made for k in right[axes * w[0]:] if k not in left or k not in made), False)
+    spec = _Spec(_contraction(left, right, made), _contraction(made, right, left),
+                 _contraction(made, left, right) if turned else _contraction(left, made, right), turned)
+
+    def run(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+        return _Product.apply(spec, x, w, bias)
+    return run
+
+
+@lru_cache(1 << 10)
+def _contraction(left: Labels, right: Labels, out: Labels) -> Contraction:
+    """One for all products of its kind: the layers of a model are alike, and so are its programs for other sizes."""
+    return Contraction(left, right, out)
+
+
+class _Spec(NamedTuple):
+    forward: Contraction
+    of_x: Contraction
+    of_w: Contraction
+    turned: bool  # the rows of w's gradient are the result's columns
+
+
+class _Product(torch.autograd.Function):
+
+    @staticmethod
+    def forward(ctx: Any, spec: _Spec, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        _, of_x, of_w, _ = ctx.needs_input_grad
+        ctx.spec, ctx.bias = spec, None if bias is None else bias.shape
+        ctx.like = (x.shape, x.stride()), (w.shape, w.stride())
+        ctx.save_for_backward(x if of_w else None, w if of_x else None)
+        return spec.forward(x, w, bias=bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, w = ctx.saved_tensors
+        spec, (_, of_x, of_w, of_bias) = ctx.spec, ctx.needs_input_grad
+        pair = (gradient, x) if spec.turned else (x, gradient)
+        return (None, spec.of_x(gradient, w, ctx.like[0]) if of_x else None,
+                spec.of_w(*pair, ctx.like[1]) if of_w else None, gradient.sum_to_size(ctx.bias) if of_bias else None)
+
+
+class Contraction:
+    """A product of two tensors, summed over the labels that the result lacks.
+
+    Labels number the dims. A dim of size 1 has its label for nothing; one of stride 0 that the result keeps is worked
+    on once, and stands there with stride 0.
+
+    Args:
+        left, right, out: the labels of the dims.
+    """
+
+    def __init__(self, left: Labels, right: Labels, out: Labels) -> None:
+        self.left, self.right, self.out = left, right, out
+        self._known: dict[tuple, Callable[[Tensor, Tensor], Tensor]] = {}
+
+    def __call__(self, left: Tensor, right: Tensor, like: Like | None = None, bias: Tensor | None = None) -> Tensor:
+        """The result.
+
+        Args:
+            like: a shape for it, and strides according to which it lies in memory, where possible.
+            bias: is added, its dims aligned on the right.
+        """
+        key = (left.shape, left.stride(), right.shape, right.stride(), like,
+               None if bias is None else (bias.shape, bias.stride()))
+        run = self._known.get(key)
+        if run is None:
+            if len(self._known) >= REMEMBERED:
+                self._known.clear()
+            run = self._known[key] = self._planned(left, right, like, bias)
+        return run(left, right, bias)
+
+    def _planned(self, left: Tensor, right: Tensor, like: Like | None, bias: Tensor | None
+                 ) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+        out = self.out if like is None else tuple(k for k, size in zip(self.out, like[0]) if size != 1)
+        held = [dict(zip(labels, x.shape)) for labels, x in ((self.left, left), (self.right, right))]
+        shape = tuple(like[0]) if like is not None else tuple(
+            sizes.pop() if len(sizes := {h[k] for h in held if k in h} - {1}) == 1 else 1 for k in self.out)
+        if not left.numel() or not right.numel():
+            return lambda left, right, bias: left.new_zeros(shape) if bias is None else left.new_zeros(shape) + bias
+        a, b = (_extents(x.shape, x.stride(), labels, out) for x, labels in ((left, self.left), (right, self.right)))
+        alone = [[labels.index(k) for k in x if k not in y and k not in out]
+                 for labels, x, y in ((self.left, a, b), (self.right, b, a))]
+        if any(alone):  # summed before it is multiplied
+            return lambda left, right, bias: self(
+                *(x.sum(dims, True) if dims else x for x, dims in zip((left, right), alone)), like, bias)
+        memory = _extents(*like, self.out, ()) if like is not None else {}
+
+        def order(labels: Sequence[int], held: dict[int, tuple[int, int]]) -> list[int]:
+            return sorted(labels, key=lambda k: (memory if k in memory and memory[k][1] else held)[k][1], reverse=True)
+        large = a if left.numel() > right.numel() else b
+        batch = order([k for k in a if k in b and k in out], large)
+        summed_over = sorted((k for k in a if k in b and k not in out), key=lambda k: large[k][1], reverse=True)
+        rows, columns = order([k for k in a if k not in b], a), order([k for k in b if k not in a], b)
+        get_left, get_right = _grouped(a, (batch, rows, summed_over)), _grouped(b, (batch, summed_over, columns))
+        sizes = a | b
+        made = _strides([*batch, *rows, *columns], sizes)
+        # Some kernels take a dim of size 1 and stride 0 for one that is expanded, and are slow.
+        stride = tuple(made.get(k, 0 if size > 1 else 1) for k, size in zip(self.out, shape))
+        multiply, multiply_and_add = (torch.bmm, torch.baddbmm) if batch else (torch.mm, torch.addmm)
+        added = _extents(bias.shape, bias.stride(), self.out[-bias.dim():], ()) if bias is not None else {}
+        if any(k not in batch and k not in columns for k in added):
+            return lambda left, right, bias: multiply(get_left(left), get_right(right)).as_strided(shape, stride) + bias
+        given = {k: (sizes[k][0], added[k][1] if k in added else 0) for k in (*batch, *columns)}
+        get_bias = _grouped(given, (batch, (), columns))
+
+        def run(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
+            made = multiply(get_left(left), get_right(right)) if bias is None else \
+                multiply_and_add(get_bias(bias), get_left(left), get_right(right))
+            return made.as_strided(shape, stride)
+        return run
+
+
+def _extents(shape: Sequence[int], strides: Sequence[int], labels: Labels, out: Labels) -> dict[int, tuple[int, int]]:
+    """Label -> (size, stride) of the dims that count."""
+    return {k: (size, stride) for k, size, stride in zip(labels, shape, strides)
+            if size != 1 and (stride or k not in out)}
+
+
+def _strides(labels: Sequence[int], sizes: dict[int, tuple[int, int]]) -> dict[int, int]:
+    """Of a contiguous tensor of these dims."""
+    out, stride = {}, 1
+    for k in reversed(labels):
+        out[k] = stride
+        stride *= sizes[k][0]
+    return out
+
+
+def _grouped(held: dict[int, tuple[int, int]], groups: tuple[Sequence[int], ...]) -> Callable[[Tensor], Tensor]:
+    """A tensor as a matrix, or a batch of them: each group of labels is one dim, and the first none if it is empty."""
+    groups = groups if groups[0] else groups[1:]
+    split = [[held[k] for k in group] for group in groups]
+    shape = [math.prod(size for size, _ in group) for group in split]
+    merged = [_merged(group) for group in split]
+    if None not in merged:
+        strides = list(merged)
+        return lambda x: x.as_strided(shape, strides)
+    sizes, strides = zip(*(pair for group in split for pair in group))
+    return lambda x: x.as_strided(sizes, strides).reshape(shape)
+
+
+def _merged(group: Sequence[tuple[int, int]]) -> int | None:
+    """The stride of dims as one; None where they do not lie so."""
+    if not group:
+        return 1
+    if any(a[1] != b[0] * b[1] for a, b in zip(group, group[1:])):
+        return None
+    return group[-1][1]
+
+
+#: Overloads that functions of `torch` tell by their arguments.
+PARSED = frozenset({"default", "Tensor", "Scalar", "int", "dim", "dim_IntList", "Tensor_Scalar", "self"})
+
+
+@lru_cache(1 << 13)
+def _code(text: str) -> Any:
+    """The same for programs of one model at several sizes."""
+    return compile(text, "<operator>", "eval")
+
+
+class Call:
+    """A node of a program, called for all ranks.
+
+    Args:
+        held: along which axes each value differs.
+        terms: along which axes its consumers' gradients are terms of a sum, though it is there once: what broadcasts
+            it sums them.
+        gradients: its gradient's layout.
+        slots: where each value stands in the `env` of a step.
+    """
+
+    def __init__(self, node: torch.fx.Node, axes: Axes, held: Mapping[torch.fx.Node, RankShape],
+                 terms: Mapping[torch.fx.Node, RankShape], gradients: Mapping[torch.fx.Node, Layout],
+                 slots: Mapping[torch.fx.Node, int]) -> None:
+        self.node, self.axes, self.held, self.slots = node, axes, held, slots
+        self.terms, self.gradients = terms, gradients
+        self.operands = list(node.all_input_nodes)
+        self.out = held[node]
+        self.instruction: LocalOp = node.meta["instruction"]
+        self.names: dict[str, Any] = {}
+        self._shapes: dict[torch.fx.Node, RankShape | None] = {}
+
+    def step(self) -> Callable[[list], Any]:
+        """``env -> value``: a tensor with axes for the ranks, or a tuple of them."""
+        for way in (self._once, self._product, self._elementwise, self._told_of_dims, self._side_by_side,
+                    self._sums_of_rows, self._with_more_dims):
+            made = way()
+            if made is not None:
+                return made
+        return self._one_by_one()
+
+    # -- the ways --
+
+    def _once(self) -> Callable[[list], Any] | None:
+        """All ranks do the same."""
+        return None if self.out else self._written(plain_function(self.node))
+
+    def _product(self) -> Callable[[list], Any] | None:
+        op, tensors = self.instruction.op, self._tensors
+        rule = find_rule(op)
+        if rule is None or not rule.is_product(op) or self.node.target != op.target or \
+                len(tensors) != len(op.inputs) or any(self._value(a).dtype.is_complex for a in tensors):
+            return None
+        bound = bound_rule(op, rule)
+        x, w, *added = bound.inputs
+        out = bound.outputs[0]
+        if any(len(dim) > 1 for dims in (x, w, out) for dim in dims) or not all(f.splittable for f in bound.factors) or \
+                any(dims != out[len(out) - len(dims):] for dims in added):
+            return None
+        led = [bool(self._shape(a)) for a in tensors]
+        return self._written(product(len(self.axes.sizes), (led[0], x), (led[1], w), out), len(out), tensors[2:],
+                             args=tuple(tensors), kwargs={})
+
+    def _elementwise(self) -> Callable[[list], Any] | None:
+        rule = find_rule(self.instruction.op)
+        if rule is None or rule.notation is not POINTWISE.notation or rule.localize is not None:
+            return None
+        dims = max(map(self._dims, self.operands))
+        alike = len({self._value(a).dtype for a in self.operands}) == 1 and not dims
+        if not alike and any(not self._dims(a) and self._shape(a) for a in self.operands):
+            return None  # a number has rights of its own: it counts less than other tensors when types meet
+        shaping = {aten.copy.default: 0, aten.expand_as.default: 1}.get(self.node.target)
+        if shaping is not None and self._shape(self.operands[shaping]) != self.out:
+            return None  # the result has the shape of this operand
+        return self._written(plain_function(self.node), dims, self.operands)
+
+    def _told_of_dims(self) -> Callable[[list], Any] | None:
+        """Dims or a shape are among the arguments."""
+        return self._longer if told_of_dims(self.node.target) else None
+
+    def _with_more_dims(self) -> Callable[[list], Any] | None:
+        return self._longer
+
+    @cached_property
+    def _longer(self) -> Callable[[list], Any] | None:
+        """The axes are more dims before all others."""
+        node, tensors = self.node, self._tensors
+        if not isinstance(node.target, OpOverload) or node.target.namespace != "aten" or \
+                any(self._shape(a) not in ((), self.out) for a in tensors):
+            return None
+        broadcast = node.target is aten.expand.default
+        dims = len(node.args[1]) if broadcast else 0
+        values = {a: Value(str(i), (1,) * (dims - self._dims(a)) + tuple(self._local(a)), self._value(a).dtype)
+                  for i, a in enumerate(dict.fromkeys(tensors))}
+        nodes = {value.name: a for a, value in values.items()}
+        args, kwargs = map_leaves(lambda a: values[a] if isinstance(a, torch.fx.Node) else a,
+                                  (tuple(node.args), dict(node.kwargs)))
+        made = leading(Op(node.target.name(), node.target, args, kwargs, tuple(values[a] for a in tensors), ()),
+                       tuple(bool(self._shape(a)) for a in tensors), self.out)
+        if made is None:
+            return None
+        args, kwargs = map_values((made.args, made.kwargs), lambda v: nodes[v.name])
+        function = plain_function(node) if made.target is node.target else made.target
+        return self._written(function, dims, tensors if broadcast else (), args=args, kwargs=kwargs)
+
+    def _side_by_side(self) -> Callable[[list], Any] | None:
+        """Along dim 0, where that is one factor that may be split, the results keep it there, and of the operands those
+        alone have it that differ."""
+        op, node = self.instruction.op, self.node
+        rule = find_rule(op)
+        if rule is None or rule.localize is not None or not isinstance(node.target, OpOverload) or \
+                node.target.namespace != "aten" or len(op.inputs) != len(self._tensors) or \
+                any(v is None for v in op.outputs):
+            return None
+        bound = bound_rule(op, rule)
+        spread = [i for i, a in enumerate(self._tensors) if self._shape(a)]
+        first = {bound.inputs[i][0] if bound.inputs[i] else () for i in spread} | \
+            {dims[0] if dims else () for dims in bound.outputs}
+        if len(first) != 1 or len(factor := first.pop()) != 1 or not bound.factors[factor[0]].splittable or \
+                bound.factors[factor[0]].size == 1 or \
+                any(self._shape(self._tensors[i]) != self.out for i in spread) or \
+                any(factor[0] in dim for i, dims in enumerate(bound.inputs) if i not in spread for dim in dims) or \
+                any(factor[0] in dim for i in spread for dim in bound.inputs[i][1:]):
+            return None
+        split = bound.cut_by(self._count(), {factor[0]: (Digit(self._count(), 1),)})
+        if rule.expand is not None and rule.expand(op, bound, split) is not None:
+            return None
+        self._lay_beside()
+        out = self.out
+        apart = lambda made: made.view(*out, made.shape[0] // math.prod(out), *made.shape[1:])  # noqa: E731
+        return self._written(plain_function(node), side=True, after=apart)
+
+    def _sums_of_rows(self) -> Callable[[list], Any] | None:
+        """A loss summed over rows and how many rows count: of all ranks' rows, then a sum for each rank."""
+        node, out = self.node, self.out
+        if node.target is not aten.nll_loss_forward.default or any(self._shape(a) != out for a in self.operands):
+            return None
+        scores, target, weight, reduction, ignored = node.args
+        if weight is not None or reduction != SUM or self._dims(scores) != 2:
+            return None
+        self._lay_beside()
+
+        def sums(scores: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+            losses = torch.nn.functional.nll_loss(scores, target, ignore_index=ignored, reduction="none")
+            counted = (target != ignored).view(*out, -1).sum(-1).to(scores.dtype)
+            return losses.view(*out, -1).sum(-1), counted
+        return self._written(sums, side=True, args=(scores, target), kwargs={})
+
+    def _one_by_one(self) -> Callable[[list], Any]:
+        """A call for each shard that differs."""
+        axes, out, node = self.axes, self.out, self.node
+        count, firsts = self._count(), {}
+        for rank, place in enumerate(axes.places(out)):
+            firsts.setdefault(place, rank)
+        ranks = [firsts[k] for k in range(count)]
+        parts = [(self._get(a), self._shape(a), [axes.places(self._shape(a))[r] for r in ranks]) for a in self.operands]
+        function = plain_function(node)
+        names: dict[str, Any] = {"f": function}
+        texts = {a: f"x{i}" for i, a in enumerate(self.operands)}
+        call = self._text(names, texts.__getitem__, node.args, node.kwargs)
+        each = eval(_code(f"lambda {', '.join(texts.values())}: f({call})"), names)
+        several = "instance" not in node.meta
+
+        def run(env: list) -> Any:
+            shards = []
+            for get, shape, places in parts:
+                held = axes.unbind(get(env), shape)
+                shards.append([held[k] for k in places])
+            made = [each(*x) for x in zip(*shards)] if shards else [each() for _ in ranks]
+            if not several:
+                return axes.joined(made, out)
+            return tuple(axes.joined(x, out) if isinstance(x[0], Tensor) else x[0] for x in zip(*made))
+        return run
+
+    # -- what they share --
+
+    def _value(self, a: torch.fx.Node) -> Any:
+        return a.meta["instance"].value
+
+    def _local(self, a: torch.fx.Node) -> tuple[int, ...]:
+        return a.meta["instance"].local_shape
+
+    def _dims(self, a: torch.fx.Node) -> int:
+        return len(self._value(a).shape)
+
+    def _count(self) -> int:
+        return math.prod(self.out)
+
+    @cached_property
+    def _tensors(self) -> list[torch.fx.Node]:
+        """The operands in the order of the call, one that stands twice twice."""
+        return [a for a in leaves((tuple(self.node.args), dict(self.node.kwargs))) if isinstance(a, torch.fx.Node)]
+
+    def _checked(self, a: torch.fx.Node) -> RankShape | None:
+        """How an operand comes of which ranks that hold the same should have the same gradient, though they work on it
+        each in its own way; None: there are no such ranks."""
+        if a not in self._shapes:
+            self._shapes[a] = self._replicas(a)
+        return self._shapes[a]
+
+    def _replicas(self, a: torch.fx.Node) -> RankShape | None:
+        held, terms = (s[a] if s.get(a) else (1,) * len(self.out) for s in (self.held, self.terms))
+        shape = union(h if h > 1 or t > 1 else out for h, t, out in zip(held, terms, self.out))
+        return shape if self._value(a).requires_grad and shape != self.held[a] else None
+
+    @cached_property
+    def _expanded(self) -> torch.fx.Node | None:
+        """An operand to be given axes that none has: the terms of its gradient are all the same."""
+        if union(*(self._checked(a) or self.held[a] for a in self.operands)) == self.out:
+            return None
+        return next(a for a in self.operands if union(self.held[a], self.terms.get(a, ())) != self.held[a])
+
+    def _shape(self, a: torch.fx.Node) -> RankShape:
+        """Along which axes an operand comes in full."""
+        return self.out if a is self._expanded else self._checked(a) or self.held[a]
+
+    def _get(self, a: torch.fx.Node) -> Callable[[list], Tensor]:
+        """``env -> operand``."""
+        return eval(_code(f"lambda env: {self._operand(a, self.names)}"), self.names)
+
+    def _operand(self, a: torch.fx.Node, names: dict[str, Any]) -> str:
+        text = f"env[{self.slots[a]}]"
+        if checked := self._checked(a):
+            names["alike"] = SameOnAllRanks.apply
+            names[f"c{self.slots[a]}"] = (self.axes, self.held[a], checked, self.gradients[a])
+            text = f"alike({text}, *c{self.slots[a]})"
+        return f"{text}.expand({(*self.out, *self._local(a))})" if a is self._expanded else text
+
+    def _lay_beside(self) -> None:
+        """Name the shapes in which operands have the ranks' slices beside one another along dim 0."""
+        for a in self.operands:
+            if self._shape(a):
+                size, *rest = self._local(a)
+                self.names[f"s{self.slots[a]}"] = (size * self._count(), *rest)
+
+    def _written(self, function: Any, dims: int = 0, aligned: Any = (), *, args: tuple | None = None,
+                 kwargs: dict[str, Any] | None = None, side: bool = False, after: Any = None) -> Callable[[list], Any]:
+        """One call, written out.
+
+        Args:
+            dims: with so many dims beside the axes come those that are `aligned`.
+            side: with the ranks' slices side by side along dim 0.
+            after: what is done to each result.
+        """
+        names = self.names
+        names["f"] = function
+
+        def written(a: torch.fx.Node) -> str:
+            text, shape = self._operand(a, names), self._shape(a)
+            if side and shape:
+                return f"{text}.reshape(s{self.slots[a]})"
+            if a in aligned and shape and self._dims(a) < dims:
+                return f"{text}.view({(*shape, *[1] * (dims - self._dims(a)), *self._local(a))})"
+            return text
+        call = self._text(names, written, self.node.args if args is None else args,
+                          self.node.kwargs if kwargs is None else kwargs)
+        made = eval(_code(f"lambda env: f({call})"), names)
+        if after is None:
+            return made
+        if "instance" in self.node.meta:
+            return lambda env: after(made(env))
+        return lambda env: tuple(map(after, made(env)))
+
+    @staticmethod
+    def _text(names: dict[str, Any], written: Callable[[torch.fx.Node], str], args: tuple, kwargs: dict[str, Any]
+              ) -> str:
+        """Arguments as they stand in code; what is no tensor gets a name."""
+        def text(a: Any) -> str:
+            if isinstance(a, torch.fx.Node):
+                return written(a)
+            if isinstance(a, (list, tuple)):
+                inner = "".join(text(e) + ", " for e in a)
+                return f"[{inner}]" if isinstance(a, list) else f"({inner})"
+            name = f"k{len(names)}"
+            names[name] = a
+            return name
+        return ", ".join([*map(text, args), *(f"{k}={text(a)}" for k, a in kwargs.items())])
+
+
+class SameOnAllRanks(torch.autograd.Function):
+    """What ranks hold alike, for each of them. Backward: their gradients have to agree."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axes: Axes, held: RankShape, out: RankShape, gradient: Layout) -> Tensor:
+        ctx.axes, ctx.held, ctx.out, ctx.gradient = axes, held, out, gradient
+        return x.expand(*out, *x.shape[len(held):])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        check_replicas(ctx.axes.shards(gradient, ctx.out), ctx.gradient)
+        for k, (size, has) in enumerate(zip(ctx.out, ctx.held or (1,) * len(ctx.out))):
+            if size > has:
+                gradient = gradient.narrow(k, 0, 1)
+        return gradient.reshape((*ctx.held, *gradient.shape[len(ctx.out):])), None, None, None, None
+
+
+def plain_function(node: torch.fx.Node) -> Any:
+    """What a node calls, without the Python layer of its overload object: ``torch.relu`` for ``aten.relu.default``; and
+    ``torch.mm`` for a matmul of two matrices, which is what that comes to; our random operators as plain functions.
+
+    Only where that name means this function in `torch` itself, for code that fx writes calls it by its name
+    (``torch.broadcast_tensors`` takes its tensors one by one), and where its arguments tell the overload. An overload object
+    takes 6 us a call longer.
+    """
+    target = PLAIN.get(node.target, node.target)
+    if target is torch.ops.aten.matmul.default and all(len(a.meta["instance"].value.shape) == 2 for a in node.args):
+        return torch.mm
+    if not isinstance(target, OpOverload) or target.namespace != "aten" or \
+            overload_name(target) not in PARSED or not isinstance(schema_of(target).arguments[0].type, torch.TensorType) or \
+            target in (aten.bernoulli.Tensor, aten.index_put.default):  # torch.bernoulli does not know it; no index is None
+        return target
+    name = target.overloadpacket.__name__
+    function = torch_function(name)
+    return function if function is not None and getattr(torch, name, None) == function else target

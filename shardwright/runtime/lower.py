@@ -1,0 +1,148 @@
+"""From a plan to the local program: an ordinary `torch.fx.Graph` of local operators and conversions.
+
+The same for all ranks: what depends on the rank (which slice, which group) stands in the conversions, and a runtime puts
+it in. Both runtimes execute this program; nothing dispatches on tensor subclasses while it runs.
+
+    placeholders:  parameters, buffers, constants, the seed if there is one, inputs (a rank's slices)
+    nodes:         local operators;  move(x): a conversion;  extreme(m, x): a maximum or minimum over ranks
+    output:        the outputs that are tensors, then the new values of buffers
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..graph import map_leaves
+from ..partition.local_program import GlobalExtreme, LocalOp, PlacedValue, Redistribute, Ref
+from ..sharded_plan import Plan
+from ..torch_private import schema_of
+
+__all__ = ["Lowered", "cast", "extreme", "lower", "move", "sum_of_gradient"]
+
+def move(x: torch.Tensor) -> torch.Tensor:
+    """A conversion; a runtime replaces it by what it does on its ranks. The node's meta says which."""
+    raise AssertionError("a program that no runtime has bound")
+
+
+def extreme(reduced: torch.Tensor, operand: torch.Tensor) -> torch.Tensor:
+    """A maximum or minimum over ranks; likewise."""
+    raise AssertionError("a program that no runtime has bound")
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A local program and the names of what goes in and comes out.
+
+    Attributes:
+        graph: the program; conversions are nodes whose ``meta["instruction"]`` is a `Move` or `Extreme`.
+        plan: the plan that it was made of.
+        parameters, buffers, constants: names, in the order of the placeholders; the seed, if the plan
+            has one, and the inputs follow.
+        updates: names of the buffers whose new values follow the outputs.
+    """
+
+    graph: torch.fx.Graph
+    plan: Plan
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    constants: tuple[str, ...]
+    updates: tuple[str, ...]
+
+
+def lower(plan: Plan) -> Lowered:
+    """Write a plan as a local program."""
+    routed = plan.routed
+    graph = torch.fx.Graph()
+    env: dict[str, torch.fx.Node] = {}
+    taken: set[str] = set()
+
+    def enter(instance: PlacedValue) -> None:
+        env[instance.name] = graph.placeholder(_identifier(instance.name, taken))
+        env[instance.name].meta["instance"] = instance
+
+    for table in (routed.parameters, routed.buffers, routed.constants):
+        for instance in table.values():
+            enter(instance)
+    if routed.seed is not None:
+        enter(routed.seed)
+    for instance in routed.inputs:
+        enter(instance)
+    for instruction in routed.instructions:
+        if isinstance(instruction, LocalOp):
+            _compute(graph, env, instruction)
+        elif isinstance(instruction, Redistribute):
+            node = graph.call_function(move, (env[instruction.source.name],))
+            _finish(env, node, instruction, instruction.target)
+        else:
+            node = graph.call_function(extreme, (env[instruction.source.name], env[instruction.operand.name]))
+            _finish(env, node, instruction, instruction.target)
+    results = [env[o.name] for o in routed.outputs if isinstance(o, PlacedValue)]
+    graph.output(tuple(results + [env[i.name] for i in routed.updates.values()]))
+    return Lowered(graph, plan, tuple(routed.parameters), tuple(routed.buffers), tuple(routed.constants),
+                   tuple(routed.updates))
+
+
+def sum_of_gradient(placeholder: torch.fx.Node) -> torch.fx.Node | None:
+    """The one use of a parameter or input, if all it does is to sum the gradient over ranks: a runtime takes that sum when
+    the gradient is complete, and otherwise passes it by."""
+    if len(placeholder.users) != 1:
+        return None
+    user = next(iter(placeholder.users))
+    if user.target is not move:
+        return None
+    forward, backward = user.meta["instruction"].forward, user.meta["instruction"].backward
+    only_sums = backward is not None and [step.kind for step in backward.steps] == ["all_reduce"]
+    return user if forward.is_identity and only_sums else None
+
+
+def cast(graph: torch.fx.Graph, x: torch.fx.Node, node: torch.fx.Node) -> torch.fx.Node:
+    """What is left of a conversion that moves nothing: a cast, whose backward casts the gradient, or `x` itself."""
+    instruction = node.meta["instruction"]
+    if not isinstance(instruction, Redistribute) or not instruction.casts:
+        return x
+    return graph.call_method("to", (x, instruction.dtype))
+
+
+def _identifier(name: str, taken: set[str]) -> str:
+    """A name that Python takes: ``fc.weight`` and ``fc_weight`` are two of them."""
+    wish = candidate = ("_" if name[:1].isdigit() else "") + "".join(c if c.isalnum() else "_" for c in name)
+    count = 1
+    while candidate in taken:
+        candidate, count = f"{wish}_{count}", count + 1
+    taken.add(candidate)
+    return candidate
+
+
+def _finish(env: dict[str, torch.fx.Node], node: torch.fx.Node, instruction: Redistribute | GlobalExtreme, target: PlacedValue) -> None:
+    node.meta["instruction"], node.meta["instance"] = instruction, target
+    env[target.name] = node
+
+
+def _compute(graph: torch.fx.Graph, env: dict[str, torch.fx.Node], instruction: LocalOp) -> None:
+    args, kwargs = map_leaves(lambda leaf: env[leaf.name] if isinstance(leaf, Ref) else leaf,
+                              (instruction.args, instruction.kwargs))
+    node = graph.call_function(instruction.target, args, kwargs)
+    node.meta["instruction"] = instruction
+    if _returns_one(instruction):
+        env[instruction.outputs[0].name] = node
+        node.meta["instance"] = instruction.outputs[0]
+        return
+    for i, instance in enumerate(instruction.outputs):
+        if instance is not None:
+            item = graph.call_function(_item, (node, i))
+            item.meta["instance"] = instance
+            env[instance.name] = item
+
+
+def _item(results: Any, index: int) -> torch.Tensor:
+    return results[index]
+
+
+def _returns_one(instruction: LocalOp) -> bool:
+    schema = schema_of(instruction.target)
+    if schema is None:
+        return len(instruction.outputs) == 1
+    return len(schema.returns) == 1 and str(schema.returns[0].type) == "Tensor"

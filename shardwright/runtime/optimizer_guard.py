@@ -1,0 +1,175 @@
+"""What would go wrong silently in an optimizer's step, seen before it.
+
+An optimizer that holds other parameter objects than the model finds no gradients there and does nothing; one that steps
+while gradients are not summed would take each rank elsewhere; one that steps while its state is copied for a checkpoint would
+mix two steps in it, and waits.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ..errors import SettingError
+
+__all__ = ["before_next_step", "close_to_steps", "not_summed", "open_to_steps", "replace_noted", "says_when_it_steps", "set_empty_aside", "watch_steps"]
+
+_REPLACED, _CLOSED = "_shardwright_replaced", "_shardwright_closed"
+
+
+def replace_noted(old: torch.Tensor, name: str) -> None:
+    """Note on a parameter object that the model has another one in its place."""
+    setattr(old, _REPLACED, name)
+
+
+def close_to_steps(parameter: torch.Tensor) -> None:
+    """Refuse an optimizer's step on a parameter: the model has a whole tensor in its place for a while."""
+    setattr(parameter, _CLOSED, True)
+
+
+def open_to_steps(parameter: torch.Tensor) -> None:
+    """Undo `close_to_steps`."""
+    if hasattr(parameter, _CLOSED):
+        delattr(parameter, _CLOSED)
+
+
+def watch_steps(net: nn.Module) -> None:
+    """See, before each step of any optimizer, that it is not one of a copy of `net`, nor of parameters that `net` no longer
+    has. Until `net` is gone."""
+    _STEPS.look_at(net)
+
+
+def set_empty_aside(net: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+    """Let optimizers pass by parameters that are empty on this rank, in each step: of a pipeline's other stages there are
+    many, and each would take as long as one that is there. Their gradients are back after it. Until `net` is gone."""
+    _STEPS.put_aside(net, parameters)
+
+
+def before_next_step(work: Callable[[], None]) -> None:
+    """Let no optimizer step before this is done, by the thread that steps; where several do, each calls it. It takes the place
+    of what was given before."""
+    _STEPS.do_first(work)
+
+
+def says_when_it_steps(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether what is seen to around steps is seen to around those of this one: torch does so for its own class's heirs."""
+    return isinstance(optimizer, torch.optim.Optimizer) and getattr(type(optimizer).step, "hooked", False)
+
+
+def not_summed(what: str) -> SettingError:
+    """The error of `what`, wanted between a backward under `no_sync` and the one that sums."""
+    return SettingError(f"{what} while gradients of a backward under no_sync() are still each rank's own",
+                        legal="the last backward before it outside of no_sync(), or zero_grad()")
+
+
+class _Aside(threading.local):
+    """The gradients put aside in a thread's step."""
+
+    def __init__(self) -> None:
+        self.gradients: list[tuple[nn.Parameter, torch.Tensor]] = []
+
+
+class _Steps:
+    """What is seen to around the steps of all optimizers, for each model that is alive.
+
+    torch goes through its hooks of all optimizers while they run, and a model can be collected in the midst of one: a hook
+    a model, taken away with it, would end the step of another model with "OrderedDict mutated during iteration". So there
+    is one hook before a step and one after, for good, put in place by the first model or save.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._hooked = False
+        self._looked_at: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._empty: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Parameter]]] = weakref.WeakKeyDictionary()
+        self._aside = _Aside()
+        self._first: Callable[[], None] | None = None
+
+    def look_at(self, net: nn.Module) -> None:
+        with self._lock:
+            self._looked_at.add(net)
+            self._hook()
+
+    def put_aside(self, net: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+        with self._lock:
+            self._empty.setdefault(net, []).extend(weakref.ref(parameter) for parameter in parameters)
+            self._hook()
+
+    def do_first(self, work: Callable[[], None]) -> None:
+        with self._lock:
+            self._first = work
+            self._hook()
+
+    def _hook(self) -> None:
+        if not self._hooked:
+            register_optimizer_step_pre_hook(self._before)
+            register_optimizer_step_post_hook(self._after)
+            self._hooked = True
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        with self._lock:
+            nets, empty = list(self._looked_at), [ref for refs in self._empty.values() for ref in refs]
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+
+        def look() -> None:
+            for net in nets:
+                _look(optimizer, net)
+
+        def closed() -> Any:
+            loss = closure()
+            look()  # at the gradients that it has made
+            return loss
+
+        if closure is None:
+            look()
+        first = self._first
+        if first is not None:
+            first()
+            if self._first is first:
+                self._first = None
+        for parameter in [ref() for ref in empty]:
+            if parameter is not None and parameter.grad is not None:
+                self._aside.gradients.append((parameter, parameter.grad))
+                parameter.grad = None
+        if closure is None:
+            return None
+        return ((args[0], closed, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": closed})
+
+    def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for parameter, gradient in self._aside.gradients:
+            if parameter.grad is None:
+                parameter.grad = gradient
+        self._aside.gradients.clear()
+
+
+_STEPS = _Steps()
+
+
+def _look(optimizer: torch.optim.Optimizer, net: nn.Module) -> None:
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    for parameter in held:
+        if hasattr(parameter, _REPLACED):
+            raise SettingError(f"{type(optimizer).__name__} holds the parameter {getattr(parameter, _REPLACED)!r} as it was "
+                               "before the first call of the model, which has slices in its place since",
+                               legal="an optimizer of net.parameters(), built before the first call or after it, but not of "
+                                     "a list made before and an optimizer after")
+        if hasattr(parameter, _CLOSED):
+            raise SettingError(f"{type(optimizer).__name__}.step() inside of whole(), where the model has whole tensors",
+                               legal="steps before it or after it")
+        if getattr(parameter.grad, "digits", None) is not None:
+            raise not_summed(f"{type(optimizer).__name__}.step()")
+    if any(p.grad is not None for p in held):
+        return
+    theirs, ours = list(net.parameters()), {id(p) for p in held}
+    if any(id(p) in ours for p in theirs) or not any(p.grad is not None for p in theirs):
+        return
+    if [p.shape for p in held] == [p.shape for p in theirs]:
+        raise SettingError(f"{type(optimizer).__name__} holds the parameters of a copy of the model: none of them has a "
+                           "gradient, those of the model that ran do",
+                           legal="an optimizer of the parameters of the model that is wrapped")

@@ -1,0 +1,412 @@
+"""Recomputation while a program runs: what a region drops is computed again when a backward first asks for it.
+
+Autograd saves tensors through hooks around the nodes that save something dropped. In the place of a tensor in whose memory
+a dropped value lies stands a `Dropped`; what the region reads and does not make is kept. The first `Dropped` that is asked
+for runs the region's nodes once more, as they ran in the forward, and fills all that wait: each goes when its own
+backward is done. Both runtimes run it: a value is one tensor, or a list of the ranks' shards.
+
+Private name of torch used here: ``_top_saved_tensors_default_hooks``, the hooks around a node (those of a user, or of
+weights that are not kept), which see what stays.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..errors import SettingError
+from ..torch_private import storage_id, top_saved_tensors_hooks, version_of
+from .lower import Lowered
+
+__all__ = ["LoweredRegions", "RegatheredWeights", "RegionRun", "Saver", "keep"]
+
+#: Computes a node of the program from the values of others, by key.
+Step = Callable[[Any], Any]
+
+
+class Dropped:
+    """A saved tensor that was dropped, or is about to be: filled when its region has run again."""
+
+    __slots__ = ("tensor", "run", "take", "__weakref__")
+
+    def __init__(self, tensor: Tensor | None) -> None:
+        self.tensor = tensor
+        self.run: RegionRun | None = None
+        self.take: Callable[[Mapping, Mapping], Any] | None = None
+
+    def drop(self, run: RegionRun, take: Callable[[Mapping, Mapping], Any]) -> Dropped:
+        """Let go; `take` finds it among the values, and what nodes saved of their own, of a region that ran again."""
+        self.tensor, self.run, self.take = None, run, take
+        run.waiting.add(self)
+        return self
+
+    def pass_on(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Dropped:
+        """It is not dropped after all: saved as the hooks around do."""
+        held, self.tensor = pack(self.tensor), None
+        self.take = lambda *_: unpack(held)
+        return self
+
+    def get(self) -> Any:
+        """The tensor, or for an input of another region the value."""
+        if self.run is None:
+            return self.tensor if self.take is None else self.take({}, {})
+        if self.tensor is None:
+            self.run.fill()
+        return self.tensor
+
+
+@dataclass(frozen=True)
+class _Again:
+    """How a region runs again: its nodes in order, and those of which is collected what they save of their own."""
+
+    steps: tuple[tuple[Hashable, Step], ...]
+    own: frozenset[Hashable]
+
+    def __call__(self, env: dict[Hashable, Any]) -> tuple[dict[Hashable, Any], dict[Hashable, list[Tensor]]]:
+        own: dict[Hashable, list[Tensor]] = {}
+        with torch.enable_grad():  # operators may do otherwise without
+            for key, step in self.steps:
+                if key in self.own:
+                    packed: list[Tensor] = []
+                    # Not the tensor itself: an output's graph would hold the output.
+                    with saved_tensors_hooks(lambda x, packed=packed: packed.append(x.detach()), lambda x: x):
+                        made = step(env)
+                    own[key] = packed
+                else:
+                    made = step(env)
+                env[key] = _leaves(made, {})
+        return env, own
+
+
+class RegionRun:
+    """One region in one call of the program.
+
+    Attributes:
+        kept: what the region is given, by key: values, or `Dropped` of another region.
+        waiting: all `Dropped` of it that some backward still holds.
+    """
+
+    def __init__(self, again: _Again) -> None:
+        self.again, self.waiting = again, weakref.WeakSet()
+        self.kept: dict[Hashable, Any] = {}
+        self.versions: dict[Hashable, list[int]] = {}
+
+    def keep(self, key: Hashable, value: Any, copy: bool = False) -> None:
+        """Keep a value; `copy`: it will be changed in place after the forward."""
+        value = _leaves(value, {})
+        self.kept[key] = _mapped(value, Tensor.clone) if copy else value
+        self.versions[key] = [version_of(x) for x in _tensors(self.kept[key])]
+
+    def fill(self) -> None:
+        """Compute the region again, for all that wait.
+
+        Raises:
+            RuntimeError: what it was given has been changed in place since.
+        """
+        env = {}
+        for key, value in self.kept.items():
+            env[key] = value.get() if isinstance(value, Dropped) else value
+            if key in self.versions and [version_of(x) for x in _tensors(value)] != self.versions[key]:
+                raise RuntimeError(f"{key}, of which a part of the model is to be computed again, has been changed in place "
+                                   "after the forward")
+        values, own = self.again(env)
+        with torch.no_grad():
+            for dropped in list(self.waiting):
+                if dropped.tensor is None:
+                    dropped.tensor = dropped.take(values, own)
+
+
+@dataclass(frozen=True)
+class Saver:
+    """A node that saves what is dropped.
+
+    Attributes:
+        inputs: (region, key) of the dropped values that it reads.
+        outputs: (region, key, which of its results; None: it has one) of those that it makes.
+        own: (region, key of the node) if what it saves of its own is dropped.
+    """
+
+    inputs: tuple[tuple[int, Hashable], ...]
+    outputs: tuple[tuple[int, Hashable, int | None], ...]
+    own: tuple[int, Hashable] | None
+
+    def __call__(self, runs: Sequence[RegionRun], values: Sequence[Any], call: Callable[[], Any]) -> Any:
+        """``call()``, with what autograd saves meanwhile dropped as planned; `values` are those of `inputs`."""
+        known = _by_memory(zip(self.inputs, values))
+        pending: list[tuple[int, Dropped]] = []
+        count = 0
+
+        def pack(x: Tensor) -> Any:
+            nonlocal count
+            count += 1
+            found, dropped = known.get(storage_id(x.untyped_storage())), Dropped(x.detach())
+            if found is None:
+                pending.append((count - 1, dropped))
+            elif not _drop(dropped, runs, *found) and outer is not None:
+                dropped.pass_on(*outer)
+            return dropped
+
+        outer = top_saved_tensors_hooks(True)
+        with saved_tensors_hooks(pack, _unpack):
+            made = call()
+        known.clear()  # the graph holds `pack`
+        if pending:
+            results = _by_memory([(entry[:2], _item(made, entry[2])) for entry in self.outputs])
+            for index, dropped in pending:
+                assert dropped.tensor is not None
+                found = results.get(storage_id(dropped.tensor.untyped_storage()))
+                if found is not None and _drop(dropped, runs, *found):
+                    continue
+                if found is None and self.own is not None:
+                    region, key = self.own
+                    dropped.drop(runs[region], lambda _, own, key=key, index=index: own[key][index])
+                elif outer is not None:
+                    dropped.pass_on(*outer)
+        return made
+
+
+def _unpack(held: Any) -> Tensor:
+    return held.get() if isinstance(held, Dropped) else held
+
+
+def _item(made: Any, which: int | None) -> Any:
+    """Of all ranks' results, or of the one for all, that with the number `which`."""
+    if which is None:
+        return made
+    return [m[which] for m in made] if isinstance(made, list) and isinstance(made[0], (list, tuple)) else made[which]
+
+
+def _by_memory(values: Any) -> dict[int, tuple[int, Hashable, int | None, Tensor]]:
+    """Where a tensor's memory lies -> (region, key, rank, tensor) of the first value that lies there."""
+    out: dict[int, tuple[int, Hashable, int | None, Tensor]] = {}
+    for (region, key), value in values:
+        for rank, x in enumerate(value) if isinstance(value, (list, tuple)) else ((None, value),):
+            out.setdefault(storage_id(x.untyped_storage()), (region, key, rank, x))
+    return out
+
+
+def _drop(dropped: Dropped, runs: Sequence[RegionRun], region: int, key: Hashable, rank: int | None, base: Tensor) -> bool:
+    """Let go of a tensor that lies in the memory of `base`; False: it is no plain view of that, and stays."""
+    x = dropped.tensor
+    assert x is not None
+    if x.dtype != base.dtype or x.is_conj() != base.is_conj() or x.is_neg() != base.is_neg():
+        return False
+    view = None
+    if (x.shape, x.stride(), x.storage_offset()) != (base.shape, base.stride(), base.storage_offset()):
+        view = x.shape, x.stride(), x.storage_offset() - base.storage_offset()
+
+    def take(values: Mapping, _: Mapping) -> Tensor:
+        again = (values[key] if rank is None else values[key][rank]).detach()
+        return again if view is None else again.as_strided(view[0], view[1], again.storage_offset() + view[2])
+    dropped.drop(runs[region], take)
+    return True
+
+
+def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    return type(value)(_mapped(v, change) for v in value) if isinstance(value, (list, tuple)) else value
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    out: list[Tensor] = []
+    _mapped(value, lambda x: out.append(x) or x)
+    return out
+
+
+def _leaves(value: Any, memo: dict[int, Tensor]) -> Any:
+    """The same tensors without the graph that made them; what is one object stays one."""
+    def leaf(x: Tensor) -> Tensor:
+        if id(x) not in memo:
+            memo[id(x)] = x.detach().requires_grad_(x.requires_grad)
+        return memo[id(x)]
+    return _mapped(value, leaf)
+
+
+class LoweredRegions:
+    """The regions of a lowered program, by its nodes.
+
+    Args:
+        key: node -> under what its value stands in the `env` of a step.
+
+    Attributes:
+        savers: node -> how it saves.
+        reads: node -> (region, key, node, copy) of what regions keep before it runs.
+    """
+
+    def __init__(self, lowered: Lowered, key: Callable[[torch.fx.Node], Hashable]) -> None:
+        plan = lowered.plan
+        self.regions, instructions, self.key = plan.regions, plan.routed.instructions, key
+        self.savers: dict[torch.fx.Node, Saver] = {}
+        self.reads: dict[torch.fx.Node, list[tuple[int, Hashable, torch.fx.Node, bool]]] = {}
+        if not self.regions:
+            return
+        number = {id(i): k for k, i in enumerate(instructions)}
+        self.values: dict[str, torch.fx.Node] = {}              # name of an instance -> its node
+        self.nodes: dict[int, list[torch.fx.Node]] = {}         # instruction -> its nodes
+        for node in lowered.graph.nodes:
+            if node.op == "output":
+                continue
+            if "instance" in node.meta:
+                self.values[node.meta["instance"].name] = node
+            base = node if "instruction" in node.meta or node.op == "placeholder" else node.args[0]
+            if base.op != "placeholder":
+                self.nodes.setdefault(number[id(base.meta["instruction"])], []).append(node)
+        self.owner = {name: k for k, region in enumerate(self.regions) for name in region.dropped}
+        for k, region in enumerate(self.regions):
+            for i in region.savers:
+                self.savers.setdefault(self.nodes[i][0], self._saver(i))
+            self._keep(k, region, plan)
+
+    def _saver(self, i: int) -> Saver:
+        node, *items = self.nodes[i]
+        reads = dict.fromkeys(a.meta["instance"].name for a in node.all_input_nodes)
+        makes = [(n.meta["instance"].name, n, None if n is node else n.args[1]) for n in (node, *items)
+                 if "instance" in n.meta]
+        return Saver(tuple((self.owner[n], self.key(self.values[n])) for n in reads if n in self.owner),
+                     tuple((self.owner[n], self.key(made), which) for n, made, which in makes if n in self.owner),
+                     next(((k, self.key(node)) for k, region in enumerate(self.regions) if i in region.own), None))
+
+    def _keep(self, k: int, region: Any, plan: Any) -> None:
+        changed = {plan.routed.buffers[name].name for name in plan.routed.updates}
+        wanted = set(region.inputs)
+        for i in region.again:
+            first = self.nodes[i][0]
+            for value in first.all_input_nodes:
+                name = value.meta["instance"].name
+                if name in wanted:
+                    wanted.discard(name)
+                    self.reads.setdefault(first, []).append((k, self.key(value), value, name in changed))
+        assert not wanted, wanted
+
+    def watched(self, node: torch.fx.Node) -> list[torch.fx.Node]:
+        """The nodes of a saver's dropped inputs, in its order."""
+        reads = dict.fromkeys(a.meta["instance"].name for a in node.all_input_nodes)
+        return [self.values[n] for n in reads if n in self.owner]
+
+    def another(self, k: int, name: str) -> int | None:
+        """The region that drops an input of region `k`."""
+        return self.owner.get(name) if name not in self.regions[k].dropped else None
+
+    def again(self, step: Callable[[torch.fx.Node], Step]) -> Callable[[], list[RegionRun]]:
+        """What begins a call: a `Run` for each region.
+
+        Args:
+            step: node -> how it is computed from the values by their keys.
+        """
+        made = []
+        for region in self.regions:
+            nodes = [n for i in region.again for n in self.nodes[i]]
+            made.append(_Again(tuple((self.key(n), step(n)) for n in nodes),
+                               frozenset(self.key(self.nodes[i][0]) for i in region.own)))
+        lent = [(k, self.key(self.values[n]), other) for k, region in enumerate(self.regions) for n in region.inputs
+                for other in [self.another(k, n)] if other is not None]
+
+        def begin() -> list[RegionRun]:
+            runs = [RegionRun(again) for again in made]
+            for k, key, other in lent:
+                runs[k].kept[key] = Dropped(None).drop(runs[other], lambda values, _, key=key: values[key])
+            return runs
+        return begin
+
+
+def keep(runs: list[RegionRun] | None, region: int, key: Hashable, value: Any, copy: bool) -> None:
+    """Keep a value for a region, unless another region lends it."""
+    if runs is not None and key not in runs[region].kept:
+        runs[region].keep(key, value, copy)
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# Gathered weights that are not kept for the backward.
+#
+#     forward     a weight is gathered, used, let go; where an operator saves a tensor in its memory, the place is kept
+#     backward    whoever wants such a tensor first gathers again; the others share that; after the last it is let go
+#
+# Operators save what they save, views of a weight as well as itself: `torch.autograd.graph.saved_tensors_hooks` sees it
+# all, and the memory that a tensor lies in tells whether it is a gathered weight's.
+# ----------------------------------------------------------------------------------------------------
+
+# Hardly documented, though torch's own multiprocessing rests on it: while it is held, no other memory gets that number.
+
+
+class _Weight:
+    """One gathered weight of one forward, on the ranks of this process."""
+
+    def __init__(self, name: str, stored: Sequence[Tensor], gather: Callable[[], Sequence[Tensor]]) -> None:
+        self.name, self._gather = name, gather
+        self._stored = [(x, version_of(x)) for x in stored]
+        self._saved = self._due = 0
+        self._gathered: Sequence[Tensor] | None = None
+
+    def save(self) -> None:
+        """One more is saved."""
+        self._saved, self._due = self._saved + 1, self._due + 1
+
+    def again(self, index: int) -> Tensor:
+        """For one of the saved: what is gathered on the rank of that index."""
+        if any(version_of(x) != version for x, version in self._stored):
+            raise SettingError(f"the parameter {self.name!r} has been changed between a forward and its backward, "
+                               "which gathers it again",
+                               legal='optimizer.step() after backward(), or optimizer_level="level2"')
+        if self._gathered is None:
+            with torch.no_grad():
+                self._gathered = self._gather()
+        gathered, self._due = self._gathered[index], self._due - 1
+        if not self._due:  # the backward has all; another one through the same graph begins anew
+            self._gathered, self._due = None, self._saved
+        return gathered
+
+
+class RegatheredWeights:
+    """The weights of the forward that is under way; while active, operators do not save them."""
+
+    def __init__(self) -> None:
+        self._places: dict[int, tuple[StorageWeakRef, _Weight, int]] = {}
+        self._hooks: Any = None
+
+    def __enter__(self) -> RegatheredWeights:
+        self._places = {}
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack_weight)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
+        self._places = {}
+
+    def note(self, name: str, stored: Sequence[Tensor], gathered: Sequence[Tensor],
+             gather: Callable[[], Sequence[Tensor]]) -> None:
+        """A weight has been gathered.
+
+        Args:
+            stored: what it is gathered from; none of it may be changed before the backward.
+            gathered: one entry a rank of this process.
+            gather: does so again, in the same way.
+        """
+        weight = _Weight(name, stored, gather)
+        for index, tensor in enumerate(gathered):
+            memory = StorageWeakRef(tensor.untyped_storage())
+            self._places.setdefault(memory.cdata, (memory, weight, index))
+
+    def _pack(self, x: Tensor) -> Any:
+        _, weight, index = self._places.get(storage_id(x.untyped_storage()), (None, None, 0))
+        if weight is None:
+            return x.detach()  # without its graph, which would hold an output, and itself, for ever
+        weight.save()
+        return weight, index, x.dtype, x.storage_offset(), x.shape, x.stride()
+
+
+def _unpack_weight(packed: Any) -> Tensor:
+    if isinstance(packed, Tensor):
+        return packed
+    weight, index, dtype, offset, shape, stride = packed
+    gathered = weight.again(index)
+    return torch.empty(0, dtype=dtype, device=gathered.device).set_(gathered.untyped_storage(), offset, shape, stride)

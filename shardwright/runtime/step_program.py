@@ -1,0 +1,167 @@
+"""A planned model on its runtime: what a call of it does."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..capture.guards import Guards
+from ..capture.side_effects import Effects
+from ..graph import Value
+from ..layout import Layout
+from ..pipeline.pipeline_plan import PipelinePlan
+from ..process import Runtime, stream
+from ..pytree_objects import closed, holds_objects
+from ..sharded_plan import Plan
+from .call_boundary import handings, kept_apart, put_back, with_rank_dim
+from .deferred_init import materialize
+from .distributed.gradients import Accumulation, Fusion
+from .freed import freed
+from .local.local_executor import LocalExecutor, SingleDeviceExecutor
+from .lower import Lowered, lower
+from .pipeline_step import PipelineProgram, local_pipeline
+
+if TYPE_CHECKING:
+    from .distributed.parameters import ShardedState
+
+__all__ = ["StepProgram", "make_program"]
+
+class StepProgram:
+    """A planned model on a runtime: flattened inputs in, the user's outputs back.
+
+    Attributes:
+        plan: the plan.
+        body: the runtime's own program: `SingleProgram`, `LocalProgram` or `ProcessProgram`.
+        held: the parameters of the processes runtime, for the model's next program; None in the local one.
+        exact: whether random numbers belong to positions of whole tensors, or to operators and slices.
+        begin: what begins each call, or None.
+        guards, effects: the state of the model that it stands for, and what a call does besides its result.
+    """
+
+    def __init__(self, plan: Plan, body: Callable[..., list[Tensor]], state: list[Tensor], updated: list[Tensor],
+                 held: ShardedState | None = None, device: torch.device | None = None, mean: bool = False) -> None:
+        self.plan, self.body, self.held, self.exact = plan, body, held, True
+        self.begin: Callable[[], None] | None = None
+        self.guards, self.effects = Guards((), ()), Effects()
+        self._draws = plan.routed.seed is not None
+        self._state, self._updated, self._device = state, updated, device
+        self._outputs = plan.graph.outputs
+        self._objects = holds_objects(plan.graph.out_spec)
+        self._sole = plan.graph.out_spec.is_leaf() and isinstance(plan.graph.outputs[0], Value) and not plan.graph.changed
+        if plan.own is not None:
+            self._handings = handings(plan, held is not None, mean)
+        else:
+            parts = [i.layout.cuts[0] if mean and isinstance(o, Value) and i.layout.dims else 1
+                     for o, i in zip(plan.graph.outputs, plan.routed.outputs)]
+            self._handings = [partial(_share, parts=n) if n > 1 else None for n in parts]
+
+    def __call__(self, *leaves: Any) -> Any:
+        if self.begin is not None:
+            self.begin()
+        freed.step()
+        tensors = given = [x for x in leaves if isinstance(x, Tensor)]
+        if self.plan.graph.changed:
+            tensors = kept_apart(given, self.plan.graph.changed)
+        if self._device is not None:
+            tensors = [x.to(self._device) for x in tensors]
+        if self._draws:
+            tensors.insert(0, stream.draw(self.exact))
+        made = self.body(*self._state, *tensors)
+        if self._sole and not self._updated:
+            return _handed(made[0], self._handings[0])  # the loss, most of the time: no tree to build
+        results = iter(made)
+        outputs = [_handed(next(results), handing) if isinstance(o, Value) else o
+                   for o, handing in zip(self._outputs, self._handings)]
+        if self._updated:
+            with torch.no_grad():
+                for buffer, value in zip(self._updated, results, strict=True):
+                    buffer.copy_(value)
+        put_back(given, outputs, self.plan.graph.changed)
+        result = self.plan.graph.result(outputs)
+        return closed(result) if self._objects else result
+
+
+def _handed(output: Tensor, handing: Callable[[Tensor], Tensor] | None) -> Tensor:
+    return output if handing is None else handing(output)
+
+
+def _share(output: Tensor, parts: int) -> Tensor:
+    """An output whose `parts` each get a loss of their own: gradients are those of the losses' mean."""
+    if output.requires_grad:
+        output.register_hook(lambda gradient: gradient / parts)
+    return output
+
+
+def make_program(plan: Plan | PipelinePlan, holder: nn.Module, runtime: Runtime, *, gradients_mean: bool, before: StepProgram | None,
+                 fusion: Fusion, accumulation: Accumulation, broadcast: bool = False, compiled: str | None = None
+                 ) -> StepProgram | PipelineProgram:
+    """Lower a plan and put it on the runtime; at the first time parameters come into being as slices.
+
+    Args:
+        holder: gives ``named_parameters`` and ``named_buffers`` under the graph's names.
+        gradients_mean: with the loss outside and each rank feeding its own part: whether gradients are those of the
+            mean of the ranks' losses, or of their sum.
+        before: the model's earlier program, if there is one.
+        fusion, accumulation: how gradients are summed in processes.
+        broadcast: in processes, whether parameters and buffers begin with the values of rank 0.
+        compiled: the backend by which ``torch.compile`` compiles the program: not where one process plays several devices.
+    """
+    freed.planned()
+    if isinstance(plan, PipelinePlan):
+        if runtime.processes:
+            from .distributed.agreement import counted
+            from .pipeline_p2p import process_pipeline  # see `_on_processes`
+            piped = process_pipeline(plan, holder, runtime, before, fusion, accumulation, broadcast, compiled)
+            piped.begin = counted(plan)
+            return piped
+        if compiled:
+            warnings.warn("compile=True: one process plays all devices, operator by operator, and is not compiled", stacklevel=7)
+        return local_pipeline(plan, holder, runtime.device, before is None)
+    lowered = lower(plan)
+    if runtime.processes and plan.devices > 1:
+        return _on_processes(lowered, holder, runtime, gradients_mean, before, fusion, accumulation, broadcast, compiled)
+    if before is None:
+        materialize(holder, lambda name, old, whole: whole, runtime.device, real=False)
+    named = dict(holder.named_parameters()) | dict(holder.named_buffers())
+    state = [with_rank_dim(named[n]) for n in (*lowered.parameters, *lowered.buffers)]
+    state += [plan.graph.constants[n] for n in lowered.constants]
+    single = plan.devices == 1 and (compiled or not plan.regions)
+    if compiled and not single:
+        warnings.warn("compile=True: one process plays all devices, operator by operator, and is not compiled", stacklevel=7)
+    body = SingleDeviceExecutor(lowered, compiled) if single else LocalExecutor(lowered)
+    return StepProgram(plan, body, state, [named[n] for n in lowered.updates])
+
+
+def _on_processes(lowered: Lowered, holder: nn.Module, runtime: Runtime, gradients_mean: bool, before: StepProgram | None,
+                  fusion: Fusion, accumulation: Accumulation, broadcast: bool, compiled: str | None) -> StepProgram:
+    # DTensor and the rest take a second to import: a program that runs in one process does without.
+    from .distributed.agreement import counted
+    from .distributed.buckets import GradientSums
+    from .distributed.collectives import ProcessGroups
+    from .distributed.parameters import ParameterPlacement as Place, ShardedState
+    from .distributed.rank_executor import RankExecutor as ProcessProgram
+
+    plan = lowered.plan
+    held = before.held if before is not None else None
+    if held is None:
+        groups = ProcessGroups(plan.devices, runtime.rank)
+        stored = {name: parameter.storage for name, parameter in plan.parameters.items()}
+        held = ShardedState(lambda name, whole: Place(stored.get(name) or Layout.replicated(plan.devices, whole.dim()), groups),
+                            holder, groups, runtime.device, broadcast)
+    else:
+        held.take_buffers(holder, runtime.device)
+    body = ProcessProgram(lowered, held.groups, compiled)
+    leaves = held.leaves(holder, GradientSums(body.sums, body.types, held.groups, fusion, accumulation,
+                                               body.scattered, body.followed))
+    body.attach(dict(holder.named_parameters()))
+    state = [leaves[n] for n in lowered.parameters] + [held.buffers[n] for n in lowered.buffers]
+    state += [plan.graph.constants[n].to(runtime.device) for n in lowered.constants]
+    program = StepProgram(plan, body, state, [held.buffers[n] for n in lowered.updates], held, runtime.device,
+                      gradients_mean and (plan.fed.own_part or plan.own is not None))
+    program.begin = counted(plan)
+    return program

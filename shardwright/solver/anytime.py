@@ -1,0 +1,353 @@
+"""Bound and states of a problem that is too large to be eliminated at once.
+
+In turns, on the core that the exact reductions leave (reduce.py):
+
+    sweeps             a bound, and states (trws.py)
+    descent            better states (descent.py)
+    reduced costs      what cannot be part of anything that costs at most those states goes
+    elimination        of what is left, as soon as that is small enough: then the answer is exact
+
+until bound and cost meet, or neither moves. What is then left, if small, goes to HiGHS.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..errors import PlanError
+from .elimination import Eliminated, Tables, eliminate, elimination_order, shared_work
+from .memory_rows import binding
+from .milp import milp
+from .presolve import ReducedProblem, RestrictedProblem, Wiped, arcs, reduced, restrict
+from .problem import Problem, Solution
+from .search_memory import current
+from .trws import ROUNDING, Messages
+
+__all__ = ["bounded", "descend", "eliminated", "wide", "within"]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Better states from given ones: a few nodes are held, all others chosen anew at once by elimination.
+#
+# Which nodes are held is drawn anew in each pass, among those that keep the others' joints small; the others are
+# minimised exactly, so a pass never makes the cost higher. It ends when several in a row have found nothing. From states
+# that are forbidden it goes towards allowed ones: what is forbidden then costs more than all that is allowed can.
+# ----------------------------------------------------------------------------------------------------
+
+MOST_HERE = 2**16  # entries of a joint
+SPREADS = (0.3, None, 1.0, None, 3.0, None)  # of the logarithm of the weights that say who is held; None: by distance
+GRACE = 1.0  # seconds that a pass may go on for
+
+
+def _allowed(problem: Problem) -> Problem:
+    """The same with a finite cost for what is forbidden, above all that is allowed."""
+    tables = [*problem.costs, *problem.edges.values()]
+    known = {id(table): table for table in tables}
+    most = {key: float(np.abs(table[np.isfinite(table)]).max(initial=0.0)) for key, table in known.items()}
+    price = 1.0 + 2.0 * sum(most[id(table)] for table in tables)
+    finite = {key: np.where(np.isfinite(table), table, price) for key, table in known.items()}
+    return Problem(tuple(finite[id(own)] for own in problem.costs),
+                   {pair: finite[id(table)] for pair, table in problem.edges.items()}, problem.names)
+
+
+def _distances(near: Sequence[Sequence[int]], start: int) -> np.ndarray:
+    """Of each node from the start, in edges; more than any where there is no way."""
+    out = np.full(len(near), float(len(near)))
+    out[start] = 0.0
+    front = [start]
+    while front:
+        after = []
+        for v in front:
+            for u in near[v]:
+                if out[u] == len(near):
+                    out[u] = out[v] + 1
+                    after.append(u)
+        front = after
+    return out
+
+
+def descend(problem: Problem, states: Sequence[int], *, patience: int = len(SPREADS), most: int = MOST_HERE,
+            until: float | None = None, seed: int = 0) -> list[int]:
+    """States that cost no more than the given ones. The memory limit is not looked at.
+
+    Args:
+        problem, states: where from.
+        patience: passes in a row that find nothing before it ends.
+        most: entries of a joint.
+        until: a time of time.monotonic() after which no pass begins.
+        seed: of which nodes are held.
+    """
+    whole = problem
+    if not np.isfinite(problem.cost(states)):
+        problem = _allowed(problem)
+    random = np.random.default_rng(seed)
+    sizes = [len(own) for own in problem.costs]
+    near: list[list[int]] = [[] for _ in sizes]
+    for i, j in problem.edges:
+        near[i].append(j)
+        near[j].append(i)
+    best, cost = [int(s) for s in states], problem.cost(states)
+    failed = tried = 0
+    while failed < patience and (until is None or time.monotonic() < until):
+        spread = SPREADS[tried % len(SPREADS)]
+        if spread is None:
+            at = [v for v in range(len(best)) if np.isinf(whole.costs[v][best[v]])]
+            at += [i for (i, j), table in whole.edges.items() if np.isinf(table[best[i], best[j]])]
+            weights = _distances(near, int(random.choice(at or len(best)))) ** 2
+        else:
+            weights = np.exp(spread * random.standard_normal(len(best)))
+        order = elimination_order(sizes, problem.edges, most=most, hold=weights.tolist())
+        held = frozenset(order.held)
+        costs, edges = list(problem.costs), {}
+        for (i, j), table in problem.edges.items():
+            if i in held:
+                if j not in held:
+                    costs[j] = costs[j] + table[best[i]]
+            elif j in held:
+                costs[i] = costs[i] + table[:, best[j]]
+            else:
+                edges[i, j] = table
+        gone = eliminate(costs, edges, order, until=None if until is None else until + GRACE)
+        if gone is None:
+            break
+        found = gone.complete(list(best))
+        now, tried = problem.cost(found), tried + 1
+        failed = 0 if now < cost else failed + 1
+        if now < cost:
+            best, cost = found, now
+            if problem is not whole and np.isfinite(whole.cost(best)):
+                problem, cost = whole, whole.cost(best)
+        if not held:
+            break
+    return best
+
+
+LARGEST = 2**26  # entries of a joint, of those that its tables allow
+WORK = 2**31  # entries of all joints up to which nothing smaller is looked for first; about 6 s
+SWEEPS = (1, 1, 2, 4, 8)  # between two looks at what they have changed: at first, then, ...; later the last
+STALLED = 1e-2  # of the gap: what that many sweeps have to close for more of them to be worth it
+SHRUNK = 0.9  # of the states: what has to be left at most for the core to be reduced again
+MILP_ENTRIES = 300_000  # entries of a core's edges up to which HiGHS is asked
+
+
+def eliminated(problem: Problem, made: Tables, until: float | None = None,
+               work: int | None = WORK) -> Eliminated | None:
+    """Every node eliminated; None where that is too large: one joint, the entries of all of them, or the time."""
+    facts = made.facts
+    order = elimination_order([len(own) for own in problem.costs], problem.edges, most=LARGEST,
+                              allowed=facts.sparse(problem.edges), few=facts.few(problem.edges))
+    if order.left:
+        return None
+    if work is not None and order.work > work and shared_work(problem.costs, problem.edges, order, facts) > work:
+        return None
+    return eliminate(problem.costs, problem.edges, order, made=made, until=until)
+
+
+class _Search:
+    """The best states, their cost and the bound so far, and the core that is left."""
+
+    def __init__(self, problem: Problem, made: Tables, until: float) -> None:
+        self.whole, self.made, self.until = problem, made, until
+        self.core, self.constant = problem, 0.0  # what the core's cost lacks of the whole's
+        self.states: list[int] | None = None
+        self.cost, self.bound = np.inf, -np.inf
+        self._lifts: list[ReducedProblem | RestrictedProblem] = []
+        self._descents = 0
+
+    @property
+    def late(self) -> bool:
+        return time.monotonic() > self.until
+
+    @property
+    def proved(self) -> bool:
+        return self.cost < np.inf and self.cost - self.bound <= ROUNDING * abs(self.cost)
+
+    def offer(self, states: Sequence[int]) -> None:
+        """States of the core: kept if they are the best."""
+        for step in reversed(self._lifts):
+            states = step.lift(states)
+        cost = self.whole.cost(states)
+        if cost < self.cost:
+            self.states, self.cost = list(states), cost
+
+    def prove(self, bound: float) -> None:
+        """A bound of the core."""
+        self.bound = min(max(self.bound, self.constant + bound), self.cost)
+
+    def reduce(self, compare: bool = True) -> None:
+        """The core without what the exact reductions take."""
+        step = reduced(self.core, made=self.made, compare=compare)
+        self.core, self.constant = step.problem, self.constant + step.constant
+        self._lifts.append(step)
+
+    def keep(self, messages: Messages) -> Messages | None:
+        """Only what the messages leave, and what is consistent of it; None where that is nothing."""
+        step = restrict(self.core, messages.alive)
+        left = arcs(step.problem)
+        if isinstance(left, Wiped):  # whatever is not known yet costs more
+            self.bound = self.cost
+            return None
+        last = restrict(step.problem, left)
+        self.core = last.problem
+        self._lifts += [step, last]
+        return messages.cut(last.problem, [kept[more] for kept, more in zip(step.kept, last.kept)])
+
+    def sweep(self) -> None:
+        """Sweeps and descents until they stall; what they exclude is taken out of the core."""
+        messages = Messages(self.core)
+        looks = 0
+        while not (self.late or self.proved):
+            current().watch("bounds", None if self.cost == np.inf else self.cost, None if self.bound == -np.inf else self.bound)
+            messages.best = self.cost - self.constant
+            before, left = messages.bound, sum(map(len, self.core.costs))
+            found, least = messages.states, np.inf
+            many = SWEEPS[min(looks, len(SWEEPS) - 1)]
+            looks += 1
+            for _ in range(many):
+                messages.sweep()
+                cost = self.core.cost(messages.states)
+                if cost < least or least == np.inf:
+                    found, least = messages.states.copy(), cost
+                if self.late:
+                    break
+            self.prove(messages.bound)
+            if not self.proved:
+                self.offer(descend(self.core, found.tolist(), until=self.until, seed=self._descents))
+                self._descents += 1
+            if sum(int(mark.sum()) for mark in messages.alive) < SHRUNK * left:
+                messages = self.keep(messages)
+                if messages is None:
+                    return
+            elif many == SWEEPS[-1] and messages.bound - before <= STALLED * (self.cost - self.bound):
+                break
+        self.keep(messages)
+
+    def solution(self, note: str) -> Solution:
+        return Solution(tuple(self.states), self.cost, self.bound, (note,))
+
+    def finish(self, gone: Eliminated) -> None:
+        """The core is eliminated: what went before costs more than the states that were known then."""
+        if np.isfinite(gone.constant):
+            self.offer(gone.complete([0] * len(self.core.costs)))
+        self.bound = self.cost
+
+
+def bounded(problem: Problem, made: Tables, until: float) -> Solution | None:
+    """The best states that were found and a bound; None where nothing is allowed.
+
+    Args:
+        problem: a consistent one (see reduce.py). Its limit is not looked at.
+        made: tables known from before.
+        until: a time of time.monotonic() at which it ends.
+
+    Raises:
+        PlanError: where nothing was found in time.
+    """
+    search = _Search(problem, made, until)
+    compare = False  # at first: bounds shrink it sooner
+    while True:
+        try:
+            search.reduce(compare)
+        except PlanError:  # nothing is left that is allowed and costs less than what is known
+            search.bound = search.cost
+            return search.solution("exact: the bound meets the cost") if search.states is not None else None
+        gone = eliminated(search.core, made, until)
+        if gone is not None:
+            search.finish(gone)
+            return search.solution("exact: bounds, then elimination") if search.states is not None else None
+        size = sum(map(len, search.core.costs))
+        search.sweep()
+        if search.proved:
+            search.bound = search.cost
+            return search.solution("exact: the bound meets the cost")
+        if search.late or compare and sum(map(len, search.core.costs)) > SHRUNK * size:
+            break
+        compare = True
+    note = "bounds and descent: not proved"
+    if not search.late:
+        gone = eliminated(search.core, made, until, None)
+        left = until - time.monotonic()
+        if gone is not None:
+            search.finish(gone)
+            note = "exact: bounds, then elimination"
+        elif left > 0 and sum(table.size for table in search.core.edges.values()) <= MILP_ENTRIES:
+            try:
+                found = milp(search.core, seconds=left)
+            except PlanError:  # infeasible, or nothing found in time
+                note = "bounds and descent, HiGHS without avail: not proved"
+            else:
+                search.offer(found.states)
+                search.prove(found.bound)
+                note = "bounds and descent, then HiGHS on the core"
+    if search.states is None:
+        raise PlanError("no allowed assignment of strategies was found in the time given", legal="more seconds")
+    return search.solution(note)
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# Better states from given ones, where the problem is too large to be solved at once.
+#
+# wide: nodes are held at their states until the rest can be eliminated within a joint of so many entries; the rest is
+# then chosen anew at once, and exactly. Which are held is drawn anew each time, so that all have their turn.
+#
+# within: each node may take one of a few states only; what is left is small enough for HiGHS, with the memory rows.
+# ----------------------------------------------------------------------------------------------------
+
+def wide(problem: Problem, states: Sequence[int], *, most: int = 2**12, seed: int = 0) -> list[int]:
+    """States that cost no more than the given ones. The memory limit is not looked at.
+
+    Args:
+        problem, states: where from; the states allowed.
+        most: entries of a joint.
+        seed: of the choice of what is held.
+    """
+    random = np.random.default_rng(seed)
+    sizes = [len(own) for own in problem.costs]
+    order = elimination_order(sizes, problem.edges, most=most, hold=random.uniform(0.2, 1.0, len(sizes)))
+    held = [False] * len(sizes)
+    for v in order.held:
+        held[v] = True
+    costs, edges = list(problem.costs), {}
+    for (i, j), table in problem.edges.items():
+        if held[i]:
+            if not held[j]:
+                costs[j] = costs[j] + table[states[i]]
+        elif held[j]:
+            costs[i] = costs[i] + table[:, states[j]]
+        else:
+            edges[i, j] = table
+    out = [int(state) for state in states]
+    gone = eliminate(costs, edges, order, made=Tables())
+    return gone.complete(out) if np.isfinite(gone.constant) else out
+
+
+def within(problem: Problem, alive: Sequence[np.ndarray], *, entries: int, until: float | None = None,
+           work: float | None = None) -> list[int] | None:
+    """The best of the states that are marked alive (bool, by node), within the memory limit.
+
+    Args:
+        problem: with its limit.
+        entries: of the edges that are left; None is returned where there are more.
+        until: a time of time.monotonic() at which HiGHS ends.
+        work: of HiGHS (`milp`), after which it ends.
+
+    Returns:
+        The states; None where there are none, or none was found in time.
+    """
+    try:
+        some = restrict(problem, alive)
+        bound, _ = binding(some.problem)
+        less = reduced(bound)
+        if sum(table.size for table in less.problem.edges.values()) > entries:
+            return None
+        left = None if until is None else until - time.monotonic()
+        if left is not None and left <= 0:
+            return None
+        found = milp(less.problem, seconds=left, work=work).states if less.problem.costs else ()
+    except PlanError:
+        return None
+    return some.lift(less.lift(found)[:-1])

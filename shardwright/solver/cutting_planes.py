@@ -1,0 +1,552 @@
+"""The best prices of memory, where the least at any prices is known exactly (pricing.py): cutting planes.
+
+    max θ   with   θ <= cost_k + Σ_t λ_t (used_t,k - limit)  for all states k that are known,   λ >= 0
+
+Each λ that this gives brings new states, which are least there, and a bound; until bound and θ meet. θ is also what the
+known states come to where they may be mixed: what no mixture of them keeps has no bound above, until dearer states are
+found that hold less. What is looked at lies between the best λ so far and the one of the program, which jumps about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from ..errors import PlanError
+from .anytime import within
+from .elimination import Facts
+from .lagrangian import Cut, Pricing, SweptPricing
+from .memory_rows import Rows, kinds
+from .presolve import consistent, restrict
+from .problem import Problem, Solution
+from .search_memory import OutOfBudgetError, current
+from .splicing import Splicer
+
+__all__ = ["APART", "LeastMemory", "Part", "Prices", "Searched", "ascend", "cheapest", "costless", "leanest_by_prices", "priced_search", "swept_leanest"]
+
+BETWEEN = 0.6  # how far it goes from the best λ towards the program's
+
+
+class Prices:
+    """The best multipliers so far, and all states that are known.
+
+    Attributes:
+        multipliers, bound: the best, and the bound that they gave.
+        cuts: states.
+    """
+
+    def __init__(self, count: int, limit: float) -> None:
+        self.limit, self.cuts = limit, []
+        self.multipliers, self.bound = np.zeros(count), -np.inf
+
+    def see(self, multipliers: np.ndarray, value: float, cut: Cut) -> None:
+        if all(cut.states != other.states for other in self.cuts):
+            self.cuts.append(cut)
+        if value > self.bound:
+            self.multipliers, self.bound = multipliers, value
+
+
+def cheapest(cuts: Sequence[Cut], limit: float, most: float) -> tuple[np.ndarray, float]:
+    """λ and θ of the linear program; the price of the limit's worth of memory is at most `most`."""
+    import highspy  # see `milp`
+    over = np.array([(cut.used - limit) / max(limit, 1.0) for cut in cuts])
+    active = np.flatnonzero((over > 0).any(axis=0))
+    out = np.zeros(over.shape[1])
+    costs = np.array([cut.cost for cut in cuts])
+    if not len(active):
+        return out, float(costs.min())
+    over, columns = over[:, active], len(active)
+    scale = float(np.abs(costs).max()) or most
+    model = highspy.HighsLp()
+    model.num_col_, model.num_row_ = columns + 1, len(cuts) + 1
+    model.sense_ = highspy.ObjSense.kMaximize
+    model.col_cost_ = np.append(np.zeros(columns), 1.0)
+    model.col_lower_ = np.append(np.zeros(columns), -highspy.kHighsInf)
+    model.col_upper_ = np.full(columns + 1, highspy.kHighsInf)
+    model.row_lower_ = np.full(len(cuts) + 1, -highspy.kHighsInf)
+    model.row_upper_ = np.append(costs / scale, most / scale)
+    matrix = np.zeros((len(cuts) + 1, columns + 1))
+    matrix[:-1, :-1], matrix[:-1, -1], matrix[-1, :-1] = -over, 1.0, 1.0
+    model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    rows, which = np.nonzero(matrix)
+    model.a_matrix_.start_ = np.searchsorted(rows, np.arange(len(matrix) + 1))
+    model.a_matrix_.index_, model.a_matrix_.value_ = which, matrix[rows, which]
+    highs = highspy.Highs()
+    for option, value in (("output_flag", False), ("threads", 1)):
+        highs.setOptionValue(option, value)
+    highs.passModel(model)
+    highs.run()
+    found = np.array(highs.getSolution().col_value)
+    out[active] = np.maximum(found[:-1], 0.0) * scale / max(limit, 1.0)
+    return out, float(found[-1]) * scale
+
+
+def ascend(pricing: Any, prices: Prices, *, cap: float, gap: float, most: int) -> float:
+    """Better prices, and more states.
+
+    Args:
+        pricing: whose `least` says what is least at any prices.
+        cap: what the limit's worth of memory may cost at most.
+        gap: how near bound and program come, relative to it, for it to end.
+        most: evaluations.
+
+    Returns:
+        The program's value: what the states that are known come to at best; infinite where no mixture of them keeps the
+        limit, as far as such prices can tell.
+    """
+    if not prices.cuts:
+        prices.see(prices.multipliers, *pricing.least(prices.multipliers))
+    value = np.inf
+    budget = current()
+    for _ in range(most):
+        budget.watch()
+        multipliers, value = cheapest(prices.cuts, prices.limit, cap)
+        if value - prices.bound <= gap * abs(value):
+            capped = float(multipliers.sum()) * max(prices.limit, 1.0) >= 0.999 * cap
+            return np.inf if capped else value
+        known = len(prices.cuts)
+        if prices.bound > -np.inf:
+            at = prices.multipliers + BETWEEN * (multipliers - prices.multipliers)
+            found, cut = pricing.least(at)
+            prices.see(at, found, cut)
+            if len(prices.cuts) > known or found >= value - gap * abs(value):
+                continue
+        prices.see(multipliers, *pricing.least(multipliers))  # nothing new in between: the program's own
+    return value
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# The states that hold least at their fullest moment, by prices of memory.
+#
+#     least limit = min_s max_t used_t(s) >= max_λ min_s Σ_t λ_t used_t(s),   λ >= 0, Σ λ = 1
+#
+# The best λ is found by cutting planes (ascent.py). It gives the lower end; the upper end is held by the states that were
+# least at some λ, spliced with one another (splicing.py). Of a part of a problem's states (`Part`) the lower end is the
+# part's alone.
+# ----------------------------------------------------------------------------------------------------
+
+EVALUATIONS = 20  # at prices, at most
+APART = 1e-2  # how near the two ends of a large problem's least limit are near enough, relative to it
+SPLICED = 8  # of its known states, by what they hold at most, are spliced with one another
+
+
+class _Priced(Protocol):
+    """A problem, or a part of one, whose least at any prices is known."""
+
+    rows: Rows
+
+    def least(self, multipliers: np.ndarray) -> tuple[float, Cut]: ...
+
+
+@dataclass(frozen=True)
+class LeastMemory:
+    """How far the limit can be lowered.
+
+    Attributes:
+        least: no plan keeps a limit below it.
+        enough: the states keep this limit; None: no states are known.
+        states: of the plan that does.
+    """
+
+    least: float
+    enough: float | None
+    states: tuple[int, ...] | None
+
+
+def costless(problem: Problem) -> Problem:
+    """The problem with the same states allowed, all of them for nothing."""
+    given = (*problem.costs, *problem.edges.values())
+    free = {id(table): np.where(np.isfinite(table), 0.0, np.inf) for table in {id(table): table for table in given}.values()}
+    return replace(problem, costs=tuple(free[id(own)] for own in problem.costs),
+                   edges={pair: free[id(table)] for pair, table in problem.edges.items()})
+
+
+def leanest_by_prices(problem: Problem, rows: Rows, pricing: _Priced, low: float) -> LeastMemory:
+    """The least limit of a problem without costs, of `binding`, as near as prices and splicing come to it.
+
+    Args:
+        low: no plan keeps a limit below it.
+    """
+    unit = max(low, 1.0)  # in which limits are said here: with Σ λ · unit = 1, L(λ) = least limit / unit - 1
+    rows = replace(rows, limit=unit)
+    known, in_units = Prices(rows.count, unit), _InUnits(pricing, unit)
+    even = np.full(rows.count, 1.0 / (unit * rows.count))
+    known.see(even, *in_units.least(even))  # what holds little everywhere
+    ascend(in_units, known, cap=1.0, gap=APART / 4, most=EVALUATIONS)
+    least = max(low, unit * (1.0 + known.bound))
+    best = min(known.cuts, key=lambda cut: cut.used.max())
+    states, enough = best.states, float(best.used.max())
+    near = sorted(known.cuts, key=lambda cut: float(cut.used.max()))[:SPLICED]
+    while enough > (1.0 + APART) * least:
+        trial = (least + enough) / 2
+        splicer = Splicer(problem, replace(rows, limit=trial))
+        found = next((spliced for one in near for other in near if one is not other
+                      and (spliced := splicer.splice(one.states, other.states, np.inf)) is not None), None)
+        if found is None:
+            break
+        states, enough = tuple(found[0]), float(rows.used(found[0]).max())
+    return LeastMemory(least, enough, tuple(states))
+
+
+class _InUnits:
+    """Prices of memory in another unit than bytes: all that `ascend` asks of a `Pricing`."""
+
+    def __init__(self, pricing: _Priced, unit: float) -> None:
+        self.pricing, self.unit = pricing, unit
+
+    def least(self, multipliers: np.ndarray) -> tuple[float, Cut]:
+        value, cut = self.pricing.least(multipliers)
+        # The pricing takes its own limit off, which is another one.
+        return value + float(multipliers.sum()) * (self.pricing.rows.limit - self.unit), cut
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# The cheapest states within a memory limit, by prices of memory.
+#
+# In turns, until cost and bound are near enough:
+#
+#     1. prices    the best ones for a part of the problem: states that were least at some prices, and what goes with them
+#                  (ascent.py on few states, which is quick)
+#     2. bound     the least of the whole at those prices, exactly (pricing.py); its states join the part. Where elimination
+#                  cannot do the whole, a bound by sweeps (swept_pricing.py); the states that look best to them join
+#     3. states    of all that are known, spliced and then improved stretch by stretch (splicing.py)
+#
+# Nothing here looks at a clock: the same problem has the same answer everywhere.
+# ----------------------------------------------------------------------------------------------------
+
+DIRECT = 2**21  # entries of the joints up to which the whole is its own part
+ROUNDS = 8  # turns
+DEAR = 1  # turn from which on states that nothing mixes to within the limit make it ask for those of the least memory
+QUICK = 2**24  # entries of all joints up to which the leanest states of the whole are asked for
+MOMENTS = 4  # that have a price when sweeps look for what holds little
+ROUNDING = 1e-9  # relative, of a bound by prices
+ROUGH = 1e-2  # how near the first of them comes to a part's best prices; each further one a tenth of that
+EVALUATIONS_of_priced_search = 40  # of a part, in a turn
+FIRST_PRICE = 0.2  # what the limit's worth of memory may cost at first, in times what is cheapest without a limit
+MOST_PRICE = 1e5  # ... at most
+DEARER = 4.0  # how much more at a time
+HIGHER = (1.02, 1.1, 1.4, 2.0, 4.0, 16.0, 256.0)  # times the best prices, to find what keeps the limit
+FEW = 12  # states: a node of no more has all of them in the part
+NEAREST = 8  # of the known states, by what they come to at the best prices, are spliced with one another
+SETTLED = 0.2  # of what the bound lacks of the part's value: what a turn has to bring for another one
+MIXED = 500  # nodes up to which HiGHS is asked to mix known states: it may take minutes over thousands
+ENTRIES = 20_000  # ... and entries of the edges
+WORK = 1e7  # of HiGHS, then
+WINDOWS = 60  # stretches that are chosen anew
+LENGTH = 96  # nodes of a stretch
+
+
+class Searched(NamedTuple):
+    """A search's end.
+
+    Attributes:
+        found: states that keep the limit, and a bound; None: none were found.
+        leanest: of all states that were seen those that hold least at their fullest moment.
+        least: no states keep a limit below it; None: the states of the least memory were not asked for.
+        bound: what states that keep the limit cost at least.
+        prices: of memory, by moment, at which the bound is highest.
+    """
+
+    found: Solution | None = None
+    leanest: Cut | None = None
+    least: float | None = None
+    bound: float | None = None
+    prices: np.ndarray | None = None
+
+
+def priced_search(problem: Problem, rows: Rows, pricing: Pricing | SweptPricing, gap: float) -> Searched:
+    """The cheapest states within the limit.
+
+    Args:
+        problem, rows: of `moments.binding`, consistent.
+        pricing: its own.
+        gap: how far from the bound, relative to it, the cost may be for the search to end.
+    """
+    search = _PricedSearch(problem, rows, pricing, gap)
+    found = search.run()
+    leanest = min(search.known.values(), key=lambda cut: cut.used.max(initial=0.0), default=None)
+    bound = search.prices.bound
+    return Searched(found, leanest, search.least, None if bound == -np.inf else bound, search.prices.multipliers)
+
+
+class _PricedSearch:
+    def __init__(self, problem: Problem, rows: Rows, pricing: Pricing | SweptPricing, gap: float) -> None:
+        self.problem, self.rows, self.pricing, self.gap = problem, rows, pricing, gap
+        self.facts = pricing.facts if isinstance(pricing, Pricing) else Facts()
+        self.kinds = None if isinstance(pricing, Pricing) else kinds(problem.costs, problem.edges).tolist()
+        self.looks: list[np.ndarray] = []  # states (bool, by node) that looked best to sweeps
+        self.splicer = Splicer(problem, rows)
+        self.prices = Prices(rows.count, rows.limit)
+        self.states: list[int] | None = None
+        self.cost = np.inf
+        self.known: dict[tuple[int, ...], Cut] = {}
+        self.least: float | None = None
+
+    @property
+    def near(self) -> bool:
+        return self.states is not None and self.cost - self.prices.bound <= max(self.gap, 1e-9) * abs(self.cost)
+
+    def run(self) -> Solution | None:
+        """
+        Raises:
+            OutOfBudgetError: there is not the memory to eliminate even once.
+        """
+        try:
+            return self.turns()
+        except OutOfBudgetError:
+            if isinstance(self.pricing, Pricing):
+                raise
+        return None if self.states is None else self.solution("prices of memory, as far as the host's memory went")
+
+    def turns(self) -> Solution | None:
+        self.look(np.zeros(self.rows.count))
+        if self.near:
+            return self.solution("exact: what is best without a limit keeps it")
+        least = max(abs(self.prices.bound), 1e-300)
+        cap, most = FIRST_PRICE * least, MOST_PRICE * least
+        exact = isinstance(self.pricing, Pricing)
+        direct = exact and self.pricing.work <= DIRECT
+        lacking, spliced = np.inf, False
+        for turn in range(ROUNDS):
+            part: Any = self.pricing if direct else Part(self.problem, self.rows, self.marks())
+            self.tell()
+            known = Prices(self.rows.count, self.rows.limit)
+            known.cuts, known.multipliers = list(self.known.values()), self.prices.multipliers
+            near = self.gap / 4 if direct else max(self.gap / 4, ROUGH * 0.1 ** turn)
+            value = ascend(part, known, cap=cap, gap=near, most=EVALUATIONS_of_priced_search)
+            for cut in known.cuts:
+                self.offer(cut)
+            if value == np.inf and turn >= DEAR and self.least is None:
+                if not self.lean():
+                    break
+                cap = DEARER * max(cap, self.cost - self.prices.bound if self.states is not None else 0.0)
+                continue
+            if direct:
+                self.prices = known
+            else:
+                self.look(known.multipliers)
+            if value == np.inf:
+                if cap > most:
+                    break
+                cap *= DEARER
+            elif value < np.inf:
+                if direct or value - self.prices.bound <= max(self.gap / 2, 1e-9) * abs(value):
+                    break
+                if value - self.prices.bound <= self.gap * abs(value) and (exact or not spliced):
+                    self.keep(part)
+                    self.splice()
+                    spliced = True
+                if self.near:
+                    break
+                if not exact:
+                    if value - self.prices.bound > (1.0 - SETTLED) * lacking:
+                        break  # so it would go on
+                    lacking = value - self.prices.bound
+        if not self.near:
+            self.keep(part)
+            self.splice()
+        if self.states is not None and not self.near:
+            self.windows()
+        if not self.near and len(self.problem.costs) <= MIXED:
+            self.mix()
+        return None if self.states is None else self.solution(
+            "prices of memory, each minimised exactly, then splicing" if isinstance(self.pricing, Pricing) else
+            "prices of memory, bounded by sweeps, then splicing")
+
+    def lean(self) -> bool:
+        """Ask for the states of the least memory. False: none of them keeps the limit."""
+        free, low = costless(self.problem), float(self.rows.least().max(initial=0.0))
+        self.least = low
+        try:
+            if not isinstance(self.pricing, Pricing):
+                self.pricing.forget()
+                found = swept_leanest(free, self.rows, self.marks(), low)
+                self.least, may = found.least, found.enough is not None and found.enough <= self.rows.limit
+            else:
+                pricing = Pricing.of(free, self.rows) if self.pricing.work <= QUICK else None
+                if pricing is None:
+                    return True
+                found = leanest_by_prices(free, self.rows, pricing, low)
+                self.least = max(low, found.least * (1.0 - ROUNDING))
+                may = self.least <= self.rows.limit
+        except OutOfBudgetError:
+            return True
+        if found.states is not None:
+            self.offer(self.cut(found.states))
+        return may
+
+    def tell(self) -> None:
+        """How far it has come."""
+        best, bound = None if self.states is None else self.cost, self.prices.bound
+        current().watch("prices of memory", best, None if bound == -np.inf else bound)
+
+    def keep(self, part: Any) -> None:
+        """States that keep the limit: those that are least at higher prices than the best ones."""
+        spliced = False
+        for times in HIGHER:
+            self.tell()
+            if any((cut.used <= self.rows.limit).all() for cut in self.known.values()) and times > 2.0:
+                break
+            _, cut = part.least(times * self.prices.multipliers)
+            self.offer(cut)
+            if not spliced and (cut.used <= self.rows.limit).all():
+                self.splice()  # the cheapest of them is often enough
+                spliced = True
+            if self.near:
+                break
+
+    def look(self, multipliers: np.ndarray) -> None:
+        """What the whole comes to at these prices."""
+        if isinstance(self.pricing, Pricing):
+            value, cut = self.pricing.least(multipliers)
+            self.prices.see(multipliers, value, cut)
+            self.offer(cut)
+            return
+        value, looks = self.pricing.least(multipliers)
+        self.looks = [a | b for a, b in zip(self.looks, looks)] if self.looks else looks
+        if value > self.prices.bound:
+            self.prices.multipliers, self.prices.bound = multipliers, value
+
+    def offer(self, cut: Cut) -> None:
+        self.known.setdefault(cut.states, cut)
+        if cut.cost < self.cost and (cut.used <= self.rows.limit).all():
+            self.states, self.cost = list(cut.states), cut.cost
+
+    def marks(self) -> list[np.ndarray]:
+        """Which states (bool, by node) the part has: of a node with few neighbours, few states or states that say which
+        one a neighbour has, all; of others those that are known."""
+        problem = self.problem
+        neighbours = [0] * len(problem.costs)
+        follows = [False] * len(problem.costs)
+        for pair, table in problem.edges.items():
+            for v in pair:
+                neighbours[v] += 1
+            small, large = (0, 1) if table.shape[0] < table.shape[1] else (1, 0)
+            one = self.facts.share(table) * table.shape[small] <= 1.0 + 1e-9
+            if one and table.shape[small] < table.shape[large]:
+                follows[pair[large]] = True
+        seen = np.array(list(self.known), np.int64).reshape(-1, len(neighbours))
+        which = [id(own) for own in problem.costs] if self.kinds is None else self.kinds
+        alike: dict[int, np.ndarray] = {}  # by what nodes cost: in equal layers the same operator's
+        for v, own in enumerate(problem.costs):
+            mark = alike.setdefault(which[v], np.zeros(len(own), bool))
+            mark[seen[:, v]] = True
+            if self.looks:
+                mark |= self.looks[v]
+        whole = {size: np.ones(size, bool) for size in {len(own) for own in problem.costs}}
+        return [whole[len(own)] if len(own) <= FEW or neighbours[v] <= 1 or follows[v] else alike[which[v]]
+                for v, own in enumerate(problem.costs)]
+
+    def splice(self) -> None:
+        """Known states that keep the limit with known ones that do not."""
+        limit, order = self.rows.limit, self.order()
+        keep = [cut for cut in order if (cut.used <= limit).all()][:NEAREST]
+        others = [cut for cut in order if (cut.used > limit).any()][:NEAREST]
+        if not keep and self.states is not None:
+            keep = [self.known[tuple(self.states)]] if tuple(self.states) in self.known else []
+        again: list[Sequence[int]] = [cut.states for cut in keep]
+        while again:  # what came out is spliced once more
+            before = self.cost
+            for inside in again:
+                for outside in others:
+                    if self.near:
+                        return
+                    self.take(self.splicer.splice(inside, outside.states, self.cost))
+            again = [self.states] if self.cost < before and self.states is not None else []
+
+    def take(self, found: tuple[list[int], float] | None) -> bool:
+        if found is None or found[1] >= self.cost:
+            return False
+        self.states, self.cost = found
+        return True
+
+    def windows(self) -> None:
+        """Stretches anew, one after the other, until all of them have found nothing or as many as may be were tried."""
+        alive = self.marks()
+        for mark, state in zip(alive, self.states):
+            mark[state] = True
+        count, random = len(self.problem.costs), np.random.default_rng(0)
+        for _ in range(WINDOWS):
+            self.tell()
+            length = int(random.integers(LENGTH // 8, LENGTH))
+            begin = int(random.integers(-length // 2, max(count - length // 2, 1)))
+            self.take(self.splicer.window(self.states, max(begin, 0), min(begin + length, count), alive,
+                                          self.prices.multipliers, self.cost))
+            if self.near:
+                break
+
+    def mix(self) -> None:
+        """The best out of the states of the nearest that are known, by HiGHS, where that is little to ask of it."""
+        nearest = [*self.order()[:2 * NEAREST], *(() if self.states is None else (self.cut(self.states),))]
+        alive = [np.zeros(len(own), bool) for own in self.problem.costs]
+        for cut in nearest:
+            for mark, state in zip(alive, cut.states):
+                mark[state] = True
+        found = within(self.problem, alive, entries=ENTRIES, work=WORK)
+        if found is not None:
+            self.offer(self.cut(found))
+
+    def cut(self, states: Sequence[int]) -> Cut:
+        states = tuple(map(int, states))
+        return Cut(states, self.problem.cost(states), self.rows.used(states))
+
+    def order(self) -> list[Cut]:
+        """What is known, by what it comes to at the best prices."""
+        limit, prices = self.rows.limit, self.prices.multipliers
+        return sorted(self.known.values(), key=lambda cut: cut.cost + float(prices @ (cut.used - limit)))
+
+    def solution(self, note: str) -> Solution:
+        bound = min(self.cost, self.prices.bound)
+        if self.cost - bound <= 1e-9 * abs(self.cost):
+            note, bound = "exact: the bound meets the cost", self.cost
+        return Solution(tuple(self.states), self.cost, bound, (note,))
+
+
+def swept_leanest(problem: Problem, rows: Rows, alive: Sequence[np.ndarray], low: float) -> LeastMemory:
+    """The states of the least memory of a problem without costs that elimination cannot do, among those that look best to
+    sweeps where a few moments have a price: with one at each, no two layers would be equal.
+
+    Args:
+        alive: further states (bool, by node) to choose from.
+        low: no plan keeps a limit below it.
+    """
+    swept = SweptPricing(problem, rows)
+    search = _PricedSearch(problem, rows, swept, 0.0)
+    search.looks = list(alive)
+    held, prices = rows.least(), np.zeros(rows.count)
+    for stretch in np.array_split(np.arange(rows.count), min(MOMENTS, rows.count)):
+        prices[stretch[held[stretch].argmax()]] = 1.0  # the moment at which any states hold most
+    search.look(prices / prices.sum())
+    swept.forget()
+    low = max(low, search.prices.bound + rows.limit)
+    try:
+        return replace(leanest_by_prices(problem, rows, Part(problem, rows, search.marks()), low), least=low)
+    except PlanError:  # these states exclude one another
+        return LeastMemory(low, None, None)
+
+
+class Part:
+    """A part of a problem's states, minimised as the whole is; what it finds is said in states of the whole."""
+
+    def __init__(self, problem: Problem, rows: Rows, alive: Sequence[np.ndarray]) -> None:
+        self.rows = rows
+        first = restrict(problem, alive)
+        self._steps = [first, consistent(first.problem)]
+        inner = self._steps[-1].problem
+        self.size = sum(map(len, inner.costs))
+        found = Pricing.of(inner, Rows.of(inner, rows.count))
+        if found is None:
+            raise PlanError("a part of the problem is larger than the whole")
+        self._pricing = found
+
+    def least(self, multipliers: np.ndarray) -> tuple[float, Cut]:
+        value, cut = self._pricing.least(multipliers)
+        states: Sequence[int] = cut.states
+        for step in reversed(self._steps):
+            states = step.lift(states)
+        return value, Cut(tuple(states), cut.cost, cut.used)

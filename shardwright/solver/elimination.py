@@ -1,0 +1,619 @@
+"""Exact minimisation by vertex elimination (bucket elimination, min-plus).
+
+    To eliminate v: join all tables that mention v, and keep of the joint the least over v's states:
+
+        f(N) = min_(s_v) Σ_(tables g that mention v) g(s_v, s_N)        N: v's neighbours at that time
+
+    When all are gone the constant that is left is the least cost. Backwards, each takes the state in which the joint is
+    least, given its neighbours' states.
+
+Sharing: tables are told apart by identity, and what is made of the same tables in the same way is the same table. In a
+network of L equal layers each layer's inside is then computed once, and a chain of equal links is squared log2(L)
+times. A node with one state separates its tables: it makes no joint.
+
+Time and space: the largest joint; the number of nodes times a few microseconds for the rest.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .search_memory import current
+
+__all__ = ["FEW", "MOST", "SPARSE", "Eliminated", "Facts", "Order", "Scope", "Script", "Shapes", "Tables", "eliminate", "elimination_order", "shared_work", "slices"]
+
+
+# ----------------------------------------------------------------------------------------------------
+# What is known of single tables: what share of a table is allowed, and which of its columns are equal.
+#
+# A layout says which strategy left it, and of what is kept only whether it is: such tables are mostly forbidden, or have
+# few different columns. Elimination then has less to do than the number of states says.
+# ----------------------------------------------------------------------------------------------------
+
+FEW = 0.5  # the share of different columns up to which a table is worth going through by these
+SPARSE = 0.25  # the share of finite entries up to which a table is worth going through by what it allows
+SAMPLE = 8  # entries along each further dim that are looked at first, to tell slices apart
+
+
+def slices(table: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray | None]:
+    """A table with each different slice along a dim once, and which of these each one was; the table itself and None where
+    few are equal. Nothing is remembered: it is for large tables that are made and gone."""
+    rows = np.moveaxis(table, axis, 0)
+    some = rows[(slice(None), *(slice(None, None, max(1, size // SAMPLE)) for size in rows.shape[1:]))]
+    alike: dict[bytes, list[int]] = {}
+    first: list[int] = []
+    which = np.empty(len(rows), np.int64)
+    for n, row in enumerate(some):
+        found = alike.setdefault(row.tobytes(), [])
+        same = next((k for k in found if np.array_equal(rows[first[k]], rows[n])), None)
+        if same is None:
+            same = len(first)
+            first.append(n)
+            found.append(same)
+            if len(first) > FEW * len(rows):
+                return table, None
+        which[n] = same
+    return np.ascontiguousarray(table.take(first, axis=axis)), which
+
+
+class Facts:
+    """What is known of single tables, by identity."""
+
+    def __init__(self) -> None:
+        self._columns: dict[tuple[int, int], tuple] = {}
+        self._shares: dict[int, tuple[float, np.ndarray]] = {}
+
+    def share(self, table: np.ndarray) -> float:
+        """The share of a table's entries that is finite."""
+        if id(table) not in self._shares:
+            self._shares[id(table)] = np.count_nonzero(np.isfinite(table)) / max(table.size, 1), table
+        return self._shares[id(table)][0]
+
+    def columns(self, table: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """A table of two dims with each different column (along `axis`) once, and which of these each one was; the
+        table itself and None where few are equal."""
+        key = (id(table), axis)
+        if key not in self._columns:
+            rows = np.ascontiguousarray(table.T if axis else table)
+            place: dict[bytes, int] = {}
+            which = np.array([place.setdefault(row.tobytes(), len(place)) for row in rows])
+            if len(place) <= FEW * len(rows):
+                first = np.unique(which, return_index=True)[1]
+                self._columns[key] = np.ascontiguousarray(table.take(first, axis=axis)), which, table
+            else:
+                self._columns[key] = table, None, table
+        return self._columns[key][:2]
+
+    def sparse(self, edges: Mapping[tuple[int, int], np.ndarray]) -> dict[tuple[int, int], float]:
+        """The share of the entries that is finite, of edges that allow few pairs."""
+        return {pair: share for pair, table in edges.items() if (share := self.share(table)) <= SPARSE}
+
+    def few(self, edges: Mapping[tuple[int, int], np.ndarray]) -> dict[tuple[int, int], int]:
+        """By (node, other): how many states of the other the edge tells apart, where that is few of them."""
+        out = {}
+        for pair, table in edges.items():
+            for axis in (0, 1):
+                small, which = self.columns(table, axis)
+                if which is not None:
+                    out[pair[1 - axis], pair[axis]] = small.shape[axis]
+        return out
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# In which order nodes are eliminated.
+#
+# The least weighted fill first (entries of the pair tables that it would newly make), then the smallest joint, then the
+# one whose neighbourhood has been eliminated from least often, so that a long chain is halved again and again.
+# ----------------------------------------------------------------------------------------------------
+
+MOST = 2**24  # entries of a joint: 128 MiB where it is made at once, about 50 ms
+
+Scope = tuple[int, ...]  # nodes, ascending
+
+
+@dataclass(frozen=True)
+class Order:
+    """In which order the nodes go.
+
+    Attributes:
+        steps: (node, its neighbours at that time, ascending).
+        left: the nodes that were not eliminated, ascending.
+        held: of them, those that were taken out to let others go; their tables are to be taken at a given state.
+        largest: entries of the largest joint.
+        work: entries of all joints; what sharing saves is not taken off.
+    """
+
+    steps: tuple[tuple[int, Scope], ...]
+    left: tuple[int, ...]
+    held: tuple[int, ...]
+    largest: int
+    work: int
+
+
+class _Rest:
+    """What is left of the graph while an order is made."""
+
+    def __init__(self, sizes: Sequence[int], pairs: Iterable[tuple[int, int]], most: int, degree: int | None,
+                 keep: Collection[int], allowed: Mapping[tuple[int, int], float],
+                 few: Mapping[tuple[int, int], int], room: int) -> None:
+        self.sizes, self.most, self.degree = sizes, most, math.inf if degree is None else degree
+        self.near: list[set[int]] = [set() for _ in sizes]
+        self.allowed: list[list[tuple[int, float]]] = [[] for _ in sizes]  # by node: (neighbour, share), least first
+        for (i, j), share in allowed.items():
+            self.allowed[i].append((j, share))
+            self.allowed[j].append((i, share))
+        for mine in self.allowed:
+            mine.sort(key=lambda entry: entry[1])
+        self.few, self.room = dict(few), room
+        for i, j in pairs:
+            self.near[i].add(j)
+            self.near[j].add(i)
+        self.open = [True] * len(sizes)  # may still be eliminated or held
+        for v in keep:
+            self.open[v] = False
+        self._level = [0] * len(sizes)  # how often the neighbourhood has been eliminated from, one after the other
+        self._current: list[tuple[int, int, int] | None] = [None] * len(sizes)
+        self._heap: list[tuple[int, int, int, int]] = []
+
+    def key(self, v: int) -> tuple[int, int, int] | None:
+        """(fill, joint, level), or None where v cannot go."""
+        sizes, near = self.sizes, self.near
+        if len(near[v]) > self.degree:
+            return None
+        share = next((share for u, share in self.allowed[v] if u in near[v]), 1.0)
+        joint, few = sizes[v] * share, self.few
+        for u in near[v]:
+            joint *= few.get((v, u), sizes[u])
+            if joint > self.most:
+                return None
+        joint, fill = math.ceil(joint), 0
+        if self.room:
+            fill = math.prod(sizes[u] for u in near[v]) // self.room
+        rest = list(near[v])
+        while rest:
+            a = rest.pop()
+            linked = near[a]
+            for b in rest:
+                if b not in linked:
+                    fill += sizes[a] * sizes[b]
+        return fill, joint, self._level[v]
+
+    def look(self, nodes: Iterable[int]) -> None:
+        """These nodes' keys anew."""
+        for v in nodes:
+            if self.open[v]:
+                self._current[v] = found = self.key(v)
+                if found is not None:
+                    heapq.heappush(self._heap, (*found, v))
+
+    def next(self) -> tuple[int, int] | None:
+        """(the best node to go, its joint); None: none can."""
+        while self._heap:
+            *found, v = heapq.heappop(self._heap)
+            if self.open[v] and self._current[v] == tuple(found):
+                return v, found[1]
+        return None
+
+    def take(self, v: int) -> set[int]:
+        """Takes a node out; its neighbours."""
+        self.open[v] = False
+        for u in self.near[v]:
+            self.near[u].discard(v)
+        return self.near[v]
+
+    def join(self, v: int) -> set[int]:
+        """Takes a node out and makes its neighbours neighbours of one another; the nodes whose keys that changed."""
+        near, around = self.near, list(self.take(v))
+        stale = set(around)
+        for position, a in enumerate(around):
+            self._level[a] = max(self._level[a], self._level[v] + 1)
+            for b in around[position + 1:]:
+                if self.few:
+                    self.few.pop((a, b), None)
+                    self.few.pop((b, a), None)
+                if b not in near[a]:
+                    stale |= near[a] & near[b]
+                    near[a].add(b)
+                    near[b].add(a)
+        return stale
+
+
+def elimination_order(sizes: Sequence[int], pairs: Iterable[tuple[int, int]], *, most: int = MOST,
+                      degree: int | None = None, keep: Collection[int] = (),
+                      hold: Sequence[float] | None = None,
+                      allowed: Mapping[tuple[int, int], float] | None = None,
+                      few: Mapping[tuple[int, int], int] | None = None, room: int = 0) -> Order:
+    """A min-fill order of the nodes.
+
+    Args:
+        sizes: by node, how many states it has.
+        pairs: the nodes that share a table.
+        most: entries of a joint; a node that would need more stays.
+        degree: a node with more neighbours stays; None: no such limit. With 2, what is left is pairwise again.
+        keep: nodes that stay.
+        hold: where nothing more can go, the node with the most (neighbours times this weight of it) is held, so that
+            all go or are held; None: none is.
+        allowed, few: what is known of the pairs' tables (`Facts.sparse`, `Facts.few`): they make joints smaller.
+        room: so many entries of what a joint leaves count as one of fill; 0: they do not count.
+    """
+    rest = _Rest(sizes, pairs, most, degree, keep, allowed or {}, few or {}, room)
+    steps: list[tuple[int, Scope]] = []
+    held: list[int] = []
+    largest = work = 0
+    for v, size in enumerate(sizes):
+        if size == 1 and rest.open[v]:
+            steps.append((v, tuple(sorted(rest.take(v)))))
+    rest.look(range(len(sizes)))
+    heavy: list[tuple[float, int]] | None = None
+    while True:
+        found = rest.next()
+        if found is not None:
+            v, joint = found
+            steps.append((v, tuple(sorted(rest.near[v]))))
+            largest, work = max(largest, joint), work + joint
+            rest.look(rest.join(v))
+        elif hold is None:
+            break
+        else:
+            if heavy is None:
+                heavy = [(-len(rest.near[v]) * hold[v], v) for v, is_open in enumerate(rest.open) if is_open]
+                heapq.heapify(heavy)
+            while heavy:
+                weight, v = heapq.heappop(heavy)
+                now = -len(rest.near[v]) * hold[v]
+                if rest.open[v] and weight == now:
+                    held.append(v)
+                    rest.look(rest.take(v))
+                    break
+                if rest.open[v]:
+                    heapq.heappush(heavy, (now, v))
+            else:
+                break
+    done = {v for v, _ in steps}
+    if held:  # also of those that went before them
+        out = frozenset(held)
+        steps = [(v, tuple(u for u in around if u not in out)) for v, around in steps]
+    return Order(tuple(steps), tuple(v for v in range(len(sizes)) if v not in done), tuple(held), largest, work)
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# Tables made of tables: what was made of the same ones in the same way is made once.
+#
+# Few states: where a table allows few pairs of a node and a neighbour, their joint is gone through by what it allows;
+# where it tells few states of a neighbour apart, by those that it does (facts.py).
+# ----------------------------------------------------------------------------------------------------
+
+BLOCK = 2**14  # entries of what is left that are made at once, where it is made state by state: 128 KiB; measured
+AT_ONCE = 2**18  # entries of a joint up to which it is made at once, not state by state: 2 MiB; measured
+
+
+class Tables:
+    """What was made of which tables: the same of the same is made once.
+
+    Tables are known by identity. All that were ever asked about are held, so that an identity is not used again.
+    """
+
+    def __init__(self, facts: Facts | None = None) -> None:
+        self.facts = Facts() if facts is None else facts
+        self.budget = current()
+        self._made: dict[tuple, tuple[np.ndarray, tuple]] = {}
+        self._vectors: dict[bytes, np.ndarray] = {}
+
+    def vector(self, values: np.ndarray) -> np.ndarray:
+        """The one table of one dim with these values."""
+        return self._vectors.setdefault(values.tobytes(), values)
+
+    def sum(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
+        """one + other, of equal shapes."""
+        key = (id(one), id(other))
+        found = self._made.get(key)
+        if found is None:
+            found = self._made[key] = (self._add(one, other), (one, other))
+        return found[0]
+
+    def _add(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
+        self.budget.ask(one.nbytes)
+        return one + other
+
+    def least(self, where: tuple[tuple[int, ...], ...], tables: Sequence[np.ndarray], dims: int) -> np.ndarray:
+        """The joint of tables, less its dim -1 by a minimum.
+
+        Args:
+            where: for each table the dim of the joint that each of its own is; -1: the one that goes.
+            dims: of the result.
+        """
+        key = (where, *map(id, tables))
+        found = self._made.get(key)
+        if found is None:
+            found = self._made[key] = (self._reduce(list(zip(where, tables)), dims), tuple(tables))
+        return found[0]
+
+    def _reduce(self, parts: Sequence[tuple[tuple[int, ...], np.ndarray]], dims: int) -> np.ndarray:
+        sizes = {dim: size for where, table in parts for dim, size in zip(where, table.shape) if dim >= 0}
+        self.budget.ask(8 * math.prod(sizes.values()))
+        seen = [dim for where, _ in parts for dim in where]
+        spread: dict[int, np.ndarray] = {}
+        out = []
+        for where, table in parts:
+            alone = [dim for dim in where if dim >= 0 and seen.count(dim) == 1]
+            if len(where) == 2 and alone and dims > 1:
+                few, which = self.facts.columns(table, where.index(alone[0]))
+                if which is not None:
+                    table, spread[alone[0]] = few, which
+            elif len(where) > 2 and table.size > AT_ONCE:
+                for dim in alone:
+                    table, which = slices(table, where.index(dim))
+                    if which is not None:
+                        spread[dim] = which
+            out.append((where, table))
+        least = _least(out, dims, self.facts)
+        for dim, which in spread.items():
+            least = least.take(which, axis=dim)
+        return least
+
+    def slice(self, table: np.ndarray, axis: int) -> np.ndarray:
+        """The table without a dim of size one."""
+        key = (id(table), "slice", axis)
+        found = self._made.get(key)
+        if found is None:
+            found = self._made[key] = (np.squeeze(table, axis), (table,))
+        return found[0]
+
+
+def _least(parts: Sequence[tuple[tuple[int, ...], np.ndarray]], dims: int, facts: Facts) -> np.ndarray:
+    """Tables.least, computed."""
+    # the dims it has; with all of them, the one that goes first; whether it is a copy, which may be added to in place
+    aligned: list[tuple[frozenset[int], np.ndarray, bool]] = []
+    for where, table in parts:
+        by_dim = sorted(range(len(where)), key=where.__getitem__)
+        shape = [1] * (dims + 1)
+        for axis in by_dim:
+            shape[where[axis] + 1] = table.shape[axis]
+        turned = table.transpose(by_dim)
+        if table.size <= AT_ONCE or where[-1] == -1:  # another is gone through as it lies: that is less than to turn it
+            turned = np.ascontiguousarray(turned)
+        aligned.append((frozenset(where), turned.reshape(shape), turned.base is None))
+    pairs = [(facts.share(table), where, n) for n, (where, table) in enumerate(parts) if len(where) == 2 and dims > 1]
+    found = min(pairs, key=lambda entry: entry[0], default=(1.0, (), -1))
+    if found[0] <= SPARSE:
+        found = found[0], found[1], aligned[found[2]][1]
+    aligned.sort(key=lambda part: -part[1].size)
+    joined: list[tuple[frozenset[int], np.ndarray, bool]] = []
+    for has, table, own in aligned:  # a table within another is added there: that is less to do than in the joint
+        for n, (more, larger, mine) in enumerate(joined):
+            if has <= more and (mine or larger.size <= AT_ONCE):
+                joined[n] = more, np.add(larger, table, out=larger if mine else None), True
+                break
+        else:
+            joined.append((has, table, own))
+    tables = [table for _, table, _ in sorted(joined, key=lambda part: part[1].size)]
+    if len(tables) == 1:
+        return tables[0].min(axis=0)
+    if found[0] <= SPARSE:
+        return _by_group(tables, dims, max(found[1]), found[2])
+    shape = np.broadcast_shapes(*(table.shape for table in tables))
+    if math.prod(shape) <= AT_ONCE:
+        joint = tables[0]
+        for table in tables[1:]:
+            joint = joint + table
+        return joint.min(axis=0)
+    least = np.empty(shape[1:])
+    rows = max(1, BLOCK // math.prod(shape[2:]))
+    for first in range(0, shape[1], rows):
+        part = slice(first, first + rows)
+        _by_state([table if table.shape[1] == 1 else table[:, part] for table in tables], least[part])
+    return least
+
+
+def _by_state(tables: Sequence[np.ndarray], least: np.ndarray) -> None:
+    """The least of a joint over its first dim, state by state.
+
+    Args:
+        tables: two or more, the smallest first.
+        least: where to.
+    """
+    joint = np.empty(least.shape)
+    for state in range(max(len(table) for table in tables)):
+        part = tables[0][state]
+        for table in tables[1:-1]:
+            part = part + table[state]
+        if state == 0:
+            np.add(part, tables[-1][state], out=least)
+        else:
+            np.minimum(least, np.add(part, tables[-1][state], out=joint), out=least)
+
+
+def _by_group(tables: Sequence[np.ndarray], dims: int, dim: int, which: np.ndarray) -> np.ndarray:
+    """The least of a joint over its first dim, state by state of a dim with which few states of the first are allowed.
+
+    Args:
+        tables: of `dims` + 1 dims, that go or are of size one.
+        dim: of the result.
+        which: the table of the first dim and that one.
+    """
+    shape = np.broadcast_shapes(*(table.shape for table in tables))
+    least = np.empty(shape[1:])
+    finite = np.isfinite(which).reshape(which.shape[0], -1)
+    at = (slice(None),) * (dim + 1)
+    for state in range(finite.shape[1]):
+        rows = np.flatnonzero(finite[:, state])
+        if not len(rows):
+            least[(*at[1:], state)] = np.inf
+            continue
+        joint: np.ndarray | None = None
+        for table in tables:
+            part = table if table.shape[dim + 1] == 1 else table[(*at, slice(state, state + 1))]
+            part = part if part.shape[0] == 1 else part[rows]
+            joint = part if joint is None else joint + part
+        least[(*at[1:], slice(state, state + 1))] = joint.min(axis=0)
+    return least
+
+
+class Shapes(Tables):
+    """Tables whose values are not computed: only how many entries their joints would have."""
+
+    def __init__(self, facts: Facts | None = None) -> None:
+        super().__init__(facts)
+        self.entries = 0
+
+    def _add(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
+        self.entries += one.size
+        return np.broadcast_to(0.0, one.shape)
+
+    def _reduce(self, parts: Sequence[tuple[tuple[int, ...], np.ndarray]], dims: int) -> np.ndarray:
+        shape, share = [1] * (dims + 1), 1.0
+        for where, table in parts:
+            for dim, size in zip(where, table.shape):
+                shape[dim + 1] = size
+            if len(where) == 2 and dims > 1 and table.strides != (0, 0):
+                share = min(share, self.facts.share(table))
+        self.entries += int(math.prod(shape) * (share if share <= SPARSE else 1.0))
+        return np.broadcast_to(0.0, shape[1:])
+
+
+LEAST, SLICE, SUM, CONSTANT = range(4)
+WATCHED = 512  # steps between two looks at how much memory there is
+
+#: The number of a table, and where v stands among its nodes: those before it, those after it.
+Seen = tuple[int, Scope, Scope]
+
+
+def shared_work(costs: Sequence[np.ndarray], edges: Mapping[tuple[int, int], np.ndarray], order: Order,
+                facts: Facts | None = None) -> int:
+    """Entries of the joints that eliminate makes, each of them once."""
+    shapes = Shapes(facts)
+    eliminate(costs, edges, order, made=shapes)
+    return shapes.entries
+
+
+@dataclass(frozen=True)
+class Eliminated:
+    """What elimination leaves.
+
+    Attributes:
+        constant: the least cost, of what no longer depends on any node that is left; infinite where nothing is allowed.
+        tables: of the nodes that are left, by scope.
+    """
+
+    constant: float
+    tables: dict[Scope, np.ndarray]
+    _made: Sequence[np.ndarray] = field(repr=False)
+    _back: Sequence[tuple[int, tuple[Seen, ...]]] = field(repr=False)
+
+    def complete(self, states: list[int]) -> list[int]:
+        """The states with those of the eliminated nodes filled in, in place: the best for the states of the others."""
+        made, every = self._made, slice(None)
+        for v, tables in reversed(self._back):
+            costs = None
+            for number, before, after in tables:
+                of_v = made[number]
+                if before or after:
+                    of_v = of_v[(*[states[u] for u in before], every, *[states[u] for u in after])]
+                costs = of_v if costs is None else costs + of_v
+            states[v] = int(costs.argmin())
+        return states
+
+
+class Script:
+    """An order, worked out for the edges of a problem: which tables each step joins. It serves any costs.
+
+    Tables are numbered: the nodes' own, then the edges', then what is made, one after the other.
+
+    Args:
+        sizes: by node, how many states it has.
+        pairs: the nodes that share a table.
+        order: of these.
+    """
+
+    def __init__(self, sizes: Sequence[int], pairs: Iterable[tuple[int, int]], order: Order) -> None:
+        self._pairs = tuple(pairs)
+        self._back: list[tuple[int, tuple[Seen, ...]]] = []
+        self._work: list[tuple] = []
+        self._at: list[dict[Scope, int]] = [{(v,): v} for v in range(len(sizes))]
+        for number, pair in enumerate(self._pairs, len(sizes)):
+            self._at[pair[0]][pair] = self._at[pair[1]][pair] = number
+        self._count = len(sizes) + len(self._pairs)
+        for v, around in order.steps:
+            self._step(v, around, sizes[v])
+        self._left: dict[Scope, int] = {}
+        for v in order.left:
+            self._left.update(self._at[v])
+        del self._at
+
+    def _step(self, v: int, around: Scope, size: int) -> None:
+        tables = sorted(self._at[v].items())
+        for scope, _ in tables:
+            for u in scope:
+                if u != v:
+                    del self._at[u][scope]
+        self._at[v] = {}
+        self._back.append((v, tuple((number, scope[:(at := scope.index(v))], scope[at + 1:]) for scope, number in tables)))
+        if size == 1:
+            for scope, number in tables:
+                if len(scope) == 1:
+                    self._work.append((CONSTANT, number, 0))
+                else:
+                    axis = scope.index(v)
+                    self._put(scope[:axis] + scope[axis + 1:], self._made(SLICE, number, axis))
+            return
+        dim = {u: n for n, u in enumerate(around)} | {v: -1}
+        where = tuple(tuple([dim[u] for u in scope]) for scope, _ in tables)
+        least = self._made(LEAST, (where, tuple([number for _, number in tables])), len(around))
+        if around:
+            self._put(around, least)
+        else:
+            self._work.append((CONSTANT, least, 0))
+
+    def _made(self, kind: int, of: object, more: object) -> int:
+        self._work.append((kind, of, more))
+        self._count += 1
+        return self._count - 1
+
+    def _put(self, scope: Scope, number: int) -> None:
+        known = self._at[scope[0]].get(scope)
+        if known is not None:
+            number = self._made(SUM, known, number)
+        for u in scope:
+            self._at[u][scope] = number
+
+    def run(self, costs: Sequence[np.ndarray], edges: Mapping[tuple[int, int], np.ndarray], *,
+            made: Tables | None = None, until: float | None = None) -> Eliminated | None:
+        """The nodes eliminated.
+
+        Args:
+            costs, edges: of these sizes and pairs.
+            made: tables known from before, to be used and added to.
+            until: a time of time.monotonic(); past it None is returned.
+        """
+        made = Tables() if made is None else made
+        tables = [*map(made.vector, costs), *(edges[pair] for pair in self._pairs)]
+        constant, put, least = 0.0, tables.append, made.least
+        for step, (kind, of, more) in enumerate(self._work):
+            if step % WATCHED == 0:
+                made.budget.watch()
+            if kind == LEAST:
+                if until is not None and time.monotonic() > until:
+                    return None
+                where, numbers = of
+                put(least(where, [tables[n] for n in numbers], more))
+            elif kind == SUM:
+                put(made.sum(tables[of], tables[more]))
+            elif kind == SLICE:
+                put(made.slice(tables[of], more))
+            else:
+                constant += float(tables[of].reshape(()))
+        return Eliminated(constant, {scope: tables[n] for scope, n in self._left.items()}, tables, self._back)
+
+
+def eliminate(costs: Sequence[np.ndarray], edges: Mapping[tuple[int, int], np.ndarray], order: Order, *,
+              made: Tables | None = None, until: float | None = None) -> Eliminated | None:
+    """The nodes eliminated in that order, see `Script`."""
+    return Script([len(own) for own in costs], edges, order).run(costs, edges, made=made, until=until)

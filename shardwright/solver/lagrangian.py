@@ -1,0 +1,535 @@
+"""A lower bound where memory is limited: the limit's price at each moment (Lagrangian multipliers).
+
+    bound(λ) = min_s [cost(s) + Σ_t λ_t (used_t(s) - limit)],   λ >= 0
+
+The inner minimum has no limit: nodes of at most two neighbours are eliminated, the rest is swept (sweeps.py), which
+bounds it from below; the messages are kept from one λ to the next. λ grows where the states that the sweep takes hold
+more than the limit, in proportion, and falls where they hold less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from .elimination import Facts, Order, Script, Tables, elimination_order, shared_work
+from .memory_rows import Pair, Rows, Shorter, period, shorter
+from .presolve import Merged, candidates, merged
+from .problem import Problem
+from .search_memory import OutOfBudgetError, current
+from .trws import Messages, Sweeps
+
+__all__ = ["Ascent", "Batched", "Cut", "PricedProblem", "Pricing", "SweptPricing", "bound_of"]
+
+
+# ----------------------------------------------------------------------------------------------------
+# The least of a problem whose memory is paid for, exactly: by elimination.
+#
+#     L(λ) = min_s [cost(s) + Σ_t λ_t (used_t(s) - limit)],   λ >= 0
+#
+# is a lower bound of whatever keeps the limit, for each λ; the states that it is reached in come with it.
+# ----------------------------------------------------------------------------------------------------
+
+MOST = 2**26  # entries of a joint, counting only what its tables allow
+WORK = 2**31  # ... of all joints, equal ones once, above which the problem is not for elimination; about 3 s
+ROOM = 64  # entries of what a joint leaves that count as one of fill; measured
+DEGREE = 3  # of a node that is merged into a neighbour
+
+
+@dataclass(frozen=True)
+class Cut:
+    """States, and what they say of every λ: L(λ) is at most cost + Σ_t λ_t (used_t - limit).
+
+    Attributes:
+        states: of the problem.
+        cost: theirs, memory aside.
+        used: what they hold at each moment.
+    """
+
+    states: tuple[int, ...]
+    cost: float
+    used: np.ndarray
+
+
+class Pricing:
+    """A problem that elimination can do at any prices.
+
+    Args:
+        problem: of `moments.binding`, consistent.
+        rows: its usages.
+    """
+
+    def __init__(self, problem: Problem, rows: Rows, merges: Merged, order: Order, facts: Facts) -> None:
+        self.problem, self.rows = problem, rows
+        self._merged, self._order, self.facts = merges, order, facts
+        self._script = Script([len(own) for own in merges.problem.costs], merges.problem.edges, order)
+        self._inside = Rows.of(merges.problem, rows.count)
+
+    @classmethod
+    def of(cls, problem: Problem, rows: Rows, most: int = MOST) -> Pricing | None:
+        """None where elimination is too large.
+
+        Args:
+            most: entries of a joint.
+        """
+        facts = Facts()
+        best: tuple[int, Merged, Order] | None = None
+        for into in ({}, candidates(problem, facts.sparse(problem.edges), DEGREE)):
+            if best is not None and not into:
+                break
+            step = merged(problem, into)
+            edges = step.problem.edges
+            order = elimination_order([len(own) for own in step.problem.costs], edges, most=most,
+                                      allowed=facts.sparse(edges), few=facts.few(edges), room=ROOM)
+            if not order.left and (best is None or order.work < best[0]):
+                best = order.work, step, order
+        if best is None:
+            return None
+        work, step, order = best
+        if work > WORK and shared_work(step.problem.costs, step.problem.edges, order, facts) > WORK:
+            return None
+        return cls(problem, rows, step, order, facts)
+
+    @property
+    def work(self) -> int:
+        """Entries of all joints."""
+        return self._order.work
+
+    def least(self, multipliers: np.ndarray) -> tuple[float, Cut]:
+        """L at these multipliers, and states in which it is reached.
+
+        Args:
+            multipliers: by moment, the price of a unit of memory.
+        """
+        inner, rows = self._merged.problem, self._inside
+        costs, edges = rows.priced(inner.costs, multipliers), rows.priced_edges(inner.edges, multipliers)
+        gone = self._script.run(costs, edges, made=Tables(self.facts))
+        cut = self.cut(self._merged.lift(gone.complete([0] * len(inner.costs))))
+        return gone.constant - float(multipliers.sum()) * self.rows.limit, cut
+
+    def cut(self, states: Sequence[int]) -> Cut:
+        states = tuple(map(int, states))
+        return Cut(states, self.problem.cost(states), self.rows.used(states))
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# A bound of a problem whose memory is paid for, where elimination is too large (pricing.py): by sweeps (trws.py).
+#
+#     L(λ) >= Σ_v min θ_v + Σ_(u,v) min e'_uv      θ_v = c_v + Σ_u m_uv,   e'_uv(s, t) = e_uv(s, t) - m_vu(s) - m_uv(t)
+#
+# for any messages m. They are those that sweeps over a shorter problem of few equal layers end with (repeats.py); where
+# such layers are many, most of θ and e' are the same then, and are worked out once. So a bound of the whole costs what a
+# few layers cost, in time and in memory, and it is as true as if all had been swept.
+# ----------------------------------------------------------------------------------------------------
+
+SWEEPS = 48  # of the shorter problem at most
+LOOK = 4  # after how many of them
+STALLED = 3e-5  # ... the bound has to have moved, relative to it, for more of them
+ENTRIES = 2**29  # entries of the tables that all sweeps together go through; about 2 s
+BEST = 3  # states of a node, by what the sweeps say of them, that are worth a closer look
+
+
+class SweptPricing:
+    """A problem that sweeps bound at any prices.
+
+    Args:
+        problem: of `moments.binding`, consistent.
+        rows: its usages.
+    """
+
+    def __init__(self, problem: Problem, rows: Rows) -> None:
+        self.problem, self.rows = problem, rows
+        self._period = period(problem.costs, problem.edges)
+        self._last: Messages | None = None
+
+    def least(self, multipliers: np.ndarray) -> tuple[float, list[np.ndarray]]:
+        """A lower bound of L at these multipliers, and of each node the states that look best at them.
+
+        Args:
+            multipliers: by moment, the price of a unit of memory.
+        """
+        costs = self.rows.priced(self.problem.costs, multipliers)
+        edges = self.rows.priced_edges(self.problem.edges, multipliers)
+        short = None if self._period is None else shorter(costs, edges, self._period)
+        if short is None:
+            nodes = tuple(range(len(costs)))
+            short = Shorter(nodes, edges, np.array(nodes), {pair: pair for pair in edges})
+        inner = Problem(tuple(costs[v] for v in short.nodes), short.edges)
+        try:
+            messages = Messages(inner)
+        except OutOfBudgetError:
+            return self._unswept(costs, edges, short) - float(multipliers.sum()) * self.rows.limit, self._nearest(inner, short)
+        budget = current()
+        if self._last is not None:
+            messages.resume(self._last)
+        self._last = messages
+        once = max(1, sum(table.size for table in short.edges.values()))
+        before = -np.inf
+        for turn in range(max(LOOK, min(SWEEPS, ENTRIES // once))):
+            budget.watch()
+            messages.sweep()
+            if turn % LOOK == LOOK - 1:
+                if messages.bound - before <= STALLED * abs(messages.bound):
+                    break
+                before = messages.bound
+        thetas, sent = messages.thetas(), messages.sent()
+        value = bound_of(costs, edges, short, sent)
+        looks = [self._look(theta, state) for theta, state in zip(thetas, messages.states.tolist())]
+        return value - float(multipliers.sum()) * self.rows.limit, [looks[v] for v in short.stands.tolist()]
+
+    def forget(self) -> None:
+        """Let go of the messages of the last sweeps, from which the next ones would begin."""
+        self._last = None
+
+    @staticmethod
+    def _unswept(costs: Sequence[np.ndarray], edges: Mapping[Pair, np.ndarray], short: Shorter) -> float:
+        """The bound without any messages: it takes no memory."""
+        zeros = {size: np.zeros(size) for size in {len(own) for own in costs}}
+        sent = {}
+        for (x, y), table in short.edges.items():
+            sent[x, y], sent[y, x] = zeros[table.shape[1]], zeros[table.shape[0]]
+        return bound_of(costs, edges, short, sent)
+
+    def _nearest(self, inner: Problem, short: Shorter) -> list[np.ndarray]:
+        """The states of each node that look best by their own costs and those over its edges, each at its least."""
+        least: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
+        totals = list(inner.costs)
+        for pair, table in inner.edges.items():
+            for axis, v in enumerate(pair):
+                key = (id(table), axis)
+                if key not in least:
+                    least[key] = table.min(axis=1 - axis), table
+                totals[v] = totals[v] + least[key][0]
+        looks = [self._look(total, int(total.argmin())) for total in totals]
+        return [looks[v] for v in short.stands.tolist()]
+
+    @staticmethod
+    def _look(theta: np.ndarray, state: int) -> np.ndarray:
+        """The states (bool) of a node that look best, and the one that the sweep took."""
+        mark = np.zeros(len(theta), bool)
+        mark[np.argsort(theta, kind="stable")[:BEST]] = True
+        mark[state] = True
+        return mark
+
+
+def bound_of(costs: Sequence[np.ndarray], edges: Mapping[Pair, np.ndarray], short: Shorter,
+             sent: Mapping[Pair, np.ndarray]) -> float:
+    """The bound that messages give.
+
+    Args:
+        costs, edges: of the whole.
+        short: the problem that was swept.
+        sent: its messages, by (from, to): to each state of the latter.
+    """
+    thetas: list[list[np.ndarray]] = [[] for _ in costs]
+    known: dict[tuple[int, ...], float] = {}
+    total = 0.0
+    for (i, j), table in edges.items():
+        x, y = short.pairs[i, j]
+        up, down = sent[x, y], sent[y, x]  # to j, to i
+        thetas[j].append(up)
+        thetas[i].append(down)
+        key = (id(table), id(up), id(down))
+        if key not in known:
+            known[key] = float((table - down[:, None] - up).min())
+        total += known[key]
+    sums: dict[tuple, float] = {}
+    for own, mine in zip(costs, thetas):
+        key = (own.tobytes(), *map(id, mine))
+        if key not in sums:
+            sums[key] = float(sum(mine, own).min())
+        total += sums[key]
+    return total
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# Elimination of nodes with at most two neighbours, again for each new costs of the nodes: all of one shape at once.
+#
+#     one neighbour:   c_u(t)     += min_s c_v(s) + e_vu(s, t)
+#     two:             e_ab(t, r) += min_s c_v(s) + e_va(s, t) + e_vb(s, r)
+#
+# What depends on what is the same each time. Steps of one level (none needs what another of it makes) and of one shape
+# are one operation on arrays.
+# ----------------------------------------------------------------------------------------------------
+
+AT_ONCE = 2**20  # entries of the joints that are made at once; above it state by state
+
+
+@dataclass
+class _Steps:
+    """Equal steps.
+
+    Attributes:
+        size: states of the nodes that go.
+        around: states of their neighbours: none, one or two.
+        nodes: which they are.
+        at: where the nodes lie among those of their size.
+        near: by neighbour: which they are, where they lie among those of their size, the key of the tables between,
+            where those lie, and whether they are turned.
+        out: the key of the tables that are added to, and where they lie; of two neighbours.
+        single: no table or node is added to twice.
+    """
+
+    size: int
+    around: tuple[int, ...]
+    nodes: np.ndarray
+    at: np.ndarray
+    near: list[tuple[np.ndarray, np.ndarray, tuple[int, int], np.ndarray, bool]]
+    out: tuple[tuple[int, int], np.ndarray] | None
+    single: bool
+
+
+class Batched:
+    """A problem whose easy nodes are eliminated.
+
+    Args:
+        problem: its edges; its costs are given anew each time.
+        order: of `elimination_order(..., degree=2)`.
+
+    Attributes:
+        constant: what the last elimination left.
+    """
+
+    def __init__(self, problem: Problem, order: Order) -> None:
+        self.order = order
+        self.sizes = sizes = [len(own) for own in problem.costs]
+        count = len(sizes)
+        self._members: dict[int, np.ndarray] = {}
+        self._at = np.zeros(count, np.int64)
+        by_size: dict[int, list[int]] = {}
+        for v, size in enumerate(sizes):
+            mine = by_size.setdefault(size, [])
+            self._at[v] = len(mine)
+            mine.append(v)
+        self._members = {size: np.array(mine) for size, mine in by_size.items()}
+        slots: dict[tuple[int, int], int] = {}
+        tables: dict[tuple[int, int], list[np.ndarray | None]] = {}
+
+        def slot(a: int, b: int) -> int:
+            if (a, b) not in slots:
+                mine = tables.setdefault((sizes[a], sizes[b]), [])
+                slots[a, b] = len(mine)
+                mine.append(problem.edges.get((a, b)))
+            return slots[a, b]
+
+        for a, b in problem.edges:
+            slot(a, b)
+        level_of: dict[object, int] = {}  # of what a node or a pair was last written at
+        found: dict[tuple, list] = {}
+        for v, around in order.steps:
+            if sizes[v] == 1:  # it makes no joint: each neighbour is a step
+                for u in around:
+                    self._step(found, level_of, slot, v, (u,))
+                self._step(found, level_of, slot, v, ())
+            else:
+                self._step(found, level_of, slot, v, around)
+        self._steps = [self._packed(key, mine) for key, mine in sorted(found.items(), key=lambda item: item[0][0])]
+        self._given = {}
+        for shape, mine in tables.items():
+            self._given[shape] = given = np.zeros((len(mine), *shape))
+            for n, table in enumerate(mine):
+                if table is not None:
+                    given[n] = table
+        self._tables = {shape: given.copy() for shape, given in self._given.items()}
+        left = set(order.left)
+        number = {v: n for n, v in enumerate(order.left)}
+        self._pairs = [((number[a], number[b]), (sizes[a], sizes[b]), at) for (a, b), at in sorted(slots.items())
+                       if a in left and b in left]
+
+    def _step(self, found: dict, level_of: dict, slot, v: int, around: tuple[int, ...]) -> None:
+        """Put one step where it belongs."""
+        sizes = self.sizes
+        pairs = [(v, u) if v < u else (u, v) for u in around]
+        level = 1 + max([level_of.get(v, 0), *(level_of.get(pair, 0) for pair in pairs)])
+        out = around if len(around) == 2 else around[0] if around else None
+        if out is not None:
+            level_of[out] = max(level_of.get(out, 0), level)
+        key = (level, sizes[v], tuple(sizes[u] for u in around), tuple(v > u for u in around))
+        found.setdefault(key, []).append((v, around, [slot(*pair) for pair in pairs],
+                                          slot(*around) if len(around) == 2 else -1))
+
+    def _packed(self, key: tuple, mine: list) -> _Steps:
+        _, size, around, turned = key
+        nodes = np.array([step[0] for step in mine])
+        near = []
+        for n, (other, turn) in enumerate(zip(around, turned)):
+            them = np.array([step[1][n] for step in mine])
+            near.append((them, self._at[them], (other, size) if turn else (size, other),
+                         np.array([step[2][n] for step in mine]), turn))
+        out = (around, np.array([step[3] for step in mine])) if len(around) == 2 else None
+        written = out[1] if out else near[0][0] if near else nodes
+        return _Steps(size, around, nodes, self._at[nodes], near, out, len(np.unique(written)) == len(written))
+
+    def eliminate(self, costs: Sequence[np.ndarray]) -> Problem:
+        """What is left with these costs of the nodes; its tables are the same memory each time."""
+        own = {size: np.stack([costs[v] for v in mine]) for size, mine in self._members.items()}
+        for shape, given in self._given.items():
+            np.copyto(self._tables[shape], given)
+        self._own, tables, constant = own, self._tables, 0.0
+        for step in self._steps:
+            mine = own[step.size][step.at]
+            if not step.near:
+                constant += float(mine.min(axis=1).sum())
+                continue
+            parts = [self._between(near) for near in step.near]
+            if step.out is None:
+                # a node with one state pays for itself once, in the step of its own
+                least = (parts[0] + (mine[:, :, None] if step.size > 1 else 0.0)).min(axis=1)
+                target, where = own[step.around[0]], step.near[0][1]
+            else:
+                first, second = parts[0] + mine[:, :, None], parts[1]
+                target, where = tables[step.out[0]], step.out[1]
+                if len(mine) * step.size * step.around[0] * step.around[1] <= AT_ONCE:
+                    least = (first[:, :, :, None] + second[:, :, None, :]).min(axis=1)
+                else:
+                    least = first[:, 0, :, None] + second[:, 0, None, :]
+                    for s in range(1, step.size):
+                        np.minimum(least, first[:, s, :, None] + second[:, s, None, :], out=least)
+            if step.single:
+                target[where] += least
+            else:
+                np.add.at(target, where, least)
+        self.constant = constant
+        return Problem(tuple(own[self.sizes[v]][self._at[v]] for v in self.order.left),
+                       {pair: tables[shape][at] for pair, shape, at in self._pairs})
+
+    def _between(self, near: tuple) -> np.ndarray:
+        """The tables of a step's nodes and one neighbour each: (steps, own states, its states)."""
+        _, _, shape, at, turn = near
+        tables = self._tables[shape][at]
+        return tables.swapaxes(1, 2) if turn else tables
+
+    def complete(self, states: np.ndarray) -> np.ndarray:
+        """The states with the best of the eliminated nodes filled in, in place."""
+        for step in reversed(self._steps):
+            costs = self._own[step.size][step.at]
+            for near in step.near:
+                _, _, shape, at, turn = near
+                tables, theirs = self._tables[shape], states[near[0]]
+                costs = costs + (tables[at, theirs] if turn else tables[at, :, theirs])
+            states[step.nodes] = costs.argmin(axis=1)
+        return states
+
+
+FIRST = 20  # sweeps before there is any price
+FIXING = 20  # sweeps that look which states may be part of something as good as what is known
+NEAR = 0.1  # of the limit: how far below the fullest moment one may be to have a price at first
+
+
+class PricedProblem:
+    """A problem whose memory is paid for.
+
+    Args:
+        problem: of `moments.binding`, consistent.
+        rows: its usages.
+
+    Attributes:
+        multipliers: by moment, the price of a unit of memory.
+        bound: no assignment that keeps the limit costs less: the best one of all multipliers so far.
+        best: the multipliers that gave it.
+    """
+
+    def __init__(self, problem: Problem, rows: Rows) -> None:
+        self.problem, self.rows = problem, rows
+        self.order = elimination_order([len(own) for own in problem.costs], problem.edges, degree=2)
+        self.multipliers = self.best = np.zeros(rows.count)
+        self.bound = -np.inf
+        self.easy = Batched(problem, self.order)
+        self._messages: Sweeps | None = None
+        self._fresh = False
+
+    def price(self, multipliers: np.ndarray) -> None:
+        """Look at the problem with these multipliers from now on: `core` and `constant` are at these."""
+        self.multipliers = multipliers
+        if self.rows.paired:  # the tables themselves change
+            edges = self.rows.priced_edges(self.problem.edges, multipliers)
+            self.easy = Batched(replace(self.problem, edges=edges), self.order)
+        self.core = self.easy.eliminate(self.rows.priced(self.problem.costs, multipliers))
+        self.constant = self.easy.constant - float(multipliers.sum()) * self.rows.limit
+        self._fresh = False
+
+    @property
+    def messages(self) -> Sweeps:
+        """Of the core; kept from one price to the next."""
+        if self._messages is None:
+            self._messages = Sweeps(self.core)
+        elif not self._fresh:
+            self._messages.load(self.core)
+        self._fresh = True
+        return self._messages
+
+    def sweep(self, times: int = 1) -> float:
+        """The bound at these multipliers after so many sweeps."""
+        self.messages.bound = -np.inf  # that of earlier prices says nothing about these
+        for _ in range(times):
+            self.messages.sweep()
+        now = self.messages.bound + self.constant
+        if now > self.bound:
+            self.bound, self.best = now, self.multipliers
+        return now
+
+    def lift(self, states: Sequence[int]) -> list[int]:
+        """States of the core as states of the problem: the best for them at these prices."""
+        out = np.zeros(len(self.problem.costs), np.int64)
+        out[list(self.order.left)] = states
+        return self.easy.complete(out).tolist()
+
+    def alive(self, cost: float) -> list[np.ndarray]:
+        """Which states (bool, by node) may be part of an assignment that keeps the limit and costs at most so much."""
+        self.price(self.best)
+        self.messages.best = cost - self.constant
+        self.sweep(FIXING)
+        out = [np.ones(len(own), bool) for own in self.problem.costs]
+        for v, mark in zip(self.order.left, self.messages.alive):
+            out[v] = mark
+        return out
+
+
+class Ascent:
+    """Multipliers made better step by step.
+
+    They start where they are said to, or where the least that every plan holds comes nearest to the limit. A step has two halves: one that is
+    added, in all so large a part of the multipliers' sum, and one by which each is multiplied. After steps that have
+    brought nothing it goes back to the best multipliers, and the steps are shorter.
+    """
+
+    def __init__(self, priced: PricedProblem, start: np.ndarray | None = None, *, step: float = 0.2) -> None:
+        self.priced, self.step = priced, step
+        self._over: np.ndarray | None = None
+        self._failed = 0
+        rows = priced.rows
+        least = rows.least() / rows.unit
+        near = np.maximum(least - least.max() + NEAR, 0.0) ** 2
+        priced.price(np.zeros(rows.count))
+        self._scale = max(abs(priced.sweep(FIRST)), 1.0) / rows.unit
+        priced.price(near / near.sum() * self._scale if start is None else start)
+
+    def advance(self, sweeps: int) -> list[int]:
+        """Sweep at these multipliers, and go on to the next.
+
+        Returns:
+            The states that the sweeps took at these.
+        """
+        priced = self.priced
+        now = priced.sweep(sweeps)
+        states = priced.lift(priced.messages.states())
+        over = priced.rows.over(states)
+        self._over = over if self._over is None else 0.6 * self._over + 0.4 * over
+        multipliers = priced.multipliers
+        if now >= priced.bound:
+            self._failed = 0
+        else:
+            self._failed += 1
+            if self._failed > 5:
+                self.step, self._failed = 0.8 * self.step, 0
+                multipliers, self._over = priced.best, over
+        change = np.where((multipliers <= 0) & (self._over < 0), 0.0, np.clip(self._over, -1.0, 1.0))
+        total = max(float(multipliers.sum()), 1e-3 * self._scale)
+        added = 0.5 * self.step * total * change / max(float(np.abs(change).sum()), 1e-12)
+        factor = 1.0 + 0.5 * self.step * np.clip(5.0 * self._over, -1.0, 1.0)
+        priced.price(np.maximum(multipliers * factor + added, 0.0))
+        return states

@@ -1,0 +1,331 @@
+"""The moments at which a memory limit matters, and what a plan holds at each.
+
+A moment is a row: Σ_(usages u that live then) m_u(s) <= limit. What lives at one moment may be part of what lives at
+another: then only the other is a row. A row that even the greatest states cannot break is none.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from .problem import MemoryUsage, Problem
+from .search_memory import current
+
+__all__ = ["Rows", "Shorter", "binding", "kinds", "period", "shorter"]
+
+def _latest(first: np.ndarray, stop: np.ndarray) -> np.ndarray:
+    """The moments at which as much as possible lives: something begins at one or since the last, and then something
+    ends."""
+    begins, ends = np.unique(first), np.unique(stop)
+    before = np.searchsorted(begins, ends)  # how many moments of beginning lie before that end
+    grown = np.diff(before, prepend=0) > 0
+    return begins[before[grown] - 1]
+
+
+def binding(problem: Problem) -> tuple[Problem, np.ndarray]:
+    """The same problem with usages only where the limit can be broken; its moments are numbered from 0.
+
+    One node with one state is added at the end. It holds what every plan holds.
+
+    Returns:
+        The problem, and of each of its moments which one of the given problem it is.
+    """
+    fixed = len(problem.costs)
+    uses = [use for use in problem.usages if use.start < use.stop and np.any(use.amount)]
+    if not uses:
+        return replace(problem, usages=(), limit=None), np.empty(0, np.int64)
+    extremes = _Extremes(problem)
+    least, most = np.array([extremes.of(use) for use in uses]).T
+    start, stop = (np.array([getattr(use, name) for use in uses]) for name in ("start", "stop"))
+    varies = most > least
+    times = _latest(start, stop)
+    first, last = np.searchsorted(times, start), np.searchsorted(times, stop)
+    peak = _running(first, last, most, len(times))
+    times = times[peak > problem.limit]
+    first, last = np.searchsorted(times, start), np.searchsorted(times, stop)
+    merged: dict[tuple[int, int | None, int, int], np.ndarray] = {}
+    sums: dict[tuple[int, int], tuple[np.ndarray, ...]] = {}  # equal sums of equal amounts are one array
+    for use, a, b, moves, low in zip(uses, first.tolist(), last.tolist(), varies.tolist(), least.tolist()):
+        if a >= b:
+            continue
+        key = (use.node, use.other, a, b) if moves else (fixed, None, a, b)
+        amount = np.array([low]) if not moves else \
+            use.amount if use.amount.dtype == np.float64 else np.asarray(use.amount, float)
+        known = merged.get(key)
+        if known is not None:
+            pair = (id(known), id(amount))
+            if pair not in sums:
+                sums[pair] = (known + amount, known, amount)
+            amount = sums[pair][0]
+        merged[key] = amount
+    usages = tuple(MemoryUsage(v, a, b, amount, other=other) for (v, other, a, b), amount in merged.items())
+    names = (*problem.names, "what every plan holds") if problem.names else ()
+    return replace(problem, costs=(*problem.costs, np.zeros(1)), names=names, usages=usages,
+                   limit=problem.limit if usages else None), times
+
+
+class _Extremes:
+    """The least and the most that usages hold in allowed states."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self._allowed = [np.isfinite(own) for own in problem.costs]
+        self._known: dict[tuple, tuple[tuple[float, float], object]] = {}
+
+    def of(self, use: MemoryUsage) -> tuple[float, float]:
+        problem = self.problem
+        edge = None if use.other is None else problem.edges[use.node, use.other]
+        key = (id(use.amount), id(edge), *(id(problem.costs[v]) for v in use.nodes))
+        if key not in self._known:
+            if edge is None:
+                some = np.asarray(use.amount)[self._allowed[use.node]]
+            else:
+                allowed = np.isfinite(edge) & self._allowed[use.node][:, None] & self._allowed[use.other]
+                some = np.asarray(use.amount)[allowed]
+            self._known[key] = (float(some.min(initial=np.inf)), float(some.max(initial=-np.inf))), use.amount
+        return self._known[key][0]
+
+
+def _running(first: np.ndarray, last: np.ndarray, amounts: np.ndarray, count: int) -> np.ndarray:
+    """The sum of the amounts that live at each of so many moments."""
+    change = np.zeros(count + 1)
+    np.add.at(change, first, amounts)
+    np.add.at(change, last, -amounts)
+    return np.cumsum(change)[:-1]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The usages of a problem of `binding`, or of a part of it, as arrays.
+
+    Attributes:
+        count: of the moments.
+        limit: at each.
+        node, first, last: of each usage its node, and its moments [first, last).
+        other, step: of each usage the other node that decides it, and how many states that has; of one that a single
+            node decides: any node, and 0.
+        amounts: the different arrays of amounts, one after the other.
+        array, offset: of each usage, which of these is its own, and where that begins.
+        arrays: these, as they were given.
+    """
+
+    count: int
+    limit: float
+    node: np.ndarray
+    first: np.ndarray
+    last: np.ndarray
+    other: np.ndarray
+    step: np.ndarray
+    amounts: np.ndarray
+    array: np.ndarray
+    offset: np.ndarray
+    arrays: tuple[np.ndarray, ...]
+
+    @classmethod
+    def of(cls, problem: Problem, count: int) -> Rows:
+        uses = problem.usages
+        place: dict[int, int] = {}
+        arrays: list[np.ndarray] = []
+        which = []
+        for use in uses:
+            if id(use.amount) not in place:
+                place[id(use.amount)] = len(arrays)
+                arrays.append(use.amount)
+            which.append(place[id(use.amount)])
+        sizes = np.array([array.size for array in arrays], np.int64)
+        node, first, last = (np.array([getattr(use, name) for use in uses], np.int64)
+                             for name in ("node", "start", "stop"))
+        other = np.array([use.node if use.other is None else use.other for use in uses], np.int64)
+        step = np.array([0 if use.other is None else use.amount.shape[1] for use in uses], np.int64)
+        amounts = np.concatenate([np.asarray(array, float).ravel() for array in arrays]) if uses else np.empty(0)
+        array = np.array(which, np.int64)
+        return cls(count, problem.limit, node, first, last, other, step, amounts, array,
+                   (np.cumsum(sizes) - sizes)[array], tuple(arrays))
+
+    def used(self, states: Sequence[int]) -> np.ndarray:
+        """What the states hold at each moment."""
+        return _running(self.first, self.last, self.held(states), self.count)
+
+    def held(self, states: Sequence[int]) -> np.ndarray:
+        """What each usage holds."""
+        states = np.asarray(states, np.int64)
+        mine, theirs = states[self.node], states[self.other]
+        return self.amounts[self.offset + np.where(self.step > 0, mine * self.step + theirs, mine)]
+
+    @property
+    def unit(self) -> float:
+        """What `over` counts in: the limit."""
+        return self.limit if self.limit > 0 else 1.0
+
+    def over(self, states: Sequence[int]) -> np.ndarray:
+        """How far the states pass the limit at each moment, relative to it; below 0 where they keep it."""
+        return (self.used(states) - self.limit) / self.unit
+
+    def least(self) -> np.ndarray:
+        """What is held at each moment at least: each usage in its least state."""
+        return self._sum([float(np.min(array)) for array in self.arrays])
+
+    def most(self) -> np.ndarray:
+        """What is held at each moment at most."""
+        return self._sum([float(np.max(array)) for array in self.arrays])
+
+    def _sum(self, by_array: Sequence[float]) -> np.ndarray:
+        if not len(self.node):
+            return np.zeros(self.count)
+        return _running(self.first, self.last, np.array(by_array)[self.array], self.count)
+
+    def prices(self, multipliers: np.ndarray) -> np.ndarray:
+        """What a unit of each usage costs: Σ_t multiplier_t over the moments at which it lives."""
+        total = np.concatenate(([0.0], np.cumsum(multipliers)))
+        return total[self.last] - total[self.first]
+
+    def priced(self, costs: Sequence[np.ndarray], multipliers: np.ndarray) -> list[np.ndarray]:
+        """The costs of the nodes with the memory paid for that they decide alone."""
+        price, out = self.prices(multipliers), list(costs)
+        paid: dict[tuple[int, float], np.ndarray] = {}
+        for n in np.flatnonzero((price > 0) & (self.step == 0)).tolist():
+            key = (int(self.array[n]), float(price[n]))
+            if key not in paid:
+                paid[key] = key[1] * np.asarray(self.arrays[key[0]], float)
+            out[self.node[n]] = out[self.node[n]] + paid[key]
+        return out
+
+    @property
+    def paired(self) -> bool:
+        """Whether two nodes decide any of it."""
+        return bool(self.step.any())
+
+    def priced_edges(self, edges: Mapping[tuple[int, int], np.ndarray], multipliers: np.ndarray
+                     ) -> dict[tuple[int, int], np.ndarray]:
+        """The edges with the memory paid for that two nodes decide; of equal tables and prices one table is made."""
+        price, out = self.prices(multipliers), dict(edges)
+        paid: dict[tuple[int, int, float], tuple[np.ndarray, np.ndarray]] = {}
+        budget = current()
+        for n in np.flatnonzero((price > 0) & (self.step > 0)).tolist():
+            pair = (int(self.node[n]), int(self.other[n]))
+            table = out[pair]
+            key = (id(table), int(self.array[n]), float(price[n]))
+            if key not in paid:
+                budget.ask(table.nbytes)
+                if len(paid) % 64 == 0:
+                    budget.watch()
+                paid[key] = table + key[2] * self.arrays[key[1]], table
+            out[pair] = paid[key][0]
+        return out
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# Equal layers of a problem: where they stand, and a shorter problem that has a few of them in place of all.
+#
+#     period P        node v + P costs what node v does, and shares the same tables with nodes that stand P further on;
+#                     tables are the same where they are one object
+#     run             nodes [a, b + P) of which all v in [a, b) repeat P later
+#     shorter         of a run of more than `KEPT` layers those in the middle go, and the two sides are joined as
+#                     neighbouring layers are
+#     hub             a node that shares tables with nodes of many layers, as a table of positions does: it is joined to the
+#                     layers that are left
+#
+# Prices of memory differ between the two sides of a moment that has a price: they end a run.
+# ----------------------------------------------------------------------------------------------------
+
+KEPT = 3  # layers of a run that are left
+AHEAD = 1  # of them, before the cut; the one behind the cut stands for those that went
+NEAR = 2  # periods: up to so far from a node another one is its neighbour in its own layer, or in the next
+TRIED = 16  # periods that are tried
+
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Shorter:
+    """A problem without most of its equal layers.
+
+    Attributes:
+        nodes: by node of the shorter problem, which one of the whole it was.
+        edges: the shorter problem's.
+        stands: by node of the whole, the node of the shorter problem that stands for it.
+        pairs: by edge of the whole, the edge of the shorter problem that stands for it.
+    """
+
+    nodes: tuple[int, ...]
+    edges: dict[Pair, np.ndarray]
+    stands: np.ndarray
+    pairs: dict[Pair, Pair]
+
+
+def period(costs: Sequence[np.ndarray], edges: Mapping[Pair, np.ndarray]) -> int | None:
+    """After how many nodes a layer begins anew; None: there are no equal layers."""
+    kind = kinds(costs, edges)
+    last: dict[int, int] = {}
+    gaps: Counter[int] = Counter()
+    for v, k in enumerate(kind.tolist()):
+        if k in last:
+            gaps[v - last[k]] += 1
+        last[k] = v
+    scores = [(int((kind[gap:] == kind[:-gap]).sum()), -gap) for gap, _ in gaps.most_common(TRIED)]
+    best, gap = max(scores, default=(0, 0))
+    return -gap if best > len(kind) // 2 else None
+
+
+def kinds(costs: Sequence[np.ndarray], edges: Mapping[Pair, np.ndarray]) -> np.ndarray:
+    """By node a number, which nodes of equal costs that share the same tables with others have in common."""
+    looks: list[list[tuple[int, ...]]] = [[] for _ in costs]
+    for (i, j), table in edges.items():
+        looks[i].append((0, id(table)))
+        looks[j].append((1, id(table)))
+    return _kinds(costs, looks)
+
+
+def _kinds(costs: Sequence[np.ndarray], looks: Sequence[list[tuple[int, ...]]]) -> np.ndarray:
+    """By node a number, which nodes of equal costs and equal tables have in common."""
+    number: dict[tuple, int] = {}
+    return np.array([number.setdefault((own.tobytes(), *sorted(mine)), len(number)) for own, mine in zip(costs, looks)])
+
+
+def shorter(costs: Sequence[np.ndarray], edges: Mapping[Pair, np.ndarray], size: int) -> Shorter | None:
+    """The problem without most of its equal layers; None where there is nothing to leave out.
+
+    Args:
+        size: the period.
+    """
+    count, reach = len(costs), NEAR * size
+    looks: list[list[tuple[int, int, int]]] = [[] for _ in costs]
+    for (i, j), table in edges.items():
+        near = j - i <= reach
+        looks[i].append((0, j - i, id(table)) if near else (1, j, id(table)))
+        looks[j].append((0, i - j, id(table)) if near else (1, i, id(table)))
+    kind = _kinds(costs, looks)
+    same = np.concatenate(([False], kind[size:] == kind[:-size], [False]))
+    begins, ends = np.flatnonzero(same[1:] & ~same[:-1]), np.flatnonzero(same[:-1] & ~same[1:])
+    cuts: list[tuple[int, int]] = []  # the nodes [from, to) that go
+    for a, b in zip(begins.tolist(), ends.tolist()):
+        layers = (b - a) // size + 1
+        if layers > KEPT:
+            cuts.append((a + AHEAD * size, a + (AHEAD + layers - KEPT) * size))
+    if not cuts:
+        return None
+    stands, gone, left = np.empty(count, np.int64), np.zeros(count, bool), 0
+    begin = 0
+    for start, stop in cuts:
+        stands[begin:start] = np.arange(left, left + start - begin)
+        left += start - begin
+        stands[start:stop] = left + np.arange(stop - start) % size  # the layer behind the cut stands for these
+        gone[start:stop] = True
+        begin = stop
+    stands[begin:] = np.arange(left, left + count - begin)
+    nodes = np.flatnonzero(~gone)
+    out: dict[Pair, np.ndarray] = {}
+    pairs: dict[Pair, Pair] = {}
+    for (i, j), table in edges.items():
+        x, y = int(stands[i]), int(stands[j])
+        if j - i <= reach:
+            y = x + j - i
+        pairs[i, j] = (x, y)
+        if not x < y < len(nodes) or out.setdefault((x, y), table) is not table:
+            return None  # it repeats itself in another way than this file knows
+    return Shorter(tuple(nodes.tolist()), out, stands, pairs)

@@ -1,0 +1,550 @@
+"""A smaller problem with the same best: states that cannot be, or need not be, chosen go, and so do easy nodes.
+
+Arc consistency. A state of i goes where its own cost is infinite, or where an edge (i, j) forbids it with every state
+of j that is left; until nothing changes.
+
+Dominance. State a of i goes where b is never worse, whatever the neighbours do:
+
+    c_i(b) - c_i(a) + Σ_j max_t (e_ij(b, t) - e_ij(a, t)) <= 0        t: states of j that a allows
+
+and, where memory is limited, where b needs no more at any moment.
+
+Elimination of nodes with at most two neighbours, which leaves a pairwise problem (elimination.py). A node whose state
+decides memory stays where memory is limited.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..errors import PlanError
+from .elimination import Eliminated, Tables, eliminate, elimination_order
+from .problem import MemoryUsage, Problem
+
+__all__ = ["Core", "Merged", "ReducedProblem", "RestrictedProblem", "Wiped", "arcs", "candidates", "consistent", "contradiction", "core", "interned", "merged", "reduced", "restrict", "undominated"]
+
+MOST_COMPARED = 2**26  # differences that comparing a node's states over one edge may take; about 0.2 s
+MOST_STATES = 512  # of a node whose states are compared, each with each
+COLUMNS = 4  # of a neighbour's states, how many rule pairs out
+AT_ONCE = 2**17  # differences computed at once: 1 MiB
+
+
+@dataclass(frozen=True)
+class RestrictedProblem:
+    """A problem with fewer states.
+
+    Attributes:
+        problem: what is left.
+        kept: by node, the numbers that its states had.
+    """
+
+    problem: Problem
+    kept: tuple[np.ndarray, ...]
+
+    def lift(self, states: Sequence[int]) -> list[int]:
+        """States of the smaller problem as states of the larger."""
+        return [int(kept[state]) for kept, state in zip(self.kept, states)]
+
+
+def interned(problem: Problem) -> Problem:
+    """The same problem, in which equal tables are one object: what is made of them is then made once."""
+    known: dict[tuple, np.ndarray] = {}
+    by_id: dict[int, np.ndarray] = {}
+
+    def one(table: np.ndarray) -> np.ndarray:
+        if id(table) not in by_id:
+            by_id[id(table)] = known.setdefault((table.shape, table.dtype.str, table.tobytes()), table)
+        return by_id[id(table)]
+
+    return replace(problem, costs=tuple(one(own) for own in problem.costs),
+                   edges={pair: one(table) for pair, table in problem.edges.items()})
+
+
+def restrict(problem: Problem, alive: Sequence[np.ndarray]) -> RestrictedProblem:
+    """The problem with the states that are marked alive (bool, by node). Equal cuts of one table are one table."""
+    marks = [mark.tobytes() for mark in alive]
+    full = [bool(mark.all()) for mark in alive]
+    cut: dict[tuple, np.ndarray] = {}
+    numbers = {}
+    for text, mark in zip(marks, alive):
+        if text not in numbers:
+            numbers[text] = np.flatnonzero(mark)
+    costs = []
+    for own, text, whole in zip(problem.costs, marks, full):
+        if not whole:
+            key = (id(own), text)
+            if key not in cut:
+                cut[key] = own[numbers[text]]
+            own = cut[key]
+        costs.append(own)
+    edges = {}
+    for (i, j), table in problem.edges.items():
+        if not (full[i] and full[j]):
+            key = (id(table), marks[i], marks[j])
+            if key not in cut:
+                cut[key] = _among(table, (numbers[marks[i]], numbers[marks[j]]))
+            table = cut[key]
+        edges[i, j] = table
+
+    def one_of(use: MemoryUsage) -> np.ndarray:
+        key = (id(use.amount), *(marks[v] for v in use.nodes))
+        if key not in cut:
+            cut[key] = _among(np.asarray(use.amount), [numbers[marks[v]] for v in use.nodes])
+        return cut[key]
+
+    usages = tuple(use if full[use.node] and (use.other is None or full[use.other]) else
+                   MemoryUsage(use.node, use.start, use.stop, one_of(use), use.what, use.other) for use in problem.usages)
+    return RestrictedProblem(replace(problem, costs=tuple(costs), edges=edges, usages=usages),
+                      tuple(numbers[text] for text in marks))
+
+
+def _among(table: np.ndarray, numbers: Sequence[np.ndarray]) -> np.ndarray:
+    """The entries of these rows, and columns."""
+    return table[numbers[0]] if len(numbers) == 1 else table[numbers[0][:, None], numbers[1]]
+
+
+@dataclass(frozen=True)
+class Wiped:
+    """A node that has no state left, and the nodes whose states took its own away, itself included."""
+
+    node: int
+    causes: tuple[int, ...]
+
+
+def arcs(problem: Problem) -> list[np.ndarray] | Wiped:
+    """Which states are left by arc consistency (bool, by node), or the node that has none."""
+    alive = [np.isfinite(own) for own in problem.costs]
+    known: dict[int, np.ndarray | None] = {}
+    near: list[list[tuple[int, np.ndarray, int]]] = [[] for _ in alive]  # (other node, allowed, this node's axis)
+    for (i, j), table in problem.edges.items():
+        if id(table) not in known:
+            allowed = np.isfinite(table)
+            known[id(table)] = None if allowed.all() else allowed
+        allowed = known[id(table)]
+        if allowed is not None:
+            near[i].append((j, allowed, 0))
+            near[j].append((i, allowed, 1))
+    supported: dict[tuple[int, int, bytes], np.ndarray] = {}
+    causes: list[set[int]] = [set() for _ in alive]
+
+    def wiped(node: int) -> Wiped:
+        found, todo = {node}, [node]
+        while todo:
+            for cause in causes[todo.pop()] - found:
+                found.add(cause)
+                todo.append(cause)
+        return Wiped(node, tuple(sorted(found)))
+
+    for v, mark in enumerate(alive):
+        if not mark.any():
+            return Wiped(v, (v,))
+    queue = deque(v for v in range(len(alive)) if near[v])
+    waiting = [bool(arc) for arc in near]
+    while queue:
+        v = queue.popleft()
+        waiting[v] = False
+        text = alive[v].tobytes()
+        for u, allowed, axis in near[v]:
+            key = (id(allowed), axis, text)
+            mark = supported.get(key)
+            if mark is None:
+                mark = supported[key] = (allowed[alive[v]] if axis == 0 else allowed[:, alive[v]]).any(axis=axis)
+            lost = alive[u] & ~mark
+            if lost.any():
+                alive[u] = alive[u] & mark
+                causes[u].add(v)
+                if not alive[u].any():
+                    return wiped(u)
+                if not waiting[u]:
+                    waiting[u] = True
+                    queue.append(u)
+    return alive
+
+
+def consistent(problem: Problem) -> RestrictedProblem:
+    """The problem without the states that arc consistency forbids.
+
+    Raises:
+        PlanError: where a node has none left; it names the nodes that contradict one another.
+    """
+    found = arcs(problem)
+    if isinstance(found, Wiped):
+        raise contradiction(problem, found.causes)
+    return restrict(problem, found)
+
+
+def _stay(own: np.ndarray, tables: Sequence[np.ndarray], amounts: Sequence[np.ndarray]) -> np.ndarray:
+    """Which of a node's states (bool) stay: those that no other one that stays dominates.
+
+    A few states of each neighbour rule most pairs out; only those that are left are compared over all.
+
+    Args:
+        own: its costs.
+        tables: by edge, (its states, the neighbour's).
+        amounts: by usage, the memory of each state.
+    """
+    gain = own[:, None] - own  # of b over a, by (b, a)
+    least = gain.copy()
+    stays = np.ones(len(own), bool)
+    with np.errstate(invalid="ignore"):  # what both forbid, inf - inf, says nothing: fmax passes it over
+        larger = [np.maximum if np.isfinite(table).all() else np.fmax for table in tables]
+        for table, most in zip(tables, larger):
+            some = np.full(gain.shape, -np.inf)
+            for column in np.ascontiguousarray(table.T[::-(-table.shape[1] // COLUMNS)]):
+                most(some, column[:, None] - column, out=some)
+            least += some
+        possible = least <= 0
+        for amount in amounts:
+            possible &= amount[:, None] <= amount
+        np.fill_diagonal(possible, False)
+        b, a = np.nonzero(possible)
+        if len(b) * max((table.shape[1] for table in tables), default=0) > MOST_COMPARED:
+            return stays
+        exact = gain[b, a]
+        for table, most in zip(tables, larger):
+            count = max(1, AT_ONCE // table.shape[1])
+            for first in range(0, len(b), count):
+                part = slice(first, first + count)
+                exact[part] += most.reduce(table[b[part]] - table[a[part]], axis=1)
+    beats = np.zeros(gain.shape, bool)
+    won = exact <= 0
+    beats[b[won], a[won]] = True
+    for state in np.flatnonzero(beats.any(axis=0))[::-1]:
+        if (beats[:, state] & stays).any():
+            stays[state] = False
+    return stays
+
+
+def undominated(problem: Problem, *, rounds: int = 3) -> RestrictedProblem:
+    """The problem without dominated states. Of states that are always equal the first stays.
+
+    The memory that the nodes hold counts where the problem has a limit. The problem has to be consistent.
+    """
+    near: list[list[int]] = [[] for _ in problem.costs]
+    for i, j in problem.edges:
+        near[i].append(j)
+        near[j].append(i)
+    # by node, amounts, along which axis it decides, and who else does
+    uses: list[list[tuple[np.ndarray, int, int | None]]] = [[] for _ in problem.costs]
+    for use in problem.usages if problem.limit is not None else ():
+        for axis, v in enumerate(use.nodes):
+            uses[v].append((np.asarray(use.amount), axis, None if use.other is None else use.nodes[1 - axis]))
+    known: dict[tuple, np.ndarray] = {}  # which states stay, by all that decides it: equal layers decide it once
+    held = []  # what that knows by identity
+    total = RestrictedProblem(problem, tuple(np.arange(len(own)) for own in problem.costs))
+    changed = range(len(problem.costs))
+    for _ in range(rounds):
+        now = total.problem
+        alive = [np.ones(len(own), bool) for own in now.costs]
+        look = set(changed)
+        changed = []
+        for v in look:
+            own = now.costs[v]
+            tables = [(now.edges[v, u], 0) if v < u else (now.edges[u, v], 1) for u in near[v]]
+            if not 1 < len(own) <= MOST_STATES:
+                continue
+            amounts = []
+            for amount, axis, other in uses[v]:
+                mine = amount.T[total.kept[v]] if axis else amount[total.kept[v]]
+                amounts += [mine] if other is None else list(mine[:, total.kept[other]].T)
+            key = (own.tobytes(), tuple((id(table), axis) for table, axis in tables),
+                   *(amount.tobytes() for amount in amounts))
+            if key not in known:
+                known[key] = _stay(own, [table.T if axis else table for table, axis in tables], amounts)
+                held.append(tables)
+            if not known[key].all():
+                alive[v] = known[key]
+                changed.append(v)
+        if not changed:
+            break
+        step = restrict(now, alive)
+        total = RestrictedProblem(step.problem, tuple(kept[more] for kept, more in zip(total.kept, step.kept)))
+        changed = {u for v in changed for u in near[v]} | set(changed)
+    return total
+
+
+@dataclass(frozen=True)
+class Core:
+    """A problem without its easy nodes.
+
+    Attributes:
+        problem: of the nodes that are left.
+        nodes: by node of the core, which one it was.
+        constant: what has to be added to the core's cost.
+    """
+
+    problem: Problem
+    nodes: tuple[int, ...]
+    constant: float
+    _eliminated: Eliminated
+    _count: int
+
+    def lift(self, states: Sequence[int]) -> list[int]:
+        """States of the core as states of the whole: the best for them."""
+        out = [0] * self._count
+        for v, state in zip(self.nodes, states):
+            out[v] = int(state)
+        return self._eliminated.complete(out)
+
+
+def core(problem: Problem, *, made: Tables | None = None) -> Core:
+    """The problem without its nodes of at most two neighbours; where memory is limited, only those that hold none."""
+    sizes = [len(own) for own in problem.costs]
+    keep = () if problem.limit is None else {v for use in problem.usages for v in use.nodes}
+    order = elimination_order(sizes, problem.edges, degree=2, keep=keep)
+    gone = eliminate(problem.costs, problem.edges, order, made=made)
+    number = {v: n for n, v in enumerate(order.left)}
+    edges = {(number[scope[0]], number[scope[1]]): table for scope, table in gone.tables.items() if len(scope) == 2}
+    names = tuple(problem.names[v] for v in order.left) if problem.names else tuple(str(v) for v in order.left)
+    usages = tuple(replace(use, node=number[use.node], other=None if use.other is None else number[use.other])
+                   for use in problem.usages if use.node in number)
+    inner = Problem(tuple(gone.tables[v,] for v in order.left), edges, names, usages, problem.limit)
+    return Core(inner, order.left, gone.constant, gone, len(sizes))
+
+
+@dataclass(frozen=True)
+class ReducedProblem:
+    """A problem after all reductions: restricted, then without its easy nodes.
+
+    Attributes:
+        problem: what is left.
+        constant: what has to be added to its cost.
+    """
+
+    problem: Problem
+    constant: float
+    _lifts: tuple[RestrictedProblem | Core, ...]
+
+    def lift(self, states: Sequence[int]) -> list[int]:
+        """States of what is left as states of the whole."""
+        for step in reversed(self._lifts):
+            states = step.lift(states)
+        return list(states)
+
+
+def reduced(problem: Problem, *, made: Tables | None = None, compare: bool = True) -> ReducedProblem:
+    """Everything above, in turns, until nothing changes.
+
+    Args:
+        problem: any.
+        made: tables known from before.
+        compare: look for dominated states too, which takes longest; otherwise once without.
+
+    Raises:
+        PlanError: where arc consistency leaves a node without a state.
+    """
+    lifts: list[RestrictedProblem | Core] = []
+    constant = 0.0
+    while True:
+        before = sum(len(own) for own in problem.costs)
+        # without a node its neighbours may forbid each other more than they did: hence once more
+        for step in (consistent, lambda now: core(now, made=made), consistent, undominated)[:4 if compare else 3]:
+            found = step(problem)
+            lifts.append(found)
+            problem = found.problem
+            constant += getattr(found, "constant", 0.0)
+        if not compare or not problem.costs or sum(len(own) for own in problem.costs) > 0.9 * before:
+            return ReducedProblem(problem, constant, tuple(lifts))
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# Why nothing is allowed: a smallest set of nodes whose states already contradict one another.
+#
+# QuickXplain: halve the nodes; what is needed of one half, given the other, is found by halving again. With k nodes in
+# the answer out of n it asks about k·log2(n/k) times whether some nodes alone can be satisfied, which arc consistency
+# answers, and elimination of its 0/∞ tables where that says yes.
+# ----------------------------------------------------------------------------------------------------
+
+NAMED = 12  # nodes that the message names
+
+
+def _allowed(problem: Problem, nodes: Sequence[int]) -> bool:
+    """Whether these nodes alone have states that allow one another; True where that is not known."""
+    number = {v: n for n, v in enumerate(nodes)}
+    edges = {(number[i], number[j]): table for (i, j), table in problem.edges.items() if i in number and j in number}
+    own = Problem(tuple(problem.costs[v] for v in nodes), edges)
+    alive = arcs(own)
+    if isinstance(alive, Wiped):
+        return False
+    own = restrict(own, alive).problem
+    order = elimination_order([len(cost) for cost in own.costs], own.edges)
+    return bool(order.left) or bool(np.isfinite(eliminate(own.costs, own.edges, order).constant))
+
+
+def _needed(problem: Problem, given: list[int], changed: bool, nodes: list[int]) -> list[int]:
+    """The nodes that, with the given ones, are a smallest contradiction."""
+    if changed and not _allowed(problem, sorted(given)):
+        return []
+    if len(nodes) == 1:
+        return nodes
+    first, second = nodes[:len(nodes) // 2], nodes[len(nodes) // 2:]
+    of_second = _needed(problem, given + first, True, second)
+    of_first = _needed(problem, given + of_second, bool(of_second), first)
+    return of_first + of_second
+
+
+def contradiction(problem: Problem, among: Sequence[int] | None = None) -> PlanError:
+    """The error that names a set of nodes, none of which can be left out, whose states contradict one another.
+
+    Args:
+        problem: one of which no assignment is allowed.
+        among: nodes that are known to contradict one another already; None: all.
+    """
+    nodes = list(range(len(problem.costs)) if among is None else among)
+    if _allowed(problem, nodes):  # too large to be proved with these alone: they are named as they are
+        found = nodes
+    else:
+        found = sorted(_needed(problem, [], False, nodes))
+    names = [problem.names[v] if problem.names else f"node {v}" for v in found]
+    listed = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+    if len(found) == 1:
+        return PlanError(f"each of its {len(problem.costs[found[0]])} strategies is forbidden", operator=names[0],
+                         legal="at least one strategy of finite cost")
+    pairs = [f"{names[a]} and {names[b]}" for a, b in _pairs(problem, found)]
+    return PlanError(f"no strategies of {listed} fit one another, whatever the rest of the network does; "
+                     f"what is forbidden between: {'; '.join(pairs[:NAMED])}", operator=names[0],
+                     legal="other strategies (or fewer marks) for one of them")
+
+
+def _pairs(problem: Problem, nodes: Sequence[int]) -> list[tuple[int, int]]:
+    """The positions of those two that forbid each other something."""
+    number = {v: n for n, v in enumerate(nodes)}
+    return [(number[i], number[j]) for (i, j), table in problem.edges.items()
+            if i in number and j in number and not np.isfinite(table).all()]
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# Nodes made one with a neighbour that leaves them few states: an equal problem, in which elimination has less to do.
+#
+# A node a whose edge to b allows few pairs, as where a says of b's state only whether something of it is kept, makes the
+# joints that both are part of larger by all of its states. Merged, the states of the two are the pairs that are allowed:
+#
+#     c_ab(s, t) = c_a(s) + c_b(t) + e_ab(s, t)       (s, t) with e_ab(s, t) < inf
+# ----------------------------------------------------------------------------------------------------
+
+GROWN = 2.5  # how many times the states of a node may become those of it and another
+MANY = 256  # states of the two together at most
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A problem in which nodes are merged.
+
+    Attributes:
+        problem: with the same nodes; one that was merged into another is left with one state that says nothing.
+    """
+
+    problem: Problem
+    _into: Mapping[int, int]
+    _states: Mapping[int, np.ndarray]
+
+    def lift(self, states: Sequence[int]) -> list[int]:
+        """States of the merged problem as states of the given one."""
+        out = [int(state) for state in states]
+        for a, b in self._into.items():
+            at = int(states[b])
+            out[a], out[b] = int(self._states[a][at]), int(self._states[b][at])
+        return out
+
+
+def candidates(problem: Problem, allowed: Mapping[tuple[int, int], float], degree: int) -> dict[int, int]:
+    """Which nodes of at least so many neighbours may be merged into which.
+
+    Args:
+        allowed: by pair, the share of its entries that is finite.
+    """
+    sizes = [len(own) for own in problem.costs]
+    near: list[set[int]] = [set() for _ in sizes]
+    for i, j in problem.edges:
+        near[i].add(j)
+        near[j].add(i)
+    best: dict[int, tuple[int, float, int]] = {}
+    for pair, share in allowed.items():
+        small, large = sorted(pair, key=lambda v: (sizes[v], v))
+        count = share * sizes[small] * sizes[large]
+        if 1 < sizes[small] and len(near[small]) >= degree and count <= min(MANY, GROWN * sizes[large]):
+            # with the more neighbours in common, the fewer it gets; of equal ones the one that stands last
+            found = -len(near[small] & near[large]), count, -large
+            best[small] = min(best.get(small, found), found)
+    out: dict[int, int] = {}
+    for a, b in ((a, -b) for a, (*_, b) in sorted(best.items())):
+        if a not in out.values() and b not in out and b not in out.values():
+            out[a] = b
+    return out
+
+
+def merged(problem: Problem, into: Mapping[int, int]) -> Merged:
+    """The problem with each of these nodes merged into the other, which share an edge. A node takes part once."""
+    known: dict[tuple, tuple] = {}
+
+    def once(key: tuple, make, *held) -> np.ndarray:
+        if key not in known:
+            known[key] = (make(), *held)
+        return known[key][0]
+
+    target = list(range(len(problem.costs)))
+    index: dict[int, np.ndarray] = {}
+    costs = list(problem.costs)
+    for a, b in into.items():
+        pair = (a, b) if a < b else (b, a)
+        table = problem.edges[pair]
+        both = once(("pairs", id(table)), lambda: np.nonzero(np.isfinite(table)), table)
+        index[pair[0]], index[pair[1]] = both
+        target[a] = b
+        own = problem.costs[a], problem.costs[b]
+        costs[b] = once((id(table), id(own[0]), id(own[1])), lambda: table[both] + problem.costs[pair[0]][both[0]] +
+                        problem.costs[pair[1]][both[1]], table, *own)
+        costs[a] = np.zeros(1)
+
+    def spread(table: np.ndarray, nodes: Sequence[int]) -> np.ndarray:
+        """A table of these nodes as one of what they have become."""
+        chosen = [index.get(v) for v in nodes]
+        if all(rows is None for rows in chosen):
+            return table
+
+        def make() -> np.ndarray:
+            out = np.asarray(table)
+            for axis, rows in enumerate(chosen):
+                out = out if rows is None else np.take(out, rows, axis=axis)
+            return np.ascontiguousarray(out)
+        return once((id(table), *map(id, chosen)), make, table, *chosen)
+
+    edges: dict[tuple[int, int], np.ndarray] = {}
+    for (i, j), table in problem.edges.items():
+        if i not in index and j not in index:
+            edges[i, j] = table
+            continue
+        if target[i] == target[j]:
+            continue
+        table, pair = spread(table, (i, j)), (target[i], target[j])
+        if pair[0] > pair[1]:
+            table, pair = once(("turned", id(table)), lambda: np.ascontiguousarray(table.T), table), pair[::-1]
+        before = edges.get(pair)
+        if before is not None:
+            table = once(("sum", id(before), id(table)), lambda: (before + table, table), before)[0]
+        edges[pair] = table
+    usages = []
+    for use in problem.usages:
+        if use.node not in index and use.other not in index:
+            usages.append(use)
+            continue
+        nodes = tuple(target[v] for v in use.nodes)
+        amount = np.asarray(use.amount)
+        if len(nodes) == 2 and nodes[0] == nodes[1]:
+            rows = [index[v] for v in use.nodes]
+            amount = once(("both", id(use.amount), *map(id, rows)), lambda: np.asarray(use.amount)[rows[0], rows[1]],
+                          use.amount, *rows)
+            nodes = nodes[:1]
+        else:
+            amount = spread(use.amount, use.nodes)
+            if len(nodes) == 2 and nodes[0] > nodes[1]:
+                amount = once(("turned", id(amount)), lambda: np.ascontiguousarray(amount.T), amount)
+                nodes = nodes[::-1]
+        usages.append(MemoryUsage(nodes[0], use.start, use.stop, amount, use.what, nodes[1] if len(nodes) == 2 else None))
+    return Merged(replace(problem, costs=tuple(costs), edges=edges, usages=tuple(usages)), into, index)

@@ -1,0 +1,202 @@
+"""A search's bound on the host memory that it takes itself, and what it says while it goes on.
+
+    allowed     bytes by which the process may grow while a search goes on; by default half of what is free
+    ask         before something large is made: refused (`OutOfBudgetError`) where the process would grow past that
+    watch       the same between two steps that make nothing large; it also says how far the search has come
+
+How far the process has grown is read of the system, so that all that it holds counts. What is refused is caught where
+there is another way that takes less: sweeps in the place of elimination, fewer states in the place of all.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["LEAST", "OutOfBudgetError", "SearchBudget", "SearchProgress", "current", "free_memory", "spending"]
+
+SHARE = 0.5  # of the memory that is free, which a search may take where nothing else is said
+UNKNOWN = 4e9  # bytes that are taken to be free where the system does not say
+LEAST = 256e6  # bytes that a search may be given at least: what lies between two strategies takes some of it
+SMALL = 2**20  # bytes up to which nobody has to ask
+SILENT = 2.0  # seconds of a search before it says anything
+EVERY = 3.0  # seconds between two lines
+
+logger = logging.getLogger("shardwright.search")
+
+
+class OutOfBudgetError(Exception):
+    """A search that would take more host memory than it may. It never leaves the search: no `ShardwrightError`, lest it be
+    taken for a problem without a solution."""
+
+
+class SearchProgress(NamedTuple):
+    """How far a search has come.
+
+    Attributes:
+        phase: what it is doing.
+        seconds: since it began.
+        best: seconds of a step of the best plan so far; None: there is none.
+        bound: no plan is priced below it; None: nothing is proved yet.
+        grown: bytes of host memory by which the process has grown.
+    """
+
+    phase: str
+    seconds: float
+    best: float | None
+    bound: float | None
+    grown: float
+
+    def __str__(self) -> str:
+        best = "no plan yet" if self.best is None else f"best {self.best:.6g} s a step"
+        bound = "" if self.bound is None else f", bound {self.bound:.6g} s"
+        return f"search: {self.phase}: {best}{bound}; {self.seconds:.0f} s, {self.grown / 1e6:.0f} MB"
+
+
+class SearchBudget:
+    """What a search may take.
+
+    Args:
+        allowed: bytes; None: half of what is free.
+        progress: called with a `SearchProgress` every few seconds, once a search takes longer than `SILENT`; None: a line
+            to the log `shardwright.search`, and to stderr where that is a terminal; False: nothing.
+    """
+
+    def __init__(self, allowed: float | None = None, progress: Callable[[SearchProgress], None] | bool | None = None
+                 ) -> None:
+        self.allowed = SHARE * free_memory() if allowed is None else float(allowed)
+        self.progress = progress
+        self._began = self._said = time.monotonic()
+        self._resident = resident_memory()
+        self.phase, self.best, self.bound = "", None, None
+
+    @property
+    def grown(self) -> float:
+        """Bytes by which the process has grown since the search began."""
+        return max(0.0, resident_memory() - self._resident)
+
+    def room(self) -> float:
+        """Bytes that may still be taken."""
+        return self.allowed - self.grown
+
+    def ask(self, size: float) -> None:
+        """Before so many bytes are taken.
+
+        Raises:
+            OutOfBudgetError: the process would grow past what is allowed.
+        """
+        if size > SMALL and size > self.room():
+            raise OutOfBudgetError(f"the search may take {self.allowed / 1e6:,.0f} MB of host memory, and would take more")
+
+    def watch(self, phase: str | None = None, best: float | None = None, bound: float | None = None) -> None:
+        """Between two steps.
+
+        Args:
+            phase, best, bound: as `tell` takes them.
+
+        Raises:
+            OutOfBudgetError: the process has grown past what is allowed.
+        """
+        self.tell(phase, best, bound)
+        if self.room() < 0:
+            self.ask(2 * SMALL)
+
+    def tell(self, phase: str | None = None, best: float | None = None, bound: float | None = None) -> None:
+        """How far it has come.
+
+        Args:
+            phase, best, bound: see `SearchProgress`; None: as before. A new phase has neither best nor bound.
+        """
+        if phase is not None and phase != self.phase:
+            self.phase, self.best, self.bound = phase, None, None
+        self.best = self.best if best is None else best
+        self.bound = self.bound if bound is None else bound
+        self._say()
+
+    def _say(self) -> None:
+        now = time.monotonic()
+        if self.progress is False or now - self._began < SILENT or now - self._said < EVERY and self._said > self._began:
+            return
+        self._said = now
+        made = SearchProgress(self.phase, now - self._began, self.best, self.bound, self.grown)
+        if callable(self.progress):
+            self.progress(made)
+            return
+        logger.info("%s", made)
+        if self.progress is True or sys.stderr is not None and sys.stderr.isatty():
+            print(made, file=sys.stderr, flush=True)
+
+
+_CURRENT: ContextVar[SearchBudget | None] = ContextVar("search_budget", default=None)
+
+
+@contextmanager
+def spending(budget: SearchBudget) -> Iterator[SearchBudget]:
+    """Whatever searches inside keeps to this budget."""
+    token = _CURRENT.set(budget)
+    try:
+        yield budget
+    finally:
+        _CURRENT.reset(token)
+
+
+def current() -> SearchBudget:
+    """The budget of the search that goes on; outside of any, one of its own."""
+    return _CURRENT.get() or SearchBudget(progress=False)
+
+
+def resident_memory() -> float:
+    """Bytes of memory that the process takes now; 0 where the system does not say."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return float(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
+def free_memory() -> float:
+    """Bytes of memory that are free: of the machine, and of the control group that the process is in."""
+    found = [_available(), *_of_groups()]
+    return min((size for size in found if size is not None), default=UNKNOWN)
+
+
+def _available() -> float | None:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return float(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    try:
+        return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _of_groups() -> Iterator[float]:
+    """What the control groups leave, of version 2 or 1: that of the process, and those above it."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
+        if controllers not in ("", "memory"):
+            continue
+        base = Path("/sys/fs/cgroup") / controllers
+        most, used = ("memory.max", "memory.current") if not controllers else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        folder = base / path.lstrip("/")
+        for place in (folder, *folder.parents):
+            if not place.is_relative_to(base):
+                break
+            try:
+                yield max(0.0, float((place / most).read_text()) - float((place / used).read_text()))
+            except (OSError, ValueError):  # there is none, or "max"
+                continue

@@ -1,0 +1,173 @@
+"""States that keep a limit, of states that do not and others that do: one up to some node, the other from there on.
+
+    splice      the nodes before k as the one has them, the others as the other does: the best of all k
+    windows     nodes of a stretch anew, at prices between nothing and the best ones, the others as they are
+
+The nodes stand in the order of the program, so two plans of a network of many layers come together at a boundary that
+is as short as any edge is, and what a mixture of the two is worth is reached but for about one layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from .elimination import Tables, eliminate, elimination_order
+from .memory_rows import Rows
+from .problem import Problem
+
+__all__ = ["Splicer"]
+
+WORST = 16  # moments at which all places are looked at at once
+TRIED = 24  # places that are then looked at one by one
+PARTS = (0.0, 0.5, 0.8, 0.95)  # of the prices, in a window
+JOINT = 2**22  # entries of a joint in a window; where more are needed it is left out
+
+
+class Splicer:
+    """A problem of `moments.binding`, to mix states of.
+
+    Args:
+        problem, rows: it, and its usages.
+    """
+
+    def __init__(self, problem: Problem, rows: Rows) -> None:
+        self.problem, self.rows = problem, rows
+        self._own = _Flat([(v,) for v in range(len(problem.costs))], problem.costs)
+        self._edges = _Flat(list(problem.edges), list(problem.edges.values()))
+        self._near: list[list[tuple[int, int]]] = [[] for _ in problem.costs]
+        for pair in problem.edges:
+            for v in pair:
+                self._near[v].append(pair)
+
+    def fits(self, states: Sequence[int]) -> bool:
+        return bool((self.rows.used(states) <= self.rows.limit).all())
+
+    def splice(self, first: Sequence[int], second: Sequence[int], below: float) -> tuple[list[int], float] | None:
+        """The cheapest states that keep the limit and cost less than `below`: one of the two up to some node, the other
+        from there on."""
+        best: tuple[list[int], float] | None = None
+        for a, b in ((first, second), (second, first)):
+            a, b = np.asarray(a, np.int64), np.asarray(b, np.int64)
+            costs = self._own.along(a, b) + self._edges.along(a, b)
+            fits = np.ones(len(costs), bool)
+            over = np.maximum(self.rows.used(a), self.rows.used(b)) - self.rows.limit
+            for row in np.argsort(-over, kind="stable")[:WORST]:
+                if over[row] > 0:
+                    fits &= self._held(a, b, int(row)) <= self.rows.limit
+            places = np.flatnonzero(fits & (costs < below))
+            for k in places[np.argsort(costs[places], kind="stable")[:TRIED]]:
+                states = np.concatenate([a[:k], b[k:]])
+                if self.fits(states):
+                    cost = self.problem.cost(states)
+                    if cost < below:
+                        below, best = cost, (states.tolist(), cost)
+                    break
+        return best
+
+    def _held(self, a: np.ndarray, b: np.ndarray, row: int) -> np.ndarray:
+        """By place, what is held at a moment."""
+        rows = self.rows
+        live = np.flatnonzero((rows.first <= row) & (row < rows.last))
+        low, high = np.minimum(rows.node[live], rows.other[live]), np.maximum(rows.node[live], rows.other[live])
+
+        def held(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+            mine, theirs = x[rows.node[live]], y[rows.other[live]]
+            step = rows.step[live]
+            return rows.amounts[rows.offset[live] + np.where(step > 0, mine * step + theirs, mine)]
+        return _along(low, high, held(a, a), held(a, b), held(b, b), len(a))
+
+    # -- windows --
+
+    def window(self, states: Sequence[int], begin: int, end: int, alive: Sequence[np.ndarray], multipliers: np.ndarray,
+               below: float) -> tuple[list[int], float] | None:
+        """The nodes from `begin` to `end` anew, out of the states that are alive (bool, by node).
+
+        Returns:
+            The cheapest states found that keep the limit and cost less than `below`.
+        """
+        problem, inside = self.problem, range(begin, end)
+        numbers = [np.flatnonzero(alive[v]) for v in inside]
+        price = self.rows.prices(multipliers)
+        mine = np.flatnonzero(((self.rows.node >= begin) & (self.rows.node < end)) |
+                              ((self.rows.other >= begin) & (self.rows.other < end)))
+        best: tuple[list[int], float] | None = None
+        order = None
+        for part in PARTS:
+            costs = [problem.costs[v][some].astype(float) for v, some in zip(inside, numbers)]
+            edges: dict[tuple[int, int], np.ndarray] = {}
+
+            def add(nodes: tuple[int, ...], table: np.ndarray, scale: float = 1.0) -> None:
+                at = tuple(numbers[v - begin] if begin <= v < end else np.array([states[v]]) for v in nodes)
+                cut = np.asarray(table)[np.ix_(*at)] * scale
+                free = [v - begin for v in nodes if begin <= v < end]
+                if len(free) == 2:
+                    edges[free[0], free[1]] = edges[free[0], free[1]] + cut if tuple(free) in edges else cut
+                else:
+                    costs[free[0]] = costs[free[0]] + cut.ravel()
+
+            for pair in dict.fromkeys(pair for v in inside for pair in self._near[v]):
+                add(pair, problem.edges[pair])
+            for n in mine.tolist() if part else ():
+                if price[n] > 0:
+                    nodes = (int(self.rows.node[n]),) if not self.rows.step[n] else \
+                        (int(self.rows.node[n]), int(self.rows.other[n]))
+                    add(nodes, self.rows.arrays[self.rows.array[n]], part * float(price[n]))
+            if order is None:
+                order = elimination_order([len(own) for own in costs], edges, most=JOINT)
+                if order.left:
+                    return None
+            gone = eliminate(costs, edges, order, made=Tables())
+            if not np.isfinite(gone.constant):
+                return None
+            found = list(states)
+            for v, some, state in zip(inside, numbers, gone.complete([0] * len(costs))):
+                found[v] = int(some[state])
+            cost = problem.cost(found)
+            if cost < below and self.fits(found):
+                below, best = cost, (found, cost)
+        return best
+
+
+class _Flat:
+    """Tables of nodes as arrays."""
+
+    def __init__(self, scopes: Sequence[tuple[int, ...]], tables: Sequence[np.ndarray]) -> None:
+        place: dict[int, int] = {}
+        arrays, offsets, total = [], [], 0
+        for table in tables:
+            if id(table) not in place:
+                place[id(table)] = total
+                arrays.append(np.asarray(table, float).ravel())
+                total += table.size
+            offsets.append(place[id(table)])
+        self.values = np.concatenate(arrays) if arrays else np.empty(0)
+        self.offset = np.array(offsets, np.int64)
+        self.low = np.array([scope[0] for scope in scopes], np.int64)
+        self.high = np.array([scope[-1] for scope in scopes], np.int64)
+        self.step = np.array([table.shape[1] if table.ndim == 2 else 0 for table in tables], np.int64)
+
+    def at(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        """The entries with the lower nodes' states from x and the higher ones' from y."""
+        mine = x[self.low]
+        return self.values[self.offset + np.where(self.step > 0, mine * self.step + y[self.high], mine)]
+
+    def along(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        """By place, the sum of the entries."""
+        return _along(self.low, self.high, self.at(a, a), self.at(a, b), self.at(b, b), len(a))
+
+
+def _along(low: np.ndarray, high: np.ndarray, before: np.ndarray, across: np.ndarray, after: np.ndarray, count: int
+           ) -> np.ndarray:
+    """By place k in 0..count: Σ before (of what has both nodes below k) + across (the lower one) + after (neither)."""
+    change = np.zeros((2, count + 2))
+    none = np.zeros(len(low), np.int64)
+    for start, stop, values in ((high + 1, np.full(len(low), count + 1), before), (low + 1, high + 1, across),
+                                (none, low + 1, after)):
+        finite = np.isfinite(values)
+        for n, amounts in enumerate((np.where(finite, values, 0.0), (~finite).astype(float))):
+            np.add.at(change[n], start, amounts)
+            np.add.at(change[n], stop, -amounts)
+    sums = np.cumsum(change, axis=1)[:, :-1]
+    return np.where(sums[1] > 0.5, np.inf, sums[0])

@@ -1,0 +1,512 @@
+"""A lower bound, and from it states, where elimination is too large: sequential tree-reweighted message passing.
+
+    V. Kolmogorov, "Convergent tree-reweighted message passing for energy minimization", 2006. For nodes in order, with
+    θ_v = c_v + Σ_u m_uv  and  γ_v = 1 / max(neighbours before v, neighbours after v):
+
+        m_vw(t) = min_s (γ_v θ_v(s) - m_wv(s) + e_vw(s, t))        for the neighbours w after v
+
+    then the same backwards. After a sweep each edge costs e'_vw(s, t) = γ_v θ_v(s) - m_wv(s) + e_vw(s, t) - m_vw(t),
+    whose least over s is 0 for every t, and each node costs r_v = (1 - γ_v · neighbours after v) θ_v; their sum is the
+    energy, so
+
+        bound = Σ_v min r_v                                         which no sweep lowers
+
+    While v is being swept everything between v and its neighbours is in θ_v. Another node u has min r_u, and, where it
+    is still to come, what the sweep has already brought it, which for each edge is at least min_t of the new message
+    and of what u had given that edge. With the sum of these, any assignment with state s at v costs at least
+
+        θ_v(s) + Σ_(u != v) (min r_u + brought to u)
+
+    and where that is above the cost of states that are known, s is not looked at again (reduced-cost fixing).
+
+States come from the sweep itself: v takes the state that is best given those taken before it and the messages from
+those after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .presolve import consistent
+from .problem import Problem
+from .search_memory import current
+
+__all__ = ["Messages", "Sweeps", "Swept", "colours", "trws"]
+
+ROUNDING = 1e-9  # of the best cost known: what a bound must be above it by before a state is given up,
+UNIT = 1e-12  # and this of the largest single cost, where the best is the difference of large ones
+
+
+@dataclass
+class _Side:
+    """The neighbours of a node on one side of the order.
+
+    Attributes:
+        nodes: which they are.
+        rows: by neighbour, which of its rows of incoming messages is this node's.
+        starts: by neighbour, its first column in `tables`.
+        ends: by neighbour, the column after its last.
+        counts: by neighbour, its states.
+        tables: the edges side by side, (own states, all states of the neighbours).
+        incoming: the messages from them, (neighbours, own states).
+        given: what the node gave each edge when it last sent over it, less the message that had come over it.
+    """
+
+    nodes: np.ndarray
+    rows: list[int]
+    starts: np.ndarray
+    ends: list[int]
+    counts: np.ndarray
+    tables: np.ndarray
+    incoming: np.ndarray
+    given: np.ndarray
+
+
+class Messages:
+    """The messages of a problem, swept forwards and backwards.
+
+    Args:
+        problem: every state finite, and with some finite state of each neighbour (see reduce.consistent).
+        order: of the nodes; None: as they are numbered.
+
+    Attributes:
+        bound: no assignment costs less.
+        alive: by node, which states (bool) may still be part of one that costs at most `best`.
+        best: the cost of the best states known; the caller's to lower.
+        states: the states of the last forward sweep.
+    """
+
+    def __init__(self, problem: Problem, order: Sequence[int] | None = None, best: float = np.inf) -> None:
+        self.problem, self.best, self.bound = problem, best, -np.inf
+        self.order = list(range(len(problem.costs))) if order is None else list(order)
+        self.alive = [np.ones(len(own), bool) for own in problem.costs]
+        self.states = np.zeros(len(problem.costs), np.int64)
+        self._retained = [0.0] * len(problem.costs)  # min r_v of the last sweep over v, and what was brought since
+        self._swept = 0
+        tables = {id(table): table for table in (*problem.costs, *problem.edges.values())}
+        most = (float(np.abs(table[np.isfinite(table)]).max(initial=0.0)) for table in tables.values())
+        self._slack = UNIT * max(most, default=0.0)
+        place = {v: n for n, v in enumerate(self.order)}
+        near: list[list[tuple[int, np.ndarray]]] = [[] for _ in self.order]
+        for (i, j), table in problem.edges.items():
+            near[i].append((j, table))
+            near[j].append((i, table.T))
+        sides: list[list[list[tuple[int, np.ndarray]]]] = [[[], []] for _ in self.order]
+        for v in self.order:
+            for u, table in sorted(near[v], key=lambda arc: place[arc[0]]):
+                sides[v][place[u] > place[v]].append((u, table))
+        row = [{u: n for two in sides[v] for n, (u, _) in enumerate(two)} for v in range(len(self.order))]
+        stacked: dict[tuple, np.ndarray] = {}
+        budget = current()
+        self._sides = []
+        for v, two in enumerate(sides):
+            made = []
+            for arcs in two:
+                counts = np.array([table.shape[1] for _, table in arcs], np.int64)
+                ends = counts.cumsum()
+                key = tuple((table.__array_interface__["data"][0], table.shape, table.strides) for _, table in arcs)
+                if key not in stacked:
+                    budget.ask(8 * len(problem.costs[v]) * int(counts.sum()))
+                    stacked[key] = (np.concatenate([table for _, table in arcs], axis=1) if arcs else
+                                    np.empty((len(problem.costs[v]), 0)))
+                made.append(_Side(np.array([u for u, _ in arcs], np.int64), [row[u][v] for u, _ in arcs],
+                                  ends - counts, ends.tolist(), counts, stacked[key],
+                                  *np.zeros((2, len(arcs), len(problem.costs[v])))))
+            self._sides.append(made)
+
+    def resume(self, other: Messages) -> bool:
+        """Begin with the messages of another problem of the same nodes and edges, with other costs; whether it is one."""
+        if self.order != other.order or self.problem.edges.keys() != other.problem.edges.keys() or \
+                any(len(a) != len(b) for a, b in zip(self.problem.costs, other.problem.costs)):
+            return False
+        for mine, theirs in zip(self._sides, other._sides):
+            for a, b in zip(mine, theirs):
+                a.incoming = b.incoming.copy()
+        return True
+
+    def sweep(self) -> float:
+        """One sweep forwards and one backwards; the bound."""
+        self._pass(1)
+        self._pass(0)
+        return self.bound
+
+    def _pass(self, to: int) -> None:
+        """One sweep; `to` 1: forwards, 0: backwards."""
+        retained, states, sides = self._retained, self.states, self._sides
+        ahead = sum(retained)  # of the nodes that are still to come; meaningless before the first sweep's end
+        behind = 0.0
+        fixing = self._swept > 0 and np.isfinite(self.best)
+        worst = self.best + ROUNDING * abs(self.best) + self._slack
+        for v in self.order if to else reversed(self.order):
+            two = sides[v]
+            here, there = two[1 - to], two[to]
+            own = self.problem.costs[v]
+            coming = there.incoming.sum(axis=0)
+            theta = own + here.incoming.sum(axis=0)
+            theta += coming
+            ahead -= retained[v]
+            if fixing:
+                self.alive[v] &= ~(theta > worst - behind - ahead)
+            if to:
+                choice = own + coming
+                if len(here.nodes):
+                    taken = here.tables[:, here.starts + states[here.nodes]]
+                    before = taken.sum(axis=1)
+                    if not np.isfinite(before.min()):  # those taken contradict one another here: the fewest of them
+                        forbidden = np.isinf(taken).sum(axis=1)
+                        allowed = np.where(taken < np.inf, taken, 0.0).sum(axis=1)
+                        before = np.where(forbidden == forbidden.min(), allowed, np.inf)
+                    choice += before
+                states[v] = choice.argmin()
+            many = len(there.nodes)
+            share = 1.0 / max(len(here.nodes), many, 1)
+            if many:
+                there.given = share * theta - there.incoming
+                sent = np.repeat(there.given.T, there.counts, axis=1)
+                sent += there.tables
+                message = sent.min(axis=0)
+                start = 0
+                for u, row, end in zip(there.nodes.tolist(), there.rows, there.ends):
+                    side, part = sides[u][1 - to], message[start:end]
+                    side.incoming[row] = part
+                    brought = float((part + side.given[row]).min())
+                    retained[u] += brought
+                    ahead += brought
+                    start = end
+            least = float(theta.min())
+            # where all of it is shared out what is left is 0, and not what rounding makes of it
+            retained[v] = 0.0 if many and many >= len(here.nodes) else (1.0 - many * share) * least
+            behind += retained[v]
+        self._swept += 1
+        self.bound = max(self.bound, behind)
+
+    def at_first(self) -> np.ndarray:
+        """By state of the order's first node, what any assignment with it costs at least; after a whole sweep."""
+        first = self.order[0]
+        own = self.problem.costs[first] + sum(side.incoming.sum(axis=0) for side in self._sides[first])
+        return own + (sum(self._retained) - self._retained[first])
+
+    def thetas(self) -> list[np.ndarray]:
+        """By node, its costs and all that it was sent: what its states come to, next to one another."""
+        return [c + two[0].incoming.sum(axis=0) + two[1].incoming.sum(axis=0)
+                for c, two in zip(self.problem.costs, self._sides)]
+
+    def sent(self) -> dict[tuple[int, int], np.ndarray]:
+        """After a whole sweep, by (from, to): what the edge gives the latter's states, what these gave it taken off."""
+        out = {}
+        for v, (before, _) in enumerate(self._sides):
+            for n, u in enumerate(before.nodes.tolist()):
+                out[u, v] = -before.given[n]
+                out[v, u] = self._sides[u][1].incoming[before.rows[n]]
+        return out
+
+    def costs(self) -> tuple[list[np.ndarray], dict[tuple[int, int], np.ndarray]]:
+        """The energy as the last sweep, a backward one, leaves it: costs r by node; edges, not below 0."""
+        own, edges = [], {}
+        thetas = [c + two[0].incoming.sum(axis=0) + two[1].incoming.sum(axis=0)
+                  for c, two in zip(self.problem.costs, self._sides)]
+        for v, (before, after) in enumerate(self._sides):
+            share = 1.0 / max(len(before.nodes), len(after.nodes), 1)
+            own.append((1.0 - len(before.nodes) * share) * thetas[v])
+            for n, u in enumerate(before.nodes.tolist()):
+                table = before.tables[:, before.starts[n]:before.ends[n]]
+                left = (share * thetas[v] - before.incoming[n])[:, None] + table
+                left = left - self._sides[u][1].incoming[before.rows[n]][None, :]
+                edges[(u, v) if u < v else (v, u)] = left.T if u < v else left
+        return own, edges
+
+    def cut(self, problem: Problem, kept: Sequence[np.ndarray]) -> Messages:
+        """The messages of the same problem with fewer states (see reduce.Restricted), from where these are.
+
+        What is left has to be consistent again.
+        """
+        out = Messages(problem, self.order, self.best)
+        for new, old, states in zip(out._sides, self._sides, kept):
+            for a, b in zip(new, old):
+                a.incoming, a.given = b.incoming[:, states], b.given[:, states]
+        out.bound, out._retained, out._swept = self.bound, list(self._retained), self._swept
+        return out
+
+
+@dataclass(frozen=True)
+class Swept:
+    """What sweeps found.
+
+    Attributes:
+        states: the best states met.
+        cost: theirs.
+        bound: no assignment costs less.
+        costs, edges: the energy reparametrised, in the states of the problem; infinite where no state can be.
+        alive: by node, which states (bool) may be part of an assignment that costs no more than `cost`.
+    """
+
+    states: tuple[int, ...]
+    cost: float
+    bound: float
+    costs: tuple[np.ndarray, ...]
+    edges: dict[tuple[int, int], np.ndarray]
+    alive: tuple[np.ndarray, ...]
+
+
+def trws(problem: Problem, iterations: int, *, best: float = np.inf) -> Swept:
+    """That many sweeps forwards and backwards, of any problem. The memory limit is not looked at.
+
+    Args:
+        problem: the energy.
+        iterations: how many.
+        best: the cost of states that are known.
+
+    Raises:
+        PlanError: where nothing is allowed.
+    """
+    inner = consistent(problem)
+    messages = Messages(inner.problem, best=best)
+    states, cost = None, np.inf
+    for _ in range(iterations):
+        messages.sweep()
+        found = inner.problem.cost(messages.states)
+        if states is None or found < cost:
+            states, cost = messages.states.copy(), found
+            messages.best = min(best, cost)
+    left, between = messages.costs()
+    costs, alive = [], []
+    for own, kept, new, mark in zip(problem.costs, inner.kept, left, messages.alive):
+        full, live = np.full(len(own), np.inf), np.zeros(len(own), bool)
+        full[kept], live[kept] = new, mark
+        costs.append(full)
+        alive.append(live)
+    edges = {}
+    for (i, j), table in problem.edges.items():
+        full = np.full(table.shape, np.inf)
+        full[np.ix_(inner.kept[i], inner.kept[j])] = between[i, j]
+        edges[i, j] = full
+    return Swept(tuple(inner.lift(states)), cost, messages.bound, tuple(costs), edges, tuple(alive))
+
+
+
+# ----------------------------------------------------------------------------------------------------
+# Sequential tree-reweighted message passing (trws.py) in an order in which many nodes are swept at once.
+#
+# Nodes of one colour share no edge: swept one after the other, none needs what another of them sends. The order is by
+# colour, and all edges between nodes of two colours with equally many states are one operation on arrays. Bounds are
+# those of `trws.Messages` in that order: a sweep brings less than in the order of a program, along which what one end
+# says reaches the other in one sweep, and takes a small part of its time.
+# ----------------------------------------------------------------------------------------------------
+
+AT_ONCE = 2**15  # entries of the sums that are made at once; above it state by state: 256 KiB; measured
+
+
+def colours(count: int, pairs: Sequence[tuple[int, int]]) -> np.ndarray:
+    """By node, a number that none of its neighbours has: the least, the nodes of most neighbours first."""
+    near: list[list[int]] = [[] for _ in range(count)]
+    for i, j in pairs:
+        near[i].append(j)
+        near[j].append(i)
+    out = [-1] * count
+    for v in sorted(range(count), key=lambda v: (-len(near[v]), v)):
+        taken = {out[u] for u in near[v]}
+        out[v] = next(number for number in range(len(near[v]) + 1) if number not in taken)
+    return np.array(out, np.int64)
+
+
+class _ColourSide:
+    """What nodes of one colour get from neighbours of lower colours, or of higher ones.
+
+    Attributes:
+        begin, end: where that lies in the messages of that direction.
+        at: of each entry, which state of the colour's nodes it is for.
+        share: by state of the colour's nodes, what part of it they give each edge to the other side.
+    """
+
+    def __init__(self, begin: int, end: int, at: np.ndarray, share: np.ndarray) -> None:
+        self.begin, self.end, self.at, self.share = begin, end, at, share
+
+
+class _Between:
+    """Edges between nodes of a lower and a higher colour, with equally many states each.
+
+    Attributes:
+        pairs: the edges, and whether the node of the higher colour has the lower number.
+        ends: the nodes of the lower colour, and of the higher.
+        colours, sizes: of the two.
+        tables: (states below, states above, edges).
+        at: where the messages to either side begin.
+    """
+
+    def __init__(self, key: tuple[int, ...], pairs: Sequence[tuple[int, int]]) -> None:
+        lower, upper, *sizes, turned = key
+        self.colours, self.sizes, self.turned, self.pairs = (lower, upper), sizes, bool(turned), pairs
+        ends = np.array(pairs, np.int64).T
+        self.ends = (ends[1], ends[0]) if turned else (ends[0], ends[1])
+        self.tables = np.empty((*sizes, len(pairs)))
+        self.at = [0, 0]
+
+
+class Sweeps:
+    """The messages of a problem, swept through its colours upwards and downwards.
+
+    Args:
+        problem: its memory limit is not looked at.
+
+    Attributes:
+        bound: no assignment costs less.
+        best: the cost of states that are known; the caller's to lower.
+        alive: by node, which states (bool) may still be part of an assignment that costs at most `best`.
+    """
+
+    def __init__(self, problem: Problem, best: float = np.inf) -> None:
+        self.best, self.bound = best, -np.inf
+        sizes = np.array([len(own) for own in problem.costs], np.int64)
+        colour = colours(len(sizes), list(problem.edges))
+        self._nodes = [np.flatnonzero(colour == c) for c in range(colour.max(initial=-1) + 1)]
+        self._starts = [np.cumsum(sizes[mine]) - sizes[mine] for mine in self._nodes]
+        self._sizes = [sizes[mine] for mine in self._nodes]
+        groups: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+        for (i, j) in problem.edges:
+            turned = colour[i] > colour[j]
+            a, b = (j, i) if turned else (i, j)
+            groups.setdefault((colour[a], colour[b], sizes[a], sizes[b], turned), []).append((i, j))
+        self._groups = [_Between(tuple(map(int, key)), mine) for key, mine in sorted(groups.items())]
+        self._lay(sizes, colour)
+        self.alive = [np.ones(size, bool) for size in sizes.tolist()]
+        self._retained = np.zeros(len(sizes))  # min r_v of the last sweep over v, and what was brought since
+        self._swept = 0
+        self.load(problem)
+
+    def _lay(self, sizes: np.ndarray, colour: np.ndarray) -> None:
+        """Put the messages where those of one colour's nodes are side by side."""
+        first = np.zeros(len(sizes), np.int64)  # of each node among the states of its colour
+        count = np.zeros((2, len(sizes)), np.int64)  # neighbours of lower colours, of higher ones
+        for mine, starts in zip(self._nodes, self._starts):
+            first[mine] = starts
+        for group in self._groups:
+            np.add.at(count[1], group.ends[0], 1)
+            np.add.at(count[0], group.ends[1], 1)
+        most = np.maximum(count.max(axis=0), 1)
+        self._sides: list[list[_ColourSide]] = []
+        self._sources: list[list[list[_Between]]] = []
+        ends = [0, 0]
+        for c, mine in enumerate(self._nodes):
+            two, sources = [], []
+            for side in (0, 1):  # from below, from above
+                begin, parts = ends[side], [np.empty(0, np.int64)]
+                from_there = [group for group in self._groups if group.colours[1 - side] == c]
+                for group in from_there:
+                    group.at[1 - side] = ends[side]
+                    at = first[group.ends[1 - side]] + np.arange(group.sizes[1 - side])[:, None]
+                    parts.append(at.ravel())
+                    ends[side] += at.size
+                share = np.repeat(1.0 / most[mine], sizes[mine])
+                two.append(_ColourSide(begin, ends[side], np.concatenate(parts), share))
+                sources.append(from_there)
+            self._sides.append(two)
+            self._sources.append(sources)
+        self._kept = [[1.0 - count[side][mine] / most[mine] for side in (0, 1)] for mine in self._nodes]
+        self._messages = [np.zeros(end) for end in ends]  # from below, from above
+        self._given = [np.zeros(end) for end in ends]  # to below, to above: less what had come from there
+
+    def load(self, problem: Problem) -> None:
+        """Take other costs of the same nodes and edges; the messages stay."""
+        self._own = [np.concatenate([problem.costs[v] for v in mine]) for mine in self._nodes]
+        for group in self._groups:
+            tables = np.array([problem.edges[pair] for pair in group.pairs])
+            np.copyto(group.tables, tables.transpose((2, 1, 0) if group.turned else (1, 2, 0)))
+        self.bound, self._swept = -np.inf, 0
+        self.alive = [np.ones(len(own), bool) for own in self.alive]
+        finite = (np.abs(array[np.isfinite(array)]).max(initial=0.0)
+                  for array in (*self._own, *(group.tables for group in self._groups)))
+        self._slack = UNIT * float(max(finite, default=0.0))
+
+    def sweep(self) -> float:
+        """Once up and once down; the bound."""
+        self._pass(1)
+        self._pass(0)
+        return self.bound
+
+    def _pass(self, to: int) -> None:
+        """`to` 1: upwards, 0: downwards."""
+        retained, behind, ahead = self._retained, 0.0, float(self._retained.sum())
+        fixing = self._swept > 0 and np.isfinite(self.best)
+        worst = self.best + ROUNDING * abs(self.best) + self._slack
+        order = range(len(self._nodes))
+        for c in order if to else reversed(order):
+            mine, theta = self._nodes[c], self._theta(c)
+            least = np.minimum.reduceat(theta, self._starts[c])
+            ahead -= float(retained[mine].sum())
+            if fixing:
+                room = worst - behind - ahead - float(least.sum())
+                self._fix(c, theta - np.repeat(least, self._sizes[c]) <= room)
+            ahead += self._send(c, to, theta)
+            retained[mine] = self._kept[c][to] * least
+            behind += float(retained[mine].sum())
+        self._swept += 1
+        self.bound = max(self.bound, behind)
+
+    def _theta(self, c: int) -> np.ndarray:
+        """A colour's costs and all that its nodes were sent."""
+        theta = self._own[c].copy()
+        for side, messages in zip(self._sides[c], self._messages):
+            theta += np.bincount(side.at, messages[side.begin:side.end], len(theta))
+        return theta
+
+    def _send(self, c: int, to: int, theta: np.ndarray) -> float:
+        """The messages of a colour to those above (`to` 1) or below; what they bring those at least, all in all."""
+        side = self._sides[c][to]
+        given = self._given[to][side.begin:side.end]
+        with np.errstate(invalid="ignore"):
+            np.subtract((side.share * theta)[side.at], self._messages[to][side.begin:side.end], out=given)
+        given[np.isnan(given)] = np.inf  # a state that all neighbours forbid: inf - inf
+        total = 0.0
+        for group in self._sources[c][to]:
+            mine = self._part(self._given[to], group, 1 - to)
+            message = self._part(self._messages[1 - to], group, to)
+            _least(group.tables if to else group.tables.swapaxes(0, 1), mine, message)
+            brought = (message + self._part(self._given[1 - to], group, to)).min(axis=0)
+            np.add.at(self._retained, group.ends[to], brought)
+            total += float(brought.sum())
+        return total
+
+    def _part(self, flat: np.ndarray, group: _Between, end: int) -> np.ndarray:
+        """What is for the nodes at one end of the edges: (states, edges)."""
+        begin, shape = group.at[end], (group.sizes[end], len(group.pairs))
+        return flat[begin:begin + shape[0] * shape[1]].reshape(shape)
+
+    def _fix(self, c: int, stays: np.ndarray) -> None:
+        if not stays.all():
+            for v, start, size in zip(self._nodes[c].tolist(), self._starts[c].tolist(), self._sizes[c].tolist()):
+                self.alive[v] &= stays[start:start + size]
+
+    def states(self) -> np.ndarray:
+        """States: each colour's are the best given those of lower colours and what those of higher ones send."""
+        out = np.zeros(len(self.alive), np.int64)
+        for c, mine in enumerate(self._nodes):
+            above = self._sides[c][1]
+            choice = self._own[c] + np.bincount(above.at, self._messages[1][above.begin:above.end], len(self._own[c]))
+            forbidden = np.zeros(len(choice))
+            for group in self._sources[c][0]:
+                taken = group.tables[out[group.ends[0]], :, np.arange(len(group.pairs))].T.ravel()
+                at = self._sides[c][0].at[group.at[1] - self._sides[c][0].begin:][:len(taken)]
+                finite = np.isfinite(taken)
+                choice += np.bincount(at, np.where(finite, taken, 0.0), len(choice))
+                forbidden += np.bincount(at, ~finite, len(choice))
+            # where those taken contradict one another: the fewest of them
+            fewest = np.repeat(np.minimum.reduceat(forbidden, self._starts[c]), self._sizes[c])
+            choice = np.where(forbidden == fewest, choice, np.inf)
+            least = np.repeat(np.minimum.reduceat(choice, self._starts[c]), self._sizes[c])
+            first = np.where(choice == least, np.arange(len(choice)), len(choice))
+            out[mine] = np.minimum.reduceat(first, self._starts[c]) - self._starts[c]
+        return out
+
+
+def _least(tables: np.ndarray, given: np.ndarray, out: np.ndarray) -> None:
+    """min_s tables(s, t, edge) + given(s, edge)."""
+    if tables.size <= AT_ONCE:
+        np.min(tables + given[:, None], axis=0, out=out)
+        return
+    np.add(tables[0], given[0], out=out)
+    some = np.empty(out.shape)
+    for table, own in zip(tables[1:], given[1:]):
+        np.minimum(out, np.add(table, own, out=some), out=out)

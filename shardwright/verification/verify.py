@@ -1,0 +1,372 @@
+"""The plan against one device: the same model, batch and optimizer, run both ways.
+
+    plain      deep copies of the model in plain PyTorch; with random operators, whose numbers are our own, under
+               `AutoParallel` on one device
+    parallel   the same under `AutoParallel`, all ranks in this process (the local runtime, whatever the current one is)
+    difference of two tensors = max |a − b| / max(|a|, |b|)
+
+It is done in float64, where anything beyond rounding shows, and in float32. What a model computes in a coarser type all
+the same, and whatever is computed from that, is compared with the tolerance of that type: see `precision`. Where the two
+differ, the first operator that does is looked for: see `first_difference`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..cluster import Cluster
+from ..errors import SettingError
+from ..mixed_precision import MixedPrecision, one_device
+from ..parallel.auto_parallel import AutoParallel, observed
+from ..pipeline.pipeline_plan import PipelinePlan
+from ..planning import implied_devices
+from ..process import Runtime, current, stream
+from ..pytree_objects import closed, opened
+from ..runtime.deferred_init import materialize
+from ..runtime.pipeline_step import PipelineProgram
+from ..runtime.step_program import StepProgram
+from ..sharded_plan import Plan
+from ..torch_private import pytree
+from .first_difference import find_first_difference, worst
+from .value_precision import Allowed
+from .verify_report import Differences, FirstDifference, VerifyReport, Worst
+
+__all__ = ["Differences", "FirstDifference", "VerifyReport", "verify", "verify_call"]
+
+#: How large a relative difference may be; other types: the root of their precision.
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4}
+
+#: A gradient or parameter that is nothing but rounding (a bias that a normalisation takes away again) is measured by
+#: this part of the largest one.
+FLOOR = 1e-2
+
+#: Operators that use statistics of what they are given, by their plain names, and what a pipeline makes of that.
+_OWN_STATISTICS = ("batch_norm", "instance_norm")
+_OWN_NOTE = "a batch norm that trains normalises each micro-batch by itself, which is not what one device computes"
+
+
+def verify(net: nn.Module, inputs: tuple | Tensor, targets: Any = None, *, loss_fn: Callable[..., Any] | None = None,
+           devices: int = 8, parallel_mode: str = "semi_auto", steps: int = 3, dataset_strategy: Any = "full_batch",
+           optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
+           dtypes: Sequence[torch.dtype] = (torch.float64, torch.float32),
+           tolerances: Mapping[torch.dtype, float] | None = None, on_missing_rule: str = "error",
+           kwargs: dict[str, Any] | None = None, uneven: bool = False, cluster: Any = None, memory: Any = None,
+           pipeline: Mapping[str, Any] | None = None, mixed_precision: Any = None, cut: bool = False) -> VerifyReport:
+    """Compare a model under a plan with the same model on one device.
+
+    Copies of the model train for a few steps on one batch, in each type: in plain PyTorch, and planned for `devices`
+    devices, all in this process. The model itself is left as it is; parameters that are not there yet
+    (`no_init_parameters`) get their values in the copies.
+
+    Args:
+        net: the model.
+        inputs: the model's inputs, whole tensors. Floating ones take each type in turn, as does the default type of
+            torch while they run; others stay as they are.
+        targets, loss_fn: the loss, called as ``loss_fn(net(*inputs), targets)``. Without one the backward starts from
+            the sum, over the floating outputs, of the mean of their squares, and `max_loss_difference` is that of the
+            outputs themselves.
+        devices, parallel_mode, dataset_strategy, on_missing_rule, uneven, cluster, memory: as for `AutoParallel`. Batch
+            norms train by the whole batch's statistics in every mode: each device's own are another function of it.
+        steps: how many steps of the optimizer.
+        optimizer: ``parameters -> optimizer``; None: SGD with a learning rate of 0.01. One that divides by the size of
+            the gradient, as Adam does, makes steps of what is mere rounding in a gradient of nothing.
+        dtypes: floating types.
+        tolerances: the largest relative difference that is allowed in a type; default: 1e-10 in float64, 1e-4 in
+            float32. A value that an operator of a coarser type has a part in, such as a norm that the model computes in
+            float32, is allowed that type's; the report says which operator decided.
+        kwargs: further inputs, by name.
+        pipeline: the arguments of `AutoParallel.pipeline` as a dict; None: no pipeline. The backward then starts from the
+            one loss of what the model returns.
+        mixed_precision: as for `AutoParallel`. Both sides compute in its types, from parameters of each of `dtypes`; the largest
+            difference that is allowed is at least the root of their precision.
+        cut: plan on links that are next to free, so that a search cuts whatever can be cut. A plan that cuts nothing, or
+            sends nothing, proves nothing: `VerifyReport.unproved` says so.
+
+    Returns:
+        The report: ``.ok``, ``.proved``, ``.max_loss_difference``, ``.first_difference``, ``.summary()``, …
+
+    Raises:
+        ShardwrightError: what cannot be planned, or a setting that makes no sense. Whatever the model itself raises on
+            one device goes through; what only the parallel run raises is a finding, and in the report.
+    """
+    args = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    if loss_fn is not None:
+        args = (*args, targets)
+    elif targets is not None:
+        raise SettingError("targets without a loss_fn", legal="verify(net, inputs, targets, loss_fn=…)")
+    if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
+        raise SettingError(f"verify(devices={devices!r})", legal="a whole number of at least 1")
+    if cut:
+        cluster = Cluster.of(cluster, devices).with_free_links()
+
+    policy = MixedPrecision.of(mixed_precision)
+
+    def wrap(twin: nn.Module, loss: Any, runtime: Runtime) -> AutoParallel:
+        wrapped = _OnOneMachine(twin, loss, parallel_mode, on_missing_rule=on_missing_rule, sync_batch_norm=True,
+                                uneven=uneven, cluster=cluster, memory=memory, runtime=runtime, mixed_precision=policy)
+        wrapped.dataset_strategy(dataset_strategy)
+        return wrapped if pipeline is None else wrapped.pipeline(**pipeline)
+    return _Verification(net, loss_fn, args, kwargs or {}, wrap, devices, steps, optimizer, dtypes, tolerances, policy).report()
+
+
+def verify_call(model: AutoParallel, args: tuple, kwargs: dict[str, Any] | None = None, *, devices: int | None = None,
+                steps: int = 3, cut: bool = False) -> VerifyReport:
+    """Verify one call of a wrapped model, with its settings; the model itself is left as it is.
+
+    Args:
+        model: the wrapped model, in the local runtime.
+        args, kwargs: what it is called with.
+        devices: None: as many as it would run on.
+        steps: how many steps of plain SGD.
+        cut: plan on links that are next to free, as `verify`.
+
+    Raises:
+        SettingError: nothing says how many devices.
+    """
+    devices = devices or current().devices or implied_devices(model.net)
+
+    def wrap(twin: nn.Module, loss: Any, runtime: Runtime) -> AutoParallel:
+        wrapped = _OnOneMachine(twin, loss, model.parallel_mode, runtime=runtime)
+        wrapped.__dict__.update((k, v) for k, v in vars(model).items() if k not in model._NOT_SETTINGS)
+        wrapped.random = "exact"  # fast numbers are others under each plan
+        wrapped.sync_batch_norm = True  # and so are statistics of each device's own
+        if cut:
+            wrapped._cluster = Cluster.of(wrapped._cluster, runtime.devices).with_free_links()
+        return wrapped
+    return _Verification(model.net, model.loss_fn, args, kwargs or {}, wrap, devices, steps, None, tuple(TOLERANCES),
+                         None, model.mixed_precision).report()
+
+
+class _OnOneMachine(AutoParallel):
+    """All devices in this process, whatever the current runtime is; no files are written."""
+
+    def __init__(self, *args: Any, runtime: Runtime, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.__dict__["runtime"] = runtime
+
+    def _runtime(self) -> Runtime:
+        return self.__dict__["runtime"]
+
+
+@dataclass
+class _Twin:
+    """A copy of everything in one type."""
+
+    net: nn.Module
+    loss_fn: Any
+    args: tuple
+    kwargs: dict[str, Any]
+    policy: MixedPrecision | None
+
+    def plain(self) -> Any:
+        if self.loss_fn is None:
+            return one_device(self.policy, self.net, self.args, self.kwargs)
+        return self.loss_fn(one_device(self.policy, self.net, self.args[:-1], self.kwargs), self.args[-1])
+
+    def named(self) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
+        """Parameters and buffers by the names that a plan has for them."""
+        parts = [("", self.net)] + ([("loss_fn.", self.loss_fn)] if isinstance(self.loss_fn, nn.Module) else [])
+        return ({prefix + name: p for prefix, part in parts for name, p in part.named_parameters()},
+                {prefix + name: b for prefix, part in parts for name, b in part.named_buffers()})
+
+
+@dataclass
+class _Run:
+    """What a run leaves: results of every step, gradients of the first, the state after the last."""
+
+    results: list[list[Tensor]] = field(default_factory=list)
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    failure: str | None = None
+
+
+class _Verification:
+    def __init__(self, net: nn.Module, loss_fn: Any, args: tuple, kwargs: dict[str, Any],
+                 wrap: Callable[[nn.Module, Any, Runtime], AutoParallel], devices: int, steps: int,
+                 optimizer: Callable | None, dtypes: Sequence[torch.dtype],
+                 tolerances: Mapping[torch.dtype, float] | None, policy: MixedPrecision | None) -> None:
+        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+            raise SettingError(f"verify(steps={steps!r})", legal="a whole number of at least 1")
+        self.dtypes = tuple(dtypes)
+        if not self.dtypes or not all(isinstance(d, torch.dtype) and d.is_floating_point for d in self.dtypes):
+            raise SettingError(f"verify(dtypes={dtypes!r})", legal="floating types, such as (torch.float64,)")
+        self.net, self.loss_fn, self.args, self.kwargs, self.wrap = net, loss_fn, args, kwargs, wrap
+        self.steps, self.policy = steps, policy
+        self.optimizer = optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=1e-2))
+        rounded = [torch.finfo(d).eps ** 0.5 for d in (policy.types if policy is not None else ()) if d != torch.float64]
+        self.tolerances = {d: torch.finfo(d).eps ** 0.5 for d in self.dtypes} | TOLERANCES
+        self.tolerances = {d: max([t, *rounded]) for d, t in self.tolerances.items()} | dict(tolerances or {})
+        leaves = [x for x in pytree.tree_leaves(opened((args, kwargs))) if isinstance(x, Tensor)]
+        device = leaves[0].device if leaves else torch.get_default_device()
+        self.runtime = Runtime(False, devices, 0, device)
+        self.state = _values(net, loss_fn, device)
+
+    def report(self) -> VerifyReport:
+        rows, found, plan, notes = [], None, None, {}
+        with observed(None), torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            self.random, self.stream = torch.get_rng_state(), stream.state_dict()
+            try:
+                for dtype in self.dtypes:
+                    with _default_dtype(dtype):
+                        row, plan = self.compare(dtype, notes)
+                        rows.append(row)
+                        if found is None and (not row.ok or row.coarser):
+                            # What a coarse type leaves of a small error in the results shows operator by operator.
+                            found = self.search(dtype)
+            finally:
+                self.rewind()
+        assert plan is not None
+        return VerifyReport(tuple(rows), found, plan.devices, plan.mode, self.steps, tuple(notes), plan)
+
+    def twin(self, dtype: torch.dtype) -> _Twin:
+        """Fresh copies. What is one tensor in the model is one in its copy."""
+        def cast(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            return x.detach().to(dtype if x.is_floating_point() else x.dtype, copy=True)
+
+        memo: dict[int, Any] = {}
+        for tensor, value in self.state:
+            new = cast(value)
+            if isinstance(tensor, nn.Parameter):
+                new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+            new.__dict__.update(vars(tensor))  # what was said of a parameter is said of its copy
+            memo[id(tensor)] = new
+        try:
+            net, loss_fn = copy.deepcopy((self.net, self.loss_fn), memo)
+        except (TypeError, RuntimeError) as error:
+            raise SettingError(f"the model cannot be copied: {error}",
+                               legal="a model that copy.deepcopy copies") from error
+        return _Twin(net, loss_fn, *closed(pytree.tree_map(cast, opened((self.args, self.kwargs)))), self.policy)
+
+    def compare(self, dtype: torch.dtype, notes: dict[str, None]) -> tuple[Differences, Plan | PipelinePlan]:
+        one, twin = self.twin(dtype), self.twin(dtype)
+        program = self.program(twin)
+        self.loss_of = _loss_of
+        if isinstance(program, PipelineProgram):
+            program.check()
+            self.loss_of = partial(_loss_among, index=program.loss)
+            if any(op.kind in _OWN_STATISTICS for op in program.plan.graph.ops):
+                notes.setdefault(_OWN_NOTE)
+        plain = self.train(one, self.on_one_device(one, program))
+        leaves, plan = pytree.tree_leaves(opened((twin.args, twin.kwargs))), program.plan
+        parallel = self.train(twin, lambda: program(*leaves), catch=True)
+        if any(not r.isfinite().all() for step in plain.results for r in step if r.is_floating_point()):
+            notes.setdefault("the results on one device are not finite: there is little to compare")
+        if not any(g is not None for g in plain.gradients.values()):
+            notes.setdefault("no parameter has a gradient: only results were compared")
+        allowed = Allowed(plan.graph, dtype, self.tolerances, self.steps)
+        losses = Worst(math.inf, self.tolerances[dtype])
+        if len(plain.results) == len(parallel.results):
+            here, there = ({f"{step}.{i}": x for step, results in enumerate(run.results) for i, x in enumerate(results)}
+                           for run in (plain, parallel))
+            losses = worst(here, there, lambda name: allowed.result(int(name.rpartition(".")[2])), allowed)
+        gradients = worst(plain.gradients, parallel.gradients, allowed.of_parameter, allowed, FLOOR)
+        parameters = max((worst(getattr(plain, kind), getattr(parallel, kind), allowed.state, allowed, FLOOR)
+                          for kind in ("parameters", "buffers")), key=Worst.excess)
+        return Differences(dtype, losses, gradients, parameters, self.tolerances[dtype], parallel.failure), plan
+
+    def program(self, twin: _Twin) -> StepProgram | PipelineProgram:
+        """The copy, planned. What cannot be planned is the user's to hear."""
+        return self.wrap(twin.net, twin.loss_fn, self.runtime)._build(twin.args, twin.kwargs, hooks_around=False)
+
+    def on_one_device(self, one: _Twin, program: StepProgram | PipelineProgram) -> Callable[[], Any]:
+        """The call on one device: in plain PyTorch, or where it draws random numbers, which are ours, planned for one."""
+        if not program.plan.draws:
+            return one.plain
+        alone = _OnOneMachine(one.net, one.loss_fn, "stand_alone", runtime=replace(self.runtime, devices=1),
+                              mixed_precision=self.policy)
+        return lambda: alone(*one.args, **one.kwargs)
+
+    def rewind(self) -> None:
+        """Random numbers as at the beginning."""
+        stream.load_state_dict(self.stream)
+        torch.set_rng_state(self.random)
+
+    def train(self, twin: _Twin, call: Callable[[], Any], catch: bool = False) -> _Run:
+        self.rewind()
+        run = _Run()
+        parameters, _ = twin.named()
+        optimizer = self.optimizer(list(parameters.values())) if parameters else None
+        try:
+            for step in range(self.steps):
+                result = call()
+                leaves = pytree.tree_leaves(opened(result))
+                run.results.append([x.detach().clone() for x in leaves if isinstance(x, Tensor)])
+                loss = self.loss_of(result)
+                if loss is not None and loss.requires_grad:
+                    loss.backward()
+                if step == 0:
+                    run.gradients = {n: None if p.grad is None else p.grad.clone() for n, p in parameters.items()}
+                if optimizer is not None:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        except Exception as error:
+            if not catch or isinstance(error, MemoryError):
+                raise
+            run.failure = f"{type(error).__name__}: {error}"
+        run.parameters, run.buffers = parameters, twin.named()[1]  # a forward may have assigned buffers
+        return run
+
+    def search(self, dtype: torch.dtype) -> FirstDifference | None:
+        one, twin = self.twin(dtype), self.twin(dtype)
+        program = self.program(twin)
+        call = self.on_one_device(one, program)
+        self.rewind()
+        plain = call()
+        parameters, buffers = twin.named()
+        inputs = [x for x in pytree.tree_leaves(opened((twin.args, twin.kwargs))) if isinstance(x, Tensor)]
+        self.rewind()
+        return find_first_difference(program, parameters | buffers, inputs, plain, self.loss_of,
+                                     Allowed(program.plan.graph, dtype, self.tolerances))
+
+
+def _values(net: nn.Module, loss_fn: Any, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """(tensor, its value) of every parameter, buffer and tensor attribute; parameters may not be there yet."""
+    values: dict[int, tuple[Tensor, Tensor]] = {}
+    for part in (net, loss_fn):
+        if not isinstance(part, nn.Module):
+            continue
+
+        def take(name: str, tensor: Tensor, whole: Tensor) -> None:
+            values[id(tensor)] = tensor, whole.detach().clone()  # the model keeps what it has
+        materialize(part, take, device)
+        for module in part.modules():
+            for tensor in vars(module).values():
+                if isinstance(tensor, Tensor):
+                    values.setdefault(id(tensor), (tensor, tensor.detach().clone()))
+    return list(values.values())
+
+
+def _loss_of(result: Any) -> Tensor | None:
+    """Where the backward starts: the one number of a result, else the mean squares of its floating tensors, summed."""
+    tensors = [x for x in pytree.tree_leaves(opened(result)) if isinstance(x, Tensor) and x.is_floating_point()]
+    if len(tensors) == 1 and tensors[0].dim() == 0:
+        return tensors[0]
+    squares = [x.square().mean() for x in tensors if x.numel()]
+    return sum(squares[1:], squares[0]) if squares else None
+
+
+def _loss_among(result: Any, index: int | None) -> Tensor | None:
+    """The loss of a pipeline: that of its results at `index`."""
+    return None if index is None else pytree.tree_leaves(opened(result))[index]
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
