@@ -1,7 +1,9 @@
 """The two networks with their collectives written by hand: what a patient user of torch.distributed would write.
 
-The collectives of our conversions in their order, forward and backward, for these two networks and eight ranks alone (of
-which our runtime joins some on their way: see `joined` and `SumInTurns`). They come in two forms, and the faster one counts:
+The collectives of our conversions in their order, forward and backward, for these two networks and eight ranks alone
+(of
+which our runtime joins some on their way: see `joined` and `SumInTurns`). They come in two forms, and the faster one
+    counts:
 
     Natural     the collective of that name
     Exchanges   small messages through all-to-alls, which Gloo has faster than its other collectives
@@ -113,8 +115,10 @@ class ByHand(nn.Module):
 
     def sum_gradient(self, parameter: nn.Parameter, group: Group) -> None:
         """Its gradient is summed over `group` as soon as the backward has it."""
+
         def add(filled: Tensor) -> None:
             filled.grad = self.do.all_reduce(filled.grad, group)
+
         parameter.register_post_accumulate_grad_hook(add)
 
     def rows(self, x: Tensor, parts: int, index: int) -> Tensor:

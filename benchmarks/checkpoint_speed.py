@@ -1,11 +1,12 @@
-"""How long checkpoints take: ours against plain torch.distributed.checkpoint, and how much of a save a training step feels.
+"""How long checkpoints take: ours against plain torch.distributed.checkpoint, and how much of a save a training step
+feels.
 
     python benchmarks/checkpoint_speed.py               some minutes
     python benchmarks/checkpoint_speed.py --quick       few rounds
     python benchmarks/checkpoint_speed.py --devices 4 --megabytes 1200
 
-A network of layers of 2048 x 2048, its weights cut over the ranks in rows and in columns by turns, and the state of AdamW
-besides. Gloo processes of one thread each, on one disk.
+A network of layers of 2048 x 2048, its weights cut over the ranks in rows and in columns by turns, and the state of
+AdamW besides. Gloo processes of one thread each, on one disk.
 
     parts           each rank its own: against dcp.save
     integrated      one whole file for any reader of safetensors: against dcp.save with Hugging Face's storage, which writes
@@ -13,15 +14,16 @@ besides. Gloo processes of one thread each, on one disk.
 
     save, load      each contender in turn, in the same processes; into a fresh folder, through to the disk; from the page cache
     background      the seconds of the call; of the call and what the next training step takes longer than one alone, which
-                    has to wait for copies and shares the processor with the save; of the call and all steps until the save is
-                    done; each against the seconds of the same save that is waited for; theirs, async_save, for comparison
+                    has to wait for copies and shares the processor with the save; of the call and all steps until the
+                    save is done; each against the seconds of the same save that is waited for; theirs, async_save, for
+                    comparison
 
-Each puts every byte through to the disk with fsync before it says that it is done. Ours besides makes a digest of every file
-and looks for damage with it before it loads anything, gives the folder its name last, and puts the names through; theirs makes
-a CRC-32 of each tensor, as torch.save does, of which loading looks at none.
+Each puts every byte through to the disk with fsync before it says that it is done. Ours besides makes a digest of every
+file and looks for damage with it before it loads anything, gives the folder its name last, and puts the names through;
+theirs makes a CRC-32 of each tensor, as torch.save does, of which loading looks at none.
 
-What counts is the ratio of two contenders of one round, its median and quartiles. Before anything is timed each loads what
-it has saved, and values are compared.
+What counts is the ratio of two contenders of one round, its median and quartiles. Before anything is timed each loads
+what it has saved, and values are compared.
 """
 
 from __future__ import annotations
@@ -79,7 +81,9 @@ class Setup:
     def __init__(self, world: int, megabytes: int) -> None:
         sw.init()
         torch.manual_seed(0)
-        net = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(max(2, megabytes * 2**20 // (12 * WIDTH**2)))])
+        net = nn.Sequential(
+            *[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(max(2, megabytes * 2**20 // (12 * WIDTH**2)))]
+        )
         for number, layer in enumerate(net):
             sw.shard(layer, ((1, 1), (world, 1)) if number % 2 else ((1, world), (1, world)))
         self.model = sw.AutoParallel(net, nn.MSELoss()).dataset_strategy("full_batch")
@@ -93,8 +97,8 @@ class Setup:
         self.optimizer.step(), self.optimizer.zero_grad()
 
     def tensors(self, entry: str) -> dict[str, Tensor]:
-        """What a contender saves, as DTensors; as quick as it can be had. In one file theirs loads other numbers of steps
-        than it saved (tensors without dims, torch 2.13): it does without them."""
+        """What a contender saves, as DTensors; as quick as it can be had. In one file theirs loads other numbers of
+        steps than it saved (tensors without dims, torch 2.13): it does without them."""
         out = {}
         for name, parameter in self.model.named_parameters():
             out[f"model.{name}"] = parameter.detach()
@@ -104,18 +108,26 @@ class Setup:
     def save(self, name: str, folder: Path, asynchronous: bool = False) -> Any:
         if name in LIKE.values():
             tensors = self.tensors(name)
-            to = FileSystemWriter(folder) if name == PLAIN else HuggingFaceStorageWriter(
-                str(folder), dict.fromkeys(tensors, 1), save_distributed=True, enable_consolidation=True)
+            to = (
+                FileSystemWriter(folder)
+                if name == PLAIN
+                else HuggingFaceStorageWriter(
+                    str(folder), dict.fromkeys(tensors, 1), save_distributed=True, enable_consolidation=True
+                )
+            )
             if asynchronous:
                 return Theirs(dcp.async_save(tensors, storage_writer=to, process_group=self.group))
             return dcp.save(tensors, storage_writer=to)
-        return sw.save_checkpoint(self.model, self.optimizer, folder, step=1, integrated_save=name == WHOLE,
-                                  asynchronous=asynchronous)
+        return sw.save_checkpoint(
+            self.model, self.optimizer, folder, step=1, integrated_save=name == WHOLE, asynchronous=asynchronous
+        )
 
     def load(self, name: str, folder: Path) -> None:
         if name in LIKE.values():
-            dcp.load(self.tensors(name), storage_reader=FileSystemReader(folder) if name == PLAIN else
-                     HuggingFaceStorageReader(str(folder)))
+            dcp.load(
+                self.tensors(name),
+                storage_reader=FileSystemReader(folder) if name == PLAIN else HuggingFaceStorageReader(str(folder)),
+            )
         else:
             sw.load_checkpoint(self.model, self.optimizer, folder)
 
@@ -169,8 +181,8 @@ def race(rank: int, world: int, megabytes: int, rounds: int, folder: Path) -> di
 
 
 def background(setup: Setup, name: str, folder: Path) -> dict[str, float]:
-    """The seconds of a save that is waited for, of a call that is not, and of what it adds to the next step and to all steps
-    until it is done."""
+    """The seconds of a save that is waited for, of a call that is not, and of what it adds to the next step and to all
+    steps until it is done."""
     alone = statistics.median(timed(setup.train) for _ in range(3))
     waited = timed(lambda: setup.save(name, folder))
     removed(folder)
@@ -193,17 +205,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="5 rounds")
     parser.add_argument("--megabytes", type=int, default=600, help="of parameters and state (default: 600)")
     parser.add_argument("--devices", type=int, nargs="+", default=[2, 4], help="default: 2 4")
-    parser.add_argument("--folder", type=Path, help="on the disk to write to; default: the system's for temporary files")
-    parser.add_argument("--output", type=Path, default=Path("checkpoint_speed.json"), help="default: checkpoint_speed.json")
+    parser.add_argument(
+        "--folder", type=Path, help="on the disk to write to; default: the system's for temporary files"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("checkpoint_speed.json"), help="default: checkpoint_speed.json"
+    )
     args = parser.parse_args(argv)
     console, results = Console(), Results()
     for devices in args.devices:
         with console.status(f"{devices} processes"), tempfile.TemporaryDirectory(dir=args.folder) as folder:
             rounds = 5 if args.quick else args.rounds
-            by_rank = run_ranks(partial(race, megabytes=args.megabytes, rounds=rounds, folder=Path(folder)), devices, timeout=7200)
+            by_rank = run_ranks(
+                partial(race, megabytes=args.megabytes, rounds=rounds, folder=Path(folder)), devices, timeout=7200
+            )
         for section, times in by_rank[0].items():
             results.times[f"{section}, {devices} processes"] = {
-                name: [1e3 * max(t) for t in zip(*(r[section][name] for r in by_rank))] for name in times}
+                name: [1e3 * max(t) for t in zip(*(r[section][name] for r in by_rank))] for name in times
+            }
         for section in ("save", "load"):
             for ours, theirs in LIKE.items():
                 results.compare(f"{section}, {devices} processes", ours, theirs, at_most=1.1)

@@ -41,8 +41,11 @@ class Target:
 
 
 TARGETS = {
-    "G": Target(217_039, 1.0, 10), "B": Target(532_843, 1.0, 10), "V": Target(1_632_051, 1.3, 120),
-    "A": Target(6_548_641_531, 1.05, 120), "K": Target(2_274_276_676, 1.05, 120),
+    "G": Target(217_039, 1.0, 10),
+    "B": Target(532_843, 1.0, 10),
+    "V": Target(1_632_051, 1.3, 120),
+    "A": Target(6_548_641_531, 1.05, 120),
+    "K": Target(2_274_276_676, 1.05, 120),
     "P": Target(651_833_115_436, 1.05, 120),
 }
 
@@ -79,8 +82,19 @@ def measure(name: str, path: Path, seconds: float) -> Row:
     fullest = peak(problem, found.states)
     cost = problem.cost(found.states)  # counted anew
     ratio = cost / target.best
-    return Row(name, cost, target.best, ratio, found.bound, found.gap, fullest, wall, cpu, target.ratio,
-               ratio <= target.ratio and fullest <= 1)
+    return Row(
+        name,
+        cost,
+        target.best,
+        ratio,
+        found.bound,
+        found.gap,
+        fullest,
+        wall,
+        cpu,
+        target.ratio,
+        ratio <= target.ratio and fullest <= 1,
+    )
 
 
 def peak(problem, states) -> float:
@@ -103,19 +117,31 @@ def main() -> int:
     if arguments.cpu:
         time.monotonic = time.process_time
     console = Console(width=max(Console().width, 140))
-    table = Table("", "cost", "best known", "ratio", "bound", "gap", "memory", "wall s", "cpu s", "target", "",
-                  box=box.SIMPLE)
+    table = Table(
+        "", "cost", "best known", "ratio", "bound", "gap", "memory", "wall s", "cpu s", "target", "", box=box.SIMPLE
+    )
     rows = []
     for name in arguments.names or TARGETS:
         path = arguments.instances / f"asplos-2025-iopddl-{name}.json.gz"
         row = measure(name, path, arguments.seconds or TARGETS[name].seconds)
         rows.append(row)
-        table.add_row(name, f"{row.cost:,.0f}", f"{row.best:,.0f}", f"{row.ratio:.4f}", f"{row.bound:,.0f}",
-                      f"{100 * row.gap:.2f} %", f"{row.fullest:.4f}", f"{row.wall:.1f}", f"{row.cpu:.1f}",
-                      f"at most {row.target:g}", "ok" if row.ok else "MISSED")
+        table.add_row(
+            name,
+            f"{row.cost:,.0f}",
+            f"{row.best:,.0f}",
+            f"{row.ratio:.4f}",
+            f"{row.bound:,.0f}",
+            f"{100 * row.gap:.2f} %",
+            f"{row.fullest:.4f}",
+            f"{row.wall:.1f}",
+            f"{row.cpu:.1f}",
+            f"at most {row.target:g}",
+            "ok" if row.ok else "MISSED",
+        )
     console.print(table)
-    arguments.output.write_text(json.dumps({"machine": machine(), "instances": [asdict(row) for row in rows]},
-                                           indent=1) + "\n")
+    arguments.output.write_text(
+        json.dumps({"machine": machine(), "instances": [asdict(row) for row in rows]}, indent=1) + "\n"
+    )
     console.print(f"written to {arguments.output}")
     return 0 if all(row.ok for row in rows) else 1
 

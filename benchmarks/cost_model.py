@@ -47,8 +47,8 @@ sys.path.append(str(ROOT / "examples"))
 import gpt  # noqa: E402
 from language import Loss  # noqa: E402
 
-TO_REACH = 0.9    # the rank correlation
-CALIBRATION = 5   # rounds of each calibration
+TO_REACH = 0.9  # the rank correlation
+CALIBRATION = 5  # rounds of each calibration
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------
@@ -92,26 +92,34 @@ class Planned:
             loss = model(x, y)
             loss.backward()
             return loss.detach()
+
         return step
 
 
 def mlp(name: str, first: tuple, relu: tuple, second: tuple, **settings: object) -> Planned:
     """256 x 1024 -> 4096 -> 1024, the three operators marked."""
+
     def make() -> tuple[nn.Module, Callable, tuple[Tensor, Tensor]]:
         strategies = iter((first, (relu,), second))
-        return MLP.make(lambda operator, in_strategy: sw.shard(operator, in_strategy=next(strategies))), MLP.loss_fn, \
-            MLP.batch()
+        return (
+            MLP.make(lambda operator, in_strategy: sw.shard(operator, in_strategy=next(strategies))),
+            MLP.loss_fn,
+            MLP.batch(),
+        )
+
     return Planned(f"mlp: {name}", make, **settings)
 
 
 def small_gpt(name: str, mark: Callable[[nn.Module, Loss], None], **settings: object) -> Planned:
     """2 layers, width 256, 8 heads, 128 tokens, vocabulary 1024, batch 8."""
+
     def make() -> tuple[nn.Module, Callable, tuple[Tensor, Tensor]]:
         torch.manual_seed(0)
         net, loss = gpt.GPT(vocabulary=1024, length=128, layers=2, width=256, heads=8), Loss()
         mark(net, loss)
         passage = torch.randint(0, 1024, (8, 129), generator=torch.Generator().manual_seed(1))
         return net, loss, (passage[:, :-1].contiguous(), passage[:, 1:].contiguous())
+
     return Planned(f"gpt: {name}", make, **settings)
 
 
@@ -121,27 +129,41 @@ def unmarked(net: nn.Module, loss: Loss) -> None:
 
 def layers(dp: int, mp: int) -> Callable[[nn.Module, Loss], None]:
     """Attention and perceptron in `mp`, embedding and head whole."""
+
     def mark(net: nn.Module, loss: Loss) -> None:
         gpt.mark(net, loss, dp, mp)
         sw.shard(net.tokens, ((dp, 1), (1, 1)))
         sw.shard(net.head, ((dp, 1, 1), (1, 1)))
         loss.cross_entropy.shard(((dp, 1), (dp,)))
+
     return mark
 
 
 def rows_first(net: nn.Module, loss: Loss) -> None:
     """Each product by rows, each with a sum of its own: what one would not do."""
     for block in net.blocks:
-        for layer in (block.attention.query, block.attention.key, block.attention.value, block.attention.out,
-                      block.up, block.down):
+        for layer in (
+            block.attention.query,
+            block.attention.key,
+            block.attention.value,
+            block.attention.out,
+            block.up,
+            block.down,
+        ):
             sw.shard(layer, ((1, 1, 8), (1, 8)))
 
 
 def columns_only(net: nn.Module, loss: Loss) -> None:
     """Each product by columns, each with a gather before it."""
     for block in net.blocks:
-        for layer in (block.attention.query, block.attention.key, block.attention.value, block.attention.out,
-                      block.up, block.down):
+        for layer in (
+            block.attention.query,
+            block.attention.key,
+            block.attention.value,
+            block.attention.out,
+            block.up,
+            block.down,
+        ):
             sw.shard(layer, ((1, 1, 1), (8, 1)))
 
 
@@ -176,8 +198,9 @@ PLANS: tuple[Planned, ...] = (
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
 
-def measured(rank: int, world: int, names: Sequence[str], rounds: int, calibrates: bool
-             ) -> tuple[list[Cluster], dict[str, list[float]]]:
+def measured(
+    rank: int, world: int, names: Sequence[str], rounds: int, calibrates: bool
+) -> tuple[list[Cluster], dict[str, list[float]]]:
     """On one rank: what it finds the cluster to be, each time, and the seconds of each plan's steps."""
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
@@ -207,14 +230,22 @@ def measure(names: Sequence[str], rounds: int, calibrates: bool) -> tuple[list[C
 
 def middle(clusters: Sequence[Cluster]) -> Cluster:
     """The median of each number."""
+
     def of(read: Callable[[Cluster], float]) -> float:
         return statistics.median(map(read, clusters))
 
     first = clusters[0]
-    levels = tuple(replace(level, bandwidth=of(lambda c: c.levels[i].bandwidth),
-                           latency=of(lambda c: c.levels[i].latency)) for i, level in enumerate(first.levels))
-    return replace(first, levels=levels, peak={name: of(lambda c: c.peak[name]) for name in first.peak},
-                   memory_bandwidth=of(lambda c: c.memory_bandwidth), overhead=of(lambda c: c.overhead))
+    levels = tuple(
+        replace(level, bandwidth=of(lambda c: c.levels[i].bandwidth), latency=of(lambda c: c.levels[i].latency))
+        for i, level in enumerate(first.levels)
+    )
+    return replace(
+        first,
+        levels=levels,
+        peak={name: of(lambda c: c.peak[name]) for name in first.peak},
+        memory_bandwidth=of(lambda c: c.memory_bandwidth),
+        overhead=of(lambda c: c.overhead),
+    )
 
 
 # -- predicted against measured ----------------------------------------------------------------------------------------
@@ -247,8 +278,10 @@ class Compared:
 
 def rank_correlation(plans: Sequence[Compared]) -> float:
     """Spearman's: the correlation of the places of plans in the orders by predicted and by measured seconds."""
-    places = [np.argsort(np.argsort(seconds)) for seconds in ([p.predicted for p in plans],
-                                                              [p.measured.median for p in plans])]
+    places = [
+        np.argsort(np.argsort(seconds))
+        for seconds in ([p.predicted for p in plans], [p.measured.median for p in plans])
+    ]
     return float(np.corrcoef(places)[0, 1])
 
 
@@ -257,8 +290,13 @@ def show(console: Console, compared: Sequence[Compared], correlations: dict[str,
     table = Table(*(Column(name, no_wrap=True) for name in heads), box=box.SIMPLE)
     for plan in sorted(compared, key=lambda p: p.measured.median):
         spread = Spread(*(1e3 * value for value in asdict(plan.measured).values()))
-        table.add_row(plan.name, f"{1e3 * plan.predicted:.1f}", f"{plan.communication / plan.predicted:.0%}",
-                      str(spread), f"{plan.error:+.0%}")
+        table.add_row(
+            plan.name,
+            f"{1e3 * plan.predicted:.1f}",
+            f"{plan.communication / plan.predicted:.0%}",
+            str(spread),
+            f"{plan.error:+.0%}",
+        )
     console.print(table)
     for name, value in correlations.items():
         console.print(f"rank correlation, {name}: {value:.3f}")
@@ -280,16 +318,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     cluster = middle(clusters) if clusters else Cluster.of(args.cluster, DEVICES)
     costs = CostModel(cluster, DEVICES)
     prices = {plan.name: costs.plan(plan.plan()) for plan in plans}
-    compared = [Compared(name, price.forward, price.backward, price.communication, Spread.of(seconds[name]))
-                for name, price in prices.items()]
+    compared = [
+        Compared(name, price.forward, price.backward, price.communication, Spread.of(seconds[name]))
+        for name, price in prices.items()
+    ]
     correlations = {"all": rank_correlation(compared)}
     for network in args.only:
         correlations[network] = rank_correlation([p for p in compared if p.name.startswith(network)])
     show(console, compared, correlations)
-    args.output.write_text(json.dumps({
-        "machine": machine(), "cluster": cluster.to_dict(), "calibrations": [c.to_dict() for c in clusters],
-        "rank correlation": correlations, "seconds": seconds,
-        "plans": [asdict(p) | {"predicted": p.predicted, "error": p.error} for p in compared]}, indent=1))
+    args.output.write_text(
+        json.dumps(
+            {
+                "machine": machine(),
+                "cluster": cluster.to_dict(),
+                "calibrations": [c.to_dict() for c in clusters],
+                "rank correlation": correlations,
+                "seconds": seconds,
+                "plans": [asdict(p) | {"predicted": p.predicted, "error": p.error} for p in compared],
+            },
+            indent=1,
+        )
+    )
     console.print(f"written to {args.output}")
     return 0 if correlations["all"] >= TO_REACH else 1
 

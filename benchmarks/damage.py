@@ -50,7 +50,7 @@ def damage(folder: Path, kind: str, others: dict[str, Sequence[Path]], rng: rand
         if kind == "missing":
             file.unlink()
         elif kind == "cut":
-            file.write_bytes(data[:rng.randrange(len(data))])
+            file.write_bytes(data[: rng.randrange(len(data))])
         elif kind == "empty":
             file.write_bytes(b"")
         elif kind == "longer":
@@ -60,7 +60,7 @@ def damage(folder: Path, kind: str, others: dict[str, Sequence[Path]], rng: rand
             file.write_bytes(data)
         elif kind == "bytes":
             at, count = rng.randrange(len(data)), rng.randint(1, 64)
-            new = data[:at] + rng.randbytes(min(count, len(data) - at)) + data[at + count:]
+            new = data[:at] + rng.randbytes(min(count, len(data) - at)) + data[at + count :]
             if new == data:
                 continue
             file.write_bytes(new)
@@ -97,7 +97,9 @@ class Subjects:
                 model, optimizer = self._made(width)
                 for step in (1, 2):
                     self._train(model, optimizer, width)
-                    path = sw.save_checkpoint(model, optimizer, folder / f"{whole}-{width}", step=step, integrated_save=whole).wait()
+                    path = sw.save_checkpoint(
+                        model, optimizer, folder / f"{whole}-{width}", step=step, integrated_save=whole
+                    ).wait()
                     if width == 8 and step == 1:
                         self.sound.append(path)
                     else:
@@ -160,7 +162,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             if problem is not None:
                 wrong.append(problem)
                 console.print(problem)
-    console.print(f"{args.count} damaged checkpoints, {len(wrong)} unnoticed: " + ", ".join(f"{n} {k}" for k, n in done.items()))
+    console.print(
+        f"{args.count} damaged checkpoints, {len(wrong)} unnoticed: " + ", ".join(f"{n} {k}" for k, n in done.items())
+    )
     args.output.write_text(json.dumps({"damaged": dict(done), "unnoticed": wrong}, indent=1))
     return 1 if wrong else 0
 

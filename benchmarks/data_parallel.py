@@ -9,8 +9,8 @@
     convs       a stem and 6 residual pairs of convolutions with batch norms, 64 to 256 channels, 4 pictures of 16 x 16 a rank;
                 running statistics are averaged over the ranks by us, sent from rank 0 by DDP
 
-Gloo processes of one thread each. Contenders take turns, see `race`. Before anything is timed, losses and parameters of all
-are compared with those of DDP.
+Gloo processes of one thread each. Contenders take turns, see `race`. Before anything is timed, losses and parameters of
+all are compared with those of DDP.
 """
 
 from __future__ import annotations
@@ -55,7 +55,14 @@ def make(section: str) -> nn.Module:
     torch.manual_seed(0)
     if section == "mlp":
         return nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(1024, 1024), nn.ReLU())), nn.Linear(1024, 10))
-    pairs = [Pair(64, 64, 1), Pair(64, 64, 1), Pair(64, 128, 2), Pair(128, 128, 1), Pair(128, 256, 2), Pair(256, 256, 1)]
+    pairs = [
+        Pair(64, 64, 1),
+        Pair(64, 64, 1),
+        Pair(64, 128, 2),
+        Pair(128, 128, 1),
+        Pair(128, 256, 2),
+        Pair(256, 256, 1),
+    ]
     return nn.Sequential(nn.Conv2d(3, 64, 3, 1, 1), *pairs, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 10))
 
 
@@ -97,7 +104,9 @@ def expected(section: str) -> tuple[list[Tensor], list[Tensor]]:
 def check(section: str, name: str, made: Contender, rank: int) -> None:
     losses, parameters = expected(section)
     for theirs in losses:
-        torch.testing.assert_close(made.step(), theirs, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda text: f"{name}: {text}")
+        torch.testing.assert_close(
+            made.step(), theirs, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda text: f"{name}: {text}"
+        )
     for mine, theirs in zip(made.parameters(), parameters, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda text: f"{name}: {text}")
 
@@ -118,8 +127,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for devices in args.devices:
             name = f"{section}, {devices} processes"
             with console.status(name):
-                results.times[name] = run_race(devices, makers[section], partial(check, section), entries,
-                                               15 if args.quick else args.steps)
+                results.times[name] = run_race(
+                    devices, makers[section], partial(check, section), entries, 15 if args.quick else args.steps
+                )
             if not args.buckets:
                 results.compare(name, OURS, results.fastest(name, "DDP"), at_most=1.0)
     return results.finish(console, args.output)

@@ -6,16 +6,17 @@
 
 A run trains a small network with dropout, AdamW and a schedule, on data whose position is saved, and saves every other
 step; whoever runs it is killed by SIGKILL at a random moment, while it starts, loads, trains or saves, and is started
-again, until the run is at its end. It is one process that plays four devices, or two Gloo processes of which one or both
-are killed; checkpoints are whole or in parts, saved at once or in the background. After each kill:
+again, until the run is at its end. It is one process that plays four devices, or two Gloo processes of which one or
+both are killed; checkpoints are whole or in parts, saved at once or in the background. After each kill:
 
     lost        a checkpoint whose save had returned is not there any more, though it is among those to be kept, or it is
                 damaged; or any folder under its final name is not whole
     wrong       a loss of a resumed run is not, to the bit, that of the run that nobody killed
 
-Damages are those of `damage`: bits are flipped, files cut, replaced by those of another step or another model, removed, in
-copies of good checkpoints. A damage is unnoticed if ``verify`` finds nothing, or a load succeeds, or fails having changed
-something.
+Damages are those of `damage`: bits are flipped, files cut, replaced by those of another step or another model, removed,
+    in
+copies of good checkpoints. A damage is unnoticed if ``verify`` finds nothing, or a load succeeds, or fails having
+changed something.
 """
 
 from __future__ import annotations
@@ -62,8 +63,10 @@ class Way:
     processes: int
 
     def __str__(self) -> str:
-        return (f"{'whole' if self.whole else 'in parts'}, {'in the background' if self.background else 'at once'}, "
-                f"{self.processes} process{'es' if self.processes > 1 else ''}")
+        return (
+            f"{'whole' if self.whole else 'in parts'}, {'in the background' if self.background else 'at once'}, "
+            f"{self.processes} process{'es' if self.processes > 1 else ''}"
+        )
 
 
 ALONE = [Way(whole, background, 1) for whole in (True, False) for background in (True, False)]
@@ -96,8 +99,9 @@ class Training:
             sw.init(devices=devices)
         torch.manual_seed(0)
         cut = devices if processes else 2
-        net = nn.Sequential(sw.shard(nn.Linear(32, 64), ((1, 1), (cut, 1), (cut,))), nn.ReLU(), nn.Dropout(0.1),
-                            nn.Linear(64, 8))
+        net = nn.Sequential(
+            sw.shard(nn.Linear(32, 64), ((1, 1), (cut, 1), (cut,))), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 8)
+        )
         self.model = sw.AutoParallel(net, nn.CrossEntropyLoss()).dataset_strategy("full_batch")
         self.optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 5, 0.9)
@@ -143,9 +147,16 @@ def run(way: Way, folder: Path, journal: Journal | None) -> None:
         if journal:
             journal.write("loss", step, loss)
         if (step + 1) % EVERY == 0:
-            saving = sw.save_checkpoint(training.model, training.optimizer, folder, step=step + 1,
-                                        integrated_save=way.whole, asynchronous=way.background, keep_checkpoint_max=KEPT,
-                                        **training.state())
+            saving = sw.save_checkpoint(
+                training.model,
+                training.optimizer,
+                folder,
+                step=step + 1,
+                integrated_save=way.whole,
+                asynchronous=way.background,
+                keep_checkpoint_max=KEPT,
+                **training.state(),
+            )
             if pending is not None:
                 pending.wait()  # a save in the background has begun, so the one before is at its end
                 if journal:
@@ -173,8 +184,13 @@ def _child(way: Way, rank: int, port: int, folder: Path, journal: Path) -> None:
         _current.clear()
         torch.set_num_threads(1)
         if way.processes > 1:
-            dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=way.processes,
-                                    timeout=timedelta(seconds=60))
+            dist.init_process_group(
+                "gloo",
+                init_method=f"tcp://127.0.0.1:{port}",
+                rank=rank,
+                world_size=way.processes,
+                timeout=timedelta(seconds=60),
+            )
             sw.init()
         run(way, folder, Journal(journal) if rank == 0 else None)
         if way.processes > 1:
@@ -298,8 +314,9 @@ def _names(folder: Path) -> list[str]:
     return os.listdir(folder) if folder.is_dir() else []
 
 
-def _check(way: Way, lines: list[tuple[str, int, float]], before: int, expected: list[float], folder: Path, found: Kills
-           ) -> None:
+def _check(
+    way: Way, lines: list[tuple[str, int, float]], before: int, expected: list[float], folder: Path, found: Kills
+) -> None:
     """What a life of a run has left.
 
     Args:
@@ -316,7 +333,7 @@ def _check(way: Way, lines: list[tuple[str, int, float]], before: int, expected:
         if newest < max(returned):
             found.problem("lost", f"{way}: the save of step {max(returned)} had returned, and {newest} is the newest")
         # Of those that had returned the newest are there, as many as are kept less one that is newer than they.
-        for step in sorted(set(returned))[-(KEPT - 1):]:
+        for step in sorted(set(returned))[-(KEPT - 1) :]:
             if step not in there and step > newest - KEPT * EVERY:
                 found.problem("lost", f"{way}: step {step} is gone; there are {sorted(there)}")
     for word, step, loss in lines[before:]:
@@ -328,6 +345,7 @@ def _check(way: Way, lines: list[tuple[str, int, float]], before: int, expected:
 
 
 # -- damages -----------------------------------------------------------------------------------------------------------
+
 
 def damage_files(count: int, chance: random.Random, folder: Path) -> dict[str, Any]:
     """Damage good checkpoints, one file or two of a copy at a time."""
@@ -365,13 +383,19 @@ def main() -> None:
                 share = kills * (i + 1) // len(ways) - kills * i // len(ways)
                 if share:
                     kill_runs(way, share, chance, found, folder / f"way_{i}")
-                    print(f"{found.kills} of {kills} kills ({way}): {found.resumed} resumptions, {found.saving} while "
-                          f"saving, {found.lost} lost, {found.wrong} wrong, {found.failed} failed", flush=True)
+                    print(
+                        f"{found.kills} of {kills} kills ({way}): {found.resumed} resumptions, {found.saving} while "
+                        f"saving, {found.lost} lost, {found.wrong} wrong, {found.failed} failed",
+                        flush=True,
+                    )
             figures["kills"] = vars(found)
         if damages:
             figures["damages"] = damage_files(damages, chance, folder / "damages")
-            print(f"{figures['damages']['damages']} damages {figures['damages']['by_kind']}: "
-                  f"{figures['damages']['unnoticed']} unnoticed", flush=True)
+            print(
+                f"{figures['damages']['damages']} damages {figures['damages']['by_kind']}: "
+                f"{figures['damages']['unnoticed']} unnoticed",
+                flush=True,
+            )
     for problem in (*found.problems, *figures.get("damages", {}).get("problems", ())):
         print(problem)
     if arguments.json:

@@ -4,12 +4,14 @@
     python benchmarks/further_sizes.py --quick       few sizes
     python benchmarks/further_sizes.py --output further_sizes.json
 
-One thread, four devices in this process: modes that decide by rules and by a search, and a pipeline of two stages and two
-micro-batches. Batch size and sequence length change at each call. "added": seconds of processor time of the first call at a
-size, less those of the quicker of two more. ``first``: the first call of the model; ``second size``: the first of another
-size, which captures the model with symbols; ``further sizes``: each one after it, with the loss compared with that of a model
-that is captured and planned for this size alone, whose first call is ``alone``. ``said: first`` and ``said: further sizes``:
-the same of a model that is told which dims vary (``varying=(0, 1)``), whose first call captures it with symbols too; the second
+One thread, four devices in this process: modes that decide by rules and by a search, and a pipeline of two stages and
+    two
+micro-batches. Batch size and sequence length change at each call. "added": seconds of processor time of the first call
+at a size, less those of the quicker of two more. ``first``: the first call of the model; ``second size``: the first of
+another size, which captures the model with symbols; ``further sizes``: each one after it, with the loss compared with
+that of a model that is captured and planned for this size alone, whose first call is ``alone``. ``said: first`` and
+``said: further sizes``: the same of a model that is told which dims vary (``varying=(0, 1)``), whose first call
+    captures it with symbols too; the second
 size is one of the further ones.
 """
 

@@ -69,9 +69,14 @@ class GptByHand(nn.Module):
             kept = nn.Module()
             kept.norm1, kept.norm2 = self.held_norm(block.norm1), self.held_norm(block.norm2)
             attention = block.attention
-            for name, layer, dim in (("query", attention.query, 0), ("key", attention.key, 0),
-                                     ("value", attention.value, 0), ("out", attention.out, 1), ("up", block.up, 0),
-                                     ("down", block.down, 1)):
+            for name, layer, dim in (
+                ("query", attention.query, 0),
+                ("key", attention.key, 0),
+                ("value", attention.value, 0),
+                ("out", attention.out, 1),
+                ("up", block.up, 0),
+                ("down", block.down, 1),
+            ):
                 setattr(kept, name, self.held(layer.weight, dim))
                 setattr(kept, name + "_bias", self.held(layer.bias, dim if dim == 0 else None))
             self.blocks.append(kept)
@@ -81,7 +86,8 @@ class GptByHand(nn.Module):
         local = whole.detach() if dim is None else whole.detach().chunk(PARTS, dim)[self.part]
         parameter = nn.Parameter(local.clone(memory_format=torch.contiguous_format))
         parameter.register_post_accumulate_grad_hook(
-            lambda p: setattr(p, "grad", self.do.all_reduce(p.grad, self.pair)))
+            lambda p: setattr(p, "grad", self.do.all_reduce(p.grad, self.pair))
+        )
         return parameter
 
     def held_norm(self, norm: nn.LayerNorm) -> nn.ParameterList:
@@ -89,7 +95,8 @@ class GptByHand(nn.Module):
         kept = nn.ParameterList(nn.Parameter(p.detach().clone()) for p in (norm.weight, norm.bias))
         for parameter in kept:
             parameter.register_post_accumulate_grad_hook(
-                lambda p: setattr(p, "grad", self.do.all_reduce(p.grad, dist.group.WORLD)))
+                lambda p: setattr(p, "grad", self.do.all_reduce(p.grad, dist.group.WORLD))
+            )
         return kept
 
     # -- conversions: (forward, backward) --
@@ -143,6 +150,8 @@ class GptByHand(nn.Module):
     def attend(self, block: nn.Module, x: Tensor) -> Tensor:
         y = self.spread(F.layer_norm(x, x.shape[-1:], *block.norm1))
         split: Callable[[Tensor], Tensor] = lambda t: t.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # noqa: E731
-        q, k, v = (split(F.linear(y, getattr(block, n), getattr(block, n + "_bias"))) for n in ("query", "key", "value"))
+        q, k, v = (
+            split(F.linear(y, getattr(block, n), getattr(block, n + "_bias"))) for n in ("query", "key", "value")
+        )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         return self.finish(F.linear(mixed, block.out)) + self.bias(block.out_bias)

@@ -1,13 +1,14 @@
-"""What the guards of a captured program cost at each call: a check that finds nothing changed, on GPTs of 12 and 48 layers.
+"""What the guards of a captured program cost at each call: a check that finds nothing changed, on GPTs of 12 and 48
+layers.
 
     python benchmarks/guards.py               half a minute
     python benchmarks/guards.py --quick       few rounds
     python benchmarks/guards.py --output guards.json
 
-Host time of one thread. ``check``: `Guards.hold` alone, while nothing has changed and after an equal object took the place of
-another; each time is the median of 20 checks in a row. ``call``: a whole call without gradients of a model so narrow that its
-operators take little, with its guards and with guards that look at nothing, in turns. Before anything is timed, guards are seen
-to fail when a module's attribute is changed, and to hold again when it is changed back.
+Host time of one thread. ``check``: `Guards.hold` alone, while nothing has changed and after an equal object took the
+place of another; each time is the median of 20 checks in a row. ``call``: a whole call without gradients of a model so
+narrow that its operators take little, with its guards and with guards that look at nothing, in turns. Before anything
+is timed, guards are seen to fail when a module's attribute is changed, and to hold again when it is changed back.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ def called(layers: int) -> tuple[sw.AutoParallel, Callable[[], object]]:
     def call() -> object:
         with torch.no_grad():
             return model(tokens)
+
     call()
     return model, call
 
@@ -74,7 +76,10 @@ def measure(results: Results, layers: int, rounds: int) -> None:
         heads.dropout = float("0.0")  # another object of the same value
         return guards.hold()
 
-    checks = {"unchanged": lambda: microseconds(guards.hold, IN_A_ROW), "an equal object": lambda: microseconds(equal, IN_A_ROW)}
+    checks = {
+        "unchanged": lambda: microseconds(guards.hold, IN_A_ROW),
+        "an equal object": lambda: microseconds(equal, IN_A_ROW),
+    }
     kinds = {"with guards": guards.hold, "without": lambda: True}
     found: dict[str, list[float]] = {name: [] for name in (*checks, *kinds)}
     for turn in range(rounds):
@@ -87,8 +92,10 @@ def measure(results: Results, layers: int, rounds: int) -> None:
                 del vars(guards)["hold"]
     results.times[section] = {name: [us / 1e3 for us in found[name]] for name in kinds}
     target = {"at_most": TARGET[layers]} if layers in TARGET else {}
-    results.figures += [Figure(section, f"a check of {modules} modules, us", Spread.of(found["unchanged"]), **target),
-                        Figure(section, "a check that finds an equal object, us", Spread.of(found["an equal object"]))]
+    results.figures += [
+        Figure(section, f"a check of {modules} modules, us", Spread.of(found["unchanged"]), **target),
+        Figure(section, "a check that finds an equal object, us", Spread.of(found["an equal object"])),
+    ]
     results.compare(section, "with guards", "without")
 
 

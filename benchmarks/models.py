@@ -67,8 +67,13 @@ def gpt_batch() -> tuple[Tensor, Tensor]:
     return passage[:, :-1].contiguous(), passage[:, 1:].contiguous()
 
 
-def trained(parameters: Sequence[Tensor], loss: Callable[[], Tensor], *, whole: Callable[[Tensor], Tensor] | None = None,
-            alone: bool = False) -> Contender:
+def trained(
+    parameters: Sequence[Tensor],
+    loss: Callable[[], Tensor],
+    *,
+    whole: Callable[[Tensor], Tensor] | None = None,
+    alone: bool = False,
+) -> Contender:
     """The step that all have in common.
 
     Args:
@@ -84,6 +89,7 @@ def trained(parameters: Sequence[Tensor], loss: Callable[[], Tensor], *, whole: 
         optimizer.step()
         optimizer.zero_grad()
         return value.detach() if whole is None else whole(value.detach())
+
     return Contender(step, lambda: parameters, alone)
 
 
@@ -122,12 +128,26 @@ def gpt_on_dtensors(*, fully: bool = False, compile: bool = False) -> Contender:
     for block in net.blocks:
         block.attention.heads //= OPERATOR_PARTS
         block.attention.attend = F.scaled_dot_product_attention  # no operator object of ours, which breaks a graph
-        parallelize_module(block, mesh["tp"], {
-            "attention.query": ColwiseParallel(), "attention.key": ColwiseParallel(), "attention.value": ColwiseParallel(),
-            "attention.out": RowwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()})
-    parallelize_module(net, mesh["tp"], {
-        "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
-        "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)})
+        parallelize_module(
+            block,
+            mesh["tp"],
+            {
+                "attention.query": ColwiseParallel(),
+                "attention.key": ColwiseParallel(),
+                "attention.value": ColwiseParallel(),
+                "attention.out": RowwiseParallel(),
+                "up": ColwiseParallel(),
+                "down": RowwiseParallel(),
+            },
+        )
+    parallelize_module(
+        net,
+        mesh["tp"],
+        {
+            "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
+            "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+        },
+    )
     net.head.weight = net.tokens.weight  # tied again
     rank, pair = dist.get_rank(), mesh["dp"].get_group()
     if fully:
@@ -140,7 +160,8 @@ def gpt_on_dtensors(*, fully: bool = False, compile: bool = False) -> Contender:
     rows = slice(4, 8) if rank >= OPERATOR_PARTS else slice(0, 4)
     x, y = (t[rows] for t in gpt_batch())
     if compile:
-        # Block by block, as torchtitan does: the embedding on DTensors cannot be traced (torch 2.13 mixes its fake modes).
+        # Block by block, as torchtitan does: the embedding on DTensors cannot be traced (torch 2.13 mixes its fake
+        # modes).
         for block in net.blocks:
             block.compile()
 
@@ -159,6 +180,7 @@ def gpt_on_dtensors(*, fully: bool = False, compile: bool = False) -> Contender:
         total = value.detach().full_tensor() if hasattr(value, "full_tensor") else value.detach().clone()
         dist.all_reduce(total, group=pair)
         return total / BATCH_PARTS
+
     return Contender(step, lambda: parameters)
 
 
@@ -215,6 +237,7 @@ def resnet_ddp() -> Contender:
 def resnet_fsdp() -> Contender:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+
     mesh, model = init_device_mesh("cpu", (DEVICES,)), make_resnet()
     for module in model.modules():
         if isinstance(module, resnet50.Bottleneck):
@@ -297,7 +320,9 @@ def measure_resnet(results: Results, steps: int) -> None:
 def peak(rank: int, world: int, make: Callable[[], Contender]) -> int:
     """By how many bytes this process grows at most over some steps, the making of the contender included."""
     logging.disable(logging.WARNING)
-    ctypes.CDLL(None).malloc_trim(0)  # what earlier sections have freed before the fork would be used again, and not count
+    ctypes.CDLL(None).malloc_trim(
+        0
+    )  # what earlier sections have freed before the fork would be used again, and not count
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     entry = make()
@@ -318,8 +343,9 @@ def measure_memory(results: Results, steps: int) -> None:
         peaks[name] = sum(run_ranks(peak, DEVICES, GPT[name], timeout=600))
         results.figures.append(Figure("memory", f"GPT, {name}: MiB in all processes", Spread.of([peaks[name] / 2**20])))
     for one, other in (("ours", "DTensor"), ("ours, level3", "DTensor + FSDP2")):
-        results.figures.append(Figure("memory", f"GPT: {one} / {other}", Spread.of([peaks[one] / peaks[other]]),
-                                      at_most=1.0))
+        results.figures.append(
+            Figure("memory", f"GPT: {one} / {other}", Spread.of([peaks[one] / peaks[other]]), at_most=1.0)
+        )
 
 
 # -- one GPU -----------------------------------------------------------------------------------------------------------
@@ -334,7 +360,7 @@ def measure_gpu(results: Results, steps: int) -> None:
         times = results.times[section] = {"plain": [], "ours": []}
         entries = {"plain": on_gpu(False, compiled), "ours": on_gpu(True, compiled)}
         for turn in range(10 + 10 * steps):
-            for name in list(entries)[::1 if turn % 2 else -1]:
+            for name in list(entries)[:: 1 if turn % 2 else -1]:
                 torch.cuda.synchronize()
                 start = time.perf_counter()
                 entries[name].step()
@@ -349,7 +375,9 @@ def on_gpu(ours: bool, compiled: bool) -> Contender:
     x, y = (t.cuda() for t in gpt_batch())
     if ours:
         sw.init(devices=1, device="cuda")
-        model = sw.AutoParallel(net, loss_fn=loss, parallel_mode="stand_alone", **({"compile": True} if compiled else {}))
+        model = sw.AutoParallel(
+            net, loss_fn=loss, parallel_mode="stand_alone", **({"compile": True} if compiled else {})
+        )
         model(x, y)
         return trained(model.parameters(), lambda: model(x, y))
     run = torch.compile(lambda: loss(net(x), y)) if compiled else lambda: loss(net(x), y)
@@ -367,8 +395,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.disable(logging.WARNING)
     steps = 5 if args.quick else args.steps
     console, results = Console(), Results()
-    measures = {"gpt": measure_gpt, "compiled": measure_compiled, "resnet": measure_resnet, "memory": measure_memory,
-                "gpu": measure_gpu}
+    measures = {
+        "gpt": measure_gpt,
+        "compiled": measure_compiled,
+        "resnet": measure_resnet,
+        "memory": measure_memory,
+        "gpu": measure_gpu,
+    }
     for section in SECTIONS:
         if section in args.only:
             with console.status(section):

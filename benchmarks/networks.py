@@ -1,7 +1,7 @@
 """The two networks that are measured, as one writes them for one device; operators can be marked.
 
-    tutorial   32 x 784 -> 512 -> 512 -> 10, cross entropy: small messages, the strategies of the tutorial
-    mlp        256 x 1024 -> 4096 -> 1024, mean squared error: data parallel 2 by tensor parallel 4
+tutorial   32 x 784 -> 512 -> 512 -> 10, cross entropy: small messages, the strategies of the tutorial
+mlp        256 x 1024 -> 4096 -> 1024, mean squared error: data parallel 2 by tensor parallel 4
 """
 
 from __future__ import annotations
@@ -92,10 +92,13 @@ class Network:
 
     def slices(self, whole: list[Tensor], rank: int) -> list[Tensor]:
         """A rank's slices of the parameters."""
-        return [w if cut is None else w.chunk(cut[1], cut[0])[rank // cut[2] % cut[1]]
-                for w, cut in zip(whole, self.cuts, strict=True)]
+        return [
+            w if cut is None else w.chunk(cut[1], cut[0])[rank // cut[2] % cut[1]]
+            for w, cut in zip(whole, self.cuts, strict=True)
+        ]
 
 
-TUTORIAL = Network("tutorial", Tutorial, nn.CrossEntropyLoss(), (32, 1, 28, 28), (32,), 10, 1e-2,
-                   cuts=((0, 4, 1), (0, 8, 1), None))
+TUTORIAL = Network(
+    "tutorial", Tutorial, nn.CrossEntropyLoss(), (32, 1, 28, 28), (32,), 10, 1e-2, cuts=((0, 4, 1), (0, 8, 1), None)
+)
 MLP = Network("mlp", Mlp, nn.MSELoss(), (256, 1024), (256, 1024), None, 1.0, cuts=((1, 4, 1), (0, 4, 1)))

@@ -69,7 +69,7 @@ class MlpOnDTensors(OnDTensors):
 
 
 def _mesh(sizes: Sequence[int], flattened: bool) -> DeviceMesh:
-    names = tuple("abc"[:len(sizes)])
+    names = tuple("abc"[: len(sizes)])
     mesh = init_device_mesh("cpu", tuple(sizes), mesh_dim_names=names)
     if flattened:
         for count in range(2, len(names) + 1):

@@ -48,8 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     console, rows, within = Console(width=120), {}, True
     warm_up()
-    table = Table("", *Held.__dataclass_fields__, box=box.SIMPLE_HEAD, title=f"MiB on each of {args.ranks} processes "
-                  "(by arithmetic)")
+    table = Table(
+        "",
+        *Held.__dataclass_fields__,
+        box=box.SIMPLE_HEAD,
+        title=f"MiB on each of {args.ranks} processes (by arithmetic)",
+    )
     for level in LEVELS:
         by_rank = run_ranks(measure, args.ranks, level, args.layers, args.width, timeout=300.0)
         got = Held(*map(max, zip(*(asdict(held).values() for held in by_rank))))

@@ -7,10 +7,10 @@
     mlp     8 stages of two layers of 512 x 512, 256 rows
     gpt     8 stages of one block of 128, 4 heads; tokens and positions in the first, the head in the last; 16 passages of 64
 
-Eight Gloo processes of one thread each, each a stage of its own, eight micro-batches: what is compared is the schedules'
-work and what is sent between stages; how operators and sums within a stage compare is told by `step_time` and `models`. By
-hand a rank makes a `PipelineStage` of its part of the model and a schedule of it, and sends everyone the loss, as every rank
-has it with us; also without that, where the last stage alone knows the loss.
+Eight Gloo processes of one thread each, each a stage of its own, eight micro-batches: what is compared is the
+schedules' work and what is sent between stages; how operators and sums within a stage compare is told by `step_time`
+and `models`. By hand a rank makes a `PipelineStage` of its part of the model and a schedule of it, and sends everyone
+the loss, as every rank has it with us; also without that, where the last stage alone knows the loss.
 
 Contenders take turns, see `race`. Before anything is timed, losses and parameters of all are compared with one device.
 """
@@ -47,7 +47,8 @@ RATE, CHECKED_STEPS, TOLERANCE = 1e-2, 3, 1e-5
 OURS, HAND, HAND_LAST = "ours", "by hand", "by hand, the loss in the last stage alone"
 
 
-# -- networks ------------------------------------------------------------------------------------------------------------
+# -- networks
+# ------------------------------------------------------------------------------------------------------------
 
 
 class Embedded(nn.Module):
@@ -66,7 +67,7 @@ def make(section: str) -> nn.Sequential:
     torch.manual_seed(0)
     if section == "mlp":
         layers = [[m for _ in range(2) for m in (nn.Linear(512, 512), nn.ReLU())] for _ in range(STAGES)]
-        return nn.Sequential(*(nn.Sequential(*stage[:3 if s == STAGES - 1 else 4]) for s, stage in enumerate(layers)))
+        return nn.Sequential(*(nn.Sequential(*stage[: 3 if s == STAGES - 1 else 4]) for s, stage in enumerate(layers)))
     stages = [[Block(WIDTH, 4)] for _ in range(STAGES)]
     stages[0].insert(0, Embedded())
     stages[-1] += [nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)]
@@ -84,7 +85,8 @@ def loss_of(section: str) -> Callable[[Tensor, Tensor], Tensor]:
     return F.mse_loss if section == "mlp" else lambda out, target: F.cross_entropy(out.flatten(0, 1), target.flatten())
 
 
-# -- contenders ----------------------------------------------------------------------------------------------------------
+# -- contenders
+# ----------------------------------------------------------------------------------------------------------
 
 
 def contender(parameters: Sequence[nn.Parameter], run: Callable[[], Tensor]) -> Contender:
@@ -141,7 +143,10 @@ def by_hand(section: str, schedule: str, everywhere: bool) -> Contender:
 
 #: (section, schedule) -> the contender.
 CONTENDERS: dict[str, Callable[[str, str], Contender]] = {
-    OURS: ours, HAND: partial(by_hand, everywhere=True), HAND_LAST: partial(by_hand, everywhere=False)}
+    OURS: ours,
+    HAND: partial(by_hand, everywhere=True),
+    HAND_LAST: partial(by_hand, everywhere=False),
+}
 
 
 @cache
@@ -174,18 +179,22 @@ def check(section: str, name: str, made: Contender, rank: int) -> None:
     for i, (start, want, got) in enumerate(zip(before, stages[rank], made.parameters(), strict=True)):
         change, difference = (want - start).norm().item(), (got - want).norm().item()
         if not difference <= 1e-3 * change:
-            raise AssertionError(f"{section}, {name}, rank {rank}: parameter {i} has changed by {change}, but differs from "
-                                 f"one device by {difference}")
+            raise AssertionError(
+                f"{section}, {name}, rank {rank}: parameter {i} has changed by {change}, but differs from "
+                f"one device by {difference}"
+            )
 
 
-# -- the race ------------------------------------------------------------------------------------------------------------
+# -- the race
+# ------------------------------------------------------------------------------------------------------------
 
 
 def measure(results: Results, section: str, schedule: str, steps: int) -> None:
     one_device(section)  # before the ranks are forked
     title = f"{section}, {schedule}"
-    results.times[title] = run_race(STAGES, lambda name: CONTENDERS[name](section, schedule), partial(check, section),
-                                    list(CONTENDERS), steps)
+    results.times[title] = run_race(
+        STAGES, lambda name: CONTENDERS[name](section, schedule), partial(check, section), list(CONTENDERS), steps
+    )
     results.compare(title, OURS, HAND, at_most=1.05)
     results.compare(title, OURS, HAND_LAST)
 
@@ -195,7 +204,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=100, help="rounds of a race of eight processes (default: 100)")
     parser.add_argument("--quick", action="store_true", help="15 rounds")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS, help="default: both")
-    parser.add_argument("--schedules", nargs="+", choices=tuple(SCHEDULES), default=tuple(SCHEDULES), help="default: both")
+    parser.add_argument(
+        "--schedules", nargs="+", choices=tuple(SCHEDULES), default=tuple(SCHEDULES), help="default: both"
+    )
     parser.add_argument("--output", type=Path, default=Path("pipeline.json"), help="default: pipeline.json")
     args = parser.parse_args(argv)
     warnings.filterwarnings("ignore", category=UserWarning)

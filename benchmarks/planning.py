@@ -1,14 +1,14 @@
 """How long planning takes, and how good the plan is: a single thread, CPU seconds, sizes doubled to show growth.
 
-    python benchmarks/planning.py                     GPT-3's widths, 12 to 96 layers, 1,024 devices: some minutes
-    python benchmarks/planning.py --quick             12 and 24 layers
-    python benchmarks/planning.py --devices 16384
+python benchmarks/planning.py                     GPT-3's widths, 12 to 96 layers, 1,024 devices: some minutes
+python benchmarks/planning.py --quick             12 and 24 layers
+python benchmarks/planning.py --devices 16384
 
-    capture     the model on the meta device to a graph
-    costs       the strategies, what each costs, what lies between each two: up to the problem
-    search      the problem solved; limited: with what is kept, dropped and stored cut, within --memory of a device
-    recursive   the recursion over the device count, all in all
-    gap         how far the plan may be from the best one of those that were considered
+capture     the model on the meta device to a graph
+costs       the strategies, what each costs, what lies between each two: up to the problem
+search      the problem solved; limited: with what is kept, dropped and stored cut, within --memory of a device
+recursive   the recursion over the device count, all in all
+gap         how far the plan may be from the best one of those that were considered
 """
 
 from __future__ import annotations
@@ -76,18 +76,30 @@ def measure(layers: int, devices: int, cluster: str, memory: float) -> dict[str,
     search = Search.of(graph, devices, fed, costs)
     made = clock.of("costs", lambda: search.energy(search.options()))
     found = clock.of("search", lambda: solve(made.problem))
-    out = {"layers": layers, "operators": len(graph.ops), "nodes": len(made.problem.costs), "step": found.cost,
-           "gap": found.gap} | clock.seconds
+    out = {
+        "layers": layers,
+        "operators": len(graph.ops),
+        "nodes": len(made.problem.costs),
+        "step": found.cost,
+        "gap": found.gap,
+    } | clock.seconds
     recursion = clock.of("recursive", lambda: recursive_programming(graph, devices, fed, costs=costs))
     out |= {"recursive": clock.seconds["recursive"], "step, recursive": recursion.found.cost}
     if memory:
-        held = clock.of("costs, limited", lambda: holding(search.energy(search.options(), cut=CUT), fed, search.carries,
-                                                          memory, optimizer_bytes("adam")))
+        held = clock.of(
+            "costs, limited",
+            lambda: holding(
+                search.energy(search.options(), cut=CUT), fed, search.carries, memory, optimizer_bytes("adam")
+            ),
+        )
         found = clock.of("search, limited", lambda: solve(held.energy.problem, gap=ENOUGH))
-        out |= {"nodes, limited": len(held.energy.problem.costs), "step, limited": found.cost,
-                "gap, limited": found.gap,
-                "peak, limited": held.peak(found.states),
-                **{name: clock.seconds[name] for name in ("costs, limited", "search, limited")}}
+        out |= {
+            "nodes, limited": len(held.energy.problem.costs),
+            "step, limited": found.cost,
+            "gap, limited": found.gap,
+            "peak, limited": held.peak(found.states),
+            **{name: clock.seconds[name] for name in ("costs, limited", "search, limited")},
+        }
     return out
 
 
@@ -96,9 +108,12 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="12 and 24 layers")
     parser.add_argument("--devices", type=int, default=1024)
     parser.add_argument("--cluster", help="default: as many nodes of h200x8 as it takes")
-    parser.add_argument("--memory", metavar="AMOUNT", default="cluster",
-                        help='of a device, for the search with a limit: "80GB", bytes, "cluster" (the default) or 0: '
-                             "no such search")
+    parser.add_argument(
+        "--memory",
+        metavar="AMOUNT",
+        default="cluster",
+        help='of a device, for the search with a limit: "80GB", bytes, "cluster" (the default) or 0: no such search',
+    )
     parser.add_argument("--output", type=Path, default=Path("planning.json"))
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -106,8 +121,15 @@ def main() -> int:
     memory = 0.0 if given.memory == "0" else memory_of(given.memory, Cluster.of(cluster, given.devices)) or 0.0
     counts = (12, 24) if given.quick else (12, 24, 48, 96)
     rows = [measure(layers, given.devices, cluster, memory) for layers in counts]
-    table = Table("layers", *(str(row["layers"]) for row in rows), "target", "", box=box.SIMPLE,
-                  title=f"GPT-3's layers on {given.devices} devices ({cluster}), CPU seconds", title_justify="left")
+    table = Table(
+        "layers",
+        *(str(row["layers"]) for row in rows),
+        "target",
+        "",
+        box=box.SIMPLE,
+        title=f"GPT-3's layers on {given.devices} devices ({cluster}), CPU seconds",
+        title_justify="left",
+    )
     missed = False
     for name in rows[0]:
         if name == "layers":
@@ -115,8 +137,12 @@ def main() -> int:
         target, last = TARGETS.get(name), rows[-1][name]
         ok = target is None or given.quick or last <= target
         missed |= not ok
-        table.add_row(name, *(f"{row[name]:.4g}" for row in rows), "" if target is None else f"<= {target:g}",
-                      "" if target is None or given.quick else "ok" if ok else "MISSED")
+        table.add_row(
+            name,
+            *(f"{row[name]:.4g}" for row in rows),
+            "" if target is None else f"<= {target:g}",
+            "" if target is None or given.quick else "ok" if ok else "MISSED",
+        )
     Console().print(table)
     said = {"machine": machine(), "devices": given.devices, "cluster": cluster, "memory": memory, "rows": rows}
     given.output.write_text(json.dumps(said, indent=1))

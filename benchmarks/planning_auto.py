@@ -1,12 +1,12 @@
 """How long stages="auto" takes, and what it comes to: GPT-3 on 1,024 devices, a single thread, CPU seconds.
 
-    python benchmarks/planning_auto.py                    96 layers, some minutes
-    python benchmarks/planning_auto.py --layers 12        fewer
+python benchmarks/planning_auto.py                    96 layers, some minutes
+python benchmarks/planning_auto.py --layers 12        fewer
 
-    capture     the model on the meta device, twice: for a micro-batch, and for twice its rows
-    choose      where to cut it, for how many micro-batches: every alternative that is priced
-    stages      the plan of each stage, alike ones once; and the step in time
-    step        by the formula that chose, and of the pipeline that was made
+capture     the model on the meta device, twice: for a micro-batch, and for twice its rows
+choose      where to cut it, for how many micro-batches: every alternative that is priced
+stages      the plan of each stage, alike ones once; and the step in time
+step        by the formula that chose, and of the pipeline that was made
 """
 
 from __future__ import annotations
@@ -39,12 +39,14 @@ TARGET = 60.0
 
 def timed(seconds: dict[str, float], name: str, call: Any) -> Any:
     """A function that adds what it takes to a part."""
+
     def called(*args: Any, **kwargs: Any) -> Any:
         begin = time.process_time()
         try:
             return call(*args, **kwargs)
         finally:
             seconds[name] = seconds.get(name, 0.0) + time.process_time() - begin
+
     return called
 
 
@@ -61,23 +63,43 @@ def main() -> int:
     make.capture_micro = timed(seconds, "capture", make.capture_micro)
     automatic.StageSearch.run = timed(seconds, "choose", automatic.StageSearch.run)
     begin, wall = time.process_time(), time.perf_counter()
-    plan = sw.plan(**gpt3(given.layers, BATCH), devices=given.devices, cluster=given.cluster,
-                   pipeline={"stages": "auto", "micro_batches": given.micro_batches or "auto"})
+    plan = sw.plan(
+        **gpt3(given.layers, BATCH),
+        devices=given.devices,
+        cluster=given.cluster,
+        pipeline={"stages": "auto", "micro_batches": given.micro_batches or "auto"},
+    )
     step, peak = plan.cost, plan.peak
     total, wall = time.process_time() - begin, time.perf_counter() - wall
     seconds["stages"] = total - sum(seconds.values())
     summary(plan)
-    print(", ".join(f"{name} {each:.1f} s" for name, each in seconds.items()) +
-          f"; {total:.1f} CPU s, {wall:.1f} s by the clock")
-    print(f"step {plan.chosen.seconds:.3f} s by the formula, {step:.3f} s in the simulation; "
-          f"peak {plan.chosen.peak / 1e9:.1f} and {peak / 1e9:.1f} GB")
+    print(
+        ", ".join(f"{name} {each:.1f} s" for name, each in seconds.items())
+        + f"; {total:.1f} CPU s, {wall:.1f} s by the clock"
+    )
+    print(
+        f"step {plan.chosen.seconds:.3f} s by the formula, {step:.3f} s in the simulation; "
+        f"peak {plan.chosen.peak / 1e9:.1f} and {peak / 1e9:.1f} GB"
+    )
     missed = total > TARGET
     print(f"target {TARGET:g} s: {'MISSED' if missed else 'ok'}")
-    given.output.write_text(json.dumps({"machine": machine(), "layers": given.layers, "devices": given.devices,
-                                        "seconds": seconds, "total": total, "step": step,
-                                        "formula": plan.chosen.seconds, "peak": peak,
-                                        "stages": [list(stage) for stage in plan.chosen.stages],
-                                        "micro_batches": plan.micro_batches}, indent=1))
+    given.output.write_text(
+        json.dumps(
+            {
+                "machine": machine(),
+                "layers": given.layers,
+                "devices": given.devices,
+                "seconds": seconds,
+                "total": total,
+                "step": step,
+                "formula": plan.chosen.seconds,
+                "peak": peak,
+                "stages": [list(stage) for stage in plan.chosen.stages],
+                "micro_batches": plan.micro_batches,
+            },
+            indent=1,
+        )
+    )
     return int(missed)
 
 

@@ -67,8 +67,17 @@ class MixtralBlock(nn.Module):
 
 
 class Mixtral(nn.Module):
-    def __init__(self, vocabulary: int, length: int, layers: int, width: int, heads: int, kv_heads: int, hidden: int,
-                 experts: int) -> None:
+    def __init__(
+        self,
+        vocabulary: int,
+        length: int,
+        layers: int,
+        width: int,
+        heads: int,
+        kv_heads: int,
+        hidden: int,
+        experts: int,
+    ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(MixtralBlock(width, heads, kv_heads, hidden, experts) for _ in range(layers))
@@ -78,7 +87,7 @@ class Mixtral(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.tokens(tokens)
         for block in self.blocks:
-            x = block(x, self.turns[:tokens.shape[1]])
+            x = block(x, self.turns[: tokens.shape[1]])
         return self.head(self.norm(x))
 
 
@@ -87,23 +96,33 @@ def model(name: str, layers: int) -> tuple[nn.Module, torch.Tensor]:
     with torch.device("meta"):
         if name == "gpt":
             return GPT(50257, 2048, layers, 12288, 96), torch.zeros(64, 2048, dtype=torch.long)
-        net = Llama(32000, 4096, layers, 8192, 64, 8, 28672) if name == "llama" else \
-            Mixtral(32000, 4096, layers, 4096, 32, 8, 14336, 8)
+        net = (
+            Llama(32000, 4096, layers, 8192, 64, 8, 28672)
+            if name == "llama"
+            else Mixtral(32000, 4096, layers, 4096, 32, 8, 14336, 8)
+        )
         return net, torch.zeros(64, 4096, dtype=torch.long)
 
 
 def measure(name: str, layers: int, mode: str, limit: float, search_memory: str | None) -> dict[str, Any]:
     """One case."""
     net, tokens = model(name, layers)
-    graph = capture(net, (tokens, tokens), None, loss_fn=lambda logits, t: F.cross_entropy(logits.flatten(0, 1), t.flatten()))
+    graph = capture(
+        net, (tokens, tokens), None, loss_fn=lambda logits, t: F.cross_entropy(logits.flatten(0, 1), t.flatten())
+    )
     out: dict[str, Any] = {"model": name, "layers": layers, "mode": mode, "GB": limit}
     before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     try:
-        plan = make_plan(graph, 64, mode, "full_batch", cluster="h100x8x8", memory=limit * 1e9 or None,
-                         search_memory=search_memory)
+        plan = make_plan(
+            graph, 64, mode, "full_batch", cluster="h100x8x8", memory=limit * 1e9 or None, search_memory=search_memory
+        )
         found = plan.found
-        out |= {"step": found.cost, "gap": None if found.bound is None else (found.cost - found.bound) / found.cost,
-                "peak GB": plan.peak / 1e9, "notes": list(found.notes)}
+        out |= {
+            "step": found.cost,
+            "gap": None if found.bound is None else (found.cost - found.bound) / found.cost,
+            "peak GB": plan.peak / 1e9,
+            "notes": list(found.notes),
+        }
     except ShardwrightError as error:
         out["error"] = str(error)
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
@@ -122,7 +141,11 @@ def apart(*given: Any) -> dict[str, Any]:
     with os.fdopen(receive) as file:
         text = file.read()
     status = os.waitpid(child, 0)[1]
-    return json.loads(text) if text else dict(zip(("model", "layers", "mode", "GB"), given)) | {"error": f"ended by {status}"}
+    return (
+        json.loads(text)
+        if text
+        else dict(zip(("model", "layers", "mode", "GB"), given)) | {"error": f"ended by {status}"}
+    )
 
 
 def main() -> int:

@@ -34,7 +34,8 @@ __all__ = ["Check", "Contender", "Figure", "Results", "ROOT", "Spread", "run_rac
 
 SECONDS_ALONE = 0.05
 
-# A process that is forked from one whose OpenMP has had threads hangs when it wants some too, as a contender alone does.
+# A process that is forked from one whose OpenMP has had threads hangs when it wants some too, as a contender alone
+# does.
 torch.set_num_threads(1)
 
 
@@ -63,8 +64,9 @@ class Contender:
 Check = Callable[[str, Contender, int], None]
 
 
-def race(rank: int, world: int, make: Callable[[str], Contender], check: Check, entries: Sequence[str], steps: int
-         ) -> dict[str, list[float]]:
+def race(
+    rank: int, world: int, make: Callable[[str], Contender], check: Check, entries: Sequence[str], steps: int
+) -> dict[str, list[float]]:
     """On one rank: check all contenders, then time them in turns.
 
     Returns:
@@ -109,8 +111,9 @@ def order(entries: Sequence[str], turn: int) -> list[str]:
     return turned[::-1] if turn % 2 else turned
 
 
-def run_race(world: int, make: Callable[[str], Contender], check: Check, entries: Sequence[str], steps: int,
-             seconds: float = 5.0) -> dict[str, list[float]]:
+def run_race(
+    world: int, make: Callable[[str], Contender], check: Check, entries: Sequence[str], steps: int, seconds: float = 5.0
+) -> dict[str, list[float]]:
     """Contender -> the milliseconds of each step, those of the rank that took longest.
 
     Args:
@@ -118,8 +121,7 @@ def run_race(world: int, make: Callable[[str], Contender], check: Check, entries
         seconds: that a round may take.
     """
     by_rank = run_ranks(race, world, make, check, entries, steps, timeout=120 + seconds * (steps + 10))
-    return {name: [1e3 * max(t) for t in zip(*(times[name] for times in by_rank if name in times))]
-            for name in entries}
+    return {name: [1e3 * max(t) for t in zip(*(times[name] for times in by_rank if name in times))] for name in entries}
 
 
 # -- results -----------------------------------------------------------------------------------------------------------
@@ -159,8 +161,9 @@ class Figure:
     def ok(self) -> bool | None:
         if self.at_most is None and self.at_least is None:
             return None
-        return (self.at_most is None or self.spread.median <= self.at_most) and \
-            (self.at_least is None or self.spread.median >= self.at_least)
+        return (self.at_most is None or self.spread.median <= self.at_most) and (
+            self.at_least is None or self.spread.median >= self.at_least
+        )
 
     @property
     def target(self) -> str:
@@ -215,6 +218,11 @@ class Results:
 
 
 def machine() -> dict[str, Any]:
-    return {"torch": torch.__version__, "python": platform.python_version(), "processor": platform.processor(),
-            "cores": len(os.sched_getaffinity(0)), "load": os.getloadavg(),
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S")}
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "processor": platform.processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load": os.getloadavg(),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
+    }

@@ -6,8 +6,8 @@
 
 One thread. ``elements``: one dropout of p = 0.1 with its backward, on tensors of several sizes; what is called is what
 a lowered program calls. ``network``: a step of a network that drops three times: in plain PyTorch, wrapped for one
-device, and for eight devices in this process. Contenders take turns, what counts is the ratio of two steps of one round; before
-anything is timed, exact losses on eight devices are compared with those on one.
+device, and for eight devices in this process. Contenders take turns, what counts is the ratio of two steps of one
+round; before anything is timed, exact losses on eight devices are compared with those on one.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ def ours(exact: bool) -> Callable[[Tensor], Tensor]:
     def dropped(x: Tensor) -> Tensor:
         size = list(x.shape)
         return x * mask(seed, [], x.detach(), [], size, size, 3, 1 - P, 1 / (1 - P), x.dtype, None)
+
     return dropped
 
 
@@ -61,6 +62,7 @@ def one_dropout(function: Callable[[Tensor], Tensor], shape: tuple[int, ...]) ->
         y.backward(upstream)
         x.grad = None
         return y.detach()
+
     return Contender(step, lambda: [], alone=True)
 
 
@@ -69,6 +71,7 @@ def one_dropout(function: Callable[[Tensor], Tensor], shape: tuple[int, ...]) ->
 
 def network(marked: bool) -> nn.Module:
     """Three wide layers, a dropout after each."""
+
     class Network(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -80,6 +83,7 @@ def network(marked: bool) -> nn.Module:
             for layer, drop in zip(self.layers, self.drops):
                 x = drop(torch.relu(layer(x)), P)
             return x
+
     return Network()
 
 
@@ -98,6 +102,7 @@ def trained(devices: int | None, random: str = "exact") -> Contender:
         loss.backward()
         optimizer.step(), optimizer.zero_grad()
         return loss.detach()
+
     return Contender(step, lambda: list(net.parameters()), alone=True)
 
 

@@ -4,7 +4,8 @@
     python benchmarks/same_host.py --quick      fewer rounds
 
 Eight processes of one thread; all groups of a size are at work at once. Bytes are those of a rank's tensor before the
-collective, of an all-gather after it. Contenders take turns within a round; what counts is the ratio of two of one round.
+collective, of an all-gather after it. Contenders take turns within a round; what counts is the ratio of two of one
+round.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ WORLD, GROUPS = 8, (8, 4, 2)
 KIBIBYTES = (4, 64, 512, 4096, 16384)
 WAYS = {"memory": True, "Gloo": False}
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
-# Bytes that a timing moves at least, in several collectives one after the other: ranks come out of a barrier a millisecond apart.
+# Bytes that a timing moves at least, in several collectives one after the other: ranks come out of a barrier a
+# millisecond apart.
 LONG_ENOUGH, MOST = 4 << 20, 20
 
 
@@ -42,8 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = Results()
     by_rank = run_ranks(measured, WORLD, 3 if arguments.quick else arguments.rounds)
     for section in by_rank[0]:
-        results.times[section] = {way: [1e3 * max(turn) for turn in zip(*(times[section][way] for times in by_rank))]
-                                  for way in WAYS}
+        results.times[section] = {
+            way: [1e3 * max(turn) for turn in zip(*(times[section][way] for times in by_rank))] for way in WAYS
+        }
         results.compare(section, *WAYS, at_most=1.0)
     return results.finish(Console(), arguments.output)
 
@@ -60,7 +63,7 @@ def measured(rank: int, world: int, rounds: int) -> dict[str, dict[str, list[flo
                 torch.testing.assert_close(*(run(x) for run in ways.values()))
                 times = out[f"{size} ranks, {kind}, {kib} KiB"] = {way: [] for way in WAYS}
                 for turn in range(rounds):
-                    for way in (list(WAYS) if turn % 2 else list(WAYS)[::-1]):
+                    for way in list(WAYS) if turn % 2 else list(WAYS)[::-1]:
                         times[way].append(timed(ways[way], x))
     return out
 
@@ -69,8 +72,12 @@ def a_conversion(kind: str, digit: Digit, world: int, nbytes: int) -> tuple[Redi
     """A conversion that is such a collective, and what a rank has before it."""
     rows, columns, whole = (Layout.of(world, dims) for dims in (((digit,), ()), ((), (digit,)), ((), ())))
     partial = Layout.of(world, ((), ()), (digit,))
-    source, target = {"all-reduce": (partial, whole), "all-gather": (rows, whole), "reduce-scatter": (partial, rows),
-                      "all-to-all": (rows, columns)}[kind]
+    source, target = {
+        "all-reduce": (partial, whole),
+        "all-gather": (rows, whole),
+        "reduce-scatter": (partial, rows),
+        "all-to-all": (rows, columns),
+    }[kind]
     shape = (64, nbytes // 4 // 64 * (digit.size if kind == "all-to-all" else 1))
     found = redistribution(source, target)
     assert [step.kind.replace("_", "-") for step in found.steps] == [kind]
@@ -78,7 +85,7 @@ def a_conversion(kind: str, digit: Digit, world: int, nbytes: int) -> tuple[Redi
 
 
 def bound(found: Redistribution, x: Tensor, rank: int, groups: ProcessGroups) -> Callable[[Tensor], Tensor]:
-    step, = bind_all(found, tuple(x.shape), rank, groups)
+    (step,) = bind_all(found, tuple(x.shape), rank, groups)
     return step
 
 

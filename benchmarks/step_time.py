@@ -4,8 +4,8 @@
     python benchmarks/step_time.py --quick           few steps
     python benchmarks/step_time.py --only local planning
 
-A step is forward, backward, ``optimizer.step()`` and ``optimizer.zero_grad()``; contenders take turns, see `race`. Before
-anything is timed, losses and parameters of all contenders are compared with one device.
+A step is forward, backward, ``optimizer.step()`` and ``optimizer.zero_grad()``; contenders take turns, see `race`.
+Before anything is timed, losses and parameters of all contenders are compared with one device.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ LOSS_TOLERANCE, PARAMETER_TOLERANCE = 2e-6, 2e-3
 # -- contenders --------------------------------------------------------------------------------------------------------
 
 
-def contender(network: Network, module: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], *,
-              alone: bool = False) -> Contender:
+def contender(
+    network: Network, module: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], *, alone: bool = False
+) -> Contender:
     """The step that all have in common.
 
     Args:
@@ -130,8 +131,10 @@ def check(network: Network, name: str, made: Contender, rank: int) -> None:
     for i, (start, want, got) in enumerate(zip(cut(initial), cut(plain.parameters()), made.parameters(), strict=True)):
         change, difference = (want - start).norm().item(), (got - want).norm().item()  # rounding may flip a relu
         if not difference <= PARAMETER_TOLERANCE * change:
-            raise AssertionError(f"{network.name}, {name}, rank {rank}: parameter {i} has changed by {change}, "
-                                 f"but differs from one device by {difference}")
+            raise AssertionError(
+                f"{network.name}, {name}, rank {rank}: parameter {i} has changed by {change}, "
+                f"but differs from one device by {difference}"
+            )
 
 
 # -- sections ----------------------------------------------------------------------------------------------------------
@@ -157,8 +160,9 @@ def measure_local(results: Results, steps: int) -> None:
     for network in (TUTORIAL, MLP):
         section = f"local, {network.name}"
         results.times[section] = race_of(network, 1, list(ONE_PROCESS), steps)
-        results.compare(section, "ours, local runtime", "one device",
-                        **({"at_most": 3.0} if network is TUTORIAL else {}))
+        results.compare(
+            section, "ours, local runtime", "one device", **({"at_most": 3.0} if network is TUTORIAL else {})
+        )
 
 
 def measure_launch(results: Results, runs: int) -> None:
@@ -176,8 +180,14 @@ def measure_planning(results: Results, runs: int) -> None:
     """Planning and lowering in processes that have imported torch and shardwright and done nothing yet."""
     pairs = [run_ranks(plan_twice, 1)[0] for _ in range(runs)]
     for name, seconds in zip(("first", "second"), zip(*pairs)):
-        results.figures.append(Figure("planning", f"seconds to plan and lower, {name} time", Spread.of(seconds),
-                                      at_most=2.0 if name == "first" else None))
+        results.figures.append(
+            Figure(
+                "planning",
+                f"seconds to plan and lower, {name} time",
+                Spread.of(seconds),
+                at_most=2.0 if name == "first" else None,
+            )
+        )
 
 
 def plan_twice(rank: int, world: int) -> tuple[float, float]:

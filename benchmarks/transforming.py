@@ -9,8 +9,8 @@
     4 -> whole     those merged
     copy           the files of 8 ranks copied as they are, for comparison
 
-Each runs in a process of its own, whose peak of resident memory is to stay under 3 x the largest tensor + 300 MiB. In the end
-every tensor is compared with what it was, bit for bit.
+Each runs in a process of its own, whose peak of resident memory is to stay under 3 x the largest tensor + 300 MiB. In
+the end every tensor is compared with what it was, bit for bit.
 """
 
 from __future__ import annotations
@@ -72,11 +72,15 @@ def plan(size: tuple[int, int, int], devices: int, dp: int, mp: int, **given: An
 
 def turned(strategies: ParameterStrategies) -> ParameterStrategies:
     """The same with matrices cut in the other dim."""
+
     def turn(held: TensorStorage) -> TensorStorage:
         if len(held.shape) != 2 or held.layout.is_replicated:
             return held
         return TensorStorage(held.shape, held.dtype, sw.Layout.of(held.layout.devices, reversed(held.layout.dims)))
-    return ParameterStrategies(strategies.devices, {n: turn(h) for n, h in strategies.parameters.items()}, strategies.buffers)
+
+    return ParameterStrategies(
+        strategies.devices, {n: turn(h) for n, h in strategies.parameters.items()}, strategies.buffers
+    )
 
 
 def source(folder: Path, strategies: ParameterStrategies) -> None:
@@ -89,7 +93,16 @@ def source(folder: Path, strategies: ParameterStrategies) -> None:
     files = WholeFiles(tensors, mark_ := new_id(), 0)
     files.begin(folder)
     files.write(folder, ((name, (0,) * len(shape), torch.rand(shape)) for name, (shape, _, _) in tensors.items()))
-    state = {"id": mark_, "step": 0, "extra": None, "schedulers": [], "modules": {}, "tied": {}, "random": None, "data": None}
+    state = {
+        "id": mark_,
+        "step": 0,
+        "extra": None,
+        "schedulers": [],
+        "modules": {},
+        "tied": {},
+        "random": None,
+        "data": None,
+    }
     (folder / STATE).write_text(json.dumps(state))
     sealed(folder, {}, files.entries, "integrated", 0, mark_, None, 1)
 
@@ -97,9 +110,11 @@ def source(folder: Path, strategies: ParameterStrategies) -> None:
 def run(*words: object) -> dict[str, float]:
     """What ``shardwright checkpoint`` takes, in a process of its own."""
     # The kernel's own mark of the highest: getrusage would count what this process had when it made that one.
-    child = ("import re, sys, time\nfrom shardwright import cli\nbegin = time.perf_counter()\n"
-             "code = cli.main(sys.argv[1:])\nseconds = time.perf_counter() - begin\n"
-             "print('\\n', seconds, re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])\nsys.exit(code)")
+    child = (
+        "import re, sys, time\nfrom shardwright import cli\nbegin = time.perf_counter()\n"
+        "code = cli.main(sys.argv[1:])\nseconds = time.perf_counter() - begin\n"
+        "print('\\n', seconds, re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])\nsys.exit(code)"
+    )
     done = subprocess.run([sys.executable, "-c", child, "checkpoint", *map(str, words)], capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stderr)
@@ -146,14 +161,31 @@ def main() -> int:
     cut = sum(eight.parameters[n].layout.cuts != four.parameters[n].layout.cuts for n in eight.parameters)
     bound = 3 * largest / MIB + 300
     ok = same and all(row.get("peak MiB", 0) < bound for row in rows.values())
-    table = Table("", "seconds", "GiB/s", "peak MiB", box=box.SIMPLE, title_justify="left",
-                  title=f"{total / MIB / 1024:.2f} GiB, the largest tensor {largest / MIB:.0f} MiB, {cut} of "
-                        f"{len(eight.parameters)} parameters cut otherwise; at most {bound:.0f} MiB")
+    table = Table(
+        "",
+        "seconds",
+        "GiB/s",
+        "peak MiB",
+        box=box.SIMPLE,
+        title_justify="left",
+        title=f"{total / MIB / 1024:.2f} GiB, the largest tensor {largest / MIB:.0f} MiB, {cut} of "
+        f"{len(eight.parameters)} parameters cut otherwise; at most {bound:.0f} MiB",
+    )
     for what, row in rows.items():
-        table.add_row(what, f"{row['seconds']:.2f}", f"{total / (1 << 30) / row['seconds']:.2f}", f"{row.get('peak MiB', 0):.0f}")
+        table.add_row(
+            what, f"{row['seconds']:.2f}", f"{total / (1 << 30) / row['seconds']:.2f}", f"{row.get('peak MiB', 0):.0f}"
+        )
     Console().print(table)
     print(f"every tensor as it was: {same}; {'ok' if ok else 'MISSED'}")
-    said = {"machine": machine(), "bytes": total, "largest": largest, "bound MiB": bound, "equal": same, "rows": rows, "ok": ok}
+    said = {
+        "machine": machine(),
+        "bytes": total,
+        "largest": largest,
+        "bound MiB": bound,
+        "equal": same,
+        "rows": rows,
+        "ok": ok,
+    }
     given.output.write_text(json.dumps(said, indent=1))
     print(f"written to {given.output}")
     return int(not ok)

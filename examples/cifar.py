@@ -23,16 +23,22 @@ __all__ = ["images", "read_cifar", "write_cifar"]
 
 SIDE, CLASSES = 32, 10
 RECORD = 1 + 3 * SIDE * SIDE
-MEAN, DEVIATION = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)    # of CIFAR-10's training pixels, scaled to 0..1
+MEAN, DEVIATION = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of CIFAR-10's training pixels, scaled to 0..1
 FOLDER = "cifar-10-batches-bin"
 TRAIN, TEST = tuple(f"data_batch_{i}.bin" for i in range(1, 6)), ("test_batch.bin",)
 PICTURES = ("china.jpg", "flower.jpg")
-PIECES, TEST_PIECES = 1000, 200         # cut from the pictures
+PIECES, TEST_PIECES = 1000, 200  # cut from the pictures
 
 
-def images(batch_size: int, *, shuffle_seed: int | None = 0, dtype: torch.dtype = torch.float32,
-           path: str | os.PathLike[str] | None = None, train: bool = True,
-           limit: int | None = None) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def images(
+    batch_size: int,
+    *,
+    shuffle_seed: int | None = 0,
+    dtype: torch.dtype = torch.float32,
+    path: str | os.PathLike[str] | None = None,
+    train: bool = True,
+    limit: int | None = None,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Batches of an image [batch_size, 3, 32, 32] and a label [batch_size] (int64); an incomplete last one is dropped.
 
     Args:
@@ -49,16 +55,22 @@ def images(batch_size: int, *, shuffle_seed: int | None = 0, dtype: torch.dtype 
     return batches(pixels, labels, batch_size, shuffle_seed, dtype, limit)
 
 
-def batches(pixels: torch.Tensor, labels: torch.Tensor, batch_size: int, shuffle_seed: int | None, dtype: torch.dtype,
-            limit: int | None) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def batches(
+    pixels: torch.Tensor,
+    labels: torch.Tensor,
+    batch_size: int,
+    shuffle_seed: int | None,
+    dtype: torch.dtype,
+    limit: int | None,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     order = torch.arange(len(pixels), device="cpu")
-    if shuffle_seed is not None:            # a generator of its own: the seed of the user's program is left alone
+    if shuffle_seed is not None:  # a generator of its own: the seed of the user's program is left alone
         generator = torch.Generator("cpu").manual_seed(shuffle_seed)
         order = torch.randperm(len(pixels), generator=generator, device="cpu")
     mean, deviation = (torch.tensor(v, dtype=dtype).reshape(3, 1, 1) for v in (MEAN, DEVIATION))
     count = len(pixels) // batch_size
     for i in range(count if limit is None else min(limit, count)):
-        chosen = order[i * batch_size:(i + 1) * batch_size]
+        chosen = order[i * batch_size : (i + 1) * batch_size]
         yield (pixels[chosen].to(dtype) / 255 - mean) / deviation, labels[chosen]
 
 
@@ -116,7 +128,7 @@ def write_pieces(folder: Path) -> None:
             photograph = photographs[label // 5]
             height, width = photograph.shape[0], photograph.shape[1] // 5
             top, left = random.integers(height - SIDE + 1), random.integers(width - SIDE + 1) + label % 5 * width
-            pixels.append(photograph[top:top + SIDE, left:left + SIDE].transpose(2, 0, 1))
+            pixels.append(photograph[top : top + SIDE, left : left + SIDE].transpose(2, 0, 1))
         write_cifar(folder / name, np.stack(pixels), labels)
 
 
@@ -126,7 +138,10 @@ def picture(name: str) -> np.ndarray:
     package = importlib.util.find_spec("sklearn")
     file = Path(package.submodule_search_locations[0], "datasets", "images", name) if package else None
     if file is None or not file.is_file() or importlib.util.find_spec("PIL") is None:
-        raise ModuleNotFoundError("no images to train on: install scikit-learn and pillow (pip install scikit-learn "
-                                  f"pillow), or set DATA_PATH to the folder {FOLDER}")
+        raise ModuleNotFoundError(
+            "no images to train on: install scikit-learn and pillow (pip install scikit-learn "
+            f"pillow), or set DATA_PATH to the folder {FOLDER}"
+        )
     from PIL import Image
+
     return np.asarray(Image.open(file).convert("RGB"))

@@ -23,13 +23,19 @@ import torch.nn.functional as F
 __all__ = ["digits", "read_idx"]
 
 SIDE = 28
-MEAN, DEVIATION = 0.1307, 0.3081        # of MNIST's training pixels, scaled to 0..1
+MEAN, DEVIATION = 0.1307, 0.3081  # of MNIST's training pixels, scaled to 0..1
 FOLDERS = (".", "train", "test", "MNIST/raw")
 
 
-def digits(batch_size: int, *, shuffle_seed: int | None = 0, dtype: torch.dtype = torch.float32,
-           path: str | os.PathLike[str] | None = None, train: bool = True,
-           limit: int | None = None) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def digits(
+    batch_size: int,
+    *,
+    shuffle_seed: int | None = 0,
+    dtype: torch.dtype = torch.float32,
+    path: str | os.PathLike[str] | None = None,
+    train: bool = True,
+    limit: int | None = None,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Batches of an image [batch_size, 1, 28, 28] and a label [batch_size] (int64); an incomplete last one is dropped.
 
     Args:
@@ -46,15 +52,22 @@ def digits(batch_size: int, *, shuffle_seed: int | None = 0, dtype: torch.dtype 
     return batches(images, labels, peak, batch_size, shuffle_seed, dtype, limit)
 
 
-def batches(images: torch.Tensor, labels: torch.Tensor, peak: int, batch_size: int, shuffle_seed: int | None,
-            dtype: torch.dtype, limit: int | None) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def batches(
+    images: torch.Tensor,
+    labels: torch.Tensor,
+    peak: int,
+    batch_size: int,
+    shuffle_seed: int | None,
+    dtype: torch.dtype,
+    limit: int | None,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     order = torch.arange(len(images), device="cpu")
-    if shuffle_seed is not None:            # a generator of its own: the seed of the user's program is left alone
+    if shuffle_seed is not None:  # a generator of its own: the seed of the user's program is left alone
         generator = torch.Generator("cpu").manual_seed(shuffle_seed)
         order = torch.randperm(len(images), generator=generator, device="cpu")
     count = len(images) // batch_size
     for i in range(count if limit is None else min(limit, count)):
-        chosen = order[i * batch_size:(i + 1) * batch_size]
+        chosen = order[i * batch_size : (i + 1) * batch_size]
         image = images[chosen].unsqueeze(1).to(dtype) / peak
         if image.shape[2:] != (SIDE, SIDE):
             image = F.interpolate(image, size=(SIDE, SIDE), mode="bilinear", align_corners=False)
@@ -68,8 +81,10 @@ def load(path: str | os.PathLike[str] | None, train: bool) -> tuple[torch.Tensor
         files = find_idx(Path(folder), "train" if train else "t10k")
         if files:
             return *load_idx(*files), 255
-        problem = f"{folder} holds no {'train' if train else 't10k'}-images-idx3-ubyte or .gz (nor do its subfolders " \
-                  f"{', '.join(FOLDERS[1:])})"
+        problem = (
+            f"{folder} holds no {'train' if train else 't10k'}-images-idx3-ubyte or .gz (nor do its subfolders "
+            f"{', '.join(FOLDERS[1:])})"
+        )
         if path is not None:
             raise FileNotFoundError(problem)
         warnings.warn(f"DATA_PATH: {problem}; taking scikit-learn's digits", stacklevel=3)
@@ -82,17 +97,22 @@ def load_bundled(train: bool) -> tuple[torch.Tensor, torch.Tensor]:
     package = importlib.util.find_spec("sklearn")
     table = Path(package.submodule_search_locations[0], "datasets", "data", "digits.csv.gz") if package else None
     if table is None or not table.is_file():
-        raise ModuleNotFoundError("no digits to train on: install scikit-learn (pip install scikit-learn), or set "
-                                  "DATA_PATH to a folder that holds the MNIST idx files")
+        raise ModuleNotFoundError(
+            "no digits to train on: install scikit-learn (pip install scikit-learn), or set "
+            "DATA_PATH to a folder that holds the MNIST idx files"
+        )
     if not train:
-        raise ValueError("scikit-learn's digits have no test part: set DATA_PATH to a folder that holds "
-                         "t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte")
+        raise ValueError(
+            "scikit-learn's digits have no test part: set DATA_PATH to a folder that holds "
+            "t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte"
+        )
     rows = np.loadtxt(gzip.decompress(table.read_bytes()).decode().splitlines(), delimiter=",", dtype=np.uint8)
     return torch.from_numpy(rows[:, :64].reshape(-1, 8, 8)), torch.from_numpy(rows[:, 64].astype(np.int64))
 
 
 def find_idx(folder: Path, part: str) -> tuple[Path, Path] | None:
     """The image and the label file of a part; None without images."""
+
     def find(name: str) -> Path | None:
         places = (folder / sub / (name + ending) for sub in FOLDERS for ending in ("", ".gz"))
         return next((place for place in places if place.is_file()), None)
@@ -125,13 +145,17 @@ def read_idx(path: str | os.PathLike[str], dims: int) -> np.ndarray:
         raise ValueError(f"{path}: cut off or damaged gzip file ({error})") from error
     magic, header = bytes((0, 0, 8, dims)), 4 + 4 * dims
     if len(data) >= 4 and data[:4] != magic:
-        raise ValueError(f"{path}: the magic number is 0x{data[:4].hex()}, not 0x{magic.hex()} "
-                         f"(unsigned bytes in {dims} dim{'s' if dims > 1 else ''})")
+        raise ValueError(
+            f"{path}: the magic number is 0x{data[:4].hex()}, not 0x{magic.hex()} "
+            f"(unsigned bytes in {dims} dim{'s' if dims > 1 else ''})"
+        )
     if len(data) < header:
         raise ValueError(f"{path}: cut off in the header: {len(data)} bytes of {header}")
     shape = struct.unpack(f">{dims}I", data[4:header])
     if len(data) - header != math.prod(shape):
         what = "cut off" if len(data) - header < math.prod(shape) else "too long"
-        raise ValueError(f"{path}: {what}: the header says {' x '.join(map(str, shape))} = {math.prod(shape)} bytes, "
-                         f"the file holds {len(data) - header} after it")
+        raise ValueError(
+            f"{path}: {what}: the header says {' x '.join(map(str, shape))} = {math.prod(shape)} bytes, "
+            f"the file holds {len(data) - header} after it"
+        )
     return np.frombuffer(data, np.uint8, offset=header).reshape(shape).copy()

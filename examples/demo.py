@@ -67,14 +67,23 @@ def difference(one, eight):
 
 
 def main():
-    console = Console(file=sys.stdout)          # the examples' own lines are kept from it
+    console = Console(file=sys.stdout)  # the examples' own lines are kept from it
     console.print(f"{STEPS} steps of {BATCH} digits, float64: eight devices in this process, and one")
-    table = Table("network", "step", "1 device", "8 devices", "max. diff.", "seconds",
-                  box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table = Table(
+        "network",
+        "step",
+        "1 device",
+        "8 devices",
+        "max. diff.",
+        "seconds",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
     for column in table.columns[1:]:
         column.justify = "right"
 
-    next(digits(BATCH))                         # so that the first time does not pay for loading the digits
+    next(digits(BATCH))  # so that the first time does not pay for loading the digits
     worst = 0.0
     for name, example in NETWORKS.items():
         with console.status(f"{name}: 8 devices"):

@@ -22,10 +22,10 @@ class Attention(nn.Module):
         self.heads, self.dropout = heads, dropout
         self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
         self.out = nn.Linear(width, width)
-        self.attend = sw.Operator(F.scaled_dot_product_attention)   # an operator object, so that it can be marked
+        self.attend = sw.Operator(F.scaled_dot_product_attention)  # an operator object, so that it can be marked
 
     def split(self, x):
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)    # [batch, heads, length, width / heads]
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [batch, heads, length, width / heads]
 
     def forward(self, x):
         query, key, value = self.split(self.query(x)), self.split(self.key(x)), self.split(self.value(x))
@@ -54,7 +54,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
-        self.head.weight = self.tokens.weight                       # tied
+        self.head.weight = self.tokens.weight  # tied
         self.apply(self.start)
 
     @staticmethod
@@ -77,20 +77,23 @@ def mark(net, loss, dp, mp):
     for block in net.blocks:
         attention = block.attention
         for layer in (attention.query, attention.key, attention.value, block.up):
-            sw.shard(layer, ((dp, 1, 1), (mp, 1)))                  # x [batch, length, in], weight [out, in]
+            sw.shard(layer, ((dp, 1, 1), (mp, 1)))  # x [batch, length, in], weight [out, in]
         for layer in (attention.out, block.down):
             sw.shard(layer, ((dp, 1, mp), (1, mp)))
         attention.attend.shard(((dp, mp, 1, 1),) * 3)
         sw.shard(block.gelu, ((dp, 1, mp),))
-    sw.shard(net.tokens, ((dp, 1), (mp, 1)))                        # tokens [batch, length], weight [vocabulary, width]
+    sw.shard(net.tokens, ((dp, 1), (mp, 1)))  # tokens [batch, length], weight [vocabulary, width]
     sw.shard(net.head, ((dp, 1, 1), (mp, 1)))
-    loss.cross_entropy.shard(((dp, mp), (dp,)))                     # each rank keeps the classes that its head makes
+    loss.cross_entropy.shard(((dp, mp), (dp,)))  # each rank keeps the classes that its head makes
 
 
 def main(argv=None):
     args = options(argv, __doc__)
-    return train(args, lambda: GPT(length=args.length, layers=args.layers, width=args.width, heads=args.heads,
-                                   dropout=args.dropout), mark)
+    return train(
+        args,
+        lambda: GPT(length=args.length, layers=args.layers, width=args.width, heads=args.heads, dropout=args.dropout),
+        mark,
+    )
 
 
 if __name__ == "__main__":

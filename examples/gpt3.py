@@ -27,8 +27,14 @@ def gpt3(layers=LAYERS, batch=BATCH):
     with torch.device("meta"):
         net = GPT(VOCABULARY, LENGTH, layers, WIDTH, HEADS)
         tokens = torch.zeros(batch, LENGTH, dtype=torch.long)
-    return {"net": net, "inputs": (tokens,), "targets": tokens, "loss_fn": loss_of,
-            "parallel_mode": "dynamic_programming", "dataset_strategy": "full_batch"}
+    return {
+        "net": net,
+        "inputs": (tokens,),
+        "targets": tokens,
+        "loss_fn": loss_of,
+        "parallel_mode": "dynamic_programming",
+        "dataset_strategy": "full_batch",
+    }
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python examples/hybrid_parallel.py                                    two devices in one process
     shardwright run --worker_num=2 examples/hybrid_parallel.py            two processes
 
-A weight of 512×128 is 512×64 on each of two devices; its product with x is summed over the last dim, and the devices' sums
-are summed. Losses and gradients are those of the network of 512×128 on one device.
+A weight of 512×128 is 512×64 on each of two devices; its product with x is summed over the last dim, and the devices'
+sums are summed. Losses and gradients are those of the network of 512×128 on one device.
 """
 
 from __future__ import annotations

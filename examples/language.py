@@ -28,8 +28,9 @@ def text() -> torch.Tensor:
     return torch.tensor(list("\n".join(topics[name] for name in sorted(topics)).encode()), device="cpu")
 
 
-def passages(batch_size: int, length: int, *, seed: int = 0, limit: int | None = None
-             ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def passages(
+    batch_size: int, length: int, *, seed: int = 0, limit: int | None = None
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Batches of tokens [batch_size, length] and of what follows each of them, drawn from all places of the text.
 
     Args:
@@ -51,8 +52,12 @@ def options(argv: Sequence[str] | None, description: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parallel_mode", choices=("stand_alone", "data_parallel", "semi_auto"), default="semi_auto")
     parser.add_argument("--devices", type=positive, default=8, help="devices in this one process, without a launcher")
-    parser.add_argument("--model_parallel", type=positive, default=None,
-                        help="over how many devices an operator is split (default: 4, or all if there are fewer)")
+    parser.add_argument(
+        "--model_parallel",
+        type=positive,
+        default=None,
+        help="over how many devices an operator is split (default: 4, or all if there are fewer)",
+    )
     parser.add_argument("--steps", type=positive, default=20)
     parser.add_argument("--batch_size", type=positive, default=8, help="passages in a step, over all devices")
     parser.add_argument("--length", type=positive, default=64, help="tokens in a passage")
@@ -78,18 +83,19 @@ class Loss(nn.Module):
         return self.cross_entropy(logits.flatten(0, 1), following.flatten())
 
 
-def train(args: argparse.Namespace, build: Callable[[], nn.Module], mark: Callable[[nn.Module, Loss, int, int], None]
-          ) -> list[float]:
+def train(
+    args: argparse.Namespace, build: Callable[[], nn.Module], mark: Callable[[nn.Module, Loss, int, int], None]
+) -> list[float]:
     """Train a model as the settings say; returns the losses.
 
     Args:
         build: makes the model.
         mark: marks the operators of model and loss, for so many parts of the batch and so many of an operator.
     """
-    runtime = sw.init(devices=args.devices)     # the world that a launcher started, or so many devices in this process
+    runtime = sw.init(devices=args.devices)  # the world that a launcher started, or so many devices in this process
     model_parallel = args.model_parallel or min(4, runtime.devices)
     torch.manual_seed(0)
-    with sw.no_init_parameters():               # nothing is allocated here
+    with sw.no_init_parameters():  # nothing is allocated here
         net = build().to(args.dtype)
         optimizer = torch.optim.AdamW(net.parameters(), lr=args.learning_rate)
     loss_fn = Loss()
@@ -97,7 +103,7 @@ def train(args: argparse.Namespace, build: Callable[[], nn.Module], mark: Callab
         mark(net, loss_fn, runtime.devices // model_parallel, model_parallel)
 
     model = sw.AutoParallel(net, loss_fn=loss_fn, parallel_mode=args.parallel_mode)
-    model.dataset_strategy("full_batch")        # every process feeds the same whole batch
+    model.dataset_strategy("full_batch")  # every process feeds the same whole batch
     losses = []
     for step, (tokens, following) in enumerate(passages(args.batch_size, args.length, limit=args.steps)):
         loss = model(tokens, following)

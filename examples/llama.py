@@ -1,8 +1,8 @@
 """A Llama on eight devices: RMSNorm, rotary positions, grouped queries, SwiGLU; marked from outside as gpt.py is.
 
-    python examples/llama.py                                    eight devices inside this one process
-    python examples/llama.py --parallel_mode data_parallel      the same, parameters whole, the batch split
-    shardwright run --worker_num 8 examples/llama.py            eight processes
+python examples/llama.py                                    eight devices inside this one process
+python examples/llama.py --parallel_mode data_parallel      the same, parameters whole, the batch split
+shardwright run --worker_num 8 examples/llama.py            eight processes
 """
 
 import torch
@@ -34,7 +34,7 @@ class Rotary(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.times = sw.Operator(torch.mul)     # the one operator that works here: all the others are views
+        self.times = sw.Operator(torch.mul)  # the one operator that works here: all the others are views
 
     def forward(self, x, turns):
         pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
@@ -51,13 +51,19 @@ class Attention(nn.Module):
         self.attend = sw.Operator(F.scaled_dot_product_attention)
 
     def split(self, x):
-        return x.unflatten(-1, (-1, self.width)).transpose(1, 2)    # [batch, heads, length, width / heads]
+        return x.unflatten(-1, (-1, self.width)).transpose(1, 2)  # [batch, heads, length, width / heads]
 
     def forward(self, x, turns):
         query = self.turn_query(self.split(self.query(x)), turns)
         key = self.turn_key(self.split(self.key(x)), turns)
-        mixed = self.attend(query, key, self.split(self.value(x)), dropout_p=self.dropout if self.training else 0.0,
-                            is_causal=True, enable_gqa=True)
+        mixed = self.attend(
+            query,
+            key,
+            self.split(self.value(x)),
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=True,
+            enable_gqa=True,
+        )
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
@@ -77,8 +83,9 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    def __init__(self, vocabulary=VOCABULARY, length=64, layers=2, width=64, heads=8, kv_heads=4, hidden=160,
-                 dropout=0.0):
+    def __init__(
+        self, vocabulary=VOCABULARY, length=64, layers=2, width=64, heads=8, kv_heads=4, hidden=160, dropout=0.0
+    ):
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(Block(width, heads, kv_heads, hidden, dropout) for _ in range(layers))
@@ -104,24 +111,34 @@ def mark(net, loss, dp, mp):
     for block in net.blocks:
         attention = block.attention
         for layer in (attention.query, attention.key, attention.value, block.gate, block.up):
-            sw.shard(layer, ((dp, 1, 1), (mp, 1)))                  # x [batch, length, in], weight [out, in]
+            sw.shard(layer, ((dp, 1, 1), (mp, 1)))  # x [batch, length, in], weight [out, in]
         for layer in (attention.out, block.down):
             sw.shard(layer, ((dp, 1, mp), (1, mp)))
         for rotary in (attention.turn_query, attention.turn_key):
-            rotary.times.shard(((dp, mp, 1, 1), (1, 1)))            # pairs [batch, heads, length, width / 2], turns
-        attention.attend.shard(((dp, mp, 1, 1),) * 3)               # heads of queries and of keys
+            rotary.times.shard(((dp, mp, 1, 1), (1, 1)))  # pairs [batch, heads, length, width / 2], turns
+        attention.attend.shard(((dp, mp, 1, 1),) * 3)  # heads of queries and of keys
         sw.shard(block.silu, ((dp, 1, mp),))
         block.times.shard(((dp, 1, mp),) * 2)
-    sw.shard(net.tokens, ((dp, 1), (mp, 1)))                        # tokens [batch, length], weight [vocabulary, width]
+    sw.shard(net.tokens, ((dp, 1), (mp, 1)))  # tokens [batch, length], weight [vocabulary, width]
     sw.shard(net.head, ((dp, 1, 1), (mp, 1)))
-    loss.cross_entropy.shard(((dp, mp), (dp,)))                     # each rank keeps the classes that its head makes
+    loss.cross_entropy.shard(((dp, mp), (dp,)))  # each rank keeps the classes that its head makes
 
 
 def main(argv=None):
     args = options(argv, __doc__)
-    return train(args, lambda: Llama(length=args.length, layers=args.layers, width=args.width, heads=args.heads,
-                                     kv_heads=max(1, args.heads // 2), hidden=args.width * 5 // 2,
-                                     dropout=args.dropout), mark)
+    return train(
+        args,
+        lambda: Llama(
+            length=args.length,
+            layers=args.layers,
+            width=args.width,
+            heads=args.heads,
+            kv_heads=max(1, args.heads // 2),
+            hidden=args.width * 5 // 2,
+            dropout=args.dropout,
+        ),
+        mark,
+    )
 
 
 if __name__ == "__main__":

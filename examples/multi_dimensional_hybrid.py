@@ -1,4 +1,5 @@
-"""Everything at once: pipeline stages, strategies that a search finds in each of them, optimizer parallel, recomputation.
+"""Everything at once: pipeline stages, strategies that a search finds in each of them, optimizer parallel,
+recomputation.
 
 Eight devices make two stages of four. A batch goes through them in four micro-batches; of the layers' strategies on a
 stage's four devices nothing is said here. Losses and gradients are those of the whole batch on one device.
@@ -34,24 +35,24 @@ STAGES = {"layer1": 0, "relu1": 0, "layer2": 1, "relu2": 1, "layer3": 1}
 
 def main(argv=None):
     args = arguments(argv, __doc__)
-    sw.init(devices=8)                          # the world that a launcher started, or eight devices in this process
+    sw.init(devices=8)  # the world that a launcher started, or eight devices in this process
     torch.manual_seed(0)
-    with sw.no_init_parameters():               # nothing is allocated here; no process ever has another stage's parameters
+    with sw.no_init_parameters():  # nothing is allocated here; no process ever has another stage's parameters
         net = Network(args.dtype)
         optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
-    sw.recompute(net.relu1)                     # what they make is dropped, and made again in the backward
+    sw.recompute(net.relu1)  # what they make is dropped, and made again in the backward
     sw.recompute(net.relu2)
 
     model = sw.AutoParallel(net, loss_fn=nn.L1Loss(), parallel_mode="recursive_programming")
-    model.pipeline(stages=2, micro_batches=4, stage_config=STAGES)      # or sw.set_stage(net.layer1, 0), and so on
-    model.hsdp()                                # what a stage's devices hold alike, they store in parts
-    model.dataset_strategy("full_batch")        # every process feeds the same whole batch
+    model.pipeline(stages=2, micro_batches=4, stage_config=STAGES)  # or sw.set_stage(net.layer1, 0), and so on
+    model.hsdp()  # what a stage's devices hold alike, they store in parts
+    model.dataset_strategy("full_batch")  # every process feeds the same whole batch
 
     losses = []
-    for epoch in range(args.epochs):            # from here on: the loop of a one-device program
+    for epoch in range(args.epochs):  # from here on: the loop of a one-device program
         loader = digits(args.batch_size, shuffle_seed=epoch, dtype=args.dtype, limit=args.steps)
         for step, (image, label) in enumerate(loader):
-            loss = model(image, label.to(args.dtype).unsqueeze(1))      # the digit as a number: mean absolute error
+            loss = model(image, label.to(args.dtype).unsqueeze(1))  # the digit as a number: mean absolute error
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -30,8 +30,11 @@ class Bottleneck(nn.Module):
         self.conv1, self.bn1 = nn.Conv2d(before, inside, 1, bias=False), nn.BatchNorm2d(inside)
         self.conv2, self.bn2 = nn.Conv2d(inside, inside, 3, stride, 1, bias=False), nn.BatchNorm2d(inside)
         self.conv3, self.bn3 = nn.Conv2d(inside, after, 1, bias=False), nn.BatchNorm2d(after)
-        self.shortcut = nn.Identity() if stride == 1 and before == after else nn.Sequential(
-            nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after))
+        self.shortcut = (
+            nn.Identity()
+            if stride == 1 and before == after
+            else nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after))
+        )
 
     def forward(self, x):
         y = F.relu(self.bn1(self.conv1(x)), inplace=True)
@@ -57,7 +60,7 @@ class ResNet(nn.Module):
         self.pool = nn.Identity() if small else nn.MaxPool2d(3, 2, 1)
         before, stages = width, []
         for stage, count in enumerate(blocks):
-            inside = width * 2 ** stage
+            inside = width * 2**stage
             for i in range(count):
                 stages.append(Bottleneck(before, inside, 2 if stage > 0 and i == 0 else 1))
                 before = 4 * inside
@@ -74,15 +77,16 @@ def split(net, devices):
     """Mark two layers: each device of a pair has one half of the stem's channels and of the classes."""
     half = 2 if devices % 2 == 0 else 1
     rows = devices // half
-    sw.shard(net.conv1, in_strategy=((rows, 1, 1, 1), (half, 1, 1, 1)))     # image; weight [channels, 3, 3, 3]
-    sw.shard(net.fc, in_strategy=((rows, 1), (half, 1), (half,)))           # features; weight [classes, features]; bias
+    sw.shard(net.conv1, in_strategy=((rows, 1, 1, 1), (half, 1, 1, 1)))  # image; weight [channels, 3, 3, 3]
+    sw.shard(net.fc, in_strategy=((rows, 1), (half, 1), (half,)))  # features; weight [classes, features]; bias
     return net
 
 
 def arguments(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parallel_mode", choices=("data_parallel", "semi_auto", "stand_alone"),
-                        default="data_parallel")
+    parser.add_argument(
+        "--parallel_mode", choices=("data_parallel", "semi_auto", "stand_alone"), default="data_parallel"
+    )
     parser.add_argument("--devices", type=positive, default=8, help="where no launcher says how many there are")
     parser.add_argument("--epochs", type=positive, default=1)
     parser.add_argument("--steps", type=positive, default=None, help="steps in an epoch (default: all batches)")
@@ -99,7 +103,7 @@ def arguments(argv=None):
 def main(argv=None):
     args = arguments(argv)
     dtype = getattr(torch, args.dtype)
-    runtime = sw.init(devices=args.devices)     # the world that a launcher started, or so many devices in this process
+    runtime = sw.init(devices=args.devices)  # the world that a launcher started, or so many devices in this process
     torch.manual_seed(0)
     net = ResNet(args.blocks, args.width, small=args.stem == "small").to(dtype)
     if args.parallel_mode == "semi_auto":
@@ -107,10 +111,10 @@ def main(argv=None):
     optimizer = torch.optim.SGD(net.parameters(), lr=args.lr, momentum=0.9, weight_decay=5e-4)
 
     model = sw.AutoParallel(net, nn.CrossEntropyLoss(), args.parallel_mode, sync_batch_norm=args.sync_batch_norm)
-    model.dataset_strategy("full_batch")        # every process feeds the same whole batch
+    model.dataset_strategy("full_batch")  # every process feeds the same whole batch
 
     losses = []
-    for epoch in range(args.epochs):            # from here on: the loop of a one-device program
+    for epoch in range(args.epochs):  # from here on: the loop of a one-device program
         loader = images(args.batch, shuffle_seed=epoch, dtype=dtype, limit=args.steps)
         for step, (image, label) in enumerate(loader):
             loss = model(image, label)

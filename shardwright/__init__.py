@@ -17,8 +17,18 @@ if TYPE_CHECKING:
     from .checkpoint.transform import load_distributed_checkpoint, rank_list_for_transform, transform_checkpoints
     from .cluster import Cluster, Level
     from .errors import (
-        CaptureError, CheckpointError, LayoutError, MissingRuleError, PlanError, RuleError, RuntimeMismatchError,
-        SettingError, ShardwrightError, StrategyError, StuckError, TorchVersionError,
+        CaptureError,
+        CheckpointError,
+        LayoutError,
+        MissingRuleError,
+        PlanError,
+        RuleError,
+        RuntimeMismatchError,
+        SettingError,
+        ShardwrightError,
+        StrategyError,
+        StuckError,
+        TorchVersionError,
     )
     from .layout import Digit, Layout
     from .mixed_precision import MixedPrecision
@@ -32,11 +42,26 @@ if TYPE_CHECKING:
     from .verification.verify import verify
     from .verification.verify_report import VerifyReport
 
-#: Public name -> its module. A module is imported when one of its names is first used: the launcher needs none of torch.
+#: Public name -> its module. A module is imported when one of its names is first used: the launcher needs none of
+#: torch.
 _MODULES = {
-    **dict.fromkeys(("CaptureError", "CheckpointError", "LayoutError", "MissingRuleError", "PlanError", "RuleError",
-                     "RuntimeMismatchError", "SettingError", "ShardwrightError", "StrategyError", "StuckError",
-                     "TorchVersionError"), "errors"),
+    **dict.fromkeys(
+        (
+            "CaptureError",
+            "CheckpointError",
+            "LayoutError",
+            "MissingRuleError",
+            "PlanError",
+            "RuleError",
+            "RuntimeMismatchError",
+            "SettingError",
+            "ShardwrightError",
+            "StrategyError",
+            "StuckError",
+            "TorchVersionError",
+        ),
+        "errors",
+    ),
     **dict.fromkeys(("Cluster", "Level"), "cluster"),
     **dict.fromkeys(("Digit", "Layout"), "layout"),
     **dict.fromkeys(("Operator", "no_optimizer_parallel", "recompute", "set_stage", "shard"), "capture.annotations"),
@@ -52,8 +77,9 @@ _MODULES = {
     **dict.fromkeys(("CheckpointCallback", "CheckpointConfig"), "checkpoint.callback"),
     "latest_checkpoint": "checkpoint.manifest",
     **dict.fromkeys(("Restored", "load_checkpoint"), "checkpoint.load"),
-    **dict.fromkeys(("load_distributed_checkpoint", "rank_list_for_transform", "transform_checkpoints"),
-                    "checkpoint.transform"),
+    **dict.fromkeys(
+        ("load_distributed_checkpoint", "rank_list_for_transform", "transform_checkpoints"), "checkpoint.transform"
+    ),
     "save_checkpoint": "checkpoint.save",
     "verify": "verification.verify",
     "VerifyReport": "verification.verify_report",

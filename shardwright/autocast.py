@@ -1,7 +1,9 @@
 """Autocast written out: which casts an operator gets under ``torch.autocast``, as casts of its inputs.
 
-torch's lists of operators are not copied. An operator is called on fake tensors under autocast, and what it comes to below
-autocast is noted: each operator with the dtypes that it takes and returns. The first of these forms that comes to the same
+torch's lists of operators are not copied. An operator is called on fake tensors under autocast, and what it comes to
+below
+autocast is noted: each operator with the dtypes that it takes and returns. The first of these forms that comes to the
+    same
 without autocast is the one that is recorded:
 
     1. the operator as it is                              gelu; linear of float64
@@ -11,10 +13,12 @@ without autocast is the one that is recorded:
     5. the operator run under autocast                    gru, whose inner products alone are cast; custom operators
 
 "The same" means the same operators on the same dtypes in the same order; views, copies and casts of the operator's own
-inputs do not count. An example, under bfloat16 on a CPU: `aten.linear` of three float32 tensors comes to three casts and
-``addmm(bfloat16, bfloat16, bfloat16)``; so does form 3. Without autocast it comes to ``addmm(float32, float32, float32)``.
+inputs do not count. An example, under bfloat16 on a CPU: `aten.linear` of three float32 tensors comes to three casts
+and ``addmm(bfloat16, bfloat16, bfloat16)``; so does form 3. Without autocast it comes to
+``addmm(float32, float32, float32)``.
 
-Gradients are those that the operator has under autocast: a cast's gradient is cast back. One cast of a value is shared by all
+Gradients are those that the operator has under autocast: a cast's gradient is cast back. One cast of a value is shared
+    by all
 its consumers in a region (of a parameter: by those in one module), as autocast shares those of weights; a shared cast's
 gradients are summed in its own dtype. ``torch.autocast(cache_enabled=False)`` around the call of a model shares none.
 """
@@ -72,8 +76,8 @@ class Autocast:
         return bool(self.dtypes)
 
     def within(self, device_type: str, dtype: torch.dtype | None, enabled: bool) -> Autocast:
-        """The state inside of a region ``torch.autocast(device_type, dtype, enabled)``. Its ``cache_enabled`` is not known:
-        torch.export turns the cache off while it traces."""
+        """The state inside of a region ``torch.autocast(device_type, dtype, enabled)``. Its ``cache_enabled`` is not
+        known: torch.export turns the cache off while it traces."""
         others = {name: held for name, held in self.dtypes if name != device_type}
         if enabled:
             others[device_type] = dtype or torch.get_autocast_dtype(device_type)
@@ -86,8 +90,9 @@ class Autocast:
 
 def current(*device_types: str) -> Autocast:
     """The state of autocast around the caller, for these types of devices."""
-    on = tuple([(name, torch.get_autocast_dtype(name)) for name in sorted({*device_types})
-                if torch.is_autocast_enabled(name)])
+    on = tuple(
+        [(name, torch.get_autocast_dtype(name)) for name in sorted({*device_types}) if torch.is_autocast_enabled(name)]
+    )
     return Autocast(on, torch.is_autocast_cache_enabled()) if on else _OFF
 
 
@@ -96,8 +101,8 @@ _OFF = Autocast()
 
 @contextlib.contextmanager
 def entered(state: Autocast, *device_types: str) -> Iterator[None]:
-    """While active, autocast is in this state for its own types of devices and for these, whatever it was before. Devices
-    of that type need not be there, unlike for ``torch.autocast``, which leaves itself off without them."""
+    """While active, autocast is in this state for its own types of devices and for these, whatever it was before.
+    Devices of that type need not be there, unlike for ``torch.autocast``, which leaves itself off without them."""
     on = dict(state.dtypes)
     names = sorted({*on, *device_types})
     before = [(name, torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in names]
@@ -222,8 +227,9 @@ def _casts(target: Any, leaves: tuple, spec: Any, kinds: tuple[type, ...], state
     return Casts(plain, whole=True, made=seen.made)
 
 
-def _forms(call: _Call, seen: _Trace, likes: Sequence[Like]
-           ) -> Iterator[tuple[torch.dtype | None, tuple[torch.dtype | None, ...]]]:
+def _forms(
+    call: _Call, seen: _Trace, likes: Sequence[Like]
+) -> Iterator[tuple[torch.dtype | None, tuple[torch.dtype | None, ...]]]:
     """Forms that may come to what was seen: (argument ``dtype``, casts of the inputs)."""
     plain = (None,) * len(likes)
     floating = [dtype for dtype in seen.made if dtype.is_floating_point]
@@ -234,15 +240,22 @@ def _forms(call: _Call, seen: _Trace, likes: Sequence[Like]
         yield None, cast
     lower = dict(call.state.dtypes)
     for dtype in dict.fromkeys([torch.float32, *lower.values()]):
-        yield None, tuple(dtype if x.dtype.is_floating_point and x.dtype not in (dtype, torch.float64)
-                          and x.device.type in lower else None for x in likes)
+        yield (
+            None,
+            tuple(
+                dtype
+                if x.dtype.is_floating_point and x.dtype not in (dtype, torch.float64) and x.device.type in lower
+                else None
+                for x in likes
+            ),
+        )
 
 
 def with_dtype(target: Any, args: tuple, kwargs: dict[str, Any], dtype: torch.dtype) -> tuple[tuple, dict[str, Any]]:
     """The arguments of an operator with its argument ``dtype`` set."""
     at = [a.name for a in schema_of(target).arguments].index("dtype")
     if at < len(args):
-        return (*args[:at], dtype, *args[at + 1:]), kwargs
+        return (*args[:at], dtype, *args[at + 1 :]), kwargs
     return args, kwargs | {"dtype": dtype}
 
 
@@ -257,8 +270,9 @@ class _Call:
         given = dict(zip(self.names, args)) | kwargs
         self.takes_dtype = "dtype" in self.names and given.get("dtype") is None
 
-    def run(self, state: Autocast, inputs: Sequence[torch.dtype | None], dtype: torch.dtype | None = None
-            ) -> _Trace | None:
+    def run(
+        self, state: Autocast, inputs: Sequence[torch.dtype | None], dtype: torch.dtype | None = None
+    ) -> _Trace | None:
         """The operators and dtypes that the call runs; None where it cannot run.
 
         Args:
@@ -269,8 +283,12 @@ class _Call:
         logs, _LOG.disabled = _LOG.disabled, True  # forms that cannot run are expected
         types = {name for name, _ in self.state.dtypes} | {x.device.type for x in self.leaves if isinstance(x, Like)}
         try:
-            with torch.inference_mode(False), torch.no_grad(), without_cudnn(types), \
-                    FakeTensorMode(allow_non_fake_inputs=True):
+            with (
+                torch.inference_mode(False),
+                torch.no_grad(),
+                without_cudnn(types),
+                FakeTensorMode(allow_non_fake_inputs=True),
+            ):
                 tensors, to = [], iter(inputs)
                 leaves = list(self.leaves)
                 for i, x in enumerate(leaves):
@@ -308,7 +326,8 @@ class _Trace(TorchDispatchMode):
 
     Attributes:
         exact: every operator with the dtypes of the tensors among its arguments and results.
-        work: the same without views, copies and casts of the inputs; an argument ``dtype`` as a cast before the operator.
+        work: the same without views, copies and casts of the inputs; an argument ``dtype`` as a cast before the
+            operator.
         casts: index of an input -> the dtypes that it, or a view of it, is cast to.
         itself: whether the operator comes to itself on its own inputs.
         made: the dtypes of the tensors that it returns.
@@ -357,16 +376,23 @@ def _floating(*tensors: Tensor) -> bool:
 def _moves(func: Any) -> bool:
     """True where an operator only moves the elements of its first input."""
     returned = schema_of(func).returns
-    return func in _COPIES or bool(returned) and all(r.alias_info is not None and not r.alias_info.is_write for r in returned)
+    return (
+        func in _COPIES
+        or bool(returned)
+        and all(r.alias_info is not None and not r.alias_info.is_write for r in returned)
+    )
 
 
 def _given(func: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call by name, without those that have their default."""
     arguments = schema_of(func).arguments
     given: dict[str, Any] = dict(zip([a.name for a in arguments], args)) | kwargs
-    return {a.name: given[a.name] for a in arguments
-            if a.name in given and (isinstance(given[a.name], Tensor) or not a.has_default_value()
-                                    or a.default_value != given[a.name])}
+    return {
+        a.name: given[a.name]
+        for a in arguments
+        if a.name in given
+        and (isinstance(given[a.name], Tensor) or not a.has_default_value() or a.default_value != given[a.name])
+    }
 
 
 def _said(func: Any, args: tuple, kwargs: dict[str, Any], of: Callable[[Tensor], Any]) -> str:
@@ -376,7 +402,9 @@ def _said(func: Any, args: tuple, kwargs: dict[str, Any], of: Callable[[Tensor],
 
 def _worked(func: Any, args: tuple, kwargs: dict[str, Any], results: Sequence[Tensor]) -> str:
     """An operator call as dtypes, whatever overload it is; an argument ``dtype`` as that of the floating inputs."""
-    given = {a.name: a.default_value for a in schema_of(func).arguments if a.has_default_value()} | _given(func, args, kwargs)
+    given = {a.name: a.default_value for a in schema_of(func).arguments if a.has_default_value()} | _given(
+        func, args, kwargs
+    )
     given = {name: x for name, x in sorted(given.items()) if x is not None}
     within: torch.dtype | None = None
     if func in _CASTS:
@@ -386,4 +414,5 @@ def _worked(func: Any, args: tuple, kwargs: dict[str, Any], results: Sequence[Te
 
     def taken(x: Tensor) -> torch.dtype:
         return within if within is not None and x.dtype.is_floating_point else x.dtype
+
     return repr((schema_of(func).name, pytree.tree_map_only(Tensor, taken, given), [x.dtype for x in results]))

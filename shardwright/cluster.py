@@ -39,8 +39,8 @@ _FALLBACKS: dict[str, tuple[tuple[str, float], ...]] = {
 }
 
 
-#: Links that are free send this many times what a device reads and writes of its memory, and take these seconds to begin:
-#: a cut always pays, and of plans that cut alike the one that sends less is still the cheaper.
+#: Links that are free send this many times what a device reads and writes of its memory, and take these seconds to
+#: begin: a cut always pays, and of plans that cut alike the one that sends less is still the cheaper.
 _FREE_BANDWIDTH, _FREE_SECONDS = 1e3, 1e-18
 
 
@@ -156,7 +156,7 @@ class Cluster:
 
     def below(self, level: int) -> int:
         """How many devices one unit of a level holds."""
-        return math.prod(each.size for each in self.levels[:level + 1])
+        return math.prod(each.size for each in self.levels[: level + 1])
 
     def part(self, devices: int) -> Cluster:
         """The innermost units of the cluster that hold so many devices; the last of them need not be full.
@@ -165,9 +165,10 @@ class Cluster:
             SettingError: more devices than the cluster has.
         """
         if devices > self.devices:
-            raise SettingError(f"the cluster {self.name!r} has {self.devices} devices, not {devices}",
-                               legal=f"at most {self.devices} devices, or a cluster with more, such as "
-                                     f'"h100x8x{-(-devices // 8)}"')
+            raise SettingError(
+                f"the cluster {self.name!r} has {self.devices} devices, not {devices}",
+                legal=f'at most {self.devices} devices, or a cluster with more, such as "h100x8x{-(-devices // 8)}"',
+            )
         levels, inside = [], 1
         for level in self.levels:
             size = min(level.size, -(-devices // inside))
@@ -182,8 +183,10 @@ class Cluster:
 
         A search then cuts whatever can be cut: what a plan needs that is to be tried out.
         """
-        levels = tuple(replace(level, bandwidth=_FREE_BANDWIDTH * self.memory_bandwidth, latency=_FREE_SECONDS, shared=False)
-                       for level in self.levels)
+        levels = tuple(
+            replace(level, bandwidth=_FREE_BANDWIDTH * self.memory_bandwidth, latency=_FREE_SECONDS, shared=False)
+            for level in self.levels
+        )
         return replace(self, name=f"{self.name}, free links", levels=levels, overhead=_FREE_SECONDS)
 
     @classmethod
@@ -212,8 +215,9 @@ class Cluster:
         elif isinstance(given, (str, os.PathLike)):
             found = cls.load(given)
         else:
-            raise SettingError(f"a cluster cannot be {given!r}",
-                               legal="a preset's name, a JSON file, a dict or a Cluster")
+            raise SettingError(
+                f"a cluster cannot be {given!r}", legal="a preset's name, a JSON file, a dict or a Cluster"
+            )
         return found if devices is None else found.part(devices)
 
     @classmethod
@@ -230,11 +234,15 @@ class Cluster:
         try:
             held = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
-            raise SettingError(f"the cluster file {os.fspath(path)!r} cannot be read: {error.strerror}",
-                               legal="a preset's name, or a file that Cluster.save wrote") from None
+            raise SettingError(
+                f"the cluster file {os.fspath(path)!r} cannot be read: {error.strerror}",
+                legal="a preset's name, or a file that Cluster.save wrote",
+            ) from None
         except ValueError as error:
-            raise SettingError(f"the cluster file {os.fspath(path)!r} is not JSON, or cut short: {error}",
-                               legal="a file that Cluster.save wrote") from None
+            raise SettingError(
+                f"the cluster file {os.fspath(path)!r} is not JSON, or cut short: {error}",
+                legal="a file that Cluster.save wrote",
+            ) from None
         return cls.from_dict(held, f"cluster file {os.fspath(path)!r}")
 
     @classmethod
@@ -252,8 +260,9 @@ class Cluster:
         if schema != SCHEMA:
             raise SettingError(f"{where}: 'schema' is {schema!r}", legal=str(SCHEMA))
         if not isinstance(held["levels"], (list, tuple)) or not held["levels"]:
-            raise SettingError(f"{where}: 'levels' is {held['levels']!r}",
-                               legal="a list of levels, from the inside out")
+            raise SettingError(
+                f"{where}: 'levels' is {held['levels']!r}", legal="a list of levels, from the inside out"
+            )
         names, levels = [f.name for f in fields(Level)], []
         for i, level in enumerate(held["levels"]):
             at = f"{where}: 'levels'[{i}]"
@@ -276,8 +285,7 @@ def _check_name(value: Any, where: str, field: str) -> None:
 
 
 def _check_positive(value: Any, where: str, field: str, whole: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or \
-            not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not 0 < value < math.inf:
         raise SettingError(f"{where}: {field!r} is {value!r}", legal=f"a {'whole ' if whole else ''}number above 0")
 
 
@@ -299,17 +307,17 @@ def _within(where: str, make: Any) -> Any:
     try:
         return make()
     except SettingError as error:
-        raise SettingError(f"{where}: {error.message}" if not error.message.startswith(where) else error.message,
-                           legal=error.legal) from None
-
+        raise SettingError(
+            f"{where}: {error.message}" if not error.message.startswith(where) else error.message, legal=error.legal
+        ) from None
 
 
 # ----------------------------------------------------------------------------------------------------
 # Clusters that are known by name: nodes of eight devices, as many as one likes, and the processor of a laptop.
 #
 # Rates are those of the makers' data sheets, dense (without sparsity), and of one direction of a link. What a program
-# reaches is less; `shardwright calibrate` measures it. Each figure has its source and the source's address; what has none
-# is marked "assumed", with why it is of that size.
+# reaches is less; `shardwright calibrate` measures it. Each figure has its source and the source's address; what has
+# none is marked "assumed", with why it is of that size.
 # ----------------------------------------------------------------------------------------------------
 
 #: Seconds to launch one operator on an accelerator. Assumed: a little above the 3.8 µs from one short kernel to the
@@ -326,8 +334,15 @@ _NVLINK, _PCI, _NETWORK = 1.9e-6, 2.5e-6, 4.0e-6
 # TB/s; Tflop/s float64 67 in tensor cores, float32 67, bfloat16 and float16 1,979 with sparsity, float8 and int8
 # 3,958 (half of it dense); NVLink 4 of 900 GB/s in both directions together. "DGX H100/H200 User Guide",
 # https://docs.nvidia.com/dgx/dgxh100-user-guide/introduction-to-dgxh100.html : eight ConnectX-7 of 400 Gb/s.
-_HOPPER = {"float64": 67e12, "float32": 67e12, "bfloat16": 989.5e12, "float16": 989.5e12,
-           "float8_e4m3fn": 1979e12, "float8_e5m2": 1979e12, "int8": 1979e12}
+_HOPPER = {
+    "float64": 67e12,
+    "float32": 67e12,
+    "bfloat16": 989.5e12,
+    "float16": 989.5e12,
+    "float8_e4m3fn": 1979e12,
+    "float8_e5m2": 1979e12,
+    "int8": 1979e12,
+}
 _NVLINK4 = Level("NVLink 4", 8, 450e9, _NVLINK)
 _NDR = Level("InfiniBand NDR", 1, 50e9, _NETWORK)
 
@@ -342,9 +357,17 @@ PRESETS: dict[str, tuple[Cluster, Level]] = {
     # 3 of 600 GB/s in both directions together. "DGX A100 User Guide",
     # https://docs.nvidia.com/dgx/dgxa100-user-guide/introduction-to-dgxa100.html : eight ConnectX-6 of 200 Gb/s for
     # computing.
-    "a100x8": (Cluster("a100x8", (Level("NVLink 3", 8, 300e9, _NVLINK),), 80e9,
-                       {"float64": 19.5e12, "float32": 19.5e12, "bfloat16": 312e12, "float16": 312e12, "int8": 624e12},
-                       2.039e12, _LAUNCH), Level("InfiniBand HDR", 1, 25e9, _NETWORK)),
+    "a100x8": (
+        Cluster(
+            "a100x8",
+            (Level("NVLink 3", 8, 300e9, _NVLINK),),
+            80e9,
+            {"float64": 19.5e12, "float32": 19.5e12, "bfloat16": 312e12, "float16": 312e12, "int8": 624e12},
+            2.039e12,
+            _LAUNCH,
+        ),
+        Level("InfiniBand HDR", 1, 25e9, _NETWORK),
+    ),
     # Huawei, "Atlas 800T A2", technical specifications,
     # https://support.huawei.com/enterprise/zh/doc/EDOC1100317202/f3dba488 : eight Ascend 910B of 64 GB at 1.6 TB/s;
     # Tflop/s float16 313, float32 75; joined each to each by HCCS, 392 GB/s in both directions over seven links; a
@@ -353,9 +376,17 @@ PRESETS: dict[str, tuple[Cluster, Level]] = {
     # 910 (256 and 512). Assumed, for none are published, the latencies: of HCCS that of PCI Express, the slower of
     # the two that are known within a node; of RoCE that of the network above. A group of fewer than eight has fewer
     # than seven links, which a level cannot say.
-    "ascend910bx8": (Cluster("ascend910bx8", (Level("HCCS", 8, 196e9, _PCI),), 64e9,
-                             {"float32": 75e12, "bfloat16": 313e12, "float16": 313e12, "int8": 626e12},
-                             1.6e12, _LAUNCH), Level("RoCE", 1, 25e9, _NETWORK)),
+    "ascend910bx8": (
+        Cluster(
+            "ascend910bx8",
+            (Level("HCCS", 8, 196e9, _PCI),),
+            64e9,
+            {"float32": 75e12, "bfloat16": 313e12, "float16": 313e12, "int8": 626e12},
+            1.6e12,
+            _LAUNCH,
+        ),
+        Level("RoCE", 1, 25e9, _NETWORK),
+    ),
 }
 
 # AMD, "Ryzen 7 7840U", https://www.amd.com/en/products/apu/amd-ryzen-7-7840u : 8 cores of 3.3 GHz, two channels of
@@ -364,8 +395,8 @@ PRESETS: dict[str, tuple[Cluster, Level]] = {
 # 16 GB, as laptops commonly have. Assumed: half of the bandwidth for what goes from process to process, for all
 # together, as it is written and read.
 _CORES, _FLOPS, _MEMORY_BANDWIDTH, _MEMORY = 8, 8 * 32 * 3.3e9, 89.6e9, 16e9
-# Seconds for one meeting of two processes on two cores: measured, an all-reduce of 32 bytes through memory that they share
-# (`runtime/same_host.py`) takes 45 us, and 87 on four ranks.
+# Seconds for one meeting of two processes on two cores: measured, an all-reduce of 32 bytes through memory that they
+# share (`runtime/same_host.py`) takes 45 us, and 87 on four ranks.
 _MEETING = 45e-6
 # Seconds for one operator of PyTorch on a processor. Assumed: of the order of a call from Python to a kernel, and
 # below `_LAUNCH`, for there is nothing to launch. What a machine takes, `shardwright calibrate` measures.
@@ -374,9 +405,14 @@ _CALL = 2e-6
 
 def _laptop(devices: int) -> Cluster:
     """A laptop's processor as so many devices, each with its share of cores and memory."""
-    return Cluster("cpu", (Level("shared memory", devices, _MEMORY_BANDWIDTH / 2, _MEETING, shared=True),),
-                   _MEMORY / devices, {"float32": _FLOPS / devices, "float64": _FLOPS / 2 / devices},
-                   _MEMORY_BANDWIDTH / devices, _CALL)
+    return Cluster(
+        "cpu",
+        (Level("shared memory", devices, _MEMORY_BANDWIDTH / 2, _MEETING, shared=True),),
+        _MEMORY / devices,
+        {"float32": _FLOPS / devices, "float64": _FLOPS / 2 / devices},
+        _MEMORY_BANDWIDTH / devices,
+        _CALL,
+    )
 
 
 def preset(name: str, devices: int | None = None) -> Cluster:
@@ -389,13 +425,14 @@ def preset(name: str, devices: int | None = None) -> Cluster:
         return _laptop(devices or _CORES)
     found = re.fullmatch(r"(\w+?x\d+)(?:x([1-9]\d*))?", name)
     if found is None or found[1] not in PRESETS:
-        raise SettingError(f"no cluster is called {name!r}",
-                           legal=f'{", ".join(PRESETS)}, with "x" and a number of nodes behind it where there are '
-                                 'several ("h100x8x128"); "cpu"; or the path of a JSON file')
+        raise SettingError(
+            f"no cluster is called {name!r}",
+            legal=f'{", ".join(PRESETS)}, with "x" and a number of nodes behind it where there are '
+            'several ("h100x8x128"); "cpu"; or the path of a JSON file',
+        )
     node, network = PRESETS[found[1]]
     nodes = int(found[2] or 1)
     return node if nodes == 1 else replace(node, name=name, levels=(*node.levels, replace(network, size=nodes)))
-
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -8,7 +8,21 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["PACKAGE_FOLDER", "CaptureError", "CheckpointError", "LayoutError", "MissingRuleError", "PlanError", "RuleError", "RuntimeMismatchError", "SettingError", "ShardwrightError", "StrategyError", "StuckError", "TorchVersionError"]
+__all__ = [
+    "PACKAGE_FOLDER",
+    "CaptureError",
+    "CheckpointError",
+    "LayoutError",
+    "MissingRuleError",
+    "PlanError",
+    "RuleError",
+    "RuntimeMismatchError",
+    "SettingError",
+    "ShardwrightError",
+    "StrategyError",
+    "StuckError",
+    "TorchVersionError",
+]
 
 #: The folder of this package, with a separator at its end. Frames of files in it are not the user's.
 PACKAGE_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -25,8 +39,15 @@ class ShardwrightError(Exception):
         legal: what would be legal instead.
     """
 
-    def __init__(self, message: str, *, operator: str | None = None, source: str | None = None,
-                 strategy: object | None = None, legal: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        operator: str | None = None,
+        source: str | None = None,
+        strategy: object | None = None,
+        legal: str | None = None,
+    ) -> None:
         self.message, self.operator, self.source = message, operator, source
         self.strategy, self.legal = strategy, legal
         head = operator or ""
@@ -39,11 +60,17 @@ class ShardwrightError(Exception):
             lines.append(f"  legal: {legal}")
         super().__init__("\n".join(lines))
 
-    def located(self, *, operator: str | None = None, source: str | None = None,
-                strategy: object | None = None) -> ShardwrightError:
+    def located(
+        self, *, operator: str | None = None, source: str | None = None, strategy: object | None = None
+    ) -> ShardwrightError:
         """The same error with the location filled in where it had none."""
-        return type(self)(self.message, operator=self.operator or operator, source=self.source or source,
-                          strategy=self.strategy if self.strategy is not None else strategy, legal=self.legal)
+        return type(self)(
+            self.message,
+            operator=self.operator or operator,
+            source=self.source or source,
+            strategy=self.strategy if self.strategy is not None else strategy,
+            legal=self.legal,
+        )
 
 
 class LayoutError(ShardwrightError):

@@ -33,7 +33,20 @@ from .planners.search_space import Strategy, strategy_of
 from .sharded_plan import Plan
 from .solver.solve import marginals, solve
 
-__all__ = ["Alternative", "Explanation", "Holder", "PricedStrategies", "Row", "Share", "Within", "as_given", "explained", "opened", "row_above", "shares_of"]
+__all__ = [
+    "Alternative",
+    "Explanation",
+    "Holder",
+    "PricedStrategies",
+    "Row",
+    "Share",
+    "Within",
+    "as_given",
+    "explained",
+    "opened",
+    "row_above",
+    "shares_of",
+]
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -46,6 +59,7 @@ __all__ = ["Alternative", "Explanation", "Holder", "PricedStrategies", "Row", "S
 # That is what the search does that keeps a limit (`dynamic`), with the operator's other strategies forbidden: costs and
 # memory are those of `energy`, `fitting` and `memory`.
 # ----------------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class Row:
@@ -77,8 +91,15 @@ def as_given(plan: Plan) -> tuple[Graph, OptimizerParallel | None]:
     the search's."""
     if plan.found is None or plan.found.limit is None:
         return plan.graph, plan.hsdp
-    ops = tuple(replace(op, recompute=None) if op.recompute is not None and op.recompute.everywhere and
-                not op.recompute.mp_comm and op.recompute.path == op.name else op for op in plan.graph.ops)
+    ops = tuple(
+        replace(op, recompute=None)
+        if op.recompute is not None
+        and op.recompute.everywhere
+        and not op.recompute.mp_comm
+        and op.recompute.path == op.name
+        else op
+        for op in plan.graph.ops
+    )
     chosen = plan.hsdp is not None and replace(plan.hsdp, whole=CUT.whole, kept=CUT.kept) == CUT
     return plan.graph.with_ops(ops), None if chosen else plan.hsdp
 
@@ -114,8 +135,9 @@ class Within:
         free: the energy of `search`, without storage to be chosen.
     """
 
-    def __init__(self, plan: Plan, name: str, search: Search, decisions: dict[str, Decision], free: CostGraph,
-                 limit: float) -> None:
+    def __init__(
+        self, plan: Plan, name: str, search: Search, decisions: dict[str, Decision], free: CostGraph, limit: float
+    ) -> None:
         self.plan, self.name, self.search, self.free, self.limit = plan, name, search, free, limit
         self.decisions = decisions
 
@@ -151,7 +173,9 @@ class Within:
         solution = solve(made.problem)
         decided = self.search.decided(made, solution, "search")
         over = row_above(self.planned(decided).timeline, self.limit)
-        return PricedStrategies(strategy_of(decided.decisions[self.name]), solution.cost, over, solution.cost, solution.bound)
+        return PricedStrategies(
+            strategy_of(decided.decisions[self.name]), solution.cost, over, solution.cost, solution.bound
+        )
 
     def only(self, made: CostGraph, strategies: Collection[Strategy]) -> CostGraph:
         """An energy in which the operator has one of some strategies."""
@@ -162,14 +186,20 @@ class Within:
 
     def planned(self, decided: Decisions) -> Plan:
         """A plan of what was decided, memory not looked at."""
-        return replace(self.plan, graph=self.search.described.graph, decisions=decided.decisions,
-                       carries=decided.carries, hsdp=self.search.hsdp, found=None)
-
+        return replace(
+            self.plan,
+            graph=self.search.described.graph,
+            decisions=decided.decisions,
+            carries=decided.carries,
+            hsdp=self.search.hsdp,
+            found=None,
+        )
 
 
 # ----------------------------------------------------------------------------------------------------
 # What an operator costs in a step of a plan, by parts.
 # ----------------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class Share:
@@ -369,8 +399,17 @@ def explained(plan: Plan | PipelinePlan, name: str, count: int = 3, memory: floa
     costs = CostModel(Cluster.of(plan.cluster, plan.devices), plan.devices)
     decision, shares = plan.decisions[name], shares_of(plan, name, costs)
     if plan.own is not None:
-        return Explanation(plan, decision, shares, plan.cost, plan.cost, (), 1, True,
-                           f"in {plan.mode} every operator runs as it stands")
+        return Explanation(
+            plan,
+            decision,
+            shares,
+            plan.cost,
+            plan.cost,
+            (),
+            1,
+            True,
+            f"in {plan.mode} every operator runs as it stands",
+        )
     neighbourhood = _Neighbourhood(plan, name, costs, memory)
     missing = neighbourhood.missing()
     if missing is not None:
@@ -395,11 +434,20 @@ class _Neighbourhood:
     def __init__(self, plan: Plan, name: str, costs: CostModel, memory: float | None) -> None:
         self.plan, self.name = plan, name
         self.limit = memory or (plan.found.limit if plan.found is not None else None)
-        graph = plan.graph.with_ops(tuple(
-            replace(op, mark=self._mark(op, plan.decisions[op.name])) for op in plan.graph.ops))
+        graph = plan.graph.with_ops(
+            tuple(replace(op, mark=self._mark(op, plan.decisions[op.name])) for op in plan.graph.ops)
+        )
         uneven = any(d.bound.uneven for d in plan.decisions.values())
-        self.search = Search.of(graph, plan.devices, plan.fed, costs, on_missing_rule="replicate", stored=plan.stored,
-                                uneven=uneven, hsdp=plan.hsdp)
+        self.search = Search.of(
+            graph,
+            plan.devices,
+            plan.fed,
+            costs,
+            on_missing_rule="replicate",
+            stored=plan.stored,
+            uneven=uneven,
+            hsdp=plan.hsdp,
+        )
         self.passing = opened(plan)
         self.decisions = {n: replace(d, open=self.passing[n]) for n, d in plan.decisions.items()}
         self.made: CostGraph = self.search.energy(self.search.options([self.decisions]), [self.decisions])
@@ -439,10 +487,20 @@ class _Neighbourhood:
         forms = self._forms(options, whole.costs)
         own = options.index(self.chosen[self.name])
         forms.pop(self._form(options[own]))
-        alternatives = [self._alternative(options[states[0]], float(whole.costs[states[0]]), self.cost)
-                        for states in [*forms.values()][:count]]
-        return Explanation(self.plan, self.plan.decisions[self.name], shares, self.cost, float(whole.costs[own]),
-                           tuple(alternatives), len(options), whole.exact)
+        alternatives = [
+            self._alternative(options[states[0]], float(whole.costs[states[0]]), self.cost)
+            for states in [*forms.values()][:count]
+        ]
+        return Explanation(
+            self.plan,
+            self.plan.decisions[self.name],
+            shares,
+            self.cost,
+            float(whole.costs[own]),
+            tuple(alternatives),
+            len(options),
+            whole.exact,
+        )
 
     def _limited(self, shares: tuple[Share, ...], count: int, limit: float) -> Explanation:
         """The explanation where all plans are to keep a limit."""
@@ -454,21 +512,40 @@ class _Neighbourhood:
         mine = forms.pop(self._form(self.chosen[self.name]))
         searched = found is not None and found.limit == limit and found.bound is not None
         own = within.aside(mine) if searched else within.priced(mine)
-        fitting, refused = self._tried(within, forms.values(), lambda s: float(whole.costs[options.index(s)]), count, cost)
+        fitting, refused = self._tried(
+            within, forms.values(), lambda s: float(whole.costs[options.index(s)]), count, cost
+        )
         tried = len(fitting) + len(refused)
         first = min((*fitting, *refused), key=lambda a: a.aside, default=None)
         held = first if first is not None and first.over is not None and first.aside < own.aside * (1 - LESS) else None
         fitting = fitting[:count]
         most = fitting[-1].total if len(fitting) == count else np.inf
         shown = (*fitting, *[a for a in refused if a.aside < most][:count])
-        return Explanation(self.plan, self.plan.decisions[self.name], shares, cost, cost if searched else own.total,
-                           shown, len(options), True, limit=limit, over=row_above(self.plan.timeline, limit), held=held,
-                           tried=(tried, len(forms)))
+        return Explanation(
+            self.plan,
+            self.plan.decisions[self.name],
+            shares,
+            cost,
+            cost if searched else own.total,
+            shown,
+            len(options),
+            True,
+            limit=limit,
+            over=row_above(self.plan.timeline, limit),
+            held=held,
+            tried=(tried, len(forms)),
+        )
 
-    def _tried(self, within: Within, forms: Iterable[list[Strategy]], least: Callable[[Strategy], float], count: int,
-               cost: float) -> tuple[list[Alternative], list[Alternative]]:
-        """Other ways to cut, each planned within the limit. It ends with `MOST_TRIED`, or where so many fit and what is left is
-        better than they are by no more than the search itself leaves open.
+    def _tried(
+        self,
+        within: Within,
+        forms: Iterable[list[Strategy]],
+        least: Callable[[Strategy], float],
+        count: int,
+        cost: float,
+    ) -> tuple[list[Alternative], list[Alternative]]:
+        """Other ways to cut, each planned within the limit. It ends with `MOST_TRIED`, or where so many fit and what is
+        left is better than they are by no more than the search itself leaves open.
 
         Args:
             forms: the ways, the cheapest first, and the strategies of each.
@@ -481,8 +558,11 @@ class _Neighbourhood:
         fitting: list[Alternative] = []
         refused: list[Alternative] = []
         for strategies in forms:
-            if len(fitting) + len(refused) >= max(count, MOST_TRIED) or \
-                    len(fitting) >= count and fitting[count - 1].total * (1 - ENOUGH) <= least(strategies[0]):
+            if (
+                len(fitting) + len(refused) >= max(count, MOST_TRIED)
+                or len(fitting) >= count
+                and fitting[count - 1].total * (1 - ENOUGH) <= least(strategies[0])
+            ):
                 break
             priced = within.priced(strategies)
             made = self._alternative(priced.strategy, priced.total, cost, priced)
@@ -496,8 +576,11 @@ class _Neighbourhood:
         marks = {op.name: op.mark for op in self.search.described.graph.ops}
         graph = graph.with_ops(tuple(replace(op, mark=marks[op.name]) for op in graph.ops))
         search = replace(self.search, described=replace(self.search.described, graph=graph), hsdp=hsdp)
-        free = replace(self.made, described=search.described) if hsdp == self.plan.hsdp else \
-            search.energy(search.options([self.decisions]), [self.decisions])
+        free = (
+            replace(self.made, described=search.described)
+            if hsdp == self.plan.hsdp
+            else search.energy(search.options([self.decisions]), [self.decisions])
+        )
         return Within(self.plan, self.name, search, self.decisions, free, limit)
 
     def _forms(self, options: tuple[Strategy, ...], costs: np.ndarray) -> dict[tuple, list[int]]:
@@ -513,14 +596,25 @@ class _Neighbourhood:
         bound = self.plan.decisions[self.name].bound
         return bound.in_strategy(strategy.assignment), bound.out_cuts(strategy.assignment), strategy.open
 
-    def _alternative(self, strategy: Strategy, total: float, cost: float, priced: PricedStrategies | None = None) -> Alternative:
+    def _alternative(
+        self, strategy: Strategy, total: float, cost: float, priced: PricedStrategies | None = None
+    ) -> Alternative:
         states = self.made.states(self.chosen | {self.name: strategy})
         alone = self.problem.cost(states) - self.cost
         decision = self.search.described.decided(self.plan.decisions[self.name].op, strategy, "search")
-        made = Alternative(decision, total, total - cost, alone, self._holder(states) if alone > 0 else None,
-                           self._row(decision) if np.isfinite(alone) else None)
-        return made if priced is None else replace(made, bound=priced.bound, aside=priced.aside, over=priced.over,
-                                                   refused=priced.refused)
+        made = Alternative(
+            decision,
+            total,
+            total - cost,
+            alone,
+            self._holder(states) if alone > 0 else None,
+            self._row(decision) if np.isfinite(alone) else None,
+        )
+        return (
+            made
+            if priced is None
+            else replace(made, bound=priced.bound, aside=priced.aside, over=priced.over, refused=priced.refused)
+        )
 
     def _row(self, decision: Decision) -> Row | None:
         """The moment of most memory, if it is above the limit, of the plan with this decision."""
@@ -558,8 +652,11 @@ class _Neighbourhood:
             if self.problem.names[node] not in self.made.operators:
                 return self.problem.names[node].lstrip("%")
         first, second = (self.problem.names[node] for node in (i, j))
-        return next(value for value, producer in self._producers.items()
-                    if producer == first and any(op.name == second for op, _ in self._consumers.get(value, ())))
+        return next(
+            value
+            for value, producer in self._producers.items()
+            if producer == first and any(op.name == second for op, _ in self._consumers.get(value, ()))
+        )
 
     @cached_property
     def _producers(self) -> dict[str, str]:

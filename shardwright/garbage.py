@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 __all__ = ["gc_paused"]
 
+
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
     """Cycles are not looked for: what is made lives on, and all of it would be walked again and again (GPT-3 with

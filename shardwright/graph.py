@@ -16,7 +16,24 @@ from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from .torch_private import pytree, schema_of
 
-__all__ = ["SEED", "Graph", "Master", "Op", "Pieces", "Recompute", "Value", "changed", "key_of", "leaves", "map_leaves", "map_values", "short_dtype", "types_of", "values_in"]
+__all__ = [
+    "SEED",
+    "Graph",
+    "Master",
+    "Op",
+    "Pieces",
+    "Recompute",
+    "Value",
+    "changed",
+    "key_of",
+    "leaves",
+    "map_leaves",
+    "map_values",
+    "short_dtype",
+    "types_of",
+    "values_in",
+]
+
 
 class Master(NamedTuple):
     """How a parameter is stored whose operators read it in another type. See `mixed_precision`.
@@ -39,8 +56,8 @@ class Value:
         shape: global shape.
         dtype: element type.
         requires_grad: whether a gradient flows to it from a loss.
-        master: of a parameter that is stored in another type than `dtype`, in which operators read it, or whose gradient is
-            summed in another type; else None.
+        master: of a parameter that is stored in another type than `dtype`, in which operators read it, or whose
+            gradient is summed in another type; else None.
     """
 
     name: str
@@ -62,7 +79,9 @@ class Value:
     @property
     def stored(self) -> Value:
         """A parameter in the type in which it is stored."""
-        return self if self.master is None or self.master.dtype == self.dtype else replace(self, dtype=self.master.dtype)
+        return (
+            self if self.master is None or self.master.dtype == self.dtype else replace(self, dtype=self.master.dtype)
+        )
 
     @property
     def sums(self) -> torch.dtype:
@@ -90,7 +109,8 @@ def map_values(tree: Any, change: Callable[[Value], Any]) -> Any:
 
 
 def leaves(tree: Any) -> Iterator[Any]:
-    """The leaves of nested arguments, in call order: `pytree.tree_leaves`, at a tenth of its cost for tuples, lists and dicts."""
+    """The leaves of nested arguments, in call order: `pytree.tree_leaves`, at a tenth of its cost for tuples, lists and
+    dicts."""
     kind = type(tree)
     if kind in _SEQUENCES:
         for branch in tree:
@@ -246,8 +266,10 @@ class Op:
     @property
     def where(self) -> dict[str, str | None]:
         """Who and where, for an error."""
-        return {"operator": f"{self.name} ({self.kind})" if self.kind not in self.name else self.name,
-                "source": self.source or None}
+        return {
+            "operator": f"{self.name} ({self.kind})" if self.kind not in self.name else self.name,
+            "source": self.source or None,
+        }
 
 
 @lru_cache(1 << 12)
@@ -288,7 +310,7 @@ class Graph:
 
     def result(self, outputs: Sequence[Any]) -> Any:
         """Outputs of a run that the user's model returns."""
-        return pytree.tree_unflatten(list(outputs[:len(outputs) - len(self.changed)]), self.out_spec)
+        return pytree.tree_unflatten(list(outputs[: len(outputs) - len(self.changed)]), self.out_spec)
 
     def producers(self) -> dict[str, Op]:
         """Value name -> the operator that makes it."""
@@ -315,8 +337,10 @@ class Graph:
 
 def types_of(op: Op) -> str:
     """``f32[32, 784], f32[784, 512] -> f32[32, 512]``: an operator's tensors, inputs and outputs."""
+
     def side(values: tuple[Value | None, ...]) -> str:
         return ", ".join(f"{short_dtype(v.dtype)}{list(v.shape)}" for v in values if v is not None)
+
     return f"{side(op.inputs)} -> {side(op.outputs)}".strip()
 
 

@@ -59,8 +59,11 @@ def encode(value: Any, where: str = "") -> Any:
     if isinstance(value, collections.Counter):
         return {"counter": [[encode(k, where), encode(v, f"{where}[{k!r}]")] for k, v in value.items()]}
     if isinstance(value, dict):
-        if all(isinstance(k, str) for k in value) and not (len(value) == 1 and next(iter(value)) in _READERS) \
-                and not {"tensor", "array"} & set(value):
+        if (
+            all(isinstance(k, str) for k in value)
+            and not (len(value) == 1 and next(iter(value)) in _READERS)
+            and not {"tensor", "array"} & set(value)
+        ):
             return {k: encode(v, f"{where}[{k!r}]") for k, v in value.items()}
         return {"dict": [[encode(k, where), encode(v, f"{where}[{k!r}]")] for k, v in value.items()]}
     if type(value) is list:
@@ -97,8 +100,11 @@ def decode(words: Any) -> Any:
     if not isinstance(words, dict):
         return words
     if "tensor" in words:
-        flat = torch.frombuffer(bytearray(_bytes(words["tensor"])), dtype=dtype_named(words["dtype"])) if words["tensor"] else \
-            torch.empty(0, dtype=dtype_named(words["dtype"]))
+        flat = (
+            torch.frombuffer(bytearray(_bytes(words["tensor"])), dtype=dtype_named(words["dtype"]))
+            if words["tensor"]
+            else torch.empty(0, dtype=dtype_named(words["dtype"]))
+        )
         return flat.reshape(words["shape"])
     if "array" in words:
         return np.frombuffer(_bytes(words["array"]), dtype=words["dtype"]).reshape(words["shape"]).copy()

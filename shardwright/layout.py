@@ -23,7 +23,19 @@ from itertools import product
 
 from .errors import PACKAGE_FOLDER, LayoutError
 
-__all__ = ["Digit", "Digits", "Layout", "allocate", "beside", "complement", "digits_size", "group_of", "groups", "merge", "overlap"]
+__all__ = [
+    "Digit",
+    "Digits",
+    "Layout",
+    "allocate",
+    "beside",
+    "complement",
+    "digits_size",
+    "group_of",
+    "groups",
+    "merge",
+    "overlap",
+]
 
 RESERVED_NAME = "interleaved_parallel"
 REDUCTIONS = ("sum", "max", "min")
@@ -103,11 +115,15 @@ def allocate(devices: int, cuts: Sequence[int]) -> tuple[Digits, ...]:
     stride = devices
     total = math.prod(cuts)
     if total > devices:
-        raise LayoutError(f"the cuts {tuple(cuts)} need {total} devices, there are {devices}",
-                          legal=f"cuts whose product divides {devices}")
+        raise LayoutError(
+            f"the cuts {tuple(cuts)} need {total} devices, there are {devices}",
+            legal=f"cuts whose product divides {devices}",
+        )
     if devices % total:
-        raise LayoutError(f"the cuts {tuple(cuts)} make {total} parts, which does not divide {devices} devices",
-                          legal=f"a product among {[d for d in range(1, devices + 1) if devices % d == 0]}")
+        raise LayoutError(
+            f"the cuts {tuple(cuts)} make {total} parts, which does not divide {devices} devices",
+            legal=f"a product among {[d for d in range(1, devices + 1) if devices % d == 0]}",
+        )
     out = []
     for cut in cuts:
         stride //= cut
@@ -116,7 +132,8 @@ def allocate(devices: int, cuts: Sequence[int]) -> tuple[Digits, ...]:
 
 
 def beside(devices: int, digits: Iterable[Digit]) -> bool:
-    """Whether digits stand beside one another in a rank: 2@1 and 2@3 do not on 6 devices, though they do not overlap."""
+    """Whether digits stand beside one another in a rank: 2@1 and 2@3 do not on 6 devices, though they do not
+    overlap."""
     try:
         complement(devices, tuple(digits))
     except LayoutError:
@@ -202,8 +219,10 @@ class Layout:
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise _users(f"a device matrix holds whole numbers of at least 1, not {size!r}", legal="(2, 4)")
         if not matrix or len(matrix) != len(names):
-            raise _users(f"device matrix {matrix} has {len(matrix)} axes, alias_name {names} has {len(names)}",
-                         legal="one name per axis")
+            raise _users(
+                f"device matrix {matrix} has {len(matrix)} axes, alias_name {names} has {len(names)}",
+                legal="one name per axis",
+            )
         if len(set(names)) != len(names):
             raise _users(f"alias_name {names} repeats a name", legal="one unique name per axis")
         for name in names:
@@ -222,8 +241,9 @@ class Layout:
         raise AttributeError("a Layout is immutable")
 
     @classmethod
-    def of(cls, devices: int, dims: Iterable[Iterable[Digit]], partial: Iterable[Digit] = (),
-           reduction: str = "sum") -> Layout:
+    def of(
+        cls, devices: int, dims: Iterable[Iterable[Digit]], partial: Iterable[Digit] = (), reduction: str = "sum"
+    ) -> Layout:
         """The layout given by digits: `dims` per tensor dim, major first; `partial` those of an open reduction.
 
         Raises:
@@ -257,21 +277,35 @@ class Layout:
         dims = []
         for entry in entries:
             if not isinstance(entry, (str, tuple, list, type(None))):
-                raise _users(f"{entry!r} is no axis", strategy=entries,
-                                  legal=f"one of {self.alias_name}, a tuple of them, or 'None'")
+                raise _users(
+                    f"{entry!r} is no axis",
+                    strategy=entries,
+                    legal=f"one of {self.alias_name}, a tuple of them, or 'None'",
+                )
             names = () if entry in ("None", None, ()) else (entry,) if isinstance(entry, str) else tuple(entry)
             for name in names:
                 if name not in self.alias_name:
-                    raise _users(f"unknown axis {name!r}", strategy=entries,
-                                      legal=f"one of {self.alias_name}, a tuple of them, or 'None'")
+                    raise _users(
+                        f"unknown axis {name!r}",
+                        strategy=entries,
+                        legal=f"one of {self.alias_name}, a tuple of them, or 'None'",
+                    )
                 if name in used:
-                    raise _users(f"the axis {name!r} is used twice", strategy=entries,
-                                      legal="each axis at most once in a call")
+                    raise _users(
+                        f"the axis {name!r} is used twice", strategy=entries, legal="each axis at most once in a call"
+                    )
                 used.add(name)
             dims.append(merge(self.axis(name) for name in names))
         out = object.__new__(type(self))
-        out._fill(self.devices, tuple(dims), (), "sum", self.device_matrix, self.alias_name,
-                  tuple("None" if e in (None, ()) else e for e in entries))
+        out._fill(
+            self.devices,
+            tuple(dims),
+            (),
+            "sum",
+            self.device_matrix,
+            self.alias_name,
+            tuple("None" if e in (None, ()) else e for e in entries),
+        )
         return out
 
     def axis(self, name: str) -> Digit:
@@ -283,7 +317,7 @@ class Layout:
         if self.alias_name is None or name not in self.alias_name:
             raise LayoutError(f"unknown axis {name!r}", legal=f"one of {self.alias_name}")
         i = self.alias_name.index(name)
-        return Digit(self.device_matrix[i], math.prod(self.device_matrix[i + 1:]))
+        return Digit(self.device_matrix[i], math.prod(self.device_matrix[i + 1 :]))
 
     # -- what lies where ------------------------------------------------------------------------------------------
 
@@ -332,9 +366,10 @@ class Layout:
         out = []
         for dim, (size, cut) in enumerate(zip(shape, self.cuts)):
             if size % cut:
-                raise LayoutError(f"dim {dim} of {tuple(shape)} has size {size}, which does not divide by {cut}",
-                                  legal=f"a cut among {[c for c in range(1, size + 1) if size % c == 0]}"
-                                  if size <= 4096 else None)
+                raise LayoutError(
+                    f"dim {dim} of {tuple(shape)} has size {size}, which does not divide by {cut}",
+                    legal=f"a cut among {[c for c in range(1, size + 1) if size % c == 0]}" if size <= 4096 else None,
+                )
             out.append(size // cut)
         return tuple(out)
 
@@ -401,8 +436,15 @@ class Layout:
         return self._hash
 
     def __reduce__(self):
-        return _restore, (self.devices, self.dims, self.partial, self.reduction, self.device_matrix,
-                          self.alias_name, self._entries)
+        return _restore, (
+            self.devices,
+            self.dims,
+            self.partial,
+            self.reduction,
+            self.device_matrix,
+            self.alias_name,
+            self._entries,
+        )
 
     def __iter__(self) -> Iterator:
         raise TypeError("a Layout is not a sequence; put it into the in_strategy tuple as one entry")

@@ -29,6 +29,7 @@ from .process import rank
 
 __all__ = ["Monitor"]
 
+
 @dataclass
 class _Line:
     """What is to be written once its loss is there."""
@@ -37,7 +38,7 @@ class _Line:
     loss: Tensor | None
     rates: dict[str, float]
     others: dict[str, float] = field(default_factory=dict)
-    ready: Any = None       # an event of the accelerator, or None
+    ready: Any = None  # an event of the accelerator, or None
 
 
 class Monitor:
@@ -54,16 +55,24 @@ class Monitor:
         SettingError: an `every` that is no whole number from 1.
     """
 
-    def __init__(self, model: nn.Module | None = None, every: int = 10, tensorboard: str | Path | None = None, *,
-                 samples: float | None = None, tokens: float | None = None, out: TextIO | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        every: int = 10,
+        tensorboard: str | Path | None = None,
+        *,
+        samples: float | None = None,
+        tokens: float | None = None,
+        out: TextIO | None = None,
+    ) -> None:
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise SettingError(f"Monitor(every={every!r})", legal="a whole number of at least 1")
         self._model, self._every, self._samples, self._tokens, self._out = model, every, samples, tokens, out
         self._speaks = rank() == 0
         self._writer = self._open(tensorboard) if tensorboard is not None and self._speaks else None
         self._sum: Tensor | None = None
-        self._count = 0                 # of losses in the sum
-        self._next = 0                  # the number of the next step, where none is given
+        self._count = 0  # of losses in the sum
+        self._next = 0  # the number of the next step, where none is given
         self._steps, self._since = 0, None
         self._waiting: list[_Line] = []
         self._work: float | None = None
@@ -153,8 +162,11 @@ class Monitor:
     def _tell(self, line: _Line) -> None:
         shown = {} if line.loss is None else {"loss": float(line.loss)}
         shown |= line.others
-        words = [f"step {line.step}", *(f"{name} {value:.6g}" for name, value in shown.items()),
-                 *(f"{value:{',.3g' if value < 1000 else ',.0f'}} {name}" for name, value in line.rates.items())]
+        words = [
+            f"step {line.step}",
+            *(f"{name} {value:.6g}" for name, value in shown.items()),
+            *(f"{value:{',.3g' if value < 1000 else ',.0f'}} {name}" for name, value in line.rates.items()),
+        ]
         print("  ".join(words), file=self._out or sys.stdout, flush=True)
         if self._writer is not None:
             for name, value in shown.items():
@@ -166,7 +178,10 @@ class Monitor:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            print("TensorBoard is not installed (pip install tensorboard): the lines here are all that is written",
-                  file=self._out or sys.stdout, flush=True)
+            print(
+                "TensorBoard is not installed (pip install tensorboard): the lines here are all that is written",
+                file=self._out or sys.stdout,
+                flush=True,
+            )
             return None
         return SummaryWriter(str(folder))

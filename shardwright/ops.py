@@ -12,7 +12,8 @@ Their gradients are those of one program on all ranks: with L the mean of the ra
 Where all ranks compute one loss, it counts once, as on one device: their mean is that loss. (The gradients that
 torch.distributed's own collectives have are of the losses' sum: as many times too large.)
 
-A group is a `Layout` of one dim: ``mesh("mp")`` of ``mesh = Layout((2, 4), ("dp", "mp"))`` are the ranks that differ along
+A group is a `Layout` of one dim: ``mesh("mp")`` of ``mesh = Layout((2, 4), ("dp", "mp"))`` are the ranks that differ
+    along
 "mp" alone; None are all ranks. On one device every collective is the identity.
 """
 
@@ -31,6 +32,7 @@ from .errors import SettingError
 from .layout import Digit, Digits, Layout, digits_size
 
 __all__ = ["COLLECTIVES", "all_gather", "all_reduce", "all_to_all", "broadcast", "for_ranks", "reduce_scatter"]
+
 
 def all_reduce(x: Tensor, op: str = "sum", *, group: Layout | None = None) -> Tensor:
     """The sum (or "mean") of what the ranks of a group have, on each of them.
@@ -88,24 +90,29 @@ def broadcast(x: Tensor, root: int = 0, *, group: Layout | None = None) -> Tenso
     """
     digits = _digits(group)
     if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < digits_size(digits):
-        raise SettingError(f"broadcast from rank {root!r} of a group of {digits_size(digits)}",
-                           legal=f"0 to {digits_size(digits) - 1}")
+        raise SettingError(
+            f"broadcast from rank {root!r} of a group of {digits_size(digits)}", legal=f"0 to {digits_size(digits) - 1}"
+        )
     return all_gather(x.unsqueeze(0), 0, group=group).select(0, root)
 
 
 # -- as operators that a graph holds -----------------------------------------------------------------------------------
 
-# Digits are written as two lists, of sizes and of strides. What runs is a conversion that the planner of hybrid_parallel
-# puts in their place, so that plans, dumps and both runtimes treat them as any other; on one device they are nothing.
+# Digits are written as two lists, of sizes and of strides. What runs is a conversion that the planner of
+# hybrid_parallel puts in their place, so that plans, dumps and both runtimes treat them as any other; on one device
+# they are nothing.
 
 
 def _operator(name: str, arguments: str, shape: Any) -> Any:
-    @torch.library.custom_op(f"shardwright::{name}", mutates_args=(),
-                             schema=f"(Tensor x, {arguments}int[] sizes, int[] strides) -> Tensor")
+    @torch.library.custom_op(
+        f"shardwright::{name}", mutates_args=(), schema=f"(Tensor x, {arguments}int[] sizes, int[] strides) -> Tensor"
+    )
     def run(x: Tensor, *args: Any) -> Tensor:
         if any(size > 1 for size in args[-2]):
-            raise SettingError(f"{name} is called outside of a wrapped model",
-                               legal='AutoParallel(net, parallel_mode="hybrid_parallel"), which runs it on all ranks')
+            raise SettingError(
+                f"{name} is called outside of a wrapped model",
+                legal='AutoParallel(net, parallel_mode="hybrid_parallel"), which runs it on all ranks',
+            )
         return x.clone()
 
     def fake(x: Tensor, *args: Any) -> Tensor:
@@ -124,12 +131,17 @@ def _scaled(shape: list[int], changes: dict[int, tuple[int, int]]) -> list[int]:
 _all_reduce = _operator("all_reduce", "", lambda shape, n: shape)
 _all_gather = _operator("all_gather", "int dim, ", lambda shape, n, dim: _scaled(shape, {dim: (n, 1)}))
 _reduce_scatter = _operator("reduce_scatter", "int dim, ", lambda shape, n, dim: _scaled(shape, {dim: (1, n)}))
-_all_to_all = _operator("all_to_all", "int split_dim, int concat_dim, ",
-                        lambda shape, n, split, concat: _scaled(_scaled(shape, {split: (1, n)}), {concat: (n, 1)}))
+_all_to_all = _operator(
+    "all_to_all",
+    "int split_dim, int concat_dim, ",
+    lambda shape, n, split, concat: _scaled(_scaled(shape, {split: (1, n)}), {concat: (n, 1)}),
+)
 
 #: The operators that stand for collectives in a captured graph.
-COLLECTIVES = frozenset(getattr(torch.ops.shardwright, name).default
-                        for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"))
+COLLECTIVES = frozenset(
+    getattr(torch.ops.shardwright, name).default
+    for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+)
 
 
 # -- what is asked for -------------------------------------------------------------------------------------------------
@@ -154,10 +166,13 @@ def _digits(group: Layout | None) -> Digits:
         devices = _DEVICES.get()
         if devices is None:
             from .process import world_size  # above this room, which a plan needs and no runtime
+
             devices = world_size()
         return (Digit(devices, 1),) if devices > 1 else ()
     if not isinstance(group, Layout) or group.dims is None or len(group.dims) != 1:
-        raise SettingError(f"{group!r} is no group of ranks", legal='mesh("mp") of mesh = Layout((2, 4), ("dp", "mp")), or None')
+        raise SettingError(
+            f"{group!r} is no group of ranks", legal='mesh("mp") of mesh = Layout((2, 4), ("dp", "mp")), or None'
+        )
     return tuple(sorted(group.dims[0], key=lambda d: -d.stride))
 
 
@@ -173,5 +188,8 @@ def _dim(x: Tensor, dim: int) -> int:
 
 def _divides(x: Tensor, dim: int, digits: Digits, what: str) -> None:
     if x.shape[dim] % digits_size(digits):
-        raise SettingError(f"{what}: dim {dim} of {tuple(x.shape)} has size {x.shape[dim]}, which "
-                           f"{digits_size(digits)} ranks do not divide", legal="a size that they divide")
+        raise SettingError(
+            f"{what}: dim {dim} of {tuple(x.shape)} has size {x.shape[dim]}, which "
+            f"{digits_size(digits)} ranks do not divide",
+            legal="a size that they divide",
+        )

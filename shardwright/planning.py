@@ -44,12 +44,24 @@ from .sharded_plan import Plan
 from .solver.search_memory import LEAST, SearchBudget, spending
 from .torch_private import pytree
 
-__all__ = ["FITTING", "MODES", "SEARCHES", "at_other_sizes", "capture_micro", "global_inputs", "implied_devices", "make_pipeline", "make_plan", "plan"]
+__all__ = [
+    "FITTING",
+    "MODES",
+    "SEARCHES",
+    "at_other_sizes",
+    "capture_micro",
+    "global_inputs",
+    "implied_devices",
+    "make_pipeline",
+    "make_plan",
+    "plan",
+]
 
 
 # ----------------------------------------------------------------------------------------------------
 # What a call of a model leaves to be settled before it is planned: how many devices there are, and the whole batch.
 # ----------------------------------------------------------------------------------------------------
+
 
 def implied_devices(net: nn.Module, graph: Graph | None = None) -> int:
     """How many devices the marks of a model speak of: the least number that all of them fit.
@@ -67,8 +79,10 @@ def implied_devices(net: nn.Module, graph: Graph | None = None) -> int:
                 counts.append(entry.devices if isinstance(entry, Layout) else _product(entry))
     counts += [_devices_of(op) for op in (graph.ops if graph is not None else ()) if op.mark is not None]
     if not counts:
-        raise SettingError("how many devices? No launcher says, nor does a mark of the model",
-                           legal="shardwright.init(devices=8), or `shardwright run --devices 8`")
+        raise SettingError(
+            "how many devices? No launcher says, nor does a mark of the model",
+            legal="shardwright.init(devices=8), or `shardwright run --devices 8`",
+        )
     return math.lcm(*counts)
 
 
@@ -106,34 +120,40 @@ def global_inputs(args: tuple, kwargs: dict[str, Any], devices: int, dataset: An
             cuts = (1,) * len(shape)
         if not isinstance(cuts, (tuple, list)) or len(cuts) != len(shape) or not all(isinstance(c, int) for c in cuts):
             cuts = (1,) * len(shape)  # the planner says what is wrong with it
-        return torch.empty([s * c for s, c in zip(shape, cuts)], dtype=leaf.dtype, device="meta",
-                           requires_grad=leaf.requires_grad)
-    return pytree.tree_map(whole, (args, kwargs))
+        return torch.empty(
+            [s * c for s, c in zip(shape, cuts)], dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad
+        )
 
+    return pytree.tree_map(whole, (args, kwargs))
 
 
 # ----------------------------------------------------------------------------------------------------
 # A plan reused at other sizes of the model's inputs: the same operators, with the same strategies.
 #
-# A batch of 16 rows after one of 8, or 512 tokens after 2,048, need no search of their own where each cut of the earlier
-# plan divides the new sizes just as it did the old ones:
+# A batch of 16 rows after one of 8, or 512 tokens after 2,048, need no search of their own where each cut of the
+# earlier plan divides the new sizes just as it did the old ones:
 #
 #     gcd(old size, devices) = gcd(new size, devices)      for every dim of every value
 #
-# A batch of 6 rows after one of 8 on 4 devices is planned anew: 4 no longer divides it. So is a batch of 8 after one of 6,
-# which could be cut further than it was. A bound that a search has proved holds for its own sizes alone, and is dropped.
-# ----------------------------------------------------------------------------------------------------
+# A batch of 6 rows after one of 8 on 4 devices is planned anew: 4 no longer divides it. So is a batch of 8 after one of
+# 6, which could be cut further than it was. A bound that a search has proved holds for its own sizes alone, and is
+# dropped. ----------------------------------------------------------------------------------------------------
 
-def at_other_sizes(plan: Plan, graph: Graph, devices: int, *, on_missing_rule: str = "error", uneven: bool = False
-                   ) -> Decisions | None:
+
+def at_other_sizes(
+    plan: Plan, graph: Graph, devices: int, *, on_missing_rule: str = "error", uneven: bool = False
+) -> Decisions | None:
     """The strategies of a plan on the graph of the same model at other sizes; None where they do not fit.
 
     Args:
         graph: of the other sizes.
         on_missing_rule, uneven: as the planner was given them.
     """
-    if plan.devices != devices or len(plan.graph.ops) != len(graph.ops) or \
-            not all(_alike(mine, theirs, devices) for mine, theirs in zip(plan.graph.ops, graph.ops)):
+    if (
+        plan.devices != devices
+        or len(plan.graph.ops) != len(graph.ops)
+        or not all(_alike(mine, theirs, devices) for mine, theirs in zip(plan.graph.ops, graph.ops))
+    ):
         return None
     found = plan.found
     if found is not None:
@@ -142,14 +162,17 @@ def at_other_sizes(plan: Plan, graph: Graph, devices: int, *, on_missing_rule: s
         found = replace(found, bound=None, notes=(*found.notes, note) if note not in found.notes else found.notes)
     earlier = Decisions(plan.decisions, plan.carries, found, plan.hsdp)
     made = PortableDecisions.of(earlier).onto(graph, devices, on_missing_rule=on_missing_rule, uneven=uneven)
-    if not all(_of_one_form(plan.decisions[name].bound, d.bound) and d.bound.is_consistent(d.assignment)
-               for name, d in made.decisions.items()):
+    if not all(
+        _of_one_form(plan.decisions[name].bound, d.bound) and d.bound.is_consistent(d.assignment)
+        for name, d in made.decisions.items()
+    ):
         return None
     return made
 
 
 def _of_one_form(mine: Bound, theirs: Bound) -> bool:
-    """True where two descriptions of an operator differ in the sizes of factors alone: a dim of one row, say, is none in a view."""
+    """True where two descriptions of an operator differ in the sizes of factors alone: a dim of one row, say, is none
+    in a view."""
     return (len(mine.factors), mine.inputs, mine.outputs) == (len(theirs.factors), theirs.inputs, theirs.outputs)
 
 
@@ -163,7 +186,8 @@ def _alike(mine: Op, theirs: Op, devices: int) -> bool:
         if a is None or a.shape == b.shape:
             continue
         if len(a.shape) != len(b.shape) or any(
-                x != y and math.gcd(x, devices) != math.gcd(y, devices) for x, y in zip(a.shape, b.shape)):
+            x != y and math.gcd(x, devices) != math.gcd(y, devices) for x, y in zip(a.shape, b.shape)
+        ):
             return False
     return len(mine.inputs) == len(theirs.inputs) and len(mine.outputs) == len(theirs.outputs)
 
@@ -171,12 +195,16 @@ def _alike(mine: Op, theirs: Op, devices: int) -> bool:
 #: Who searches: (the graph, what else decides, what searches, how another process makes what was handed to it its own).
 Searcher = Callable[[Graph, Any, Callable[[], Decisions], Callable[[PortableDecisions], Decisions]], Decisions]
 
-#: Mode -> the planner: (graph, devices, fed, on_missing_rule=, stored=, uneven=) -> a `Decided`, or its first two entries.
+#: Mode -> the planner: (graph, devices, fed, on_missing_rule=, stored=, uneven=) -> a `Decided`, or its first two
+#: entries.
 PLANNERS = {"data_parallel": data_parallel, "semi_auto": semi_auto}
 
 #: Those that weigh what they decide: they are also given costs= and hsdp=.
-SEARCHES = {"sharding_propagation": sharding_propagation, "recursive_programming": recursive_programming,
-            "dynamic_programming": dynamic_programming}
+SEARCHES = {
+    "sharding_propagation": sharding_propagation,
+    "recursive_programming": recursive_programming,
+    "dynamic_programming": dynamic_programming,
+}
 
 #: Those of them that fit a plan into a limit of memory: they are then also given memory=, optimizer= and cut=.
 FITTING = ("recursive_programming", "dynamic_programming")
@@ -185,14 +213,30 @@ FITTING = ("recursive_programming", "dynamic_programming")
 OWN_STATISTICS = ("data_parallel",)
 
 
-def make_plan(graph: Graph, devices: int, parallel_mode: str, dataset_strategy: Any, *,
-              on_missing_rule: str = "error", stored: dict[str, Layout] | None = None,
-              sync_batch_norm: bool = False, hsdp: OptimizerParallel | None = None,
-              used: dict[str, Layout] | None = None, own: OwnPrograms | None = None, uneven: bool = False,
-              cluster: Any = None, memory: Any = None, optimizer: Any = "adam",
-              whole: frozenset[str] = frozenset(), strategies: PlanDocument | None = None,
-              searcher: Searcher | None = None, fed: InputPlacement | None = None, earlier: Sequence[Plan] = (),
-              search_memory: Any = None, search_progress: Any = None) -> Plan:
+def make_plan(
+    graph: Graph,
+    devices: int,
+    parallel_mode: str,
+    dataset_strategy: Any,
+    *,
+    on_missing_rule: str = "error",
+    stored: dict[str, Layout] | None = None,
+    sync_batch_norm: bool = False,
+    hsdp: OptimizerParallel | None = None,
+    used: dict[str, Layout] | None = None,
+    own: OwnPrograms | None = None,
+    uneven: bool = False,
+    cluster: Any = None,
+    memory: Any = None,
+    optimizer: Any = "adam",
+    whole: frozenset[str] = frozenset(),
+    strategies: PlanDocument | None = None,
+    searcher: Searcher | None = None,
+    fed: InputPlacement | None = None,
+    earlier: Sequence[Plan] = (),
+    search_memory: Any = None,
+    search_progress: Any = None,
+) -> Plan:
     """Plan a captured model; every error that a strategy can cause is raised here.
 
     Args:
@@ -209,12 +253,13 @@ def make_plan(graph: Graph, devices: int, parallel_mode: str, dataset_strategy: 
         strategies: a plan whose operators' strategies hold here too, over what the model's own marks say.
         searcher: who searches, in the modes that do, where several processes plan together; None: this one.
         fed: how the graph is fed, where it is a stage of a pipeline; None: as `dataset_strategy` says.
-        earlier: plans of the same model at other sizes, the latest first: the strategies of the first that fits hold here too
-            (`reuse`).
-        search_memory: by how much host memory the process may grow while it searches: bytes or text such as "2GB"; None:
-            half of what is free.
-        search_progress: called with a `SearchProgress` every few seconds of a search; None: a line of it goes to the log
-            `shardwright.search`, and to stderr where that is a terminal; True: to stderr in any case; False: nothing.
+        earlier: plans of the same model at other sizes, the latest first: the strategies of the first that fits hold
+            here too (`reuse`).
+        search_memory: by how much host memory the process may grow while it searches: bytes or text such as "2GB";
+            None: half of what is free.
+        search_progress: called with a `SearchProgress` every few seconds of a search; None: a line of it goes to the
+            log `shardwright.search`, and to stderr where that is a terminal; True: to stderr in any case; False:
+            nothing.
 
     Raises:
         ShardwrightError: a strategy or a setting that does not fit, with the operator and a legal choice.
@@ -230,46 +275,76 @@ def make_plan(graph: Graph, devices: int, parallel_mode: str, dataset_strategy: 
     optimizer_bytes(optimizer)  # an optimizer that there is not is said now
     budget = budget_of(search_memory, search_progress)
     if memory is not None and parallel_mode not in FITTING:
-        raise SettingError(f"memory={asked!r} limits what is searched; {parallel_mode} " + (
-            "follows marks, whatever memory that takes" if parallel_mode in SEARCHES else "searches nothing"),
-            legal=f"no memory=, or parallel_mode={' or '.join(map(repr, FITTING))}")
+        raise SettingError(
+            f"memory={asked!r} limits what is searched; {parallel_mode} "
+            + ("follows marks, whatever memory that takes" if parallel_mode in SEARCHES else "searches nothing"),
+            legal=f"no memory=, or parallel_mode={' or '.join(map(repr, FITTING))}",
+        )
     if strategies is not None and parallel_mode not in (*PLANNERS, *SEARCHES):
-        raise SettingError(f"{strategies.path} has strategies of operators, which {parallel_mode} runs as they stand",
-                           legal=", ".join((*PLANNERS, *SEARCHES)))
+        raise SettingError(
+            f"{strategies.path} has strategies of operators, which {parallel_mode} runs as they stand",
+            legal=", ".join((*PLANNERS, *SEARCHES)),
+        )
     if parallel_mode == "stand_alone":
         fed = input_placement(graph, 1, "full_batch")
-        made = Plan(graph, 1, "stand_alone", fed, *data_parallel(graph, 1, fed, on_missing_rule="replicate"),
-                    cluster=cluster)
+        made = Plan(
+            graph, 1, "stand_alone", fed, *data_parallel(graph, 1, fed, on_missing_rule="replicate"), cluster=cluster
+        )
         made.routed
         return made
     if parallel_mode == "hybrid_parallel":
         if hsdp is not None:
-            raise SettingError("hsdp cuts what is replicated; in hybrid_parallel each rank runs its own program",
-                               legal='data_parallel or semi_auto, or no hsdp')
+            raise SettingError(
+                "hsdp cuts what is replicated; in hybrid_parallel each rank runs its own program",
+                legal="data_parallel or semi_auto, or no hsdp",
+            )
         own = own or OwnPrograms(frozenset(), False)
-        made = Plan(with_stacked(graph, devices, own), devices, parallel_mode, fed_whole(graph, devices, dataset_strategy),
-                    decided(graph, devices), {}, own=own, cluster=cluster)
+        made = Plan(
+            with_stacked(graph, devices, own),
+            devices,
+            parallel_mode,
+            fed_whole(graph, devices, dataset_strategy),
+            decided(graph, devices),
+            {},
+            own=own,
+            cluster=cluster,
+        )
         made.routed
         return made
     placed = next((op for op in graph.ops if op.target in COLLECTIVES), None)
     if placed is not None:
-        raise SettingError(f"sw.ops.{placed.kind} joins the programs of ranks, which {parallel_mode} makes itself",
-                           **placed.where, legal='parallel_mode="hybrid_parallel", or the model without it')
+        raise SettingError(
+            f"sw.ops.{placed.kind} joins the programs of ranks, which {parallel_mode} makes itself",
+            **placed.where,
+            legal='parallel_mode="hybrid_parallel", or the model without it',
+        )
     if parallel_mode in OWN_STATISTICS and not sync_batch_norm:
         graph = with_own_statistics(graph, devices, on_missing_rule)
     fed = fed or input_placement(graph, devices, dataset_strategy)
     given = dict(on_missing_rule=on_missing_rule, stored=used or stored, uneven=uneven)
     planner = SEARCHES.get(parallel_mode) or PLANNERS[parallel_mode]
     if strategies is not None:
-        graph, planner, stored = strategies.onto(graph, devices, planner, stored, on_missing_rule=on_missing_rule,
-                                                 uneven=uneven, first=used is None)
+        graph, planner, stored = strategies.onto(
+            graph, devices, planner, stored, on_missing_rule=on_missing_rule, uneven=uneven, first=used is None
+        )
     for one in earlier if strategies is None else ():
         same = at_other_sizes(one, graph, devices, on_missing_rule=on_missing_rule, uneven=uneven)
         if same is None:
             continue
         ops = tuple(same.decisions[op.name].op for op in graph.ops)
-        made = Plan(graph.with_ops(ops), devices, parallel_mode, fed, same.decisions, same.carries, stored, same.hsdp,
-                    cluster=cluster, found=same.found, optimizer=optimizer)
+        made = Plan(
+            graph.with_ops(ops),
+            devices,
+            parallel_mode,
+            fed,
+            same.decisions,
+            same.carries,
+            stored,
+            same.hsdp,
+            cluster=cluster,
+            found=same.found,
+            optimizer=optimizer,
+        )
         if memory is None or made.peak <= memory:
             made.routed
             return made
@@ -282,17 +357,41 @@ def make_plan(graph: Graph, devices: int, parallel_mode: str, dataset_strategy: 
             with spending(SearchBudget(*budget)):
                 return Decisions(*planner(graph, devices, fed, costs=costs, hsdp=hsdp, **given))
 
-        result = find() if searcher is None else searcher(
-            graph, dict(devices=devices, memory=asked, optimizer=optimizer, hsdp=hsdp, uneven=uneven,
-                        on_missing_rule=on_missing_rule),
-            find, lambda handed: handed.onto(graph, devices, on_missing_rule=on_missing_rule, uneven=uneven))
+        result = (
+            find()
+            if searcher is None
+            else searcher(
+                graph,
+                dict(
+                    devices=devices,
+                    memory=asked,
+                    optimizer=optimizer,
+                    hsdp=hsdp,
+                    uneven=uneven,
+                    on_missing_rule=on_missing_rule,
+                ),
+                find,
+                lambda handed: handed.onto(graph, devices, on_missing_rule=on_missing_rule, uneven=uneven),
+            )
+        )
     else:
         result = planner(graph, devices, fed, **given)
     decisions, carries, found, storage = Decisions(*result)
     if memory is not None:  # what is computed again was decided too
         graph = graph.with_ops(tuple(decisions[op.name].op for op in graph.ops))
-    made = Plan(graph, devices, parallel_mode, fed, decisions, carries, stored, hsdp or storage, cluster=cluster,
-                found=found, optimizer=optimizer)
+    made = Plan(
+        graph,
+        devices,
+        parallel_mode,
+        fed,
+        decisions,
+        carries,
+        stored,
+        hsdp or storage,
+        cluster=cluster,
+        found=found,
+        optimizer=optimizer,
+    )
     made.routed  # whatever cannot be routed is said now
     return made
 
@@ -304,16 +403,22 @@ def budget_of(memory: Any, progress: Any) -> tuple[float | None, Any]:
         SettingError: no amount of memory, or less than a search takes at least; nothing that can be called.
     """
     if progress is not None and not isinstance(progress, bool) and not callable(progress):
-        raise SettingError(f"search_progress={progress!r} cannot be called", legal="a function of one argument, True, False or None")
+        raise SettingError(
+            f"search_progress={progress!r} cannot be called", legal="a function of one argument, True, False or None"
+        )
     if memory is None:
         return None, progress
     allowed = parse_bytes(memory, "search_memory", '"2GB", "512MiB" or a number of bytes')
     if allowed < LEAST:
-        raise SettingError(f"search_memory={memory!r} is less than a search takes", legal=f"{format_bytes(LEAST)} or more")
+        raise SettingError(
+            f"search_memory={memory!r} is less than a search takes", legal=f"{format_bytes(LEAST)} or more"
+        )
     return allowed, progress
 
 
-def capture_micro(net: nn.Module, args: tuple, kwargs: dict[str, Any], count: int, **given: Any) -> tuple[Graph, Graph | None]:
+def capture_micro(
+    net: nn.Module, args: tuple, kwargs: dict[str, Any], count: int, **given: Any
+) -> tuple[Graph, Graph | None]:
     """Capture a model for one micro-batch of the inputs of a whole batch.
 
     Args:
@@ -326,10 +431,23 @@ def capture_micro(net: nn.Module, args: tuple, kwargs: dict[str, Any], count: in
     return graph, wide[0] if wide else None
 
 
-def make_pipeline(graph: Graph, wide: Graph | None, devices: int, parallel_mode: str, dataset_strategy: Any, setting: PipelineSettings,
-                  modules: Mapping[str, int], splits: tuple[bool, ...], *, stored: dict[str, Layout] | None = None,
-                  used: dict[str, Layout] | None = None, automatic: AutomaticStages | None = None, chosen: PipelineSearchResult | None = None,
-                  earlier: Sequence[PipelinePlan] = (), **given: Any) -> PipelinePlan:
+def make_pipeline(
+    graph: Graph,
+    wide: Graph | None,
+    devices: int,
+    parallel_mode: str,
+    dataset_strategy: Any,
+    setting: PipelineSettings,
+    modules: Mapping[str, int],
+    splits: tuple[bool, ...],
+    *,
+    stored: dict[str, Layout] | None = None,
+    used: dict[str, Layout] | None = None,
+    automatic: AutomaticStages | None = None,
+    chosen: PipelineSearchResult | None = None,
+    earlier: Sequence[PipelinePlan] = (),
+    **given: Any,
+) -> PipelinePlan:
     """Plan a captured model as a pipeline: each stage as `make_plan` does.
 
     Args:
@@ -348,66 +466,163 @@ def make_pipeline(graph: Graph, wide: Graph | None, devices: int, parallel_mode:
         raise SettingError(f"a pipeline in {parallel_mode}", legal=", ".join((*PLANNERS, *SEARCHES)))
     if setting.stages == "auto" and automatic is not None:
         check_automatic(setting, modules, given.get("strategies"))
-        return _automatic_pipeline(graph, wide, devices, parallel_mode, dataset_strategy, setting, splits, automatic,
-                                   stored=stored, used=used, earlier=earlier, **given)
+        return _automatic_pipeline(
+            graph,
+            wide,
+            devices,
+            parallel_mode,
+            dataset_strategy,
+            setting,
+            splits,
+            automatic,
+            stored=stored,
+            used=used,
+            earlier=earlier,
+            **given,
+        )
     if given.get("memory") is not None:
-        raise SettingError(f"memory={given['memory']!r} for a pipeline of given stages", legal='stages="auto", or no memory=')
+        raise SettingError(
+            f"memory={given['memory']!r} for a pipeline of given stages", legal='stages="auto", or no memory='
+        )
     if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
         raise SettingError(f"a plan is for a whole number of devices, not {devices!r}", legal="devices=8")
     cluster = Cluster.of(given.pop("cluster", None), devices)
     marked = any(op.mark is not None for op in graph.ops)  # a stage without any follows the batch
     counting = {"on_missing_rule": given.get("on_missing_rule", "error"), "cluster": cluster}
-    planned, strategies = schedule_of(setting, devices) if chosen is None else chosen.schedule, given.pop("strategies", None)
+    planned, strategies = (
+        schedule_of(setting, devices) if chosen is None else chosen.schedule,
+        given.pop("strategies", None),
+    )
     lines = None if strategies is None else strategies.per_stage(planned, devices)
 
     def planner(part: Graph, size: int, fed: InputPlacement, number: int) -> Plan:
         if number < 0:  # it counts targets: nothing to be decided
             return make_plan(part, size, "semi_auto", dataset_strategy, fed=fed, **counting)
         held = {*part.parameters, *part.buffers}
-        mine = [None if all_ is None else {n: layout for n, layout in all_.items() if n in held} for all_ in (stored, used)]
+        mine = [
+            None if all_ is None else {n: layout for n, layout in all_.items() if n in held} for all_ in (stored, used)
+        ]
         same = [p.stages[number].plan for p in earlier if len(p.stages) == planned.stages]
         follows = parallel_mode != "sharding_propagation" or not marked or any(op.mark for op in part.ops)
-        return make_plan(part, size, parallel_mode if follows else "semi_auto", dataset_strategy, fed=fed, stored=mine[0],
-                         used=mine[1], cluster=cluster, strategies=None if lines is None else lines[number], earlier=same,
-                         **given)
+        return make_plan(
+            part,
+            size,
+            parallel_mode if follows else "semi_auto",
+            dataset_strategy,
+            fed=fed,
+            stored=mine[0],
+            used=mine[1],
+            cluster=cluster,
+            strategies=None if lines is None else lines[number],
+            earlier=same,
+            **given,
+        )
 
     once = PlanCache(planner, given.get("whole", frozenset())) if chosen is not None and stored is None else planner
-    return pipeline_plan(graph, wide, devices, parallel_mode, dataset_strategy, planned, modules, once, chosen=chosen,
-                         sizes=None if chosen is None else chosen.sizes,
-                         splits=splits, on_missing_rule=given.get("on_missing_rule", "error"),
-                         uneven=given.get("uneven", False), cluster=cluster, optimizer=given.get("optimizer", "adam"))
+    return pipeline_plan(
+        graph,
+        wide,
+        devices,
+        parallel_mode,
+        dataset_strategy,
+        planned,
+        modules,
+        once,
+        chosen=chosen,
+        sizes=None if chosen is None else chosen.sizes,
+        splits=splits,
+        on_missing_rule=given.get("on_missing_rule", "error"),
+        uneven=given.get("uneven", False),
+        cluster=cluster,
+        optimizer=given.get("optimizer", "adam"),
+    )
 
 
-def _automatic_pipeline(graph: Graph, wide: Graph | None, devices: int, parallel_mode: str, dataset: Any,
-                        setting: PipelineSettings, splits: tuple[bool, ...], automatic: AutomaticStages, *, memory: Any = None,
-                        **given: Any) -> PipelinePlan:
+def _automatic_pipeline(
+    graph: Graph,
+    wide: Graph | None,
+    devices: int,
+    parallel_mode: str,
+    dataset: Any,
+    setting: PipelineSettings,
+    splits: tuple[bool, ...],
+    automatic: AutomaticStages,
+    *,
+    memory: Any = None,
+    **given: Any,
+) -> PipelinePlan:
     """The pipeline whose stages are chosen, as `make_pipeline` makes it of them."""
     cluster = Cluster.of(given.pop("cluster", None), devices)
-    unit = {name: value for name, value in given.items() if name not in ("stored", "used", "searcher", "strategies", "earlier")}
+    unit = {
+        name: value
+        for name, value in given.items()
+        if name not in ("stored", "used", "searcher", "strategies", "earlier")
+    }
 
     def units_plan(part: Graph, size: int, fed: InputPlacement) -> Plan:
-        return make_plan(part, size, UNITS_BY.get(parallel_mode, parallel_mode), dataset, fed=fed, cluster=cluster, **unit)
+        return make_plan(
+            part, size, UNITS_BY.get(parallel_mode, parallel_mode), dataset, fed=fed, cluster=cluster, **unit
+        )
 
     def piped(chosen: PipelineSearchResult) -> PipelinePlan:
         same = chosen.micro_batches == automatic.count
         mine, wider = (graph, wide) if same else automatic.captured(chosen.micro_batches)
         mine = recomputed(mine, units_of(mine), chosen.recomputed)
-        return make_pipeline(mine, wider, devices, parallel_mode, dataset, chosen.setting, chosen.modules, splits,
-                             chosen=chosen, cluster=cluster, **given)
+        return make_pipeline(
+            mine,
+            wider,
+            devices,
+            parallel_mode,
+            dataset,
+            chosen.setting,
+            chosen.modules,
+            splits,
+            chosen=chosen,
+            cluster=cluster,
+            **given,
+        )
 
-    return automatic.run(graph, wide, splits, devices, dataset, cluster, memory_of(memory, cluster), units_plan, piped,
-                         setting.micro_batches)
+    return automatic.run(
+        graph,
+        wide,
+        splits,
+        devices,
+        dataset,
+        cluster,
+        memory_of(memory, cluster),
+        units_plan,
+        piped,
+        setting.micro_batches,
+    )
 
 
 @gc_paused()
-def plan(net: nn.Module, inputs: tuple, loss_fn: Any = None, targets: Any = None, *, parallel_mode: str = "semi_auto",
-         devices: int = 8, dataset_strategy: Any = "full_batch", on_missing_rule: str = "error",
-         marks: Mapping[str, Any] | None = None, kwargs: dict[str, Any] | None = None,
-         sync_batch_norm: bool = False, hsdp: Mapping[str, Any] | OptimizerParallel | None = None,
-         recompute: Any = None, uneven: bool = False, cluster: Any = None, memory: Any = None,
-         optimizer: Any = "adam", strategies: Any = None, param_strategies: Any = None,
-         pipeline: Mapping[str, Any] | None = None, mixed_precision: Any = None, search_memory: Any = None,
-         search_progress: Any = None) -> Plan | PipelinePlan:
+def plan(
+    net: nn.Module,
+    inputs: tuple,
+    loss_fn: Any = None,
+    targets: Any = None,
+    *,
+    parallel_mode: str = "semi_auto",
+    devices: int = 8,
+    dataset_strategy: Any = "full_batch",
+    on_missing_rule: str = "error",
+    marks: Mapping[str, Any] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    sync_batch_norm: bool = False,
+    hsdp: Mapping[str, Any] | OptimizerParallel | None = None,
+    recompute: Any = None,
+    uneven: bool = False,
+    cluster: Any = None,
+    memory: Any = None,
+    optimizer: Any = "adam",
+    strategies: Any = None,
+    param_strategies: Any = None,
+    pipeline: Mapping[str, Any] | None = None,
+    mixed_precision: Any = None,
+    search_memory: Any = None,
+    search_progress: Any = None,
+) -> Plan | PipelinePlan:
     """Plan a model without running it: no process group, no devices, nothing allocated.
 
     Args:
@@ -420,8 +635,8 @@ def plan(net: nn.Module, inputs: tuple, loss_fn: Any = None, targets: Any = None
         on_missing_rule: "error", or "replicate": operators without a rule run whole, and the plan says so.
         marks: in_strategies by the name of the operator (as `Plan.operators` has it), over what the model carries.
         kwargs: keyword inputs of the model.
-        sync_batch_norm: in data_parallel, batch norms train by the statistics of the whole batch, as in the other modes,
-            instead of each device's own.
+        sync_batch_norm: in data_parallel, batch norms train by the statistics of the whole batch, as in the other
+            modes, instead of each device's own.
         hsdp: the arguments of `AutoParallel.hsdp` as a dict, ``{}`` for its defaults; None: no optimizer parallel.
         recompute: which operators are computed again in the backward, as `AutoParallel` takes it.
         uneven: whether cuts may be asked for that do not divide a dim, as `AutoParallel` takes it.
@@ -430,15 +645,20 @@ def plan(net: nn.Module, inputs: tuple, loss_fn: Any = None, targets: Any = None
         memory: how much a device may hold, for the modes that search: bytes, "70GB", or "cluster" for its own; None: as
             much as it takes.
         strategies: a file that `Plan.save` wrote: its operators' strategies hold here too.
-        param_strategies: a file that `AutoParallel.save_param_strategy_file` wrote, or a plan: parameters are stored so.
+        param_strategies: a file that `AutoParallel.save_param_strategy_file` wrote, or a plan: parameters are stored
+            so.
         pipeline: the arguments of `AutoParallel.pipeline` as a dict; None: no pipeline.
-        optimizer: what keeps state for each parameter, to reckon with its memory: "adam", "momentum", "sgd", or its bytes
-            an element.
-        mixed_precision: in which types parameters are stored, read, and their gradients summed, as `AutoParallel` takes it.
-        search_memory: by how much host memory the process may grow while it searches: bytes or text such as "2GB"; None:
-            half of what is free. A search that would take more keeps less, and so its plan may be farther from its bound.
-        search_progress: called with a `SearchProgress` (phase, seconds, best, bound, grown) every few seconds of a search;
-            None: a line of it goes to the log `shardwright.search`, and to stderr where that is a terminal; True: to stderr
+        optimizer: what keeps state for each parameter, to reckon with its memory: "adam", "momentum", "sgd", or its
+            bytes an element.
+        mixed_precision: in which types parameters are stored, read, and their gradients summed, as `AutoParallel` takes
+            it.
+        search_memory: by how much host memory the process may grow while it searches: bytes or text such as "2GB";
+            None: half of what is free. A search that would take more keeps less, and so its plan may be farther from
+                its bound.
+        search_progress: called with a `SearchProgress` (phase, seconds, best, bound, grown) every few seconds of a
+            search;
+            None: a line of it goes to the log `shardwright.search`, and to stderr where that is a terminal; True: to
+                stderr
             in any case; False: nothing.
 
     Returns:
@@ -462,25 +682,52 @@ def plan(net: nn.Module, inputs: tuple, loss_fn: Any = None, targets: Any = None
 
     def captured(count: int | None) -> tuple[Graph, Graph | None]:
         with for_ranks(devices), one_slice(net):
-            made = (capture(net, tuple(inputs), kwargs, loss_fn=loss_fn, mixed_precision=policy), None) if count is None else \
-                capture_micro(net, tuple(inputs), kwargs, count, loss_fn=loss_fn, mixed_precision=policy)
+            made = (
+                (capture(net, tuple(inputs), kwargs, loss_fn=loss_fn, mixed_precision=policy), None)
+                if count is None
+                else capture_micro(net, tuple(inputs), kwargs, count, loss_fn=loss_fn, mixed_precision=policy)
+            )
         return with_policy(_with_marks(made[0], marks or {}), recompute), made[1]
 
     automatic = None if setting is None else AutomaticStages.of(setting, tuple(inputs), kwargs, captured)
     graph, wide = captured(None if automatic is None else automatic.count)
-    given = dict(on_missing_rule=on_missing_rule, sync_batch_norm=sync_batch_norm,
-                 hsdp=optimizer_parallel(hsdp, net, loss_fn), uneven=uneven, cluster=cluster, memory=memory,
-                 optimizer=optimizer, whole=stored_whole(net, loss_fn), strategies=as_document(strategies),
-                 search_memory=search_memory, search_progress=search_progress)
+    given = dict(
+        on_missing_rule=on_missing_rule,
+        sync_batch_norm=sync_batch_norm,
+        hsdp=optimizer_parallel(hsdp, net, loss_fn),
+        uneven=uneven,
+        cluster=cluster,
+        memory=memory,
+        optimizer=optimizer,
+        whole=stored_whole(net, loss_fn),
+        strategies=as_document(strategies),
+        search_memory=search_memory,
+        search_progress=search_progress,
+    )
     lies = as_parameter_strategies(param_strategies)
     if lies is not None:
         if parallel_mode in ("stand_alone", "hybrid_parallel"):
-            raise SettingError(f"{lies.source} has strategies of parameters, which {parallel_mode} stores as they are",
-                               legal=", ".join((*PLANNERS, *SEARCHES)))
+            raise SettingError(
+                f"{lies.source} has strategies of parameters, which {parallel_mode} stores as they are",
+                legal=", ".join((*PLANNERS, *SEARCHES)),
+            )
         given["stored"] = lies.onto(graph, devices, 1 if setting is None else setting.stages, None, uneven)
-    made = make_plan(graph, devices, parallel_mode, dataset_strategy, own=own, **given) if setting is None else \
-        make_pipeline(graph, wide, devices, parallel_mode, dataset_strategy, setting,
-                      staged_modules(net, dict(setting.stage_config)), splits, automatic=automatic, **given)
+    made = (
+        make_plan(graph, devices, parallel_mode, dataset_strategy, own=own, **given)
+        if setting is None
+        else make_pipeline(
+            graph,
+            wide,
+            devices,
+            parallel_mode,
+            dataset_strategy,
+            setting,
+            staged_modules(net, dict(setting.stage_config)),
+            splits,
+            automatic=automatic,
+            **given,
+        )
+    )
     if lies is not None:
         lies.check_kept(made)
     return made
@@ -502,6 +749,11 @@ def _with_marks(graph: Graph, marks: Mapping[str, Any]) -> Graph:
     for name, strategy in marks.items():
         if name not in names:
             raise SettingError(f"marks: no operator is called {name!r}", strategy=strategy, legal=", ".join(names))
-    return graph.with_ops(tuple(
-        replace(op, mark=MarkUse(marks[op.name], None, op.source, tuple(range(len(op.inputs)))))
-        if op.name in marks else op for op in graph.ops))
+    return graph.with_ops(
+        tuple(
+            replace(op, mark=MarkUse(marks[op.name], None, op.source, tuple(range(len(op.inputs)))))
+            if op.name in marks
+            else op
+            for op in graph.ops
+        )
+    )

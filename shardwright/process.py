@@ -29,12 +29,12 @@ TORCH_WAITS = 1.5
 @dataclass(frozen=True)
 class Runtime:
     """Attributes:
-        processes: one process a device; else all devices in this process.
-        devices: how many; None in the local runtime: as many as the model's marks speak of.
-        rank: of this process; 0 in the local runtime.
-        device: where this process computes.
-        timeout: seconds that a rank waits for another.
-        watch: whether ranks look after one another (`peers`).
+    processes: one process a device; else all devices in this process.
+    devices: how many; None in the local runtime: as many as the model's marks speak of.
+    rank: of this process; 0 in the local runtime.
+    device: where this process computes.
+    timeout: seconds that a rank waits for another.
+    watch: whether ranks look after one another (`peers`).
     """
 
     processes: bool
@@ -48,8 +48,9 @@ class Runtime:
 _current: list[Runtime] = []
 
 
-def init(devices: int | None = None, *, backend: str | None = None, timeout: float | None = None,
-         watch: bool | None = None) -> Runtime:
+def init(
+    devices: int | None = None, *, backend: str | None = None, timeout: float | None = None, watch: bool | None = None
+) -> Runtime:
     """Find out where the program runs. May be called again.
 
     Under a launcher (torchrun, ``shardwright run``, mpirun, Slurm's srun, a rank table) it joins the process group of
@@ -62,8 +63,8 @@ def init(devices: int | None = None, *, backend: str | None = None, timeout: flo
         backend: of the process group; None: NCCL, HCCL or Gloo, whichever fits the device.
         timeout: seconds that all ranks have to come in, and that a rank waits for another in a collective or at the
             start of a step; None: 300. What ends the run says which rank is missing from what.
-        watch: whether ranks look after one another while they run: that all run the same program, and which of them does
-            not come. With False a collective fails after the timeout, and that is all. None: True, or as before.
+        watch: whether ranks look after one another while they run: that all run the same program, and which of them
+            does not come. With False a collective fails after the timeout, and that is all. None: True, or as before.
 
     Returns:
         The runtime.
@@ -77,13 +78,23 @@ def init(devices: int | None = None, *, backend: str | None = None, timeout: flo
     before = _current[0] if _current else Runtime(False, None, 0, torch.device("cpu"))
     watched = before.watch if watch is None else watch
     if dist.is_available() and dist.is_initialized():
-        runtime = Runtime(True, dist.get_world_size(), dist.get_rank(), _device(_place_in_group()),
-                          before.timeout if timeout is None else timeout, watched)
+        runtime = Runtime(
+            True,
+            dist.get_world_size(),
+            dist.get_rank(),
+            _device(_place_in_group()),
+            before.timeout if timeout is None else timeout,
+            watched,
+        )
     elif dist.is_available() and (place := find(os.environ)) is not None:
         device = _device(place)
         wait = DEFAULT_TIMEOUT if timeout is None else timedelta(seconds=timeout)
-        _join(place, backend or {"cuda": "nccl", "npu": "hccl"}.get(device.type, "gloo"), wait,
-              wait * TORCH_WAITS if watched else wait)
+        _join(
+            place,
+            backend or {"cuda": "nccl", "npu": "hccl"}.get(device.type, "gloo"),
+            wait,
+            wait * TORCH_WAITS if watched else wait,
+        )
         runtime = Runtime(True, dist.get_world_size(), dist.get_rank(), device, wait.total_seconds(), watched)
     else:
         asked = os.environ.get("SHARDWRIGHT_DEVICES")
@@ -114,8 +125,13 @@ def _join(place: RankInRun, backend: str, timeout: timedelta, collectives: timed
     else:
         from .launch.rendezvous import meet
 
-        dist.init_process_group(backend, store=meet(place, timeout.total_seconds()), rank=place.rank,
-                                world_size=place.size, timeout=collectives)
+        dist.init_process_group(
+            backend,
+            store=meet(place, timeout.total_seconds()),
+            rank=place.rank,
+            world_size=place.size,
+            timeout=collectives,
+        )
 
 
 def _device(place: RankInRun | None) -> torch.device:
@@ -142,16 +158,17 @@ def world_size() -> int:
     return current().devices or 1
 
 
-
 # ----------------------------------------------------------------------------------------------------
 # The seed of each call of a model that draws random numbers.
 #
 #     seed of a call = (torch.initial_seed(), how many calls have drawn since the default generator was seeded)
 #
-# Each such call takes one number from torch's default generator, so that after ``torch.manual_seed`` the generator is as
-# new until the first of them: then the count begins again. Ranks need to have been seeded alike; what their data loading
-# draws from the default generator in between makes no difference, and nothing is sent.
+# Each such call takes one number from torch's default generator, so that after ``torch.manual_seed`` the generator is
+# as
+# new until the first of them: then the count begins again. Ranks need to have been seeded alike; what their data
+# loading draws from the default generator in between makes no difference, and nothing is sent.
 # ----------------------------------------------------------------------------------------------------
+
 
 class RandomStream:
     """Counts the calls that draw. Beside a model's parameters this is what a run that goes on later has to restore."""
@@ -159,8 +176,8 @@ class RandomStream:
     def __init__(self) -> None:
         self.seed: int | None = None
         self.calls = 0
-        self._seen: int | None = None                       # the default generator's seed when it was last looked at
-        self._new: tuple[int, Tensor] | None = None         # a seed, and the state of a generator just seeded with it
+        self._seen: int | None = None  # the default generator's seed when it was last looked at
+        self._new: tuple[int, Tensor] | None = None  # a seed, and the state of a generator just seeded with it
 
     def upcoming(self) -> tuple[int, int]:
         """Seed and count of the next call that draws."""

@@ -18,6 +18,7 @@ from .torch_private import pytree, register_node
 
 __all__ = ["closed", "holds_objects", "opened"]
 
+
 @dataclass(eq=False)
 class OpenedObject:
     """An object taken apart: its class, the attributes that hold tensors, and the others."""
@@ -48,10 +49,20 @@ def _flatten_with_keys(node: OpenedObject) -> tuple[list[tuple[Any, Any]], tuple
     return [(pytree.GetAttrKey(name), child) for name, child in zip(node.held, children)], context
 
 
-register_node(OpenedObject, _flatten, _unflatten, serialized_type_name="shardwright.Opened",
-              flatten_with_keys_fn=_flatten_with_keys)
-register_node(PlainLeaf, lambda node: ([], node.value), lambda children, value: PlainLeaf(value),
-              serialized_type_name="shardwright.Kept", flatten_with_keys_fn=lambda node: ([], node.value))
+register_node(
+    OpenedObject,
+    _flatten,
+    _unflatten,
+    serialized_type_name="shardwright.Opened",
+    flatten_with_keys_fn=_flatten_with_keys,
+)
+register_node(
+    PlainLeaf,
+    lambda node: ([], node.value),
+    lambda children, value: PlainLeaf(value),
+    serialized_type_name="shardwright.Kept",
+    flatten_with_keys_fn=lambda node: ([], node.value),
+)
 
 _SIMPLE = (torch.dtype, torch.device, torch.layout, torch.memory_format, complex, bytes, range, Enum)
 
@@ -79,6 +90,7 @@ def _holds(tree: Any, around: tuple[int, ...] = ()) -> bool:
 
 def opened(tree: Any, around: tuple[int, ...] = ()) -> Any:
     """The tree with every object that holds tensors opened."""
+
     def open_leaf(leaf: Any) -> Any:
         attributes = _attributes(leaf)
         if id(leaf) in around or attributes is None:
@@ -88,11 +100,13 @@ def opened(tree: Any, around: tuple[int, ...] = ()) -> Any:
             return PlainLeaf(leaf)
         held = {name: opened(a, within) for name, a in attributes.items() if _holds(a, within)}
         return OpenedObject(type(leaf), held, {name: a for name, a in attributes.items() if name not in held})
+
     return pytree.tree_map(open_leaf, tree)
 
 
 def closed(tree: Any) -> Any:
     """The tree with the objects made again."""
+
     def close(node: Any) -> Any:
         if isinstance(node, PlainLeaf):
             return node.value
@@ -102,6 +116,7 @@ def closed(tree: Any) -> Any:
         for name, attribute in {**{n: closed(h) for n, h in node.held.items()}, **node.rest}.items():
             object.__setattr__(made, name, attribute)
         return made
+
     return pytree.tree_map(close, tree, is_leaf=_is_ours)
 
 

@@ -21,7 +21,17 @@ from .errors import LayoutError
 from .layout import Digit, Digits, Layout, merge
 from .redistribution_search import PARTIAL, REPLICA, Refinement, SearchMove, intermediates, refine, search
 
-__all__ = ["Atom", "Geometry", "Redistribution", "RedistributionStep", "digits_value", "make_step", "redistribution", "through", "transpose"]
+__all__ = [
+    "Atom",
+    "Geometry",
+    "Redistribution",
+    "RedistributionStep",
+    "digits_value",
+    "make_step",
+    "redistribution",
+    "through",
+    "transpose",
+]
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -33,9 +43,10 @@ __all__ = ["Atom", "Geometry", "Redistribution", "RedistributionStep", "digits_v
 #       -> the collective ->                                             received:    [pieces, *piece]
 #     y.reshape(post_view).permute(post_perm).reshape(post_shape)
 #
-# A local dim is the mixed-radix number of those of its atoms that are local, major first, then the rest; so taking apart
-# is a view that names the atoms which some digit is going to carry, brought to the front in the order of the ranks.
-# ----------------------------------------------------------------------------------------------------
+# A local dim is the mixed-radix number of those of its atoms that are local, major first, then the rest; so taking
+# apart is a view that names the atoms which some digit is going to carry, brought to the front in the order of the
+# ranks. ----------------------------------------------------------------------------------------------------
+
 
 def digits_value(digits: Digits, rank: int) -> int:
     """The mixed-radix number that `digits`, most major first, have together on a rank."""
@@ -176,7 +187,7 @@ class RedistributionStep:
         return to, self._reached({i: mine[j] for i, j in self.permuted}, self._gathered())
 
     def _reached(self, fixed: dict[int, int], free: tuple[int, ...]) -> tuple[int, ...]:
-        weights = [math.prod(d.size for d in self.moved[k + 1:]) for k in range(len(self.moved))]
+        weights = [math.prod(d.size for d in self.moved[k + 1 :]) for k in range(len(self.moved))]
         out = [sum(value * weights[i] for i, value in fixed.items())]
         for i in free:
             out = [base + value * weights[i] for base in out for value in range(self.moved[i].size)]
@@ -184,8 +195,11 @@ class RedistributionStep:
 
     def __str__(self) -> str:
         over = "·".join(map(repr, self.digits))
-        return f"{self.kind}({over})" if self.reduction == "sum" or not self.reduces else \
-            f"{self.kind}_{self.reduction}({over})"
+        return (
+            f"{self.kind}({over})"
+            if self.reduction == "sum" or not self.reduces
+            else f"{self.kind}_{self.reduction}({over})"
+        )
 
 
 def make_step(refinement: Refinement, move: SearchMove, reduction: str) -> RedistributionStep:
@@ -217,8 +231,14 @@ def make_step(refinement: Refinement, move: SearchMove, reduction: str) -> Redis
                 entering.remove(entrant)
                 permuted.append((k, entrant))
         assert not entering and PARTIAL not in (move.before[i] for i in changed)
-    return RedistributionStep(move.kind, merge(moved), reduction if move.kind in ("all_reduce", "reduce_scatter") else "sum",
-                moved, tuple(dims), tuple(sorted(permuted)))
+    return RedistributionStep(
+        move.kind,
+        merge(moved),
+        reduction if move.kind in ("all_reduce", "reduce_scatter") else "sum",
+        moved,
+        tuple(dims),
+        tuple(sorted(permuted)),
+    )
 
 
 def _stays(atom: Atom) -> bool:
@@ -249,8 +269,7 @@ def _geometry(step: RedistributionStep, shape: tuple[int, ...]) -> Geometry:
     if step.kind == "slice":
         view = tuple(x[0] for x in before)
         select = tuple((k, step.moved[x[2].scattered]) for k, x in enumerate(before) if x in scattered)
-        return Geometry(view, None, None, pieces, None, None, tuple(result), tuple(result), cuts,
-                        select=select[::-1])
+        return Geometry(view, None, None, pieces, None, None, tuple(result), tuple(result), cuts, select=select[::-1])
     pre = _rearranged(before, scattered + kept, shape, ((pieces,) if scattered else ()) + tuple(piece))
     post = _rearranged(gathered + kept, after, ((pieces,) if gathered else ()) + tuple(piece), tuple(result))
     return Geometry(*pre, pieces, *post, tuple(result), cuts, joins)
@@ -368,12 +387,14 @@ def redistribution(source: Layout, target: Layout) -> Redistribution:
         raise LayoutError(f"a {source.reduction} over {source.partial} cannot become a {target.reduction}")
     for digit in target.partial:
         if not any(digit.stride % d.stride == 0 and d.span % digit.span == 0 for d in source.partial):
-            raise LayoutError(f"{target} leaves {digit} open, which {source} does not",
-                              legal=f"a part of {source.partial or 'nothing'}")
+            raise LayoutError(
+                f"{target} leaves {digit} open, which {source} does not",
+                legal=f"a part of {source.partial or 'nothing'}",
+            )
     if source == target:
         return Redistribution(source, target, (), Fraction(0))
     found = _direct(source, target) or min(_roundabout(source, target), key=lambda f: (f[0], f[1]))
-    return Redistribution(source, target, found[2], Fraction(found[0], source.devices ** 2))
+    return Redistribution(source, target, found[2], Fraction(found[0], source.devices**2))
 
 
 @lru_cache(maxsize=1 << 16)

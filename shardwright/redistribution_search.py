@@ -155,7 +155,7 @@ def intermediates(source: Layout, target: Layout) -> Iterator[Layout]:
             chosen = chosen[:: len(chosen) // 64]
         for lengths in chosen:
             dims = [d[:n] for d, n in zip(layout.dims, lengths)]
-            kept = [d for d, keep in zip(sums, lengths[len(dims):]) if keep]
+            kept = [d for d, keep in zip(sums, lengths[len(dims) :]) if keep]
             yield Layout.of(devices, dims, (*stays, *kept), source.reduction)
 
 
@@ -170,11 +170,14 @@ def search(refinement: Refinement) -> tuple[int, tuple[SearchMove, ...]]:
     atoms: dict[int, int] = {REPLICA: REPLICA, PARTIAL: PARTIAL}
     for place in refinement.source + refinement.target:
         atoms.setdefault(place, len(atoms) - 2)
-    sent, moves = _cheapest(sizes, tuple(map(atoms.__getitem__, refinement.source)),
-                            tuple(map(atoms.__getitem__, refinement.target)))
+    sent, moves = _cheapest(
+        sizes, tuple(map(atoms.__getitem__, refinement.source)), tuple(map(atoms.__getitem__, refinement.target))
+    )
     named = {number: place for place, number in atoms.items()}
-    return sent, tuple(SearchMove(kind, tuple(map(named.__getitem__, before)), tuple(map(named.__getitem__, after)))
-                       for kind, before, after in moves)
+    return sent, tuple(
+        SearchMove(kind, tuple(map(named.__getitem__, before)), tuple(map(named.__getitem__, after)))
+        for kind, before, after in moves
+    )
 
 
 @lru_cache(maxsize=1 << 16)
@@ -236,8 +239,9 @@ def _sliced(state: State, goal: State, moving: tuple[int, ...]) -> State:
     return tuple(out)
 
 
-def _moves(state: State, goal: State, sizes: Sequence[int], moving: tuple[int, ...],
-           local: int) -> Iterator[tuple[str, int, bool, State]]:
+def _moves(
+    state: State, goal: State, sizes: Sequence[int], moving: tuple[int, ...], local: int
+) -> Iterator[tuple[str, int, bool, State]]:
     """(kind, what a rank sends, whether it permutes, the state after) of every move; reductions first."""
     taken = {state[i]: i for i in moving if state[i] >= 0}
     reduce, scatter, gather, exchange = [], [], [], []
@@ -293,8 +297,9 @@ def _subsets(items: Sequence[int], sizes: Sequence[int], every: bool) -> Iterato
         yield chosen, n
 
 
-def _displace(places: dict[int, int], state: State, goal: State, sizes: Sequence[int],
-              taken: dict[int, int]) -> bool | None:
+def _displace(
+    places: dict[int, int], state: State, goal: State, sizes: Sequence[int], taken: dict[int, int]
+) -> bool | None:
     """Find a place for each digit that an all_to_all drives out of its atom; adds it to `places`.
 
     There is one of its size: whoever takes an atom leaves a place of the same size.

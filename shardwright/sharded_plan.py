@@ -40,11 +40,12 @@ from .redistribution import Redistribution
 
 __all__ = ["Collective", "OperatorPlan", "ParameterPlan", "Plan", "SavedPlan"]
 
+
 class SavedPlan:
     """Base of all plans: a plan is saved as a JSON file, and loaded from it without its model.
 
-    The file has one line for each operator and each parameter, and the captured graph. `document_files`, which knows every
-    kind of plan, registers how files are written and read.
+    The file has one line for each operator and each parameter, and the captured graph. `document_files`, which knows
+    every kind of plan, registers how files are written and read.
     """
 
     _write: ClassVar[Callable[[SavedPlan, Path], None]]
@@ -61,8 +62,8 @@ class SavedPlan:
     @classmethod
     def load(cls, path: str | Path) -> Any:
         """Load a plan that `save` wrote, a `Plan` or a `PipelinePlan`, without its model: every line is checked, and
-        everything that follows from it is computed anew. The plan can be looked at, priced and compared; what runs is planned
-        from a model, which takes the file by `AutoParallel.load_operator_strategy_file`.
+        everything that follows from it is computed anew. The plan can be looked at, priced and compared; what runs is
+        planned from a model, which takes the file by `AutoParallel.load_operator_strategy_file`.
 
         Raises:
             PlanError: no plan, one of another schema, an operator that is not registered in this process.
@@ -108,8 +109,10 @@ class OperatorPlan:
 
     def local_shapes(self, rank: int) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
         """Shapes of the slices that `rank` works on, padding included: (inputs, outputs)."""
-        return (tuple(layout.local_shape(layout.padded(s)) for layout, s in zip(self.in_layouts, self.in_shapes)),
-                tuple(layout.local_shape(layout.padded(s)) for layout, s in zip(self.out_layouts, self.out_shapes)))
+        return (
+            tuple(layout.local_shape(layout.padded(s)) for layout, s in zip(self.in_layouts, self.in_shapes)),
+            tuple(layout.local_shape(layout.padded(s)) for layout, s in zip(self.out_layouts, self.out_shapes)),
+        )
 
 
 @dataclass(frozen=True)
@@ -211,11 +214,21 @@ class Plan(SavedPlan):
         tensors = [v for v in op.outputs if v is not None]
         outs = decision.out or tuple(decision.left(i).without_partial() for i in range(len(tensors)))
         return OperatorPlan(
-            op.name, op.kind, op.module, op.source, bound.in_strategy(decision.assignment),
+            op.name,
+            op.kind,
+            op.module,
+            op.source,
+            bound.in_strategy(decision.assignment),
             tuple(layout.cuts for layout in outs),
-            tuple(decision.wanted(i) for i in range(len(op.inputs))), outs,
-            tuple(v.shape for v in op.inputs), tuple(v.shape for v in tensors), tuple(v.name for v in op.inputs),
-            tuple(v.dtype for v in (*op.inputs, *tensors)), decision.cause, decision.note)
+            tuple(decision.wanted(i) for i in range(len(op.inputs))),
+            outs,
+            tuple(v.shape for v in op.inputs),
+            tuple(v.shape for v in tensors),
+            tuple(v.name for v in op.inputs),
+            tuple(v.dtype for v in (*op.inputs, *tensors)),
+            decision.cause,
+            decision.note,
+        )
 
     def operator(self, name: str) -> OperatorPlan:
         """An operator by its mark's attribute path, its name, or the path of a module that calls just one.
@@ -232,9 +245,10 @@ class Plan(SavedPlan):
             inside = [o for o in inside if not (o.in_names and buffers.issuperset(o.in_names))] or inside
         if len(inside) == 1:
             return inside[0]
-        raise PlanError(f"no operator is called {name!r}" if not inside else
-                        f"the module {name!r} calls {len(inside)} operators",
-                        legal=", ".join(o.name for o in (inside or self.operators)))
+        raise PlanError(
+            f"no operator is called {name!r}" if not inside else f"the module {name!r} calls {len(inside)} operators",
+            legal=", ".join(o.name for o in (inside or self.operators)),
+        )
 
     @cached_property
     def parameters(self) -> dict[str, ParameterPlan]:
@@ -245,8 +259,9 @@ class Plan(SavedPlan):
             for name, instance in table.items():
                 value, note = instance.value, routed.stored[name].note if name in routed.stored else None
                 shape = (self.graph.parameters.get(name) or value).shape
-                out[name] = ParameterPlan(name, shape, routed.used.get(name, instance.layout), instance.layout,
-                                          value.requires_grad, note)
+                out[name] = ParameterPlan(
+                    name, shape, routed.used.get(name, instance.layout), instance.layout, value.requires_grad, note
+                )
         for alias, name in self.graph.aliases.items():
             if name in out:
                 out[alias] = out[name]
@@ -286,8 +301,11 @@ class Plan(SavedPlan):
         for place, i in reversed(list(enumerate(routed.instructions))):
             if any(o.name in reached for o in made_by(i)):
                 moves = [move for move in wanted.get(place, ()) if move.target.name not in there]
-                out += [*(Regather(move, i.operator) for move in moves),
-                        *started(place, i.operator, self.regions, begun, routed.instructions), i]
+                out += [
+                    *(Regather(move, i.operator) for move in moves),
+                    *started(place, i.operator, self.regions, begun, routed.instructions),
+                    i,
+                ]
                 there.update(move.target.name for move in moves)
                 reached.update(n for n in read_by(i) if n in known and known[n].value.requires_grad)
         return tuple(out)
@@ -309,13 +327,17 @@ class Plan(SavedPlan):
 
     @property
     def bound(self) -> float | None:
-        """What any other plan is priced at least by the search that made this one (`Found.bound`); None: nothing was proved.
-        Where the search prices this plan above `cost`, as much below `cost` as its bound is below its own price: the search
-        has proved no more."""
+        """What any other plan is priced at least by the search that made this one (`Found.bound`); None: nothing was
+        proved. Where the search prices this plan above `cost`, as much below `cost` as its bound is below its own
+        price: the search has proved no more."""
         if self.found is None or self.found.bound is None:
             return None
         above = self.found.cost > self.cost
-        return min(self.found.bound * self.cost / self.found.cost, self.cost) if above else min(self.found.bound, self.cost)
+        return (
+            min(self.found.bound * self.cost / self.found.cost, self.cost)
+            if above
+            else min(self.found.bound, self.cost)
+        )
 
     @property
     def gap(self) -> float | None:
@@ -327,45 +349,65 @@ class Plan(SavedPlan):
 
         "parameters": they and buffers, as they are stored; "gradients": as an optimizer's step finds them; "optimizer":
         the state of the plan's (see `memory.optimizer_bytes`), stored like the parameters;
-        "activations": what operators and conversions make in one forward, and is kept; where some is dropped and computed
-        again, "recomputed": the most of it that is there at one time; with optimizer parallel or mixed precision
-        "gathered": the weights that are whole, or in the type of the computation, at one time: all of them or, where they
-        are not kept for the backward, the largest.
+        "activations": what operators and conversions make in one forward, and is kept; where some is dropped and
+        computed again, "recomputed": the most of it that is there at one time; with optimizer parallel or mixed
+        precision "gathered": the weights that are whole, or in the type of the computation, at one time: all of them
+        or, where they are not kept for the backward, the largest.
         """
         parameters = sum(i.local_bytes for t in (self.routed.parameters, self.routed.buffers) for i in t.values())
         gradients = sum(i.local_bytes for i in self.routed.parameters.values() if i.value.requires_grad)
-        made = sum(o.local_bytes for i in self.routed.instructions if isinstance(i, LocalOp)
-                   for o in i.outputs if o is not None)
+        made = sum(
+            o.local_bytes
+            for i in self.routed.instructions
+            if isinstance(i, LocalOp)
+            for o in i.outputs
+            if o is not None
+        )
         moves = [i for i in self.routed.instructions if not isinstance(i, LocalOp)]
         moved = sum(i.target.local_bytes for i in moves if i.forward.steps and not _copied(i))
         dropped = [sum(self._dropped(region)) for region in self.regions]
-        state = sum(i.local_bytes // i.value.dtype.itemsize for i in self.routed.parameters.values()
-                    if i.value.requires_grad) * optimizer_bytes(self.optimizer)
-        out = {"parameters": parameters, "gradients": gradients, "optimizer": int(state),
-               "activations": made + moved - sum(dropped)}
+        state = sum(
+            i.local_bytes // i.value.dtype.itemsize for i in self.routed.parameters.values() if i.value.requires_grad
+        ) * optimizer_bytes(self.optimizer)
+        out = {
+            "parameters": parameters,
+            "gradients": gradients,
+            "optimizer": int(state),
+            "activations": made + moved - sum(dropped),
+        }
         if dropped:
             out["recomputed"] = max(dropped)
         regained = {name for region in self.regions for name in region.dropped}
         gathered = [(i.target.local_bytes, i.again or i.target.name in regained) for i in moves if _copied(i)]
         if gathered:
-            out["gathered"] = sum(size for size, again in gathered if not again) + \
-                max((size for size, again in gathered if again), default=0)
+            out["gathered"] = sum(size for size, again in gathered if not again) + max(
+                (size for size, again in gathered if again), default=0
+            )
         return out
 
     @cached_property
     def gathered_once(self) -> frozenset[str]:
-        """Of the weights that are brought from their storage, or its type, to their use, those that micro-batches of one step
-        share: they are kept for the backward, and have one use. By the names of the instances that the program gathers."""
+        """Of the weights that are brought from their storage, or its type, to their use, those that micro-batches of
+        one step
+        share: they are kept for the backward, and have one use. By the names of the instances that the program
+            gathers."""
         moves = [i for i in self.routed.instructions if isinstance(i, Redistribute) and i.cause == "parameter"]
         uses = Counter(i.source.name for i in moves)
         stored = {i.name for i in self.routed.parameters.values()}
         dropped = {name for region in self.regions for name in region.dropped}
-        return frozenset(i.target.name for i in moves if _copied(i) and not i.again and i.target.name not in dropped
-                         and uses[i.source.name] == 1 and i.source.name in stored)
+        return frozenset(
+            i.target.name
+            for i in moves
+            if _copied(i)
+            and not i.again
+            and i.target.name not in dropped
+            and uses[i.source.name] == 1
+            and i.source.name in stored
+        )
 
     def once(self, instruction: Any) -> bool:
-        """Whether an instruction is due once a step, however many micro-batches that has: the gather or cast of a weight that
-        they share, and the sum of a gradient over the devices that hold its parameter alike."""
+        """Whether an instruction is due once a step, however many micro-batches that has: the gather or cast of a
+        weight that they share, and the sum of a gradient over the devices that hold its parameter alike."""
         if not isinstance(instruction, Redistribute) or instruction.cause != "parameter":
             return False
         return instruction.target.name in self.gathered_once or instruction.forward.is_identity
@@ -385,7 +427,9 @@ class Plan(SavedPlan):
         made = {o.name: (i, o) for i in map(self.routed.instructions.__getitem__, region.again) for o in made_by(i)}
         seen: set[str] = set()
         for name in region.dropped:
-            while name in made and not isinstance(i := made[name][0], LocalOp) and not i.forward.steps and not _copied(i):
+            while (
+                name in made and not isinstance(i := made[name][0], LocalOp) and not i.forward.steps and not _copied(i)
+            ):
                 name = i.source.name
             if name in made and name not in seen and not _copied(made[name][0]):
                 seen.add(name)
@@ -404,8 +448,15 @@ class Plan(SavedPlan):
             if isinstance(i, LocalOp):
                 yield f"{i.op.name} {i.target} {i.args} {sorted(i.kwargs.items(), key=str)}"
             else:
-                yield f"{i.source.name} {i.forward} {i.backward}" + (" again" if getattr(i, "again", False) else "") + \
-                    (f" {i.dtype} {i.sums}" if isinstance(i, Redistribute) and i.target.value.master is not None else "")
+                yield (
+                    f"{i.source.name} {i.forward} {i.backward}"
+                    + (" again" if getattr(i, "again", False) else "")
+                    + (
+                        f" {i.dtype} {i.sums}"
+                        if isinstance(i, Redistribute) and i.target.value.master is not None
+                        else ""
+                    )
+                )
         yield from map(str, self.regions)
 
 
@@ -419,12 +470,22 @@ def short_hash(lines: Iterable[str]) -> str:
 
 def _copied(instruction: Any) -> bool:
     """Whether an instruction brings a parameter from its storage, or from its type there, to its use."""
-    return isinstance(instruction, Redistribute) and instruction.cause == "parameter" and \
-        (instruction.casts or bool(instruction.forward.collectives))
+    return (
+        isinstance(instruction, Redistribute)
+        and instruction.cause == "parameter"
+        and (instruction.casts or bool(instruction.forward.collectives))
+    )
 
 
-def conversion_collectives(steps: Redistribution, shape: tuple[int, ...], value: Value, phase: str, cause: str,
-                           operator: str, producer: str = "") -> Iterator[tuple[Collective, Any]]:
+def conversion_collectives(
+    steps: Redistribution,
+    shape: tuple[int, ...],
+    value: Value,
+    phase: str,
+    cause: str,
+    operator: str,
+    producer: str = "",
+) -> Iterator[tuple[Collective, Any]]:
     """The collectives of one conversion of a value whose local shape is `shape` at its start.
 
     A step that completes a sum is caused by the operator that left it open: `producer`, in the forward.
@@ -436,9 +497,19 @@ def conversion_collectives(steps: Redistribution, shape: tuple[int, ...], value:
                 numel *= size
             nbytes = numel * value.dtype.itemsize
             completes = step.reduces and cause != "parameter"
-            yield Collective(step.kind, (), shape, nbytes, step.sent(nbytes), phase,
-                             "operator" if completes else "conversion" if cause == "operator" else cause,
-                             producer if completes and producer else operator), step.digits
+            yield (
+                Collective(
+                    step.kind,
+                    (),
+                    shape,
+                    nbytes,
+                    step.sent(nbytes),
+                    phase,
+                    "operator" if completes else "conversion" if cause == "operator" else cause,
+                    producer if completes and producer else operator,
+                ),
+                step.digits,
+            )
         shape = step.local_shape_after(shape)
 
 
@@ -448,8 +519,15 @@ def forward_collectives(instruction: Any) -> Iterator[tuple[Collective, Any]]:
         source = instruction.source
         cause = "operator" if isinstance(instruction, GlobalExtreme) else instruction.cause
         phase = "storage" if cause == "parameter" else "forward"
-        yield from conversion_collectives(instruction.forward, source.local_shape, instruction.target.value, phase, cause,
-                                          instruction.operator, getattr(instruction, "producer", ""))
+        yield from conversion_collectives(
+            instruction.forward,
+            source.local_shape,
+            instruction.target.value,
+            phase,
+            cause,
+            instruction.operator,
+            getattr(instruction, "producer", ""),
+        )
 
 
 def backward_collectives(instruction: Any) -> Iterator[tuple[Collective, Any]]:
@@ -461,14 +539,22 @@ def backward_collectives(instruction: Any) -> Iterator[tuple[Collective, Any]]:
         return
     if isinstance(instruction, Regather):
         move = instruction.move
-        for collective, digits in conversion_collectives(move.forward, move.source.local_shape, move.target.value,
-                                                         "storage", "parameter", instruction.operator):
+        for collective, digits in conversion_collectives(
+            move.forward, move.source.local_shape, move.target.value, "storage", "parameter", instruction.operator
+        ):
             yield replace(collective, again=True), digits
     elif isinstance(instruction, Redistribute) and instruction.backward is not None:
         target = instruction.target
         phase = "gradient" if instruction.cause == "parameter" else "backward"
-        yield from conversion_collectives(instruction.backward, target.local_shape, instruction.back, phase,
-                                          instruction.cause, instruction.operator)
+        yield from conversion_collectives(
+            instruction.backward, target.local_shape, instruction.back, phase, instruction.cause, instruction.operator
+        )
     elif isinstance(instruction, GlobalExtreme) and instruction.backward is not None:
-        yield from conversion_collectives(instruction.forward, instruction.source.local_shape,
-                                          instruction.source.value, "backward", "operator", instruction.operator)
+        yield from conversion_collectives(
+            instruction.forward,
+            instruction.source.local_shape,
+            instruction.source.value,
+            "backward",
+            "operator",
+            instruction.operator,
+        )

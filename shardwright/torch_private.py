@@ -1,8 +1,8 @@
 """Private names of torch: all of them in this module, each with the feature that needs it.
 
-A private name may be missing from a version of torch. An import from this module never fails for that: the imported name
-is then a stand-in, whose use (a call, an attribute, an object of a class that inherits from it) raises `TorchVersionError`
-with the version and the feature. Functions raise the same error when they are called.
+A private name may be missing from a version of torch. An import from this module never fails for that: the imported
+name is then a stand-in, whose use (a call, an attribute, an object of a class that inherits from it) raises
+`TorchVersionError` with the version and the feature. Functions raise the same error when they are called.
 
 Example::
 
@@ -29,7 +29,59 @@ from torch.utils import checkpoint
 
 from .errors import TorchVersionError
 
-__all__ = ["COMPILER", "MODULE_TABLES", "NOISY_LOGGERS", "VMAP_ENDS", "GradientHooks", "HooksOfAllModules", "ModuleHooks", "OpOverload", "OpOverloadPacket", "attributes_unchecked", "backward_can_start_at_functions", "buffer_table", "code_written_late", "computation", "default_store", "demand", "environment_of", "formula_of", "fused_optimizers", "gradient_hooks", "group_timeout", "holds_at", "hooks_of", "hooks_of_all_modules", "in_place_of_checkpoint", "is_compiled", "is_view", "layouts_unrecorded", "local_tensor", "module_table", "move_gradient_hooks", "number_at", "number_of_groups", "operators", "overload_name", "overload_of", "parameter_table", "recurrent_states", "recurrent_weights", "register_node", "schedule_without_transfers", "schema_of", "sizes_reckoned_once", "spec_of", "stack_lines", "storage_id", "torch_function", "version_of", "vmap_function", "without_cudnn", "worker_processes"]
+__all__ = [
+    "COMPILER",
+    "MODULE_TABLES",
+    "NOISY_LOGGERS",
+    "VMAP_ENDS",
+    "GradientHooks",
+    "HooksOfAllModules",
+    "ModuleHooks",
+    "OpOverload",
+    "OpOverloadPacket",
+    "attributes_unchecked",
+    "backward_can_start_at_functions",
+    "buffer_table",
+    "code_written_late",
+    "computation",
+    "default_store",
+    "demand",
+    "environment_of",
+    "formula_of",
+    "fused_optimizers",
+    "gradient_hooks",
+    "group_timeout",
+    "holds_at",
+    "hooks_of",
+    "hooks_of_all_modules",
+    "in_place_of_checkpoint",
+    "is_compiled",
+    "is_view",
+    "layouts_unrecorded",
+    "local_tensor",
+    "module_table",
+    "move_gradient_hooks",
+    "number_at",
+    "number_of_groups",
+    "operators",
+    "overload_name",
+    "overload_of",
+    "parameter_table",
+    "recurrent_states",
+    "recurrent_weights",
+    "register_node",
+    "schedule_without_transfers",
+    "schema_of",
+    "sizes_reckoned_once",
+    "spec_of",
+    "stack_lines",
+    "storage_id",
+    "torch_function",
+    "version_of",
+    "vmap_function",
+    "without_cudnn",
+    "worker_processes",
+]
 
 #: Name in this module -> (path in torch, the feature that needs it). Looked up when first imported.
 _NAMES = {
@@ -39,25 +91,45 @@ _NAMES = {
     "DisableTorchFunctionSubclass": ("torch._C.DisableTorchFunctionSubclass", "gradients that are DTensors"),
     "FakeTensor": ("torch._subclasses.fake_tensor.FakeTensor", "capturing a model"),
     "FakeTensorMode": ("torch._subclasses.fake_tensor.FakeTensorMode", "capturing a model"),
-    "StorageInfo": ("torch.distributed.checkpoint.filesystem._StorageInfo", "checkpoints that torch's own loader reads"),
+    "StorageInfo": (
+        "torch.distributed.checkpoint.filesystem._StorageInfo",
+        "checkpoints that torch's own loader reads",
+    ),
     "TorchDispatchMode": ("torch.utils._python_dispatch.TorchDispatchMode", "seeing what operators dispatch to"),
     "assert_async": ("torch._assert_async", "checking indices of a tensor"),
-    "at_backward_end": ("torch.autograd.Variable._execution_engine.queue_callback", "summing gradients during the backward"),
+    "at_backward_end": (
+        "torch.autograd.Variable._execution_engine.queue_callback",
+        "summing gradients during the backward",
+    ),
     "backward_number": ("torch._C._current_graph_task_id", "summing gradients during the backward"),
-    "disable_current_modes": ("torch.utils._python_dispatch._disable_current_modes", "a torch.autograd.Function in a model"),
+    "disable_current_modes": (
+        "torch.utils._python_dispatch._disable_current_modes",
+        "a torch.autograd.Function in a model",
+    ),
     "foreach_mul_": ("torch._foreach_mul_", "clip_grad_norm_(foreach=True)"),
     "foreach_norm": ("torch._foreach_norm", "clip_grad_norm_(foreach=True)"),
     "functional_all_gather": ("torch.ops._c10d_functional.all_gather_into_tensor", "collectives of ranks in processes"),
     "functional_all_reduce": ("torch.ops._c10d_functional.all_reduce", "collectives of ranks in processes"),
     "functional_all_to_all": ("torch.ops._c10d_functional.all_to_all_single", "collectives of ranks in processes"),
-    "functional_reduce_scatter": ("torch.ops._c10d_functional.reduce_scatter_tensor", "collectives of ranks in processes"),
+    "functional_reduce_scatter": (
+        "torch.ops._c10d_functional.reduce_scatter_tensor",
+        "collectives of ranks in processes",
+    ),
     "functional_wait": ("torch.ops._c10d_functional.wait_tensor", "collectives of ranks in processes"),
     "make_fx": ("torch.fx.experimental.proxy_tensor.make_fx", "torch.vmap in a model"),
     "pytree": ("torch.utils._pytree", "inputs and outputs in tuples, lists and dicts"),
-    "stage_backward_input": ("torch.distributed.pipelining._backward.stage_backward_input", "pipelines that split the backward"),
-    "stage_backward_weight": ("torch.distributed.pipelining._backward.stage_backward_weight",
-                              "pipelines that split the backward"),
-    "top_saved_tensors_hooks": ("torch._C._autograd._top_saved_tensors_default_hooks", "recomputing inside a user's own hooks"),
+    "stage_backward_input": (
+        "torch.distributed.pipelining._backward.stage_backward_input",
+        "pipelines that split the backward",
+    ),
+    "stage_backward_weight": (
+        "torch.distributed.pipelining._backward.stage_backward_weight",
+        "pipelines that split the backward",
+    ),
+    "top_saved_tensors_hooks": (
+        "torch._C._autograd._top_saved_tensors_default_hooks",
+        "recomputing inside a user's own hooks",
+    ),
 }
 
 #: Types of ``torch.ops.aten.add.Tensor`` and of ``torch.ops.aten.add``; their names are private, the types are not.
@@ -77,8 +149,10 @@ VMAP_ENDS = {"_vmap_increment_nesting": 1, "_vmap_decrement_nesting": -1}
 
 
 def _missing_error(path: str, feature: str) -> TorchVersionError:
-    return TorchVersionError(f"torch {torch.__version__} has no {path}, which this feature needs: {feature}",
-                             legal="a version of torch that docs/versions.md names")
+    return TorchVersionError(
+        f"torch {torch.__version__} has no {path}, which this feature needs: {feature}",
+        legal="a version of torch that docs/versions.md names",
+    )
 
 
 class _Missing(type):
@@ -154,6 +228,7 @@ def demand(*names: str) -> None:
 
 # Tensors
 
+
 def version_of(x: Tensor) -> int:
     """A number that grows when `x` is written to in place."""
     return _read(x, "_version", "noticing a tensor that is changed in place")
@@ -184,8 +259,10 @@ def spec_of(x: Any) -> Any:
 
 def gradient_hooks(tensor: Tensor) -> GradientHooks:
     """The hooks that were put on a leaf with ``register_hook`` and ``register_post_accumulate_grad_hook``."""
-    return GradientHooks(_read(tensor, "_backward_hooks", "hooks of parameters") or {},
-                         _read(tensor, "_post_accumulate_grad_hooks", "hooks of parameters") or {})
+    return GradientHooks(
+        _read(tensor, "_backward_hooks", "hooks of parameters") or {},
+        _read(tensor, "_post_accumulate_grad_hooks", "hooks of parameters") or {},
+    )
 
 
 def move_gradient_hooks(old: Tensor, new: Tensor) -> None:
@@ -198,13 +275,15 @@ def move_gradient_hooks(old: Tensor, new: Tensor) -> None:
 
 
 class GradientHooks(NamedTuple):
-    """The hooks of a leaf: number of a hook -> the hook, of those called with its gradient, and with the leaf after it."""
+    """The hooks of a leaf: number of a hook -> the hook, of those called with its gradient, and with the leaf after
+    it."""
 
     before: dict[int, Any]
     after: dict[int, Any]
 
 
 # Modules
+
 
 def parameter_table(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """The parameters of a module itself, by their names."""
@@ -245,16 +324,27 @@ class HooksOfAllModules(NamedTuple):
 
 def hooks_of(module: nn.Module) -> ModuleHooks:
     """The hooks of a module itself."""
-    return ModuleHooks(module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks,
-                       module._forward_pre_hooks_with_kwargs, module._forward_hooks_with_kwargs)
+    return ModuleHooks(
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._backward_pre_hooks,
+        module._backward_hooks,
+        module._forward_pre_hooks_with_kwargs,
+        module._forward_hooks_with_kwargs,
+    )
 
 
 def hooks_of_all_modules() -> HooksOfAllModules:
     """The hooks of all modules."""
     held = nn.modules.module
-    return HooksOfAllModules(held._global_forward_pre_hooks, held._global_forward_hooks, held._global_backward_pre_hooks,
-                             held._global_backward_hooks, held._global_forward_hooks_with_kwargs,
-                             held._global_buffer_registration_hooks)
+    return HooksOfAllModules(
+        held._global_forward_pre_hooks,
+        held._global_forward_hooks,
+        held._global_backward_pre_hooks,
+        held._global_backward_hooks,
+        held._global_forward_hooks_with_kwargs,
+        held._global_buffer_registration_hooks,
+    )
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -263,6 +353,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 # Operators
+
 
 def schema_of(target: Any) -> Any:
     """The schema of an overload; None for what is no overload, such as a plain function."""
@@ -317,6 +408,7 @@ def vmap_function(target: Any) -> str:
 
 # Capture
 
+
 @contextlib.contextmanager
 def without_cudnn(device_types: Collection[str]) -> Iterator[None]:
     """While active, operators on fake tensors of GPUs that this machine has not are asked for without cuDNN.
@@ -351,8 +443,10 @@ def stack_lines(keep: Callable[[Any, Any], Any], captured: Any) -> Iterator[None
         captured: in the place of the class that finds the stack, and describes every line of it.
     """
     with contextlib.ExitStack() as stack:
-        for owner, name, ours in ((TracerBase, "_filter_traceback_frames", keep),
-                                  (torch.fx.proxy, "CapturedTraceback", captured)):
+        for owner, name, ours in (
+            (TracerBase, "_filter_traceback_frames", keep),
+            (torch.fx.proxy, "CapturedTraceback", captured),
+        ):
             if hasattr(owner, name):
                 stack.callback(setattr, owner, name, getattr(owner, name))
                 setattr(owner, name, ours)
@@ -361,7 +455,8 @@ def stack_lines(keep: Callable[[Any, Any], Any], captured: Any) -> Iterator[None
 
 @contextlib.contextmanager
 def _replaced(module: str, name: str, value: Any) -> Iterator[None]:
-    """A private name of a module with another value while active; a version of torch without the name is left as it is."""
+    """A private name of a module with another value while active; a version of torch without the name is left as it
+    is."""
     held = _found(module)
     before = getattr(held, name, None)
     if before is not None:
@@ -377,7 +472,8 @@ def _replaced(module: str, name: str, value: Any) -> Iterator[None]:
 def attributes_unchecked() -> Iterator[None]:
     """While active, export looks for no attributes that the forward assigned: the caller does.
 
-    In torch 2.9 export fails where the forward deleted one, or put a new key into a dict, before anyone else can say so.
+    In torch 2.9 export fails where the forward deleted one, or put a new key into a dict, before anyone else can say
+    so.
     """
     with _replaced("torch.export._trace", "_detect_attribute_assignment", lambda module: contextlib.nullcontext()):
         yield
@@ -385,8 +481,9 @@ def attributes_unchecked() -> Iterator[None]:
 
 @contextlib.contextmanager
 def layouts_unrecorded() -> Iterator[None]:
-    """While active, traced operators keep no ``tensor_meta``, for which torch looks through the strides of every result: of
-    symbolic sizes, a seventh of what a capture takes. Whoever reads it has the traced tensor itself, in ``val``.
+    """While active, traced operators keep no ``tensor_meta``, for which torch looks through the strides of every
+    result: of symbolic sizes, a seventh of what a capture takes. Whoever reads it has the traced tensor itself, in
+        ``val``.
     """
     with _replaced("torch.fx.experimental.proxy_tensor", "_extract_tensor_metadata", lambda tensor: None):
         yield
@@ -394,8 +491,8 @@ def layouts_unrecorded() -> Iterator[None]:
 
 @contextlib.contextmanager
 def code_written_late() -> Iterator[None]:
-    """While active, a module of traced operators writes its Python code when it is called first. Export has it written six
-    times, a quarter of what a capture takes, and never calls it.
+    """While active, a module of traced operators writes its Python code when it is called first. Export has it written
+    six times, a quarter of what a capture takes, and never calls it.
     """
     owner = torch.fx.GraphModule
     plain = owner.recompile
@@ -407,6 +504,7 @@ def code_written_late() -> Iterator[None]:
         def forward(self: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
             plain(self)
             return type(self).forward(self, *args, **kwargs)
+
         type(module).forward = forward  # a class of this module alone, as `recompile` has it
         module.__dict__.setdefault("_code", "")
         return None
@@ -420,8 +518,9 @@ def code_written_late() -> Iterator[None]:
 
 @contextlib.contextmanager
 def sizes_reckoned_once() -> Iterator[None]:
-    """While active, what two symbolic sizes make is reckoned once: a GPT of 12 layers asks 19,000 times for 200 sums, products
-    and comparisons, a third of what its capture takes. Numbers that a traced program reckons itself are none of these.
+    """While active, what two symbolic sizes make is reckoned once: a GPT of 12 layers asks 19,000 times for 200 sums,
+    products and comparisons, a third of what its capture takes. Numbers that a traced program reckons itself are none
+    of these.
 
     Where a version of torch has other names for them, they are reckoned each time.
     """
@@ -438,7 +537,21 @@ def sizes_reckoned_once() -> Iterator[None]:
 
 
 #: Methods of symbolic sizes that take another one.
-_RECKONED = ("_add", "_sub", "_mul", "_int_floordiv", "_mod", "_eq", "_ne", "_lt", "_le", "_gt", "_ge", "_sym_max", "_sym_min")
+_RECKONED = (
+    "_add",
+    "_sub",
+    "_mul",
+    "_int_floordiv",
+    "_mod",
+    "_eq",
+    "_ne",
+    "_lt",
+    "_le",
+    "_gt",
+    "_ge",
+    "_sym_max",
+    "_sym_min",
+)
 
 
 def _reckoned_once(plain: Callable[[Any, Any], Any], tracing: Callable[[], Any]) -> Callable[[Any, Any], Any]:
@@ -452,13 +565,14 @@ def _reckoned_once(plain: Callable[[Any, Any], Any], tracing: Callable[[], Any])
         if key not in known:
             known[key] = plain(mine, other)
         return known[key]
+
     return reckoned
 
 
 @contextlib.contextmanager
 def recurrent_states() -> Iterator[None]:
-    """While active, the last states of an LSTM on fake tensors have the shapes that they have on real ones: torch 2.9 gives
-    them a dim too many where the batch has more than one row.
+    """While active, the last states of an LSTM on fake tensors have the shapes that they have on real ones: torch 2.9
+    gives them a dim too many where the batch has more than one row.
     """
     held, name = _found("torch._decomp.decompositions"), "one_layer_lstm"
     theirs = getattr(held, name, None)
@@ -483,13 +597,17 @@ class _Weights(list):
 
 @contextlib.contextmanager
 def recurrent_weights(module: nn.Module) -> Iterator[None]:
-    """While active, recurrent layers compute with the parameters in their tables: they hold a list of these beside, which is
-    put back as it was.
+    """While active, recurrent layers compute with the parameters in their tables: they hold a list of these beside,
+    which is put back as it was.
 
-    Export exchanges the list's tensors, which torch 2.9 takes for an assignment by the model where the list is a plain one.
+    Export exchanges the list's tensors, which torch 2.9 takes for an assignment by the model where the list is a plain
+    one.
     """
-    held = [(layer, layer._flat_weights) for layer in module.modules()
-            if isinstance(layer, nn.RNNBase) and hasattr(layer, "_flat_weights_names")]
+    held = [
+        (layer, layer._flat_weights)
+        for layer in module.modules()
+        if isinstance(layer, nn.RNNBase) and hasattr(layer, "_flat_weights_names")
+    ]
     for layer, _ in held:
         layer._flat_weights = _Weights([getattr(layer, name, None) for name in layer._flat_weights_names])
     try:
@@ -503,14 +621,17 @@ def recurrent_weights(module: nn.Module) -> Iterator[None]:
 def in_place_of_checkpoint(ours: Callable[..., Any]) -> Iterator[None]:
     """While active, calls of `torch.utils.checkpoint.checkpoint` come to `ours`, under whatever name users hold it.
 
-    It is a wrapper which calls the attribute ``__dynamo_disable`` of what it wraps. Where a version of torch has another
-    wrapper, the function is replaced in its module, and a warning says that names held elsewhere are missed.
+    It is a wrapper which calls the attribute ``__dynamo_disable`` of what it wraps. Where a version of torch has
+    another wrapper, the function is replaced in its module, and a warning says that names held elsewhere are missed.
     """
     wrapper, name = checkpoint.checkpoint, "__dynamo_disable"
     owner = getattr(wrapper, "__wrapped__", None)
     if owner is None or name not in wrapper.__code__.co_consts:
-        warnings.warn(f"torch {torch.__version__} calls torch.utils.checkpoint in another way: checkpoints that a model does not "
-                      "call as torch.utils.checkpoint.checkpoint(...) are not recomputed", stacklevel=2)
+        warnings.warn(
+            f"torch {torch.__version__} calls torch.utils.checkpoint in another way: checkpoints that a model does not "
+            "call as torch.utils.checkpoint.checkpoint(...) are not recomputed",
+            stacklevel=2,
+        )
         owner, name = checkpoint, "checkpoint"
     with contextlib.ExitStack() as stack:
         if name in vars(owner):
@@ -523,10 +644,13 @@ def in_place_of_checkpoint(ours: Callable[..., Any]) -> Iterator[None]:
 
 # Processes
 
+
 def default_store() -> Any:
     """The store by which the ranks of the default process group met."""
-    return _needed("torch.distributed.distributed_c10d._get_default_store",
-                   "watching the ranks, which init(watch=False) does without")()
+    return _needed(
+        "torch.distributed.distributed_c10d._get_default_store",
+        "watching the ranks, which init(watch=False) does without",
+    )()
 
 
 def group_timeout(device: torch.device | str) -> timedelta | None:
@@ -548,7 +672,8 @@ def worker_processes(agent: Any) -> Any:
 
 
 def computation(action: Any) -> str:
-    """The letter of an action of torch's own schedules: F, B, I or W. It is the value of an enum, or its text in torch 2.9."""
+    """The letter of an action of torch's own schedules: F, B, I or W. It is the value of an enum, or its text in torch
+    2.9."""
     value = action.computation_type.value
     return value if isinstance(value, str) else str(action.computation_type)
 
@@ -561,7 +686,8 @@ class _Probe(torch.autograd.Function):
 
 @functools.cache
 def backward_can_start_at_functions() -> bool:
-    """Whether a backward may start at a node of a torch.autograd.Function, as one to the weights alone does; not in torch 2.9."""
+    """Whether a backward may start at a node of a torch.autograd.Function, as one to the weights alone does; not in
+    torch 2.9."""
     with torch.enable_grad():
         node = _Probe.apply(torch.ones(1, requires_grad=True)).grad_fn
     try:
@@ -579,6 +705,7 @@ def schedule_without_transfers(base: type) -> type:
 
 
 # Symbolic sizes
+
 
 def formula_of(number: Any) -> Any:
     """The formula of a symbolic number, as sympy has it; a plain number as it is."""
@@ -615,4 +742,5 @@ def holds_at(environment: Any, chosen: Mapping[Any, int]) -> bool:
 
 def _sympy(chosen: Mapping[Any, int]) -> dict[Any, Any]:
     import sympy  # lazy: half a second that a script with one shape does without
+
     return {symbol: sympy.Integer(size) for symbol, size in chosen.items()}

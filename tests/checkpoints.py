@@ -50,17 +50,22 @@ def marked(net: Net, *strategies: tuple) -> Net:
 
 #: By name, how the network is wrapped on so many devices.
 PLANS: dict[str, Callable[[int], sw.AutoParallel]] = {
-    "rows and columns": lambda n: _wrap(marked(Net(), ((1, 1), (n, 1)), ((1, n), (1, n)), ((n, 1), (1, 1)),
-                                              ((n // 2, 1), (2, 1)))),
-    "columns": lambda n: _wrap(marked(Net(), ((1, n), (1, n)), ((1, 1), (n, 1)), ((2, 1), (n // 2, 1)), ((1, n), (1, n)))),
+    "rows and columns": lambda n: _wrap(
+        marked(Net(), ((1, 1), (n, 1)), ((1, n), (1, n)), ((n, 1), (1, 1)), ((n // 2, 1), (2, 1)))
+    ),
+    "columns": lambda n: _wrap(
+        marked(Net(), ((1, n), (1, n)), ((1, 1), (n, 1)), ((2, 1), (n // 2, 1)), ((1, n), (1, n)))
+    ),
     "data_parallel": lambda n: _wrap(Net(), "data_parallel"),
     "level1": lambda n: _wrap(marked(Net(), ((2, 1), (n // 2, 1)))).hsdp(threshold=0),
     "level2": lambda n: _wrap(Net(), "data_parallel").hsdp(2, 0, "level2"),
     "level3": lambda n: _wrap(Net()).hsdp(threshold=0, optimizer_level="level3"),
     "two stages": lambda n: _wrap(marked(Net(), ((1, 1), (n // 2, 1)))).pipeline(
-        stages=2, micro_batches=4, stage_config={"layers.0": 0, "layers.1": 0, "layers.2": 1, "layers.3": 1, "head": 1}),
+        stages=2, micro_batches=4, stage_config={"layers.0": 0, "layers.1": 0, "layers.2": 1, "layers.3": 1, "head": 1}
+    ),
     "as many stages": lambda n: _wrap(Net()).pipeline(
-        stages=n, micro_batches=4, stage_config={f"layers.{i}": i * n // 4 for i in range(4)} | {"head": n - 1}),
+        stages=n, micro_batches=4, stage_config={f"layers.{i}": i * n // 4 for i in range(4)} | {"head": n - 1}
+    ),
 }
 
 
@@ -80,7 +85,9 @@ def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), 0.01, **options)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int, scheduler: Any = None) -> list[float]:
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int, scheduler: Any = None
+) -> list[float]:
     """The losses of the steps from `first` to before `last`."""
     losses = []
     for step in range(first, last):

@@ -25,18 +25,18 @@ torch.set_num_threads(1)
 # that there is one.
 torch.ones(1, requires_grad=True).sum().backward()
 
-# pytest listens to every logger that does not propagate. To this one torch writes all that it compiles and exports, as text
-# with the stack of each call, where somebody listens.
+# pytest listens to every logger that does not propagate. To this one torch writes all that it compiles and exports, as
+# text with the stack of each call, where somebody listens.
 TRACE = logging.getLogger("torch.__trace")
 TRACE.propagate = True
 TRACE.handlers.clear()
 
-# The garbage of whole captures goes seldom: all that lives (graphs, plans, libraries) is walked each time. The default had
-# a sixth of the time of the tests that plan. Young objects still go soon, while they are in the caches of a core.
+# The garbage of whole captures goes seldom: all that lives (graphs, plans, libraries) is walked each time. The default
+# had a sixth of the time of the tests that plan. Young objects still go soon, while they are in the caches of a core.
 gc.set_threshold(3000, 20, 100)
 
-# torchvision's wheel has operators for the CUDA build of torch alone. On a CPU build it is imported (by transformers and
-# timm too) only where the operators are known by name; none of the models in the tests calls one.
+# torchvision's wheel has operators for the CUDA build of torch alone. On a CPU build it is imported (by transformers
+# and timm too) only where the operators are known by name; none of the models in the tests calls one.
 if torch.version.cuda is None:
     TORCHVISION = torch.library.Library("torchvision", "FRAGMENT")
     for _name in ("nms", "qnms"):
@@ -50,6 +50,7 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 def shared() -> Path:
     """The folder of facts that lies beside the repository."""
     from golden_reading import SHARED
+
     return SHARED
 
 
@@ -58,8 +59,10 @@ def goldens(shared: Path) -> Path:
     """The folder of goldens; its README says what each file holds."""
     folder = shared / "goldens"
     if not folder.is_dir():
-        pytest.fail(f"no goldens at {folder}: put the shared folder beside the repository, "
-                    "or name it with SHARDWRIGHT_SHARED", pytrace=False)
+        pytest.fail(
+            f"no goldens at {folder}: put the shared folder beside the repository, or name it with SHARDWRIGHT_SHARED",
+            pytrace=False,
+        )
     return folder
 
 
@@ -78,18 +81,75 @@ def no_runtime_of_another_test():
 
 #: Files whose tests take longest together, the longest first: handed out at the end, one of them would keep one process
 #: of pytest-xdist busy while the others have nothing left to do. Another order costs time alone.
-LONGEST = ("models", "examples_launched", "plan_cli_large", "autocast_lists", "scaling", "integrations", "verify_models",
-           "pipeline_processes", "search", "launch", "processes", "recursive", "random_networks", "restarts", "mutation",
-           "balance", "recompute", "failures", "checkpoint_processes", "pipeline_hybrid", "hosts", "pipeline_buffers",
-           "contest", "resnet", "calibrate", "one_search", "durability", "limits", "gradients", "mpirun", "loops",
-           "mixed_precision_processes", "parameter_hooks", "hugging_face", "transformers", "search_memory", "compiled",
-           "hsdp", "tutorials", "collectives", "micro", "pipeline_errors", "conv", "models_processes", "whole_model")
+LONGEST = (
+    "models",
+    "examples_launched",
+    "plan_cli_large",
+    "autocast_lists",
+    "scaling",
+    "integrations",
+    "verify_models",
+    "pipeline_processes",
+    "search",
+    "launch",
+    "processes",
+    "recursive",
+    "random_networks",
+    "restarts",
+    "mutation",
+    "balance",
+    "recompute",
+    "failures",
+    "checkpoint_processes",
+    "pipeline_hybrid",
+    "hosts",
+    "pipeline_buffers",
+    "contest",
+    "resnet",
+    "calibrate",
+    "one_search",
+    "durability",
+    "limits",
+    "gradients",
+    "mpirun",
+    "loops",
+    "mixed_precision_processes",
+    "parameter_hooks",
+    "hugging_face",
+    "transformers",
+    "search_memory",
+    "compiled",
+    "hsdp",
+    "tutorials",
+    "collectives",
+    "micro",
+    "pipeline_errors",
+    "conv",
+    "models_processes",
+    "whole_model",
+)
 
 
-#: Files of the quick part, about a minute on a quiet core (``-m quick``): a bit of everything that a version of Python or of
-#: torch may change.
-QUICK = ("autograd_function", "capture", "cluster", "conversion", "environment", "indexing", "layout", "marks", "notation",
-         "packaging", "pipeline", "rank_tables", "schedules", "strategy", "torch_private", "window")
+#: Files of the quick part, about a minute on a quiet core (``-m quick``): a bit of everything that a version of Python
+#: or of torch may change.
+QUICK = (
+    "autograd_function",
+    "capture",
+    "cluster",
+    "conversion",
+    "environment",
+    "indexing",
+    "layout",
+    "marks",
+    "notation",
+    "packaging",
+    "pipeline",
+    "rank_tables",
+    "schedules",
+    "strategy",
+    "torch_private",
+    "window",
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -98,7 +158,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files of `LONGEST` come first; others, and the tests of each, stay in their order. Those of `QUICK` are marked."""
+    """Files of `LONGEST` come first; others, and the tests of each, stay in their order. Those of `QUICK` are
+    marked."""
     quick = {f"test_{name}" for name in QUICK}
     for item in items:
         if item.path.stem in quick:
@@ -119,9 +180,11 @@ _FIGURES: dict[str, tuple[float, float]] = {}
 @pytest.fixture
 def figures():
     """``figures(name, ours, theirs)``: bytes sent, ours against the original's; summed up at the end of the run."""
+
     def note(name: str, ours: float, theirs: float) -> None:
         before = _FIGURES.get(name, (0.0, 0.0))
         _FIGURES[name] = (before[0] + ours, before[1] + theirs)
+
     return note
 
 

@@ -10,8 +10,13 @@ from one_device import close, parallel
 from torch import Tensor, nn
 
 
-def assert_as_copies(net: nn.Module, batches: Sequence[tuple[Tensor, Tensor]],
-                     loss_fn: Callable[[Tensor, Tensor], Tensor], devices: int, rate: float = 0.1) -> dict[str, Tensor]:
+def assert_as_copies(
+    net: nn.Module,
+    batches: Sequence[tuple[Tensor, Tensor]],
+    loss_fn: Callable[[Tensor, Tensor], Tensor],
+    devices: int,
+    rate: float = 0.1,
+) -> dict[str, Tensor]:
     """Train a network in data_parallel, and as many copies: losses, gradients, and the state after each step agree,
     where the copies' losses, gradients and running statistics are averaged.
 
@@ -25,8 +30,9 @@ def assert_as_copies(net: nn.Module, batches: Sequence[tuple[Tensor, Tensor]],
     copies = [copy.deepcopy(net) for _ in range(devices)]
     model = parallel(net, loss_fn, devices=devices, mode="data_parallel", dataset="data_parallel")
     for step, (x, target) in enumerate(batches):
-        losses = [loss_fn(own(part), wanted)
-                  for own, part, wanted in zip(copies, x.chunk(devices), target.chunk(devices))]
+        losses = [
+            loss_fn(own(part), wanted) for own, part, wanted in zip(copies, x.chunk(devices), target.chunk(devices))
+        ]
         theirs = torch.stack(losses).mean()
         theirs.backward()
         ours = model(x, target)

@@ -48,15 +48,17 @@ def gpt(marked: bool = False, dropout: float = 0.0, vocabulary: int = 64, **give
 def tutorial(script: Any = operator_functional, **given: Any) -> sw.Plan:
     with torch.device("meta"):
         net = script.Network(torch.float32)
-    return sw.plan(net, (meta(32, 1, 28, 28),), nn.CrossEntropyLoss(), meta(32, dtype=torch.int64), devices=DEVICES,
-                   **given)
+    return sw.plan(
+        net, (meta(32, 1, 28, 28),), nn.CrossEntropyLoss(), meta(32, dtype=torch.int64), devices=DEVICES, **given
+    )
 
 
 def resnet(**given: Any) -> sw.Plan:
     with torch.device("meta"):
         net = ResNetLike()
-    return sw.plan(net, (meta(16, 3, 16, 16),), expanded_cross_entropy, meta(16, dtype=torch.int64), devices=DEVICES,
-                   **given)
+    return sw.plan(
+        net, (meta(16, 3, 16, 16),), expanded_cross_entropy, meta(16, dtype=torch.int64), devices=DEVICES, **given
+    )
 
 
 class Triple(torch.autograd.Function):
@@ -110,8 +112,15 @@ def hybrid() -> sw.Plan:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.out(sw.ops.all_reduce(x @ self.w))
 
-    return sw.plan(Net(), (meta(16, 8),), nn.MSELoss(), meta(16, 4), devices=4, parallel_mode="hybrid_parallel",
-                   dataset_strategy="data_parallel")
+    return sw.plan(
+        Net(),
+        (meta(16, 8),),
+        nn.MSELoss(),
+        meta(16, 4),
+        devices=4,
+        parallel_mode="hybrid_parallel",
+        dataset_strategy="data_parallel",
+    )
 
 
 PLANS: dict[str, Callable[[], sw.Plan]] = {
@@ -119,7 +128,8 @@ PLANS: dict[str, Callable[[], sw.Plan]] = {
     "tutorial by Layouts": lambda: tutorial(layout_functional),
     "tutorial, its own part fed": lambda: tutorial(dataset_strategy="data_parallel"),
     "tutorial, fed by Layouts": lambda: tutorial(
-        dataset_strategy=(sw.Layout((2, 2, 2), ("a", "b", "c"))(("b", "c"), "None", "None", "None"), (8,))),
+        dataset_strategy=(sw.Layout((2, 2, 2), ("a", "b", "c"))(("b", "c"), "None", "None", "None"), (8,))
+    ),
     "tutorial, data_parallel": lambda: tutorial(parallel_mode="data_parallel", dataset_strategy="data_parallel"),
     "tutorial, stand_alone": lambda: tutorial(parallel_mode="stand_alone"),
     "tutorial, hsdp": lambda: tutorial(hsdp={"shard_size": 2, "threshold": 0, "optimizer_level": "level3"}),

@@ -13,7 +13,8 @@ def drawn(svg: str, seconds: float = 0.1) -> str:
     groups: dict[int, list[tuple[float, float, str, str]]] = {}
     top: list[float] = []
     for y, label, kind, length, start in re.findall(
-            r'<rect class="span" x="[\d.]+" y="([\d.]+)"[^>]*><title>([^,<]*), ([^:<]*): ([^<]*?) from ([^<]*)</title>', svg):
+        r'<rect class="span" x="[\d.]+" y="([\d.]+)"[^>]*><title>([^,<]*), ([^:<]*): ([^<]*?) from ([^<]*)</title>', svg
+    ):
         if float(y) not in top:
             top.append(float(y))
         begin = _seconds(start)

@@ -17,8 +17,7 @@ def pairs(shape, nodes, random):
         return [(i, i + 1) for i in range(nodes - 1)] + ([(0, nodes - 1)] if nodes > 2 else [])
     if shape == "grid":
         side = max(1, int(nodes**0.5))
-        return ([(v, v + 1) for v in range(nodes - 1) if (v + 1) % side] +
-                [(v, v + side) for v in range(nodes - side)])
+        return [(v, v + 1) for v in range(nodes - 1) if (v + 1) % side] + [(v, v + side) for v in range(nodes - side)]
     some = {"dense": 0.9, "sparse": 0.3, "alone": 0.0}[shape]
     return [pair for pair in itertools.combinations(range(nodes), 2) if random.random() < some]
 
@@ -33,9 +32,11 @@ def random_energy(seed, shape, nodes, states, forbidden=0.0, whole=True):
         return costs
 
     sizes = random.integers(1, states + 1, nodes)
-    return Problem(tuple(table(k) for k in sizes),
-                   {(i, j): table(sizes[i], sizes[j]) for i, j in pairs(shape, nodes, random)},
-                   tuple(f"op{v}" for v in range(nodes)))
+    return Problem(
+        tuple(table(k) for k in sizes),
+        {(i, j): table(sizes[i], sizes[j]) for i, j in pairs(shape, nodes, random)},
+        tuple(f"op{v}" for v in range(nodes)),
+    )
 
 
 def with_usages(problem, seed, limit):
@@ -45,18 +46,31 @@ def with_usages(problem, seed, limit):
     for v, own in enumerate(problem.costs):
         for _ in range(int(random.integers(0, 3))):
             start = int(random.integers(0, 5))
-            usages.append(MemoryUsage(v, start, start + int(random.integers(1, 4)),
-                                random.integers(0, 10, len(own)).astype(float)))
+            usages.append(
+                MemoryUsage(
+                    v, start, start + int(random.integers(1, 4)), random.integers(0, 10, len(own)).astype(float)
+                )
+            )
     whole = Problem(problem.costs, problem.edges, problem.names, tuple(usages))
     most = [use.amount.argmax() for use in usages]
-    return Problem(problem.costs, problem.edges, problem.names, tuple(usages),
-                   limit * float(sum(use.amount[at] for use, at in zip(whole.usages, most))))
+    return Problem(
+        problem.costs,
+        problem.edges,
+        problem.names,
+        tuple(usages),
+        limit * float(sum(use.amount[at] for use, at in zip(whole.usages, most))),
+    )
 
 
 def held_most(problem, states):
     """The most memory that is held at any moment."""
-    return max((sum(u.amount[states[u.node]] for u in problem.usages if u.start <= t < u.stop)
-                for t in {u.start for u in problem.usages}), default=0.0)
+    return max(
+        (
+            sum(u.amount[states[u.node]] for u in problem.usages if u.start <= t < u.stop)
+            for t in {u.start for u in problem.usages}
+        ),
+        default=0.0,
+    )
 
 
 def layered(layers, nodes=30, states=60, *, seed=0, hub=0, tied=False, same=True, forbidden=0.1):
@@ -80,8 +94,11 @@ def layered(layers, nodes=30, states=60, *, seed=0, hub=0, tied=False, same=True
 
     def layer():
         inside = [(i, i + 1) for i in range(nodes - 1)] + [(0, nodes // 2), (nodes // 2, nodes - 1), (2, 4), (2, 6)]
-        return ([random.random(states) * 5e-4 for _ in range(nodes)],
-                {pair: table(states, states) for pair in sorted(set(inside))}, table(states, states))
+        return (
+            [random.random(states) * 5e-4 for _ in range(nodes)],
+            {pair: table(states, states) for pair in sorted(set(inside))},
+            table(states, states),
+        )
 
     made = [layer()] * layers if same else [layer() for _ in range(layers)]
     costs, edges, shared = [], {}, table(states, hub) if hub else None

@@ -33,7 +33,7 @@ def layout_of(record: dict, shape: list[int] | None = None) -> sw.Layout:
             axis = axes.pop(0)
             if axis >= 0:
                 k = len(matrix) - 1 - axis
-                mine.append(Digit(matrix[k], math.prod(matrix[k + 1:])))
+                mine.append(Digit(matrix[k], math.prod(matrix[k + 1 :])))
             if math.prod(d.size for d in mine) >= size // local:
                 break
         digits.append(mine)
@@ -53,8 +53,12 @@ def sent_by_golden(collective: dict, devices: int, itemsize: int = 4) -> float:
     else:
         n = max(taken_in, given) // min(taken_in, given) if taken_in != given else devices
     share = (n - 1) / n
-    return {"AllReduce": 2 * share * taken_in, "AllGather": share * given, "ReduceScatter": share * taken_in,
-            "AlltoAll": share * taken_in}[collective["op"]]
+    return {
+        "AllReduce": 2 * share * taken_in,
+        "AllGather": share * given,
+        "ReduceScatter": share * taken_in,
+        "AlltoAll": share * taken_in,
+    }[collective["op"]]
 
 
 class Recorded:
@@ -77,8 +81,7 @@ class _Ops:
 
 def read_call(text: str) -> Recorded:
     """A call in the original's names; `L()` is the tutorial's Layout."""
-    return eval(text, {"ops": _Ops(), "Layout": sw.Layout,
-                       "L": lambda: sw.Layout((2, 2, 2), ("dp", "sp", "mp"))})
+    return eval(text, {"ops": _Ops(), "Layout": sw.Layout, "L": lambda: sw.Layout((2, 2, 2), ("dp", "sp", "mp"))})
 
 
 @dataclass
@@ -111,11 +114,14 @@ def torch_operator(call: Recorded, extra: Extra) -> Any:
     if call.name == "ExpandDims":
         return lambda x: torch.unsqueeze(x, extra.args[0])
     return {
-        "ReLU": torch.relu, "Add": torch.add, "Mul": torch.mul, "BiasAdd": torch.add,
+        "ReLU": torch.relu,
+        "Add": torch.add,
+        "Mul": torch.mul,
+        "BiasAdd": torch.add,
         "Softmax": lambda x: torch.softmax(x, *(call.args or (-1,))),
         "SoftmaxCrossEntropyWithLogits": lambda a, b: F.cross_entropy(a, b, reduction="none"),
         "Flatten": lambda x: torch.flatten(x, 1),
-        "LayerNorm": lambda x, *affine: F.layer_norm(x, x.shape[call.args[0]:], *affine),
+        "LayerNorm": lambda x, *affine: F.layer_norm(x, x.shape[call.args[0] :], *affine),
         "BatchNorm": lambda *operands: torch.ops.shardwright.batch_norm(*operands, None, 0.1, 1e-5, False)[0],
         "Gather": lambda table, index: F.embedding(index, table),
         "Concat": lambda *parts: torch.cat(parts, *call.args),

@@ -1,7 +1,9 @@
 """A small model with one habit, and its training in parallel beside plain PyTorch.
 
-A habit is a forward of `Habit` (two layers, of which the first is cut 2 x 2 on four devices). It is trained for five steps on one
-device and on four, beside plain PyTorch: outputs, gradients, parameters, buffers and whatever else the habit leaves behind.
+A habit is a forward of `Habit` (two layers, of which the first is cut 2 x 2 on four devices). It is trained for five
+steps on one
+device and on four, beside plain PyTorch: outputs, gradients, parameters, buffers and whatever else the habit leaves
+    behind.
 """
 
 from __future__ import annotations
@@ -78,13 +80,30 @@ def batches() -> list[Tensor]:
 
 def left_behind(net: Habit) -> dict[str, Any]:
     """Python state that a habit may change."""
-    return {"calls": net.calls, "inner": net.inner.calls, "time": net.time, "first": net.first, "config": net.config.calls,
-            "stats": net.stats, "shape": net.shape, "cache": net.cache, "count": COUNT, "names": list(NAMES)}
+    return {
+        "calls": net.calls,
+        "inner": net.inner.calls,
+        "time": net.time,
+        "first": net.first,
+        "config": net.config.calls,
+        "stats": net.stats,
+        "shape": net.shape,
+        "cache": net.cache,
+        "count": COUNT,
+        "names": list(NAMES),
+    }
 
 
-def run_both(f: Callable, devices: int, between: Callable[[Any, int], None] = lambda net, step: None,
-             loss: Callable[[], Callable] | None = None, prepare: Callable[[Habit], Any] = lambda net: None, *,
-             text: bool = False, marked: bool = True) -> sw.AutoParallel:
+def run_both(
+    f: Callable,
+    devices: int,
+    between: Callable[[Any, int], None] = lambda net, step: None,
+    loss: Callable[[], Callable] | None = None,
+    prepare: Callable[[Habit], Any] = lambda net: None,
+    *,
+    text: bool = False,
+    marked: bool = True,
+) -> sw.AutoParallel:
     """Train copies of a habit in parallel and in plain PyTorch, step by step, and compare.
 
     Args:
@@ -115,15 +134,20 @@ def run_both(f: Callable, devices: int, between: Callable[[Any, int], None] = la
                 between(inner, step)
                 if loss is None:
                     value = called(x)
-                    value = (value ** 2).mean()
+                    value = (value**2).mean()
                 else:
                     value = model(x, x[:, :4]) if side == 0 else losses[1](one(x), x[:, :4])
                 if value.requires_grad:
                     value.backward()
                 gradients = {n: None if p.grad is None else p.grad.clone() for n, p in inner.named_parameters()}
-                made[side].append({"loss": value.detach().clone(), "gradients": gradients,
-                                   "buffers": {n: b.clone() for n, b in inner.named_buffers()},
-                                   "left": copy.deepcopy(left_behind(inner))})
+                made[side].append(
+                    {
+                        "loss": value.detach().clone(),
+                        "gradients": gradients,
+                        "buffers": {n: b.clone() for n, b in inner.named_buffers()},
+                        "left": copy.deepcopy(left_behind(inner)),
+                    }
+                )
                 optimizer.step(), optimizer.zero_grad()
         written.append(out.getvalue())
     COUNT, NAMES[:] = start, []

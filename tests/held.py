@@ -35,8 +35,8 @@ LEVELS = ("none", "level1", "level2", "level3")
 
 
 class Alive(TorchDispatchMode):
-    """The memory of the tensors that operators have made and that are still alive; not that through which ranks send, which
-    is the transport's, and mapped.
+    """The memory of the tensors that operators have made and that are still alive; not that through which ranks send,
+    which is the transport's, and mapped.
 
     Attributes:
         peak: the largest sum after an operator, since it was last set.
@@ -123,8 +123,14 @@ def measure(rank: int, world: int, level: str, layers: int, width: int) -> Held:
             peak = alive.peak
             optimizer.zero_grad()
         with torch.no_grad():
-            return Held(storages(list(net.parameters())), storages(list(optimizer.state.values())), accumulated,
-                        gradients, kept, peak)
+            return Held(
+                storages(list(net.parameters())),
+                storages(list(optimizer.state.values())),
+                accumulated,
+                gradients,
+                kept,
+                peak,
+            )
 
 
 def arithmetic(level: str, world: int, layers: int, width: int) -> Held:

@@ -1,4 +1,5 @@
-"""What the tests of mixed precision share: the reference in plain PyTorch, and a network whose operators can all be cut."""
+"""What the tests of mixed precision share: the reference in plain PyTorch, and a network whose operators can all be
+cut."""
 
 from __future__ import annotations
 
@@ -14,7 +15,6 @@ import shardwright as sw
 
 #: By how much results may differ, relative to the largest value: what the type of the computation rounds, a few times.
 APART = {torch.bfloat16: 4e-2, torch.float16: 5e-3, torch.float32: 2e-6, torch.float64: 1e-12}
-
 
 
 class Net(nn.Module):
@@ -50,20 +50,30 @@ def loss_of(scores: Tensor, target: Tensor) -> Tensor:
 def batches(dtype: torch.dtype, count: int = 3, rows: int = 8) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Tokens, a floating input, and the targets."""
     generator = torch.Generator().manual_seed(3)
-    return [(labels(rows * 4, 16, seed=i).view(rows, 4), torch.randn(rows, 16, dtype=dtype, generator=generator),
-             labels(rows * 4, 16, seed=50 + i).view(rows, 4)) for i in range(count)]
+    return [
+        (
+            labels(rows * 4, 16, seed=i).view(rows, 4),
+            torch.randn(rows, 16, dtype=dtype, generator=generator),
+            labels(rows * 4, 16, seed=50 + i).view(rows, 4),
+        )
+        for i in range(count)
+    ]
 
 
 def cast(tree: Any, dtype: torch.dtype | None) -> Any:
     return torch.utils._pytree.tree_map(
-        lambda x: x.to(dtype) if dtype is not None and isinstance(x, Tensor) and x.is_floating_point() else x, tree)
+        lambda x: x.to(dtype) if dtype is not None and isinstance(x, Tensor) and x.is_floating_point() else x, tree
+    )
 
 
 def reference(net: nn.Module, policy: sw.MixedPrecision, *inputs: Any) -> Any:
-    """What FSDP2 computes on one device: the stored parameters cast, with autograd, inputs and outputs as the policy says."""
+    """What FSDP2 computes on one device: the stored parameters cast, with autograd, inputs and outputs as the policy
+    says."""
     ours: dict[int, Tensor] = {}
-    state = {name: ours.setdefault(id(p), cast(p, policy.param_dtype))
-             for name, p in net.named_parameters(remove_duplicate=False)}
+    state = {
+        name: ours.setdefault(id(p), cast(p, policy.param_dtype))
+        for name, p in net.named_parameters(remove_duplicate=False)
+    }
     inputs = cast(inputs, policy.param_dtype) if policy.cast_forward_inputs else inputs
     return cast(torch.func.functional_call(net, state, inputs, tie_weights=False), policy.output_dtype)
 
@@ -72,12 +82,20 @@ def apart(ours: Tensor, theirs: Tensor) -> float:
     return ((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30)).double().item()
 
 
-def assert_trains_alike(model: sw.AutoParallel, net: nn.Module, one: nn.Module, policy: sw.MixedPrecision, given: list[tuple],
-                        within: float, loss_fn: Callable = loss_of, make: Callable | None = None,
-                        part: Callable[[Tensor], Tensor] = lambda x: x,
-                        whole: Callable[[str, Tensor], Tensor] = lambda name, x: x) -> list[float]:
-    """Train a wrapped model beside `one` under the same policy: losses, gradients and the stored parameters agree, and are of
-    the types that they should have.
+def assert_trains_alike(
+    model: sw.AutoParallel,
+    net: nn.Module,
+    one: nn.Module,
+    policy: sw.MixedPrecision,
+    given: list[tuple],
+    within: float,
+    loss_fn: Callable = loss_of,
+    make: Callable | None = None,
+    part: Callable[[Tensor], Tensor] = lambda x: x,
+    whole: Callable[[str, Tensor], Tensor] = lambda name, x: x,
+) -> list[float]:
+    """Train a wrapped model beside `one` under the same policy: losses, gradients and the stored parameters agree, and
+    are of the types that they should have.
 
     Args:
         part: of an input, what is fed here.
@@ -96,7 +114,8 @@ def assert_trains_alike(model: sw.AutoParallel, net: nn.Module, one: nn.Module, 
         assert apart(loss, expected) <= within, (loss, expected)
         loss.backward(), expected.backward()
         assert [p.grad.dtype for p in net.parameters()] == types
-        # What is nothing but rounding, as the gradient of a bias that a normalisation takes away, is as large as the others'.
+        # What is nothing but rounding, as the gradient of a bias that a normalisation takes away, is as large as the
+        # others'.
         size = max(q.grad.abs().max().item() for q in one.parameters())
         for (name, p), q in zip(net.named_parameters(), one.parameters()):
             worst = (whole(name, p.grad) - q.grad).abs().max().item()

@@ -39,8 +39,9 @@ class Apply(nn.Module):
 class Marked(nn.Module):
     """Two marked products, a marked ReLU, a biased layer without a mark."""
 
-    def __init__(self, first: Any = ((2, 4), (4, 1)), relu: Any = ((4, 1),), second: Any = ((1, 8), (8, 1)),
-                 out: Any = None) -> None:
+    def __init__(
+        self, first: Any = ((2, 4), (4, 1)), relu: Any = ((4, 1),), second: Any = ((1, 8), (8, 1)), out: Any = None
+    ) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(7)
         self.w1 = nn.Parameter(torch.randn(8, 16, dtype=D, generator=generator))

@@ -30,8 +30,15 @@ def close(ours: Any, theirs: Any, what: str = "") -> None:
             assert a == b, what
 
 
-def parallel(net: nn.Module, loss_fn: Any = None, *, devices: int = 8, mode: str = "semi_auto",
-             dataset: Any = "full_batch", **options: Any) -> sw.AutoParallel:
+def parallel(
+    net: nn.Module,
+    loss_fn: Any = None,
+    *,
+    devices: int = 8,
+    mode: str = "semi_auto",
+    dataset: Any = "full_batch",
+    **options: Any,
+) -> sw.AutoParallel:
     """A wrapped model on so many devices in this process."""
     sw.init(devices=devices)
     model = sw.AutoParallel(net, loss_fn, parallel_mode=mode, **options)
@@ -41,11 +48,19 @@ def parallel(net: nn.Module, loss_fn: Any = None, *, devices: int = 8, mode: str
 def squares(outputs: Any) -> Tensor:
     """A loss of any outputs, different for each element."""
     floating = [x for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor) and x.is_floating_point()]
-    return sum((((x + 0.1) ** 2).mean() * (i + 1) for i, x in enumerate(floating)), torch.zeros((), dtype=torch.float64))
+    return sum(
+        (((x + 0.1) ** 2).mean() * (i + 1) for i, x in enumerate(floating)), torch.zeros((), dtype=torch.float64)
+    )
 
 
-def assert_as_one_device(net: nn.Module, *batches: tuple, loss_fn: Any = None, optimizer: Optimizer | None = None,
-                         kwargs: dict[str, Any] | None = None, **options: Any) -> sw.AutoParallel:
+def assert_as_one_device(
+    net: nn.Module,
+    *batches: tuple,
+    loss_fn: Any = None,
+    optimizer: Optimizer | None = None,
+    kwargs: dict[str, Any] | None = None,
+    **options: Any,
+) -> sw.AutoParallel:
     """Train copies of a model on each batch (a tuple of arguments), here and on one device: outputs, gradients,
     parameters and buffers agree.
 
@@ -76,8 +91,9 @@ def assert_as_one_device(net: nn.Module, *batches: tuple, loss_fn: Any = None, o
             continue
         expected.backward()
         got.backward()
-        close({n: p.grad for n, p in net.named_parameters()}, {n: p.grad for n, p in one.named_parameters()},
-              "gradients")
+        close(
+            {n: p.grad for n, p in net.named_parameters()}, {n: p.grad for n, p in one.named_parameters()}, "gradients"
+        )
         if theirs is not None:
             ours.step(), theirs.step(), ours.zero_grad(), theirs.zero_grad()
     close(dict(net.state_dict()), dict(one.state_dict()), "state after the last step")

@@ -20,7 +20,8 @@ CUTS = {1: (0, 0, 0, 0), 2: (0, 0, 1, 1), 4: (0, 1, 2, 3)}
 #: Settings of a pipeline in which each schedule runs: micro-batches -> (groups of devices, chunks).
 SHAPES: dict[str, dict[int, tuple[int, int]]] = {
     **dict.fromkeys(("gpipe", "1f1b", "zero_bubble", "csv"), {1: (1, 1), 2: (2, 1), 4: (4, 1)}),
-    **dict.fromkeys(("interleaved", "zbv"), {1: (1, 2), 2: (2, 2), 4: (2, 2)})}
+    **dict.fromkeys(("interleaved", "zbv"), {1: (1, 2), 2: (2, 2), 4: (2, 2)}),
+}
 
 
 class Chain(nn.Module):
@@ -60,7 +61,7 @@ def setting(name: str, micro_batches: int, folder: Any = None) -> dict[str, Any]
         path.write_text(schedule("gpipe", groups, micro_batches).to_csv())
         rows = [row.split(",") for row in path.read_text().splitlines()]
         # All forwards, then the backwards from the last to the first, unlike any schedule that has a name.
-        rows = [row[:micro_batches] + row[:micro_batches - 1:-1] for row in rows]
+        rows = [row[:micro_batches] + row[: micro_batches - 1 : -1] for row in rows]
         path.write_text("\n".join(",".join(row) for row in rows))
         given["scheduler"] = str(path)
     elif chunks == 2:
@@ -72,11 +73,18 @@ def batches(count: int = 2, rows: int = 16, width: int = 16) -> list[tuple[Tenso
     return [(draw(rows, width, seed=20 + i), draw(rows, width, seed=30 + i)) for i in range(count)]
 
 
-def assert_pipeline_as_one_device(net: nn.Module, given: Sequence[tuple], pipeline: Mapping[str, Any], *,
-                                  loss_fn: Any = None, optimizer: Optimizer | None = None,
-                                  named: Mapping[str, Any] | None = None,
-                                  settle: Callable[[sw.AutoParallel], Any] | None = None,
-                                  reference: Callable[..., Any] | None = None, **options: Any) -> sw.AutoParallel:
+def assert_pipeline_as_one_device(
+    net: nn.Module,
+    given: Sequence[tuple],
+    pipeline: Mapping[str, Any],
+    *,
+    loss_fn: Any = None,
+    optimizer: Optimizer | None = None,
+    named: Mapping[str, Any] | None = None,
+    settle: Callable[[sw.AutoParallel], Any] | None = None,
+    reference: Callable[..., Any] | None = None,
+    **options: Any,
+) -> sw.AutoParallel:
     """Train copies of a model on each batch, as a pipeline and on one device: losses, gradients, parameters and buffers
     agree, and what both return besides.
 
@@ -109,7 +117,9 @@ def assert_pipeline_as_one_device(net: nn.Module, given: Sequence[tuple], pipeli
         close(got, expected, "what is returned")
         mine, yours = (x[0] if isinstance(x, tuple) else x for x in (got, expected))
         mine.backward(), yours.backward()
-        close({n: p.grad for n, p in net.named_parameters()}, {n: p.grad for n, p in one.named_parameters()}, "gradients")
+        close(
+            {n: p.grad for n, p in net.named_parameters()}, {n: p.grad for n, p in one.named_parameters()}, "gradients"
+        )
         ours.step(), theirs.step(), ours.zero_grad(), theirs.zero_grad()
     close(dict(net.state_dict()), dict(one.state_dict()), "state after the last step")
     return model

@@ -48,8 +48,10 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = P
         port = held.getsockname()[1]
     pipes = [context.Pipe(duplex=False) for _ in range(world)]
     stands = [tempfile.TemporaryFile("w+") for _ in range(world)]
-    ranks = [context.Process(target=_rank, args=(r, world, port, timeout, pipes[r][1], stands[r], fn, args), daemon=True)
-             for r in range(world)]
+    ranks = [
+        context.Process(target=_rank, args=(r, world, port, timeout, pipes[r][1], stands[r], fn, args), daemon=True)
+        for r in range(world)
+    ]
     for process, (_, sender) in zip(ranks, pipes):
         process.start()
         sender.close()
@@ -61,8 +63,10 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = P
             ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 until = time.monotonic() + 5
-                raise RankFailed(f"ranks {sorted(waiting.values())} did not finish in {timeout} s\n"
-                                 + "\n".join(_where(r, ranks[r], stands[r], until) for r in sorted(waiting.values())))
+                raise RankFailed(
+                    f"ranks {sorted(waiting.values())} did not finish in {timeout} s\n"
+                    + "\n".join(_where(r, ranks[r], stands[r], until) for r in sorted(waiting.values()))
+                )
             for receiver in ready:
                 rank = waiting.pop(receiver)
                 try:
@@ -117,17 +121,30 @@ def all_passed(results: list[dict[str, str | None]]) -> None:
     assert not failed, "\n\n".join(f"{name}:\n{said}" for name, said in failed.items())
 
 
-def _rank(rank: int, world: int, port: int, timeout: float, sender: Any, stands: Any, fn: Callable, args: tuple) -> None:
+def _rank(
+    rank: int, world: int, port: int, timeout: float, sender: Any, stands: Any, fn: Callable, args: tuple
+) -> None:
     code = 0
     faulthandler.register(signal.SIGUSR1, file=stands)
     gc.freeze()  # what was inherited is not walked, or its pages would be copied: a rank of its own has little to walk
     try:
         torch.set_num_threads(1)
         torch.manual_seed(rank)
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1",
-                          MASTER_PORT=str(port), LOCAL_WORLD_SIZE=str(world))
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world,
-                                timeout=timedelta(seconds=timeout))
+        os.environ.update(
+            RANK=str(rank),
+            WORLD_SIZE=str(world),
+            LOCAL_RANK=str(rank),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+            LOCAL_WORLD_SIZE=str(world),
+        )
+        dist.init_process_group(
+            "gloo",
+            init_method=f"tcp://127.0.0.1:{port}",
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=timeout),
+        )
         value = fn(rank, world, *args)
         dist.barrier()  # nobody closes a connection that another still reads
         sender.send_bytes(_packed(False, value))

@@ -75,8 +75,14 @@ case(2, aten.divide.Scalar, rand(4, 8), 4)
 case(2, aten.divide.Tensor_mode, fixed(rand(4, 8)), fixed(positive(8)), rounding_mode="floor")
 case(2, aten.floor_divide.default, fixed(rand(4, 8)), 2)
 case(2, aten.floor_divide.Scalar, fixed(rand(4, 8)), 2)
-for target in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.true_divide.Tensor,
-               aten.true_divide.Scalar):
+for target in (
+    aten.mul.Tensor,
+    aten.mul.Scalar,
+    aten.div.Tensor,
+    aten.div.Scalar,
+    aten.true_divide.Tensor,
+    aten.true_divide.Scalar,
+):
     case(2, target, rand(4, 8), 3)
 case(2, aten.mul.Tensor, rand(4, 8), rand())
 case(3, aten.mul.Tensor, rand(4, 1, 8), rand(4, 1))
@@ -124,8 +130,18 @@ case(0, aten.relu.default, rand())
 
 # -- reduce ------------------------------------------------------------------------------------------------------------
 
-for target in (aten.sum.default, aten.nansum.default, aten.mean.default, aten.max.default, aten.min.default,
-               aten.amax.default, aten.amin.default, aten.any.default, aten.all.default, aten.count_nonzero.default):
+for target in (
+    aten.sum.default,
+    aten.nansum.default,
+    aten.mean.default,
+    aten.max.default,
+    aten.min.default,
+    aten.amax.default,
+    aten.amin.default,
+    aten.any.default,
+    aten.all.default,
+    aten.count_nonzero.default,
+):
     truth = target in (aten.any.default, aten.all.default, aten.count_nonzero.default)
     case(2, target, booleans(4, 8) if truth else rand(4, 8))
     case(0, target, booleans() if truth else rand())
@@ -219,8 +235,8 @@ for target in (aten.view.default, aten.reshape.default, aten._unsafe_view.defaul
     case(3, target, rand(4, 8, 2), [32, 2])
     case(2, target, rand(4, 8), [-1])
     case(3, target, rand(8, 8), [8, 4, 2])
-case(4, aten.view.default, rand(4, 4, 4), [4, 2, 8])         # 4·(2·2)·4: a dim that takes the back of the one before
-case(2, aten.view.default, rand(4, 6, 4), [4, 8, 3])         # no common refinement: 2 in front, the rest whole
+case(4, aten.view.default, rand(4, 4, 4), [4, 2, 8])  # 4·(2·2)·4: a dim that takes the back of the one before
+case(2, aten.view.default, rand(4, 6, 4), [4, 8, 3])  # no common refinement: 2 in front, the rest whole
 case(2, aten.view.default, rand(6, 4, 4), [8, 3, 4])
 case(0, aten.view.default, rand(3, 4), [4, 1, 3])
 case(0, aten.view.default, rand(1), [])
@@ -234,7 +250,7 @@ case(0, aten.flatten.using_ints, rand())
 case(3, aten.unflatten.int, rand(4, 8), 1, [4, 2])
 case(3, aten.unflatten.int, rand(4, 8), -1, [2, -1])
 case(2, aten.ravel.default, rand(4, 8))
-case(2, aten.squeeze.default, rand(4, 1, 8, 1))              # on a slice that is 1 long in a dim that stays
+case(2, aten.squeeze.default, rand(4, 1, 8, 1))  # on a slice that is 1 long in a dim that stays
 case(2, aten.squeeze.dim, rand(4, 8), 0)
 case(2, aten.squeeze.dims, rand(4, 1, 8), [0, 1])
 case(2, aten.unsqueeze.default, rand(4, 8), -1)

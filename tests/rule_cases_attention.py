@@ -29,11 +29,11 @@ def hidden(*shape: int) -> torch.Tensor:
 
 case(6, attention, *qkv(2, 4, keys=8, width=2, depth=2))
 case(6, attention, *qkv(2, 4), None, 0.0, True)
-case(5, attention, *qkv(2, keys=8, width=2, depth=2), is_causal=True)        # more keys than queries
+case(5, attention, *qkv(2, keys=8, width=2, depth=2), is_causal=True)  # more keys than queries
 case(5, attention, *qkv(2, length=8, width=2, depth=2), is_causal=True, scale=0.3)
 case(5, attention, *qkv(4), None, 0.0, False, scale=2.0)
 case(4, attention, *qkv(), is_causal=True)
-case(6, attention, rand(2, 4, 4, 2), rand(1, 4, 4, 2), rand(2, 1, 4, 2))     # batch and heads broadcast
+case(6, attention, rand(2, 4, 4, 2), rand(1, 4, 4, 2), rand(2, 1, 4, 2))  # batch and heads broadcast
 case(6, attention, rand(4, 4, 2), rand(2, 1, 4, 2), rand(2, 4, 4, 2))
 for shape in ((4, 4), (2, 1, 1, 4), (2, 1, 4, 1)):
     case(6, attention, *qkv(2, 2, width=2, depth=2), booleans(*shape))
@@ -41,9 +41,9 @@ for shape in ((4, 1), (1, 2, 4, 4)):
     case(6, attention, *qkv(2, 2, width=2, depth=2), rand(*shape))
 case(6, attention, *qkv(2, 2, width=2), hidden(4, 4))
 case(6, attention, *qkv(2, 2, width=2), torch.zeros(4, 4, dtype=torch.float64).masked_fill(~hidden(4, 4), -math.inf))
-case(5, attention, (fixed(rand(4, 4, 2)) * 1e3).requires_grad_(), rand(4, 4, 2), rand(4, 4, 2))   # exp of scores: inf
-both = *qkv(2, 2), fixed(rand(4, 4)), 0.0, True                              # both a mask and a causal one
-if runs(attention, *both):                                                   # which torch 2.15 refuses
+case(5, attention, (fixed(rand(4, 4, 2)) * 1e3).requires_grad_(), rand(4, 4, 2), rand(4, 4, 2))  # exp of scores: inf
+both = *qkv(2, 2), fixed(rand(4, 4)), 0.0, True  # both a mask and a causal one
+if runs(attention, *both):  # which torch 2.15 refuses
     case(2, attention, *both)
 case(7, attention, *grouped(4, 2), enable_gqa=True)
 case(7, attention, *grouped(8, 2), is_causal=True, enable_gqa=True)
@@ -51,7 +51,7 @@ case(7, attention, *grouped(4, 2), booleans(2, 1, 4, 4), enable_gqa=True, scale=
 case(7, attention, *grouped(4, 2), rand(4, 4, 4), enable_gqa=True)
 case(6, attention, *grouped(4, 1), rand(4, 4), enable_gqa=True)
 case(6, attention, *grouped(4, 4), is_causal=True, enable_gqa=True)
-case(7, attention, rand(2, 4, 4, 2), rand(2, 2, 4, 2), rand(2, 4, 4, 2), enable_gqa=True)   # each as many as it likes
+case(7, attention, rand(2, 4, 4, 2), rand(2, 2, 4, 2), rand(2, 4, 4, 2), enable_gqa=True)  # each as many as it likes
 case(6, attention, rand(2, 4, 4, 2), rand(2, 1, 4, 2), rand(2, 4, 4, 2), enable_gqa=True)
 
 # Rotary embeddings: pairs as complex numbers, or as halves of a dim; keys repeated for grouped queries.

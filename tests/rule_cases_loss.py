@@ -12,8 +12,15 @@ for reduction in (NONE, MEAN, SUM):
     for name in "mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss kl_div".split():
         case(2, getattr(aten, name).default, rand(4, 8), fixed(rand(4, 8)), reduction)
     case(2, aten.binary_cross_entropy.default, positive(4, 8), fixed(positive(4, 8)), None, reduction)
-    case(2, aten.binary_cross_entropy_with_logits.default, rand(4, 8), fixed(positive(4, 8)), fixed(positive(8)),
-         fixed(positive(8)), reduction)
+    case(
+        2,
+        aten.binary_cross_entropy_with_logits.default,
+        rand(4, 8),
+        fixed(positive(4, 8)),
+        fixed(positive(8)),
+        fixed(positive(8)),
+        reduction,
+    )
     case(2, aten.poisson_nll_loss.default, rand(4, 8), fixed(positive(4, 8)), True, False, 1e-8, reduction)
     case(2, aten.hinge_embedding_loss.default, rand(4, 8), fixed(rand(4, 8).sign()), 1.0, reduction)
     case(2, aten.margin_ranking_loss.default, rand(4, 8), rand(4, 8), fixed(rand(8).sign()), 0.1, reduction)
@@ -35,7 +42,7 @@ for more in ((weight, MEAN, 2), (None, MEAN, 2, 0.2), (weight, MEAN, -100, 0.1),
     case(2, aten.cross_entropy_loss.default, rand(8, 4), ignored if more[2] == -1 else integers(4, 8), *more)
 case(4, aten.cross_entropy_loss.default, rand(2, 4, 4, 2), integers(4, 2, 4, 2), weight, MEAN, 1, 0.1)
 case(3, aten.cross_entropy_loss.default, rand(2, 8, 4), integers(8, 2, 4), None, NONE)
-case(2, aten.cross_entropy_loss.default, rand(8, 5), integers(5, 8), None, MEAN)       # classes that do not divide
+case(2, aten.cross_entropy_loss.default, rand(8, 5), integers(5, 8), None, MEAN)  # classes that do not divide
 case(2, aten.cross_entropy_loss.default, rand(8, 4), torch.full((8,), -100), None, MEAN)
 case(2, aten.cross_entropy_loss.default, (fixed(rand(8, 4)) + 1000).requires_grad_(), integers(4, 8), None, MEAN)
 case(3, aten.cross_entropy_loss.default, rand(4, 4, 2), positive(4, 4, 2), weight, MEAN)

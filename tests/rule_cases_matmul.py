@@ -52,19 +52,20 @@ case(2, aten.addmv.default, rand(4), rand(4, 8), rand(8), beta=2)
 case(2, aten.addr.default, rand(4, 8), rand(4), rand(8), beta=2)
 case(4, aten.addbmm.default, rand(4, 8), rand(2, 4, 4), rand(2, 4, 8), alpha=2)
 for equation, splittable, operands in [
-        ("km,kn->mn", 3, [rand(8, 4), rand(8, 2)]),
-        ("bhqd,bhkd->bhqk", 5, [rand(2, 2, 4, 2), rand(2, 2, 2, 2)]),
-        ("...k,nk->...n", 4, [rand(2, 4, 8), rand(2, 8)]),
-        ("...ij,...jk", 4, [rand(2, 2, 4), rand(1, 4, 2)]),
-        ("b...,b...->b...", 3, [rand(2, 4, 4), rand(2, 4)]),
-        ("...ij->...i", 3, [rand(2, 4, 4)]),
-        ("...ij->ij", 3, [rand(2, 4, 4)]),
-        ("ij,jk,kl->il", 4, [rand(2, 4), rand(4, 2), rand(2, 4)]),
-        ("ij,k->i", 3, [rand(4, 2), rand(4)]),
-        ("bii->b", 1, [rand(4, 2, 2)]),
-        ("bii,bj->bij", 2, [rand(4, 2, 2), rand(4, 2)]),
-        ("i,j", 2, [rand(4), rand(8)]),
-        ("ij->", 2, [rand(4, 8)]),
-        ("Ab,bC", 3, [rand(4, 2), rand(2, 4)]),
-        ("ij,jk->ik", 3, [rand(4, 1), rand(8, 4)])]:
+    ("km,kn->mn", 3, [rand(8, 4), rand(8, 2)]),
+    ("bhqd,bhkd->bhqk", 5, [rand(2, 2, 4, 2), rand(2, 2, 2, 2)]),
+    ("...k,nk->...n", 4, [rand(2, 4, 8), rand(2, 8)]),
+    ("...ij,...jk", 4, [rand(2, 2, 4), rand(1, 4, 2)]),
+    ("b...,b...->b...", 3, [rand(2, 4, 4), rand(2, 4)]),
+    ("...ij->...i", 3, [rand(2, 4, 4)]),
+    ("...ij->ij", 3, [rand(2, 4, 4)]),
+    ("ij,jk,kl->il", 4, [rand(2, 4), rand(4, 2), rand(2, 4)]),
+    ("ij,k->i", 3, [rand(4, 2), rand(4)]),
+    ("bii->b", 1, [rand(4, 2, 2)]),
+    ("bii,bj->bij", 2, [rand(4, 2, 2), rand(4, 2)]),
+    ("i,j", 2, [rand(4), rand(8)]),
+    ("ij->", 2, [rand(4, 8)]),
+    ("Ab,bC", 3, [rand(4, 2), rand(2, 4)]),
+    ("ij,jk->ik", 3, [rand(4, 1), rand(8, 4)]),
+]:
     case(splittable, aten.einsum.default, equation, operands)

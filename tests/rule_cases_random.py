@@ -14,8 +14,8 @@ for drop in (aten.dropout.default, aten.alpha_dropout.default):
     case(3, drop, rand(4, 2, 8), 0.0, True)
 case(1, aten.dropout.default, rand(8), 0.5, True)
 case(0, aten.dropout.default, rand(), 0.5, True)
-case(3, aten.dropout.default, rand(4, 3, 4), 0.5, True)                # rows that begin in either half of a word
-case(2, aten.dropout.default, rand(4, 12), 0.5, True)                  # slices that do
+case(3, aten.dropout.default, rand(4, 3, 4), 0.5, True)  # rows that begin in either half of a word
+case(2, aten.dropout.default, rand(4, 12), 0.5, True)  # slices that do
 case(2, aten.native_dropout.default, rand(4, 8), 0.3, True)
 case(2, aten.native_dropout.default, rand(4, 8), 0.3, None)
 case(2, aten.native_dropout.default, rand(4, 8), 0.3, False)

@@ -82,8 +82,13 @@ for name in ("upsample_nearest", "_upsample_nearest_exact"):
     case(5, three, rand(2, 2, 2, 2, 4), [2, 4, 8], None)
 case(2, aten.upsample_linear1d.vec, rand(2, 4, 4), [8], False, None)
 case(2, aten.upsample_linear1d.vec, rand(2, 4, 4), None, True, [1.1])
-for name in ("upsample_bilinear2d", "upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa",
-             "_upsample_lanczos2d_aa"):
+for name in (
+    "upsample_bilinear2d",
+    "upsample_bicubic2d",
+    "_upsample_bilinear2d_aa",
+    "_upsample_bicubic2d_aa",
+    "_upsample_lanczos2d_aa",
+):
     if hasattr(aten, name):
         case(2, getattr(aten, name).vec, rand(2, 4, 4, 4), [8, 6], False, None)
         case(3, getattr(aten, name).vec, rand(2, 4, 4, 4), None, False, [1.0, 0.5])

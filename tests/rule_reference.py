@@ -39,6 +39,7 @@ class Case:
     def id(self) -> str:
         def said(leaf: Any) -> str:
             return "x".join(map(str, leaf.shape)) or "scalar" if isinstance(leaf, torch.Tensor) else str(leaf)
+
         told = [said(leaf) for leaf in pytree.tree_leaves((self.args, self.kwargs))]
         return f"{self.target.__name__}-{'-'.join(told)}".replace("torch.", "").replace(" ", "")
 
@@ -49,6 +50,7 @@ def collected() -> tuple[list[Case], Callable[..., None]]:
 
     def case(splittable: int, target: Any, *args: Any, values_matter: bool = True, **kwargs: Any) -> None:
         cases.append(Case(splittable, target, args, kwargs, values_matter))
+
     return cases, case
 
 
@@ -74,24 +76,35 @@ class Whole:
 
     def __init__(self, case: Case) -> None:
         leaves = [t for t in pytree.tree_leaves((case.args, case.kwargs)) if isinstance(t, torch.Tensor)]
-        self.values = {id(t): Value(f"x{i}", tuple(t.shape), t.dtype, t.requires_grad)
-                       for i, t in enumerate(dict.fromkeys(leaves))}
+        self.values = {
+            id(t): Value(f"x{i}", tuple(t.shape), t.dtype, t.requires_grad) for i, t in enumerate(dict.fromkeys(leaves))
+        }
         self.tensors = {self.values[id(t)].name: t for t in leaves}
         args, kwargs = self.exchange((case.args, case.kwargs), lambda t: self.values[id(t)])
         result = outputs_of(case.target(*case.args, **case.kwargs))
-        self.op = Op("op", case.target, args, kwargs, values_in((args, kwargs)),
-                     tuple(Value(f"y{i}", tuple(r.shape), r.dtype, r.requires_grad) for i, r in enumerate(result)))
+        self.op = Op(
+            "op",
+            case.target,
+            args,
+            kwargs,
+            values_in((args, kwargs)),
+            tuple(Value(f"y{i}", tuple(r.shape), r.dtype, r.requires_grad) for i, r in enumerate(result)),
+        )
         self.tensors[SEED.name] = torch.tensor([7, 2, 1, 0])
         if torch.Tag.nondeterministic_seeded in case.target.tags and find_rule(self.op):
             result = run_on_one(self.op, self.tensors)  # random numbers are ours, not torch's
         self.outputs = [r.detach() for r in result]
         generator = torch.Generator().manual_seed(7)
-        self.upstream = [torch.randn(r.shape, dtype=r.dtype, generator=generator) if r.requires_grad else None
-                         for r in result]
+        self.upstream = [
+            torch.randn(r.shape, dtype=r.dtype, generator=generator) if r.requires_grad else None for r in result
+        ]
         wanted = [t for t in self.tensors.values() if t.requires_grad]
         kept = [(r, g) for r, g in zip(result, self.upstream) if g is not None]
-        found = torch.autograd.grad([r for r, _ in kept], wanted, [g for _, g in kept], allow_unused=True) \
-            if kept and wanted else [None] * len(wanted)
+        found = (
+            torch.autograd.grad([r for r, _ in kept], wanted, [g for _, g in kept], allow_unused=True)
+            if kept and wanted
+            else [None] * len(wanted)
+        )
         names = [n for n, t in self.tensors.items() if t.requires_grad]
         self.gradients = {n: torch.zeros_like(t) if g is None else g for n, t, g in zip(names, wanted, found)}
 
@@ -156,8 +169,11 @@ class Held:
     slices: list[torch.Tensor]
 
     def __post_init__(self) -> None:
-        self.completed = combined(self.slices, self.layout.devices, self.layout.partial, self.layout.reduction) \
-            if self.layout.partial else self.slices
+        self.completed = (
+            combined(self.slices, self.layout.devices, self.layout.partial, self.layout.reduction)
+            if self.layout.partial
+            else self.slices
+        )
 
 
 @dataclass
@@ -167,8 +183,8 @@ class Ran:
     op: Op
     bound: Bound
     assignment: Assignment
-    inputs: list[list[torch.Tensor]]    # [rank][input]
-    outputs: list[list[torch.Tensor]]   # [rank][output]
+    inputs: list[list[torch.Tensor]]  # [rank][input]
+    outputs: list[list[torch.Tensor]]  # [rank][output]
 
 
 class Sliced:
@@ -181,7 +197,7 @@ class Sliced:
     def __init__(self, whole: Whole, rule: Rule, bound: Bound, assignment: Assignment, keep_open: bool) -> None:
         self.whole, self.devices, self.keep_open = whole, assignment.devices, keep_open
         self.passed = False
-        self.reduced: set[str] = set()    # values whose sum, maximum or minimum had to be completed
+        self.reduced: set[str] = set()  # values whose sum, maximum or minimum had to be completed
         self.held: dict[str, Held] = {}
         self.ran: list[Ran] = []
         steps, renamed = expand(whole.op, rule, bound, assignment)
@@ -194,8 +210,11 @@ class Sliced:
         held = [self.held.get(v.name) for v in op.inputs]
         opened = {h.layout.partial if h is not None else () for h in held}
         reductions = {h.layout.reduction for h in held if h is not None}
-        passing = opened.pop() if self.keep_open and len(opened) == 1 and reductions <= {"sum"} \
-            and described.is_linear(op) else ()
+        passing = (
+            opened.pop()
+            if self.keep_open and len(opened) == 1 and reductions <= {"sum"} and described.is_linear(op)
+            else ()
+        )
         self.passed |= bool(passing)
         if not passing:
             self.reduced.update(v.name for v, h in zip(op.inputs, held) if h is not None and h.layout.partial)
@@ -210,12 +229,14 @@ class Sliced:
             layout = layout.with_partial((*layout.partial, *passing), layout.reduction)
             slices, shape = [outputs[i].detach() for outputs in ran.outputs], layout.local_shape(value.shape)
             for s in slices:
-                assert tuple(s.shape) == shape and s.dtype == value.dtype, \
+                assert tuple(s.shape) == shape and s.dtype == value.dtype, (
                     f"{op.target} made {tuple(s.shape)} {s.dtype} where {layout} of {value.shape} was said"
+                )
             self.held[value.name] = Held(layout, slices)
 
-    def local_inputs(self, i: int, value: Value, held: Held | None, bound: Bound, assignment: Assignment, as_open: bool
-                     ) -> list[torch.Tensor]:
+    def local_inputs(
+        self, i: int, value: Value, held: Held | None, bound: Bound, assignment: Assignment, as_open: bool
+    ) -> list[torch.Tensor]:
         """One input on all ranks."""
         layout = bound.input_layout(i, assignment)
         places = [layout.slice(value.shape, rank) for rank in range(self.devices)]
@@ -241,8 +262,10 @@ class Sliced:
 
     def outputs(self) -> list[torch.Tensor]:
         """The outputs, completed and put together."""
-        return [assembled(self.held[v.name].layout.without_partial(), self.held[v.name].completed, v.shape, str(v))
-                for v in self.results]
+        return [
+            assembled(self.held[v.name].layout.without_partial(), self.held[v.name].completed, v.shape, str(v))
+            for v in self.results
+        ]
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """The gradients of the inputs, put together."""
@@ -257,15 +280,20 @@ class Sliced:
             for i, value in enumerate(ran.op.inputs):
                 if not value.requires_grad:
                     continue
-                summed = combined([grads[i] for grads in per_rank], self.devices,
-                                  ran.bound.gradient_partial(i, ran.assignment))
+                summed = combined(
+                    [grads[i] for grads in per_rank], self.devices, ran.bound.gradient_partial(i, ran.assignment)
+                )
                 if value.name in self.whole.tensors:
                     layout = ran.bound.input_layout(i, ran.assignment)
                     total = assembled(layout, summed, value.shape, f"gradient of input {i}")
                     totals[value.name] = totals.get(value.name, 0) + total
                 else:
-                    summed = relaid(ran.bound.input_layout(i, ran.assignment),
-                                    self.held[value.name].layout.without_partial(), summed, value)
+                    summed = relaid(
+                        ran.bound.input_layout(i, ran.assignment),
+                        self.held[value.name].layout.without_partial(),
+                        summed,
+                        value,
+                    )
                     before = arrived.get(value.name)
                     arrived[value.name] = [a + b for a, b in zip(before, summed)] if before else summed
         return totals
@@ -281,8 +309,9 @@ class Sliced:
                     gradient = gradient * (held.slices[rank] == held.completed[rank])
                 outs.append(made)
                 upstream.append(gradient)
-        found = iter(torch.autograd.grad(outs, into, upstream, allow_unused=True) if outs and into
-                     else [None] * len(into))
+        found = iter(
+            torch.autograd.grad(outs, into, upstream, allow_unused=True) if outs and into else [None] * len(into)
+        )
         out: list[torch.Tensor | None] = []
         for tensor in inputs:
             gradient = next(found) if tensor.requires_grad else None

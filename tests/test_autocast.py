@@ -1,4 +1,5 @@
-"""Autocast around a model, around its forward alone, and inside of it: parallel runs against one device in that precision."""
+"""Autocast around a model, around its forward alone, and inside of it: parallel runs against one device in that
+precision."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 aten = torch.ops.aten
 
 #: Of a value in this precision, by how much the order of sums may change it: some units in the last place.
-UNITS = {BF16: 2 ** -6, FP16: 2 ** -9, FP32: 1e-5}
+UNITS = {BF16: 2**-6, FP16: 2**-9, FP32: 1e-5}
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -33,8 +34,9 @@ def near(got: Any, expected: Any, precision: torch.dtype, what: str = "") -> Non
     """Equal in dtype, and in value within this precision of the largest element."""
     assert got.dtype == expected.dtype, what
     scale = expected.detach().abs().max().item()
-    torch.testing.assert_close(got, expected, rtol=UNITS[precision], atol=UNITS[precision] * scale,
-                               msg=lambda text: f"{what}: {text}")
+    torch.testing.assert_close(
+        got, expected, rtol=UNITS[precision], atol=UNITS[precision] * scale, msg=lambda text: f"{what}: {text}"
+    )
 
 
 def gradients_near(net: nn.Module, one: nn.Module, precision: torch.dtype) -> None:
@@ -58,7 +60,8 @@ def two_linears(mark: bool = False) -> nn.Sequential:
     return net
 
 
-# -- two products one after the other ------------------------------------------------------------------------------------
+# -- two products one after the other
+# ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bfloat16", "float16"])
@@ -116,7 +119,7 @@ def test_two_products_on_two_processes() -> None:
                 p.grad = None
     for of_rank in run_ranks(on_two_ranks, 2):
         for losses in of_rank:
-            assert losses == pytest.approx(expected, rel=2 ** -9)
+            assert losses == pytest.approx(expected, rel=2**-9)
 
 
 # -- where autocast is entered -----------------------------------------------------------------------------------------
@@ -127,7 +130,12 @@ class Inside(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.norm, self.exact, self.down = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 16), nn.Linear(16, 8)
+        self.up, self.norm, self.exact, self.down = (
+            nn.Linear(8, 16),
+            nn.LayerNorm(16),
+            nn.Linear(16, 16),
+            nn.Linear(16, 8),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", BF16):
@@ -219,6 +227,7 @@ def test_a_cast_is_shared_within_a_region() -> None:
                 with torch.autocast("cpu", BF16):
                     made.append(x @ x)
             return made[0] + made[1]
+
     assert casts(capture(Regions(), (x,))) == ["x", "x"]
 
 
@@ -248,14 +257,18 @@ def test_stages_of_a_pipeline_cast_the_weights_that_they_share() -> None:
 
 def test_a_recomputed_region_has_casts_of_its_own() -> None:
     """A cast that is dropped with its region is not one that others read."""
+
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.randn(8, 8))
 
         def forward(self, x: Tensor) -> Tensor:
-            y = torch.utils.checkpoint.checkpoint(lambda x: torch.tanh(F.linear(x, self.weight)), x, use_reentrant=False)
+            y = torch.utils.checkpoint.checkpoint(
+                lambda x: torch.tanh(F.linear(x, self.weight)), x, use_reentrant=False
+            )
             return F.linear(y, self.weight) + F.linear(x, self.weight)
+
     net = Net()
     one, x = copy.deepcopy(net), torch.randn(8, 8)
     model = parallel(net, devices=4)
@@ -297,6 +310,7 @@ def test_a_mark_names_the_operator_and_not_its_casts() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             return F.linear(x, self.weight, self.bias)
+
     swapped = sw.shard(Swapped(), ((4, 1), (1,), (1, 1)))
     outer = nn.Sequential(swapped)
     with torch.autocast("cpu", BF16):
@@ -304,27 +318,32 @@ def test_a_mark_names_the_operator_and_not_its_casts() -> None:
     assert plan.operator("0").in_strategy == ((4, 1), (1, 1), (1,))
 
 
-@pytest.mark.parametrize(("target", "dtypes", "device", "casts_to", "dtype"), [
-    (aten.linear.default, (FP32, FP32), "cpu", (BF16, BF16), None),
-    (aten.linear.default, (BF16, FP32), "cpu", (None, BF16), None),
-    (aten.linear.default, (torch.float64,) * 2, "cpu", (None, None), None),
-    (aten.gelu.default, (BF16,), "cpu", (None,), None),
-    (aten.mse_loss.default, (BF16, FP32), "cpu", (FP32, None), None),
-    (aten.add.Tensor, (BF16, FP32), "cpu", (None, None), None),
-    (aten.sum.dim_IntList, (BF16, [0]), "cpu", (None,), None),
-    (aten.sum.dim_IntList, (BF16, [0]), "cuda", (None,), FP32),
-    (aten.softmax.int, (BF16, 0), "cuda", (None,), FP32),
-    (aten.norm.Scalar, (BF16,), "cuda", (FP32,), None),
-    (aten.addcdiv.default, (FP32, BF16, FP32), "cuda", (None, FP32, None), None),
-    (aten.linear.default, (FP32, FP32), "meta", (None, None), None),
-], ids=lambda x: str(x).replace("torch.", ""))
+@pytest.mark.parametrize(
+    ("target", "dtypes", "device", "casts_to", "dtype"),
+    [
+        (aten.linear.default, (FP32, FP32), "cpu", (BF16, BF16), None),
+        (aten.linear.default, (BF16, FP32), "cpu", (None, BF16), None),
+        (aten.linear.default, (torch.float64,) * 2, "cpu", (None, None), None),
+        (aten.gelu.default, (BF16,), "cpu", (None,), None),
+        (aten.mse_loss.default, (BF16, FP32), "cpu", (FP32, None), None),
+        (aten.add.Tensor, (BF16, FP32), "cpu", (None, None), None),
+        (aten.sum.dim_IntList, (BF16, [0]), "cpu", (None,), None),
+        (aten.sum.dim_IntList, (BF16, [0]), "cuda", (None,), FP32),
+        (aten.softmax.int, (BF16, 0), "cuda", (None,), FP32),
+        (aten.norm.Scalar, (BF16,), "cuda", (FP32,), None),
+        (aten.addcdiv.default, (FP32, BF16, FP32), "cuda", (None, FP32, None), None),
+        (aten.linear.default, (FP32, FP32), "meta", (None, None), None),
+    ],
+    ids=lambda x: str(x).replace("torch.", ""),
+)
 def test_decisions(target: Any, dtypes: tuple, device: str, casts_to: tuple, dtype: torch.dtype | None) -> None:
     args = tuple(Like((8, 8), x, torch.device(device)) if isinstance(x, torch.dtype) else x for x in dtypes)
     found = casts_of(target, args, {}, Autocast((("cpu", BF16), ("cuda", BF16))))
     assert (found.inputs, found.dtype, found.whole) == (casts_to, dtype, False)
 
 
-# -- operators that run under autocast themselves -----------------------------------------------------------------------
+# -- operators that run under autocast themselves
+# -----------------------------------------------------------------------
 
 
 class Product(torch.autograd.Function):
@@ -349,7 +368,9 @@ class Held(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", BF16):
             y = Product.apply(x, self.weight)
-            return self.gru(y[:, None], torch.ones(1, x.shape[0], 8))[0].sum(1)  # a float32 state: products alone are cast
+            return self.gru(y[:, None], torch.ones(1, x.shape[0], 8))[0].sum(
+                1
+            )  # a float32 state: products alone are cast
 
 
 def test_operators_whose_inner_products_alone_are_cast() -> None:
@@ -387,6 +408,7 @@ def test_custom_operators_run_under_autocast_by_their_rule() -> None:
     class Net(nn.Module):
         def forward(self, x: Tensor, w: Tensor) -> Tensor:
             return marked(x, w)
+
     x, w = torch.randn(8, 8), torch.randn(8, 8)
     model = parallel(Net(), devices=4)
     with torch.autocast("cpu", BF16):
@@ -406,6 +428,7 @@ def test_vmap_under_autocast() -> None:
                 half = torch.vmap(lambda row: self.layer(row).softmax(-1))(x)
                 with torch.autocast("cpu", enabled=False):
                     return half + torch.vmap(lambda row: self.layer(row))(x)
+
     torch.manual_seed(7)
     net = Net()
     one, x = copy.deepcopy(net), torch.randn(8, 8)

@@ -71,17 +71,37 @@ def listed(lists: Any, names: list[str]) -> list[tuple[str, str, Called]]:
     return out
 
 
-CUDA_LISTS = ["torch_expect_builtin_promote", "methods_expect_builtin_promote", "torch_fp16", "torch_fp32",
-              "torch_need_autocast_promote", "nn_fp16", "nn_fp32", "linalg_fp16", "methods_fp16", "methods_fp32"]
-CPU_LISTS = ["torch_expect_builtin_promote", "methods_expect_builtin_promote", "torch_16", "torch_fp32", "nn_16", "nn_fp32",
-             "torch_need_autocast_promote"]
+CUDA_LISTS = [
+    "torch_expect_builtin_promote",
+    "methods_expect_builtin_promote",
+    "torch_fp16",
+    "torch_fp32",
+    "torch_need_autocast_promote",
+    "nn_fp16",
+    "nn_fp32",
+    "linalg_fp16",
+    "methods_fp16",
+    "methods_fp32",
+]
+CPU_LISTS = [
+    "torch_expect_builtin_promote",
+    "methods_expect_builtin_promote",
+    "torch_16",
+    "torch_fp32",
+    "nn_16",
+    "nn_fp32",
+    "torch_need_autocast_promote",
+]
 
 
 def entries() -> list[Any]:
     """The entries of both lists, those with several examples numbered."""
     torch.manual_seed(0)
     out, seen = [], {}
-    for device, lists, names in (("cpu", AutocastCPUTestLists("cpu"), CPU_LISTS), ("cuda", AutocastTestLists("cpu"), CUDA_LISTS)):
+    for device, lists, names in (
+        ("cpu", AutocastCPUTestLists("cpu"), CPU_LISTS),
+        ("cuda", AutocastTestLists("cpu"), CUDA_LISTS),
+    ):
         for name, operator, call in listed(lists, names):
             seen[device, operator] = seen.get((device, operator), 0) + 1
             out.append(pytest.param(name, call, id=f"{device}-{name}-{operator}-{seen[device, operator]}"))
@@ -108,8 +128,11 @@ def backward(outputs: Any, inputs: list[Tensor]) -> list[Tensor | None]:
 
 def operator(graph: Graph) -> Op | None:
     """The one operator of a graph beside casts and views."""
-    ops = [op for op in graph.ops if op.kind not in ("to", "broadcast_tensors")
-           and not (find_rule(op) is not None and find_rule(op).view)]
+    ops = [
+        op
+        for op in graph.ops
+        if op.kind not in ("to", "broadcast_tensors") and not (find_rule(op) is not None and find_rule(op).view)
+    ]
     return ops[0] if len(ops) == 1 else None
 
 
@@ -119,16 +142,19 @@ def strategies(graph: Graph, count: int) -> list[tuple]:
     if op is None or find_rule(op) is None:
         return []
     bound = bound_rule(op)
-    found = dict.fromkeys(bound.in_strategy(a) for a in assignments(bound, 4)
-                          if len(a.used) and sum(d.size - 1 for d in a.used) >= 2)
-    return list(found)[::max(1, len(found) // count)][:count]
+    found = dict.fromkeys(
+        bound.in_strategy(a) for a in assignments(bound, 4) if len(a.used) and sum(d.size - 1 for d in a.used) >= 2
+    )
+    return list(found)[:: max(1, len(found) // count)][:count]
 
 
 def assert_close(got: Any, expected: Any, coarsest: torch.dtype, what: str) -> None:
     """Equal in dtype, and in value up to the order of sums in this precision."""
-    tolerance = {BF16: 2 ** -7, FP16: 2 ** -10, FP32: 1e-5}[coarsest]
+    tolerance = {BF16: 2**-7, FP16: 2**-10, FP32: 1e-5}[coarsest]
     if coarsest in (BF16, FP16) and what.startswith("conv_transpose"):
-        tolerance *= 8  # on CPUs without products in 16 bits torch adds the columns of a transposed convolution in 16 bits
+        tolerance *= (
+            8  # on CPUs without products in 16 bits torch adds the columns of a transposed convolution in 16 bits
+        )
     for a, b in zip(pytree.tree_leaves(got), pytree.tree_leaves(expected), strict=True):
         if not isinstance(b, Tensor):
             assert a == b, what
@@ -136,8 +162,9 @@ def assert_close(got: Any, expected: Any, coarsest: torch.dtype, what: str) -> N
         assert a.dtype == b.dtype, f"{what}: {a.dtype}, on one device {b.dtype}"
         if b.numel() and b.dtype.is_floating_point:
             scale = b.abs().nan_to_num(0, 0, 0).max().item()
-            torch.testing.assert_close(a, b, rtol=tolerance, atol=2 * tolerance * scale, equal_nan=True,
-                                       msg=lambda text: f"{what}: {text}")
+            torch.testing.assert_close(
+                a, b, rtol=tolerance, atol=2 * tolerance * scale, equal_nan=True, msg=lambda text: f"{what}: {text}"
+            )
         else:
             assert torch.equal(a, b), what
 
@@ -145,8 +172,12 @@ def assert_close(got: Any, expected: Any, coarsest: torch.dtype, what: str) -> N
 def precisions(graph: Graph, inputs: list[Tensor], dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
     """The coarsest dtypes of an operator's results and of its gradients, under autocast to `dtype`."""
     made = operator(graph)
-    floating = [v.dtype for op in ([made] if made is not None else graph.ops) for v in (*op.inputs, *op.outputs)
-                if v is not None and v.dtype.is_floating_point] or [FP32]
+    floating = [
+        v.dtype
+        for op in ([made] if made is not None else graph.ops)
+        for v in (*op.inputs, *op.outputs)
+        if v is not None and v.dtype.is_floating_point
+    ] or [FP32]
     floating += [dtype for op in graph.ops if isinstance(op.target, UnderAutocast)]  # which casts inside
     given_in = [x.dtype for x in inputs if x.is_floating_point()]  # a gradient is rounded to its input's dtype
     order = [BF16, FP16, FP32]
@@ -166,8 +197,17 @@ def test_listed_operators_on_four_devices(list_name: str, call: Called) -> None:
             try:
                 expected = call(*theirs)
             except RuntimeError as error:  # without a CPU kernel: neither here
-                assert any(text in str(error) for text in ("not implemented for", "Could not run", "dtype", "not supported",
-                                                           "scalar type", "CUDA")), error
+                assert any(
+                    text in str(error)
+                    for text in (
+                        "not implemented for",
+                        "Could not run",
+                        "dtype",
+                        "not supported",
+                        "scalar type",
+                        "CUDA",
+                    )
+                ), error
                 continue
         if isinstance(expected, bool):
             continue  # torch.equal: a number, which no captured program depends on
@@ -212,15 +252,23 @@ def test_most_of_them_were_cut() -> None:
 
 
 #: What torch says of a GPU that is not there: a build without CUDA, and a build with it on a machine without a driver.
-ABSENT = ("not linked with support for cuda", "not compiled with CUDA", "Found no NVIDIA driver", "driver version is insufficient")
+ABSENT = (
+    "not linked with support for cuda",
+    "not compiled with CUDA",
+    "Found no NVIDIA driver",
+    "driver version is insufficient",
+)
 
-#: Operators that ask the GPU itself even of fake tensors: grid_sampler whether cuDNN has it, the others since this version of
-#: torch knows no shape of what they return (``_convolution``, which F.conv2d does not come to, with torch 2.9 alone).
+#: Operators that ask the GPU itself even of fake tensors: grid_sampler whether cuDNN has it, the others since this
+#: version of torch knows no shape of what they return (``_convolution``, which F.conv2d does not come to, with torch
+#: 2.9 alone).
 ASKING = {"grid_sampler", "gru_cell", *(("_convolution",) if torch.__version__ < "2.10" else ())}
 
 
 def captured_on_cuda(call: Called, dtype: torch.dtype) -> Op:
-    inputs = tuple(torch.empty(x.shape, dtype=dtype if x.dtype in (FP16, BF16) else x.dtype, device="meta") for x in call.tensors)
+    inputs = tuple(
+        torch.empty(x.shape, dtype=dtype if x.dtype in (FP16, BF16) else x.dtype, device="meta") for x in call.tensors
+    )
     with entered(Autocast((("cuda", dtype),))):
         try:
             graph = capture(call, inputs, device="cuda")
@@ -241,8 +289,11 @@ def computed_in(op: Op) -> set[torch.dtype]:
 
 def cuda_entries(*names: str) -> list[Any]:
     torch.manual_seed(0)
-    return [pytest.param(call, id=f"{operator}-{i}") for i, (_, operator, call)
-            in enumerate(listed(AutocastTestLists("cpu"), list(names))) if operator != "equal"]
+    return [
+        pytest.param(call, id=f"{operator}-{i}")
+        for i, (_, operator, call) in enumerate(listed(AutocastTestLists("cpu"), list(names)))
+        if operator != "equal"
+    ]
 
 
 @pytest.mark.parametrize("call", cuda_entries("torch_fp16", "nn_fp16", "linalg_fp16", "methods_fp16"))
@@ -289,16 +340,43 @@ def run(graph: Graph, inputs: list[Tensor]) -> list[Any]:
     for op in graph.ops:
         args, kwargs = pytree.tree_map_only(Value, lambda v: held[v.name], (op.args, op.kwargs))
         made = op.target(*args, **kwargs)
-        held.update((v.name, x) for v, x in zip(op.outputs, made if isinstance(made, (tuple, list)) else [made]) if v is not None)
+        held.update(
+            (v.name, x)
+            for v, x in zip(op.outputs, made if isinstance(made, (tuple, list)) else [made])
+            if v is not None
+        )
     return [held[v.name] if isinstance(v, Value) else v for v in graph.outputs]
 
 
 #: Operators with kernels of autocast that no program calls by themselves: they lie within others, or on other devices.
-WITHIN = {"_convolution", "_grid_sampler_2d_cpu_fallback", "_lu_with_info", "_scaled_dot_product_flash_attention",
-          "_thnn_fused_gru_cell", "_thnn_fused_lstm_cell", "_native_multi_head_attention", "_addmm_activation",
-          "convolution", "cudnn_convolution", "cudnn_convolution_transpose", "_cudnn_rnn", "mkldnn_rnn_layer",
-          "multilabel_margin_loss_forward", "chain_matmul", "conv_tbc", "gru_cell", "lstm_cell", "rnn_relu_cell",
-          "rnn_tanh_cell", "nll_loss2d", "frobenius_norm", "nuclear_norm", "inverse", "orgqr", "_upsample_bicubic2d_aa"}
+WITHIN = {
+    "_convolution",
+    "_grid_sampler_2d_cpu_fallback",
+    "_lu_with_info",
+    "_scaled_dot_product_flash_attention",
+    "_thnn_fused_gru_cell",
+    "_thnn_fused_lstm_cell",
+    "_native_multi_head_attention",
+    "_addmm_activation",
+    "convolution",
+    "cudnn_convolution",
+    "cudnn_convolution_transpose",
+    "_cudnn_rnn",
+    "mkldnn_rnn_layer",
+    "multilabel_margin_loss_forward",
+    "chain_matmul",
+    "conv_tbc",
+    "gru_cell",
+    "lstm_cell",
+    "rnn_relu_cell",
+    "rnn_tanh_cell",
+    "nll_loss2d",
+    "frobenius_norm",
+    "nuclear_norm",
+    "inverse",
+    "orgqr",
+    "_upsample_bicubic2d_aa",
+}
 
 
 #: Operators whose CPU kernel calls, out of sight of fake tensors, operators that autocast casts.
@@ -315,17 +393,29 @@ def same_bits(a: Any, b: Any) -> bool:
 def of_functional() -> dict[str, Called]:
     """Calls of operators that torch's own database of examples knows under other names."""
     images = {n: torch.randn(2, 4, *[6] * n) for n in (1, 2, 3)}
-    out = {"cross_entropy_loss": Called(F.cross_entropy, (torch.randn(8, 4), torch.randint(0, 4, (8,))), {}),
-           "fake_quantize_per_tensor_affine": Called(torch.fake_quantize_per_tensor_affine, (torch.randn(4), 0.1, 0, 0, 255), {}),
-           "grid_sampler": Called(F.grid_sample, (images[2], torch.rand(2, 3, 3, 2)), {"align_corners": False})}
+    out = {
+        "cross_entropy_loss": Called(F.cross_entropy, (torch.randn(8, 4), torch.randint(0, 4, (8,))), {}),
+        "fake_quantize_per_tensor_affine": Called(
+            torch.fake_quantize_per_tensor_affine, (torch.randn(4), 0.1, 0, 0, 255), {}
+        ),
+        "grid_sampler": Called(F.grid_sample, (images[2], torch.rand(2, 3, 3, 2)), {"align_corners": False}),
+    }
     for kind in ("reflection", "replication"):
         for n, x in images.items():
             mode = {"reflection": "reflect", "replication": "replicate"}[kind]
             out[f"{kind}_pad{n}d"] = Called(F.pad, (x, (1,) * 2 * n, mode), {})
-    for name, n, mode in (("nearest1d", 1, "nearest"), ("nearest2d", 2, "nearest"), ("nearest3d", 3, "nearest"),
-                          ("linear1d", 1, "linear"), ("bilinear2d", 2, "bilinear"), ("bicubic2d", 2, "bicubic"),
-                          ("trilinear3d", 3, "trilinear"), ("_exact1d", 1, "nearest-exact"), ("_exact2d", 2, "nearest-exact"),
-                          ("_exact3d", 3, "nearest-exact")):
+    for name, n, mode in (
+        ("nearest1d", 1, "nearest"),
+        ("nearest2d", 2, "nearest"),
+        ("nearest3d", 3, "nearest"),
+        ("linear1d", 1, "linear"),
+        ("bilinear2d", 2, "bilinear"),
+        ("bicubic2d", 2, "bicubic"),
+        ("trilinear3d", 3, "trilinear"),
+        ("_exact1d", 1, "nearest-exact"),
+        ("_exact2d", 2, "nearest-exact"),
+        ("_exact3d", 3, "nearest-exact"),
+    ):
         key = f"_upsample_nearest{name}" if name.startswith("_") else f"upsample_{name}"
         out[key] = Called(F.interpolate, (images[n],), {"scale_factor": 2, "mode": mode})
     return out
@@ -333,24 +423,38 @@ def of_functional() -> dict[str, Called]:
 
 def kernels() -> set[str]:
     names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("aten::")]
-    return {n[6:].partition(".")[0] for n in names for key in ("AutocastCPU", "AutocastCUDA")
-            if torch._C._dispatch_has_kernel_for_dispatch_key(n, key)}
+    return {
+        n[6:].partition(".")[0]
+        for n in names
+        for key in ("AutocastCPU", "AutocastCUDA")
+        if torch._C._dispatch_has_kernel_for_dispatch_key(n, key)
+    }
 
 
 @pytest.mark.long
 def test_every_kernel_of_autocast_is_decided_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One device under autocast and the captured program without it agree in every bit, for an example of every operator
-    that has a kernel for the autocast of CPUs or GPUs."""
+    """One device under autocast and the captured program without it agree in every bit, for an example of every
+    operator that has a kernel for the autocast of CPUs or GPUs."""
     from torch.testing._internal import common_utils
     from torch.testing._internal.common_methods_invocations import op_db  # five seconds
-    monkeypatch.setattr(common_utils, "extract_test_fn", lambda: None)  # each sample would look for a unittest in all frames
+
+    monkeypatch.setattr(
+        common_utils, "extract_test_fn", lambda: None
+    )  # each sample would look for a unittest in all frames
     registered, calls = kernels(), of_functional()
     for info in op_db:
         for name in {info.name.replace(".", "_"), info.aten_name, info.name.rpartition(".")[2]} & registered:
             if name in calls or not info.supports_dtype(FP32, "cpu"):
                 continue
-            sample = next((s for s in info.sample_inputs("cpu", FP32) if isinstance(s.input, (Tensor, list, tuple))
-                           and all(x.numel() for x in pytree.tree_leaves((s.input, s.args)) if isinstance(x, Tensor))), None)
+            sample = next(
+                (
+                    s
+                    for s in info.sample_inputs("cpu", FP32)
+                    if isinstance(s.input, (Tensor, list, tuple))
+                    and all(x.numel() for x in pytree.tree_leaves((s.input, s.args)) if isinstance(x, Tensor))
+                ),
+                None,
+            )
             if sample is not None:
                 calls[name] = Called(info.op, (sample.input, *sample.args), sample.kwargs)
     assert registered - set(calls) <= WITHIN, sorted(registered - set(calls) - WITHIN)
@@ -371,7 +475,10 @@ def test_every_kernel_of_autocast_is_decided_to_the_bit(monkeypatch: pytest.Monk
                     continue
             torch.manual_seed(0)
             got = run(graph, [x.clone() for x in inputs])
-            assert [getattr(x, "dtype", None) for x in got] == [getattr(x, "dtype", None) for x in expected], (name, graph.ops)
+            assert [getattr(x, "dtype", None) for x in got] == [getattr(x, "dtype", None) for x in expected], (
+                name,
+                graph.ops,
+            )
             if not all(same_bits(a, b) for a, b in zip(got, expected)):
                 other.add(name)
             compared.add(name)

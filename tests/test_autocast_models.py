@@ -1,9 +1,12 @@
 """Models of four libraries train 20 steps under autocast on four devices, most operators cut, beside one device.
 
-Two runs in half precision that sum in another order part: each product rounds its result to 8 bits. So the first gradients
-are compared with those of float64: ours may be 1.5 times as far from them as one device's are (measured: 1.00 to 1.03 times).
-The losses after that stay within `APART` of one device's, three to ten times what was measured: in ResNet-50 batch norms divide
-by the spread of eight values, so that a first gradient in bfloat16 is 15 % from that of float64 on one device too.
+Two runs in half precision that sum in another order part: each product rounds its result to 8 bits. So the first
+    gradients
+are compared with those of float64: ours may be 1.5 times as far from them as one device's are (measured: 1.00 to 1.03
+    times).
+The losses after that stay within `APART` of one device's, three to ten times what was measured: in ResNet-50 batch
+norms divide by the spread of eight values, so that a first gradient in bfloat16 is 15 % from that of float64 on one
+device too.
 """
 
 from __future__ import annotations
@@ -38,9 +41,16 @@ class Denoiser(nn.Module):
         super().__init__()
         diffusers = pytest.importorskip("diffusers")
         self.net = diffusers.UNet2DModel(
-            sample_size=8, in_channels=3, out_channels=3, layers_per_block=1, block_out_channels=(8, 16), norm_num_groups=4,
-            attention_head_dim=4, down_block_types=("DownBlock2D", "AttnDownBlock2D"),
-            up_block_types=("AttnUpBlock2D", "UpBlock2D"))
+            sample_size=8,
+            in_channels=3,
+            out_channels=3,
+            layers_per_block=1,
+            block_out_channels=(8, 16),
+            norm_num_groups=4,
+            attention_head_dim=4,
+            down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+            up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x, torch.full((x.shape[0],), 3)).sample
@@ -48,16 +58,39 @@ class Denoiser(nn.Module):
 
 def llama() -> nn.Module:
     transformers = pytest.importorskip("transformers")
-    return Language(transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=32)))
+    return Language(
+        transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                vocab_size=64,
+                hidden_size=32,
+                intermediate_size=48,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                max_position_embeddings=32,
+            )
+        )
+    )
 
 
 def gpt2() -> nn.Module:
     transformers = pytest.importorskip("transformers")
-    return Language(transformers.GPT2LMHeadModel(transformers.GPT2Config(
-        vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        bos_token_id=0, eos_token_id=0)))
+    return Language(
+        transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(
+                vocab_size=64,
+                n_positions=32,
+                n_embd=32,
+                n_layer=2,
+                n_head=4,
+                resid_pdrop=0.0,
+                embd_pdrop=0.0,
+                attn_pdrop=0.0,
+                bos_token_id=0,
+                eos_token_id=0,
+            )
+        )
+    )
 
 
 def resnet() -> nn.Module:
@@ -82,16 +115,26 @@ def gradients(net: nn.Module) -> Tensor:
 
 #: Name -> model, batch, loss, learning rate.
 MODELS: dict[str, tuple[Callable, Callable, Callable, float]] = {
-    "llama": (llama, passages, F.cross_entropy, 0.05), "gpt2": (gpt2, passages, F.cross_entropy, 0.05),
-    "resnet50": (resnet, images, F.cross_entropy, 0.01), "unet": (Denoiser, noise, F.mse_loss, 0.05)}
+    "llama": (llama, passages, F.cross_entropy, 0.05),
+    "gpt2": (gpt2, passages, F.cross_entropy, 0.05),
+    "resnet50": (resnet, images, F.cross_entropy, 0.01),
+    "unet": (Denoiser, noise, F.mse_loss, 0.05),
+}
 
 #: Relative difference of losses.
-APART = {("llama", BF16): 5e-4, ("gpt2", BF16): 5e-4, ("resnet50", BF16): 3e-2, ("unet", BF16): 3e-3, ("llama", FP16): 1e-4,
-         ("gpt2", FP16): 1e-4}
+APART = {
+    ("llama", BF16): 5e-4,
+    ("gpt2", BF16): 5e-4,
+    ("resnet50", BF16): 3e-2,
+    ("unet", BF16): 3e-3,
+    ("llama", FP16): 1e-4,
+    ("gpt2", FP16): 1e-4,
+}
 
 
-def losses(run: Callable[..., Tensor], net: nn.Module, rate: float, dtype: torch.dtype, loss_fn: Any, x: Tensor, y: Tensor
-           ) -> tuple[list[float], Tensor]:
+def losses(
+    run: Callable[..., Tensor], net: nn.Module, rate: float, dtype: torch.dtype, loss_fn: Any, x: Tensor, y: Tensor
+) -> tuple[list[float], Tensor]:
     """Of each step, and the gradients of the first."""
     optimizer, out, first = torch.optim.SGD(net.parameters(), rate), [], None
     for _ in range(STEPS):
@@ -126,7 +169,9 @@ def test_twenty_steps(name: str, dtype: torch.dtype) -> None:
     assert sum(cut) > 0.5 * len(cut), (sum(cut), len(cut))
     products = [op for op in model.plan.graph.ops if op.kind in ("linear", "conv2d", "matmul", "addmm")]
     assert products and all(op.outputs[0].dtype == dtype == op.inputs[0].dtype for op in products)
-    print(f"{name} {dtype}: gradients {away:.2g} from float64's, one device's {its_away:.2g}; losses {max(apart):.2g} apart")
+    print(
+        f"{name} {dtype}: gradients {away:.2g} from float64's, one device's {its_away:.2g}; losses {max(apart):.2g} apart"
+    )
 
 
 class Block(nn.Module):
@@ -159,7 +204,8 @@ def test_stand_alone_is_one_device_to_the_bit() -> None:
     assert torch.equal(gradients(net), gradients(one))
 
 
-# -- random networks -----------------------------------------------------------------------------------------------------
+# -- random networks
+# -----------------------------------------------------------------------------------------------------
 
 
 class Drawn(nn.Module):
@@ -215,7 +261,7 @@ def test_random_networks(seed: int) -> None:
         for loss in (got, expected, truth):
             loss.backward()
         assert got.dtype == expected.dtype
-        unit = {BF16: 2 ** -8, FP16: 2 ** -11}[dtype]
+        unit = {BF16: 2**-8, FP16: 2**-11}[dtype]
         torch.testing.assert_close(got, expected, rtol=8 * unit, atol=0)
         far = gradients(exact).norm()
         away, its_away = ((gradients(n) - gradients(exact)).norm() / far for n in (ours, one))

@@ -32,7 +32,7 @@ class Scaled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        x, = ctx.saved_tensors
+        (x,) = ctx.saved_tensors
         return gradient * ctx.factor * 10 + x, None
 
 
@@ -131,8 +131,9 @@ def test_as_one_device(f: Any, devices: int) -> None:
 
 
 def test_whole_without_a_rule_and_cut_with_one() -> None:
-    whole, cut = (sw.plan(Apply(f), (X,), devices=4).operator(name) for f, name in ((scaled, "Scaled"),
-                                                                                   (scaled_and_cut, "Cut")))
+    whole, cut = (
+        sw.plan(Apply(f), (X,), devices=4).operator(name) for f, name in ((scaled, "Scaled"), (scaled_and_cut, "Cut"))
+    )
     assert whole.in_strategy == ((1, 1),) and whole.op == "Scaled" and whole.local_shapes(0)[0] == ((16, 8),)
     assert cut.in_strategy == ((4, 1),) and cut.local_shapes(3) == (((4, 8),), ((4, 8),))
     lines, first = inspect.getsourcelines(scaled)
@@ -147,6 +148,7 @@ def test_gradients_flow_where_the_function_says() -> None:
 def test_marked() -> None:
     def net() -> Apply:
         return Apply(lambda m, x: m.op(x, m.w)[1], op=sw.shard(Product.apply, ((2, 2), (2, 2))))
+
     plan = sw.plan(net(), (X,), devices=8)
     assert plan.operator("op").op == "Product" and plan.operator("op").in_strategy == ((2, 2), (2, 2))
     # A tanh of a partial sum is no sum of tanhs: of this function rows and columns may be cut.
@@ -193,13 +195,18 @@ class Reads(Scaled):
         return x * float(x.detach().numpy().sum())
 
 
-@pytest.mark.parametrize(("function", "message", "legal"), [
-    (Writes, "Writes, a torch.autograd.Function, marks an input as changed in place", "returns a new tensor"),
-    (WritesUnsaid, "WritesUnsaid, a torch.autograd.Function, marks an input", "returns a new tensor"),
-    (Reads, "the forward of Reads, a torch.autograd.Function, cannot run on tensors without values", "custom_op")])
+@pytest.mark.parametrize(
+    ("function", "message", "legal"),
+    [
+        (Writes, "Writes, a torch.autograd.Function, marks an input as changed in place", "returns a new tensor"),
+        (WritesUnsaid, "WritesUnsaid, a torch.autograd.Function, marks an input", "returns a new tensor"),
+        (Reads, "the forward of Reads, a torch.autograd.Function, cannot run on tensors without values", "custom_op"),
+    ],
+)
 def test_what_cannot_be_kept(function: type, message: str, legal: str) -> None:
     def f(m: Apply, x: Tensor) -> Tensor:
         return function.apply(x @ m.w)  # the user's line
+
     with pytest.raises(sw.CaptureError, match=message) as raised:
         sw.plan(Apply(f), (X,), devices=4)
     lines, first = inspect.getsourcelines(f)
@@ -235,6 +242,7 @@ def test_nothing_is_left_on_classes(f: Any) -> None:
     def watched(m: Apply, x: Tensor) -> Tensor:
         seen.put(classes())
         return f(m, x)
+
     with contextlib.suppress(sw.CaptureError):
         sw.plan(Apply(watched), (X,), devices=4)
     during = [seen.get() for _ in range(seen.qsize())]
@@ -277,14 +285,19 @@ def made_meanwhile(m: Apply, x: Tensor) -> Tensor:
         @staticmethod
         def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
             return gradient * 30, None
+
     return Local.apply(x @ m.w, 2.0)
 
 
-@pytest.mark.parametrize(("f", "kinds"), [
-    (lambda m, x: Own.apply(x @ m.w), ["matmul", "mul", "Own"]),
-    (lambda m, x: Diamond.apply(x @ m.w, 2.0), ["matmul", "Diamond"]),
-    (by_hand, ["matmul"]),
-    (made_meanwhile, ["matmul", "Local"])])
+@pytest.mark.parametrize(
+    ("f", "kinds"),
+    [
+        (lambda m, x: Own.apply(x @ m.w), ["matmul", "mul", "Own"]),
+        (lambda m, x: Diamond.apply(x @ m.w, 2.0), ["matmul", "Diamond"]),
+        (by_hand, ["matmul"]),
+        (made_meanwhile, ["matmul", "Local"]),
+    ],
+)
 def test_in_unusual_ways(f: Any, kinds: list[str]) -> None:
     assert [op.kind for op in capture(Apply(f), (X,)).ops] == kinds
     assert_as_one_device(Apply(f), (X,), devices=4, mode="data_parallel")

@@ -46,20 +46,21 @@ def literal(legal: str) -> Any:
 
 # -- strategies --------------------------------------------------------------------------------------------------------
 
+
 def product(m, x):
-    return m.op(x, m.w)                     # the product
+    return m.op(x, m.w)  # the product
 
 
 def pointwise(m, x):
-    return m.op(x @ m.w)                    # the pointwise operator
+    return m.op(x @ m.w)  # the pointwise operator
 
 
 def along(m, x):
-    return m.op(x @ m.w, dim=1)             # the sums
+    return m.op(x @ m.w, dim=1)  # the sums
 
 
 def biased(m, x):
-    return m.op(x, m.w, m.b)                # with a bias
+    return m.op(x, m.w, m.b)  # with a bias
 
 
 @dataclass
@@ -90,20 +91,35 @@ MISTAKES = {
     "a dim too many": of_product(r"input 1 has shape \(8, 8\), 2 dims; its entry .* has 3", ((2, 4), (4, 1, 1))),
     "cuts without the outer tuple": Mistake("2 entries .* 1 tensor input", (4, 1), offers=((4, 1),)),
     # sizes
-    "does not divide": of_product("input 0, dim 0 has size 16, which does not divide by 3", ((3, 1), (1, 1)), devices=12),
-    "does not divide, minor dim": Mistake("input 0, dim 1 has size 8, which does not divide by 16", ((1, 16),), devices=16),
-    "a batch smaller than its split": of_product("input 0, dim 0 has size 4, which does not divide by 8",
-                                                 ((8, 1), (1, 1)), rows=4),
+    "does not divide": of_product(
+        "input 0, dim 0 has size 16, which does not divide by 3", ((3, 1), (1, 1)), devices=12
+    ),
+    "does not divide, minor dim": Mistake(
+        "input 0, dim 1 has size 8, which does not divide by 16", ((1, 16),), devices=16
+    ),
+    "a batch smaller than its split": of_product(
+        "input 0, dim 0 has size 4, which does not divide by 8", ((8, 1), (1, 1)), rows=4
+    ),
     "the contracted dim differs": of_product(r"factor 'k' \(size 8\) 4 ways, input 1 splits it 2", ((2, 4), (2, 1))),
     "more than the devices": of_product(r"\(4, 4, 1\) need 16 devices, there are 8", ((4, 4), (4, 1))),
     "the product does not divide": of_product(r"make 3 parts, which does not divide 8", ((3, 1), (1, 1)), rows=48),
     "six devices, four parts": of_product("make 4 parts, which does not divide 6", ((4, 1), (1, 1)), devices=6),
-    "may not be split": Mistake(r"input 0, dim 1 \(size 8\) may not be split .* asked for 4", ((2, 4),), call=along,
-                                operator=torch.cumprod, offers=((2, 1),)),
-    "classes may not be split": Mistake("dim 1 .* may not be split", ((2, 2), (2,)), operator=F.multi_margin_loss,
-                                        call=lambda m, x: m.op(x @ m.w, T)),
-    "the bias differs": Mistake("input 1 splits it 4|input 1 splits the shared factor 'n'", ((2, 1), (4, 1), (2,)),
-                                call=biased, operator=F.linear),
+    "may not be split": Mistake(
+        r"input 0, dim 1 \(size 8\) may not be split .* asked for 4",
+        ((2, 4),),
+        call=along,
+        operator=torch.cumprod,
+        offers=((2, 1),),
+    ),
+    "classes may not be split": Mistake(
+        "dim 1 .* may not be split", ((2, 2), (2,)), operator=F.multi_margin_loss, call=lambda m, x: m.op(x @ m.w, T)
+    ),
+    "the bias differs": Mistake(
+        "input 1 splits it 4|input 1 splits the shared factor 'n'",
+        ((2, 1), (4, 1), (2,)),
+        call=biased,
+        operator=F.linear,
+    ),
     # values
     "zero": Mistake("at least 1, not 0", ((0, 1),)),
     "negative": Mistake("at least 1, not -1", ((-1, 1),)),
@@ -117,19 +133,25 @@ MISTAKES = {
     # Layouts
     "a Layout without the tuple": Mistake("one entry per tensor input", L("dp", "mp"), offers=((2, 2),)),
     "a Layout that was not called": Mistake("names no dims", (L,), offers="text"),
-    "a Layout of other devices": Mistake(r"device matrix of 4 devices \(2, 2\), there are 8", (FOUR("a", "b"),),
-                                         error=sw.LayoutError, offers="text"),
+    "a Layout of other devices": Mistake(
+        r"device matrix of 4 devices \(2, 2\), there are 8", (FOUR("a", "b"),), error=sw.LayoutError, offers="text"
+    ),
     "a Layout of other dims": Mistake(r"input 0 has shape \(16, 8\), 2 dims", (L("dp"),)),
-    "a Layout that does not divide": Mistake("dim 0 has size 12, which does not divide by 8",
-                                             (L(("dp", "sp", "mp"), "None"),), rows=12),
-    "Layouts that differ on the contracted dim": of_product("'k' over different devices", (L("dp", "sp"), L("mp", "None")),
-                                                            offers="text"),
+    "a Layout that does not divide": Mistake(
+        "dim 0 has size 12, which does not divide by 8", (L(("dp", "sp", "mp"), "None"),), rows=12
+    ),
+    "Layouts that differ on the contracted dim": of_product(
+        "'k' over different devices", (L("dp", "sp"), L("mp", "None")), offers="text"
+    ),
     "Layouts that order it otherwise": of_product(
-        "'k' over different devices", (L("dp", ("sp", "mp")), L(("mp", "sp"), "None")), offers="text"),
-    "an axis on two factors": of_product("'m' .* and 'n' .* over the same devices", (L("dp", "sp"), L("sp", "dp")),
-                                         offers="text"),
-    "no axis left for a tuple": of_product("no axis is left that cuts the factor 'n' 2 ways",
-                                           (L(("dp", "sp", "mp"), "None"), (1, 2))),
+        "'k' over different devices", (L("dp", ("sp", "mp")), L(("mp", "sp"), "None")), offers="text"
+    ),
+    "an axis on two factors": of_product(
+        "'m' .* and 'n' .* over the same devices", (L("dp", "sp"), L("sp", "dp")), offers="text"
+    ),
+    "no axis left for a tuple": of_product(
+        "no axis is left that cuts the factor 'n' 2 ways", (L(("dp", "sp", "mp"), "None"), (1, 2))
+    ),
     "a tuple against a Layout": of_product("2 ways, input 1 splits it 4", (L("dp", "sp"), (4, 1))),
     # out_strategy
     "outputs too many": Mistake(r"one entry per output, here 1 of shapes \[\(16, 8\)\]", None, ((8, 1), (8, 1))),
@@ -137,13 +159,16 @@ MISTAKES = {
     "out: a text": Mistake("one entry per output", None, "dp"),
     "out: a Layout without the tuple": Mistake("one entry per output", None, L("dp", "None")),
     "out: dims": Mistake(r"output 0 has shape \(16, 8\), 2 dims; its entry has 1", None, ((8,),)),
-    "out: does not divide": Mistake(r"dim 1 of \(16, 8\) has size 8, which does not divide by 3", None, ((1, 3),),
-                                    devices=24, error=sw.LayoutError),
-    "out: more than the devices": Mistake(r"\(8, 2\) need 16 devices, there are 8", None, ((8, 2),),
-                                          error=sw.LayoutError),
+    "out: does not divide": Mistake(
+        r"dim 1 of \(16, 8\) has size 8, which does not divide by 3", None, ((1, 3),), devices=24, error=sw.LayoutError
+    ),
+    "out: more than the devices": Mistake(
+        r"\(8, 2\) need 16 devices, there are 8", None, ((8, 2),), error=sw.LayoutError
+    ),
     "out: a word": Mistake("at least 1, not 'a'", None, (("a", 1),), error=sw.LayoutError),
-    "out: a Layout of other devices": Mistake("on 8 devices, its device matrix is of 4", None, (FOUR("a", "b"),),
-                                              error=sw.LayoutError, offers="text"),
+    "out: a Layout of other devices": Mistake(
+        "on 8 devices, its device matrix is of 4", None, (FOUR("a", "b"),), error=sw.LayoutError, offers="text"
+    ),
     "out: a Layout that was not called": Mistake("names none", None, (L,), error=sw.LayoutError, offers="text"),
 }
 
@@ -191,7 +216,7 @@ def test_nothing_has_happened_when_a_strategy_is_refused() -> None:
     model = parallel(net)
     with pytest.raises(sw.StrategyError):
         model(X)
-    net.matmul1.shard(((2, 4), (4, 1)))     # put right, it goes on
+    net.matmul1.shard(((2, 4), (4, 1)))  # put right, it goes on
     model.dataset_strategy("full_batch")
     torch.testing.assert_close(model(X), net(X))
 
@@ -199,10 +224,14 @@ def test_nothing_has_happened_when_a_strategy_is_refused() -> None:
 # -- the legal choice is legal -----------------------------------------------------------------------------------------
 
 SHAPES = {
-    "matmul": (torch.matmul, [(12, 8), (8, 6)]), "batched": (torch.matmul, [(4, 6, 8), (8, 12)]),
-    "linear": (F.linear, [(12, 8), (6, 8), (6,)]), "relu": (torch.relu, [(12, 8)]),
-    "add": (torch.add, [(12, 8), (12, 8)]), "broadcast": (torch.add, [(6, 12, 8), (1, 8)]),
-    "softmax": (lambda x: torch.softmax(x, -1), [(12, 8)]), "cumsum": (lambda x: torch.cumsum(x, 0), [(12, 8)]),
+    "matmul": (torch.matmul, [(12, 8), (8, 6)]),
+    "batched": (torch.matmul, [(4, 6, 8), (8, 12)]),
+    "linear": (F.linear, [(12, 8), (6, 8), (6,)]),
+    "relu": (torch.relu, [(12, 8)]),
+    "add": (torch.add, [(12, 8), (12, 8)]),
+    "broadcast": (torch.add, [(6, 12, 8), (1, 8)]),
+    "softmax": (lambda x: torch.softmax(x, -1), [(12, 8)]),
+    "cumsum": (lambda x: torch.cumsum(x, 0), [(12, 8)]),
     "reshape": (lambda x: torch.reshape(x, (4, 24)), [(12, 8)]),
     "cross_entropy": (F.cross_entropy, [(12, 8), (12, 8)]),
 }
@@ -229,9 +258,15 @@ def test_the_legal_choice_is_legal(data) -> None:
     name = data.draw(st.sampled_from(sorted(SHAPES)))
     shapes = SHAPES[name][1]
     devices = data.draw(st.sampled_from([2, 4, 6, 8, 12]))
-    strategy = tuple(data.draw(st.lists(CUTS, min_size=max(0, len(s) - data.draw(st.sampled_from([0, 0, 0, 1]))),
-                                        max_size=len(s)).map(tuple)) for s in shapes)
-    strategy = strategy[:data.draw(st.sampled_from([len(shapes)] * 4 + [1]))]
+    strategy = tuple(
+        data.draw(
+            st.lists(CUTS, min_size=max(0, len(s) - data.draw(st.sampled_from([0, 0, 0, 1]))), max_size=len(s)).map(
+                tuple
+            )
+        )
+        for s in shapes
+    )
+    strategy = strategy[: data.draw(st.sampled_from([len(shapes)] * 4 + [1]))]
     try:
         plan = plan_of(name, strategy, devices)
     except sw.StrategyError as error:
@@ -240,10 +275,11 @@ def test_the_legal_choice_is_legal(data) -> None:
         plan = plan_of(name, offered, devices)
         assert plan.operator("op").in_strategy == offered
     else:
-        assert plan.operator("op").in_strategy[:len(strategy)] == strategy
+        assert plan.operator("op").in_strategy[: len(strategy)] == strategy
 
 
 # -- parameters --------------------------------------------------------------------------------------------------------
+
 
 class Shared(nn.Module):
     def __init__(self, first: Any, second: Any) -> None:
@@ -252,8 +288,8 @@ class Shared(nn.Module):
         self.first, self.second = sw.shard(torch.matmul, first), sw.shard(torch.matmul, second)
 
     def forward(self, x):
-        y = self.first(x, self.w)           # the first use
-        return self.second(y, self.w)       # the second use
+        y = self.first(x, self.w)  # the first use
+        return self.second(y, self.w)  # the second use
 
 
 @pytest.mark.parametrize("second", [((8, 1), (1, 1)), ((2, 2), (2, 2)), ((1, 4), (4, 1)), None], ids=str)
@@ -282,14 +318,16 @@ def test_a_tied_parameter_in_two_layouts() -> None:
 
         def forward(self, x):
             return self.b(self.a(x))
+
     with pytest.raises(sw.PlanError, match=r"'a.weight' .* a \(test_bad_input.*, b \(test_bad_input"):
         sw.plan(Tied(), (X,), devices=8)
 
 
 # -- operators without a rule ------------------------------------------------------------------------------------------
 
+
 def inverse(m, x):
-    return torch.linalg.inv(m.w) @ x.mT     # has no rule
+    return torch.linalg.inv(m.w) @ x.mT  # has no rule
 
 
 def test_operators_without_a_rule() -> None:
@@ -302,11 +340,11 @@ def test_operators_without_a_rule() -> None:
 
 
 def poisson(m, x):
-    return x @ m.w + torch.poisson(x.abs())             # draws
+    return x @ m.w + torch.poisson(x.abs())  # draws
 
 
 def gamma(m, x):
-    return x @ m.w + torch._standard_gamma(x.abs())     # draws
+    return x @ m.w + torch._standard_gamma(x.abs())  # draws
 
 
 @pytest.mark.parametrize("f", [poisson, gamma])
@@ -319,22 +357,26 @@ def test_operators_that_draw_without_a_rule_cannot_be_repeated(f) -> None:
 
 # -- Layouts -----------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize(("make", "says"), [
-    (lambda: sw.Layout((2, 2), ("dp", "dp")), "repeats"),
-    (lambda: sw.Layout((2, 2), ("dp",)), "2 axes.* has 1"),
-    (lambda: sw.Layout((2, 0), ("dp", "mp")), "at least 1, not 0"),
-    (lambda: sw.Layout((2.0,), ("dp",)), "at least 1, not 2.0"),
-    (lambda: sw.Layout(8, ("dp",)), "tuple of sizes, not 8"),
-    (lambda: sw.Layout((8,), "dp"), "tuple of names, not 'dp'"),
-    (lambda: sw.Layout((8,), None), "tuple of names, not None"),
-    (lambda: sw.Layout((8,), (1,)), "tuple of names"),
-    (lambda: sw.Layout((8,), ("interleaved_parallel",)), "reserved"),
-    (lambda: sw.Layout((8,), ("None",)), "reserved"),
-    (lambda: L("dp", "dp"), "'dp' is used twice"),
-    (lambda: L(("dp", "mp"), "mp"), "'mp' is used twice"),
-    (lambda: L("dp", "tp"), "unknown axis 'tp'"),
-    (lambda: L("dp", 1), "1 is no axis"),
-])
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: sw.Layout((2, 2), ("dp", "dp")), "repeats"),
+        (lambda: sw.Layout((2, 2), ("dp",)), "2 axes.* has 1"),
+        (lambda: sw.Layout((2, 0), ("dp", "mp")), "at least 1, not 0"),
+        (lambda: sw.Layout((2.0,), ("dp",)), "at least 1, not 2.0"),
+        (lambda: sw.Layout(8, ("dp",)), "tuple of sizes, not 8"),
+        (lambda: sw.Layout((8,), "dp"), "tuple of names, not 'dp'"),
+        (lambda: sw.Layout((8,), None), "tuple of names, not None"),
+        (lambda: sw.Layout((8,), (1,)), "tuple of names"),
+        (lambda: sw.Layout((8,), ("interleaved_parallel",)), "reserved"),
+        (lambda: sw.Layout((8,), ("None",)), "reserved"),
+        (lambda: L("dp", "dp"), "'dp' is used twice"),
+        (lambda: L(("dp", "mp"), "mp"), "'mp' is used twice"),
+        (lambda: L("dp", "tp"), "unknown axis 'tp'"),
+        (lambda: L("dp", 1), "1 is no axis"),
+    ],
+)
 def test_layouts_that_cannot_be(make, says) -> None:
     with pytest.raises(sw.LayoutError, match=says) as raised:
         make()
@@ -343,45 +385,61 @@ def test_layouts_that_cannot_be(make, says) -> None:
 
 # -- settings ----------------------------------------------------------------------------------------------------------
 
+
 def planned(**settings) -> sw.Plan:
     return sw.plan(Marked(), (settings.pop("x", X),), **{"devices": 8, **settings})
 
 
-@pytest.mark.parametrize(("attempt", "says", "legal"), [
-    (lambda: planned(parallel_mode="auto"), "unknown parallel_mode 'auto'", "semi_auto"),
-    (lambda: sw.AutoParallel(Marked(), parallel_mode="auto"), "unknown parallel_mode 'auto'", "semi_auto"),
-    (lambda: planned(on_missing_rule="skip"), "unknown on_missing_rule 'skip'", "replicate"),
-    (lambda: sw.AutoParallel(Marked(), on_missing_rule=True), "unknown on_missing_rule True", "replicate"),
-    (lambda: planned(devices=0), "not 0", "devices=8"),
-    (lambda: planned(devices="8"), "not '8'", "devices=8"),
-    (lambda: sw.init(devices=0), "devices=0", "at least 1"),
-    (lambda: sw.init(devices=True), "devices=True", "at least 1"),
-    (lambda: sw.AutoParallel(torch.relu), "is not an nn.Module", "model"),
-    (lambda: sw.plan(torch.relu, (X,)), "is not an nn.Module", "model"),
-    (lambda: sw.AutoParallel(Marked(), loss_fn=5), "loss_fn 5", "CrossEntropyLoss"),
-    (lambda: sw.AutoParallel(Marked()).plan, "before the first call", "shardwright.plan"),
-    (lambda: sw.shard("matmul", ((1, 1),)), "'matmul' is not an operator", "torch.matmul"),
-    (lambda: sw.AutoParallel(Marked()).dataset_strategy("full"), "unknown dataset_strategy 'full'", "full_batch"),
-    (lambda: planned(dataset_strategy="full"), "unknown dataset_strategy 'full'", "full_batch"),
-    (lambda: planned(dataset_strategy=8), "unknown dataset_strategy 8", "full_batch"),
-    (lambda: planned(dataset_strategy=None), "unknown dataset_strategy None", "full_batch"),
-    (lambda: planned(dataset_strategy=L("dp", "None")), "unknown dataset_strategy Layout", "one entry per tensor"),
-    (lambda: planned(dataset_strategy=((8, 1), (8,))), r"2 entries, .* 1 tensors of shapes \[\(16, 8\)\]", "((8, 1),)"),
-    (lambda: planned(dataset_strategy=(8,)), "entry 8 is neither", "((8, 1),)"),
-    (lambda: planned(dataset_strategy=((8,),)), r"1 dims, the tensor \(16, 8\) has 2", "((8, 1),)"),
-    (lambda: planned(dataset_strategy=((3, 1),)), "3 parts, which does not divide 8", "((8, 1),)"),
-    (lambda: planned(dataset_strategy=((0, 1),)), "not 0", "((8, 1),)"),
-    (lambda: planned(dataset_strategy=(("dp", 1),)), "not 'dp'", "((8, 1),)"),
-    (lambda: planned(dataset_strategy=((8, 1),), x=draw(12, 8)), "size 12, which does not divide by 8", "((4, 1),)"),
-    (lambda: planned(dataset_strategy=(L,)), "2 dims of", "((8, 1),)"),
-    (lambda: planned(dataset_strategy=(FOUR("a", "b"),)), "on 8 devices, it has 4", "((8, 1),)"),
-    (lambda: planned(dataset_strategy="data_parallel", x=draw(12, 8)), "size 12, which 8 devices do not", "full_batch"),
-    (lambda: planned(parallel_mode="data_parallel", x=draw(12, 8)), "size 12.* 8 equal parts", "8 divides"),
-    (lambda: planned(marks={"nothing": ((1, 1),)}), "no operator is called 'nothing'", "matmul1"),
-    (lambda: planned().operator("nothing"), "no operator is called 'nothing'", "matmul1"),
-    (lambda: planned().operator(""), "calls 4 operators|calls 5 operators", "matmul1"),
-    (lambda: planned().collectives(8), "rank 8 is outside the 8 devices", None),
-])
+@pytest.mark.parametrize(
+    ("attempt", "says", "legal"),
+    [
+        (lambda: planned(parallel_mode="auto"), "unknown parallel_mode 'auto'", "semi_auto"),
+        (lambda: sw.AutoParallel(Marked(), parallel_mode="auto"), "unknown parallel_mode 'auto'", "semi_auto"),
+        (lambda: planned(on_missing_rule="skip"), "unknown on_missing_rule 'skip'", "replicate"),
+        (lambda: sw.AutoParallel(Marked(), on_missing_rule=True), "unknown on_missing_rule True", "replicate"),
+        (lambda: planned(devices=0), "not 0", "devices=8"),
+        (lambda: planned(devices="8"), "not '8'", "devices=8"),
+        (lambda: sw.init(devices=0), "devices=0", "at least 1"),
+        (lambda: sw.init(devices=True), "devices=True", "at least 1"),
+        (lambda: sw.AutoParallel(torch.relu), "is not an nn.Module", "model"),
+        (lambda: sw.plan(torch.relu, (X,)), "is not an nn.Module", "model"),
+        (lambda: sw.AutoParallel(Marked(), loss_fn=5), "loss_fn 5", "CrossEntropyLoss"),
+        (lambda: sw.AutoParallel(Marked()).plan, "before the first call", "shardwright.plan"),
+        (lambda: sw.shard("matmul", ((1, 1),)), "'matmul' is not an operator", "torch.matmul"),
+        (lambda: sw.AutoParallel(Marked()).dataset_strategy("full"), "unknown dataset_strategy 'full'", "full_batch"),
+        (lambda: planned(dataset_strategy="full"), "unknown dataset_strategy 'full'", "full_batch"),
+        (lambda: planned(dataset_strategy=8), "unknown dataset_strategy 8", "full_batch"),
+        (lambda: planned(dataset_strategy=None), "unknown dataset_strategy None", "full_batch"),
+        (lambda: planned(dataset_strategy=L("dp", "None")), "unknown dataset_strategy Layout", "one entry per tensor"),
+        (
+            lambda: planned(dataset_strategy=((8, 1), (8,))),
+            r"2 entries, .* 1 tensors of shapes \[\(16, 8\)\]",
+            "((8, 1),)",
+        ),
+        (lambda: planned(dataset_strategy=(8,)), "entry 8 is neither", "((8, 1),)"),
+        (lambda: planned(dataset_strategy=((8,),)), r"1 dims, the tensor \(16, 8\) has 2", "((8, 1),)"),
+        (lambda: planned(dataset_strategy=((3, 1),)), "3 parts, which does not divide 8", "((8, 1),)"),
+        (lambda: planned(dataset_strategy=((0, 1),)), "not 0", "((8, 1),)"),
+        (lambda: planned(dataset_strategy=(("dp", 1),)), "not 'dp'", "((8, 1),)"),
+        (
+            lambda: planned(dataset_strategy=((8, 1),), x=draw(12, 8)),
+            "size 12, which does not divide by 8",
+            "((4, 1),)",
+        ),
+        (lambda: planned(dataset_strategy=(L,)), "2 dims of", "((8, 1),)"),
+        (lambda: planned(dataset_strategy=(FOUR("a", "b"),)), "on 8 devices, it has 4", "((8, 1),)"),
+        (
+            lambda: planned(dataset_strategy="data_parallel", x=draw(12, 8)),
+            "size 12, which 8 devices do not",
+            "full_batch",
+        ),
+        (lambda: planned(parallel_mode="data_parallel", x=draw(12, 8)), "size 12.* 8 equal parts", "8 divides"),
+        (lambda: planned(marks={"nothing": ((1, 1),)}), "no operator is called 'nothing'", "matmul1"),
+        (lambda: planned().operator("nothing"), "no operator is called 'nothing'", "matmul1"),
+        (lambda: planned().operator(""), "calls 4 operators|calls 5 operators", "matmul1"),
+        (lambda: planned().collectives(8), "rank 8 is outside the 8 devices", None),
+    ],
+)
 def test_settings(attempt, says, legal) -> None:
     with pytest.raises(sw.ShardwrightError, match=says) as raised:
         attempt()
@@ -415,7 +473,7 @@ def test_a_number_of_devices_that_nobody_says(monkeypatch) -> None:
         with pytest.raises(sw.SettingError, match=f"SHARDWRIGHT_DEVICES={text}"):
             sw.init()
     monkeypatch.setenv("SHARDWRIGHT_DEVICES", "4")
-    assert sw.init(devices=8).devices == 4      # who starts the script decides
+    assert sw.init(devices=8).devices == 4  # who starts the script decides
 
 
 def test_marks_that_are_no_strategies_do_not_confuse_the_count() -> None:
@@ -428,11 +486,16 @@ def test_marks_that_are_no_strategies_do_not_confuse_the_count() -> None:
 
 # -- calls -------------------------------------------------------------------------------------------------------------
 
+
 def test_calls_that_do_not_fit_the_model() -> None:
     net = Marked()
-    for attempt, says in ((lambda: parallel(net)(), "TypeError"), (lambda: parallel(net)(X, X), "TypeError"),
-                          (lambda: parallel(net)(draw(16, 9)), "RuntimeError"), (lambda: parallel(net)(5), "Error"),
-                          (lambda: parallel(net, nn.CrossEntropyLoss())(X), "TypeError")):
+    for attempt, says in (
+        (lambda: parallel(net)(), "TypeError"),
+        (lambda: parallel(net)(X, X), "TypeError"),
+        (lambda: parallel(net)(draw(16, 9)), "RuntimeError"),
+        (lambda: parallel(net)(5), "Error"),
+        (lambda: parallel(net, nn.CrossEntropyLoss())(X), "TypeError"),
+    ):
         with pytest.raises(sw.CaptureError, match=says) as raised:
             attempt()
         assert raised.value.source

@@ -34,8 +34,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from gpt import GPT  # noqa: E402
 
 #: Two nodes of four slow devices, whose links are quick within a node: a GPT of a few layers is worth being cut.
-CLUSTER = Cluster("two nodes", (Level("node", 4, 1e10, 1e-7), Level("net", 2, 1e8, 1e-6)), 1e9, {"float64": 2e9}, 1e11,
-                  1e-8)
+CLUSTER = Cluster(
+    "two nodes", (Level("node", 4, 1e10, 1e-7), Level("net", 2, 1e8, 1e-6)), 1e9, {"float64": 2e9}, 1e11, 1e-8
+)
 
 
 @pytest.fixture(autouse=True)
@@ -61,8 +62,17 @@ def tokens(rows=16):
 @functools.cache
 def planned(layers=3, micro_batches=8, memory=None):
     x = tokens()
-    return sw.plan(gpt(layers), (x,), loss_of, x, devices=8, parallel_mode="recursive_programming", cluster=CLUSTER,
-                   memory=memory, pipeline=dict(stages="auto", micro_batches=micro_batches))
+    return sw.plan(
+        gpt(layers),
+        (x,),
+        loss_of,
+        x,
+        devices=8,
+        parallel_mode="recursive_programming",
+        cluster=CLUSTER,
+        memory=memory,
+        pipeline=dict(stages="auto", micro_batches=micro_batches),
+    )
 
 
 # -- the cut -----------------------------------------------------------------------------------------------------------
@@ -77,10 +87,20 @@ def cases(draw):
     units, devices, micro = draw(st.integers(1, 5)), draw(st.sampled_from((1, 2, 4, 6))), draw(st.integers(1, 5))
     random = np.random.default_rng(draw(st.integers(0, 1 << 30)))
     some = lambda most: np.round(random.random((units + 1, units + 1)) * most, 1)  # noqa: E731
-    ways = [StageOption(d, again, np.where(some(1) < 0.9, some(10), np.inf), some(3), some(10), some(3))
-            for d in (1, 2, 4) for again in draw(st.sampled_from(((False,), (False, True)))) if d <= devices]
-    return dict(ways=ways, units=units, devices=devices, micro_batches=micro,
-                stages=draw(st.sampled_from((None, None, 1, 2, 3))), stands=draw(st.sampled_from((None, aligned))))
+    ways = [
+        StageOption(d, again, np.where(some(1) < 0.9, some(10), np.inf), some(3), some(10), some(3))
+        for d in (1, 2, 4)
+        for again in draw(st.sampled_from(((False,), (False, True))))
+        if d <= devices
+    ]
+    return dict(
+        ways=ways,
+        units=units,
+        devices=devices,
+        micro_batches=micro,
+        stages=draw(st.sampled_from((None, None, 1, 2, 3))),
+        stands=draw(st.sampled_from((None, aligned))),
+    )
 
 
 def every(ways, units, devices, micro_batches, stages, stands):
@@ -92,15 +112,22 @@ def every(ways, units, devices, micro_batches, stages, stands):
             borders = (0, *cuts, units)
             for chosen in itertools.product(ways, repeat=count):
                 firsts = [sum(way.devices for way in chosen[:s]) for s in range(count)]
-                if sum(way.devices for way in chosen) != devices or stands is not None and not all(
-                        stands(first, way.devices) for first, way in zip(firsts, chosen)):
+                if (
+                    sum(way.devices for way in chosen) != devices
+                    or stands is not None
+                    and not all(stands(first, way.devices) for first, way in zip(firsts, chosen))
+                ):
                     continue
                 at = [(way, (borders[s], borders[s + 1])) for s, way in enumerate(chosen)]
                 times = [float(way.seconds[ij]) for way, ij in at]
-                longest = max((micro_batches - 1) * t + float(way.once[ij]) if t < math.inf else t
-                              for t, (way, ij) in zip(times, at))
-                held = max(float(way.fixed[ij] + min(micro_batches, count - s) * way.kept[ij])
-                           for s, (way, ij) in enumerate(at))
+                longest = max(
+                    (micro_batches - 1) * t + float(way.once[ij]) if t < math.inf else t
+                    for t, (way, ij) in zip(times, at)
+                )
+                held = max(
+                    float(way.fixed[ij] + min(micro_batches, count - s) * way.kept[ij])
+                    for s, (way, ij) in enumerate(at)
+                )
                 if longest < math.inf:
                     yield sum(times) + longest, held
 
@@ -139,9 +166,10 @@ def test_stages_of_one_device_count_send_to_one_another():
 def test_unequal_stages_are_found_where_they_are_better():
     """Light units and a heavy one, on eight devices: the heavy one has half of them."""
     work, none = np.r_[0.0, np.cumsum((4.0, 4.0, 4.0, 4.0, 9.0))], np.zeros((6, 6))
-    ways = [StageOption(d, False, (work[None, :] - work[:, None]) / d ** 0.5, none, none, none) for d in (1, 2, 4)]
-    equal = [found.seconds for way in ways
-             if (found := balance([way], 5, 8, 8, 1.0, stages=8 // way.devices)) is not None]
+    ways = [StageOption(d, False, (work[None, :] - work[:, None]) / d**0.5, none, none, none) for d in (1, 2, 4)]
+    equal = [
+        found.seconds for way in ways if (found := balance([way], 5, 8, 8, 1.0, stages=8 // way.devices)) is not None
+    ]
     best = balance(ways, 5, 8, 8, 1.0, stands=aligned)
     assert best.seconds < 0.9 * min(equal) and [ways[c.way].devices for c in best.stages] == [1, 1, 1, 1, 4]
 
@@ -236,8 +264,10 @@ def test_blocks_are_recomputed_each_by_itself():
     x = tokens()
     units = units_of(graph_of(gpt(3), x, x, loss=loss_of))
     graph = recomputed(units.graph, units, range(len(units)))
-    calls = {unit: {op.recompute and op.recompute.call for op in graph.ops if units.of[op.name] == unit}
-             for unit in range(len(units))}
+    calls = {
+        unit: {op.recompute and op.recompute.call for op in graph.ops if units.of[op.name] == unit}
+        for unit in range(len(units))
+    }
     assert calls.pop(len(units) - 1) == {None}, "the last one's backward comes next"
     assert all(len(each) == 1 for each in calls.values()) and len(set.union(*calls.values())) == len(calls)
 
@@ -262,16 +292,25 @@ def test_the_best_alternative_is_cheaper_than_given_stages():
     plan = planned()
     x, m = tokens(), plan.micro_batches
     by_hand = {"tokens": 0, "positions": 0, "blocks.0": 0, "blocks.1": 1, "blocks.2": 1, "norm": 1, "head": 1}
-    other = sw.plan(gpt(3), (x,), loss_of, x, devices=8, cluster=CLUSTER, parallel_mode="recursive_programming",
-                    pipeline=dict(stages=2, micro_batches=m, stage_config=by_hand))
+    other = sw.plan(
+        gpt(3),
+        (x,),
+        loss_of,
+        x,
+        devices=8,
+        cluster=CLUSTER,
+        parallel_mode="recursive_programming",
+        pipeline=dict(stages=2, micro_batches=m, stage_config=by_hand),
+    )
     assert plan.cost <= other.cost * 1.01
 
 
 def test_memory_makes_it_recompute_and_is_kept():
     free = planned()
     assert not free.chosen.recomputed
-    with pytest.raises(PlanError, match="no pipeline fits in 1.00 KB a device: the least that was found is .* stage"
-                       ) as error:
+    with pytest.raises(
+        PlanError, match="no pipeline fits in 1.00 KB a device: the least that was found is .* stage"
+    ) as error:
         planned(memory=1000)
     least = 1e3 * float(re.search(r"found is ([0-9.]+) KB", str(error.value)).group(1))
     plan = planned(memory=least * 1.02)
@@ -282,8 +321,15 @@ def test_memory_makes_it_recompute_and_is_kept():
 def test_alike_stages_are_searched_once():
     calls, x = [], tokens()
     config = {"tokens": 0, "positions": 0, **{f"blocks.{i}": i for i in range(4)}, "norm": 3, "head": 3}
-    plan = sw.plan(gpt(4), (x,), loss_of, x, devices=8, parallel_mode="semi_auto",
-                   pipeline=dict(stages=4, micro_batches=4, stage_config=config))
+    plan = sw.plan(
+        gpt(4),
+        (x,),
+        loss_of,
+        x,
+        devices=8,
+        parallel_mode="semi_auto",
+        pipeline=dict(stages=4, micro_batches=4, stage_config=config),
+    )
 
     def planner(graph, devices, fed, number):
         calls.append(number)
@@ -296,14 +342,17 @@ def test_alike_stages_are_searched_once():
     assert calls == [0, 1, 3]
 
 
-@pytest.mark.parametrize("given, words", (
-    (dict(pipeline=dict(stages="auto", micro_batches=4, stage_config={"head": 0})), "'head' is put into stage 0"),
-    (dict(pipeline=dict(stages="auto", micro_batches=4, scheduler="gpipe")), "scheduler='gpipe'"),
-    (dict(pipeline=dict(stages="auto", micro_batches=4, chunks=2)), "chunks=2"),
-    (dict(pipeline=dict(stages=2, micro_batches="auto")), "with a number of stages"),
-    (dict(pipeline=dict(stages="auto", micro_batches=5)), "which 5 micro-batches do not divide"),
-    (dict(pipeline=dict(stages="auto", micro_batches=2), parallel_mode="hybrid_parallel"), "hybrid_parallel"),
-))
+@pytest.mark.parametrize(
+    "given, words",
+    (
+        (dict(pipeline=dict(stages="auto", micro_batches=4, stage_config={"head": 0})), "'head' is put into stage 0"),
+        (dict(pipeline=dict(stages="auto", micro_batches=4, scheduler="gpipe")), "scheduler='gpipe'"),
+        (dict(pipeline=dict(stages="auto", micro_batches=4, chunks=2)), "chunks=2"),
+        (dict(pipeline=dict(stages=2, micro_batches="auto")), "with a number of stages"),
+        (dict(pipeline=dict(stages="auto", micro_batches=5)), "which 5 micro-batches do not divide"),
+        (dict(pipeline=dict(stages="auto", micro_batches=2), parallel_mode="hybrid_parallel"), "hybrid_parallel"),
+    ),
+)
 def test_bad_settings_are_named(given, words):
     x = tokens()
     with pytest.raises(SettingError, match=words):
@@ -312,13 +361,22 @@ def test_bad_settings_are_named(given, words):
 
 def test_a_model_that_cannot_be_cut_stays_whole():
     x = torch.randn(16, 8)
-    plan = sw.plan(Bare(), (x,), nn.MSELoss(), x, devices=8, cluster=CLUSTER, parallel_mode="recursive_programming",
-                   pipeline=dict(stages="auto", micro_batches="auto"))
+    plan = sw.plan(
+        Bare(),
+        (x,),
+        nn.MSELoss(),
+        x,
+        devices=8,
+        cluster=CLUSTER,
+        parallel_mode="recursive_programming",
+        pipeline=dict(stages="auto", micro_batches="auto"),
+    )
     assert len(plan.stages) == 1
 
 
 def test_alternatives_are_printed(capsys):
     from shardwright.report.tables import summary
+
     plan = planned()
     summary(plan)
     out = capsys.readouterr().out
@@ -379,8 +437,11 @@ class Uneven(nn.Module):
 @pytest.mark.parametrize("again", (False, True))
 def test_stages_of_unequal_sizes_train_as_one_device_does(monkeypatch, again):
     stages = StageChoice(0, 1, 1, again), StageChoice(1, 2, 2, again), StageChoice(2, 3, 1, False)
-    monkeypatch.setattr(StageSearch, "run",
-                        lambda self, memory, unequal: PipelineSearchResult(self.units.paths, stages, 8, 1.0, 1.0, ()))
+    monkeypatch.setattr(
+        StageSearch,
+        "run",
+        lambda self, memory, unequal: PipelineSearchResult(self.units.paths, stages, 8, 1.0, 1.0, ()),
+    )
     sw.init(devices=4)
     net, loss = Uneven(), nn.MSELoss()
     model = sw.AutoParallel(net, loss, parallel_mode="recursive_programming")

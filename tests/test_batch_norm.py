@@ -45,21 +45,30 @@ SETTINGS = [{}, {"momentum": None}, {"momentum": 0.7, "eps": 0.3}, {"affine": Fa
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-@pytest.mark.parametrize("options", [{}, {"dataset": "data_parallel"},
-                                     {"mode": "data_parallel", "sync_batch_norm": True, "dataset": "data_parallel"}],
-                         ids=["full_batch", "parts", "data_parallel"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"dataset": "data_parallel"}, {"mode": "data_parallel", "sync_batch_norm": True, "dataset": "data_parallel"}],
+    ids=["full_batch", "parts", "data_parallel"],
+)
 def test_whole_batch_statistics(settings: dict, options: dict) -> None:
     """Outputs, gradients, running statistics and the count of batches, over three steps."""
     batches = [(batch(8, 6, seed=s) + torch.arange(8.0).double()[:, None],) for s in range(3)]
     assert_as_one_device(Block(**settings), *batches, devices=4, **options)
 
 
-@pytest.mark.parametrize(("shape", "cuts", "devices"), [
-    ((4, 4, 6, 4), (1, 1, 2, 2), 4), ((4, 4, 6, 4), (2, 1, 3, 1), 6), ((4, 4, 6, 4), (2, 2, 1, 1), 8),
-    ((4, 4), (1, 4), 4), ((4, 4, 6), (2, 2, 3), 12),
-])
+@pytest.mark.parametrize(
+    ("shape", "cuts", "devices"),
+    [
+        ((4, 4, 6, 4), (1, 1, 2, 2), 4),
+        ((4, 4, 6, 4), (2, 1, 3, 1), 6),
+        ((4, 4, 6, 4), (2, 2, 1, 1), 8),
+        ((4, 4), (1, 4), 4),
+        ((4, 4, 6), (2, 2, 3), 12),
+    ],
+)
 def test_marked(shape: tuple, cuts: tuple, devices: int) -> None:
     """Cut by batch, channels and places; where channels are cut, each rank's new statistics are gathered."""
+
     class Marked(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -90,18 +99,22 @@ def test_a_marked_module() -> None:
 
 
 def test_one_exchange_forward_and_one_backward() -> None:
-    plan = sw.plan(nn.BatchNorm2d(4), (torch.empty(8, 4, 2, 2, requires_grad=True),), devices=8,
-                   dataset_strategy="data_parallel")
+    plan = sw.plan(
+        nn.BatchNorm2d(4), (torch.empty(8, 4, 2, 2, requires_grad=True),), devices=8, dataset_strategy="data_parallel"
+    )
     mine = [c for c in plan.collectives(5) if c.operator == "batch_norm"]
     assert [(c.op, c.phase, c.shape) for c in mine if c.phase != "gradient"] == [
-        ("all_gather", "forward", (1, 2, 1, 4, 1, 1)), ("all_reduce", "backward", (2, 1, 4, 1, 1))]
+        ("all_gather", "forward", (1, 2, 1, 4, 1, 1)),
+        ("all_reduce", "backward", (2, 1, 4, 1, 1)),
+    ]
     assert sorted(c.shape for c in mine if c.phase == "gradient") == [(4,), (4,)]
     assert all(c.ranks == tuple(range(8)) for c in mine)
 
 
 def test_channels_alone_cut_need_no_exchange_but_for_the_buffers() -> None:
-    plan = sw.plan(nn.BatchNorm1d(8), (torch.empty(4, 8),), devices=4,
-                   marks={"batch_norm": ((1, 4), (4,), (4,), (4,), (4,))})
+    plan = sw.plan(
+        nn.BatchNorm1d(8), (torch.empty(4, 8),), devices=4, marks={"batch_norm": ((1, 4), (4,), (4,), (4,), (4,))}
+    )
     mine = [c for c in plan.collectives(1) if c.operator != "output"]
     assert [(c.op, c.operator) for c in mine] == [("all_gather", "running_mean"), ("all_gather", "running_var")]
 
@@ -161,14 +174,21 @@ def test_own_statistics(settings: dict) -> None:
 
 def test_own_statistics_differ_from_the_whole_batch() -> None:
     x = batch(8, 6) + torch.arange(8.0).double()[:, None]
-    own, whole = (parallel(Block(), devices=4, mode="data_parallel", dataset="data_parallel", sync_batch_norm=sync)
-                  for sync in (False, True))
+    own, whole = (
+        parallel(Block(), devices=4, mode="data_parallel", dataset="data_parallel", sync_batch_norm=sync)
+        for sync in (False, True)
+    )
     assert (own(x) - whole(x)).abs().max() > 0.1
 
 
 def test_own_statistics_need_one_exchange_for_all_layers() -> None:
-    plan = sw.plan(Block().float(), (torch.empty(8, 6),), parallel_mode="data_parallel", devices=4,
-                   dataset_strategy="data_parallel")
+    plan = sw.plan(
+        Block().float(),
+        (torch.empty(8, 6),),
+        parallel_mode="data_parallel",
+        devices=4,
+        dataset_strategy="data_parallel",
+    )
     exchanged = [c for c in plan.collectives(1) if c.phase in ("forward", "backward")]
     assert [(c.op, c.shape, c.ranks) for c in exchanged] == [("all_reduce", (2, 10), (0, 1, 2, 3))]
     assert plan.operator("first").op == "own_batch_norm"
@@ -208,8 +228,9 @@ def test_instance_norm_has_one_meaning(mode: str) -> None:
 
 def test_which_digits_cut_what() -> None:
     """First named, most major: batch, then channels."""
-    plan = sw.plan(nn.BatchNorm1d(8), (torch.empty(8, 8),), devices=8,
-                   marks={"batch_norm": ((4, 2), (2,), (2,), (2,), (2,))})
+    plan = sw.plan(
+        nn.BatchNorm1d(8), (torch.empty(8, 8),), devices=8, marks={"batch_norm": ((4, 2), (2,), (2,), (2,), (2,))}
+    )
     operator = plan.operator("batch_norm")
     assert operator.in_layouts[0].dims == ((Digit(4, 2),), (Digit(2, 1),))
     assert operator.out_strategy == ((4, 2), (2,), (2,))
@@ -219,13 +240,17 @@ def test_which_digits_cut_what() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("target", "shape", "cut", "args"), [
-    (aten.layer_norm.default, (2, 4096), "d1", lambda one: ([4096], one, None)),
-    (aten.rms_norm.default, (2, 4096), "d1", lambda one: ([4096], one)),
-    (aten.group_norm.default, (2, 2, 4096), "s0", lambda one: (2, one, one)),
-    (aten.instance_norm.default, (2, 2, 4096), "s0", lambda one: (None, None, None, None, True, 0.1, 1e-5, False)),
-    (aten.batch_norm.default, (4096, 2), "n", lambda one: (one, one, None, None, True, 0.1, 1e-5, False)),
-], ids=lambda x: getattr(x, "__name__", None))
+@pytest.mark.parametrize(
+    ("target", "shape", "cut", "args"),
+    [
+        (aten.layer_norm.default, (2, 4096), "d1", lambda one: ([4096], one, None)),
+        (aten.rms_norm.default, (2, 4096), "d1", lambda one: ([4096], one)),
+        (aten.group_norm.default, (2, 2, 4096), "s0", lambda one: (2, one, one)),
+        (aten.instance_norm.default, (2, 2, 4096), "s0", lambda one: (None, None, None, None, True, 0.1, 1e-5, False)),
+        (aten.batch_norm.default, (4096, 2), "n", lambda one: (one, one, None, None, True, 0.1, 1e-5, False)),
+    ],
+    ids=lambda x: getattr(x, "__name__", None),
+)
 def test_half_precision_is_summed_wide(dtype: torch.dtype, target, shape: tuple, cut: str, args) -> None:
     """Sums of these are beyond float16, and their mean is no number that bfloat16 could add up to."""
     generator = torch.Generator().manual_seed(0)
@@ -252,8 +277,10 @@ def test_half_precision_is_summed_wide(dtype: torch.dtype, target, shape: tuple,
 @pytest.mark.parametrize("devices", [2, 4])
 def test_group_norm_of_one_group(shape, devices):
     """Ranks are one more dim before all others to the local runtime; the batch is not normalised over for that."""
+
     class Net(nn.Module):
         def forward(self, x):
             return F.group_norm(x, 1)
+
     dataset = "data_parallel" if shape[0] >= devices else "full_batch"
     assert_as_one_device(Net(), (batch(*shape),), devices=devices, dataset=dataset)

@@ -28,8 +28,12 @@ def cuts(whole: Whole, rule: Rule, bound: Bound) -> list[tuple[int, Assignment, 
     found = []
     for f, factor in enumerate(bound.factors):
         assignment = bound.cut_by(PARTS, {f: (Digit(PARTS, 1),)})
-        if factor.splittable and factor.size % PARTS == 0 and bound.is_consistent(assignment) and any(
-                f in dim for dims in bound.inputs for dim in dims):
+        if (
+            factor.splittable
+            and factor.size % PARTS == 0
+            and bound.is_consistent(assignment)
+            and any(f in dim for dims in bound.inputs for dim in dims)
+        ):
             found.append((f, assignment, after_cut(whole.op, rule, bound, f, PARTS)))
     return found
 
@@ -81,7 +85,7 @@ def test_the_batch_is_found_again_after_views(shape: list[int], at: int, data: s
     """Wherever the rows of a batch of 4 come to lie when dims are merged, taken apart and exchanged, they are there."""
     at = min(at, len(shape))
     sizes = [*shape[:at], 4, *shape[at:]]
-    x = torch.arange(4.).view(4, *[1] * (len(sizes) - at - 1)).expand(sizes)  # each element is the number of its row
+    x = torch.arange(4.0).view(4, *[1] * (len(sizes) - at - 1)).expand(sizes)  # each element is the number of its row
     carried = BatchDim(at)
     for _ in range(data.draw(st.integers(1, 4))):
         rank = x.dim()

@@ -43,8 +43,12 @@ def costs_of(latency: float, bandwidth: float) -> CostModel:
 def made_up(latency: float, bandwidth: float, noise: float = 0.0) -> list[Timing]:
     """What the cost model says, each time off by a factor of about 1 + noise."""
     factors = np.exp(noise * np.random.default_rng(0).standard_normal(1000)).tolist()
-    shapes = [(calibrate._conversion(kind, DEVICES, Digit(n, 1)), nbytes)
-              for n in (2, 4, 8) for kind in KINDS for nbytes in SIZES]
+    shapes = [
+        (calibrate._conversion(kind, DEVICES, Digit(n, 1)), nbytes)
+        for n in (2, 4, 8)
+        for kind in KINDS
+        for nbytes in SIZES
+    ]
     costs = costs_of(latency, bandwidth)
     return [Timing(*shape, factor * costs.conversion(*shape)) for shape, factor in zip(shapes, factors)]
 
@@ -53,7 +57,7 @@ def made_up(latency: float, bandwidth: float, noise: float = 0.0) -> list[Timing
 @example(-5.5, 10.0)
 @given(st.floats(-7, -2), st.floats(7, 11.5))
 def test_latency_and_bandwidth_are_found_again(latency: float, bandwidth: float) -> None:
-    latency, bandwidth = 10 ** latency, 10 ** bandwidth
+    latency, bandwidth = 10**latency, 10**bandwidth
     found = fit(made_up(latency, bandwidth), costs_of)
     costs = costs_of(*found)
     # Where all messages together hardly depend on one of the two, it cannot be known: what counts are the seconds.
@@ -70,7 +74,7 @@ def test_noise_does_not_mislead_the_fit() -> None:
 
 def test_what_noise_hides_stays_above_zero() -> None:
     shapes = made_up(1e-5, 1e9)
-    same = [Timing(t.conversion, t.nbytes, 1e-3) for t in shapes]         # no bandwidth explains this
+    same = [Timing(t.conversion, t.nbytes, 1e-3) for t in shapes]  # no bandwidth explains this
     shrinking = [Timing(t.conversion, t.nbytes, 1 / t.nbytes) for t in shapes]
     for timings in (same, shrinking):
         latency, bandwidth = fit(timings, costs_of)
@@ -169,6 +173,7 @@ def on_two_hosts(rank: int, world: int) -> tuple[dict, list]:
         timings = before(watch, groups, size, stride)
         asked.append({timing.conversion.steps[0].digits for timing in timings})
         return timings
+
     calibrate._conversions = conversions
     return calibrate.calibrate(sw.init(), rounds=1).to_dict(), asked
 
@@ -214,10 +219,14 @@ def test_a_plan_is_priced_by_the_file_that_was_written(measured: tuple[list[dict
     assert plan.cluster == Cluster.of(path, 2) and plan.cluster.name == "through the command"
     assert plan.cost == CostModel(Cluster.load(path), 2).plan(plan).total > 0 and plan.bound <= plan.cost
     held = json.loads(path.read_text())
-    slower = held | {"peak": {name: rate / 10 for name, rate in held["peak"].items()},
-                     "overhead": held["overhead"] * 10, "memory_bandwidth": held["memory_bandwidth"] / 10,
-                     "levels": [level | {"latency": level["latency"] * 10, "bandwidth": level["bandwidth"] / 10}
-                                for level in held["levels"]]}
+    slower = held | {
+        "peak": {name: rate / 10 for name, rate in held["peak"].items()},
+        "overhead": held["overhead"] * 10,
+        "memory_bandwidth": held["memory_bandwidth"] / 10,
+        "levels": [
+            level | {"latency": level["latency"] * 10, "bandwidth": level["bandwidth"] / 10} for level in held["levels"]
+        ],
+    }
     assert planned(slower).cost == pytest.approx(10 * plan.cost), "every figure of the file is heeded"
 
 
@@ -230,8 +239,14 @@ def test_every_rank_hears_of_what_cannot_be(measured: tuple[list[dict], Path]) -
 
 
 def command(*arguments: object, cwd: Path) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "shardwright", "calibrate", *map(str, arguments)], cwd=cwd,
-                          timeout=PATIENCE, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return subprocess.run(
+        [sys.executable, "-m", "shardwright", "calibrate", *map(str, arguments)],
+        cwd=cwd,
+        timeout=PATIENCE,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
 
 
 @pytest.mark.long
@@ -245,17 +260,20 @@ def test_the_command_starts_its_own_ranks(tmp_path: Path) -> None:
     assert "worker 1 finished" in ended.stdout and not ended.stderr
 
 
-@pytest.mark.parametrize("arguments, message", [
-    (["--devices", "1"], "'1' is not a number from 2"),
-    (["--devices", "x"], "'x' is not a number from 2"),
-    (["--rounds", "0"], "'0' is not a number from 1"),
-    (["--output", "nowhere/x.json"], "there is no folder nowhere"),
-    (["--output", "."], "is a folder"),
-    (["--output", "x.json", "more"], "unrecognized arguments: more"),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--devices", "1"], "'1' is not a number from 2"),
+        (["--devices", "x"], "'x' is not a number from 2"),
+        (["--rounds", "0"], "'0' is not a number from 1"),
+        (["--output", "nowhere/x.json"], "there is no folder nowhere"),
+        (["--output", "."], "is a folder"),
+        (["--output", "x.json", "more"], "unrecognized arguments: more"),
+    ],
+)
 def test_mistakes_are_told_before_anything_starts(
-        arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture) -> None:
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
         main(["calibrate", *arguments])

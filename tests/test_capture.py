@@ -31,6 +31,7 @@ def line_of(function, text: str) -> str:
 
 # -- what is captured --------------------------------------------------------------------------------------------------
 
+
 class Layers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +40,7 @@ class Layers(nn.Module):
 
     def forward(self, x, *, scale=None):
         self.steps += 1
-        y = self.body(x)        # the body's line
+        y = self.body(x)  # the body's line
         return {"y": y if scale is None else y * scale, "shape": x.shape[0]}
 
 
@@ -65,6 +66,7 @@ def test_names_are_the_models_own_with_a_loss_too() -> None:
 
         def forward(self, x):
             return self.net(x)["y"]
+
     graph = capture(Root(), (X, T), loss_fn=nn.CrossEntropyLoss(weight=torch.ones(8, dtype=D)))
     assert list(graph.parameters) == ["net.body.0.weight", "net.body.0.bias"]
     assert set(graph.buffers) == {"net.steps", "loss_fn.weight"}
@@ -87,6 +89,7 @@ def test_nothing_is_allocated_or_changed() -> None:
 def test_a_model_is_left_as_it_was_when_its_capture_fails() -> None:
     def f(m, x):
         raise ZeroDivisionError("the model's own")
+
     net = Apply(f)
     held = net.w
     with pytest.raises(sw.CaptureError, match="ZeroDivisionError: the model's own"):
@@ -109,6 +112,7 @@ def test_dead_operators_are_gone_unless_marked() -> None:
         torch.sin(x)
         m.op(x)
         return x @ m.w
+
     assert kinds(capture(Apply(f, op=torch.cos), (X,))) == ["matmul"]
     assert kinds(capture(Apply(f, op=sw.shard(torch.cos, ((8, 1),))), (X,))) == ["cos", "matmul"]
 
@@ -130,18 +134,20 @@ def test_evaluation_is_captured_as_such() -> None:
 
 # -- in place ----------------------------------------------------------------------------------------------------------
 
+
 def test_in_place_becomes_plain() -> None:
     def f(m, x):
         y = x @ m.w
         y += 1
         return F.relu(y, inplace=True)
+
     graph = capture(Apply(f), (X,))
     assert kinds(graph) == ["matmul", "add", "relu"] and not any(op.target._schema.is_mutable for op in graph.ops)
 
 
 def parameter_change(m, x):
     with torch.no_grad():
-        m.w.clamp_(-1, 1)       # the parameter itself
+        m.w.clamp_(-1, 1)  # the parameter itself
     return x @ m.w
 
 
@@ -152,16 +158,18 @@ def test_changes_that_would_be_lost(f, text, name) -> None:
     assert raised.value.source == line_of(f, text)
 
 
-# -- what cannot be captured ---------------------------------------------------------------------------------------------
+# -- what cannot be captured
+# ---------------------------------------------------------------------------------------------
+
 
 def branch(m, x):
-    if (x @ m.w).sum() > 0:     # asks for a value
+    if (x @ m.w).sum() > 0:  # asks for a value
         return x
     return x @ m.w
 
 
 def scale_by_item(m, x):
-    top = x.max().item()        # reads a value
+    top = x.max().item()  # reads a value
     return x @ m.w * top
 
 
@@ -179,10 +187,16 @@ def positions(m, x):
     return (x @ m.w).nonzero()  # as many as there are
 
 
-@pytest.mark.parametrize(("f", "text", "message"), [
-    (branch, "asks for", "data-dependent"), (scale_by_item, "reads a", "depends on the values"),
-    (loop_over_value, "as a count", "data-dependent"), (masked, "many rows", "depends on the values"),
-    (positions, "as many", "depends on the values")])
+@pytest.mark.parametrize(
+    ("f", "text", "message"),
+    [
+        (branch, "asks for", "data-dependent"),
+        (scale_by_item, "reads a", "depends on the values"),
+        (loop_over_value, "as a count", "data-dependent"),
+        (masked, "many rows", "depends on the values"),
+        (positions, "as many", "depends on the values"),
+    ],
+)
 def test_what_depends_on_values(f, text, message, capfd) -> None:
     with pytest.raises(sw.CaptureError, match=message) as raised:
         sw.plan(Apply(f), (X,), devices=8)
@@ -200,6 +214,7 @@ def test_recomputed_without_a_function_is_captured() -> None:
 def test_errors_of_the_model_itself_have_its_line() -> None:
     def f(m, x):
         return x @ m.w @ m.w[:5]  # 8 against 5
+
     with pytest.raises(sw.CaptureError, match="RuntimeError") as raised:
         sw.AutoParallel(Apply(f))(X)
     assert raised.value.source == line_of(f, "8 against 5") and raised.value.__cause__ is not None
@@ -209,7 +224,7 @@ def test_errors_of_the_model_itself_have_its_line() -> None:
 
 
 def mark_of_several(m, x):
-    return m.op(x, m.w)         # two operators
+    return m.op(x, m.w)  # two operators
 
 
 def test_a_mark_is_on_one_operator() -> None:
@@ -226,22 +241,26 @@ def test_a_mark_is_on_one_operator() -> None:
 
 def test_the_plain_form_takes_what_the_one_in_place_takes() -> None:
     """``x.pow_(2)`` and ``torch.pow(2, x)`` are both overloads called Scalar."""
+
     class Net(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return (x * 1).pow_(2.0).add_(1).mul_(x)
 
     made = [op.target for op in capture(Net(), (torch.ones(4),)).ops]
-    assert made[1] is torch.ops.aten.pow.Tensor_Scalar and all(str(t._schema.arguments[0].type) == "Tensor" for t in made)
+    assert made[1] is torch.ops.aten.pow.Tensor_Scalar and all(
+        str(t._schema.arguments[0].type) == "Tensor" for t in made
+    )
 
 
 def test_marks_leave_no_trace() -> None:
     plain, marked = Marked(None, None, None), Marked()
     assert kinds(capture(plain, (X,))) == kinds(capture(marked, (X,))) == ["matmul", "relu", "matmul", "tanh", "linear"]
-    assert [op.outputs[0].shape for op in capture(plain, (X,)).ops] == \
-        [op.outputs[0].shape for op in capture(marked, (X,)).ops]
+    assert [op.outputs[0].shape for op in capture(plain, (X,)).ops] == [
+        op.outputs[0].shape for op in capture(marked, (X,)).ops
+    ]
 
 
 def test_a_gradient_comes_to_those_outputs_alone_that_have_one() -> None:
     graph = capture(nn.Linear(3, 4), (torch.randn(2, 3), torch.randn(2, 4)), None, loss_fn=nn.MSELoss())
-    spread, = (op for op in graph.ops if op.kind == "broadcast_tensors")
+    (spread,) = (op for op in graph.ops if op.kind == "broadcast_tensors")
     assert [v.requires_grad for v in spread.outputs] == [True, False], "what is aimed at has none"

@@ -22,7 +22,9 @@ from shardwright.errors import CheckpointError
 
 
 @KINDS
-def test_a_background_save_has_the_values_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool) -> None:
+def test_a_background_save_has_the_values_of_the_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool
+) -> None:
     model, optimizer = trained()
     gate, write = threading.Event(), writing.SaveJob.write
     monkeypatch.setattr(writing.SaveJob, "write", lambda job: (gate.wait(30), write(job))[1])
@@ -69,6 +71,7 @@ def test_a_step_waits_for_a_copy_that_is_under_way(tmp_path: Path, monkeypatch: 
         if threading.current_thread().name == "checkpoint of step 1":
             opens.wait(30)
         return versions(tensors)
+
     monkeypatch.setattr(copies, "_versions", slow)
     model, optimizer = trained()
     before = {n: optimizer.state[p]["momentum_buffer"].clone() for n, p in model.named_parameters()}
@@ -76,14 +79,18 @@ def test_a_step_waits_for_a_copy_that_is_under_way(tmp_path: Path, monkeypatch: 
     stepping = threading.Thread(target=train, args=(model, optimizer, 1, 2))
     stepping.start()
     stepping.join(0.5)
-    assert stepping.is_alive() and any(p.grad is not None for p in model.parameters()), "the step waits, its backward does not"
+    assert stepping.is_alive() and any(p.grad is not None for p in model.parameters()), (
+        "the step waits, its backward does not"
+    )
     opens.set()
     stepping.join()
     stored = StoredTensors(held.wait())
     assert all(torch.equal(stored.read(f"optimizer.{n}.momentum_buffer"), t) for n, t in before.items())
 
 
-def test_state_that_something_else_changes_before_it_is_copied_is_an_error(tmp_path: Path, gate: threading.Event) -> None:
+def test_state_that_something_else_changes_before_it_is_copied_is_an_error(
+    tmp_path: Path, gate: threading.Event
+) -> None:
     model, optimizer = trained()
     held = sw.save_checkpoint(model, optimizer, tmp_path, step=1, asynchronous=True)
     optimizer.state[model.get_parameter("layers.1.weight")]["momentum_buffer"].mul_(0.5)
@@ -95,8 +102,9 @@ def test_state_that_something_else_changes_before_it_is_copied_is_an_error(tmp_p
     assert steps(tmp_path) == [1]
 
 
-def test_state_of_an_optimizer_that_does_not_say_when_it_steps_is_copied_in_the_call(tmp_path: Path, gate: threading.Event
-                                                                                     ) -> None:
+def test_state_of_an_optimizer_that_does_not_say_when_it_steps_is_copied_in_the_call(
+    tmp_path: Path, gate: threading.Event
+) -> None:
     class Own:
         """One with what a save reads, and steps of its own making."""
 
@@ -113,10 +121,15 @@ def test_state_of_an_optimizer_that_does_not_say_when_it_steps_is_copied_in_the_
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have a priority of their own on Linux")
-def test_the_thread_of_a_save_leaves_the_processor_to_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_thread_of_a_save_leaves_the_processor_to_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen, write = [], writing.SaveJob.write
-    monkeypatch.setattr(writing.SaveJob, "write", lambda job: (seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())),
-                                                           write(job))[1])
+    monkeypatch.setattr(
+        writing.SaveJob,
+        "write",
+        lambda job: (seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())), write(job))[1],
+    )
     for asynchronous in (True, False):
         sw.save_checkpoint(nn.Linear(2, 2), path=tmp_path, step=1, asynchronous=asynchronous).wait()
     here = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
@@ -126,6 +139,7 @@ def test_the_thread_of_a_save_leaves_the_processor_to_the_training(tmp_path: Pat
 def test_without_a_thread_it_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def none_left(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
+
     model, optimizer = trained()
     before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     with monkeypatch.context() as patch:
@@ -139,6 +153,7 @@ def test_without_a_thread_it_is_written_at_once(tmp_path: Path, monkeypatch: pyt
 def test_what_cannot_be_copied_is_an_error_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: Any) -> None:
         raise MemoryError("no room for copies")
+
     monkeypatch.setattr(saving, "Copies", full)
     with pytest.raises(CheckpointError, match="cannot be written: MemoryError: no room for copies"):
         sw.save_checkpoint(nn.Linear(2, 2), path=tmp_path, step=1, asynchronous=True)
@@ -150,6 +165,7 @@ def test_what_goes_wrong_in_the_background_is_told_once(tmp_path: Path, monkeypa
 
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device", str(tmp_path / "model.safetensors"))
+
     with monkeypatch.context() as patch:
         patch.setattr(whole_files, "_put", full)
         first = sw.save_checkpoint(net, path=tmp_path, step=1, asynchronous=True)
@@ -165,14 +181,20 @@ def test_what_goes_wrong_in_the_background_is_told_once(tmp_path: Path, monkeypa
 
 @pytest.mark.long
 def test_the_end_of_the_interpreter_waits_for_it(tmp_path: Path) -> None:
-    script = ("import sys, time, torch, shardwright as sw\n"
-              "from shardwright.checkpoint import writing\n"
-              "write = writing.Job.write\n"
-              "writing.Job.write = lambda job: (time.sleep(0.5), write(job))\n"
-              "sw.save_checkpoint(torch.nn.Linear(2, 2), path=sys.argv[1], step=1, asynchronous=True)\n"
-              "writing.Job.write = None\n")
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=PATIENCE)
+    script = (
+        "import sys, time, torch, shardwright as sw\n"
+        "from shardwright.checkpoint import writing\n"
+        "write = writing.Job.write\n"
+        "writing.Job.write = lambda job: (time.sleep(0.5), write(job))\n"
+        "sw.save_checkpoint(torch.nn.Linear(2, 2), path=sys.argv[1], step=1, asynchronous=True)\n"
+        "writing.Job.write = None\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=PATIENCE
+    )
     assert not done.returncode and manifest.verify(sw.latest_checkpoint(tmp_path)) == []
     failed = script.replace("(time.sleep(0.5), write(job))", "1 / 0").replace("writing.Job.write = None\n", "")
-    done = subprocess.run([sys.executable, "-c", failed, str(tmp_path)], capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(
+        [sys.executable, "-c", failed, str(tmp_path)], capture_output=True, text=True, timeout=PATIENCE
+    )
     assert "the checkpoint in the background was not written: " in done.stderr and "division by zero" in done.stderr

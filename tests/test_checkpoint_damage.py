@@ -1,4 +1,5 @@
-"""Damage to a checkpoint's files is found by `verify` and by loading, with the name of the file, before anything is changed."""
+"""Damage to a checkpoint's files is found by `verify` and by loading, with the name of the file, before anything is
+changed."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def test_verify_finds_any_single_bit(subjects: Subjects, whole: bool, rng: rando
     copy = subjects.folder / "bit" / sound.name
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(sound, copy)
-    name, = damage(copy, "bit", {}, rng)
+    (name,) = damage(copy, "bit", {}, rng)
     found = verify(copy)
     assert found and all(p.startswith(f"{name}:") for p in found)
 
@@ -66,9 +67,12 @@ def test_what_is_said(subjects: Subjects, copies: list[Path]) -> None:
         whole = file.read_bytes()
         refusing = re.escape(str(file))
         other = next(p for p in subjects.others["other step"] if (p / name).exists())
-        for content, what in ((whole[:100], "it has 100 bytes instead of"), (None, "it is missing"),
-                              (whole[:-200] + bytes([whole[-200] ^ 1]) + whole[-199:], "it was altered within bytes 0 to"),
-                              ((other / name).read_bytes(), "it belongs to another save, [0-9a-f]{32}, and not to this one")):
+        for content, what in (
+            (whole[:100], "it has 100 bytes instead of"),
+            (None, "it is missing"),
+            (whole[:-200] + bytes([whole[-200] ^ 1]) + whole[-199:], "it was altered within bytes 0 to"),
+            ((other / name).read_bytes(), "it belongs to another save, [0-9a-f]{32}, and not to this one"),
+        ):
             file.unlink(missing_ok=True)
             if content is not None:
                 file.write_bytes(content)
@@ -85,10 +89,17 @@ def test_what_is_said(subjects: Subjects, copies: list[Path]) -> None:
 def test_manifests(subjects: Subjects, copies: list[Path]) -> None:
     path = copies[0] / MANIFEST
     text = path.read_text()
-    for other, what in ((text.replace('"schema": 1', f'"schema": {SCHEMA + 1}'), f"schema {SCHEMA + 1}: a newer version.*\n.*schema 1"),
-                        (text[:-10], "cut short"), (text.replace('"step": 1', '"step": 2'), "damaged: it is not what was written"),
-                        (text.replace('"step": 1,', '"step":  1,'), "not what was written"), (text + " ", "not what was written"),
-                        ("[]", "damaged"), ("{}", "damaged"), (json.dumps({"schema": True}), "damaged"), ("\x00", "damaged")):
+    for other, what in (
+        (text.replace('"schema": 1', f'"schema": {SCHEMA + 1}'), f"schema {SCHEMA + 1}: a newer version.*\n.*schema 1"),
+        (text[:-10], "cut short"),
+        (text.replace('"step": 1', '"step": 2'), "damaged: it is not what was written"),
+        (text.replace('"step": 1,', '"step":  1,'), "not what was written"),
+        (text + " ", "not what was written"),
+        ("[]", "damaged"),
+        ("{}", "damaged"),
+        (json.dumps({"schema": True}), "damaged"),
+        ("\x00", "damaged"),
+    ):
         assert other != text
         path.write_text(other)
         refused(subjects, copies[0], what)

@@ -1,4 +1,5 @@
-"""Loading in one process: going on to the bit, under other plans, without a plan, from Hugging Face; and what is refused."""
+"""Loading in one process: going on to the bit, under other plans, without a plan, from Hugging Face; and what is
+refused."""
 
 from __future__ import annotations
 
@@ -35,7 +36,12 @@ def made(name: str = "rows and columns", devices: int = 4, seed: int = 5) -> sw.
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
-    return [copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict()), torch.get_rng_state(), random.getstate()]
+    return [
+        copy.deepcopy(model.state_dict()),
+        copy.deepcopy(optimizer.state_dict()),
+        torch.get_rng_state(),
+        random.getstate(),
+    ]
 
 
 def same(one: Any, other: Any) -> bool:
@@ -52,8 +58,13 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "SGD": sgd,
     "AdamW, fused": lambda m: adamw(m, fused=True),
     "AdamW, one by one": lambda m: adamw(m, foreach=False, amsgrad=True),
-    "two groups": lambda m: torch.optim.Adam([{"params": [p for p in m.parameters() if p.dim() > 1], "weight_decay": 0.1},
-                                              {"params": [p for p in m.parameters() if p.dim() < 2], "lr": 0.02}], 0.01),
+    "two groups": lambda m: torch.optim.Adam(
+        [
+            {"params": [p for p in m.parameters() if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in m.parameters() if p.dim() < 2], "lr": 0.02},
+        ],
+        0.01,
+    ),
     "Adagrad": lambda m: torch.optim.Adagrad(m.parameters(), 0.1),
     "ASGD": lambda m: torch.optim.ASGD(m.parameters(), 0.1),
     "RMSprop": lambda m: torch.optim.RMSprop(m.parameters(), 0.01, centered=True),
@@ -63,9 +74,10 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "multi step": lambda o: lr_scheduler.MultiStepLR(o, [1, 3, 3]),
     "one cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=10, cycle_momentum=False),
-    "warm, then cosine": lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.LinearLR(o, total_iters=2),
-                                                                lr_scheduler.CosineAnnealingLR(o, 5)], [2]),
-    "by a function": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9 ** step),
+    "warm, then cosine": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, total_iters=2), lr_scheduler.CosineAnnealingLR(o, 5)], [2]
+    ),
+    "by a function": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
 }
 
 
@@ -212,11 +224,14 @@ def test_positions_and_modules_with_a_state_of_their_own(tmp_path: Path) -> None
 
 # -- Hugging Face ------------------------------------------------------------------------------------------------------
 
+
 def test_hugging_face_folders(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
 
     def gpt2() -> nn.Module:
-        return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=4))
+        return transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=4)
+        )
 
     tokens = torch.randint(0, 64, (4, 8))
     theirs = gpt2().eval()
@@ -245,7 +260,9 @@ def test_folders_like_hugging_faces_that_are_damaged(tmp_path: Path) -> None:
     safetensors.torch.save_file(dict(list(state.items())[:2]), folder / "a.safetensors")
     safetensors.torch.save_file(dict(list(state.items())[2:]), folder / "b.safetensors")
     index = folder / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {n: ("a" if i < 2 else "b") + ".safetensors" for i, n in enumerate(state)}}))
+    index.write_text(
+        json.dumps({"weight_map": {n: ("a" if i < 2 else "b") + ".safetensors" for i, n in enumerate(state)}})
+    )
     nn.init.zeros_(net[0].weight)
     sw.load_checkpoint(net, path=folder)
     assert torch.equal(net[0].weight, state["0.weight"])
@@ -278,6 +295,7 @@ def test_folders_like_hugging_faces_that_are_damaged(tmp_path: Path) -> None:
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
+
 @KINDS
 def test_another_model_or_optimizer_is_refused_before_anything_changes(tmp_path: Path, whole: bool) -> None:
     net = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
@@ -291,7 +309,9 @@ def test_another_model_or_optimizer_is_refused_before_anything_changes(tmp_path:
         held = given.pop("optimizer", None) or torch.optim.SGD(model.parameters(), 0.3, momentum=0.9)
         before = state_of(model, held)
         with pytest.raises(CheckpointError, match=what) as caught:
-            sw.load_checkpoint(model, held if given.pop("with_optimizer", True) else None, given.pop("path", tmp_path), **given)
+            sw.load_checkpoint(
+                model, held if given.pop("with_optimizer", True) else None, given.pop("path", tmp_path), **given
+            )
         assert str(tmp_path) in str(caught.value) and same(before, state_of(model, held))
 
     def layers(*sizes: int) -> nn.Module:
@@ -303,13 +323,26 @@ def test_another_model_or_optimizer_is_refused_before_anything_changes(tmp_path:
     refused(r"its '0.weight' is float32, the model's is float64\n.*strict=False", layers(4, 6, 2).double())
     refused(r"it has no '0.first'", nn.Sequential(nn.ParameterDict({"first": nn.Parameter(torch.zeros(1))})))
     other = layers(4, 6, 2)
-    refused(r"the state of SGD \(momentum_buffer\), and the optimizer is Adam\n", other, optimizer=torch.optim.Adam(other.parameters()))
-    refused(r"1 groups of \[4\] parameters, this one 1 of \[2\]; group 0 differs in model.1", other,
-            optimizer=torch.optim.SGD(other[0].parameters(), 0.1))
-    refused(r"1 groups of \[4\] parameters, this one 2", other,
-            optimizer=torch.optim.SGD([{"params": other[0].parameters()}, {"params": other[1].parameters()}], 0.1))
-    refused(r"the schedulers \['StepLR'\], and \['ConstantLR'\]", other, schedulers=[lr_scheduler.ConstantLR(
-        torch.optim.SGD(other.parameters(), 0.1))])
+    refused(
+        r"the state of SGD \(momentum_buffer\), and the optimizer is Adam\n",
+        other,
+        optimizer=torch.optim.Adam(other.parameters()),
+    )
+    refused(
+        r"1 groups of \[4\] parameters, this one 1 of \[2\]; group 0 differs in model.1",
+        other,
+        optimizer=torch.optim.SGD(other[0].parameters(), 0.1),
+    )
+    refused(
+        r"1 groups of \[4\] parameters, this one 2",
+        other,
+        optimizer=torch.optim.SGD([{"params": other[0].parameters()}, {"params": other[1].parameters()}], 0.1),
+    )
+    refused(
+        r"the schedulers \['StepLR'\], and \['ConstantLR'\]",
+        other,
+        schedulers=[lr_scheduler.ConstantLR(torch.optim.SGD(other.parameters(), 0.1))],
+    )
     refused("no position in the data", other, data=object())
     refused(r"no checkpoint of step 3\n.*the steps there are: 10", other, step=3)
     refused(r"step='x'", other, step="x")

@@ -1,4 +1,5 @@
-"""All checkpoints of a run transformed; the ranks whose parts another layout needs; a checkpoint loaded to predict with."""
+"""All checkpoints of a run transformed; the ranks whose parts another layout needs; a checkpoint loaded to predict
+with."""
 
 from __future__ import annotations
 
@@ -114,8 +115,10 @@ def test_ranks_whose_parts_hold_it(run: Path, strategies: Path, tmp_path: Path) 
         held = ParameterStrategies.read(strategies).all
         with StoredTensors(copy) as stored, StoredTensors(parts) as complete:
             for name, storage in held.items():
-                assert torch.equal(stored.read(f"model.{name}", storage.slice(rank)),
-                                   complete.read(f"model.{name}", storage.slice(rank)))
+                assert torch.equal(
+                    stored.read(f"model.{name}", storage.slice(rank)),
+                    complete.read(f"model.{name}", storage.slice(rank)),
+                )
         shutil.rmtree(copy)
     assert sw.rank_list_for_transform(0, parts) == [0, 1, 2, 3]
     assert sw.rank_list_for_transform(3, run / "step-00000001", strategies) == [0]
@@ -144,8 +147,9 @@ def test_a_whole_model(step: int, run: Path) -> None:
     assert all(torch.equal(p, expected[name]) for name, p in called.named_parameters())
 
 
-@pytest.mark.parametrize("name, said", [("columns", "plan"), ("level1", "inferred"), ("two stages", "file"),
-                                        ("two stages", "inferred")])
+@pytest.mark.parametrize(
+    "name, said", [("columns", "plan"), ("level1", "inferred"), ("two stages", "file"), ("two stages", "inferred")]
+)
 def test_the_slices_of_a_rank(name: str, said: str, run: Path, tmp_path: Path) -> None:
     sw.init(devices=4)
     model = PLANS[name](4).save_param_strategy_file(tmp_path / "file").save_operator_strategy_file(tmp_path / "plan")
@@ -168,8 +172,12 @@ def test_parameters_stay_the_optimizers_and_tied_ones_one(tmp_path: Path) -> Non
     sw.save_checkpoint(net, path=tmp_path, step=0)
     network = emptied(Net(tied=True))
     optimizer = torch.optim.SGD(network.parameters(), 0.1)
-    cut = {name: storage for name, storage in sw.plan(Net(tied=True), batch(0)[:1], CROSS_ENTROPY, batch(0)[1], devices=4,
-                                                      hsdp={"threshold": 0}).parameters.items()}
+    cut = {
+        name: storage
+        for name, storage in sw.plan(
+            Net(tied=True), batch(0)[:1], CROSS_ENTROPY, batch(0)[1], devices=4, hsdp={"threshold": 0}
+        ).parameters.items()
+    }
     sw.load_distributed_checkpoint(network, tmp_path, cut, rank_id=2)
     assert network.layers[1].weight is network.layers[2].weight
     assert torch.equal(network.layers[2].weight, net.layers[1].weight[8:12])
@@ -193,13 +201,19 @@ def test_what_both_have_is_loaded_where_that_is_asked_for(run: Path, tmp_path: P
         network.more = emptied(nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize("change, says", [
-    (lambda net, said: setattr(net, "head", nn.Linear(16, 9, dtype=torch.float64)), "the network's 'head.weight' is [9, 16]"),
-    (lambda net, said: said.pop("head.bias"), "the predict_strategy says nothing of 'head.bias'"),
-    (lambda net, said: delattr(net, "norm") or setattr(net, "extra", nn.Linear(2, 2)), "it has no 'extra.weight'"),
-    (lambda net, said: setattr(net, "head", nn.Identity()), "it has 'head.weight', which the network does not"),
-    (lambda net, said: net.head.float(), "its 'head.weight' is torch.float64, the network's torch.float32"),
-])
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (
+            lambda net, said: setattr(net, "head", nn.Linear(16, 9, dtype=torch.float64)),
+            "the network's 'head.weight' is [9, 16]",
+        ),
+        (lambda net, said: said.pop("head.bias"), "the predict_strategy says nothing of 'head.bias'"),
+        (lambda net, said: delattr(net, "norm") or setattr(net, "extra", nn.Linear(2, 2)), "it has no 'extra.weight'"),
+        (lambda net, said: setattr(net, "head", nn.Identity()), "it has 'head.weight', which the network does not"),
+        (lambda net, said: net.head.float(), "its 'head.weight' is torch.float64, the network's torch.float32"),
+    ],
+)
 def test_slices_of_another_model(change: Callable, says: str, run: Path) -> None:
     sw.init(devices=4)
     inferred = dict(PLANS["columns"](4).infer_layout(*batch(0)))
@@ -246,7 +260,9 @@ def test_a_folder_of_hugging_face(tmp_path: Path) -> None:
     safetensors.torch.save_file(net.state_dict(), tmp_path / "model.safetensors")
     inferred = PLANS["columns"](4).infer_layout(*batch(0))
     sw.load_distributed_checkpoint(network, tmp_path, inferred, rank_id=3)
-    assert all(torch.equal(p, q[inferred[n].slice(3)]) for (n, p), q in zip(network.named_parameters(), net.parameters()))
+    assert all(
+        torch.equal(p, q[inferred[n].slice(3)]) for (n, p), q in zip(network.named_parameters(), net.parameters())
+    )
 
 
 def _on_ranks(rank: int, world: int, folder: str, expected: str) -> Any:

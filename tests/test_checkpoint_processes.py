@@ -91,6 +91,7 @@ def refused(what: str, call: Callable[[], Any]) -> CheckpointError:
 
 # -- on four ranks -----------------------------------------------------------------------------------------------------
 
+
 def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
     """Each with a folder of its own, in which later tests of fewer ranks find what was saved."""
 
@@ -119,14 +120,24 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
             assert went_on(fresh(name), parts if name == "level3" else whole) == losses, f"{name}: to the bit"
 
     def another_plan(rank: int, world: int) -> None:
-        for source, target in (("rows and columns", "columns"), ("two stages", "as many stages"), ("level3", "two stages"),
-                               ("as many stages", "level1"), ("data_parallel", "rows and columns")):
+        for source, target in (
+            ("rows and columns", "columns"),
+            ("two stages", "as many stages"),
+            ("level3", "two stages"),
+            ("as many stages", "level1"),
+            ("data_parallel", "rows and columns"),
+        ):
             for path in of(source)[:2]:
                 alike(went_on(known(target), path), of(source)[2])
 
     def optimizers(rank: int, world: int) -> None:
-        for number, make in enumerate((lambda m: adamw(m, fused=True), lambda m: adamw(m, foreach=True, amsgrad=True),
-                                       lambda m: torch.optim.NAdam(m.parameters()))):
+        for number, make in enumerate(
+            (
+                lambda m: adamw(m, fused=True),
+                lambda m: adamw(m, foreach=True, amsgrad=True),
+                lambda m: torch.optim.NAdam(m.parameters()),
+            )
+        ):
             path, model = folder / f"optimizer {number}", known("level1")
             sw.load_checkpoint(model, path=of("level1")[0])
             optimizer = make(model)
@@ -163,7 +174,10 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
         path, held = of("level3")[0], StoredTensors(of("level3")[0] / "step-00000002")
         total, count, fill = sum(entry.bytes for entry in held.entries.values()), [], StoredTensors._fill
         try:
-            StoredTensors._fill = lambda self, name, target, offset: (count.append(len(target)), fill(self, name, target, offset))[1]
+            StoredTensors._fill = lambda self, name, target, offset: (
+                count.append(len(target)),
+                fill(self, name, target, offset),
+            )[1]
             for name, share in (("level3", 1 / world), ("data_parallel", 1)):
                 model = known(name)
                 sw.load_checkpoint(model, sgd(model), path)
@@ -195,10 +209,14 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
             model = make()
             optimizer = sgd(model)
             go(model, optimizer, range(2))
-            path = sw.save_checkpoint(model, optimizer, folder / f"uneven {whole}", step=2, integrated_save=whole).wait()
+            path = sw.save_checkpoint(
+                model, optimizer, folder / f"uneven {whole}", step=2, integrated_save=whole
+            ).wait()
             stored = StoredTensors(path)
             assert stored.shape("model.layers.0.weight") == (10, 10)
-            assert torch.equal(stored.read("model.layers.0.weight"), model.get_parameter("layers.0.weight").full_tensor())
+            assert torch.equal(
+                stored.read("model.layers.0.weight"), model.get_parameter("layers.0.weight").full_tensor()
+            )
             losses = go(model, optimizer, range(2, 4))
             model = make() if whole else model
             optimizer = sgd(model)
@@ -209,7 +227,9 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
         def make() -> tuple[sw.AutoParallel, torch.optim.Optimizer]:
             net = nn.Linear(16, 8, dtype=D)
             net.weight = sw.layerwise_parallel(lambda r: draw(8, 16, seed=r))
-            return sw.AutoParallel(net, nn.CrossEntropyLoss(), "hybrid_parallel"), torch.optim.Adam(net.parameters(), 0.1)
+            return sw.AutoParallel(net, nn.CrossEntropyLoss(), "hybrid_parallel"), torch.optim.Adam(
+                net.parameters(), 0.1
+            )
 
         for whole in (True, False):
             model, optimizer = make()
@@ -237,7 +257,10 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
             kept = getattr(module, name)
             if rank == 2:
                 setattr(module, name, full)
-            refused("No space left on device", lambda: sw.save_checkpoint(model, optimizer, path, step=3, integrated_save=whole))
+            refused(
+                "No space left on device",
+                lambda: sw.save_checkpoint(model, optimizer, path, step=3, integrated_save=whole),
+            )
             saving = sw.save_checkpoint(model, optimizer, path, step=3, integrated_save=whole, asynchronous=True)
             refused("on rank 2", saving.wait)
             saving = sw.save_checkpoint(model, optimizer, path, step=3, integrated_save=whole, asynchronous=True)
@@ -245,16 +268,23 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
             setattr(module, name, kept)
         words = writing.encode
         writing.encode = words if rank != 2 else lambda value: 1 / 0
-        refused("ZeroDivisionError: division by zero (on rank 2)", lambda: sw.save_checkpoint(model, optimizer, path, step=3))
+        refused(
+            "ZeroDivisionError: division by zero (on rank 2)",
+            lambda: sw.save_checkpoint(model, optimizer, path, step=3),
+        )
         writing.encode = words
         dist.barrier()
         assert {p.name for p in path.iterdir()} == before, "no new checkpoint, and nothing left of it"
         dist.barrier()
-        refused("rank 1 saves with step=4, rank 0 with 3",
-                lambda: sw.save_checkpoint(model, optimizer, path, step=4 if rank == 1 else 3))
+        refused(
+            "rank 1 saves with step=4, rank 0 with 3",
+            lambda: sw.save_checkpoint(model, optimizer, path, step=4 if rank == 1 else 3),
+        )
         state = type("Position", (), {"state_dict": lambda self: {"at": object() if rank == 3 else 1}})()
-        refused("object, which cannot be saved (on rank 3)",
-                lambda: sw.save_checkpoint(model, optimizer, path, step=3, data=state))
+        refused(
+            "object, which cannot be saved (on rank 3)",
+            lambda: sw.save_checkpoint(model, optimizer, path, step=3, data=state),
+        )
         assert rank or {p.name for p in path.iterdir()} == before
 
     def rows_of_several_ranks(rank: int, world: int) -> None:
@@ -268,6 +298,7 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
         def noted(files: Any, part: Path, name: str, first: int, rows: Tensor) -> None:
             written.append((name, first, rows.numel()))
             run(files, part, name, first, rows)
+
         whole_files.WholeFiles.write_run = noted
         try:
             saving = save(model, optimizer, path, True)
@@ -286,11 +317,14 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
 
             def full(*args: Any) -> None:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "the file")
+
             if rank == 2:
                 whole_files.WholeFiles.write_run = full
             for asynchronous in (False, True):
-                refused("No space left on device (on rank 2)", lambda: sw.save_checkpoint(
-                    model, optimizer, path, step=3, asynchronous=asynchronous).wait())
+                refused(
+                    "No space left on device (on rank 2)",
+                    lambda: sw.save_checkpoint(model, optimizer, path, step=3, asynchronous=asynchronous).wait(),
+                )
             whole_files.WholeFiles.write_run = run
             if rank == 1:
                 patch.setattr(joining, "_write", lambda *args: 1 / 0)
@@ -337,7 +371,9 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
         assert error.source.endswith("__3_0.distcp")
         assert all(torch.equal(p.to_local(), before[n]) for n, p in model.named_parameters())
         assert torch.equal(torch.get_rng_state(), state) and optimizer.param_groups[0]["lr"] == 7.0 != seed
-        for file in sorted(p.name for p in (of("rows and columns")[1] / "step-00000002").iterdir()):  # of every rank's share
+        for file in sorted(
+            p.name for p in (of("rows and columns")[1] / "step-00000002").iterdir()
+        ):  # of every rank's share
             if rank == 0:
                 shutil.rmtree(copy), shutil.copytree(of("rows and columns")[1], copy)
                 path = copy / "step-00000002" / file
@@ -380,10 +416,25 @@ def scenarios_of(folder: Path) -> dict[str, Callable[[int, int], None]]:
         sw.load_checkpoint(model, path=path, data=position)
         assert position.at == rank and random.random() == upcoming
 
-    return {f.__name__: f for f in (
-        same_plan, before_the_first_call, another_plan, optimizers,
-        in_the_background, reads_its_slices_alone, uneven, slices_of_ones_own, one_rank_cannot_write, rows_of_several_ranks,
-        columns_without_memory_to_share, damage_is_the_same_for_all, two_hosts, seeds_and_positions)}
+    return {
+        f.__name__: f
+        for f in (
+            same_plan,
+            before_the_first_call,
+            another_plan,
+            optimizers,
+            in_the_background,
+            reads_its_slices_alone,
+            uneven,
+            slices_of_ones_own,
+            one_rank_cannot_write,
+            rows_of_several_ranks,
+            columns_without_memory_to_share,
+            damage_is_the_same_for_all,
+            two_hosts,
+            seeds_and_positions,
+        )
+    }
 
 
 def on_ranks(rank: int, world: int, folder: Path) -> dict[str, str | None]:
@@ -394,8 +445,11 @@ def on_two_ranks(rank: int, world: int, folder: Path) -> tuple[dict[str, str | N
     gone_on: dict[str, list[float]] = {}
 
     def of_four_ranks(rank: int, world: int) -> None:
-        for source, target in (("rows and columns parts", "rows and columns"), ("two stages parts", "level1"),
-                               ("level3 whole", "two stages")):
+        for source, target in (
+            ("rows and columns parts", "rows and columns"),
+            ("two stages parts", "level1"),
+            ("level3 whole", "two stages"),
+        ):
             gone_on[source] = went_on(fresh(target), folder / source)
 
     def of_one_process(rank: int, world: int) -> None:
@@ -413,16 +467,21 @@ def on_two_ranks(rank: int, world: int, folder: Path) -> tuple[dict[str, str | N
             assert restored.step is None
             torch.testing.assert_close(model(*batch(0)).item(), BARE_LOSS[0])
             assert {n: tuple(p.to_local().shape) for n, p in net.named_parameters()} == {
-                "first.weight": (8, 16), "last.weight": (4, 16)}, "slices"
+                "first.weight": (8, 16),
+                "last.weight": (4, 16),
+            }, "slices"
 
     def positions_of_four_ranks(rank: int, world: int) -> None:
         model, state = fresh("data_parallel"), random.getstate()
-        refused("of 4 ranks, and there are 2", lambda: sw.load_checkpoint(model, path=folder / "positions", data=Anything()))
+        refused(
+            "of 4 ranks, and there are 2", lambda: sw.load_checkpoint(model, path=folder / "positions", data=Anything())
+        )
         sw.load_checkpoint(model, path=folder / "positions")
         assert random.getstate() == state, "it differed between ranks: nobody can say which is this one's"
 
-    return run_scenarios(rank, world, {f.__name__: f for f in (of_four_ranks, of_one_process, of_hugging_face,
-                                                               positions_of_four_ranks)}), gone_on
+    return run_scenarios(
+        rank, world, {f.__name__: f for f in (of_four_ranks, of_one_process, of_hugging_face, positions_of_four_ranks)}
+    ), gone_on
 
 
 class Anything:
@@ -446,7 +505,9 @@ def stored_as_hugging_face(folder: Path) -> float:
     folder.mkdir()
     values = {"first.weight": draw(16, 16, seed=40).bfloat16(), "last.weight": draw(8, 16, seed=41).bfloat16()}
     for number, (name, value) in enumerate(values.items()):
-        safetensors.torch.save_file({name: value}, folder / f"model-{number + 1:05d}-of-00002.safetensors", {"format": "pt"})
+        safetensors.torch.save_file(
+            {name: value}, folder / f"model-{number + 1:05d}-of-00002.safetensors", {"format": "pt"}
+        )
     index = {"metadata": {}, "weight_map": {n: f"model-{i + 1:05d}-of-00002.safetensors" for i, n in enumerate(values)}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     one = Bare()
@@ -489,8 +550,11 @@ def test_of_four_ranks_on_two_on_one_process_and_without_us(four: tuple[Path, li
         assert not any(results.values()), f"rank {rank}: {results}"
         for losses in gone_on.values():
             alike(losses, expected)
-    for source, target, devices in (("rows and columns parts", "columns", 8), ("two stages whole", "level2", 4),
-                                    ("as many stages whole", "as many stages", 4)):
+    for source, target, devices in (
+        ("rows and columns parts", "columns", 8),
+        ("two stages whole", "level2", 4),
+        ("as many stages whole", "as many stages", 4),
+    ):
         model = local(target, devices)
         optimizer = sgd(model)
         sw.load_checkpoint(model, optimizer, folder / source)

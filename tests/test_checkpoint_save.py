@@ -37,6 +37,7 @@ from shardwright.json_values import decode, encode
 
 # -- what it holds -----------------------------------------------------------------------------------------------------
 
+
 @KINDS
 def test_names_and_values(tmp_path: Path, whole: bool) -> None:
     model, optimizer = trained()
@@ -49,7 +50,9 @@ def test_names_and_values(tmp_path: Path, whole: bool) -> None:
     for name, value in state.items():
         assert torch.equal(stored.read(f"model.{name}"), value)
     for name, parameter in model.named_parameters():
-        assert torch.equal(stored.read(f"optimizer.{name}.momentum_buffer"), optimizer.state[parameter]["momentum_buffer"])
+        assert torch.equal(
+            stored.read(f"optimizer.{name}.momentum_buffer"), optimizer.state[parameter]["momentum_buffer"]
+        )
     assert sw.Plan.load(path / "plan.json").fingerprint == model.plan.fingerprint == stored.manifest.plan
     layout = stored.entries["model.layers.0.weight"].layout
     assert layout == {"devices": 4, "first": 0, "layout": [4, 1]}
@@ -70,15 +73,20 @@ def test_integrated_is_plain_safetensors_with_tied_weights_once(tmp_path: Path) 
 
 def test_parts_are_read_by_plain_torch(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
+
     model, optimizer = trained()
     path = sw.save_checkpoint(model, optimizer, tmp_path, step=1, integrated_save=False).wait()
-    held = {"model": {n: torch.zeros_like(p) for n, p in model.state_dict().items()},
-            "optimizer": {"head.bias": {"momentum_buffer": torch.zeros(8, dtype=D)}}}
+    held = {
+        "model": {n: torch.zeros_like(p) for n, p in model.state_dict().items()},
+        "optimizer": {"head.bias": {"momentum_buffer": torch.zeros(8, dtype=D)}},
+    }
     with pytest.warns(UserWarning, match="single process"):
         dcp.load(held, checkpoint_id=path)
     assert all(torch.equal(held["model"][n], p) for n, p in model.state_dict().items())
-    assert torch.equal(held["optimizer"]["head.bias"]["momentum_buffer"],
-                       optimizer.state[model.get_parameter("head.bias")]["momentum_buffer"])
+    assert torch.equal(
+        held["optimizer"]["head.bias"]["momentum_buffer"],
+        optimizer.state[model.get_parameter("head.bias")]["momentum_buffer"],
+    )
 
 
 @KINDS
@@ -111,6 +119,7 @@ def test_what_the_format_does_not_know(tmp_path: Path) -> None:
 
 # -- whole or not at all -----------------------------------------------------------------------------------------------
 
+
 def killed(call: Any) -> None:
     """Run something in a process of its own that dies of it."""
     child = os.fork()
@@ -126,8 +135,17 @@ def dies(*args: Any, **kwargs: Any) -> None:
     os._exit(9)
 
 
-@pytest.mark.parametrize("where", [(whole_files, "_put"), (writing, "synced"), (writing, "write_manifest"), (folders, "sync_folder"),
-                                   (folders, "prune")], ids=lambda w: w[1])
+@pytest.mark.parametrize(
+    "where",
+    [
+        (whole_files, "_put"),
+        (writing, "synced"),
+        (writing, "write_manifest"),
+        (folders, "sync_folder"),
+        (folders, "prune"),
+    ],
+    ids=lambda w: w[1],
+)
 def test_a_killed_save_harms_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: tuple[Any, str]) -> None:
     model, optimizer = trained()
     sw.save_checkpoint(model, optimizer, tmp_path, step=1)
@@ -143,8 +161,9 @@ def test_a_killed_save_harms_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("dies_at", [1, 2])
-def test_a_step_is_replaced_without_a_moment_in_which_it_could_be_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                                      dies_at: int) -> None:
+def test_a_step_is_replaced_without_a_moment_in_which_it_could_be_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_at: int
+) -> None:
     model, optimizer = trained()
     sw.save_checkpoint(model, optimizer, tmp_path, step=1, extra="first")
     rename, count = os.rename, []
@@ -152,6 +171,7 @@ def test_a_step_is_replaced_without_a_moment_in_which_it_could_be_lost(tmp_path:
     def renamed(*args: Any) -> None:
         count.append(args)
         rename(*args) if len(count) < dies_at else os._exit(9)
+
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", renamed)
         killed(lambda: sw.save_checkpoint(model, optimizer, tmp_path, step=1, extra="second"))
@@ -181,6 +201,7 @@ def test_the_oldest_go_once_the_new_one_is_whole(tmp_path: Path, monkeypatch: py
 
 # -- bad input ---------------------------------------------------------------------------------------------------------
 
+
 def test_bad_input(tmp_path: Path) -> None:
     net = nn.Linear(2, 2)
     (tmp_path / "file").write_text("")
@@ -194,11 +215,13 @@ def test_bad_input(tmp_path: Path) -> None:
         r"keep_checkpoint_max=0\n.*None": lambda: sw.save_checkpoint(net, path=tmp_path, step=1, keep_checkpoint_max=0),
         r"file.*cannot be written": lambda: sw.save_checkpoint(net, path=tmp_path / "file", step=1),
         r"file.*Not a directory": lambda: sw.save_checkpoint(net, path=tmp_path / "file" / "run", step=1),
-        r"extra\['a'\]\[1\] is a object, which cannot be saved":
-            lambda: sw.save_checkpoint(net, path=tmp_path, step=1, extra={"a": [1, object()]}),
+        r"extra\['a'\]\[1\] is a object, which cannot be saved": lambda: sw.save_checkpoint(
+            net, path=tmp_path, step=1, extra={"a": [1, object()]}
+        ),
         r"OrderedDict is no model": lambda: sw.save_checkpoint(net.state_dict(), path=tmp_path, step=1),
-        r"SGD has in group 0 a parameter of shape \(3, 3\) that is none of the model's":
-            lambda: sw.save_checkpoint(net, torch.optim.SGD([nn.Parameter(torch.zeros(3, 3))], 0.1), tmp_path, step=1),
+        r"SGD has in group 0 a parameter of shape \(3, 3\) that is none of the model's": lambda: sw.save_checkpoint(
+            net, torch.optim.SGD([nn.Parameter(torch.zeros(3, 3))], 0.1), tmp_path, step=1
+        ),
         r"'weight' has no values yet": lambda: sw.save_checkpoint(sw.AutoParallel(later), path=tmp_path, step=1),
     }.items():
         with pytest.raises(CheckpointError, match=what):
@@ -209,10 +232,13 @@ def test_bad_input(tmp_path: Path) -> None:
 
 # -- when --------------------------------------------------------------------------------------------------------------
 
+
 def test_every_n_steps(tmp_path: Path) -> None:
     net = nn.Linear(2, 2)
-    regular = sw.CheckpointCallback(sw.CheckpointConfig(tmp_path, every_n_steps=3, keep_checkpoint_max=2, integrated_save=False,
-                                                        asynchronous=True), net)
+    regular = sw.CheckpointCallback(
+        sw.CheckpointConfig(tmp_path, every_n_steps=3, keep_checkpoint_max=2, integrated_save=False, asynchronous=True),
+        net,
+    )
     made = [regular.step(step, extra={"step": step}) for step in range(11)]
     regular.wait()
     assert [m.step for m in made if m is not None] == [3, 6, 9] and steps(tmp_path) == [6, 9]
@@ -229,8 +255,11 @@ def test_every_n_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         def from_first(self, mine: Any) -> Any:
             asked.append(now[0])
             return mine
+
     monkeypatch.setattr(callback, "ranks_of_now", lambda purpose: Counted())
-    regular = sw.CheckpointCallback(sw.CheckpointConfig(tmp_path, every_n_minutes=10, every_n_steps=1500), nn.Linear(2, 2))
+    regular = sw.CheckpointCallback(
+        sw.CheckpointConfig(tmp_path, every_n_minutes=10, every_n_steps=1500), nn.Linear(2, 2)
+    )
     made = []
     for step in range(1, 2001):
         now[0] += 1
@@ -241,9 +270,13 @@ def test_every_n_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_configurations() -> None:
-    for what, given in {"neither every_n_steps nor every_n_minutes": {}, "every_n_steps=0": {"every_n_steps": 0},
-                        "every_n_steps=True": {"every_n_steps": True}, "every_n_minutes=-1": {"every_n_minutes": -1},
-                        "every_n_minutes='1'": {"every_n_minutes": "1"}}.items():
+    for what, given in {
+        "neither every_n_steps nor every_n_minutes": {},
+        "every_n_steps=0": {"every_n_steps": 0},
+        "every_n_steps=True": {"every_n_steps": True},
+        "every_n_minutes=-1": {"every_n_minutes": -1},
+        "every_n_minutes='1'": {"every_n_minutes": "1"},
+    }.items():
         with pytest.raises(SettingError, match=what):
             sw.CheckpointConfig("path", **given)
     with pytest.raises(SettingError, match="path=3"):
@@ -254,14 +287,37 @@ def test_configurations() -> None:
 
 # -- the ground --------------------------------------------------------------------------------------------------------
 
-LEAVES = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=5), st.binary(max_size=5),
-                   st.complex_numbers(allow_nan=False), st.sampled_from([torch.float32, torch.bool, torch.device("cpu")]))
-KEYS = st.one_of(st.text(max_size=8), st.integers(), st.booleans(), st.tuples(st.integers()),
-                 st.sampled_from(["tuple", "dict", "tensor", "array", "float", "bytes", "shape"]))
-SETS = st.sets(st.integers(), max_size=3).map(lambda s: set(sorted(s, key=repr)))  # of one order, on which their repr depends
-VALUES = st.recursive(LEAVES, lambda inner: st.one_of(
-    st.lists(inner, max_size=3), st.lists(inner, max_size=3).map(tuple), st.dictionaries(KEYS, inner, max_size=3),
-    SETS, st.lists(st.integers(), max_size=4).map(collections.Counter)), max_leaves=10)
+LEAVES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(allow_nan=False),
+    st.text(max_size=5),
+    st.binary(max_size=5),
+    st.complex_numbers(allow_nan=False),
+    st.sampled_from([torch.float32, torch.bool, torch.device("cpu")]),
+)
+KEYS = st.one_of(
+    st.text(max_size=8),
+    st.integers(),
+    st.booleans(),
+    st.tuples(st.integers()),
+    st.sampled_from(["tuple", "dict", "tensor", "array", "float", "bytes", "shape"]),
+)
+SETS = st.sets(st.integers(), max_size=3).map(
+    lambda s: set(sorted(s, key=repr))
+)  # of one order, on which their repr depends
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(KEYS, inner, max_size=3),
+        SETS,
+        st.lists(st.integers(), max_size=4).map(collections.Counter),
+    ),
+    max_leaves=10,
+)
 
 
 @hypothesis.given(VALUES)
@@ -272,8 +328,11 @@ def test_values_come_back_as_they_were(value: Any) -> None:
 
 
 def test_tensors_and_arrays_come_back_too() -> None:
-    given = {"t": [torch.tensor([1.5, math.inf]).bfloat16(), torch.zeros(0, 2), torch.tensor(True)],
-             "a": np.arange(6, dtype=np.uint32).reshape(2, 3), "n": np.float64(2.5)}
+    given = {
+        "t": [torch.tensor([1.5, math.inf]).bfloat16(), torch.zeros(0, 2), torch.tensor(True)],
+        "a": np.arange(6, dtype=np.uint32).reshape(2, 3),
+        "n": np.float64(2.5),
+    }
     back = decode(json.loads(json.dumps(encode(given))))
     assert all(torch.equal(a, b) and a.dtype == b.dtype and a.shape == b.shape for a, b in zip(back["t"], given["t"]))
     assert np.array_equal(back["a"], given["a"]) and back["a"].dtype == np.uint32 and back["n"] == 2.5
@@ -281,17 +340,31 @@ def test_tensors_and_arrays_come_back_too() -> None:
 
 
 def test_which_boxes_are_joined() -> None:
-    shapes = {"columns": (6, 2**13), "blocks": (4, 2**14), "last": (2, 3, 2**14), "long": (6, 2**17), "rows": (8, 2**13)}
+    shapes = {
+        "columns": (6, 2**13),
+        "blocks": (4, 2**14),
+        "last": (2, 3, 2**14),
+        "long": (6, 2**17),
+        "rows": (8, 2**13),
+    }
     tensors = {name: (shape, "float32", None) for name, shape in shapes.items()}
-    said = [{"columns": ((0, 2**11 * r), (6, 2**11)),
-             "blocks": ((2 * (r // 2), 2**13 * (r % 2)), (2, 2**13)),
-             "last": ((0, 0, 2**12 * r), (2, 3, 2**12)),
-             "long": ((0, 2**15 * r), (6, 2**15)),  # 128 KiB
-             "rows": ((2 * r, 0), (2, 2**13))} for r in range(4)]
+    said = [
+        {
+            "columns": ((0, 2**11 * r), (6, 2**11)),
+            "blocks": ((2 * (r // 2), 2**13 * (r % 2)), (2, 2**13)),
+            "last": ((0, 0, 2**12 * r), (2, 3, 2**12)),
+            "long": ((0, 2**15 * r), (6, 2**15)),  # 128 KiB
+            "rows": ((2 * r, 0), (2, 2**13)),
+        }
+        for r in range(4)
+    ]
     joints = joining.joints_of(tensors, said, 2**16)
     assert [(j.name, j.ranks, j.dims, j.first, j.rows) for j in joints] == [
-        ("columns", (0, 1, 2, 3), 1, 0, 6), ("blocks", (0, 1), 1, 0, 2), ("blocks", (2, 3), 1, 2, 2),
-        ("last", (0, 1, 2, 3), 2, 0, 6)]
+        ("columns", (0, 1, 2, 3), 1, 0, 6),
+        ("blocks", (0, 1), 1, 0, 2),
+        ("blocks", (2, 3), 1, 2, 2),
+        ("last", (0, 1, 2, 3), 2, 0, 6),
+    ]
     for joint in joints:
         shares = [joint.share(number, step) for number in range(len(joint.ranks)) for step in range(joint.steps)]
         assert [row for share in shares for row in range(*share)] == list(range(joint.rows)), "each row once"
@@ -300,16 +373,24 @@ def test_which_boxes_are_joined() -> None:
     assert len(rounds) == sum(j.steps for j in joints if j.name != "blocks") + 1, "two blocks at once"
     for rank in range(4):
         taken = [now[rank] for now in rounds if rank in now]
-        assert taken == [(j, step) for j in joints if rank in j.ranks for step in range(j.steps)], "each its own, in order"
+        assert taken == [(j, step) for j in joints if rank in j.ranks for step in range(j.steps)], (
+            "each its own, in order"
+        )
     assert all(now[other] == now[rank] for now in rounds for rank in now for other in now[rank][0].ranks), "all at once"
     del said[2]["columns"]
-    assert "columns" not in {j.name for j in joining.joints_of(tensors, said, 2**16)}, "rows of which a part is not there"
+    assert "columns" not in {j.name for j in joining.joints_of(tensors, said, 2**16)}, (
+        "rows of which a part is not there"
+    )
 
 
 @hypothesis.given(st.dictionaries(st.sampled_from("abcd"), st.integers(0, 5 * BLOCK)), st.integers(1, 7))
 def test_shares_cover_every_block_once(sizes: dict[str, int], parts: int) -> None:
-    seen = [(name, block) for part in range(parts) for name, first, last in shares(sizes, part, parts)
-            for block in range(first, last)]
+    seen = [
+        (name, block)
+        for part in range(parts)
+        for name, first, last in shares(sizes, part, parts)
+        for block in range(first, last)
+    ]
     assert seen == [(name, block) for name, size in sizes.items() for block in range(-(-size // BLOCK))]
 
 
@@ -327,16 +408,21 @@ def test_digests_of_blocks(tmp_path: Path) -> None:
 @st.composite
 def boxes(draw_: Any) -> tuple[list[int], list[slice], list[slice]]:
     shape = draw_(st.lists(st.integers(0, 6), max_size=4))
+
     def box() -> list[slice]:
         ends = [sorted(draw_(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape]
         return [slice(a, b) for a, b in ends]
+
     return shape, box(), box()
 
 
 @hypothesis.given(boxes(), st.sampled_from([torch.float32, torch.int8, torch.bfloat16]), st.integers(0, 3))
 @hypothesis.settings(max_examples=60)
-def test_any_box_is_written_and_read(tmp_path_factory: pytest.TempPathFactory, given: tuple, dtype: torch.dtype, page: int) -> None:
+def test_any_box_is_written_and_read(
+    tmp_path_factory: pytest.TempPathFactory, given: tuple, dtype: torch.dtype, page: int
+) -> None:
     from shardwright.checkpoint import tensor_reader as reading
+
     shape, first, second = given
     kept = reading._APART, reading._TOGETHER
     reading._APART, reading._TOGETHER = (0, 8, 64, 4096)[page], (8, 64, 256, 4096)[page]

@@ -1,4 +1,5 @@
-"""Files of where parameters lie: written, read, loaded into models; layouts inferred without a step; ranks to be read from."""
+"""Files of where parameters lie: written, read, loaded into models; layouts inferred without a step; ranks to be read
+from."""
 
 from __future__ import annotations
 
@@ -29,8 +30,12 @@ class Normed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.norm, self.again, self.unused = (nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8, False),
-                                                       nn.Linear(2, 3))
+        self.up, self.norm, self.again, self.unused = (
+            nn.Linear(8, 8),
+            nn.BatchNorm1d(8),
+            nn.Linear(8, 8, False),
+            nn.Linear(2, 3),
+        )
         self.again.weight = self.up.weight
         self.register_buffer("scale", torch.ones(()), persistent=False)
         sw.shard(self.up, ((2, 1), (4, 1)))
@@ -44,7 +49,9 @@ def plan_of(net: nn.Module, mode: str = "semi_auto", devices: int = DEVICES, **g
     return sw.plan(net, (draw(16, 8),), nn.CrossEntropyLoss(), labels(16), devices=devices, parallel_mode=mode, **given)
 
 
-def model_of(mode: str = "semi_auto", net: nn.Module | None = None, devices: int = DEVICES, **given: Any) -> sw.AutoParallel:
+def model_of(
+    mode: str = "semi_auto", net: nn.Module | None = None, devices: int = DEVICES, **given: Any
+) -> sw.AutoParallel:
     sw.init(devices=devices)
     return sw.AutoParallel(net or Marked(), nn.CrossEntropyLoss(), mode, **given).dataset_strategy("full_batch")
 
@@ -56,7 +63,9 @@ def storages(parameters: Any) -> dict[str, sw.Layout]:
 def edited(path: Path, change: Callable[[dict[str, Any]], None]) -> Path:
     words = json.loads(path.read_text())
     change(words)
-    head = ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in words.items() if k not in ("parameters", "buffers"))
+    head = ",\n".join(
+        f"{json.dumps(k)}: {json.dumps(v)}" for k, v in words.items() if k not in ("parameters", "buffers")
+    )
     lines = ["{\n" + head]
     for section in ("parameters", "buffers"):
         if section in words:
@@ -76,12 +85,15 @@ def _of_marked() -> ParameterStrategies:
     return ParameterStrategies.of(plan_of(Marked()))
 
 
-# -- the file ------------------------------------------------------------------------------------------------------------
+# -- the file
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_file_is_small_stable_and_reviewable(tmp_path: Path) -> None:
     path = written(tmp_path, plan_of(Marked(), hsdp={"threshold": 0}))
-    assert path.read_text() == """{
+    assert (
+        path.read_text()
+        == """{
   "schema": 1,
   "kind": "parameter strategies",
   "devices": 8,
@@ -94,11 +106,19 @@ def test_the_file_is_small_stable_and_reviewable(tmp_path: Path) -> None:
   ]
 }
 """
+    )
     assert ParameterStrategies.read(path).text() == path.read_text()
 
 
-@pytest.mark.parametrize("mode, hsdp", [("semi_auto", None), ("semi_auto", {"threshold": 0, "shard_size": 2}),
-                                        ("data_parallel", {"threshold": 0}), ("dynamic_programming", None)])
+@pytest.mark.parametrize(
+    "mode, hsdp",
+    [
+        ("semi_auto", None),
+        ("semi_auto", {"threshold": 0, "shard_size": 2}),
+        ("data_parallel", {"threshold": 0}),
+        ("dynamic_programming", None),
+    ],
+)
 def test_a_file_and_a_plan_say_the_same(mode: str, hsdp: Any, tmp_path: Path) -> None:
     plan = plan_of(Normed().double(), mode, hsdp=hsdp)
     said, path = ParameterStrategies.of(plan), tmp_path / "plan.json"
@@ -111,15 +131,30 @@ def test_a_file_and_a_plan_say_the_same(mode: str, hsdp: Any, tmp_path: Path) ->
 
 
 def test_of_a_pipeline_each_line_names_its_ranks(tmp_path: Path) -> None:
-    plan = sw.plan(Chain(), (draw(16, 16),), nn.MSELoss(), draw(16, 16), devices=DEVICES, hsdp={"threshold": 0},
-                   pipeline={"stages": 2, "micro_batches": 4, "stage_config": staged(2)})
+    plan = sw.plan(
+        Chain(),
+        (draw(16, 16),),
+        nn.MSELoss(),
+        draw(16, 16),
+        devices=DEVICES,
+        hsdp={"threshold": 0},
+        pipeline={"stages": 2, "micro_batches": 4, "stage_config": staged(2)},
+    )
     said = ParameterStrategies.read(written(tmp_path, plan))
     assert said == ParameterStrategies.of(plan) and said.devices == DEVICES
     with pytest.raises(SettingError, match='stages="auto"'):
-        sw.plan(Chain(), (draw(16, 16),), nn.MSELoss(), draw(16, 16), devices=DEVICES, pipeline={"stages": "auto"},
-                param_strategies=tmp_path / "parameters.json")
-    assert [(held.ranks, held.layout.devices) for held in said.parameters.values()] == \
-        [(range(0, 4), 4)] * 4 + [(range(4, 8), 4)] * 4
+        sw.plan(
+            Chain(),
+            (draw(16, 16),),
+            nn.MSELoss(),
+            draw(16, 16),
+            devices=DEVICES,
+            pipeline={"stages": "auto"},
+            param_strategies=tmp_path / "parameters.json",
+        )
+    assert [(held.ranks, held.layout.devices) for held in said.parameters.values()] == [(range(0, 4), 4)] * 4 + [
+        (range(4, 8), 4)
+    ] * 4
     for name, held in said.parameters.items():
         assert all(held.slice(rank) == plan.parameters[name].slice(rank) for rank in range(DEVICES))
 
@@ -140,26 +175,30 @@ def test_boxes_fill_a_tensor_and_do_not_overlap(cuts: list[int], data: st.DataOb
 
 def _lying(shape: tuple[int, ...], layout: sw.Layout, first: int = 0) -> Any:
     from shardwright.planfile.parameter_file import TensorStorage as Storage
+
     return Storage(shape, "float64", layout, first)
 
 
-@pytest.mark.parametrize("change, says", [
-    (lambda w: w["parameters"][1].update(storage=[3, 1]), r"'w2' \(.*:7\): the cuts \(3, 1\)"),
-    (lambda w: w["parameters"][1].update(storage=[4]), r"'w2' \(.*:7\): the layout has 1 dims"),
-    (lambda w: w["parameters"][1].update(storage="whole"), r"'w2' \(.*:7\): 'whole' is no layout"),
-    (lambda w: w["parameters"][1].update(shape=[12, 16], storage=[8, 1]), r"'w2' \(.*:7\): dim 0 of \(12, 16\)"),
-    (lambda w: w["parameters"][1].update(shape="16x16"), r"'w2' \(.*:7\): shape"),
-    (lambda w: w["parameters"][1].update(dtype=None), r"'w2' \(.*:7\): dtype"),
-    (lambda w: w["parameters"][1].update(ranks="4-11"), r"'w2' \(.*:7\): ranks"),
-    (lambda w: w["parameters"][1].update(ranks="0-3"), r"'w2' \(.*:7\): .*4"),
-    (lambda w: w["parameters"][1].update(name="w1"), r":7: a second line for 'w1'"),
-    (lambda w: w["parameters"][1].pop("name"), r"parameters\[1\] names none"),
-    (lambda w: w.update(devices=0), "devices: 0"),
-    (lambda w: w.update(schema=2), "schema 2"),
-    (lambda w: w.update(kind="recipes"), "neither"),
-    (lambda w: w.pop("parameters"), "no parameters"),
-    (lambda w: w.update(buffers=[w["parameters"][0]]), "'w1' is a parameter too"),
-])
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (lambda w: w["parameters"][1].update(storage=[3, 1]), r"'w2' \(.*:7\): the cuts \(3, 1\)"),
+        (lambda w: w["parameters"][1].update(storage=[4]), r"'w2' \(.*:7\): the layout has 1 dims"),
+        (lambda w: w["parameters"][1].update(storage="whole"), r"'w2' \(.*:7\): 'whole' is no layout"),
+        (lambda w: w["parameters"][1].update(shape=[12, 16], storage=[8, 1]), r"'w2' \(.*:7\): dim 0 of \(12, 16\)"),
+        (lambda w: w["parameters"][1].update(shape="16x16"), r"'w2' \(.*:7\): shape"),
+        (lambda w: w["parameters"][1].update(dtype=None), r"'w2' \(.*:7\): dtype"),
+        (lambda w: w["parameters"][1].update(ranks="4-11"), r"'w2' \(.*:7\): ranks"),
+        (lambda w: w["parameters"][1].update(ranks="0-3"), r"'w2' \(.*:7\): .*4"),
+        (lambda w: w["parameters"][1].update(name="w1"), r":7: a second line for 'w1'"),
+        (lambda w: w["parameters"][1].pop("name"), r"parameters\[1\] names none"),
+        (lambda w: w.update(devices=0), "devices: 0"),
+        (lambda w: w.update(schema=2), "schema 2"),
+        (lambda w: w.update(kind="recipes"), "neither"),
+        (lambda w: w.pop("parameters"), "no parameters"),
+        (lambda w: w.update(buffers=[w["parameters"][0]]), "'w1' is a parameter too"),
+    ],
+)
 def test_a_line_that_cannot_be(change: Callable, says: str, tmp_path: Path) -> None:
     path = edited(written(tmp_path), change)
     with pytest.raises((PlanError, LayoutError), match=says) as error:
@@ -167,7 +206,9 @@ def test_a_line_that_cannot_be(change: Callable, says: str, tmp_path: Path) -> N
     assert str(path) in str(error.value) and error.value.legal
 
 
-@pytest.mark.parametrize("text, says", [("", "cut short"), ("[]", "neither"), ('{"a": 1}', "neither"), (None, "No such file")])
+@pytest.mark.parametrize(
+    "text, says", [("", "cut short"), ("[]", "neither"), ('{"a": 1}', "neither"), (None, "No such file")]
+)
 def test_no_such_file(text: str | None, says: str, tmp_path: Path) -> None:
     path = tmp_path / "parameters.json"
     if text is not None:
@@ -176,7 +217,8 @@ def test_no_such_file(text: str | None, says: str, tmp_path: Path) -> None:
         sw.AutoParallel(Marked()).load_param_strategy_file(path)
 
 
-# -- on a model ----------------------------------------------------------------------------------------------------------
+# -- on a model
+# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["semi_auto", "data_parallel", "sharding_propagation", "dynamic_programming"])
@@ -202,7 +244,9 @@ def test_a_model_stores_its_parameters_as_a_file_says(mode: str, tmp_path: Path)
     losses, model = trained(path)
     assert ParameterStrategies.of(model.plan) == before
     plain, other = trained()
-    assert losses == pytest.approx(plain, abs=1e-10) and storages(other.plan.parameters) != storages(model.plan.parameters)
+    assert losses == pytest.approx(plain, abs=1e-10) and storages(other.plan.parameters) != storages(
+        model.plan.parameters
+    )
     asked = plan_of(Marked(first, None, None), mode, param_strategies=path)
     assert asked.fingerprint == model.plan.fingerprint
 
@@ -211,6 +255,7 @@ def test_lines_may_be_edited_and_left_out(tmp_path: Path) -> None:
     def change(words: dict[str, Any]) -> None:
         words["parameters"] = words["parameters"][1:2]
         words["parameters"][0]["storage"] = [2, 4]
+
     path = edited(written(tmp_path), change)
     found = model_of().load_param_strategy_file(path).infer_layout(draw(16, 8), labels(16))
     plain = model_of().infer_layout(draw(16, 8), labels(16))
@@ -219,14 +264,23 @@ def test_lines_may_be_edited_and_left_out(tmp_path: Path) -> None:
     assert all(found[name] == plain[name] for name in plain if name != "w2")
 
 
-@pytest.mark.parametrize("change, says", [
-    (lambda w: w["parameters"][1].update(name="w3"), r":7: the model has no parameter 'w3'.*\n.*w"),
-    (lambda w: w["parameters"][1].update(shape=[32, 16]), r"'w2' \(.*:7\): the line is of float64\[32, 16\], the model has"),
-    (lambda w: w["parameters"][1].update(dtype="float32"), r"'w2' \(.*:7\): the line is of float32"),
-    (lambda w: (w.update(devices=16), w["parameters"].pop(0)), "for 16 devices, there are 8"),
-    (lambda w: w.update(buffers=[{"name": "b", "shape": [8], "dtype": "float32", "storage": [8]}]), ":1.*no buffer 'b'"),
-    (lambda w: w["parameters"][1].update(ranks="0-3", storage=[4, 1]), r"'w2' \(.*:7\): "),
-])
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (lambda w: w["parameters"][1].update(name="w3"), r":7: the model has no parameter 'w3'.*\n.*w"),
+        (
+            lambda w: w["parameters"][1].update(shape=[32, 16]),
+            r"'w2' \(.*:7\): the line is of float64\[32, 16\], the model has",
+        ),
+        (lambda w: w["parameters"][1].update(dtype="float32"), r"'w2' \(.*:7\): the line is of float32"),
+        (lambda w: (w.update(devices=16), w["parameters"].pop(0)), "for 16 devices, there are 8"),
+        (
+            lambda w: w.update(buffers=[{"name": "b", "shape": [8], "dtype": "float32", "storage": [8]}]),
+            ":1.*no buffer 'b'",
+        ),
+        (lambda w: w["parameters"][1].update(ranks="0-3", storage=[4, 1]), r"'w2' \(.*:7\): "),
+    ],
+)
 def test_a_file_of_another_model(change: Callable, says: str, tmp_path: Path) -> None:
     path = edited(written(tmp_path), change)
     with pytest.raises((PlanError, LayoutError), match=says):
@@ -258,7 +312,8 @@ def test_cuts_that_do_not_divide_want_a_model_that_allows_them(tmp_path: Path) -
     (tmp_path / "odd.json").write_text(json.dumps(words))
     with pytest.raises(LayoutError, match="several digits"):
         sw.AutoParallel(Odd(), uneven=True).dataset_strategy("full_batch").load_param_strategy_file(
-            tmp_path / "odd.json").infer_layout(draw(16, 8))
+            tmp_path / "odd.json"
+        ).infer_layout(draw(16, 8))
     net = Odd()
     sw.shard(net.up, ((8, 1), (1, 1)))
     with pytest.raises(LayoutError, match=r"'up.weight' .*do not divide"):
@@ -296,17 +351,25 @@ def test_a_pipeline_by_a_file(tmp_path: Path) -> None:
 
     def piped(**given: Any) -> sw.AutoParallel:
         sw.init(devices=4)
-        return sw.AutoParallel(Chain(), nn.MSELoss()).dataset_strategy("full_batch").pipeline(
-            stages=2, micro_batches=4, stage_config=staged(2))
+        return (
+            sw.AutoParallel(Chain(), nn.MSELoss())
+            .dataset_strategy("full_batch")
+            .pipeline(stages=2, micro_batches=4, stage_config=staged(2))
+        )
 
     stored = piped().hsdp(threshold=0).save_param_strategy_file(path).infer_layout(draw(16, 16), draw(16, 16))
     model = piped().load_param_strategy_file(path)
     loss = model(draw(16, 16), draw(16, 16))
     assert storages(model.plan.parameters) == storages(stored)
     assert loss.item() == pytest.approx(piped()(draw(16, 16), draw(16, 16)).item(), abs=1e-12)
-    moved = sw.AutoParallel(Chain(), nn.MSELoss()).dataset_strategy("full_batch").pipeline(
-        stages=2, micro_batches=4, stage_config={"layers.0": 0, "layers.1": 1, "layers.2": 1, "layers.3": 1})
-    with pytest.raises(PlanError, match=r"'layers.1.weight' \(.*parameters.json:8\): the plan cannot store it so.*ranks 2-3"):
+    moved = (
+        sw.AutoParallel(Chain(), nn.MSELoss())
+        .dataset_strategy("full_batch")
+        .pipeline(stages=2, micro_batches=4, stage_config={"layers.0": 0, "layers.1": 1, "layers.2": 1, "layers.3": 1})
+    )
+    with pytest.raises(
+        PlanError, match=r"'layers.1.weight' \(.*parameters.json:8\): the plan cannot store it so.*ranks 2-3"
+    ):
         moved.load_param_strategy_file(path)(draw(16, 16), draw(16, 16))
     sw.init(devices=4)
     other = sw.AutoParallel(Chain(), nn.MSELoss()).dataset_strategy("full_batch").load_param_strategy_file(path)
@@ -314,7 +377,8 @@ def test_a_pipeline_by_a_file(tmp_path: Path) -> None:
         other(draw(16, 16), draw(16, 16))
 
 
-# -- layouts without a step ----------------------------------------------------------------------------------------------
+# -- layouts without a step
+# ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["semi_auto", "data_parallel", "recursive_programming", "stand_alone"])
@@ -369,18 +433,22 @@ def _on_ranks(rank: int, world: int, folder: str) -> Any:
     model = sw.AutoParallel(Marked(None, None, None), nn.CrossEntropyLoss()).dataset_strategy("full_batch")
     model.load_param_strategy_file(path)
     loss = model(draw(16, 8), labels(16))
-    assert {n: tuple(p.to_local().shape) for n, p in model.named_parameters()} == \
-        {n: p.local_shape(rank) for n, p in found.items()}
+    assert {n: tuple(p.to_local().shape) for n, p in model.named_parameters()} == {
+        n: p.local_shape(rank) for n, p in found.items()
+    }
     return loss.item(), {n: str(p.storage) for n, p in found.items()}
 
 
 def test_in_processes(tmp_path: Path) -> None:
     told = run_ranks(_on_ranks, 2, str(tmp_path))
     assert all(t == told[0] for t in told)
-    assert told[0][0] == pytest.approx(model_of(net=Marked(None, None, None))(draw(16, 8), labels(16)).item(), abs=1e-12)
+    assert told[0][0] == pytest.approx(
+        model_of(net=Marked(None, None, None))(draw(16, 8), labels(16)).item(), abs=1e-12
+    )
 
 
-# -- which ranks to read from --------------------------------------------------------------------------------------------
+# -- which ranks to read from
+# --------------------------------------------------------------------------------------------
 
 
 def _file(tmp_path: Path, name: str, devices: int, **layouts: sw.Layout) -> Path:

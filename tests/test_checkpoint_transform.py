@@ -1,4 +1,5 @@
-"""Checkpoints cut for other plans and numbers of devices, merged, looked at and verified, in one process without devices."""
+"""Checkpoints cut for other plans and numbers of devices, merged, looked at and verified, in one process without
+devices."""
 
 from __future__ import annotations
 
@@ -80,6 +81,7 @@ def test_slices_that_are_each_ranks_own_are_those_of_as_many_ranks(tmp_path):
         path = tmp_path / f"{devices}.json"
         of_ones_own(devices)[0].save_param_strategy_file(path).infer_layout(x, y)
         return path
+
     model, optimizer = of_ones_own(4)
     steps(model, optimizer, 2)
     sw.save_checkpoint(model, optimizer, tmp_path / "run", step=2)
@@ -127,7 +129,9 @@ def command(*words: object) -> int:
 # -- what is made ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, devices", [("columns", 8), ("level1", 4), ("level2", 8), ("data_parallel", 2), ("two stages", 4)])
+@pytest.mark.parametrize(
+    "name, devices", [("columns", 8), ("level1", 4), ("level2", 8), ("data_parallel", 2), ("two stages", 4)]
+)
 def test_parts_for_another_plan(name: str, devices: int, run: Path, tmp_path: Path) -> None:
     """Each rank's file has that rank's slices alone; plain DCP reads them; training goes on from them."""
     source, target, path = run / "step-00000002", tmp_path / "new", plan_of(name, devices, tmp_path)
@@ -189,8 +193,9 @@ def test_parts_are_those_that_ranks_save(run: Path, tmp_path: Path) -> None:
         assert set(ours.tensors) == set(theirs.tensors)
         for called, entry in ours.tensors.items():
             assert entry.layout == theirs.tensors[called].layout, called
-            assert {(p.file, p.starts, p.sizes) for p in entry.pieces} == \
-                {(p.file, p.starts, p.sizes) for p in theirs.tensors[called].pieces}, called
+            assert {(p.file, p.starts, p.sizes) for p in entry.pieces} == {
+                (p.file, p.starts, p.sizes) for p in theirs.tensors[called].pieces
+            }, called
 
 
 def test_one_device_whole_files_and_back(run: Path, tmp_path: Path) -> None:
@@ -270,8 +275,9 @@ def test_info(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert command("info", run) == 0
     told = capsys.readouterr().out
     assert "step 3, parts, saved by 1 rank\n" in told and manifest.read(run / "step-00000003").plan in told
-    assert [line.split() for line in told.splitlines() if "model.layers.1.weight" in line] == \
-        [["model.layers.1.weight", "16x16", "float64", "1x4", "of", "4", "2.0", "KiB"]]
+    assert [line.split() for line in told.splitlines() if "model.layers.1.weight" in line] == [
+        ["model.layers.1.weight", "16x16", "float64", "1x4", "of", "4", "2.0", "KiB"]
+    ]
     assert "optimizer.*.exp_avg" in told and "10 tensors" in told
     transform(run, tmp_path / "new", plan_of("two stages", 4, tmp_path))
     assert command("info", tmp_path / "new") == 0
@@ -295,8 +301,10 @@ def test_the_commands_make_what_they_say(run: Path, tmp_path: Path, capsys: pyte
     assert command("merge", tmp_path / "again", tmp_path / "whole") == 0
     for made in ("eight", "again", "one", "whole"):
         equal(run / "step-00000002", tmp_path / made)
-    pieces = [{(p.file, p.starts, p.sizes) for e in manifest.read(tmp_path / made).tensors.values() for p in e.pieces}
-              for made in ("eight", "again")]
+    pieces = [
+        {(p.file, p.starts, p.sizes) for e in manifest.read(tmp_path / made).tensors.values() for p in e.pieces}
+        for made in ("eight", "again")
+    ]
     assert pieces[0] == pieces[1]
     capsys.readouterr()
     assert command("verify", run) == 0 and capsys.readouterr().out.count(": sound, ") == 2
@@ -321,8 +329,9 @@ def test_verify_finds_a_single_bit_of_any_file(run: Path, tmp_path: Path, capsys
         shutil.rmtree(copy)
 
 
-def test_a_checkpoint_without_its_manifest_is_none_and_no_model_either(run: Path, tmp_path: Path,
-                                                                        capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_without_its_manifest_is_none_and_no_model_either(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     copy = shutil.copytree(run / "step-00000002", tmp_path / "copy")
     (copy / "manifest.json").unlink()
     assert command("verify", copy) == 1 and f"{copy}/manifest.json: " in capsys.readouterr().out
@@ -344,20 +353,41 @@ def _called(words: dict[str, Any], before: str, after: str) -> None:
     next(line for line in words["parameters"] if line["name"] == before)["name"] = after
 
 
-@pytest.mark.parametrize("change, says", [
-    (lambda w: _called(w, "head.bias", "heads.bias"), "it has no 'heads.bias'; they have no 'head.bias' (is 'heads.bias' what"),
-    (lambda w: _without(w, "head.bias"), "they have no 'head.bias'"),
-    (lambda w: w["parameters"].append({"name": "new", "shape": [2], "dtype": "float32", "storage": [1]}), "it has no 'new'"),
-    (lambda w: w["parameters"][0].update(shape=[32, 16]), "'layers.0.weight' is [16, 16] in it and [32, 16] in them"),
-    (lambda w: w["parameters"][0].update(storage=[16, 16]), "parameters.json"),
-    (lambda w: w.update(schema=7), "schema 7"),
-])
-def test_strategies_of_another_model(change: Callable, says: str, run: Path, tmp_path: Path,
-                                     capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (
+            lambda w: _called(w, "head.bias", "heads.bias"),
+            "it has no 'heads.bias'; they have no 'head.bias' (is 'heads.bias' what",
+        ),
+        (lambda w: _without(w, "head.bias"), "they have no 'head.bias'"),
+        (
+            lambda w: w["parameters"].append({"name": "new", "shape": [2], "dtype": "float32", "storage": [1]}),
+            "it has no 'new'",
+        ),
+        (
+            lambda w: w["parameters"][0].update(shape=[32, 16]),
+            "'layers.0.weight' is [16, 16] in it and [32, 16] in them",
+        ),
+        (lambda w: w["parameters"][0].update(storage=[16, 16]), "parameters.json"),
+        (lambda w: w.update(schema=7), "schema 7"),
+    ],
+)
+def test_strategies_of_another_model(
+    change: Callable, says: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "parameters.json"
     with StoredTensors(run / "step-00000002") as stored:
-        lines = [{"name": name.removeprefix("model."), "shape": list(e.shape), "dtype": e.dtype, "storage": [1] * len(e.shape)}
-                 for name, e in stored.entries.items() if name.startswith("model.")]
+        lines = [
+            {
+                "name": name.removeprefix("model."),
+                "shape": list(e.shape),
+                "dtype": e.dtype,
+                "storage": [1] * len(e.shape),
+            }
+            for name, e in stored.entries.items()
+            if name.startswith("model.")
+        ]
     words = {"schema": 1, "kind": "parameter strategies", "devices": 4, "parameters": lines}
     change(words)
     path.write_text(json.dumps(words))
@@ -395,6 +425,7 @@ def test_an_interrupted_one_leaves_nothing(run: Path, tmp_path: Path) -> None:
     def interrupt(what: str, done: int, total: int) -> None:
         if what == at and done >= total // 2:
             raise KeyboardInterrupt
+
     for at in ("checking", "writing", "to the disk"):
         with pytest.raises(KeyboardInterrupt):
             transform(run, tmp_path / "new", 1, progress=interrupt)
@@ -403,9 +434,12 @@ def test_an_interrupted_one_leaves_nothing(run: Path, tmp_path: Path) -> None:
 
 def _in_a_small_disk(run: Path, folder: Path, limit: int, command_: str) -> None:
     import resource
+
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     try:
-        {"transform": lambda: transform(run, folder / "new", 1), "merge": lambda: merge(run, folder / "new")}[command_]()
+        {"transform": lambda: transform(run, folder / "new", 1), "merge": lambda: merge(run, folder / "new")}[
+            command_
+        ]()
     except CheckpointError as error:
         os._exit(0 if str(folder / "new") in str(error) and os.strerror(errno.EFBIG) in str(error) else 3)
     os._exit(4)
@@ -415,7 +449,9 @@ def _in_a_small_disk(run: Path, folder: Path, limit: int, command_: str) -> None
 @pytest.mark.parametrize("name", ["transform", "merge"])
 def test_a_full_disk_leaves_nothing(name: str, limit: int, run: Path, tmp_path: Path) -> None:
     """A limit on the length of files stands for it: it fails in the same calls."""
-    child = multiprocessing.get_context("fork").Process(target=_in_a_small_disk, args=(run / "step-00000003", tmp_path, limit, name))
+    child = multiprocessing.get_context("fork").Process(
+        target=_in_a_small_disk, args=(run / "step-00000003", tmp_path, limit, name)
+    )
     child.start()
     child.join(60)
     assert child.exitcode == 0 and list(tmp_path.iterdir()) == []
@@ -440,7 +476,9 @@ def _memory(word: str) -> int:
 
 def _measured(pipe: Any, work: Callable[[], Any]) -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:  # what earlier tests have freed goes back to the kernel, so that it counts when it is taken again
+    if (
+        trim is not None
+    ):  # what earlier tests have freed goes back to the kernel, so that it counts when it is taken again
         trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # from here on the kernel marks the highest
     before = _memory("VmRSS")
@@ -462,8 +500,8 @@ def more_memory(work: Callable[[], Any]) -> int:
 
 
 def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
-    """Three times as much at the most, however many there are. (In a process of its own, with the 300 MiB that torch takes:
-    benchmarks/transforming.py.)"""
+    """Three times as much at the most, however many there are. (In a process of its own, with the 300 MiB that torch
+    takes: benchmarks/transforming.py.)"""
     largest, count = 8 * MIB, 8
     (tmp_path / "face").mkdir()
     tensors = {f"w{i}": torch.full((largest // 4096, 1024), float(i)) for i in range(count)}
@@ -471,14 +509,18 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
 
     def lying(devices: int, cuts: tuple[int, ...]) -> ParameterStrategies:
         layout = sw.Layout.from_cuts(devices, cuts)
-        return ParameterStrategies(devices, {n: TensorStorage(tuple(t.shape), "float32", layout) for n, t in tensors.items()}, {})
+        return ParameterStrategies(
+            devices, {n: TensorStorage(tuple(t.shape), "float32", layout) for n, t in tensors.items()}, {}
+        )
 
     # It is measured; some of it may fit into what the process has had and given back.
     assert more_memory(lambda: bytearray(os.urandom(16 * largest))) > 8 * largest
-    for took in (more_memory(lambda: transform(tmp_path / "face", tmp_path / "eight", lying(8, (8, 1)))),
-                 more_memory(lambda: transform(tmp_path / "eight", tmp_path / "four", lying(4, (1, 4)))),
-                 more_memory(lambda: transform(tmp_path / "four", tmp_path / "one", 1)),
-                 more_memory(lambda: merge(tmp_path / "four", tmp_path / "whole"))):
+    for took in (
+        more_memory(lambda: transform(tmp_path / "face", tmp_path / "eight", lying(8, (8, 1)))),
+        more_memory(lambda: transform(tmp_path / "eight", tmp_path / "four", lying(4, (1, 4)))),
+        more_memory(lambda: transform(tmp_path / "four", tmp_path / "one", 1)),
+        more_memory(lambda: merge(tmp_path / "four", tmp_path / "whole")),
+    ):
         assert took < 3 * largest + 16 * MIB, f"{took / MIB:.0f} MiB"
     for made in ("one", "whole"):
         with StoredTensors(tmp_path / made) as stored:

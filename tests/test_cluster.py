@@ -17,8 +17,9 @@ import shardwright as sw
 from shardwright.cluster import PRESETS
 from shardwright.layout import Digit, digits_size, group_of
 
-TWO = sw.Cluster("two", (sw.Level("inner", 4, 1e9, 1e-6), sw.Level("outer", 3, 1e8, 1e-5)), 1e9, {"float32": 1e12},
-                 1e11, 1e-6)
+TWO = sw.Cluster(
+    "two", (sw.Level("inner", 4, 1e9, 1e-6), sw.Level("outer", 3, 1e8, 1e-5)), 1e9, {"float32": 1e12}, 1e11, 1e-6
+)
 
 
 def cluster_of(*sizes: int) -> sw.Cluster:
@@ -28,13 +29,21 @@ def cluster_of(*sizes: int) -> sw.Cluster:
 # -- levels ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("digits", "expected"), [
-    ([(4, 1)], (4, 1)), ([(3, 4)], (1, 3)), ([(12, 1)], (4, 3)), ([(2, 2), (3, 4)], (2, 3)), ([(6, 2)], (2, 3)),
-    ([(2, 1)], (2, 1)), ([], (1, 1)),
-    ([(3, 1)], (1, 3)),   # ranks 3, 4, 5 lie on both sides of the border
-    ([(6, 1)], (1, 6)),   # likewise 0 to 5: what cannot be split counts as outside
-    ([(2, 6)], (1, 2)),
-])
+@pytest.mark.parametrize(
+    ("digits", "expected"),
+    [
+        ([(4, 1)], (4, 1)),
+        ([(3, 4)], (1, 3)),
+        ([(12, 1)], (4, 3)),
+        ([(2, 2), (3, 4)], (2, 3)),
+        ([(6, 2)], (2, 3)),
+        ([(2, 1)], (2, 1)),
+        ([], (1, 1)),
+        ([(3, 1)], (1, 3)),  # ranks 3, 4, 5 lie on both sides of the border
+        ([(6, 1)], (1, 6)),  # likewise 0 to 5: what cannot be split counts as outside
+        ([(2, 6)], (1, 2)),
+    ],
+)
 def test_which_levels_a_group_crosses(digits: list[tuple[int, int]], expected: tuple[int, ...]) -> None:
     digits = [Digit(*d) for d in digits]
     assert TWO.units(digits) == expected
@@ -60,9 +69,11 @@ def test_the_units_crossed_multiply_to_the_group(drawn: tuple[sw.Cluster, list[D
     assert math.prod(units) == digits_size(digits)
     # Where the sizes divide, they are what one finds by looking at the ranks; else the outer level is counted.
     for level in range(len(units)):
-        inside = math.prod(units[:level + 1])
-        seen = {len({r for r in group_of(rank, digits) if r // cluster.below(level) == rank // cluster.below(level)})
-                for rank in range(cluster.devices)}
+        inside = math.prod(units[: level + 1])
+        seen = {
+            len({r for r in group_of(rank, digits) if r // cluster.below(level) == rank // cluster.below(level)})
+            for rank in range(cluster.devices)
+        }
         assert inside <= min(seen)
         if len(seen) == 1 and all(_divides(cluster, d) for d in digits):
             assert seen == {inside}
@@ -75,8 +86,15 @@ def _divides(cluster: sw.Cluster, digit: Digit) -> bool:
 
 def test_part_of_a_cluster_is_the_innermost() -> None:
     big = cluster_of(8, 4, 16)
-    for devices, sizes in ((1, [1]), (6, [6]), (8, [8]), (12, [8, 2]), (32, [8, 4]), (33, [8, 4, 2]),
-                           (512, [8, 4, 16])):
+    for devices, sizes in (
+        (1, [1]),
+        (6, [6]),
+        (8, [8]),
+        (12, [8, 2]),
+        (32, [8, 4]),
+        (33, [8, 4, 2]),
+        (512, [8, 4, 16]),
+    ):
         part = sw.Cluster.of(big, devices)
         assert [level.size for level in part.levels] == sizes
         assert part.devices >= devices and part.memory == big.memory
@@ -111,8 +129,11 @@ def test_a_laptop_is_shared_by_its_devices(devices: int) -> None:
     cpu, one = sw.Cluster.of("cpu", devices), sw.Cluster.of("cpu", 1)
     (level,) = cpu.levels
     assert cpu.devices == level.size == devices and level.shared
-    for whole, part in ((one.memory, cpu.memory), (one.rate("float32"), cpu.rate("float32")),
-                        (one.memory_bandwidth, cpu.memory_bandwidth)):
+    for whole, part in (
+        (one.memory, cpu.memory),
+        (one.rate("float32"), cpu.rate("float32")),
+        (one.memory_bandwidth, cpu.memory_bandwidth),
+    ):
         assert part * devices == pytest.approx(whole)
 
 
@@ -148,8 +169,9 @@ def test_a_type_without_a_rate_has_that_of_the_nearest() -> None:
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cluster", [TWO, *(sw.Cluster.of(f"{name}x3") for name in PRESETS), sw.Cluster.of("cpu", 4)],
-                         ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "cluster", [TWO, *(sw.Cluster.of(f"{name}x3") for name in PRESETS), sw.Cluster.of("cpu", 4)], ids=lambda c: c.name
+)
 def test_a_cluster_comes_back_from_its_file(cluster: sw.Cluster, tmp_path: Path) -> None:
     path = tmp_path / "cluster.json"
     cluster.save(path)
@@ -168,15 +190,26 @@ def _changed(change: Any) -> dict[str, Any]:
 FIELDS = ["name", "levels", "memory", "peak", "memory_bandwidth", "overhead"]
 WRONG: dict[str, tuple[Any, str]] = {
     **{f"without {name}": (lambda h, name=name: h.pop(name), f"the field '{name}' is missing") for name in FIELDS},
-    **{f"a level without {name}": (lambda h, name=name: h["levels"][1].pop(name),
-                                   rf"'levels'\[1\]: the field '{name}' is missing")
-       for name in ("name", "size", "bandwidth", "latency")},
-    **{f"{name} of {value}": (lambda h, name=name, value=value: h.update({name: value}), f"'{name}' is")
-       for name in ("memory", "memory_bandwidth", "overhead")
-       for value in (0, -1, "8", None, True, math.nan, math.inf)},
-    **{f"a level's {name} of {value}": (lambda h, name=name, value=value: h["levels"][0].update({name: value}),
-                                        rf"'levels'\[0\].*'{name}' is")
-       for name in ("size", "bandwidth", "latency") for value in (0, -2, "fast", math.nan)},
+    **{
+        f"a level without {name}": (
+            lambda h, name=name: h["levels"][1].pop(name),
+            rf"'levels'\[1\]: the field '{name}' is missing",
+        )
+        for name in ("name", "size", "bandwidth", "latency")
+    },
+    **{
+        f"{name} of {value}": (lambda h, name=name, value=value: h.update({name: value}), f"'{name}' is")
+        for name in ("memory", "memory_bandwidth", "overhead")
+        for value in (0, -1, "8", None, True, math.nan, math.inf)
+    },
+    **{
+        f"a level's {name} of {value}": (
+            lambda h, name=name, value=value: h["levels"][0].update({name: value}),
+            rf"'levels'\[0\].*'{name}' is",
+        )
+        for name in ("size", "bandwidth", "latency")
+        for value in (0, -2, "fast", math.nan)
+    },
     "half a device": (lambda h: h["levels"][0].update(size=1.5), "'size' is 1.5"),
     "shared, perhaps": (lambda h: h["levels"][0].update(shared=1), "'shared' is 1"),
     "no level": (lambda h: h.update(levels=[]), "'levels' is"),

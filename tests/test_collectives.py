@@ -1,4 +1,5 @@
-"""Steps on real Gloo processes: what a bound step sends is what `convert_shards` computes. By memory: test_same_host."""
+"""Steps on real Gloo processes: what a bound step sends is what `convert_shards` computes. By memory:
+test_same_host."""
 
 import math
 import random
@@ -85,8 +86,10 @@ def assert_as_in_one_process(results):
     for key in results[0]:
         name, shape, strided = key[0], key[1], len(key) == 3
         source, target = layouts(name)
-        shards = [local(source, (shape[0], shape[2], shape[1]), r).transpose(1, 2) if strided else
-                  local(source, shape, r) for r in range(WORLD)]
+        shards = [
+            local(source, (shape[0], shape[2], shape[1]), r).transpose(1, 2) if strided else local(source, shape, r)
+            for r in range(WORLD)
+        ]
         for rank, expected in enumerate(convert_shards(redistribution(source, target), shards, stepwise=True)):
             assert torch.equal(results[rank][key], expected), f"{key} on rank {rank}"
 
@@ -113,8 +116,12 @@ def test_the_pairs_hold_every_kind_of_step():
     assert {s.kind for s in steps} == {"slice", "all_gather", "reduce_scatter", "all_reduce", "all_to_all"}
     assert {bool(s.permuted) for s in steps if s.kind == "all_to_all"} == {True, False}
     shapes = {name: (8, 4, 12) for name in PAIRS}
-    geometries = [s.geometry(before) for name, shape in shapes.items() for found in [redistribution(*layouts(name))]
-                  for s, before in zip(found.steps, found.local_shapes(found.source.local_shape(shape)))]
+    geometries = [
+        s.geometry(before)
+        for name, shape in shapes.items()
+        for found in [redistribution(*layouts(name))]
+        for s, before in zip(found.steps, found.local_shapes(found.source.local_shape(shape)))
+    ]
     assert any(g.pre_perm for g in geometries) and any(g.post_perm for g in geometries)
 
 
@@ -126,34 +133,48 @@ def types_and_sizes(rank, world, swapped):
         for reduction in ("max", "min"):
             for dtype in (torch.float32, torch.int64, torch.bool):
                 source, target = layouts(name, reduction)
-                out[name, reduction, dtype] = convert(redistribution(source, target), local(source, (4, 4, 4), rank, dtype),
-                                                      rank, groups)
+                out[name, reduction, dtype] = convert(
+                    redistribution(source, target), local(source, (4, 4, 4), rank, dtype), rank, groups
+                )
     for name in ("all_gather", "permute", "all_to_all"):
         for dtype in (torch.bool, torch.int32, torch.bfloat16, torch.complex64):
             source, target = layouts(name)
-            out[name, "sum", dtype] = convert(redistribution(source, target), local(source, (4, 4, 4), rank, dtype),
-                                              rank, groups)
+            out[name, "sum", dtype] = convert(
+                redistribution(source, target), local(source, (4, 4, 4), rank, dtype), rank, groups
+            )
     source, target = layouts("all_reduce")
     scattered = {}
-    for label, numel, limits in (("gathered", 1 << 10, (1 << 20, 8 << 20)), ("padded", 1001, (0, 8 << 20)),
-                                 ("scattered", 1 << 10, (0, 8 << 20)), ("native", 1 << 10, (0, 0))):
+    for label, numel, limits in (
+        ("gathered", 1 << 10, (1 << 20, 8 << 20)),
+        ("padded", 1001, (0, 8 << 20)),
+        ("scattered", 1 << 10, (0, 8 << 20)),
+        ("native", 1 << 10, (0, 0)),
+    ):
         transport.GATHERED_TERMS, transport.GATHERED_COPIES = limits
         torch.manual_seed(rank)
         x = torch.randn(numel, 1, 1)  # rounds: the order of the sum shows
-        scattered[label] = (x, convert(redistribution(source, target), x, rank, groups),
-                            ended(SumInTurns((ALL,), groups)(x.flatten().clone())))
+        scattered[label] = (
+            x,
+            convert(redistribution(source, target), x, rank, groups),
+            ended(SumInTurns((ALL,), groups)(x.flatten().clone())),
+        )
     pair = ended(SumInTurns((A,), groups)(x.flatten().clone()))
     transport.RING = 0
-    rings = [(x, convert(redistribution(source, target), x, rank, groups),
-              ended(SumInTurns((ALL,), groups)(x.flatten().clone())))
-             for x in (torch.randn(1001, 1, 1), torch.randn(1001, 1, 1, dtype=torch.float64))]
+    rings = [
+        (
+            x,
+            convert(redistribution(source, target), x, rank, groups),
+            ended(SumInTurns((ALL,), groups)(x.flatten().clone())),
+        )
+        for x in (torch.randn(1001, 1, 1), torch.randn(1001, 1, 1, dtype=torch.float64))
+    ]
     return out, scattered, rings, pair
 
 
 @pytest.mark.parametrize("swapped", [0, transport.SWAPPED])
 def test_reductions_types_and_sizes(swapped):
     results = run_ranks(types_and_sizes, WORLD, swapped)
-    for (name, reduction, dtype) in results[0][0]:
+    for name, reduction, dtype in results[0][0]:
         source, target = layouts(name, reduction)
         shards = [local(source, (4, 4, 4), r, dtype) for r in range(WORLD)]
         for rank, expected in enumerate(convert_shards(redistribution(source, target), shards, stepwise=True)):
@@ -209,7 +230,7 @@ def pairs_of_exchange_and_gather(count):
     draw = random.Random(0)
     while count:
         digits = draw.choice([(2, 2, 2), (4, 2), (2, 4)])
-        strides = [math.prod(digits[k + 1:]) for k in range(len(digits))]
+        strides = [math.prod(digits[k + 1 :]) for k in range(len(digits))]
         spread = [[[], [], []], [[], [], []]]
         for size, stride in zip(digits, strides):
             for dims in spread:
@@ -217,8 +238,10 @@ def pairs_of_exchange_and_gather(count):
                     dims[dim].insert(draw.randrange(len(dims[dim]) + 1), Digit(size, stride))
         source, target = (Layout.of(8, dims) for dims in spread)
         found = redistribution(source, target)
-        if any((one.kind, two.kind) == ("all_to_all", "all_gather") and not one.permuted
-               for one, two in zip(found.steps, found.steps[1:])):
+        if any(
+            (one.kind, two.kind) == ("all_to_all", "all_gather") and not one.permuted
+            for one, two in zip(found.steps, found.steps[1:])
+        ):
             count -= 1
             yield found
 
@@ -269,8 +292,8 @@ def ended(turns):
 
 
 def sums_that_ride(rank, world):
-    """By what comes between two turns of a sum: its term, the sum, how many exchanges were others', whether it was taken
-    along by one of them, and whether it still waits at its end."""
+    """By what comes between two turns of a sum: its term, the sum, how many exchanges were others', whether it was
+    taken along by one of them, and whether it still waits at its end."""
     groups = ProcessGroups(world, rank, share=False)
     gathered = redistribution(Layout.of(WORLD, ((ALL,), ())), Layout.of(WORLD, ((), ())))
     other = redistribution(Layout.of(WORLD, ((A,), ())), Layout.of(WORLD, ((), ())))
@@ -284,12 +307,16 @@ def sums_that_ride(rank, world):
         whole = torch.arange(96).view(12, 8).to(dtype)
         got = convert(found, whole[found.source.slice((12, 8), rank)], rank, groups)
         assert torch.equal(got, whole), (rank, found)
+
     transport.exchange = counted
     torch.manual_seed(rank)
     out = {}
-    for name, between in (("together", lambda: gather(gathered)), ("nothing", lambda: None),
-                          ("another type", lambda: gather(gathered, torch.float64)),
-                          ("other ranks", lambda: gather(other))):
+    for name, between in (
+        ("together", lambda: gather(gathered)),
+        ("nothing", lambda: None),
+        ("another type", lambda: gather(gathered, torch.float64)),
+        ("other ranks", lambda: gather(other)),
+    ):
         x, sums = torch.randn(1000), SumInTurns((ALL,), groups)
         kept = x.clone()
         turns, count[0] = sums(x, True), 0
@@ -353,6 +380,7 @@ def compiled(rank, world):
                 x = bound(x)
             out.append(x)
         return out
+
     return {(name, (8, 4, 12)): x for (name, _), x in zip(programs, run(*inputs))}
 
 
@@ -375,6 +403,7 @@ def hangs(rank, world):
 
 def dies(rank, world):
     import os
+
     if rank == 3:
         os._exit(7)
     time.sleep(0.5)
@@ -393,7 +422,7 @@ def test_sums_share_the_memory_that_they_receive_into():
     scratch, like = Scratch(), torch.zeros(0)
     first = scratch.take(10, like)
     second = scratch.take(4, like)
-    assert first.data_ptr() != second.data_ptr()      # both are under way
+    assert first.data_ptr() != second.data_ptr()  # both are under way
     scratch.give(first)
     assert scratch.take(8, like) is first
     other = scratch.take(4, like.double())

@@ -63,7 +63,8 @@ def wrapped(net: nn.Module, **settings: Any) -> sw.AutoParallel:
 
 
 CASES: dict[str, Callable[[], sw.AutoParallel]] = {
-    f.__name__: f for f in (recomputed, gathered_again, in_parts_and_recomputed, uneven)}
+    f.__name__: f for f in (recomputed, gathered_again, in_parts_and_recomputed, uneven)
+}
 
 
 def trained(call: Callable[[Tensor, Tensor], Tensor], net: nn.Module) -> list[float]:
@@ -89,6 +90,7 @@ def as_one_device(make: Callable[[], sw.AutoParallel]) -> Callable[[int, int], N
         got = trained(model, model)
         assert max(abs(a - b) for a, b in zip(got, expected)) < 1e-10, (got, expected)
         assert counts["stats"]["unique_graphs"] == 1 and not counts["graph_break"], counts
+
     return scenario
 
 

@@ -23,9 +23,15 @@ BIG = 10**18
 
 def contest(costs, edges, usages=None, intervals=None, limit=None) -> dict:
     """A file's JSON; `edges`: (nodes, costs)."""
-    problem = {"name": "x", "nodes": {"costs": costs, "usages": usages or [[0] * len(own) for own in costs],
-                                      "intervals": intervals or [[0, 1]] * len(costs)},
-               "edges": {"nodes": [list(nodes) for nodes, _ in edges], "costs": [paid for _, paid in edges]}}
+    problem = {
+        "name": "x",
+        "nodes": {
+            "costs": costs,
+            "usages": usages or [[0] * len(own) for own in costs],
+            "intervals": intervals or [[0, 1]] * len(costs),
+        },
+        "edges": {"nodes": [list(nodes) for nodes, _ in edges], "costs": [paid for _, paid in edges]},
+    }
     if limit is not None:
         problem["usage_limit"] = limit
     return {"problem": problem}
@@ -111,7 +117,7 @@ def test_a_file_cut_short(tmp_path, keep, zipped, capsys):
     data = json.dumps(good()).encode()
     data = gzip.compress(data) if zipped else data
     path = tmp_path / ("p.json.gz" if zipped else "p.json")
-    path.write_bytes(data[:max(3, int(keep * len(data)))])
+    path.write_bytes(data[: max(3, int(keep * len(data)))])
     with pytest.raises(PlanError, match="cut short") as caught:
         read_contest(path)
     assert str(path) in str(caught.value)
@@ -124,19 +130,22 @@ def wrong(change) -> dict:
     return given
 
 
-@pytest.mark.parametrize(("given", "message"), [
-    ([], "the file has no field 'problem'"),
-    (wrong(lambda p: p.pop("edges")), "problem has no field 'edges'"),
-    (wrong(lambda p: p["nodes"]["usages"].pop()), "2 costs, 1 usages and 2 intervals"),
-    (wrong(lambda p: p["nodes"]["usages"][0].pop()), "usages of node 0: there are 1"),
-    (wrong(lambda p: p["nodes"]["costs"][1].pop()), "node 1 has no strategy"),
-    (wrong(lambda p: p["nodes"]["costs"].__setitem__(0, [1, "x"])), "costs of node 0 are not all numbers"),
-    (wrong(lambda p: p["nodes"]["intervals"].__setitem__(1, [3])), "interval of node 1"),
-    (wrong(lambda p: p["edges"]["nodes"].__setitem__(0, [0, 2])), "edge 0 names the nodes"),
-    (wrong(lambda p: p["edges"]["costs"][0].pop()), "costs of edge 0: there are 1"),
-    (wrong(lambda p: p["edges"]["costs"].pop()), "1 nodes and 0 costs"),
-    (wrong(lambda p: p.__setitem__("usage_limit", "much")), "usage_limit is not a number"),
-])
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], "the file has no field 'problem'"),
+        (wrong(lambda p: p.pop("edges")), "problem has no field 'edges'"),
+        (wrong(lambda p: p["nodes"]["usages"].pop()), "2 costs, 1 usages and 2 intervals"),
+        (wrong(lambda p: p["nodes"]["usages"][0].pop()), "usages of node 0: there are 1"),
+        (wrong(lambda p: p["nodes"]["costs"][1].pop()), "node 1 has no strategy"),
+        (wrong(lambda p: p["nodes"]["costs"].__setitem__(0, [1, "x"])), "costs of node 0 are not all numbers"),
+        (wrong(lambda p: p["nodes"]["intervals"].__setitem__(1, [3])), "interval of node 1"),
+        (wrong(lambda p: p["edges"]["nodes"].__setitem__(0, [0, 2])), "edge 0 names the nodes"),
+        (wrong(lambda p: p["edges"]["costs"][0].pop()), "costs of edge 0: there are 1"),
+        (wrong(lambda p: p["edges"]["costs"].pop()), "1 nodes and 0 costs"),
+        (wrong(lambda p: p.__setitem__("usage_limit", "much")), "usage_limit is not a number"),
+    ],
+)
 def test_a_file_that_contradicts_itself_names_the_place(tmp_path, given, message):
     with pytest.raises(PlanError, match=message.replace("[", r"\[")) as caught:
         read_contest(written(tmp_path / "p.json", given))
@@ -179,7 +188,7 @@ def fullest(given: dict, states) -> int:
 def best_known(name: str) -> int:
     """The least of the values that the instances' README has of one: its costs stand after its nodes and edges."""
     lines = (SHARED / "iopddl/README.md").read_text().splitlines()
-    line, = (line for line in lines if line.startswith(f"| {name} |"))
+    (line,) = (line for line in lines if line.startswith(f"| {name} |"))
     _, _, *values = (int(number.replace(",", "")) for number in re.findall(r"\d+(?:,\d{3})+", line))
     return min(values)
 

@@ -63,8 +63,11 @@ def convolutions(draw_: Any) -> tuple[Convolution, tuple[int, ...], str]:
             arguments["stride"] = stride if named == "valid" else [1] * count
     function = getattr(F, f"conv{'_transpose' * transposed}{count}d")
     batch = pick((), (2,), (4,), (6,))
-    return (Convolution(function, (*filters, *kernel), pick(None, outward), **arguments), (*batch, inward, *sizes),
-            f"{function.__name__} {filters} {kernel} {arguments}")
+    return (
+        Convolution(function, (*filters, *kernel), pick(None, outward), **arguments),
+        (*batch, inward, *sizes),
+        f"{function.__name__} {filters} {kernel} {arguments}",
+    )
 
 
 def any_strategy(draw_: Any, bound: Bound, devices: int) -> tuple:
@@ -85,14 +88,17 @@ def test_random_convolutions(made, devices, data) -> None:
     net, shape, told = made
     x, y = (draw(*shape).requires_grad_() for _ in range(2))
     net.conv.shard(())
-    op, = (op for op in capture(net, (x,)).ops if op.mark is not None)
+    (op,) = (op for op in capture(net, (x,)).ops if op.mark is not None)
     strategy = any_strategy(data.draw, bound_rule(op), devices)
     net.conv.shard(strategy)
     note(f"{told} of {shape}: {strategy}")
     got, expected = parallel(net, devices=devices)(x), net(y)
     close(got, expected, "outputs")
-    close(torch.autograd.grad(squares(got), [x, *net.parameters()]),
-          torch.autograd.grad(squares(expected), [y, *net.parameters()]), "gradients")
+    close(
+        torch.autograd.grad(squares(got), [x, *net.parameters()]),
+        torch.autograd.grad(squares(expected), [y, *net.parameters()]),
+        "gradients",
+    )
 
 
 # -- what lies where, and what is sent ---------------------------------------------------------------------------------
@@ -110,10 +116,10 @@ def sent_forward(plan: sw.Plan) -> list:
 def test_factors_stand_as_n_cin_h_w_cout() -> None:
     net = Convolution(F.conv2d, (4, 6, 3, 3), None, padding=1)
     plan = planned(net, (8, 6, 5, 5), ((2, 2, 1, 1), (2, 2, 1, 1)))
-    assert plan.parameters["weight"].slice(5)[:2] == (slice(2, 4), slice(0, 3))     # rank 5 = (n 1, ci 0, co 1)
+    assert plan.parameters["weight"].slice(5)[:2] == (slice(2, 4), slice(0, 3))  # rank 5 = (n 1, ci 0, co 1)
     assert plan.parameters["weight"].slice(6)[:2] == (slice(0, 2), slice(3, 6))
     assert plan.operator("conv").local_shapes(5)[1] == ((4, 2, 5, 5),)
-    total, = sent_forward(plan)
+    (total,) = sent_forward(plan)
     assert (total.op, total.ranks, total.shape) == ("all_reduce", (5, 7), (4, 2, 5, 5))
 
 
@@ -121,7 +127,7 @@ def test_spatial_factors_stand_between_the_channels() -> None:
     net = Convolution(F.conv2d, (4, 4, 1, 1), None)
     plan = planned(net, (2, 4, 4, 4), ((1, 2, 2, 1), (2, 2, 1, 1)))
     assert plan.operator("conv").in_layouts[0].slice((2, 4, 4, 4), 2)[1:3] == (slice(0, 2), slice(2, 4))
-    assert plan.parameters["weight"].slice(4)[:2] == (slice(0, 2), slice(2, 4))     # rank 4 = (ci 1, h 0, co 0)
+    assert plan.parameters["weight"].slice(4)[:2] == (slice(0, 2), slice(2, 4))  # rank 4 = (ci 1, h 0, co 0)
     net = Convolution(F.conv_transpose2d, (4, 6, 3, 3), None)
     plan = planned(net, (8, 4, 5, 5), ((2, 2, 1, 1), (2, 2, 1, 1)))
     assert plan.parameters["weight"].slice(5)[:2] == (slice(0, 2), slice(3, 6))
@@ -154,13 +160,28 @@ def test_patches_are_cut_where_they_meet() -> None:
     assert_as_one_device(net, (draw(2, 3, 16, 8),), (draw(2, 3, 16, 8, seed=1),))
 
 
-@pytest.mark.parametrize(("net", "strategy", "why"), [
-    (Convolution(F.conv2d, (4, 4, 3, 3), None, padding=1), ((1, 1, 2, 1), (1, 1, 1, 1)), "dim 2 .* may not be split"),
-    (Convolution(F.conv2d, (4, 4, 2, 2), None, stride=2), ((1, 1, 1, 8), (1, 1, 1, 1)), "dim 3 .* may not be split"),
-    (Convolution(F.conv2d, (4, 4, 2, 2), None, stride=2), ((1, 1, 1, 1), (1, 1, 2, 1)), "dim 2 .* may not be split"),
-    (Convolution(F.conv2d, (4, 4, 2, 2), None), ((1, 4, 1, 1), (1, 2, 1, 1)), "shared factor 'ci'"),
-    (Convolution(F.conv2d, (4, 2, 2, 2), None, groups=2), ((1, 1, 1, 1), (2, 1, 1, 1)), "shared factor 'g'"),
-])
+@pytest.mark.parametrize(
+    ("net", "strategy", "why"),
+    [
+        (
+            Convolution(F.conv2d, (4, 4, 3, 3), None, padding=1),
+            ((1, 1, 2, 1), (1, 1, 1, 1)),
+            "dim 2 .* may not be split",
+        ),
+        (
+            Convolution(F.conv2d, (4, 4, 2, 2), None, stride=2),
+            ((1, 1, 1, 8), (1, 1, 1, 1)),
+            "dim 3 .* may not be split",
+        ),
+        (
+            Convolution(F.conv2d, (4, 4, 2, 2), None, stride=2),
+            ((1, 1, 1, 1), (1, 1, 2, 1)),
+            "dim 2 .* may not be split",
+        ),
+        (Convolution(F.conv2d, (4, 4, 2, 2), None), ((1, 4, 1, 1), (1, 2, 1, 1)), "shared factor 'ci'"),
+        (Convolution(F.conv2d, (4, 2, 2, 2), None, groups=2), ((1, 1, 1, 1), (2, 1, 1, 1)), "shared factor 'g'"),
+    ],
+)
 def test_refused(net: Convolution, strategy: tuple, why: str) -> None:
     with pytest.raises(sw.StrategyError, match=why) as raised:
         planned(net, (2, 4, 8, 8), strategy)

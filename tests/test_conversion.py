@@ -167,16 +167,18 @@ def test_never_more_than_gathering_everything(pair):
     numel, total = math.prod(source.local_shape(shape)), 0
     shapes = found.local_shapes(source.local_shape(shape))
     for step, local in zip(found.steps, shapes):
-        total += step.sent(math.prod(local) * source.devices ** 2)  # so that nothing is rounded
-    assert total == found.sent * math.prod(shape) * source.devices ** 2
+        total += step.sent(math.prod(local) * source.devices**2)  # so that nothing is rounded
+    assert total == found.sent * math.prod(shape) * source.devices**2
     assert shapes[-1] == target.local_shape(shape) and math.prod(shapes[0]) == numel
 
 
 def ordinary_steps(layout):
     """Every textbook step from a layout of 8 devices to another, one digit or two at a time: (sent, layout)."""
     local = Fraction(1, math.prod(layout.cuts))
-    binary = [[Digit(2, stride) for d in digits for stride in (4, 2, 1) if d.stride <= stride < d.span]
-              for digits in (*layout.dims, layout.partial, layout.replicas)]
+    binary = [
+        [Digit(2, stride) for d in digits for stride in (4, 2, 1) if d.stride <= stride < d.span]
+        for digits in (*layout.dims, layout.partial, layout.replicas)
+    ]
     dims, partial, replicas = binary[:-2], binary[-2], binary[-1]
 
     def to(new, open_):
@@ -188,16 +190,16 @@ def ordinary_steps(layout):
     for n in (1, 2, 3):
         for digits in itertools.permutations(partial, n):
             rest = [d for d in partial if d not in digits]
-            yield 2 * (2 ** n - 1) * local / 2 ** n, to(dims, rest)
+            yield 2 * (2**n - 1) * local / 2**n, to(dims, rest)
             for k in range(len(dims)):
-                yield (2 ** n - 1) * local / 2 ** n, to(put(dims, k, digits), rest)
+                yield (2**n - 1) * local / 2**n, to(put(dims, k, digits), rest)
         for k, carried in enumerate(dims):
             if len(carried) >= n:
                 short = [d[:-n] if j == k else d for j, d in enumerate(dims)]
-                yield (2 ** n - 1) * local, to(short, partial)
+                yield (2**n - 1) * local, to(short, partial)
                 for j in range(len(dims)):
                     if j != k:
-                        yield (2 ** n - 1) * local / 2 ** n, to(put(short, j, carried[-n:]), partial)
+                        yield (2**n - 1) * local / 2**n, to(put(short, j, carried[-n:]), partial)
     for digit in replicas:
         for k in range(len(dims)):
             yield Fraction(0), to(put(dims, k, [digit]), partial)
@@ -373,10 +375,18 @@ def test_many_digits_find_a_way(pair):
 
 
 def test_typical_conversions_take_little_time():
-    layouts = [Layout.of(8, dims, partial) for dims, partial in (
-        (((), ()), ()), (((Digit(8, 1),), ()), ()), (((), (Digit(8, 1),)), ()), (((Digit(2, 4),), (Digit(4, 1),)), ()),
-        (((Digit(4, 2),), (Digit(2, 1),)), ()), (((Digit(2, 1),), (Digit(2, 4), Digit(2, 2))), ()),
-        (((Digit(2, 4),), ()), (Digit(4, 1),)))]
+    layouts = [
+        Layout.of(8, dims, partial)
+        for dims, partial in (
+            (((), ()), ()),
+            (((Digit(8, 1),), ()), ()),
+            (((), (Digit(8, 1),)), ()),
+            (((Digit(2, 4),), (Digit(4, 1),)), ()),
+            (((Digit(4, 2),), (Digit(2, 1),)), ()),
+            (((Digit(2, 1),), (Digit(2, 4), Digit(2, 2))), ()),
+            (((Digit(2, 4),), ()), (Digit(4, 1),)),
+        )
+    ]
     times = []
     for source in layouts:
         for target in layouts[:-1]:
@@ -387,14 +397,23 @@ def test_typical_conversions_take_little_time():
     assert sorted(times)[len(times) // 2] < 0.01  # measured: 0.2 ms
 
 
-@pytest.mark.parametrize("source, target", [
-    (Layout.from_cuts(8, (2, 4)), Layout.from_cuts(4, (2, 2))),
-    (Layout.from_cuts(8, (2, 4)), Layout.from_cuts(8, (2, 2, 2))),
-    (Layout.from_cuts(8, (2, 1)), Layout.from_cuts(8, (2, 1)).with_partial((Digit(2, 1),))),
-    (Layout.from_cuts(8, (2,)).with_partial((Digit(2, 1),)), Layout.from_cuts(8, (2,)).with_partial((Digit(2, 2),))),
-    (Layout.from_cuts(8, (2,)).with_partial((Digit(2, 1),), "max"), Layout.of(8, ((Digit(2, 4),),), (Digit(2, 1),))),
-    (Layout((2, 4), ("dp", "mp")), Layout.from_cuts(8, (2, 4))),
-])
+@pytest.mark.parametrize(
+    "source, target",
+    [
+        (Layout.from_cuts(8, (2, 4)), Layout.from_cuts(4, (2, 2))),
+        (Layout.from_cuts(8, (2, 4)), Layout.from_cuts(8, (2, 2, 2))),
+        (Layout.from_cuts(8, (2, 1)), Layout.from_cuts(8, (2, 1)).with_partial((Digit(2, 1),))),
+        (
+            Layout.from_cuts(8, (2,)).with_partial((Digit(2, 1),)),
+            Layout.from_cuts(8, (2,)).with_partial((Digit(2, 2),)),
+        ),
+        (
+            Layout.from_cuts(8, (2,)).with_partial((Digit(2, 1),), "max"),
+            Layout.of(8, ((Digit(2, 4),),), (Digit(2, 1),)),
+        ),
+        (Layout((2, 4), ("dp", "mp")), Layout.from_cuts(8, (2, 4))),
+    ],
+)
 def test_refused(source, target):
     with pytest.raises(LayoutError):
         redistribution(source, target)
@@ -422,8 +441,9 @@ def test_other_types_zeros_and_scalars():
 
 def test_sums_are_in_the_order_of_the_ranks():
     values = [1e8, 1.0, -1e8, 3.0]
-    total = convert_shards(redistribution(Layout.of(4, (), (Digit(4, 1),)), Layout.replicated(4, 0)),
-                           [torch.tensor(v) for v in values])
+    total = convert_shards(
+        redistribution(Layout.of(4, (), (Digit(4, 1),)), Layout.replicated(4, 0)), [torch.tensor(v) for v in values]
+    )
     assert total[0].item() == 3.0  # ((1e8 + 1) - 1e8) + 3 in float32
 
 

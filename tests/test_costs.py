@@ -43,43 +43,51 @@ def us(cluster: Any, kind: str, digits: tuple[Digit, ...], nbytes: float, device
 # -- collectives by hand: microseconds ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "digits", "nbytes", "expected"), [
-    # Four on the inner level. Halving and doubling: 2 rounds; the whole in 2 rounds.
-    ("reduce_scatter", FOUR, 1000, 2 + 0.75),
-    ("all_gather", FOUR, 1000, 2 + 3),
-    ("all_reduce", FOUR, 1000, 2 + 2),            # the whole, twice
-    ("all_reduce", FOUR, 1_000_000, 4 + 1500),    # halves and back: 2 · 2 rounds, 2 · 3/4
-    ("all_to_all", FOUR, 1000, 2 + 1),            # Bruck: in each of 2 rounds a half
-    ("all_to_all", FOUR, 1_000_000, 3 + 750),     # three partners, a quarter for each
-    ("permute", FOUR, 1000, 1 + 1),
-    # Two on the outer one.
-    ("reduce_scatter", TWO_OUTSIDE, 1000, 10 + 5),
-    ("all_gather", TWO_OUTSIDE, 1000, 10 + 10),
-    ("all_reduce", TWO_OUTSIDE, 1000, 10 + 10),
-    ("all_to_all", TWO_OUTSIDE, 1000, 10 + 5),
-    ("permute", TWO_OUTSIDE, 1000, 10 + 10),
-    # All eight, level by level: the outer one sees a quarter.
-    ("reduce_scatter", ALL, 1_000_000, 2 + 750 + 10 + 250_000 / 2 / 100),
-    ("all_gather", ALL, 1_000_000, 10 + 10_000 + 2 + 2_000_000 * 3 / 1000),
-    ("all_reduce", ALL, 1_000_000, 4 + 1500 + 10 + 2500),
-    ("all_reduce", ALL, 8, 2 + 2 * 0.008 + 10 + 0.08),
-    ("all_to_all", ALL, 1_000_000, 3 + 750 / 2 + 4 * 10 + 4 / 8 * 10_000),    # pairs: 3 inside, 4 outside
-    ("all_to_all", ALL, 8, 2 + 0.008 + 10 + 0.04),                            # level by level
-    ("permute", ALL, 1000, 10 + 10),
-    # A digit that straddles the border: two inside, two outside.
-    ("reduce_scatter", (Digit(4, 2),), 1_000_000, 1 + 500 + 10 + 2500),
-    ("slice", ALL, 1_000_000, 0),
-    ("send", TWO_OUTSIDE, 1000, 20), ("recv", TWO_OUTSIDE, 1000, 20),
-    ("all_reduce", (), 1000, 0),
-])
+@pytest.mark.parametrize(
+    ("kind", "digits", "nbytes", "expected"),
+    [
+        # Four on the inner level. Halving and doubling: 2 rounds; the whole in 2 rounds.
+        ("reduce_scatter", FOUR, 1000, 2 + 0.75),
+        ("all_gather", FOUR, 1000, 2 + 3),
+        ("all_reduce", FOUR, 1000, 2 + 2),  # the whole, twice
+        ("all_reduce", FOUR, 1_000_000, 4 + 1500),  # halves and back: 2 · 2 rounds, 2 · 3/4
+        ("all_to_all", FOUR, 1000, 2 + 1),  # Bruck: in each of 2 rounds a half
+        ("all_to_all", FOUR, 1_000_000, 3 + 750),  # three partners, a quarter for each
+        ("permute", FOUR, 1000, 1 + 1),
+        # Two on the outer one.
+        ("reduce_scatter", TWO_OUTSIDE, 1000, 10 + 5),
+        ("all_gather", TWO_OUTSIDE, 1000, 10 + 10),
+        ("all_reduce", TWO_OUTSIDE, 1000, 10 + 10),
+        ("all_to_all", TWO_OUTSIDE, 1000, 10 + 5),
+        ("permute", TWO_OUTSIDE, 1000, 10 + 10),
+        # All eight, level by level: the outer one sees a quarter.
+        ("reduce_scatter", ALL, 1_000_000, 2 + 750 + 10 + 250_000 / 2 / 100),
+        ("all_gather", ALL, 1_000_000, 10 + 10_000 + 2 + 2_000_000 * 3 / 1000),
+        ("all_reduce", ALL, 1_000_000, 4 + 1500 + 10 + 2500),
+        ("all_reduce", ALL, 8, 2 + 2 * 0.008 + 10 + 0.08),
+        ("all_to_all", ALL, 1_000_000, 3 + 750 / 2 + 4 * 10 + 4 / 8 * 10_000),  # pairs: 3 inside, 4 outside
+        ("all_to_all", ALL, 8, 2 + 0.008 + 10 + 0.04),  # level by level
+        ("permute", ALL, 1000, 10 + 10),
+        # A digit that straddles the border: two inside, two outside.
+        ("reduce_scatter", (Digit(4, 2),), 1_000_000, 1 + 500 + 10 + 2500),
+        ("slice", ALL, 1_000_000, 0),
+        ("send", TWO_OUTSIDE, 1000, 20),
+        ("recv", TWO_OUTSIDE, 1000, 20),
+        ("all_reduce", (), 1000, 0),
+    ],
+)
 def test_collectives_by_hand(kind: str, digits: tuple[Digit, ...], nbytes: int, expected: float) -> None:
     assert us(TWO, kind, digits, nbytes) == pytest.approx(expected, rel=1e-12)
 
 
 def test_numbers_that_are_no_powers_of_two() -> None:
     three = replace(TWO, levels=(replace(INNER, size=3),))
-    for kind, expected in (("reduce_scatter", 2 + 2000 / 3), ("all_gather", 2 + 2000), ("all_to_all", 2 + 2000 / 3),
-                           ("all_reduce", 4 + 4000 / 3)):
+    for kind, expected in (
+        ("reduce_scatter", 2 + 2000 / 3),
+        ("all_gather", 2 + 2000),
+        ("all_to_all", 2 + 2000 / 3),
+        ("all_reduce", 4 + 4000 / 3),
+    ):
         assert us(three, kind, (Digit(3, 1),), 1_000_000, 3) == pytest.approx(expected), kind
 
 
@@ -109,9 +117,16 @@ def test_an_unknown_kind() -> None:
 
 @st.composite
 def settings_of_a_cluster(draw: Any) -> sw.Cluster:
-    levels = tuple(sw.Level(f"level {i}", draw(st.integers(1, 8)), draw(st.sampled_from((1e8, 1e9, 3e10))),
-                            draw(st.sampled_from((1e-7, 1e-6, 2e-5))), draw(st.booleans()))
-                   for i in range(draw(st.integers(1, 3))))
+    levels = tuple(
+        sw.Level(
+            f"level {i}",
+            draw(st.integers(1, 8)),
+            draw(st.sampled_from((1e8, 1e9, 3e10))),
+            draw(st.sampled_from((1e-7, 1e-6, 2e-5))),
+            draw(st.booleans()),
+        )
+        for i in range(draw(st.integers(1, 3)))
+    )
     return replace(TWO, levels=levels)
 
 
@@ -134,10 +149,15 @@ def test_only_algorithms_that_are_the_quickest_for_some_size_are_kept(cluster: s
 
 
 @given(st.sampled_from(MOVING), st.integers(1, 64), st.integers(1, 64), SIZES, st.booleans())
-def test_more_devices_of_a_level_are_never_quicker(kind: str, one: int, other: int, nbytes: float,
-                                                   shared: bool) -> None:
-    few, many = (CostModel(replace(TWO, levels=(replace(INNER, size=size, shared=shared),)))
-                 .collective(kind, (Digit(size, 1),), nbytes) for size in sorted((one, other)))
+def test_more_devices_of_a_level_are_never_quicker(
+    kind: str, one: int, other: int, nbytes: float, shared: bool
+) -> None:
+    few, many = (
+        CostModel(replace(TWO, levels=(replace(INNER, size=size, shared=shared),))).collective(
+            kind, (Digit(size, 1),), nbytes
+        )
+        for size in sorted((one, other))
+    )
     assert few <= many * (1 + 1e-12)
 
 
@@ -153,12 +173,13 @@ def test_levels_together_are_never_dearer_than_one_after_the_other(cluster: sw.C
 
     reduced = time("reduce_scatter", inner, nbytes) + time("all_gather", inner, nbytes / inside)
     for kind, parts in (
-            ("reduce_scatter", time("reduce_scatter", inner, nbytes) + time("reduce_scatter", outer, nbytes / inside)),
-            ("all_gather", time("all_gather", outer, nbytes) + time("all_gather", inner, nbytes * outside)),
-            ("all_reduce", reduced + time("all_reduce", outer, nbytes / inside)),
-            ("all_reduce", time("all_reduce", inner, nbytes) + time("all_reduce", outer, nbytes)),
-            ("all_reduce", time("reduce_scatter", whole, nbytes) + time("all_gather", whole, nbytes / cluster.devices)),
-            ("all_to_all", time("all_to_all", inner, nbytes) + time("all_to_all", outer, nbytes))):
+        ("reduce_scatter", time("reduce_scatter", inner, nbytes) + time("reduce_scatter", outer, nbytes / inside)),
+        ("all_gather", time("all_gather", outer, nbytes) + time("all_gather", inner, nbytes * outside)),
+        ("all_reduce", reduced + time("all_reduce", outer, nbytes / inside)),
+        ("all_reduce", time("all_reduce", inner, nbytes) + time("all_reduce", outer, nbytes)),
+        ("all_reduce", time("reduce_scatter", whole, nbytes) + time("all_gather", whole, nbytes / cluster.devices)),
+        ("all_to_all", time("all_to_all", inner, nbytes) + time("all_to_all", outer, nbytes)),
+    ):
         assert time(kind, whole, nbytes) <= parts * (1 + 1e-12), kind
 
 
@@ -186,7 +207,9 @@ def test_a_conversion_costs_what_its_steps_do(drawn: tuple[Layout, Layout, tuple
 
 
 def test_a_permutation_sends_all_and_to_one() -> None:
-    swap = redistribution(Layout.of(8, [(Digit(2, 1),), (Digit(2, 4),)]), Layout.of(8, [(Digit(2, 4),), (Digit(2, 1),)]))
+    swap = redistribution(
+        Layout.of(8, [(Digit(2, 1),), (Digit(2, 4),)]), Layout.of(8, [(Digit(2, 4),), (Digit(2, 1),)])
+    )
     assert [(s.kind, bool(s.permuted)) for s in swap.steps] == [("all_to_all", True)]
     assert CostModel(TWO).conversion(swap, 4000) * 1e6 == pytest.approx(10 + 10)
 
@@ -194,15 +217,18 @@ def test_a_permutation_sends_all_and_to_one() -> None:
 # -- operators ---------------------------------------------------------------------------------------------------------
 
 
-def op_of(target: Any, *shapes: tuple[int, ...], args: Any = None, dtype: torch.dtype = torch.float32,
-          grad: Any = True) -> Op:
+def op_of(
+    target: Any, *shapes: tuple[int, ...], args: Any = None, dtype: torch.dtype = torch.float32, grad: Any = True
+) -> Op:
     """A call with whole values of these shapes; `args` puts them in their places; `grad`: of all, or of each."""
     grads = [grad] * len(shapes) if isinstance(grad, bool) else grad
     values = tuple(Value(f"x{i}", s, dtype, g) for i, (s, g) in enumerate(zip(shapes, grads)))
     placed = args(*values) if args else values
     made = target(*map_values(placed, lambda v: torch.empty(v.shape, dtype=v.dtype, device="meta")))
-    outputs = tuple(Value(f"y{i}", tuple(y.shape), y.dtype, any(grads))
-                    for i, y in enumerate(made if isinstance(made, (tuple, list)) else [made]))
+    outputs = tuple(
+        Value(f"y{i}", tuple(y.shape), y.dtype, any(grads))
+        for i, y in enumerate(made if isinstance(made, (tuple, list)) else [made])
+    )
     return Op("op", target, placed, {}, values, outputs)
 
 
@@ -217,7 +243,7 @@ def compute(op: Op, costs: CostModel, *ins: tuple[int, ...]) -> tuple[float, flo
 
 
 SQUARE = ((1000, 1000), (1000, 1000))
-MB4 = 4 * 1e6 / 1e4     # microseconds to bring 1000 · 1000 numbers of 4 bytes past the memory
+MB4 = 4 * 1e6 / 1e4  # microseconds to bring 1000 · 1000 numbers of 4 bytes past the memory
 
 
 def test_operators_by_hand() -> None:
@@ -228,29 +254,49 @@ def test_operators_by_hand() -> None:
     assert compute(op_of(aten.mm.default, *SQUARE, grad=False), costs) == pytest.approx((2001, 0))
     # Four times as quick in bfloat16; half as quick in float64, which the cluster does not list.
     fast, slow = (op_of(aten.mm.default, *SQUARE, dtype=d) for d in (torch.bfloat16, torch.float64))
-    assert compute(fast, costs)[0] == pytest.approx(3 * MB4 / 2 + 1) and 3 * MB4 / 2 > 2000 / 4   # memory holds it up
+    assert compute(fast, costs)[0] == pytest.approx(3 * MB4 / 2 + 1) and 3 * MB4 / 2 > 2000 / 4  # memory holds it up
     assert compute(slow, costs)[0] == pytest.approx(4000 + 1)
     # Bytes: in and out; backward the output's gradient, what was saved, the input's gradient.
     assert compute(op_of(aten.relu.default, SQUARE[0]), costs) == pytest.approx((2 * MB4 + 1, 3 * MB4 + 1))
     assert compute(op_of(aten.mul.Tensor, *SQUARE), costs) == pytest.approx((3 * MB4 + 1, 5 * MB4 + 2))
     assert compute(op_of(aten.add.Tensor, *SQUARE), costs) == pytest.approx((3 * MB4 + 1, 0))  # gradients go on
     # Views.
-    for view in (op_of(aten.transpose.int, SQUARE[0], args=lambda x: (x, 0, 1)),
-                 op_of(aten.reshape.default, SQUARE[0], args=lambda x: (x, [-1]))):
+    for view in (
+        op_of(aten.transpose.int, SQUARE[0], args=lambda x: (x, 0, 1)),
+        op_of(aten.reshape.default, SQUARE[0], args=lambda x: (x, [-1])),
+    ):
         assert compute(view, costs) == (0, 0)
 
 
-@pytest.mark.parametrize(("op", "ins", "parts"), [
-    (op_of(aten.linear.default, (4, 8, 64), (32, 64), (32,)), ((2, 8, 16), (16, 16), (16,)), 16),
-    (op_of(aten.einsum.default, (4, 8, 16), (4, 16, 32), args=lambda x, y: ("bij,bjk->bik", [x, y])),
-     ((2, 8, 16), (2, 16, 8)), 8),
-    (op_of(aten.conv2d.default, (8, 6, 9, 9), (12, 6, 3, 3)), ((4, 3, 9, 9), (4, 3, 3, 3)), 12),
-    (op_of(aten.conv2d.default, (8, 6, 9, 9), (12, 2, 3, 3), args=lambda x, w: (x, w, None, [1, 1], [0, 0], [1, 1], 3)),
-     ((4, 6, 9, 9), (12, 2, 3, 3)), 2),
-    (op_of(aten.scaled_dot_product_attention.default, (4, 8, 16, 8), (4, 8, 32, 8), (4, 8, 32, 8)),
-     ((2, 2, 8, 8), (2, 2, 32, 8), (2, 2, 32, 8)), 16),
-    (op_of(aten.bmm.default, (4, 8, 16), (4, 16, 32)), ((4, 2, 4), (4, 4, 32)), 16),
-], ids=lambda x: x.kind if isinstance(x, Op) else "")
+@pytest.mark.parametrize(
+    ("op", "ins", "parts"),
+    [
+        (op_of(aten.linear.default, (4, 8, 64), (32, 64), (32,)), ((2, 8, 16), (16, 16), (16,)), 16),
+        (
+            op_of(aten.einsum.default, (4, 8, 16), (4, 16, 32), args=lambda x, y: ("bij,bjk->bik", [x, y])),
+            ((2, 8, 16), (2, 16, 8)),
+            8,
+        ),
+        (op_of(aten.conv2d.default, (8, 6, 9, 9), (12, 6, 3, 3)), ((4, 3, 9, 9), (4, 3, 3, 3)), 12),
+        (
+            op_of(
+                aten.conv2d.default,
+                (8, 6, 9, 9),
+                (12, 2, 3, 3),
+                args=lambda x, w: (x, w, None, [1, 1], [0, 0], [1, 1], 3),
+            ),
+            ((4, 6, 9, 9), (12, 2, 3, 3)),
+            2,
+        ),
+        (
+            op_of(aten.scaled_dot_product_attention.default, (4, 8, 16, 8), (4, 8, 32, 8), (4, 8, 32, 8)),
+            ((2, 2, 8, 8), (2, 2, 32, 8), (2, 2, 32, 8)),
+            16,
+        ),
+        (op_of(aten.bmm.default, (4, 8, 16), (4, 16, 32)), ((4, 2, 4), (4, 4, 32)), 16),
+    ],
+    ids=lambda x: x.kind if isinstance(x, Op) else "",
+)
 def test_flops_of_slices_are_torchs_own(op: Op, ins: tuple, parts: int) -> None:
     work = CostModel(TWO).work(op)
     inputs = [torch.empty(s, device="meta", requires_grad=True) for s in ins]
@@ -307,8 +353,10 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm1(x)
-        q, k, v = (apply(y, layer.weight, layer.bias).reshape(*x.shape[:2], 8, 8).transpose(1, 2)
-                   for apply, layer in zip(self.columns, self.qkv))
+        q, k, v = (
+            apply(y, layer.weight, layer.bias).reshape(*x.shape[:2], 8, 8).transpose(1, 2)
+            for apply, layer in zip(self.columns, self.qkv)
+        )
         y = self.attend(q, k, v).transpose(1, 2).reshape(x.shape)
         x = x + self.rows[0](y, self.out.weight, self.out.bias)
         y = F.gelu(self.columns[3](self.norm2(x), self.up.weight, self.up.bias))
@@ -348,16 +396,26 @@ TOKENS = (4, 16, 64)
 PLANS: dict[str, Any] = {
     "perceptron": lambda: planned(Perceptron, 16, 64),
     "fed in parts": lambda: planned(Perceptron, 16, 64, dataset_strategy="data_parallel"),
-    "data parallel": lambda: planned(lambda: nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)), 16, 64,
-                                     parallel_mode="data_parallel", dataset_strategy="data_parallel"),
+    "data parallel": lambda: planned(
+        lambda: nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)),
+        16,
+        64,
+        parallel_mode="data_parallel",
+        dataset_strategy="data_parallel",
+    ),
     "block": lambda: planned(Block, *TOKENS),
     "recomputed": lambda: planned(lambda: Blocks(2, sw.recompute), *TOKENS),
     "stored cut": lambda: planned(Block, *TOKENS, hsdp={"threshold": 0}),
     "stored cut, level 3": lambda: planned(Block, *TOKENS, hsdp={"threshold": 0, "optimizer_level": "level3"}),
     "a maximum": lambda: planned(Softmax, 16, 64),
     "padded": lambda: planned(lambda: Perceptron(((8, 1), (1, 1)), ((8, 1),), ((8, 1), (1, 1))), 12, 64, uneven=True),
-    "each its own program": lambda: planned(lambda: nn.Sequential(nn.Linear(64, 64), nn.Tanh()), 16, 64,
-                                            parallel_mode="hybrid_parallel", dataset_strategy="data_parallel"),
+    "each its own program": lambda: planned(
+        lambda: nn.Sequential(nn.Linear(64, 64), nn.Tanh()),
+        16,
+        64,
+        parallel_mode="hybrid_parallel",
+        dataset_strategy="data_parallel",
+    ),
     "one device": lambda: planned(Perceptron, 16, 64, parallel_mode="stand_alone"),
 }
 
@@ -369,8 +427,10 @@ def plan_of(name: str) -> sw.Plan:
 
 def known_of(plan: sw.Plan) -> dict[str, Any]:
     routed = plan.routed
-    out = {i.name: i for i in (*routed.inputs, *routed.parameters.values(), *routed.buffers.values(),
-                               *routed.constants.values())}
+    out = {
+        i.name: i
+        for i in (*routed.inputs, *routed.parameters.values(), *routed.buffers.values(), *routed.constants.values())
+    }
     for i in routed.instructions:
         out.update((o.name, o) for o in (i.outputs if isinstance(i, LocalOp) else (i.target,)) if o is not None)
     return out
@@ -392,8 +452,10 @@ def test_the_price_of_a_plan_is_that_of_what_runs(name: str) -> None:
     assert price.communication == pytest.approx(sum(c.seconds for c in price.collectives))
     theirs = Counter((c.op, c.ranks, c.bytes, c.operator, c.phase) for c in plan.collectives(0))
     kinds = {"permute": "all_to_all"}
-    mine = Counter((kinds.get(c.kind, c.kind), sw.layout.group_of(0, c.digits), round(c.bytes), c.operator, c.phase)
-                   for c in price.collectives)
+    mine = Counter(
+        (kinds.get(c.kind, c.kind), sw.layout.group_of(0, c.digits), round(c.bytes), c.operator, c.phase)
+        for c in price.collectives
+    )
     assert mine == theirs
     assert [c.seconds for c in price.collectives] == sorted((c.seconds for c in price.collectives), reverse=True)
     assert all(str(c).startswith(c.kind) and c.operator in str(c) for c in price.collectives)
@@ -419,8 +481,9 @@ def test_flops_of_a_plan_are_those_of_its_local_calls(name: str) -> None:
         args, kwargs = pytree.tree_map(lambda a: tensors[a.name] if isinstance(a, Ref) else a, (i.args, i.kwargs))
         with FlopCounterMode(display=False) as counter:
             i.target(*args, **kwargs)
-        (flops, _), _ = costs.work(i.op).local([r.local_shape for r in refs],
-                                               [o.local_shape for o in i.outputs if o is not None])
+        (flops, _), _ = costs.work(i.op).local(
+            [r.local_shape for r in refs], [o.local_shape for o in i.outputs if o is not None]
+        )
         assert flops == pytest.approx(counter.get_total_flops()), i.op.kind
         seen += flops > 0
     assert seen
@@ -482,12 +545,13 @@ def test_the_same_plan_is_slower_on_slower_links_and_of_1024_devices() -> None:
     assert prices[0].communication < prices[1].communication and prices[0].compute <= prices[1].compute
     with torch.device("meta"):
         net, x = nn.Linear(4096, 4096), torch.empty(1024, 4096)
-    many = sw.plan(net, (x,), F.mse_loss, x, devices=1024, parallel_mode="data_parallel",
-                   dataset_strategy="data_parallel")
+    many = sw.plan(
+        net, (x,), F.mse_loss, x, devices=1024, parallel_mode="data_parallel", dataset_strategy="data_parallel"
+    )
     price = CostModel(None, 1024).plan(many)
     (weight, *_) = price.collectives
     assert (weight.kind, digits_size(weight.digits), weight.phase) == ("all_reduce", 1024, "gradient")
     # 2 · 7/8 of 64 MiB by NVLink in 2 · 3 rounds, and 2 · 127/128 of an eighth through the network in 2 · 7.
-    assert weight.bytes == 4 * 4096 ** 2
-    sent = 4 ** 13 * (2 * 7 / 8 / 450e9 + 2 * 127 / 128 / 8 / 50e9)
+    assert weight.bytes == 4 * 4096**2
+    sent = 4**13 * (2 * 7 / 8 / 450e9 + 2 * 127 / 128 / 8 / 50e9)
     assert weight.seconds == pytest.approx(sent + 2 * 3 * 1.9e-6 + 2 * 7 * 4e-6)

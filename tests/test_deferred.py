@@ -45,10 +45,10 @@ class Everything(nn.Module):
         nn.init.trunc_normal_(self.layers[0].weight, std=0.2)
         nn.init.orthogonal_(self.layers[2].weight)
         nn.init.kaiming_uniform_(self.listed[0], a=math.sqrt(5))
-        torch.manual_seed(11)                                    # seeding inside
+        torch.manual_seed(11)  # seeding inside
         nn.init.xavier_normal_(self.listed[1])
         nn.init.sparse_(self.sparse, 0.3)
-        torch.randn(3, device="cpu")                             # values that are needed at once
+        torch.randn(3, device="cpu")  # values that are needed at once
         self.layers[0].bias.data.normal_()
         with torch.no_grad():
             self.plain[0].fill_(3.0)
@@ -75,7 +75,9 @@ MODELS = {
     "linear": lambda: nn.Linear(8, 8),
     "mlp": lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)),
     "everything": Everything,
-    "applied": lambda: nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 8))).apply(initialise),
+    "applied": lambda: nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 8))).apply(
+        initialise
+    ),
     "in float64": lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).double(),
     "in bfloat16": lambda: nn.Linear(8, 8, dtype=torch.bfloat16),
     "copies": lambda: nn.Sequential(*[copy.deepcopy(layer) for layer in [nn.Linear(8, 8)] * 3]),
@@ -92,19 +94,30 @@ def test_values_are_those_of_an_ordinary_construction(name) -> None:
     x = torch.randn(16, 8).to(next(one.parameters()).dtype)
     torch.set_rng_state(state)
     got = parallel(net, on_missing_rule="replicate")(x)
-    assert torch.equal(torch.get_rng_state(), state)      # what the user draws next is not disturbed
+    assert torch.equal(torch.get_rng_state(), state)  # what the user draws next is not disturbed
     assert_bit_equal(net, one)
     assert all(objects[n] is p for n, p in net.named_parameters())
     assert [p.requires_grad for p in net.parameters()] == [p.requires_grad for p in one.parameters()]
     torch.testing.assert_close(got, one(x))
 
 
-@pytest.mark.parametrize("layers", [
-    lambda: nn.Conv2d(3, 8, 3), lambda: nn.ConvTranspose1d(4, 8, 2), lambda: nn.BatchNorm2d(8), lambda: nn.GroupNorm(2, 8),
-    lambda: nn.Embedding(10, 8, padding_idx=2), lambda: nn.MultiheadAttention(8, 2), lambda: nn.Bilinear(8, 8, 8),
-    lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8), 2, enable_nested_tensor=False)], ids=range(8))
+@pytest.mark.parametrize(
+    "layers",
+    [
+        lambda: nn.Conv2d(3, 8, 3),
+        lambda: nn.ConvTranspose1d(4, 8, 2),
+        lambda: nn.BatchNorm2d(8),
+        lambda: nn.GroupNorm(2, 8),
+        lambda: nn.Embedding(10, 8, padding_idx=2),
+        lambda: nn.MultiheadAttention(8, 2),
+        lambda: nn.Bilinear(8, 8, 8),
+        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8), 2, enable_nested_tensor=False),
+    ],
+    ids=range(8),
+)
 def test_layers_that_ship_with_torch(layers) -> None:
     from shardwright.runtime.deferred_init import materialize
+
     net, one = built(lambda: nn.Sequential(layers(), nn.Linear(8, 8)))
     assert all(p.is_meta for p in net.parameters())
     materialize(net, lambda name, old, whole: whole, real=False)
@@ -153,6 +166,7 @@ def test_an_optimizer_that_was_built_before() -> None:
 def test_marks_inside_of_the_block() -> None:
     def make() -> nn.Module:
         return nn.Sequential(sw.shard(nn.Linear(8, 8), ((2, 2), (2, 2), (2,))), sw.shard(nn.ReLU(), ((8, 1),)))
+
     net, one = built(make)
     x = draw(16, 8).float()
     torch.testing.assert_close(parallel(net)(x), one(x))
@@ -167,6 +181,7 @@ def test_a_loss_with_parameters_and_a_second_batch_size() -> None:
 
         def forward(self, scores, target):
             return nn.functional.cross_entropy(scores / self.scale, target)
+
     (net, one), (loss, one_loss) = built(lambda: nn.Linear(8, 8)), built(Scaled)
     model = parallel(net, loss)
     for size in (16, 32):
@@ -179,10 +194,14 @@ def test_a_loss_with_parameters_and_a_second_batch_size() -> None:
 
 # -- mistakes ----------------------------------------------------------------------------------------------------------
 
+
 def test_values_written_too_early_are_an_error() -> None:
     x = draw(16, 8).float()
-    for write in (lambda n: n.apply(initialise), lambda n: n.load_state_dict(nn.Linear(8, 8).state_dict()),
-                  lambda n: nn.init.ones_(n.weight)):
+    for write in (
+        lambda n: n.apply(initialise),
+        lambda n: n.load_state_dict(nn.Linear(8, 8).state_dict()),
+        lambda n: nn.init.ones_(n.weight),
+    ):
         with sw.no_init_parameters():
             net = nn.Linear(8, 8)
         write(net)
@@ -199,8 +218,11 @@ def test_what_cannot_come_into_being_later_is_an_error() -> None:
 
 
 def test_meta_tensors_of_somebody_else_are_an_error() -> None:
-    for make in (lambda: nn.Linear(8, 8, device="meta"), lambda: copy.deepcopy(built(lambda: nn.Linear(8, 8))[0]),
-                 lambda: built(lambda: nn.Linear(8, 8))[0].double()):
+    for make in (
+        lambda: nn.Linear(8, 8, device="meta"),
+        lambda: copy.deepcopy(built(lambda: nn.Linear(8, 8))[0]),
+        lambda: built(lambda: nn.Linear(8, 8))[0].double(),
+    ):
         with pytest.raises(sw.SettingError, match="weight.*bias") as raised:
             parallel(make())(draw(16, 8).to(torch.float64))
         assert "no_init_parameters" in raised.value.legal

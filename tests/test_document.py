@@ -44,8 +44,19 @@ def test_what_is_loaded_is_what_was_saved(name: str, tmp_path: Path) -> None:
     assert loaded.parameters == plan.parameters and loaded.operators == plan.operators
     assert (loaded.cost, loaded.bound, loaded.gap, loaded.notes) == (plan.cost, plan.bound, plan.gap, plan.notes)
     assert [loaded.memory(r) for r in (0, plan.devices - 1)] == [plan.memory(r) for r in (0, plan.devices - 1)]
-    for name in ("devices", "mode", "fed", "carries", "stored", "hsdp", "own", "cluster", "found", "optimizer",
-                 "regions"):
+    for name in (
+        "devices",
+        "mode",
+        "fed",
+        "carries",
+        "stored",
+        "hsdp",
+        "own",
+        "cluster",
+        "found",
+        "optimizer",
+        "regions",
+    ):
         assert getattr(loaded, name) == getattr(plan, name), name
     for decision, same in zip(plan.decisions.values(), loaded.decisions.values(), strict=True):
         for field in fields(decision):
@@ -64,26 +75,46 @@ def test_graphs_come_back(name: str) -> None:
             assert getattr(op, field) == getattr(same, field)
         assert repr((op.args, op.kwargs)) == repr((same.args, same.kwargs))
         assert getattr(op.target, "described_as", op.target) is getattr(same.target, "described_as", same.target)
-    assert (back.inputs, back.parameters, back.buffers, back.outputs) == (graph.inputs, graph.parameters, graph.buffers,
-                                                                         graph.outputs)
-    assert (back.updates, back.aliases, back.in_spec, back.out_spec) == (graph.updates, graph.aliases, graph.in_spec,
-                                                                        graph.out_spec)
-    assert {n: (t.shape, t.dtype) for n, t in back.constants.items()} == \
-        {n: (t.shape, t.dtype) for n, t in graph.constants.items()}
+    assert (back.inputs, back.parameters, back.buffers, back.outputs) == (
+        graph.inputs,
+        graph.parameters,
+        graph.buffers,
+        graph.outputs,
+    )
+    assert (back.updates, back.aliases, back.in_spec, back.out_spec) == (
+        graph.updates,
+        graph.aliases,
+        graph.in_spec,
+        graph.out_spec,
+    )
+    assert {n: (t.shape, t.dtype) for n, t in back.constants.items()} == {
+        n: (t.shape, t.dtype) for n, t in graph.constants.items()
+    }
 
 
 def test_a_document_has_all_that_a_plan_has() -> None:
     """Whatever is added to one is asked for in `test_what_is_loaded_is_what_was_saved`."""
     assert {f.name for f in fields(sw.Plan)} == {
-        "graph", "devices", "mode", "fed", "decisions", "carries", "stored", "hsdp", "own", "cluster", "found",
-        "optimizer"}
+        "graph",
+        "devices",
+        "mode",
+        "fed",
+        "decisions",
+        "carries",
+        "stored",
+        "hsdp",
+        "own",
+        "cluster",
+        "found",
+        "optimizer",
+    }
 
 
 def test_one_operator_a_line_in_the_order_of_the_program() -> None:
     plan = made("gpt, marked")
     lines = written(plan).splitlines()
     begin, end = lines.index('  "operators": ['), lines.index('  "parameters": [')
-    names = [json.loads(line.strip().rstrip(","))["name"] for line in lines[begin + 1:end - 1]]
+    names = [json.loads(line.strip().rstrip(","))["name"] for line in lines[begin + 1 : end - 1]]
     assert names == [op.name for op in plan.graph.ops]
     line = next(line for line in lines if '"blocks.0.up"' in line or '"name": "blocks.0.attention.query"' in line)
     said = json.loads(line.strip().rstrip(","))
@@ -91,8 +122,13 @@ def test_one_operator_a_line_in_the_order_of_the_program() -> None:
     assert tuple(map(tuple, said["in_strategy"])) == operator.in_strategy
     assert said["seconds"] == pytest.approx(plan.price.by_operator[said["name"]], rel=1e-3)
     head = json.loads("\n".join(lines))
-    assert head["total"] == {"seconds": plan.cost, "bound": None, "gap": None, "memory": plan.memory(0),
-                             "peak": plan.peak}
+    assert head["total"] == {
+        "seconds": plan.cost,
+        "bound": None,
+        "gap": None,
+        "memory": plan.memory(0),
+        "peak": plan.peak,
+    }
     assert head["schema"] == 1 and head["graph"] == fingerprint(plan.graph)
 
 
@@ -101,6 +137,7 @@ def test_a_graph_s_fingerprint_is_of_shapes_and_operators_alone() -> None:
         torch.manual_seed(seed)
         net = nn.Sequential(nn.Linear(8, width), layer())
         return fingerprint(sw.plan(net, (meta(batch, 8),), devices=1).graph)
+
     assert of(4) == of(4, seed=1) and len({of(4), of(8), of(4, width=32), of(4, layer=nn.GELU)}) == 4
 
 
@@ -115,8 +152,12 @@ class Broadcasts(nn.Module):
 @cache
 def bounds() -> list[Any]:
     net = nn.Sequential(nn.Conv2d(24, 48, 3), nn.BatchNorm2d(48), nn.Flatten(), nn.Linear(48 * 100, 24))
-    plans = [made("gpt"), made("resnet"), sw.plan(net, (meta(24, 24, 12, 12),), devices=1),
-             sw.plan(Broadcasts(), (meta(24, 24),), devices=1)]
+    plans = [
+        made("gpt"),
+        made("resnet"),
+        sw.plan(net, (meta(24, 24, 12, 12),), devices=1),
+        sw.plan(Broadcasts(), (meta(24, 24),), devices=1),
+    ]
     return [d.bound for plan in plans for d in plan.decisions.values()]
 
 
@@ -179,6 +220,7 @@ def test_the_difference_of_two_plans(tmp_path: Path) -> None:
 def test_the_difference_of_plans_of_different_models() -> None:
     def of(*layers: nn.Module, **given: Any) -> sw.Plan:
         return sw.plan(nn.Sequential(*layers), (meta(16, 8),), devices=DEVICES, **given)
+
     found = difference(of(nn.Linear(8, 8), nn.ReLU()), of(nn.Linear(8, 16), nn.Tanh(), hsdp={}, cluster="a100x8"))
     assert [line.split(":")[0] for line in found.operators] == ["~ linear", "- relu", "+ tanh"]
     assert [line.split(":")[0] for line in found.settings] == ["hsdp", "cluster"]

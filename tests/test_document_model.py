@@ -18,8 +18,9 @@ import shardwright as sw
 from shardwright.planfile.document_writer import written
 
 
-def trained(path: Path | None, mode: str = "semi_auto", net: Any = None, steps: int = 2, **given: Any
-            ) -> tuple[sw.AutoParallel, list[float]]:
+def trained(
+    path: Path | None, mode: str = "semi_auto", net: Any = None, steps: int = 2, **given: Any
+) -> tuple[sw.AutoParallel, list[float]]:
     sw.init(devices=DEVICES)
     net = net or Marked(None, None, None)
     model = sw.AutoParallel(net, nn.CrossEntropyLoss(), mode, **given).dataset_strategy("full_batch")
@@ -53,13 +54,16 @@ def test_a_saved_plan_on_a_model_without_marks(mode: str, tmp_path: Path) -> Non
     assert sent(sw.Plan.load(tmp_path / "again.json")) == sent(marked.plan)
 
 
-@pytest.mark.parametrize("name, again", [
-    ("tutorial by Layouts", lambda path: tutorial(strategies=path)),
-    ("gpt, recomputed", lambda path: gpt(marked=True, strategies=path)),
-    ("gpt, uneven", lambda path: gpt(vocabulary=61, uneven=True, strategies=path)),
-    ("resnet, data_parallel", lambda path: resnet(parallel_mode="data_parallel", strategies=path)),
-    ("odd", lambda path: odd(strategies=path)),
-])
+@pytest.mark.parametrize(
+    "name, again",
+    [
+        ("tutorial by Layouts", lambda path: tutorial(strategies=path)),
+        ("gpt, recomputed", lambda path: gpt(marked=True, strategies=path)),
+        ("gpt, uneven", lambda path: gpt(vocabulary=61, uneven=True, strategies=path)),
+        ("resnet, data_parallel", lambda path: resnet(parallel_mode="data_parallel", strategies=path)),
+        ("odd", lambda path: odd(strategies=path)),
+    ],
+)
 def test_a_model_planned_by_a_document(name: str, again: Callable[[Path], sw.Plan], tmp_path: Path) -> None:
     plan, path = made(name), tmp_path / "plan.json"
     plan.save(path)
@@ -71,8 +75,14 @@ def test_a_model_planned_by_a_document(name: str, again: Callable[[Path], sw.Pla
 def test_a_searched_plan_runs_as_it_was_saved(tmp_path: Path) -> None:
     """Down to the sums that stay open between operators."""
     path = tmp_path / "plan.json"
-    found = sw.plan(Marked(None, None, None), (draw(16, 8),), nn.CrossEntropyLoss(), labels(16), devices=DEVICES,
-                    parallel_mode="dynamic_programming")
+    found = sw.plan(
+        Marked(None, None, None),
+        (draw(16, 8),),
+        nn.CrossEntropyLoss(),
+        labels(16),
+        devices=DEVICES,
+        parallel_mode="dynamic_programming",
+    )
     found.save(path)
     model, losses = trained(path)
     assert model.plan.collectives(3) == found.collectives(3) and model.plan.cost == found.cost
@@ -108,8 +118,14 @@ def test_later_shapes_take_what_is_there(tmp_path: Path) -> None:
 
 def test_a_plan_for_another_model_batch_or_number_of_devices(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    sw.plan(Marked(), (draw(16, 8),), nn.CrossEntropyLoss(), labels(16), devices=4,
-            marks={"matmul1": ((2, 2), (2, 1)), "matmul2": ((1, 4), (4, 1))}).save(path)
+    sw.plan(
+        Marked(),
+        (draw(16, 8),),
+        nn.CrossEntropyLoss(),
+        labels(16),
+        devices=4,
+        marks={"matmul1": ((2, 2), (2, 1)), "matmul2": ((1, 4), (4, 1))},
+    ).save(path)
     with pytest.raises(sw.PlanError, match=r"(?s)plan.json.*for 4 devices, there are 8"):
         trained(path)
     sw.plan(Marked(), (draw(32, 8),), nn.CrossEntropyLoss(), labels(32), devices=8).save(path)
@@ -171,7 +187,8 @@ def test_in_processes(tmp_path: Path) -> None:
     plan = sw.plan(marked, (draw(16, 8),), nn.CrossEntropyLoss(), labels(16), devices=4)
     plan.save(tmp_path / "plan.json")
     sw.plan(Marked(None, None, None), (draw(32, 8),), nn.CrossEntropyLoss(), labels(32), devices=4).save(
-        tmp_path / "other.json")
+        tmp_path / "other.json"
+    )
     ranks = run_ranks(in_processes, 4, str(tmp_path))
     local = trained(None)[1]
     for rank, (losses, _, shape, exists, said) in enumerate(ranks):

@@ -15,8 +15,13 @@ BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "durability.py"
 
 @pytest.mark.long
 def test_nothing_is_lost_by_kills_or_damage(tmp_path) -> None:
-    done = subprocess.run([sys.executable, str(BENCHMARK), "--quick", "--json", str(tmp_path / "figures.json")],
-                          capture_output=True, text=True, timeout=PATIENCE, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARK), "--quick", "--json", str(tmp_path / "figures.json")],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     figures = json.loads((tmp_path / "figures.json").read_text())
     kills, damages = figures["kills"], figures["damages"]

@@ -1,4 +1,5 @@
-"""Tensors without elements, as a partial rotary embedding leaves where it turns all of a head: they are cut and sent too."""
+"""Tensors without elements, as a partial rotary embedding leaves where it turns all of a head: they are cut and sent
+too."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def train(strategy: Any) -> tuple[Tensor, ...]:
     net = Net(strategy)
     model = sw.AutoParallel(net).dataset_strategy("full_batch")
     outputs = model(draw(8, 8))
-    sum((x ** 2).sum() for x in outputs).backward()
+    sum((x**2).sum() for x in outputs).backward()
     whole = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in (net.w, net.v)]
     return tuple(x.detach() for x in (*outputs, *whole))
 

@@ -17,13 +17,30 @@ from shardwright.solver.problem import MemoryUsage, Problem
 from shardwright.solver.solve import marginals, min_marginals, solve
 from shardwright.solver.trws import Messages
 
-small = st.builds(random_energy, st.integers(0, 10**6), st.sampled_from(SHAPES), st.integers(1, 6), st.integers(1, 4),
-                  st.sampled_from((0.0, 0.2, 0.5)), st.booleans())
-larger = st.one_of(*(
-    st.builds(random_energy, st.integers(0, 10**6), st.sampled_from(shapes), st.integers(7, nodes),
-              st.integers(1, states), st.sampled_from((0.0, 0.1, 0.4)), st.booleans())
-    # what is dense takes HiGHS minutes where it is any larger
-    for shapes, nodes, states in ((("tree", "cycle", "grid"), 25, 7), (("dense", "sparse"), 9, 4))))
+small = st.builds(
+    random_energy,
+    st.integers(0, 10**6),
+    st.sampled_from(SHAPES),
+    st.integers(1, 6),
+    st.integers(1, 4),
+    st.sampled_from((0.0, 0.2, 0.5)),
+    st.booleans(),
+)
+larger = st.one_of(
+    *(
+        st.builds(
+            random_energy,
+            st.integers(0, 10**6),
+            st.sampled_from(shapes),
+            st.integers(7, nodes),
+            st.integers(1, states),
+            st.sampled_from((0.0, 0.1, 0.4)),
+            st.booleans(),
+        )
+        # what is dense takes HiGHS minutes where it is any larger
+        for shapes, nodes, states in ((("tree", "cycle", "grid"), 25, 7), (("dense", "sparse"), 9, 4))
+    )
+)
 
 
 def least(problem, keeps=lambda states: True):
@@ -44,10 +61,11 @@ def answer(solver, problem):
 @pytest.fixture
 def joints(monkeypatch):
     """Sets how many entries a joint may have, for all that searches."""
+
     def set_most(most):
         for module in ("shardwright.solver.anytime", "shardwright.solver.solve"):
-            monkeypatch.setattr(sys.modules[module], "elimination_order",
-                                partial(elimination_order, most=most))
+            monkeypatch.setattr(sys.modules[module], "elimination_order", partial(elimination_order, most=most))
+
     return set_most
 
 
@@ -70,8 +88,9 @@ def test_elimination_finds_what_milp_finds(problem):
 @given(st.one_of(small, larger), st.sampled_from((1, 30, 300)))
 def test_bounds_find_it_where_elimination_is_too_large(problem, most):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["shardwright.solver.anytime"], "elimination_order",
-                      partial(elimination_order, most=most))
+        patch.setattr(
+            sys.modules["shardwright.solver.anytime"], "elimination_order", partial(elimination_order, most=most)
+        )
         found = answer(solve, problem)
     assert found == pytest.approx(answer(solve, problem), abs=1e-9)
 
@@ -125,6 +144,7 @@ def test_layered_networks_equal_milp(layers, kind):
 
 def test_equal_layers_are_computed_once():
     """What has to be computed for 16 times the layers is not even twice as much, and nothing is lost by it."""
+
     def work(layers, copied):
         problem = layered(layers, 12, 20, tied=True)
         if copied:
@@ -154,7 +174,9 @@ def test_min_marginals(problem, most):
             min_marginals(problem, 0)
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["shardwright.solver.solve"], "elimination_order", partial(elimination_order, most=most))
+        patch.setattr(
+            sys.modules["shardwright.solver.solve"], "elimination_order", partial(elimination_order, most=most)
+        )
         found = [marginals(problem, v) for v in range(len(problem.costs))]
     for one, true in zip(found, truth, strict=True):
         assert one.exact or most == 1

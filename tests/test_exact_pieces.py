@@ -15,8 +15,15 @@ from shardwright.solver.presolve import consistent, core, interned, reduced, res
 from shardwright.solver.problem import Problem
 from shardwright.solver.trws import Messages, Sweeps, colours, trws
 
-small = st.builds(random_energy, st.integers(0, 10**6), st.sampled_from(SHAPES), st.integers(1, 6), st.integers(1, 4),
-                  st.sampled_from((0.0, 0.2, 0.5)), st.booleans())
+small = st.builds(
+    random_energy,
+    st.integers(0, 10**6),
+    st.sampled_from(SHAPES),
+    st.integers(1, 6),
+    st.integers(1, 4),
+    st.sampled_from((0.0, 0.2, 0.5)),
+    st.booleans(),
+)
 
 
 def least(problem):
@@ -123,12 +130,14 @@ def test_reductions_keep_the_best_that_keeps_the_limit(problem, seed, limit):
 def test_reductions_of_a_restricted_problem_share_tables():
     problem = layered(5, 12, 6, forbidden=0.3)
     cut = restrict(problem, [np.arange(len(own)) != 2 for own in problem.costs])
-    assert (len({id(table) for table in cut.problem.edges.values()}) ==
-            len({id(table) for table in problem.edges.values()}))
+    assert len({id(table) for table in cut.problem.edges.values()}) == len(
+        {id(table) for table in problem.edges.values()}
+    )
     assert all(s != 2 for s in cut.lift([2] * len(problem.costs)))
     copied = Problem(problem.costs, {pair: table.copy() for pair, table in problem.edges.items()})
-    assert (len({id(table) for table in interned(copied).edges.values()}) ==
-            len({id(table) for table in problem.edges.values()}))
+    assert len({id(table) for table in interned(copied).edges.values()}) == len(
+        {id(table) for table in problem.edges.values()}
+    )
 
 
 def test_a_dominated_state_goes_and_of_equal_ones_the_first_stays():
@@ -159,8 +168,9 @@ def test_sweeps(problem, iterations):
     assert found.bound >= trws(problem, 1).bound - 1e-9 * scale
     for states in assignments(problem):
         cost = problem.cost(states)
-        same = (sum(own[s] for own, s in zip(found.costs, states)) +
-                sum(table[states[i], states[j]] for (i, j), table in found.edges.items()))
+        same = sum(own[s] for own, s in zip(found.costs, states)) + sum(
+            table[states[i], states[j]] for (i, j), table in found.edges.items()
+        )
         assert same == pytest.approx(cost, abs=1e-9 * scale)
         if cost <= truth:
             assert all(mark[s] for mark, s in zip(found.alive, states))
@@ -224,9 +234,15 @@ def test_sweeps_of_a_colour_at_once_are_those_of_its_nodes_one_by_one(problem, i
         other = next((n for n, v in enumerate(order) if states[v] != alone.states[v]), None)
         if other is not None:  # two states are as good, and rounding chooses
             v = order[other]
-            choice = problem.costs[v] + above[v] + sum(
-                problem.edges[u, v][states[u]] if u < v else problem.edges[v, u][:, states[u]]
-                for u in order[:other] if (min(u, v), max(u, v)) in problem.edges)
+            choice = (
+                problem.costs[v]
+                + above[v]
+                + sum(
+                    problem.edges[u, v][states[u]] if u < v else problem.edges[v, u][:, states[u]]
+                    for u in order[:other]
+                    if (min(u, v), max(u, v)) in problem.edges
+                )
+            )
             assert choice[states[v]] == pytest.approx(choice[alone.states[v]], rel=1e-9, abs=1e-9)
     for states in assignments(problem):
         if problem.cost(states) <= truth < np.inf:
@@ -256,8 +272,12 @@ def test_sweeps_go_on_with_other_costs():
 
 def test_a_state_that_all_neighbours_forbid_spoils_no_bound():
     table = np.array([[1.0, np.inf], [2.0, np.inf]])
-    sweeps = Sweeps(Problem((np.zeros(2), np.zeros(2), np.array([3.0, 4.0])), {(0, 1): table, (1, 2): np.ones((2, 2)),
-                                                                              (0, 2): np.ones((2, 2))}))
+    sweeps = Sweeps(
+        Problem(
+            (np.zeros(2), np.zeros(2), np.array([3.0, 4.0])),
+            {(0, 1): table, (1, 2): np.ones((2, 2)), (0, 2): np.ones((2, 2))},
+        )
+    )
     for _ in range(5):
         sweeps.sweep()
     assert sweeps.bound == pytest.approx(6.0) and sweeps.states().tolist() == [0, 0, 0]

@@ -24,8 +24,8 @@ def test_the_bytes_of_a_record(tmp_path):
     write_cifar(tmp_path / "one", (pixels // 32 % 256).astype(np.uint8), np.array([7], np.uint8))
     data = (tmp_path / "one").read_bytes()
     assert len(data) == RECORD == 3073
-    assert data[0] == 7 and data[1:33] == bytes(32) and data[33:65] == bytes([1] * 32)   # row after row
-    assert data[1 + 1024] == 32 and data[1 + 2048] == 64                                 # red, green, blue
+    assert data[0] == 7 and data[1:33] == bytes(32) and data[33:65] == bytes([1] * 32)  # row after row
+    assert data[1 + 1024] == 32 and data[1 + 2048] == 64  # red, green, blue
 
 
 def test_what_is_written_is_read(tmp_path):
@@ -64,7 +64,7 @@ def test_files_of_a_folder_are_joined_in_order(tmp_path, monkeypatch, inside, by
     assert label.tolist() == [0, 1, 2] and later.tolist() == [3, 4, 5] and label.dtype == torch.int64
     mean, deviation = (torch.tensor(v, dtype=torch.float64).reshape(3, 1, 1) for v in (cifar.MEAN, cifar.DEVIATION))
     torch.testing.assert_close((image * deviation + mean) * 255, torch.tensor(numbered(3)[0], dtype=torch.float64))
-    (_, label), = images(3, shuffle_seed=None, path=path, train=False)
+    ((_, label),) = images(3, shuffle_seed=None, path=path, train=False)
     assert label.tolist() == [0, 1, 2]
 
 
@@ -92,8 +92,9 @@ def test_pieces_of_photographs():
     assert (sky - flower).abs().max() > 20
 
 
-@pytest.mark.parametrize(("size", "limit", "said"), [(0, None, "batch_size is 0"), (1001, None, "1 to 1000"),
-                                                     (4, -1, "limit is -1")])
+@pytest.mark.parametrize(
+    ("size", "limit", "said"), [(0, None, "batch_size is 0"), (1001, None, "1 to 1000"), (4, -1, "limit is -1")]
+)
 def test_sizes_that_do_not_fit(size, limit, said):
     with pytest.raises(ValueError, match=said):
         images(size, limit=limit)

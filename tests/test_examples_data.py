@@ -50,6 +50,7 @@ def no_data_path(monkeypatch):
 
 # ------------------------------------------------------------------------------------------------- the idx reader
 
+
 @pytest.mark.parametrize("ending", ["", ".gz"])
 @pytest.mark.parametrize("shape", [(5,), (3, 4, 6), (0,)])
 def test_read_idx_gives_the_array_back(tmp_path, shape, ending):
@@ -86,12 +87,15 @@ def test_a_file_longer_than_its_header_says_is_an_error(tmp_path):
         read_idx(tmp_path / "labels", 1)
 
 
-@pytest.mark.parametrize("damage", [
-    lambda packed: packed[:len(packed) // 2],                       # cut off
-    lambda packed: b"not gzip" + packed,                            # something else under that name
-    lambda packed: packed[:12] + b"\xff" * 8 + packed[20:],         # a stream that cannot be unpacked
-    lambda packed: packed[:-8] + bytes(8),                          # a checksum that does not hold
-])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda packed: packed[: len(packed) // 2],  # cut off
+        lambda packed: b"not gzip" + packed,  # something else under that name
+        lambda packed: packed[:12] + b"\xff" * 8 + packed[20:],  # a stream that cannot be unpacked
+        lambda packed: packed[:-8] + bytes(8),  # a checksum that does not hold
+    ],
+)
 def test_a_damaged_gzip_file_is_an_error_that_names_it(tmp_path, damage):
     file = tmp_path / "labels.gz"
     file.write_bytes(damage(gzip.compress(idx(np.arange(200)))))
@@ -99,12 +103,15 @@ def test_a_damaged_gzip_file_is_an_error_that_names_it(tmp_path, damage):
         read_idx(file, 1)
 
 
-@pytest.mark.parametrize("content, dims, said", [
-    (idx(np.zeros(4)), 3, "the magic number is 0x00000801, not 0x00000803"),                    # labels for images
-    (idx(np.zeros((2, 3, 3))), 1, "the magic number is 0x00000803, not 0x00000801"),            # images for labels
-    (idx(np.zeros(4), magic=0x0D01), 1, "the magic number is 0x00000d01, not 0x00000801"),      # floats
-    (gzip.compress(idx(np.zeros(4)), mtime=0), 1, "the magic number is 0x1f8b"),                         # gzip without .gz
-])
+@pytest.mark.parametrize(
+    "content, dims, said",
+    [
+        (idx(np.zeros(4)), 3, "the magic number is 0x00000801, not 0x00000803"),  # labels for images
+        (idx(np.zeros((2, 3, 3))), 1, "the magic number is 0x00000803, not 0x00000801"),  # images for labels
+        (idx(np.zeros(4), magic=0x0D01), 1, "the magic number is 0x00000d01, not 0x00000801"),  # floats
+        (gzip.compress(idx(np.zeros(4)), mtime=0), 1, "the magic number is 0x1f8b"),  # gzip without .gz
+    ],
+)
 def test_a_wrong_magic_number_is_an_error(tmp_path, content, dims, said):
     (tmp_path / "file").write_bytes(content)
     with pytest.raises(ValueError, match=f"file: {said}"):
@@ -113,12 +120,13 @@ def test_a_wrong_magic_number_is_an_error(tmp_path, content, dims, said):
 
 # ------------------------------------------------------------------------------------------------- MNIST in a folder
 
+
 @pytest.mark.parametrize("sub", [".", "train", "test", "MNIST/raw"])
 @pytest.mark.parametrize("ending", ["", ".gz"])
 def test_data_path_is_searched_with_its_subfolders(tmp_path, monkeypatch, sub, ending):
     write(tmp_path / sub, ending=ending)
     monkeypatch.setenv("DATA_PATH", str(tmp_path))
-    (image, label), = digits(10, shuffle_seed=None)
+    ((image, label),) = digits(10, shuffle_seed=None)
     assert image.shape == (10, 1, 28, 28) and label.dtype == torch.int64
     assert pixel_numbers(image) == label.tolist() == list(range(10))
 
@@ -169,8 +177,10 @@ def test_a_data_path_without_the_files_is_said_and_the_bundled_digits_are_taken(
 
 # ---------------------------------------------------------------------------------------------- scikit-learn's digits
 
+
 def test_the_bundled_digits_are_all_there_once():
     from sklearn.datasets import load_digits
+
     batches = list(digits(32))
     assert len(batches) == 1797 // 32
     assert all(image.shape == (32, 1, 28, 28) and label.shape == (32,) for image, label in batches)
@@ -180,6 +190,7 @@ def test_the_bundled_digits_are_all_there_once():
 
 def test_the_bundled_digits_are_scaled_up_and_normalised():
     from sklearn.datasets import load_digits
+
     image, label = next(digits(4, shuffle_seed=None, dtype=torch.float64))
     pixels = torch.from_numpy(load_digits().images[:4]).unsqueeze(1) / 16
     expected = torch.nn.functional.interpolate(pixels, size=(28, 28), mode="bilinear")
@@ -208,6 +219,7 @@ def test_without_any_digits_the_error_says_what_to_install_or_set(monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------------- order and batches
+
 
 def digest(seed=0):
     content = hashlib.sha256()

@@ -26,19 +26,51 @@ def first_loss(name: str) -> float:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("names", "launcher"), [
-    (["layout_functional"], []),
-    (["operator_functional"], ["-m", "shardwright", "run", "--devices", "8"]),
-    (ALL, ["-m", "shardwright", "run", "--worker_num=8", "--local_worker_num=8", "--master_addr=127.0.0.1",
-           "--master_port={port}", "--join=True", "--log_dir={logs}"]),
-    (ALL, ["-m", "torch.distributed.run", "--nproc-per-node=8", "--master-port={port}", "--redirects=3",
-           "--log-dir={logs}"]),
-], ids=["python", "one process", "shardwright run", "torchrun"])
+@pytest.mark.parametrize(
+    ("names", "launcher"),
+    [
+        (["layout_functional"], []),
+        (["operator_functional"], ["-m", "shardwright", "run", "--devices", "8"]),
+        (
+            ALL,
+            [
+                "-m",
+                "shardwright",
+                "run",
+                "--worker_num=8",
+                "--local_worker_num=8",
+                "--master_addr=127.0.0.1",
+                "--master_port={port}",
+                "--join=True",
+                "--log_dir={logs}",
+            ],
+        ),
+        (
+            ALL,
+            [
+                "-m",
+                "torch.distributed.run",
+                "--nproc-per-node=8",
+                "--master-port={port}",
+                "--redirects=3",
+                "--log-dir={logs}",
+            ],
+        ),
+    ],
+    ids=["python", "one process", "shardwright run", "torchrun"],
+)
 def test_scripts_run_unchanged(names: list[str], launcher: list[str], tmp_path: Path) -> None:
     """Several in one world of workers, whose start takes the longest."""
     scripts = [str(EXAMPLES / f"{name}.py") for name in names]
-    command = [sys.executable, *(part.format(logs=tmp_path, port=free_port()) for part in launcher),
-               *(scripts if len(scripts) == 1 else [IN_TURN, *scripts, "--"]), "--steps", "2", "--dtype", "float64"]
+    command = [
+        sys.executable,
+        *(part.format(logs=tmp_path, port=free_port()) for part in launcher),
+        *(scripts if len(scripts) == 1 else [IN_TURN, *scripts, "--"]),
+        "--steps",
+        "2",
+        "--dtype",
+        "float64",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     logs = [path.read_text() for path in tmp_path.rglob("*") if path.is_file() and path.name != "scheduler.log"]

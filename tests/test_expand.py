@@ -141,7 +141,7 @@ def test_softmax_in_half_precision_works_in_single(target) -> None:
     x = logits(2, 8).detach().to(torch.bfloat16)
     run = sliced(target, x, 1, cut="d1")
     assert run.outputs()[0].dtype == torch.bfloat16
-    torch.testing.assert_close(run.outputs()[0], run.whole.outputs[0], rtol=2 ** -7, atol=0)
+    torch.testing.assert_close(run.outputs()[0], run.whole.outputs[0], rtol=2**-7, atol=0)
 
 
 def test_softmax_maximum_takes_no_part_in_the_backward() -> None:

@@ -18,17 +18,39 @@ from shardwright.graph import Op, Value
 
 transformers = pytest.importorskip("transformers")
 
-SMALL = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
-             num_key_value_heads=4, max_position_embeddings=32, pad_token_id=0, eos_token_id=1)
+SMALL = dict(
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    max_position_embeddings=32,
+    pad_token_id=0,
+    eos_token_id=1,
+)
 CONFIGS = {
     "mixtral": lambda: transformers.MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2),
     "olmoe": lambda: transformers.OlmoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2),
-    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2,
-                                                     moe_intermediate_size=8, head_dim=4),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, head_dim=4
+    ),
     "deepseek_v3": lambda: transformers.DeepseekV3Config(
-        **SMALL, n_routed_experts=8, num_experts_per_tok=2, n_group=2, topk_group=1, moe_intermediate_size=8,
-        kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=4, first_k_dense_replace=0,
-        n_shared_experts=1)}
+        **SMALL,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        moe_intermediate_size=8,
+        kv_lora_rank=8,
+        q_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=4,
+        v_head_dim=4,
+        first_k_dense_replace=0,
+        n_shared_experts=1,
+    ),
+}
 
 #: Links that cost nothing, beside slow arithmetic: whatever can be cut is.
 FREE = sw.Cluster("free links", (sw.Level("link", 4, 1e18, 1e-18),), 1e15, {"float64": 1e6, "float32": 1e6}, 1e6, 1e-15)
@@ -87,11 +109,15 @@ def test_experts_with_cut_widths(name: str) -> None:
 def test_the_fallback_sliced_is_the_fallback() -> None:
     """Forward and backward under every assignment; groups may be empty."""
     from transformers.integrations import moe  # noqa: F401  (registers the operator)
+
     generator = torch.Generator().manual_seed(0)
-    x, w = (torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
-            for shape in ((10, 8), (3, 8, 12)))
+    x, w = (
+        torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_() for shape in ((10, 8), (3, 8, 12))
+    )
     for ends in ([3, 3, 10], [0, 10, 10]):
-        case = Case(2, torch.ops.transformers.grouped_mm_fallback.default, (x, w, torch.tensor(ends, dtype=torch.int32)), {})
+        case = Case(
+            2, torch.ops.transformers.grouped_mm_fallback.default, (x, w, torch.tensor(ends, dtype=torch.int32)), {}
+        )
         assert check(case, 2, 4) > 4
 
 
@@ -126,8 +152,18 @@ def test_torchs_own_kernel_with_cut_widths() -> None:
 
 def test_its_work_is_known_to_the_cost_model() -> None:
     from transformers.integrations import moe  # noqa: F401
-    x, w, ends = Value("x", (12, 16), torch.float64, True), Value("w", (3, 16, 8), torch.float64, True), \
-        Value("ends", (3,), torch.int32)
-    op = Op("product", torch.ops.transformers.grouped_mm_fallback.default, (x, w, ends), {}, (x, w, ends),
-            (Value("y", (12, 8), torch.float64, True),))
+
+    x, w, ends = (
+        Value("x", (12, 16), torch.float64, True),
+        Value("w", (3, 16, 8), torch.float64, True),
+        Value("ends", (3,), torch.int32),
+    )
+    op = Op(
+        "product",
+        torch.ops.transformers.grouped_mm_fallback.default,
+        (x, w, ends),
+        {},
+        (x, w, ends),
+        (Value("y", (12, 8), torch.float64, True),),
+    )
     assert work_of(op).flops == (2 * 12 * 16 * 8, 4 * 12 * 16 * 8)

@@ -32,8 +32,16 @@ MODE = "dynamic_programming"
 
 def planned(name: str, mode: str = MODE, devices: int = 4, **options: Any) -> sw.Plan:
     net, batch, loss_fn = MODELS[name]()
-    return sw.plan(net, batch[:-1], loss_fn, batch[-1], parallel_mode=mode, devices=devices,
-                   cluster=slow_devices(2, devices // 2), **options)
+    return sw.plan(
+        net,
+        batch[:-1],
+        loss_fn,
+        batch[-1],
+        parallel_mode=mode,
+        devices=devices,
+        cluster=slow_devices(2, devices // 2),
+        **options,
+    )
 
 
 def text(said: Any) -> str:
@@ -45,10 +53,19 @@ def text(said: Any) -> str:
 # -- what it costs -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name,mode,options", [
-    ("mlp", "semi_auto", {}), ("mlp", MODE, {}), ("gpt", "semi_auto", {}), ("convolutions", "semi_auto", {}),
-    ("gpt", "semi_auto", {"hsdp": {"threshold": 0}}), ("gpt", "semi_auto", {"recompute": ["linear"]}),
-    ("mlp", "semi_auto", {"hsdp": {"threshold": 0, "optimizer_level": "level3"}})], ids=str)
+@pytest.mark.parametrize(
+    "name,mode,options",
+    [
+        ("mlp", "semi_auto", {}),
+        ("mlp", MODE, {}),
+        ("gpt", "semi_auto", {}),
+        ("convolutions", "semi_auto", {}),
+        ("gpt", "semi_auto", {"hsdp": {"threshold": 0}}),
+        ("gpt", "semi_auto", {"recompute": ["linear"]}),
+        ("mlp", "semi_auto", {"hsdp": {"threshold": 0, "optimizer_level": "level3"}}),
+    ],
+    ids=str,
+)
 def test_shares_add_up_to_the_plan(name: str, mode: str, options: dict) -> None:
     """What is sent between two operators is a share of both; all else of one."""
     plan = planned(name, mode, **options)
@@ -75,12 +92,13 @@ def test_the_two_ends_of_a_conversion() -> None:
 def test_weights_are_gathered_and_their_gradients_summed() -> None:
     net, x = nn.Linear(8, 8, bias=False), torch.empty(16, 8)
     plan = sw.plan(net, (x,), nn.MSELoss(), torch.empty(16, 8), devices=4, hsdp={"threshold": 0})
-    weights, = (s for s in shares_of(plan, "linear", CostModel(None, 4)) if s.what == "weights")
+    (weights,) = (s for s in shares_of(plan, "linear", CostModel(None, 4)) if s.what == "weights")
     assert weights.value == "weight" and weights.forward > 0 < weights.backward
     assert weights.sends == ("all_gather(4@1)", "reduce_scatter(4@1)")
 
 
-# -- what else it could be -----------------------------------------------------------------------------------------------
+# -- what else it could be
+# -----------------------------------------------------------------------------------------------
 
 
 def problem_of(plan: sw.Plan) -> tuple[Any, dict]:
@@ -96,7 +114,9 @@ def held(problem: Problem, node: int, state: int) -> Problem:
     return Problem(tuple(costs), problem.edges, problem.names)
 
 
-@pytest.mark.parametrize("name,operator", [("mlp", "linear"), ("mlp", "relu"), ("tied", "linear_1"), ("wide", "linear_1")])
+@pytest.mark.parametrize(
+    "name,operator", [("mlp", "linear"), ("mlp", "relu"), ("tied", "linear_1"), ("wide", "linear_1")]
+)
 def test_alternatives_are_the_best_there_are(name: str, operator: str) -> None:
     """By solving the whole once for each strategy of the operator."""
     plan = planned(name)
@@ -143,7 +163,8 @@ def test_a_plan_that_is_not_the_best() -> None:
     assert said.alternatives[0].more < 0 and said.alternatives[0].total == pytest.approx(planned("wide").cost, rel=1e-9)
 
 
-# -- what holds it there -------------------------------------------------------------------------------------------------
+# -- what holds it there
+# -------------------------------------------------------------------------------------------------
 
 
 class Between(nn.Module):
@@ -178,8 +199,9 @@ def test_marked_neighbours_hold_it() -> None:
 def test_its_own_work_holds_it() -> None:
     """Not to cut a ReLU of a replicated input saves nothing but costs its own work."""
     net, x = nn.ReLU(), draw(64, 64)
-    plan = sw.plan(net, (x.requires_grad_(),), squares_of, x.detach(), parallel_mode=MODE, devices=4,
-                   cluster=slow_devices(4))
+    plan = sw.plan(
+        net, (x.requires_grad_(),), squares_of, x.detach(), parallel_mode=MODE, devices=4, cluster=slow_devices(4)
+    )
     said = explained(plan, "relu")
     whole = next(a for a in explained(plan, "relu", 20).alternatives if not a.decision.assignment.used)
     assert whole.holder.value == "" and whole.holder.more > 0
@@ -204,7 +226,10 @@ def test_a_mark_holds_it() -> None:
     said = explained(plan, "first")
     assert said.decision.cause == "mark" and said.alternatives[0].more < 0  # rows would be better
     assert "the mark holds it there" in text(said) and "test_explain.py" in text(said)
-    assert not said.alternatives[0].decision.bound.in_strategy(said.alternatives[0].decision.assignment) == ((1, 4), (4, 1))
+    assert not said.alternatives[0].decision.bound.in_strategy(said.alternatives[0].decision.assignment) == (
+        (1, 4),
+        (4, 1),
+    )
 
 
 def test_memory_holds_it() -> None:
@@ -244,11 +269,13 @@ def test_an_out_strategy_is_kept() -> None:
     assert said.alternatives and all(a.decision.out == plan.decisions["matmul2"].out for a in said.alternatives)
 
 
-# -- plans of every mode -------------------------------------------------------------------------------------------------
+# -- plans of every mode
+# -------------------------------------------------------------------------------------------------
 
 
 def test_sums_that_pass_through() -> None:
     """A plan that does not say which sums stay open is explained with those that do."""
+
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -257,6 +284,7 @@ def test_sums_that_pass_through() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             return self.product(x, self.w).reshape(16, 4, 4).transpose(0, 1)
+
     plan = sw.plan(Net(), (draw(16, 16),), devices=4, cluster=slow_devices(4))
     passing = opened(plan)
     assert passing["reshape"] and passing["transpose"] and not passing["product"]
@@ -284,7 +312,8 @@ def test_an_unknown_operator() -> None:
         explained(planned("mlp"), "nosuch")
 
 
-# -- what is read --------------------------------------------------------------------------------------------------------
+# -- what is read
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_command_line(tmp_path: Path, capsys: Any) -> None:
@@ -294,7 +323,7 @@ def test_command_line(tmp_path: Path, capsys: Any) -> None:
     out = capsys.readouterr().out
     assert "\x1b" not in out and "lower bound" in out and "gap 0.000%" in out
     dearest = max(plan.price.by_operator, key=plan.price.by_operator.get)
-    table = out[out.index("decided by"):]
+    table = out[out.index("decided by") :]
     assert table.index(dearest) < table.index("relu")
     assert cli.main(["explain", path, "relu", "--alternatives", "2"]) == 0
     out = capsys.readouterr().out
@@ -304,7 +333,11 @@ def test_command_line(tmp_path: Path, capsys: Any) -> None:
         assert report.strategy_text(other.decision) in out
     assert cli.main(["explain", path, "nosuch"]) == 2 and "nosuch" in capsys.readouterr().err
     assert cli.main(["explain", str(tmp_path / "none.json")]) == 2 and "none.json" in capsys.readouterr().err
-    for wrong in (["explain"], ["explain", path, "relu", "--alternatives", "0"], ["explain", path, "--import", "no_such_one"]):
+    for wrong in (
+        ["explain"],
+        ["explain", path, "relu", "--alternatives", "0"],
+        ["explain", path, "--import", "no_such_one"],
+    ):
         with pytest.raises(SystemExit) as left:
             cli.main(wrong)
         assert left.value.code == 2

@@ -26,14 +26,14 @@ from shardwright.report.plan_diff import difference
 MODE, DEVICES = "dynamic_programming", 2
 
 #: A model as a user has it in a file, for the command line.
-MODEL = '''
+MODEL = """
 import torch
 from torch import nn
 
 def made():
     net = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 16))
     return net, (torch.empty(128, 32),), torch.empty(128, 16), nn.MSELoss()
-'''
+"""
 
 
 def planned(memory: float | None = None, **given_: Any) -> sw.Plan:
@@ -69,7 +69,7 @@ def saved(path: Path, plan: sw.Plan, **changes: Any) -> int:
         assert line is not None
         text = text.replace(line[0], "" if value is None else f'  "{name}": {json.dumps(value)},\n')
     path.write_text(text)
-    return written(plan)[:written(plan).index(f'\n  "{next(iter(changes))}": ')].count("\n") + 2 if changes else 0
+    return written(plan)[: written(plan).index(f'\n  "{next(iter(changes))}": ')].count("\n") + 2 if changes else 0
 
 
 def words_of(path: Path) -> dict[str, Any]:
@@ -89,8 +89,11 @@ def test_a_user_s_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert cli.main(["plan", *given_, "--output", wide, target]) == 0
     assert words_of(Path(path))["memory"] == limit() and "memory" not in words_of(Path(wide))
     plan = sw.Plan.load(path)
-    changed = next(name for name, d in plan.decisions.items()
-                   if d.assignment != free().decisions[name].assignment and d.op.kind == "linear")
+    changed = next(
+        name
+        for name, d in plan.decisions.items()
+        if d.assignment != free().decisions[name].assignment and d.op.kind == "linear"
+    )
     capsys.readouterr()
 
     assert cli.main(["explain", path]) == 0
@@ -187,8 +190,10 @@ def test_a_limit_that_nothing_keeps() -> None:
 
 def test_other_errors_are_no_missing_alternatives(monkeypatch: pytest.MonkeyPatch) -> None:
     """What goes wrong while alternatives are priced is told as it is."""
+
     def broken(*_: Any, **__: Any) -> None:
         raise sw.PlanError("broken")
+
     monkeypatch.setattr(sys.modules[explained.__module__], "marginals", broken)
     with pytest.raises(sw.PlanError, match="broken"):
         explained(free(), "linear")
@@ -201,12 +206,13 @@ def test_the_limit_is_in_the_document(tmp_path: Path) -> None:
     plan, path = limited(), tmp_path / "plan.json"
     plan.save(path)
     head = [line.split('"')[1] for line in path.read_text().splitlines() if line.startswith('  "')]
-    assert head[:head.index("total")][-3:] == ["optimizer", "memory", "cluster"]
+    assert head[: head.index("total")][-3:] == ["optimizer", "memory", "cluster"]
     loaded = sw.Plan.load(path)
     assert loaded.found == plan.found and loaded.found.limit == limit() and written(loaded) == path.read_text()
     assert difference(plan, loaded).equal
     assert difference(plan, replace(plan, found=replace(plan.found, limit=limit() + 1))).settings == (
-        f"memory: {limit():.0f} bytes a device -> {limit() + 1:.0f} bytes a device",)
+        f"memory: {limit():.0f} bytes a device -> {limit() + 1:.0f} bytes a device",
+    )
 
 
 def test_a_document_from_before_there_was_such_a_field(tmp_path: Path) -> None:

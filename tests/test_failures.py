@@ -1,4 +1,5 @@
-"""Runs that go wrong: ranks that call something else than their peers, that do not come, that die, that are told to end."""
+"""Runs that go wrong: ranks that call something else than their peers, that do not come, that die, that are told to
+end."""
 
 from __future__ import annotations
 
@@ -28,9 +29,9 @@ import shardwright as sw
 from shardwright.runtime.distributed.watchdog import Seen, not_moving, peers, spelled
 
 WORLD = 4
-PATIENCE = 4.0    # seconds that a rank waits for another, once it has become impatient
-DEADLINE = 300.0   # seconds in which all ranks of a scenario must have ended
-AT_ONCE = 6       # scenarios
+PATIENCE = 4.0  # seconds that a rank waits for another, once it has become impatient
+DEADLINE = 300.0  # seconds in which all ranks of a scenario must have ended
+AT_ONCE = 6  # scenarios
 
 #: Each runs on every rank, all of them at once in processes of their own, and is to end them all.
 SCENARIOS: dict[str, Callable[[int], Any]] = {}
@@ -80,7 +81,9 @@ def tells(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-# -- ranks that call something else --------------------------------------------------------------------------------------
+# -- ranks that call something else
+# --------------------------------------------------------------------------------------
+
 
 @scenario
 def another_shape(rank: int) -> None:
@@ -125,11 +128,13 @@ def without_gradients(rank: int) -> None:
         model()
 
 
-MISMATCHES = {"another_shape": ("call 6 of rank 2 is program 2 (plan", "inputs float64[32, 8]"),
-              "a_new_shape": ("call 3 of rank 2 is the planning of a model", "call 3 of ranks 0-1, 3 is program "),
-              "another_model": ("call 3 of rank 2 is program 1 (plan", "call 3 of ranks 0-1, 3 is program "),
-              "once_more": ("call 3 of rank 2 is program 1 (plan", "call 3 of ranks 0-1, 3 is program ", "without gradients"),
-              "without_gradients": ("call 3 of rank 2 is program 1 (plan", "without gradients")}
+MISMATCHES = {
+    "another_shape": ("call 6 of rank 2 is program 2 (plan", "inputs float64[32, 8]"),
+    "a_new_shape": ("call 3 of rank 2 is the planning of a model", "call 3 of ranks 0-1, 3 is program "),
+    "another_model": ("call 3 of rank 2 is program 1 (plan", "call 3 of ranks 0-1, 3 is program "),
+    "once_more": ("call 3 of rank 2 is program 1 (plan", "call 3 of ranks 0-1, 3 is program ", "without gradients"),
+    "without_gradients": ("call 3 of rank 2 is program 1 (plan", "without gradients"),
+}
 
 
 @pytest.mark.parametrize("name", MISMATCHES)
@@ -192,6 +197,7 @@ def nobody_watches(rank: int) -> None:
     model = sw.AutoParallel(network(), nn.CrossEntropyLoss()).dataset_strategy("full_batch")
     model(draw(16, 8), labels(16)).backward()
     from shardwright.runtime.distributed import watchdog as peers
+
     assert peers.peers() is None and not peers._made
     dist.barrier()
     sys.exit(5)
@@ -201,7 +207,9 @@ def test_it_can_be_switched_off(ended) -> None:
     assert ended["nobody_watches"].codes == [5] * WORLD, ended["nobody_watches"]
 
 
-# -- ranks that do not come ----------------------------------------------------------------------------------------------
+# -- ranks that do not come
+# ----------------------------------------------------------------------------------------------
+
 
 @scenario
 def sleeps_before_a_step(rank: int) -> None:
@@ -275,18 +283,20 @@ def a_rank_of_a_stage_sleeps(rank: int) -> None:
     model(draw(16, 8), labels(16)).backward()
 
 
-STUCK = {"a_rank_of_a_stage_sleeps": r"rank 2 has not come to the (gradient of value|all_reduce|reduce_scatter|all_gather) "
-                                     r".* in call 2; .*\n  rank 2 is at test_failures.py:\d+ in a_rank_of_a_stage_sleeps",
-         "sleeps_before_a_step": r"rank 2 has not come to the (all_reduce|reduce_scatter) .*for operator "
-                                 r"'(linear|cross_entropy_loss)' \(test_failures.py:\d+\) in call 3; ranks? [\d, -]+ waits? there since \d+ s\n"
-                                 r"  rank 2 is at test_failures.py:\d+ in sleeps_before_a_step, since call 2 began",
-         "sleeps_in_a_hook": r"rank 2 has not come to the .*in its backward, in call 2; .*\n  rank 2 is at "
-                             r"test_failures.py:\d+ in sleep_for_ever",
-         "is_stopped": r"rank 2 has not come to the .* in call 3; .*\n  rank 2 does not answer",
-         "makes_no_backward": r"ranks wait for one another at different places, .*rank 2 is at the start of program 1 .* in "
-                              r"call 4",
-         "does_not_come_to_another_program": r"rank 2 has not come to the start of program 1 .*without gradients in call 3; "
-                                             r"ranks 0-1, 3 wait there"}
+STUCK = {
+    "a_rank_of_a_stage_sleeps": r"rank 2 has not come to the (gradient of value|all_reduce|reduce_scatter|all_gather) "
+    r".* in call 2; .*\n  rank 2 is at test_failures.py:\d+ in a_rank_of_a_stage_sleeps",
+    "sleeps_before_a_step": r"rank 2 has not come to the (all_reduce|reduce_scatter) .*for operator "
+    r"'(linear|cross_entropy_loss)' \(test_failures.py:\d+\) in call 3; ranks? [\d, -]+ waits? there since \d+ s\n"
+    r"  rank 2 is at test_failures.py:\d+ in sleeps_before_a_step, since call 2 began",
+    "sleeps_in_a_hook": r"rank 2 has not come to the .*in its backward, in call 2; .*\n  rank 2 is at "
+    r"test_failures.py:\d+ in sleep_for_ever",
+    "is_stopped": r"rank 2 has not come to the .* in call 3; .*\n  rank 2 does not answer",
+    "makes_no_backward": r"ranks wait for one another at different places, .*rank 2 is at the start of program 1 .* in "
+    r"call 4",
+    "does_not_come_to_another_program": r"rank 2 has not come to the start of program 1 .*without gradients in call 3; "
+    r"ranks 0-1, 3 wait there",
+}
 
 
 @pytest.mark.parametrize("name", STUCK)
@@ -299,7 +309,9 @@ def test_a_rank_that_does_not_come_is_named_with_what_it_is_missing_from(name: s
         assert re.search(STUCK[name], end.wrote[rank]), end.wrote[rank]
 
 
-# -- ranks that die ------------------------------------------------------------------------------------------------------
+# -- ranks that die
+# ------------------------------------------------------------------------------------------------------
+
 
 @scenario
 def is_killed_in_a_collective(rank: int) -> None:
@@ -307,6 +319,7 @@ def is_killed_in_a_collective(rank: int) -> None:
     import threading
 
     from shardwright.runtime.distributed.watchdog import position
+
     model = Trained()
     model.steps(2)
 
@@ -314,6 +327,7 @@ def is_killed_in_a_collective(rank: int) -> None:
         while position.place is None:
             pass
         os.kill(os.getpid(), signal.SIGKILL)
+
     if rank == 2:
         threading.Thread(target=watch, daemon=True).start()
     model.steps(500)
@@ -324,6 +338,7 @@ def is_killed_while_planning(rank: int) -> None:
     model = Trained()
     if rank == 2:
         import shardwright.parallel.auto_parallel
+
         shardwright.planning.make_plan = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
     model.steps(1)
 
@@ -347,10 +362,13 @@ def test_when_a_rank_is_killed_the_others_end(name: str, ended) -> None:
     assert all(code not in (None, 0) for code in end.codes), end
 
 
-# -- ranks that are told to end ------------------------------------------------------------------------------------------
+# -- ranks that are told to end
+# ------------------------------------------------------------------------------------------
+
 
 def told_to_end(rank: int, whom: int, signals: int = 1) -> None:
     from shardwright.runtime.distributed.watchdog import Ending
+
     model, ending = Trained(), Ending()
     for step in range(100_000):
         model.steps(1)
@@ -376,6 +394,7 @@ def rank_3_is_told_to_end(rank: int) -> None:
 def all_are_told_to_end_without_collectives(rank: int) -> None:
     """Nothing holds the ranks together, of which each is at another step when the signal comes."""
     from shardwright.runtime.distributed.watchdog import Ending
+
     model = Trained()
     model.steps(1)
     ending = Ending()
@@ -402,6 +421,7 @@ def test_a_signal_ends_all_ranks_after_the_same_step(name: str, ended) -> None:
 
 def test_in_one_process_the_step_of_the_signal_is_the_last() -> None:
     from shardwright.runtime.distributed.watchdog import Ending
+
     before = signal.getsignal(signal.SIGTERM)
     ending = Ending()
     try:
@@ -416,7 +436,9 @@ def test_in_one_process_the_step_of_the_signal_is_the_last() -> None:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-# -- who is to blame, read off positions ---------------------------------------------------------------------------------
+# -- who is to blame, read off positions
+# ---------------------------------------------------------------------------------
+
 
 def at(place: str = "", ranks: tuple[int, ...] = (), call: int = 1) -> Seen:
     return Seen(call, "p", place, ranks, "", 60.0, "train.py:57 in main")
@@ -426,8 +448,10 @@ def test_the_blame_is_followed_to_the_rank_that_waits_for_nobody() -> None:
     """0 waits for 1, which waits for 3, which sleeps; 2 has nothing to do with it."""
     seen = {0: at("the gather of 'a'", (0, 1)), 1: at("the sum of 'b'", (1, 3)), 2: at(), 3: at()}
     told = not_moving(seen, 4, 0)
-    assert told.startswith("rank 3 has not come to the sum of 'b' in call 1; rank 1 waits there since 60 s\n"
-                           "  rank 3 is at train.py:57 in main, since call 1 began")
+    assert told.startswith(
+        "rank 3 has not come to the sum of 'b' in call 1; rank 1 waits there since 60 s\n"
+        "  rank 3 is at train.py:57 in main, since call 1 began"
+    )
     assert "rank 2" not in told
 
 
@@ -463,7 +487,9 @@ def test_whoever_is_blamed_is_waited_for_and_waits_for_nobody(data) -> None:
         assert all(r not in idle for r in seen[0].ranks)
 
 
-# -- how scenarios run ---------------------------------------------------------------------------------------------------
+# -- how scenarios run
+# ---------------------------------------------------------------------------------------------------
+
 
 def on_a_rank(rank: int, name: str, port: int, log: Path) -> None:
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
@@ -472,8 +498,9 @@ def on_a_rank(rank: int, name: str, port: int, log: Path) -> None:
     torch.manual_seed(0)
     code: Any = 0
     try:
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD,
-                                timeout=timedelta(seconds=300))
+        dist.init_process_group(
+            "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=300)
+        )
         SCENARIOS[name](rank)
     except SystemExit as exit:
         code = exit.code
@@ -490,8 +517,12 @@ def ended(tmp_path_factory) -> Waves:
     """What a first capture loads is loaded here, before ranks are forked."""
     folder = tmp_path_factory.mktemp("failures")
     sw.plan(network(), (draw(16, 8),), loss_fn=nn.CrossEntropyLoss(), targets=labels(16), devices=4)
-    for module in ("shardwright.runtime.distributed.parameters", "shardwright.runtime.distributed.rank_executor", "shardwright.runtime.distributed.agreement",
-                   "shardwright.runtime.distributed.agreement"):
+    for module in (
+        "shardwright.runtime.distributed.parameters",
+        "shardwright.runtime.distributed.rank_executor",
+        "shardwright.runtime.distributed.agreement",
+        "shardwright.runtime.distributed.agreement",
+    ):
         import_module(module)
     return Waves(folder)
 
@@ -506,7 +537,7 @@ class Waves(dict):
     def __missing__(self, name: str) -> Ended:
         names = list(SCENARIOS)
         first = names.index(name) // AT_ONCE * AT_ONCE
-        running = {other: start(other, self.folder) for other in names[first:first + AT_ONCE]}
+        running = {other: start(other, self.folder) for other in names[first : first + AT_ONCE]}
         self.update({other: end(other, ranks, self.folder) for other, ranks in running.items()})
         return self[name]
 
@@ -516,8 +547,10 @@ def start(name: str, folder: Path) -> list[Any]:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         port = held.getsockname()[1]
-    ranks = [context.Process(target=on_a_rank, args=(r, name, port, folder / f"{name}_{r}"), daemon=True)
-             for r in range(WORLD)]
+    ranks = [
+        context.Process(target=on_a_rank, args=(r, name, port, folder / f"{name}_{r}"), daemon=True)
+        for r in range(WORLD)
+    ]
     for process in ranks:
         process.start()
     return ranks

@@ -69,7 +69,7 @@ def faults_of_a_third_round() -> int:
     before = 0
     for _ in range(3):
         before = faults()
-        blocks = [torch.ones(6 << 20) for _ in range(8)]    # 24 MiB each: 49,152 pages
+        blocks = [torch.ones(6 << 20) for _ in range(8)]  # 24 MiB each: 49,152 pages
         del blocks
     return faults() - before
 
@@ -83,11 +83,19 @@ def test_what_a_step_frees_is_there_for_the_next() -> None:
     assert of_a_new_process(faults_of_a_third_round) < 5_000
 
 
-@pytest.mark.parametrize("name, value, chosen", [
-    ("MALLOC_TRIM_THRESHOLD_", "131072", True), ("MALLOC_MMAP_THRESHOLD_", "131072", True), ("OTHER", "1", False),
-    ("GLIBC_TUNABLES", "glibc.malloc.tcache_count=0:glibc.malloc.trim_threshold=1", True),
-    ("GLIBC_TUNABLES", "glibc.malloc.tcache_count=0", False)])
-def test_thresholds_of_the_environment_stay(monkeypatch: pytest.MonkeyPatch, name: str, value: str, chosen: bool) -> None:
+@pytest.mark.parametrize(
+    "name, value, chosen",
+    [
+        ("MALLOC_TRIM_THRESHOLD_", "131072", True),
+        ("MALLOC_MMAP_THRESHOLD_", "131072", True),
+        ("OTHER", "1", False),
+        ("GLIBC_TUNABLES", "glibc.malloc.tcache_count=0:glibc.malloc.trim_threshold=1", True),
+        ("GLIBC_TUNABLES", "glibc.malloc.tcache_count=0", False),
+    ],
+)
+def test_thresholds_of_the_environment_stay(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, chosen: bool
+) -> None:
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(freed, "_set", lambda what, value: asked.append((what, value)))
     monkeypatch.setenv(name, value)

@@ -18,7 +18,7 @@ def read_layout(devices, spelled):
     dims = []
     for axis in spelled["tensor_map"]:
         i = len(matrix) - 1 - axis
-        dims.append(() if axis < 0 else (Digit(matrix[i], math.prod(matrix[i + 1:])),))
+        dims.append(() if axis < 0 else (Digit(matrix[i], math.prod(matrix[i + 1 :])),))
     return Layout.of(devices, dims)
 
 
@@ -49,4 +49,6 @@ def test_each_computes_the_same(cases):
         whole = torch.arange(math.prod(shape)).reshape(shape)
         shards = [whole[source.slice(shape, rank)] for rank in range(source.devices)]
         for rank, shard in enumerate(convert_shards(redistribution(source, target), shards)):
-            assert torch.equal(shard, whole[target.slice(shape, rank)]), f"{redistribution(source, target)}, rank {rank}"
+            assert torch.equal(shard, whole[target.slice(shape, rank)]), (
+                f"{redistribution(source, target)}, rank {rank}"
+            )

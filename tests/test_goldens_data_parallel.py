@@ -36,9 +36,15 @@ class TwoProducts(nn.Module):
 def test_data_parallel(rank: int, inside: bool, figures) -> None:
     expected = golden("data_parallel", rank)
     devices, ((x, _), (y, _)) = expected["config"]["device_num"], expected["inputs"]
-    plan = sw.plan(TwoProducts(), (torch.randn(devices * x[0], *x[1:]),), nn.MSELoss() if inside else None,
-                   torch.randn(devices * y[0], *y[1:]) if inside else None, parallel_mode="data_parallel", devices=devices,
-                   dataset_strategy="data_parallel")
+    plan = sw.plan(
+        TwoProducts(),
+        (torch.randn(devices * x[0], *x[1:]),),
+        nn.MSELoss() if inside else None,
+        torch.randn(devices * y[0], *y[1:]) if inside else None,
+        parallel_mode="data_parallel",
+        devices=devices,
+        dataset_strategy="data_parallel",
+    )
     sums = [c for c in plan.collectives(rank) if c.phase == "gradient"]
     assert {(c.op, c.ranks) for c in sums} == {("all_reduce", tuple(range(devices)))}
     assert sorted(c.shape for c in sums) == summed(expected["collectives"], "allreduce")
@@ -70,8 +76,11 @@ def test_hybrid_layerwise(dataset: str, figures) -> None:
     whole = torch.randn(shape if dataset == "full_batch" else (devices * shape[0], *shape[1:]))
     plan = sw.plan(Hybrid(), (whole,), parallel_mode="hybrid_parallel", devices=devices, dataset_strategy=dataset)
     seen = [(c.op, c.ranks, c.shape, c.phase) for c in plan.collectives(1)]
-    assert sorted(seen) == [("all_reduce", (0, 1), (32,), "backward"), ("all_reduce", (0, 1), (32,), "forward"),
-                            ("all_reduce", (0, 1), (512, 16), "gradient")]
+    assert sorted(seen) == [
+        ("all_reduce", (0, 1), (32,), "backward"),
+        ("all_reduce", (0, 1), (32,), "forward"),
+        ("all_reduce", (0, 1), (512, 16), "gradient"),
+    ]
     assert summed(expected["collectives"], "allreduce") == [(512, 16)], "that of the ordinary parameter alone"
     assert summed(expected["collectives"], "gradallreduce") == [(32,), (32,)]
     ours, theirs = plan.sent, sum(sent_by_golden(c, devices) for c in expected["collectives"])

@@ -34,8 +34,8 @@ def golden(name: str, rank: int) -> dict[str, Any]:
 
 def theirs_sent(expected: dict, which: Callable[[dict], bool] = lambda c: True) -> float:
     """Bytes that a rank sends in the original's collectives, what it sends to another stage among them. Where no ranks
-    are told, they are those of the forward's collective of this shape, or, in the sum of a gradient, those that hold the
-    slice."""
+    are told, they are those of the forward's collective of this shape, or, in the sum of a gradient, those that hold
+    the slice."""
     total, forward = 0.0, {}
     for c in expected["collectives"]:
         if c["op"] in ("Send", "Receive"):
@@ -45,8 +45,11 @@ def theirs_sent(expected: dict, which: Callable[[dict], bool] = lambda c: True) 
         if c["ranks"] is not None:
             forward[c["op"], shape] = c["ranks"]
         elif is_sum(c):
-            alike = min(math.prod(d.size for d in layout_of(record).replicas) for record in expected["parameters"].values()
-                        if tuple(record["slice_shape"]) == shape)
+            alike = min(
+                math.prod(d.size for d in layout_of(record).replicas)
+                for record in expected["parameters"].values()
+                if tuple(record["slice_shape"]) == shape
+            )
             c = c | {"ranks": "-".join(map(str, range(alike)))}
         elif c["op"] == "AllReduce":
             c = c | {"ranks": forward[c["op"], shape]}
@@ -98,8 +101,15 @@ def squares(x: Tensor, target: Tensor) -> Tensor:
 def blocks(micro_batches: int = MICRO_BATCHES) -> sw.PipelinePlan:
     with torch.device("meta"):
         net, x = Blocks(), torch.empty(32, 256)
-    return sw.plan(net, (x,), squares, x, devices=8, dataset_strategy="data_parallel", pipeline=dict(
-        stages=2, micro_batches=micro_batches, stage_config={"b.0": 0, "b.1": 1}))
+    return sw.plan(
+        net,
+        (x,),
+        squares,
+        x,
+        devices=8,
+        dataset_strategy="data_parallel",
+        pipeline=dict(stages=2, micro_batches=micro_batches, stage_config={"b.0": 0, "b.1": 1}),
+    )
 
 
 def compare_parameters(plan: sw.Plan | sw.PipelinePlan, expected: dict[str, Any], rank: int) -> dict[str, sw.Layout]:
@@ -151,7 +161,8 @@ def test_two_blocks(rank: int, figures: Any) -> None:
     peer = (rank + 4) % 8
     assert all(set(c.ranks) == {rank, peer} for c in sends)  # the same position
     assert Counter((c.op, c.shape) for c in sends) == Counter(
-        ("send" if c["op"] == "Send" else "recv", tuple(c["in" if c["op"] == "Send" else "out"][0])) for c in away)
+        ("send" if c["op"] == "Send" else "recv", tuple(c["in" if c["op"] == "Send" else "out"][0])) for c in away
+    )
     # Ours in the order of 1F1B: two forwards of the first stage before its first backward.
     kinds = [c.phase[0] + c.op[0] for c in sends]
     assert kinds == (["fs", "fs", "br", "fs", "br", "fs", "br", "br"] if rank < 4 else ["fr", "bs"] * MICRO_BATCHES)
@@ -163,11 +174,24 @@ def test_two_blocks(rank: int, figures: Any) -> None:
         assert ours <= original
 
 
-# -- the tutorial's network ----------------------------------------------------------------------------------------------
+# -- the tutorial's network
+# ----------------------------------------------------------------------------------------------
 
 #: Operators of the network in the original's order, by the name that the network has for them.
-NAMES = ("flatten", "layer1.product", "layer1.added", "relu1", "layer2.product", "layer2.added", "relu2", "layer3.product",
-         "layer3.added", "sub", "abs", "mean")
+NAMES = (
+    "flatten",
+    "layer1.product",
+    "layer1.added",
+    "relu1",
+    "layer2.product",
+    "layer2.added",
+    "relu2",
+    "layer3.product",
+    "layer3.added",
+    "sub",
+    "abs",
+    "mean",
+)
 
 
 class Tutorial(nn.Module):
@@ -176,8 +200,14 @@ class Tutorial(nn.Module):
     def __init__(self, strategies: dict[str, tuple] | None = None) -> None:
         super().__init__()
         self.layer1, self.layer2, self.layer3 = Layer(784, 512), Layer(512, 512), Layer(512, 1)
-        for name, function in (("flatten", torch.flatten), ("relu1", torch.relu), ("relu2", torch.relu), ("sub", torch.sub),
-                               ("abs", torch.abs), ("mean", torch.mean)):
+        for name, function in (
+            ("flatten", torch.flatten),
+            ("relu1", torch.relu),
+            ("relu2", torch.relu),
+            ("sub", torch.sub),
+            ("abs", torch.abs),
+            ("mean", torch.mean),
+        ):
             setattr(self, name, sw.Operator(function))
         for name, given in (strategies or {}).items():
             attrgetter(name)(self).shard(given)
@@ -195,7 +225,7 @@ def lines(name: str) -> list[dict]:
     picked: list[dict] = []
     for rank in (0, 5):
         kept = [o for o in golden(name, rank)["operators"] if o["op"] not in ("StridedSlice", "Receive", "Add")]
-        picked += kept[:len(kept) // MICRO_BATCHES]
+        picked += kept[: len(kept) // MICRO_BATCHES]
     return picked
 
 
@@ -212,8 +242,17 @@ def planned(name: str, mode: str, cluster: str) -> sw.Plan | sw.PipelinePlan:
             rows, hsdp = 128, {}
             pipeline = dict(stages=2, micro_batches=MICRO_BATCHES, stage_config={"layer1": 0, "layer2": 1, "layer3": 1})
         batch = torch.empty(rows, 1, 28, 28), torch.empty(rows, 1)
-    return sw.plan(net, batch, parallel_mode=mode, devices=8, dataset_strategy="data_parallel", cluster=cluster, hsdp=hsdp,
-                   pipeline=pipeline, recompute=(lambda op: op.kind == "relu" or None) if pipeline else None)
+    return sw.plan(
+        net,
+        batch,
+        parallel_mode=mode,
+        devices=8,
+        dataset_strategy="data_parallel",
+        cluster=cluster,
+        hsdp=hsdp,
+        pipeline=pipeline,
+        recompute=(lambda op: op.kind == "relu" or None) if pipeline else None,
+    )
 
 
 @pytest.mark.parametrize("name", [PLAIN, PIPED])
@@ -240,12 +279,18 @@ def test_as_marks_the_golden_is_what_it_was(name: str, rank: int, figures: Any) 
 
     mine = plan.collectives(rank)
     completing = Counter((c.ranks, c.shape) for c in mine if c.cause == "operator" and c.phase == "forward")
-    inside = Counter((ranks_of(c["ranks"], 8), tuple(c["in"][0])) for c in expected["collectives"]
-                     if c["kind"] == "inside the operator")
+    inside = Counter(
+        (ranks_of(c["ranks"], 8), tuple(c["in"][0]))
+        for c in expected["collectives"]
+        if c["kind"] == "inside the operator"
+    )
     assert completing == inside
     sends = Counter((c.op, c.shape) for c in mine if c.op in ("send", "recv"))
-    assert sends == Counter(("send", tuple(c["in"][0])) if c["op"] == "Send" else ("recv", tuple(c["out"][0]))
-                            for c in expected["collectives"] if c["op"] in ("Send", "Receive"))
+    assert sends == Counter(
+        ("send", tuple(c["in"][0])) if c["op"] == "Send" else ("recv", tuple(c["out"][0]))
+        for c in expected["collectives"]
+        if c["op"] in ("Send", "Receive")
+    )
     sums = Counter(c.shape for c in mine if c.phase == "gradient")
     original = Counter(tuple(c["in"][0]) for c in expected["collectives"] if is_sum(c))
     assert not sums - original

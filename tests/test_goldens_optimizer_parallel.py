@@ -29,8 +29,9 @@ OURS = {"m1": "matmul1", "r": "relu", "m2": "matmul2", "ba": "add"}
 class Network(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.w1, self.w2, self.b = (nn.Parameter(torch.empty(*shape, device="meta"))
-                                    for shape in ((WIDTH, HIDDEN), (HIDDEN, WIDTH), (WIDTH,)))
+        self.w1, self.w2, self.b = (
+            nn.Parameter(torch.empty(*shape, device="meta")) for shape in ((WIDTH, HIDDEN), (HIDDEN, WIDTH), (WIDTH,))
+        )
         self.matmul1, self.relu = sw.shard(torch.matmul, ((4, 1), (1, 2))), sw.shard(torch.relu, ((4, 2),))
         self.matmul2, self.add = sw.shard(torch.matmul, ((4, 2), (2, 1))), sw.shard(torch.add, ((4, 1), (1,)))
 
@@ -81,8 +82,11 @@ def test_optimizer_parallel(name: str, figures) -> None:
             assert [*map(list, inputs), *map(list, outputs)] == record["local_inputs"] + record["local_outputs"]
         mine = plan.collectives(rank)
         completing = [(c.ranks, list(c.shape)) for c in mine if c.cause == "operator" and c.phase == "forward"]
-        assert completing == [(ranks_of(c["ranks"], DEVICES), c["in"][0]) for c in golden["collectives"]
-                              if c["kind"] == "inside the operator"]
+        assert completing == [
+            (ranks_of(c["ranks"], DEVICES), c["in"][0])
+            for c in golden["collectives"]
+            if c["kind"] == "inside the operator"
+        ]
 
         ours = [(c.ranks, list(c.shape)) for c in mine if c.phase == "storage"]
         assert sorted(ours) == sorted((ranks_of(c["ranks"], DEVICES), c["in"][0]) for c in gathers)
@@ -92,11 +96,13 @@ def test_optimizer_parallel(name: str, figures) -> None:
         theirs = [c for c in golden["collectives"] if c["op"] == "ReduceScatter"]
         # What they scatter of the bias are four times two equal terms; ours scatters four, and slices.
         assert sorted(list(c.shape) for c in scattered if len(c.shape) > 1) == sorted(
-            c["in"][0] for c in theirs if len(c["in"][0]) > 1)
+            c["in"][0] for c in theirs if len(c["in"][0]) > 1
+        )
         assert {c.ranks for c in scattered if len(c.shape) > 1} <= {ranks_of(c["ranks"], DEVICES) for c in gathers}
         summed = [c for c in mine if c.phase == "gradient" and c.op == "all_reduce"]
         assert sorted(list(c.shape) for c in summed) == sorted(
-            c["in"][0] for c in golden["collectives"] if is_gradient_sum(c))
+            c["in"][0] for c in golden["collectives"] if is_gradient_sum(c)
+        )
         for c in summed:
             parameter = next(p for p in plan.parameters.values() if p.local_shape(rank) == c.shape)
             assert set(c.ranks) <= set(sw_group(rank, parameter.storage))
@@ -105,10 +111,17 @@ def test_optimizer_parallel(name: str, figures) -> None:
         conversions = [c for c in golden["collectives"] if not is_storage(c) and not is_gradient_sum(c)]
         others = [c for c in golden["collectives"] if is_storage(c) or is_gradient_sum(c)]
         for what, sent, theirs in (
-                ("conversions", sum(c.sent for c in mine if c.cause != "parameter"),
-                 sum(sent_by_golden(c, DEVICES) for c in conversions)),
-                ("parameters", sum(c.sent for c in mine if c.cause == "parameter"),
-                 sum(sent_by_golden(c | {"ranks": group_of(c, golden, gathers)}, DEVICES) for c in others))):
+            (
+                "conversions",
+                sum(c.sent for c in mine if c.cause != "parameter"),
+                sum(sent_by_golden(c, DEVICES) for c in conversions),
+            ),
+            (
+                "parameters",
+                sum(c.sent for c in mine if c.cause == "parameter"),
+                sum(sent_by_golden(c | {"ranks": group_of(c, golden, gathers)}, DEVICES) for c in others),
+            ),
+        ):
             figures(f"{name}, {what}, rank {rank}", sent, theirs)
             assert sent <= theirs, what
 

@@ -1,4 +1,5 @@
-"""The goldens of sharding_propagation: what is marked is as the original has it, and the rest is no dearer by our costs."""
+"""The goldens of sharding_propagation: what is marked is as the original has it, and the rest is no dearer by our
+costs."""
 
 from __future__ import annotations
 
@@ -63,8 +64,16 @@ def quick_start(marks: dict[str, tuple], mode: str, cluster: str) -> sw.Plan:
     net, loss = QuickStart(), Squared()
     for name, given in marks.items():
         getattr(net if hasattr(net, name) else loss, name).shard(given)
-    return sw.plan(net, (torch.empty(16, 32),), loss, torch.empty(16, 16), parallel_mode=mode, devices=DEVICES,
-                   dataset_strategy="data_parallel", cluster=cluster)
+    return sw.plan(
+        net,
+        (torch.empty(16, 32),),
+        loss,
+        torch.empty(16, 16),
+        parallel_mode=mode,
+        devices=DEVICES,
+        dataset_strategy="data_parallel",
+        cluster=cluster,
+    )
 
 
 ORDER = ("matmul", "relu", "matmul2", "sub", "square", "mean")
@@ -127,8 +136,16 @@ def resnet(mode: str, cluster: str, stem: tuple | None = None) -> sw.Plan:
         x, target = torch.empty(shape[0] * DEVICES, *shape[1:]), torch.empty(shape[0] * DEVICES, dtype=torch.int64)
     if stem is not None:
         sw.shard(net.stem[0], stem)
-    return sw.plan(net, (x,), expanded_cross_entropy, target, parallel_mode=mode, devices=DEVICES,
-                   dataset_strategy="data_parallel", cluster=cluster)
+    return sw.plan(
+        net,
+        (x,),
+        expanded_cross_entropy,
+        target,
+        parallel_mode=mode,
+        devices=DEVICES,
+        dataset_strategy="data_parallel",
+        cluster=cluster,
+    )
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
@@ -139,8 +156,9 @@ def test_resnet_with_its_stem_marked(cluster: str, figures) -> None:
     for rank, golden in ranks.items():
         # All of the original's operators follow the batch: its plan is semi_auto's without a mark.
         shapes = [(KINDS[o["op"]], o["local_inputs"][:2]) for o in golden["operators"] if o["op"] in KINDS]
-        assert shapes == [(o.op, [*map(list, o.local_shapes(int(rank))[0][:2])]) for o in theirs.operators
-                          if o.op in KINDS.values()]
+        assert shapes == [
+            (o.op, [*map(list, o.local_shapes(int(rank))[0][:2])]) for o in theirs.operators if o.op in KINDS.values()
+        ]
         record = golden["parameters"]["stem.0.weight"]
         assert ours.parameters["stem.0.weight"].slice(int(rank)) == layout_of(record).slice(record["shape"], int(rank))
         inputs, outputs = ours.operator("stem.0").local_shapes(int(rank))

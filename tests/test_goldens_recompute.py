@@ -15,7 +15,9 @@ from torch import nn
 import shardwright as sw
 
 NAMES = {True: "recompute_block_default", False: "recompute_block_no_mp_comm"}
-GOLDEN = {again: json.loads((SHARED / f"goldens/models/{name}.json").read_text())["ranks"] for again, name in NAMES.items()}
+GOLDEN = {
+    again: json.loads((SHARED / f"goldens/models/{name}.json").read_text())["ranks"] for again, name in NAMES.items()
+}
 
 
 class Biased(nn.Module):
@@ -79,8 +81,9 @@ def test_recomputed_block(again: bool, rank: int, figures) -> None:
         if c["kind"] == "inside the operator":
             assert (ranks_of(c["ranks"], 8), c["in"][0]) in completing
     sums = [c for c in mine if c.phase == "gradient"]
-    assert sorted(list(c.shape) for c in sums) == sorted(c["in"][0] for c in golden["collectives"]
-                                                         if c["kind"].startswith("gradient sum"))
+    assert sorted(list(c.shape) for c in sums) == sorted(
+        c["in"][0] for c in golden["collectives"] if c["kind"].startswith("gradient sum")
+    )
     # Of d2's whole bias as of the cut weights: the addition is done twice, its gradient is not summed twice.
     assert {c.ranks for c in sums} == {sw_group(rank, plan.parameters["b.0.d1.weight"].layout)}
     figures(f"{NAMES[again]}, rank {rank}", sent(plan, rank), golden_sent(golden["collectives"], 8))
@@ -96,8 +99,9 @@ def test_what_is_sent_again(rank: int) -> None:
     assert [c["op"] for c in golden] == ["AllGather"] * 3
     plain, default, kept = (planned(again).collectives(rank) for again in (None, True, False))
     again = [c for c in default if c.again]
-    assert {(c.op, c.phase, c.ranks) for c in again} <= {(op, "backward", ranks_of(golden[0]["ranks"], 8))
-                                                        for op in ("all_gather", "all_to_all")}
+    assert {(c.op, c.phase, c.ranks) for c in again} <= {
+        (op, "backward", ranks_of(golden[0]["ranks"], 8)) for op in ("all_gather", "all_to_all")
+    }
     assert 0 < sum(c.sent for c in again) <= sum(sent_by_golden(c, 8) for c in golden)
     # The sum of the block's last product is not: nobody saves it.
     assert not any(c.op == "all_reduce" for c in again)

@@ -25,8 +25,9 @@ def conv(before: int, after: int, size: int, stride: int = 1) -> list[nn.Module]
 class Bottleneck(nn.Module):
     def __init__(self, before: int, inside: int, after: int, stride: int) -> None:
         super().__init__()
-        self.c = nn.Sequential(*conv(before, inside, 1), nn.ReLU(), *conv(inside, inside, 3, stride), nn.ReLU(),
-                               *conv(inside, after, 1))
+        self.c = nn.Sequential(
+            *conv(before, inside, 1), nn.ReLU(), *conv(inside, inside, 3, stride), nn.ReLU(), *conv(inside, after, 1)
+        )
         self.d = nn.Sequential(*conv(before, after, 1, stride))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -99,8 +100,10 @@ def test_bytes(plan: sw.Plan, rank: str, figures) -> None:
     moved = [c for c in plan.collectives(int(rank)) if c.cause != "parameter"]
     layers = [o.name for o in plan.operators if o.op == "batch_norm"]
     for name in layers:
-        assert [(c.op, c.phase) for c in moved if c.operator == name] == [("all_gather", "forward"),
-                                                                         ("all_reduce", "backward")]
+        assert [(c.op, c.phase) for c in moved if c.operator == name] == [
+            ("all_gather", "forward"),
+            ("all_reduce", "backward"),
+        ]
     mine = sum(c.sent for c in moved if c.operator not in layers)
     figures(f"resnet_like, rank {rank}", mine, theirs)
     assert mine <= theirs

@@ -26,9 +26,20 @@ CLUSTERS = ("h100x8", "a100x8")
 
 
 def operators(*names: str) -> dict[str, sw.Operator]:
-    functions = {"matmul": torch.matmul, "linear": F.linear, "add": torch.add, "relu": torch.relu, "gelu": F.gelu,
-                 "sub": torch.sub, "square": torch.square, "mean": torch.mean, "mul": torch.mul, "softmax": torch.softmax,
-                 "swap": torch.transpose, "norm": F.layer_norm}
+    functions = {
+        "matmul": torch.matmul,
+        "linear": F.linear,
+        "add": torch.add,
+        "relu": torch.relu,
+        "gelu": F.gelu,
+        "sub": torch.sub,
+        "square": torch.square,
+        "mean": torch.mean,
+        "mul": torch.mul,
+        "softmax": torch.softmax,
+        "swap": torch.transpose,
+        "norm": F.layer_norm,
+    }
     return {name: sw.Operator(functions[name.rstrip("0123456789")]) for name in names}
 
 
@@ -78,9 +89,36 @@ class Products(nn.Module):
 
 
 class Block(Written):
-    NAMES = ("norm1", "linear1", "add1", "swap1", "linear2", "add2", "swap2", "matmul1", "mul", "softmax", "linear3", "add3",
-             "swap3", "matmul2", "swap4", "linear4", "add4", "add5", "norm2", "linear5", "add6", "gelu", "linear6", "add7",
-             "add8", "sub", "square", "mean")
+    NAMES = (
+        "norm1",
+        "linear1",
+        "add1",
+        "swap1",
+        "linear2",
+        "add2",
+        "swap2",
+        "matmul1",
+        "mul",
+        "softmax",
+        "linear3",
+        "add3",
+        "swap3",
+        "matmul2",
+        "swap4",
+        "linear4",
+        "add4",
+        "add5",
+        "norm2",
+        "linear5",
+        "add6",
+        "gelu",
+        "linear6",
+        "add7",
+        "add8",
+        "sub",
+        "square",
+        "mean",
+    )
 
     def __init__(self, strategies: dict[str, tuple] | None = None) -> None:
         super().__init__(strategies)
@@ -94,7 +132,7 @@ class Block(Written):
         normed = self.norm1(x, (512,), self.ln1.weight, self.ln1.bias)
         q = self.heads(self.at.q, self.linear1, self.add1, self.swap1, normed)
         k = self.heads(self.at.k, self.linear2, self.add2, self.swap2, normed)
-        weights = self.softmax(self.mul(self.matmul1(q, k.transpose(-1, -2)), 32 ** -0.5), -1)
+        weights = self.softmax(self.mul(self.matmul1(q, k.transpose(-1, -2)), 32**-0.5), -1)
         v = self.heads(self.at.v, self.linear3, self.add3, self.swap3, normed)
         mixed = self.swap4(self.matmul2(weights, v), 1, 2).reshape(1024, 512)
         x = self.add5(x, self.add4(self.linear4(mixed, self.at.o.weight), self.at.o.bias))
@@ -108,8 +146,10 @@ REPEATED = {MLP[1]: Counter([(1024,)])}
 
 NETWORKS: dict[str, tuple[type[Written], int, int, int, str]] = {
     **dict.fromkeys(QUICK, (Quick, 16, 32, 16, "data_parallel")),
-    MLP[0]: (Mlp, 256, 1024, 1024, "data_parallel"), MLP[1]: (Mlp, 16, 1024, 1024, "full_batch"),
-    BLOCK: (Block, 1024, 512, 512, "full_batch")}
+    MLP[0]: (Mlp, 256, 1024, 1024, "data_parallel"),
+    MLP[1]: (Mlp, 16, 1024, 1024, "full_batch"),
+    BLOCK: (Block, 1024, 512, 512, "full_batch"),
+}
 
 
 def golden(name: str, rank: int) -> dict:
@@ -139,9 +179,14 @@ def planned(name: str, mode: str, cluster: str) -> sw.Plan:
     return sw.plan(net, batch, parallel_mode=mode, devices=8, dataset_strategy=dataset, cluster=cluster)
 
 
-@pytest.mark.parametrize("name,mode,cluster", [
-    case for case in product(NETWORKS, SEARCHES, CLUSTERS)
-    if case[0] != BLOCK or case[1] != "dynamic_programming" or case[2] == CLUSTERS[0]])  # the largest search once
+@pytest.mark.parametrize(
+    "name,mode,cluster",
+    [
+        case
+        for case in product(NETWORKS, SEARCHES, CLUSTERS)
+        if case[0] != BLOCK or case[1] != "dynamic_programming" or case[2] == CLUSTERS[0]
+    ],
+)  # the largest search once
 def test_not_dearer_than_the_golden(name: str, mode: str, cluster: str) -> None:
     ours, theirs = planned(name, mode, cluster), planned(name, "semi_auto", cluster)
     assert ours.cost <= theirs.cost * (1 + 1e-12)
@@ -166,16 +211,20 @@ def test_as_marks_the_golden_is_what_it_was(name: str, rank: int, figures: Any) 
             assert [list(s) for s in outputs] == line["local_outputs"], own
     sums = [c for c in plan.collectives(rank) if c.phase == "gradient"]
     assert {(c.shape, c.ranks) for c in sums} <= {
-        (layout.local_shape(plan.parameters[n].shape), sw_group(rank, layout)) for n, layout in layouts.items()}
+        (layout.local_shape(plan.parameters[n].shape), sw_group(rank, layout)) for n, layout in layouts.items()
+    }
     summed = Counter(tuple(c["in"][0]) for c in expected["collectives"] if c["kind"].startswith("gradient sum"))
     mine = Counter(c.shape for c in sums)
     assert summed - mine == REPEATED.get(name, Counter()) and not mine - summed
-    completed = [(c.ranks, list(c.shape)) for c in plan.collectives(rank) if c.cause == "operator" and c.phase == "forward"]
+    completed = [
+        (c.ranks, list(c.shape)) for c in plan.collectives(rank) if c.cause == "operator" and c.phase == "forward"
+    ]
     for c in expected["collectives"]:
         if c["kind"] == "inside the operator":
             assert (ranks_of(c["ranks"], 8), c["in"][0]) in completed
     theirs = golden_sent(expected["collectives"], 8)
     figures(f"searched by the original, {name}, rank {rank}", sent(plan, rank), theirs)
     assert sent(plan, rank) <= theirs
-    assert sum(c.sent for c in sums) <= sum(sent_by_golden(c, 8) for c in expected["collectives"]
-                                            if c["kind"].startswith("gradient sum"))
+    assert sum(c.sent for c in sums) <= sum(
+        sent_by_golden(c, 8) for c in expected["collectives"] if c["kind"].startswith("gradient sum")
+    )

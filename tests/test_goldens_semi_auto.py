@@ -24,14 +24,15 @@ import shardwright as sw
 
 FOLDER = SHARED / "goldens" / "semi_auto"
 CASES = {c["case"]: c for c in json.loads((FOLDER / "operators.json").read_text())["cases"]}
-HONOURED = {"op_matmul_out_invalid": "one more conversion brings the output to the layout that was asked for",
-            "op_layernorm_axis_split": "the statistics of the parts are put together"}
+HONOURED = {
+    "op_matmul_out_invalid": "one more conversion brings the output to the layout that was asked for",
+    "op_layernorm_axis_split": "the statistics of the parts are put together",
+}
 
 
 def sent(plan: sw.Plan, rank: int, *, outputs: bool = False) -> int:
     """Bytes that a rank sends in conversions and operators' sums, forward and backward."""
-    return sum(c.sent for c in plan.collectives(rank)
-               if c.cause != "parameter" and (outputs or c.operator != "output"))
+    return sum(c.sent for c in plan.collectives(rank) if c.cause != "parameter" and (outputs or c.operator != "output"))
 
 
 def golden_sent(collectives: list[dict], devices: int) -> float:
@@ -68,13 +69,17 @@ def test_one_operator(name: str) -> None:
             assert got == expected, (parameter, rank)
     expected = case["expect"]["collectives_of_rank_5"]
     mine = [c for c in plan.collectives(5) if c.phase == "forward" and c.operator != "output"]
-    if call.name == "BatchNorm":  # the original's list has no exchange that makes the statistics those of the whole batch
+    if (
+        call.name == "BatchNorm"
+    ):  # the original's list has no exchange that makes the statistics those of the whole batch
         assert [(c.op, c.ranks) for c in mine] == [("all_gather", sw_group(5, plan.parameters["p1"].layout))]
         mine = []
     completing = [c for c in mine if c.cause == "operator"]
     golden = [c for c in expected if c["kind"] == "inside the operator" or call.name == "Gather"]
-    assert all(g["ranks"] is None or c.ranks == ranks_of(g["ranks"], case["devices"])
-               for c, g in zip(completing, golden, strict=True))
+    assert all(
+        g["ranks"] is None or c.ranks == ranks_of(g["ranks"], case["devices"])
+        for c, g in zip(completing, golden, strict=True)
+    )
     assert [list(c.shape) for c in completing] == [c["in"][0] for c in golden]
     assert sum(c.sent for c in mine) <= golden_sent(expected, case["devices"])
 
@@ -163,19 +168,26 @@ def load(name: str) -> dict:
     return json.loads((FOLDER / f"{name}.json").read_text())["ranks"]
 
 
-@pytest.mark.parametrize(("name", "layouts", "train"), [
-    ("operator_tutorial_forward_full_batch", False, False),
-    ("operator_tutorial_train_data_parallel_ds", False, True),
-    ("layout_tutorial_forward_full_batch", True, False),
-])
+@pytest.mark.parametrize(
+    ("name", "layouts", "train"),
+    [
+        ("operator_tutorial_forward_full_batch", False, False),
+        ("operator_tutorial_train_data_parallel_ds", False, True),
+        ("layout_tutorial_forward_full_batch", True, False),
+    ],
+)
 def test_tutorial_networks(name: str, layouts: bool, train: bool, figures) -> None:
     ranks = load(name)
     batch = ranks["0"]["inputs"][0][0][0] * (8 if train else 1)
     x = torch.empty(batch, 1, 28, 28, device="meta")
-    loss = {"loss_fn": nn.CrossEntropyLoss(), "targets": torch.empty(batch, dtype=torch.int64, device="meta")} \
-        if train else {}
-    plan = sw.plan(Tutorial(layouts), (x,), devices=8, dataset_strategy="data_parallel" if train else "full_batch",
-                   **loss)
+    loss = (
+        {"loss_fn": nn.CrossEntropyLoss(), "targets": torch.empty(batch, dtype=torch.int64, device="meta")}
+        if train
+        else {}
+    )
+    plan = sw.plan(
+        Tutorial(layouts), (x,), devices=8, dataset_strategy="data_parallel" if train else "full_batch", **loss
+    )
     for rank, golden in ranks.items():
         compare_network(plan, int(rank), golden, MARKED, figures, name, train)
 
@@ -196,8 +208,11 @@ def compare_network(plan: sw.Plan, rank: int, golden: dict, marked: set[str], fi
         assert list(map(list, outputs)) == record["local_outputs"], record["name"]
     for record in golden["collectives"]:
         if record["kind"] == "inside the operator" and record["in"] != [[]]:
-            completing = [c.ranks for c in plan.collectives(rank) if c.cause == "operator" and c.phase == "forward"
-                          and list(c.shape) == record["in"][0]]
+            completing = [
+                c.ranks
+                for c in plan.collectives(rank)
+                if c.cause == "operator" and c.phase == "forward" and list(c.shape) == record["in"][0]
+            ]
             assert ranks_of(record["ranks"], plan.devices) in completing
     summed = sorted(c["in"][0] for c in golden["collectives"] if c["kind"].startswith("gradient sum"))
     if train:
@@ -213,26 +228,33 @@ def compare_network(plan: sw.Plan, rank: int, golden: dict, marked: set[str], fi
 
 def sw_group(rank: int, layout: sw.Layout) -> tuple[int, ...]:
     """The ranks that hold the same slice as `rank`: over them a gradient is summed."""
-    return tuple(r for r in range(layout.devices)
-                 if layout.slice((64 * 1024,) * len(layout.dims), r) == layout.slice((64 * 1024,) * len(layout.dims), rank))
+    return tuple(
+        r
+        for r in range(layout.devices)
+        if layout.slice((64 * 1024,) * len(layout.dims), r) == layout.slice((64 * 1024,) * len(layout.dims), rank)
+    )
 
 
 class OutMatmul(nn.Module):
     def __init__(self, out: tuple) -> None:
         super().__init__()
         layout = sw.Layout((2, 2, 2), ("dp", "sp", "mp"))
-        self.matmul = sw.shard(torch.matmul, (layout("mp", ("sp", "dp")), layout(("sp", "dp"), "None")),
-                               (layout(*out),))
+        self.matmul = sw.shard(
+            torch.matmul, (layout("mp", ("sp", "dp")), layout(("sp", "dp"), "None")), (layout(*out),)
+        )
 
     def forward(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return self.matmul(x, w)
 
 
-@pytest.mark.parametrize(("name", "out"), [
-    ("layout_matmul_out_allreduce", ("mp", "None")),
-    ("layout_matmul_out_reduce_scatter", (("mp", "sp", "dp"), "None")),
-    ("layout_matmul_out_wrong", (("sp", "dp", "mp"), "None")),
-])
+@pytest.mark.parametrize(
+    ("name", "out"),
+    [
+        ("layout_matmul_out_allreduce", ("mp", "None")),
+        ("layout_matmul_out_reduce_scatter", (("mp", "sp", "dp"), "None")),
+        ("layout_matmul_out_wrong", (("sp", "dp", "mp"), "None")),
+    ],
+)
 def test_out_strategy(name: str, out: tuple, figures) -> None:
     ranks = load(name)
     plan = sw.plan(OutMatmul(out), (torch.empty(64, 64), torch.empty(64, 32)), devices=8)

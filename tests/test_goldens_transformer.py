@@ -77,21 +77,28 @@ def test_transformer_block(attend, figures) -> None:
             inputs, outputs = plan.operator(f"{name}.product").local_shapes(rank)
             assert [*map(list, inputs), *map(list, outputs)] == record["local_inputs"] + record["local_outputs"], name
 
-        completing = [(c.ranks, list(c.shape)) for c in plan.collectives(rank)
-                      if c.cause == "operator" and c.phase == "forward"]
+        completing = [
+            (c.ranks, list(c.shape)) for c in plan.collectives(rank) if c.cause == "operator" and c.phase == "forward"
+        ]
         for c in golden["collectives"]:
             if c["kind"] == "inside the operator":
                 assert (ranks_of(c["ranks"], 8), c["in"][0]) in completing
 
         sums = [c for c in plan.collectives(rank) if c.phase == "gradient"]
         assert sorted(list(c.shape) for c in sums) == sorted(
-            c["in"][0] for c in golden["collectives"] if c["kind"].startswith("gradient sum"))
+            c["in"][0] for c in golden["collectives"] if c["kind"].startswith("gradient sum")
+        )
         assert {(c.shape, c.ranks) for c in sums} == {
             (layout.local_shape(plan.parameters[name].shape), sw_group(rank, layout))
-            for name, layout in layouts.items()}
+            for name, layout in layouts.items()
+        }
 
         assert sent(plan, rank) <= golden_sent(golden["collectives"], 8)
-        figures(f"transformer block, {attend.__name__}, rank {rank}", sent(plan, rank),
-                golden_sent(golden["collectives"], 8))
-        assert sum(c.sent for c in sums) <= sum(sent_by_golden(c, 8) for c in golden["collectives"]
-                                                if c["kind"].startswith("gradient sum"))
+        figures(
+            f"transformer block, {attend.__name__}, rank {rank}",
+            sent(plan, rank),
+            golden_sent(golden["collectives"], 8),
+        )
+        assert sum(c.sent for c in sums) <= sum(
+            sent_by_golden(c, 8) for c in golden["collectives"] if c["kind"].startswith("gradient sum")
+        )

@@ -1,4 +1,5 @@
-"""Changes of gradients between backward and step, in processes, where parameters are cut: those of the whole gradient."""
+"""Changes of gradients between backward and step, in processes, where parameters are cut: those of the whole
+gradient."""
 
 from __future__ import annotations
 
@@ -54,7 +55,6 @@ def rows(p):
 
 def one_row(p):
     p.grad[1] = torch.arange(p.shape[1], dtype=D)
-
 
 
 def last_column(p):
@@ -114,8 +114,23 @@ def noisy(p):
     p.grad.add_(torch.randn_like(p.grad) * 0.1 + torch.rand_like(p.grad))
 
 
-CHANGES = [rows, one_row, last_column, listed, masked, by_a_plain_mask, another, row_by_row, times, copied, clamped, decayed,
-           normed, centred, noisy]
+CHANGES = [
+    rows,
+    one_row,
+    last_column,
+    listed,
+    masked,
+    by_a_plain_mask,
+    another,
+    row_by_row,
+    times,
+    copied,
+    clamped,
+    decayed,
+    normed,
+    centred,
+    noisy,
+]
 
 #: Of stages, whose parameters other ranks have not.
 OF_STAGES = [rows, last_column, listed, masked, copied, clamped, decayed]
@@ -150,9 +165,15 @@ def refused(model):
     """The errors of changes of parts that are copies."""
     said = []
     model(X, Y).backward()
-    for change in (lambda g: g[0].mul_(2), lambda g: g[0].data.zero_(), lambda g: g[0][1:].add_(1),
-                   lambda g: g.select(0, 1).zero_(), lambda g: g.view(-1)[:3].zero_(),
-                   lambda g: g.narrow(0, 1, 3).detach().fill_(1), lambda g: g.T[:, 1].clamp_(0)):
+    for change in (
+        lambda g: g[0].mul_(2),
+        lambda g: g[0].data.zero_(),
+        lambda g: g[0][1:].add_(1),
+        lambda g: g.select(0, 1).zero_(),
+        lambda g: g.view(-1)[:3].zero_(),
+        lambda g: g.narrow(0, 1, 3).detach().fill_(1),
+        lambda g: g.T[:, 1].clamp_(0),
+    ):
         before = model.a.grad.full_tensor()
         try:
             change(model.a.grad)
@@ -182,14 +203,19 @@ def on_ranks(rank, world, how):
     return out, refused(parallel(how, world)) if how == "stored in parts" else []
 
 
-@pytest.mark.parametrize("how, world", [("stored in parts", 2), ("cut by operators", 4), ("cut unevenly", 4), ("stages", 4)])
+@pytest.mark.parametrize(
+    "how, world", [("stored in parts", 2), ("cut by operators", 4), ("cut unevenly", 4), ("stages", 4)]
+)
 def test_a_change_of_a_gradient_is_one_of_the_whole(how, world):
-    expected = {change.__name__: trained(Stages() if how == "stages" else Net(), change, False).state_dict() for change in
-                (OF_STAGES if how == "stages" else CHANGES)}
+    expected = {
+        change.__name__: trained(Stages() if how == "stages" else Net(), change, False).state_dict()
+        for change in (OF_STAGES if how == "stages" else CHANGES)
+    }
     for results, said in run_ranks(on_ranks, world, how):
         for (name, _), weights in results.items():
-            torch.testing.assert_close(weights, dict(expected[name]), rtol=1e-10, atol=1e-12,
-                                       msg=lambda text: f"{name}: {text}")
+            torch.testing.assert_close(
+                weights, dict(expected[name]), rtol=1e-10, atol=1e-12, msg=lambda text: f"{name}: {text}"
+            )
         for text in said[:-2]:
             assert "is a copy" in text and "p.grad[:2] = 0" in text
         assert all("no_sync()" in text for text in said[-2:])

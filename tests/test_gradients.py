@@ -36,19 +36,27 @@ def stack(layers: int = 4) -> nn.Sequential:
 
 # -- what travels together ---------------------------------------------------------------------------------------------
 
-DUE = [Due(name, size, kind, index, 8) for index, (name, size, kind) in reversed(list(enumerate(
-    [("a", 4, "f"), ("b", 4, "f"), ("c", 8, "d"), ("d", 4, "f"), ("e", 2, "f"), ("f", 9, "f")])))]
+DUE = [
+    Due(name, size, kind, index, 8)
+    for index, (name, size, kind) in reversed(
+        list(enumerate([("a", 4, "f"), ("b", 4, "f"), ("c", 8, "d"), ("d", 4, "f"), ("e", 2, "f"), ("f", 9, "f")]))
+    )
+]
 
 
-@pytest.mark.parametrize("fusion, expected", [
-    (Fusion(limit=0), ["f", "e", "d", "c", "b", "a"]),
-    (Fusion(limit=6), ["f", "ed", "c", "ba"]),
-    (Fusion(limit=11), ["fe", "dba", "c"]),
-    (Fusion(limit=4), ["f", "d", "c", "b", "a", "e"]),  # what fills a bucket is not copied into one
-    (Fusion(limit=1000), ["fedba", "c"]),
-    (Fusion(ends=(3,)), ["fed", "c", "ba"]),
-    (Fusion(ends=(1, 5)), ["f", "c", "edb", "a"]),
-], ids=str)
+@pytest.mark.parametrize(
+    "fusion, expected",
+    [
+        (Fusion(limit=0), ["f", "e", "d", "c", "b", "a"]),
+        (Fusion(limit=6), ["f", "ed", "c", "ba"]),
+        (Fusion(limit=11), ["fe", "dba", "c"]),
+        (Fusion(limit=4), ["f", "d", "c", "b", "a", "e"]),  # what fills a bucket is not copied into one
+        (Fusion(limit=1000), ["fedba", "c"]),
+        (Fusion(ends=(3,)), ["fed", "c", "ba"]),
+        (Fusion(ends=(1, 5)), ["f", "c", "edb", "a"]),
+    ],
+    ids=str,
+)
 def test_buckets(fusion: Fusion, expected: list[str]) -> None:
     assert ["".join(bucket) for bucket in fusion.buckets(DUE)] == expected
 
@@ -66,9 +74,15 @@ def test_a_bucket_of_few_ranks_is_full_sooner(ranks: int, expected: list[str]) -
 
 
 def test_comm_fusion_is_read() -> None:
-    for given, made in [("auto", Fusion()), ({"mode": "auto"}, Fusion()), ({"mode": "auto", "config": None}, Fusion()),
-                        ({"mode": "size", "config": 2}, Fusion(2 << 20)), (0.5, Fusion(1 << 19)),
-                        ({"mode": "index", "config": [2, 5]}, Fusion(ends=(2, 5))), ([3], Fusion(ends=(3,)))]:
+    for given, made in [
+        ("auto", Fusion()),
+        ({"mode": "auto"}, Fusion()),
+        ({"mode": "auto", "config": None}, Fusion()),
+        ({"mode": "size", "config": 2}, Fusion(2 << 20)),
+        (0.5, Fusion(1 << 19)),
+        ({"mode": "index", "config": [2, 5]}, Fusion(ends=(2, 5))),
+        ([3], Fusion(ends=(3,))),
+    ]:
         assert fusion_of(given) == made
         assert sw.AutoParallel(stack()).comm_fusion(allreduce=given)._fusion == made
         assert sw.AutoParallel(stack()).comm_fusion({"allreduce": given})._fusion == made
@@ -76,13 +90,31 @@ def test_comm_fusion_is_read() -> None:
     assert sw.AutoParallel(stack()).comm_fusion(openstate=False)._fusion.limit == 0
 
 
-@pytest.mark.parametrize("given", [
-    {"mode": "best"}, {"config": 3}, {"mode": "size"}, {"mode": "size", "config": 0}, {"mode": "size", "config": -1},
-    {"mode": "size", "config": "64"}, {"mode": "size", "config": True}, {"mode": "size", "config": float("inf")},
-    {"mode": "index"}, {"mode": "index", "config": []}, {"mode": "index", "config": [0, 2]},
-    {"mode": "index", "config": [4, 4]}, {"mode": "index", "config": [4, 2]}, {"mode": "index", "config": [1.5]},
-    {"mode": "index", "config": 3}, {"mode": "auto", "config": 3}, {"mode": "auto", "more": 1}, "best", -3,
-], ids=str)
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"mode": "best"},
+        {"config": 3},
+        {"mode": "size"},
+        {"mode": "size", "config": 0},
+        {"mode": "size", "config": -1},
+        {"mode": "size", "config": "64"},
+        {"mode": "size", "config": True},
+        {"mode": "size", "config": float("inf")},
+        {"mode": "index"},
+        {"mode": "index", "config": []},
+        {"mode": "index", "config": [0, 2]},
+        {"mode": "index", "config": [4, 4]},
+        {"mode": "index", "config": [4, 2]},
+        {"mode": "index", "config": [1.5]},
+        {"mode": "index", "config": 3},
+        {"mode": "auto", "config": 3},
+        {"mode": "auto", "more": 1},
+        "best",
+        -3,
+    ],
+    ids=str,
+)
 def test_comm_fusion_refuses(given: Any) -> None:
     with pytest.raises(sw.SettingError, match="comm_fusion") as caught:
         sw.AutoParallel(stack()).comm_fusion(allreduce=given)
@@ -106,6 +138,7 @@ def test_comm_fusion_refuses_what_is_no_setting() -> None:
 
 # -- in one process ----------------------------------------------------------------------------------------------------
 
+
 def test_no_sync_changes_nothing_in_one_process() -> None:
     net, one = stack(), stack()
     model = parallel(net, nn.MSELoss(), devices=4, mode="data_parallel")
@@ -121,7 +154,7 @@ def test_no_sync_changes_nothing_in_one_process() -> None:
 def test_gradients_that_are_not_a_number_are_passed_on(mode: str) -> None:
     net = stack()
     x = BATCHES[0][0].clone()
-    x[5] = float("nan")                        # on one rank of four
+    x[5] = float("nan")  # on one rank of four
     parallel(net, devices=4, mode=mode)(x).sum().backward()
     for parameter in net.parameters():
         assert parameter.grad.isnan().all()
@@ -142,7 +175,7 @@ def test_an_optimizer_of_a_copy_is_an_error() -> None:
             optimizer.step()
     torch.optim.SGD(net.parameters(), 0.1).step()
     other = nn.Linear(3, 3)
-    torch.optim.SGD(other.parameters(), 0.1).step()         # none of ours, nothing to do: as ever
+    torch.optim.SGD(other.parameters(), 0.1).step()  # none of ours, nothing to do: as ever
 
 
 def test_a_model_that_is_collected_in_the_midst_of_anothers_step_does_not_end_it() -> None:
@@ -150,7 +183,7 @@ def test_a_model_that_is_collected_in_the_midst_of_anothers_step_does_not_end_it
     gone, net = stack(), stack()
     parallel(gone, nn.MSELoss(), devices=2, mode="data_parallel")(*BATCHES[0]).backward()
     alive = weakref.ref(gone)
-    gone.itself = [gone]                                    # no one but the collector ends it
+    gone.itself = [gone]  # no one but the collector ends it
     tidied = register_optimizer_step_pre_hook(lambda *given: gc.collect() and None)
     try:
         model = parallel(net, nn.MSELoss(), devices=2, mode="data_parallel")
@@ -196,9 +229,10 @@ def refused(attempt: Callable[[], Any], text: str) -> None:
 
 
 def events(step: Callable[[], Any]) -> list[tuple[str, int]]:
-    """Of a model's first step: ("came", 1) for each gradient that is to be summed, ("start", n) for each sum of n gradients
-    that was started."""
+    """Of a model's first step: ("came", 1) for each gradient that is to be summed, ("start", n) for each sum of n
+    gradients that was started."""
     from shardwright.runtime.distributed import buckets
+
     out: list[tuple[str, int]] = []
     kept = buckets._Sum.__init__, buckets.GradientSums._came
 
@@ -209,6 +243,7 @@ def events(step: Callable[[], Any]) -> list[tuple[str, int]]:
     def came(self: Any, *args: Any) -> None:
         out.append(("came", 1))
         kept[1](self, *args)
+
     buckets._Sum.__init__, buckets.GradientSums._came = start, came
     try:
         step()
@@ -217,8 +252,12 @@ def events(step: Callable[[], Any]) -> list[tuple[str, int]]:
     return out
 
 
-FUSIONS = {"auto": ("auto", [8]), "size": (570 / (1 << 20), [2, 2, 2, 2]), "index": ([2, 6], [2, 4, 2]),
-           "none": (None, [1] * 8)}
+FUSIONS = {
+    "auto": ("auto", [8]),
+    "size": (570 / (1 << 20), [2, 2, 2, 2]),
+    "index": ([2, 6], [2, 4, 2]),
+    "none": (None, [1] * 8),
+}
 
 
 @scenario
@@ -234,11 +273,13 @@ def gradients_travel_together_and_early(rank: int, world: int) -> None:
 
             def step() -> None:
                 (model(*feed) if loss_fn is not None else F.mse_loss(model(feed[0]), feed[1])).backward()
+
             seen = events(step)
             assert [n for what, n in seen if what == "start"] == sizes, (name, seen)
             # Each starts as soon as its last gradient is there.
-            assert [i for i, (what, _) in enumerate(seen) if what == "start"] == \
-                [sum(sizes[:k + 1]) + k for k in range(len(sizes))], (name, seen)
+            assert [i for i, (what, _) in enumerate(seen) if what == "start"] == [
+                sum(sizes[: k + 1]) + k for k in range(len(sizes))
+            ], (name, seen)
             for ours, theirs in zip(gradients(net), plain(one)):
                 torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
             everyone: list[Any] = [None] * world
@@ -249,18 +290,21 @@ def gradients_travel_together_and_early(rank: int, world: int) -> None:
 @scenario
 def long_gradients_and_odd_ones(rank: int, world: int) -> None:
     from shardwright.runtime.distributed import collectives as transport
+
     shapes = [(), (1,), (3, 5), (7,), (300, 501), (2, 2)]
     for dtype in (torch.float32, torch.bfloat16, torch.complex64):
         net = nn.Module()
         net.ps = nn.ParameterList([nn.Parameter(torch.ones(s, dtype=dtype)) for s in shapes])
         net.forward = lambda x: sum(((p * (i + 1)).sum() * x).sum() for i, p in enumerate(net.ps))
-        x = torch.arange(1, 1 + world, dtype=torch.float32)[rank:rank + 1].to(dtype)
+        x = torch.arange(1, 1 + world, dtype=torch.float32)[rank : rank + 1].to(dtype)
         kept = transport.GATHERED_TERMS, transport.GATHERED_COPIES
         # Through memory; by Gloo; by Gloo as large ones go: a scatter, a sum, a gather.
         for share, limits in (("1", kept), ("0", kept), ("0", (1 << 10, 1 << 8))):
             os.environ["SHARDWRIGHT_SHARED_MEMORY"] = share
             transport.GATHERED_TERMS, transport.GATHERED_COPIES = limits
-            model = wrapped(net, on_missing_rule="replicate").dataset_strategy("data_parallel").enable_gradients_mean(False)
+            model = (
+                wrapped(net, on_missing_rule="replicate").dataset_strategy("data_parallel").enable_gradients_mean(False)
+            )
             out = model(x)
             (out.real if dtype.is_complex else out).backward()
             transport.GATHERED_TERMS, transport.GATHERED_COPIES = kept
@@ -287,7 +331,7 @@ def backwards_of_every_kind(rank: int, world: int) -> None:
         net, one = Branches(), Branches()
         model = wrapped(net).comm_fusion(allreduce=allreduce)
         x = BATCHES[0][0]
-        for used in ((0,), (1,), (0, 1)):                              # parameters without a gradient
+        for used in ((0,), (1,), (0, 1)):  # parameters without a gradient
             for n, call in ((net, model), (one, one)):
                 out = call(mine(x, rank, world) if call is model else x)
                 sum(out[i].square().mean() for i in used).backward()
@@ -295,7 +339,7 @@ def backwards_of_every_kind(rank: int, world: int) -> None:
             close([g for g in gradients(net) if g is not None], [g for g in plain(one) if g is not None])
             if used == (0,):
                 net.zero_grad(), one.zero_grad()
-        ours, theirs = model(mine(x, rank, world)), one(x)              # twice the same graph, then its two ends
+        ours, theirs = model(mine(x, rank, world)), one(x)  # twice the same graph, then its two ends
         for a in (ours, theirs):
             a[0].square().mean().backward(retain_graph=True)
             (a[0].square().mean() + a[1].mean()).backward(retain_graph=True)
@@ -312,6 +356,7 @@ def backwards_of_every_kind(rank: int, world: int) -> None:
 
         def fail(_: Tensor) -> None:
             raise RuntimeError("on purpose")
+
         broken = model(fed)
         fed.register_hook(fail)
         with pytest.raises(RuntimeError, match="on purpose"):
@@ -328,7 +373,7 @@ def accumulation_without_sums(rank: int, world: int) -> None:
     one = stack()
     F.mse_loss(one(torch.cat([x for x, _ in BATCHES])), torch.cat([y for _, y in BATCHES])).backward()
     for mode in ("data_parallel", "semi_auto"):
-        for first in (False, True):                                    # with something summed before
+        for first in (False, True):  # with something summed before
             net = stack()
             model = wrapped(net, nn.MSELoss(), mode).comm_fusion(allreduce=400 / (1 << 20))
             feed = [tuple(mine(t, rank, world) for t in batch) for batch in BATCHES]
@@ -339,6 +384,7 @@ def accumulation_without_sums(rank: int, world: int) -> None:
                 with model.no_sync():
                     for x, y in feed[first:2]:
                         (model(x, y) / 3).backward()
+
             if mode == "data_parallel":
                 assert not [n for what, n in events(unsynced) if what == "start"]
                 refused(lambda: nn.utils.clip_grad_norm_(net.parameters(), 1.0), "no_sync")
@@ -359,9 +405,12 @@ def accumulation_is_dropped_and_crosses_programs(rank: int, world: int) -> None:
     x, y = BATCHES[0]
     F.mse_loss(one(x), y).backward()
     expected = plain(one)
-    for drop in (net.zero_grad, lambda: net.zero_grad(set_to_none=False),
-                 lambda: torch.optim.SGD(net.parameters(), 0.1).zero_grad(),
-                 lambda: torch.optim.SGD(net.parameters(), 0.1).zero_grad(set_to_none=False)):
+    for drop in (
+        net.zero_grad,
+        lambda: net.zero_grad(set_to_none=False),
+        lambda: torch.optim.SGD(net.parameters(), 0.1).zero_grad(),
+        lambda: torch.optim.SGD(net.parameters(), 0.1).zero_grad(set_to_none=False),
+    ):
         for summed in (False, True):
             if summed:
                 model(mine(x, rank, world), mine(y, rank, world)).backward()
@@ -414,6 +463,7 @@ def parameters_begin_with_those_of_rank_0(rank: int, world: int) -> None:
         net = nn.Sequential(sw.shard(nn.Linear(8, 8, dtype=D), ((1, 1), (2, 1), (2,))), nn.BatchNorm1d(8, dtype=D))
         nn.init.normal_(net[1].running_mean)
         return net
+
     x = BATCHES[0][0]
     for mode in ("data_parallel", "semi_auto"):
         for deferred in (False, True):
@@ -430,7 +480,10 @@ def parameters_begin_with_those_of_rank_0(rank: int, world: int) -> None:
             close(model(mine(x, rank, world)), mine(one(x), rank, world), f"{mode} {deferred}")
             for name, value in one.state_dict().items():
                 held = net.state_dict()[name]
-                close(held.full_tensor() if isinstance(held, nn.Parameter) or hasattr(held, "full_tensor") else held, value)
+                close(
+                    held.full_tensor() if isinstance(held, nn.Parameter) or hasattr(held, "full_tensor") else held,
+                    value,
+                )
     with pytest.raises(sw.RuntimeMismatchError, match="other values"):
         wrapped(make(rank)).parameter_broadcast(False)(mine(x, rank, world))
     with pytest.raises(sw.RuntimeMismatchError, match="other settings"):
@@ -475,7 +528,7 @@ def optimizers_of_what_is_no_longer_there(rank: int, world: int) -> None:
 def results() -> dict[int, list[dict[str, str | None]]]:
     net = stack()
     sw.init(devices=2)
-    sw.AutoParallel(net, nn.MSELoss())(*BATCHES[0]).backward()      # what a first capture loads, before the fork
+    sw.AutoParallel(net, nn.MSELoss())(*BATCHES[0]).backward()  # what a first capture loads, before the fork
     return {world: run_ranks(run_scenarios, world, SCENARIOS) for world in (2, 4)}
 
 

@@ -55,7 +55,9 @@ def step(model: Callable, net: nn.Module, loss: Callable, rate: float = 0.1) -> 
     return value.detach()
 
 
-def train_both(net: nn.Module, one: nn.Module, model: sw.AutoParallel, changes: dict[int, Callable[[nn.Module], Any]]) -> None:
+def train_both(
+    net: nn.Module, one: nn.Module, model: sw.AutoParallel, changes: dict[int, Callable[[nn.Module], Any]]
+) -> None:
     """Five steps of a model with a loss inside and of one device, with changes of both before some of them."""
     for i in range(5):
         for each in (net, one):
@@ -69,7 +71,14 @@ def train_both(net: nn.Module, one: nn.Module, model: sw.AutoParallel, changes: 
 
 # -- modes -------------------------------------------------------------------------------------------------------------
 
-MODES = ("stand_alone", "data_parallel", "semi_auto", "sharding_propagation", "recursive_programming", "dynamic_programming")
+MODES = (
+    "stand_alone",
+    "data_parallel",
+    "semi_auto",
+    "sharding_propagation",
+    "recursive_programming",
+    "dynamic_programming",
+)
 
 
 @pytest.mark.filterwarnings("ignore::shardwright.RecaptureWarning")
@@ -86,6 +95,7 @@ def test_every_mode(mode: str) -> None:
 
 
 # -- pipelines ---------------------------------------------------------------------------------------------------------
+
 
 class Remembering(Chain):
     """A chain with an assigned buffer in its second stage, and a counter."""
@@ -123,12 +133,14 @@ def test_side_effects_that_depend_on_the_size_of_micro_batches() -> None:
         def forward(self, x: Tensor) -> Tensor:
             self.rows = x.shape[0]
             return super().forward(x)
-    (x, t), = batches(1)
+
+    ((x, t),) = batches(1)
     with pytest.raises(sw.CaptureError, match="depends on the size of the batch: .*net.rows"):
         parallel(Sized(), nn.MSELoss(), devices=4).pipeline(**TWO)(x, t)
 
 
 # -- what a check looks at ---------------------------------------------------------------------------------------------
+
 
 def test_a_check_compares_objects_alone() -> None:
     """Nothing of the slow way runs while nothing has changed."""
@@ -146,7 +158,9 @@ def test_every_guard_can_fail() -> None:
     """Each attribute that the forward reads, each part and each hook, one by one."""
     net = Net()
     net.table, net.names, net.limits = torch.ones(8, dtype=D), {"a": [1.0]}, (1, [2])
-    net.forward = lambda x: net.second(torch.tanh(net.first(x)) * net.beta * net.table * net.names["a"][0] * net.limits[1][0])
+    net.forward = lambda x: net.second(
+        torch.tanh(net.first(x)) * net.beta * net.table * net.names["a"][0] * net.limits[1][0]
+    )
     model = parallel(net, devices=2)
     model(X)
     guards: Guards = next(iter(model._programs.values())).guards
@@ -173,8 +187,12 @@ def test_every_guard_can_fail() -> None:
         trips(lambda: table.update(further=None), lambda: table.pop("further"))
     trips(lambda: net.first.eval(), lambda: net.first.train())
     trips(lambda: net.first.weight.requires_grad_(False), lambda: net.first.weight.requires_grad_(True))
-    for hooked in (net.first.register_forward_hook, net.first.register_forward_pre_hook, net.first.register_full_backward_hook,
-                   nn.modules.module.register_module_forward_hook):
+    for hooked in (
+        net.first.register_forward_hook,
+        net.first.register_forward_pre_hook,
+        net.first.register_full_backward_hook,
+        nn.modules.module.register_module_forward_hook,
+    ):
         handles: list[Any] = []
         trips(lambda: handles.append(hooked(lambda *a: None)), lambda: handles[0].remove())
 

@@ -23,6 +23,7 @@ SCALE = 2.0
 
 # -- done as on one device ---------------------------------------------------------------------------------------------
 
+
 def buffer_of_a_submodule(m, x):
     h = m.inner(x)
     m.inner.e = 0.9 * m.inner.e + 0.1 * h.mean().detach()
@@ -170,11 +171,33 @@ def printed(m, x):
     return m.out(m.inner(x))
 
 
-QUIET = [buffer_of_a_submodule, buffer_of_the_root, buffer_by_setattr, buffer_in_the_table, buffer_without_gradients,
-         buffers_that_change_places, buffers_swapped, buffer_assigned_twice, buffer_of_the_input,
-         buffer_that_carries_gradients_nowhere, buffer_that_is_a_queue, buffer_that_is_not_saved, buffer_in_place, counter,
-         counter_of_a_submodule_twice, counter_of_seconds, counter_in_a_dict, counter_in_an_object, counter_of_the_program,
-         counters_by_the_batch, first_call, shape_noted, longest_noted, passed_by_an_attribute, printed]
+QUIET = [
+    buffer_of_a_submodule,
+    buffer_of_the_root,
+    buffer_by_setattr,
+    buffer_in_the_table,
+    buffer_without_gradients,
+    buffers_that_change_places,
+    buffers_swapped,
+    buffer_assigned_twice,
+    buffer_of_the_input,
+    buffer_that_carries_gradients_nowhere,
+    buffer_that_is_a_queue,
+    buffer_that_is_not_saved,
+    buffer_in_place,
+    counter,
+    counter_of_a_submodule_twice,
+    counter_of_seconds,
+    counter_in_a_dict,
+    counter_in_an_object,
+    counter_of_the_program,
+    counters_by_the_batch,
+    first_call,
+    shape_noted,
+    longest_noted,
+    passed_by_an_attribute,
+    printed,
+]
 
 
 @pytest.mark.parametrize("devices", [1, 4])
@@ -187,6 +210,7 @@ def test_as_on_one_device(f: Callable, devices: int) -> None:
 
 
 # -- changed between calls ---------------------------------------------------------------------------------------------
+
 
 def reads(m, x):
     h = m.inner(x) * m.beta * m.config.beta * m.space.beta * m.scales[0] * m.beta_of_class * SCALE * m.table
@@ -262,8 +286,23 @@ def add_a_hook(net, step):
         net.hook.remove()
 
 
-CHANGES = {set_beta: 2, set_config: 2, set_namespace: 2, set_entry: 2, set_class: 2, set_global: 2, set_dropout: 2, set_tensor: 2,
-           change_tensor: 1, set_buffer: 2, set_method: 2, set_forward: 2, freeze: 2, switch: 2, add_a_hook: 2}
+CHANGES = {
+    set_beta: 2,
+    set_config: 2,
+    set_namespace: 2,
+    set_entry: 2,
+    set_class: 2,
+    set_global: 2,
+    set_dropout: 2,
+    set_tensor: 2,
+    change_tensor: 1,
+    set_buffer: 2,
+    set_method: 2,
+    set_forward: 2,
+    freeze: 2,
+    switch: 2,
+    add_a_hook: 2,
+}
 
 
 @pytest.mark.parametrize("devices", [1, 4])
@@ -279,6 +318,7 @@ def test_changed_between_calls(change: Callable, devices: int) -> None:
 def weighted(weight: list[float], tensor: Tensor, beta: float):
     def loss(out: Tensor, target: Tensor) -> Tensor:
         return weight[0] * beta * F.mse_loss(out * tensor, target) * SCALE
+
     def change(net: Habit, step: int) -> None:
         nonlocal beta, tensor
         if step == 2:
@@ -287,6 +327,7 @@ def weighted(weight: list[float], tensor: Tensor, beta: float):
             weight[0] = 4.0
         if step == 4:
             tensor = torch.full((4,), 2.0, dtype=D)
+
     loss.change = change
     return loss
 
@@ -299,6 +340,7 @@ def test_what_a_loss_closes_over(devices: int) -> None:
     def change(net: Habit, step: int) -> None:
         at.append(step)
         both[0 if len(at) <= STEPS else 1].change(net, step)
+
     model = run_both(lambda m, x: m.out(m.inner(x)), devices, change, loss=lambda: next(made))
     assert len(model._programs) == 4
 
@@ -306,6 +348,7 @@ def test_what_a_loss_closes_over(devices: int) -> None:
 @pytest.mark.parametrize("devices", [1, 4])
 def test_a_submodule_is_replaced(devices: int) -> None:
     """A head of another width, as for another task, and back; an adapter around a layer."""
+
     class Adapter(nn.Module):
         def __init__(self, base: nn.Module) -> None:
             super().__init__()
@@ -329,17 +372,24 @@ def test_a_submodule_is_replaced(devices: int) -> None:
             expected = net(x)
             expected.square().mean().backward()
             close((out, mine), (expected, {n: p.grad for n, p in net.named_parameters()}))
-    assert [str(w.message).split(":")[0] for w in caught] == ["net.head is another one"] * 2 and len(model._programs) == 3
+    assert [str(w.message).split(":")[0] for w in caught] == ["net.head is another one"] * 2 and len(
+        model._programs
+    ) == 3
 
 
 def test_one_line_says_what_has_changed() -> None:
     model = parallel(Habit(reads), devices=4)
     x = batches()[0]
     model(x)
-    said = {set_beta: "net.beta was 2.0 and is 5.0", set_config: "net.config.beta was 2.0 and is 5.0",
-            set_entry: "net.scales holds something else", set_tensor: "net.table is another object: a tensor of shape [8]",
-            set_buffer: "net.mean is another one", set_dropout: "net.drop.p was 0.0 and is 1.0",
-            set_method: "net.scale was missing and is set_method.<locals>.<lambda>"}
+    said = {
+        set_beta: "net.beta was 2.0 and is 5.0",
+        set_config: "net.config.beta was 2.0 and is 5.0",
+        set_entry: "net.scales holds something else",
+        set_tensor: "net.table is another object: a tensor of shape [8]",
+        set_buffer: "net.mean is another one",
+        set_dropout: "net.drop.p was 0.0 and is 1.0",
+        set_method: "net.scale was missing and is set_method.<locals>.<lambda>",
+    }
     for change, text in said.items():
         for step in range(4):
             change(model.net, step) if not (change is set_beta and step == 3) else None
@@ -373,10 +423,12 @@ def test_what_is_not_read_may_change() -> None:
 
 # -- text and hooks ----------------------------------------------------------------------------------------------------
 
+
 def test_logged_at_each_call(caplog) -> None:
     def f(m, x):
         log.warning("rows: %d", x.shape[0])
         return m.out(m.inner(x))
+
     caplog.set_level(logging.WARNING, "habits")
     model = parallel(Habit(f), devices=4)
     for _ in range(3):
@@ -390,6 +442,7 @@ def test_printed_into_a_file_at_each_call() -> None:
     def f(m, x):
         print("rows", x.shape[0], file=file)
         return m.out(m.inner(x))
+
     model = parallel(Habit(f), devices=4)
     for _ in range(3):
         model(batches()[0])
@@ -400,6 +453,7 @@ def test_printed_into_a_file_at_each_call() -> None:
 @pytest.mark.parametrize("inside", [False, True], ids=["loss outside", "loss inside"])
 def test_hooks_at_the_borders(devices: int, inside: bool) -> None:
     """The model's own hooks see real tensors at each call, and may change them."""
+
     def prepare(net: Habit) -> None:
         net.register_forward_pre_hook(lambda module, args: NAMES.append(float(args[0].sum())))
         net.register_forward_pre_hook(lambda module, args, kwargs: ((args[0] * 2,), kwargs), with_kwargs=True)
@@ -408,7 +462,10 @@ def test_hooks_at_the_borders(devices: int, inside: bool) -> None:
         else:
             net.register_forward_hook(lambda module, args, out: NAMES.append(round(float(out.detach().sum()), 6)))
             net.register_forward_hook(lambda module, args, out: out + args[0].mean())
-    model = run_both(lambda m, x: m.out(m.inner(x)), devices, prepare=prepare, loss=(lambda: F.mse_loss) if inside else None)
+
+    model = run_both(
+        lambda m, x: m.out(m.inner(x)), devices, prepare=prepare, loss=(lambda: F.mse_loss) if inside else None
+    )
     assert len(model._programs) == 1
 
 
@@ -424,10 +481,15 @@ def test_hooks_inside_and_of_all_modules(inside: bool) -> None:
     def prepare(net: Habit) -> None:
         net.inner.register_forward_hook(lambda module, args, out: out * 3)
         net.head.register_forward_pre_hook(lambda module, args: (args[0] - 1,))
-    everyones = [nn.modules.module.register_module_forward_hook(lambda module, args, out: out * 1.5),
-                 nn.modules.module.register_module_forward_pre_hook(lambda module, args: (args[0] + 0.1, *args[1:]))]
+
+    everyones = [
+        nn.modules.module.register_module_forward_hook(lambda module, args, out: out * 1.5),
+        nn.modules.module.register_module_forward_pre_hook(lambda module, args: (args[0] + 0.1, *args[1:])),
+    ]
     try:
-        model = run_both(lambda m, x: m.out(m.inner(x)), 4, prepare=prepare, loss=nn.MSELoss if inside else None, marked=False)
+        model = run_both(
+            lambda m, x: m.out(m.inner(x)), 4, prepare=prepare, loss=nn.MSELoss if inside else None, marked=False
+        )
     finally:
         for hook in everyones:
             hook.remove()

@@ -1,4 +1,5 @@
-"""Habits of users' models that are refused, with the line; functions that keep what they made; what a capture leaves as it was."""
+"""Habits of users' models that are refused, with the line; functions that keep what they made; what a capture leaves as
+it was."""
 
 from __future__ import annotations
 
@@ -27,159 +28,174 @@ log = logging.getLogger("habits")
 
 # -- refused -----------------------------------------------------------------------------------------------------------
 
+
 def tensor_in_an_attribute(m, x):
     h = m.inner(x)
-    m.last = h                                              # here
+    m.last = h  # here
     return m.out(h)
 
 
 def tensor_in_a_list(m, x):
     h = m.inner(x)
-    m.saved.append(h)                                       # here
+    m.saved.append(h)  # here
     return m.out(h)
 
 
 def tensor_in_a_dict(m, x):
     h = m.inner(x)
-    m.cache["h"] = h                                        # here
+    m.cache["h"] = h  # here
     return m.out(h)
 
 
 def list_that_grows(m, x):
-    NAMES.append("call")                                    # here
+    NAMES.append("call")  # here
     return m.out(m.inner(x))
 
 
 def draws_of_python(m, x):
     h = m.inner(x)
-    if random.random() < 0.5:                               # here
+    if random.random() < 0.5:  # here
         h = h * 2
     return m.out(h)
 
 
 def draws_of_numpy(m, x):
-    scale = float(numpy.random.rand())                      # here
+    scale = float(numpy.random.rand())  # here
     return m.out(m.inner(x) * scale)
 
 
 def draws_of_its_own(m, x):
-    return m.out(m.inner(x) * m.random.uniform(0, 1))       # here
+    return m.out(m.inner(x) * m.random.uniform(0, 1))  # here
 
 
 def draws_of_its_own_numpy(m, x):
-    return m.out(m.inner(x) * float(m.numpy.normal()))      # here
+    return m.out(m.inner(x) * float(m.numpy.normal()))  # here
 
 
 def prints_a_tensor(m, x):
     h = m.inner(x)
-    print(f"mean {h.mean()}")                               # here
+    print(f"mean {h.mean()}")  # here
     return m.out(h)
 
 
 def logs_a_tensor(m, x):
     h = m.inner(x)
-    log.error("mean %s", h.mean())                          # here
+    log.error("mean %s", h.mean())  # here
     return m.out(h)
 
 
 def prints_a_counter(m, x):
-    m.calls += 1                                            # here
+    m.calls += 1  # here
     print(f"call {m.calls}")
     return m.out(m.inner(x))
 
 
 def hook_on_a_tensor(m, x):
     h = m.inner(x)
-    h.register_hook(lambda gradient: gradient * 2)          # here
+    h.register_hook(lambda gradient: gradient * 2)  # here
     return m.out(h)
 
 
 def gradient_retained(m, x):
     h = m.inner(x)
-    h.retain_grad()                                         # here
+    h.retain_grad()  # here
     return m.out(h)
 
 
 def counter_that_decides(m, x):
-    m.calls += 1                                            # here
+    m.calls += 1  # here
     h = m.inner(x)
     return m.out(h * 2 if m.calls % 2 else h)
 
 
 def counter_that_multiplies(m, x):
-    m.calls += 1                                            # here
+    m.calls += 1  # here
     return m.out(m.inner(x) * m.calls)
 
 
 def number_that_decays(m, x):
-    m.beta *= 0.9                                           # here
+    m.beta *= 0.9  # here
     return m.out(m.inner(x) * m.beta)
 
 
 def number_that_cycles(m, x):
-    m.calls = (m.calls + 1) % 3                             # here
+    m.calls = (m.calls + 1) % 3  # here
     return m.out(m.inner(x))
 
 
 def counter_copied(m, x):
     m.calls += 1
-    m.shape = m.calls                                       # here
+    m.shape = m.calls  # here
     return m.out(m.inner(x))
 
 
 def buffer_of_another_shape(m, x):
     h = m.inner(x)
-    m.mean = h.detach()                                     # here
+    m.mean = h.detach()  # here
     return m.out(h)
 
 
 def buffer_of_another_dtype(m, x):
     h = m.inner(x)
-    m.mean = h.detach().mean(0).float()                     # here
+    m.mean = h.detach().mean(0).float()  # here
     return m.out(h)
 
 
 def buffer_that_carries_gradients(m, x):
     h = m.inner(x)
     old = m.mean
-    m.mean = 0.9 * old + 0.1 * h.mean(0)                    # here
+    m.mean = 0.9 * old + 0.1 * h.mean(0)  # here
     return m.out(h + old)
 
 
 def buffer_made_in_the_forward(m, x):
     h = m.inner(x)
-    m.register_buffer("new", h.detach().mean(0))            # here
+    m.register_buffer("new", h.detach().mean(0))  # here
     return m.out(h)
 
 
 def parameter_replaced(m, x):
-    m.head.weight = nn.Parameter(m.head.weight * 2)         # here
+    m.head.weight = nn.Parameter(m.head.weight * 2)  # here
     return m.out(m.inner(x))
 
 
 def attribute_deleted(m, x):
-    del m.shape                                             # here
+    del m.shape  # here
     return m.out(m.inner(x))
 
 
 def object_assigned(m, x):
-    m.config = Config(3.0)                                  # here
+    m.config = Config(3.0)  # here
     return m.out(m.inner(x) * m.config.beta)
 
 
-REFUSED = {tensor_in_an_attribute: "assigns a tensor to net.last", tensor_in_a_list: "changes net.saved, a list",
-           tensor_in_a_dict: r"assigns a tensor to net.cache\['h'\]", list_that_grows: "changes test_habits_refused.NAMES",
-           draws_of_python: "draws a number from random", draws_of_numpy: "draws a number from numpy.random",
-           draws_of_its_own: "draws a number from net.random", draws_of_its_own_numpy: "draws a number from net.numpy",
-           prints_a_tensor: "prints the values of tensors", logs_a_tensor: "logs the values of tensors",
-           prints_a_counter: "net.calls changes at each call", hook_on_a_tensor: "register_hook",
-           gradient_retained: "retain_grad",
-           counter_that_decides: "net.calls changes at each call", counter_that_multiplies: "net.calls changes at each call",
-           number_that_decays: "net.beta changes at each call", number_that_cycles: "net.calls changes at each call",
-           counter_copied: "net.calls changes at each call", buffer_of_another_shape: "another shape or dtype",
-           buffer_of_another_dtype: "another shape or dtype", buffer_that_carries_gradients: "carries gradients",
-           buffer_made_in_the_forward: "a buffer that it did not have: net.new", parameter_replaced: "net.head.weight",
-           attribute_deleted: "deletes net.shape", object_assigned: "assigns a Config to net.config"}
+REFUSED = {
+    tensor_in_an_attribute: "assigns a tensor to net.last",
+    tensor_in_a_list: "changes net.saved, a list",
+    tensor_in_a_dict: r"assigns a tensor to net.cache\['h'\]",
+    list_that_grows: "changes test_habits_refused.NAMES",
+    draws_of_python: "draws a number from random",
+    draws_of_numpy: "draws a number from numpy.random",
+    draws_of_its_own: "draws a number from net.random",
+    draws_of_its_own_numpy: "draws a number from net.numpy",
+    prints_a_tensor: "prints the values of tensors",
+    logs_a_tensor: "logs the values of tensors",
+    prints_a_counter: "net.calls changes at each call",
+    hook_on_a_tensor: "register_hook",
+    gradient_retained: "retain_grad",
+    counter_that_decides: "net.calls changes at each call",
+    counter_that_multiplies: "net.calls changes at each call",
+    number_that_decays: "net.beta changes at each call",
+    number_that_cycles: "net.calls changes at each call",
+    counter_copied: "net.calls changes at each call",
+    buffer_of_another_shape: "another shape or dtype",
+    buffer_of_another_dtype: "another shape or dtype",
+    buffer_that_carries_gradients: "carries gradients",
+    buffer_made_in_the_forward: "a buffer that it did not have: net.new",
+    parameter_replaced: "net.head.weight",
+    attribute_deleted: "deletes net.shape",
+    object_assigned: "assigns a Config to net.config",
+}
 
 
 @pytest.mark.parametrize("devices", [1, 4])
@@ -199,7 +215,7 @@ def test_refused_with_the_line(f: Callable, devices: int) -> None:
 
 
 def hook_that_keeps(module, args, out):
-    NAMES.append(out)                                       # here
+    NAMES.append(out)  # here
 
 
 def test_hooks_with_side_effects() -> None:
@@ -226,7 +242,8 @@ def test_a_trained_tensor_of_nobody() -> None:
     weight = torch.ones(8, dtype=D, requires_grad=True)
 
     def f(m, x):
-        return m.out(m.inner(x) * weight)                   # here
+        return m.out(m.inner(x) * weight)  # here
+
     with pytest.raises(sw.CaptureError, match="no parameter of the model") as raised:
         parallel(Habit(f), devices=4)(batches()[0])
     assert raised.value.source == line_of(f, "# here")
@@ -251,13 +268,30 @@ def counts_in_an_object(m, x):
 
 def test_nothing_of_torch_or_python_stays_changed() -> None:
     import builtins
-    kept = (builtins.print, logging.Logger.handle, torch.Tensor.register_hook, sys.stdout, sys.stderr, sys.gettrace(),
-            nn.Module.__setattr__, Config.__setattr__)
+
+    kept = (
+        builtins.print,
+        logging.Logger.handle,
+        torch.Tensor.register_hook,
+        sys.stdout,
+        sys.stderr,
+        sys.gettrace(),
+        nn.Module.__setattr__,
+        Config.__setattr__,
+    )
     for f in (plain, draws_of_python, counts_in_an_object):
         with contextlib.suppress(sw.CaptureError):
             parallel(Habit(f), devices=4)(batches()[0])
-    assert kept == (builtins.print, logging.Logger.handle, torch.Tensor.register_hook, sys.stdout, sys.stderr, sys.gettrace(),
-                    nn.Module.__setattr__, Config.__setattr__)
+    assert kept == (
+        builtins.print,
+        logging.Logger.handle,
+        torch.Tensor.register_hook,
+        sys.stdout,
+        sys.stderr,
+        sys.gettrace(),
+        nn.Module.__setattr__,
+        Config.__setattr__,
+    )
     assert "__getattribute__" not in vars(nn.Module) and not {"__getattribute__", "__setattr__"} & set(vars(Config))
 
 
@@ -286,7 +320,7 @@ class Tables:
     @classmethod
     def kept(cls, size: int) -> Tensor:
         if size not in cls.made:
-            cls.made[size] = torch.arange(size, dtype=D)        # here
+            cls.made[size] = torch.arange(size, dtype=D)  # here
         return cls.made[size]
 
     @staticmethod
@@ -312,19 +346,19 @@ def by_a_method(m, x):
 
 def kept_in_an_attribute(m, x):
     if m.last is None or m.last.shape[0] != x.shape[0]:
-        m.last = torch.ones(x.shape[0], 8, dtype=D).tril()      # here
+        m.last = torch.ones(x.shape[0], 8, dtype=D).tril()  # here
     return m.out(m.inner(x) * m.last)
 
 
 def kept_in_a_dict_of_the_model(m, x):
     if 8 not in m.cache:
-        m.cache[8] = torch.arange(8, dtype=D)                   # here
+        m.cache[8] = torch.arange(8, dtype=D)  # here
     return m.out(m.inner(x) + m.cache[8])
 
 
 def kept_in_a_dict_of_the_file(m, x):
     if 8 not in TABLES:
-        TABLES[8] = torch.arange(8, dtype=D)                    # here
+        TABLES[8] = torch.arange(8, dtype=D)  # here
     return m.out(m.inner(x) + TABLES[8])
 
 
@@ -334,7 +368,7 @@ def kept_in_a_class(m, x):
 
 def by_default(size: int, made: dict = {}) -> Tensor:
     if size not in made:
-        made[size] = torch.arange(size, dtype=D)                # here
+        made[size] = torch.arange(size, dtype=D)  # here
     return made[size]
 
 
@@ -344,7 +378,7 @@ def kept_in_a_default(m, x):
 
 def by_function(size: int) -> Tensor:
     if not hasattr(by_function, "made"):
-        by_function.made = torch.arange(size, dtype=D)          # here
+        by_function.made = torch.arange(size, dtype=D)  # here
     return by_function.made
 
 
@@ -371,8 +405,10 @@ def test_functions_that_keep_their_results(f: Callable, devices: int) -> None:
     out = model.net(batches()[0])
     assert type(out) is Tensor
     close(model(batches()[0]), out)
-    assert all(type(function.cache_info()).__name__ == "CacheInfo" and type(function) is type(functools.lru_cache(len))
-               for function in (table, drawn, vars(Tables)["of"], Tables.static))
+    assert all(
+        type(function.cache_info()).__name__ == "CacheInfo" and type(function) is type(functools.lru_cache(len))
+        for function in (table, drawn, vars(Tables)["of"], Tables.static)
+    )
 
 
 def test_a_function_in_a_closure_keeps_its_results() -> None:
@@ -385,15 +421,21 @@ def test_a_function_in_a_closure_keeps_its_results() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             return self.fc(x) + inner(8)
+
     net = Net()
     out = parallel(net, devices=4)(batches()[0])
     assert inner.cache_info().currsize == 1 and type(inner(8)) is Tensor
     close(out, net(batches()[0]))
 
 
-KEPT = {kept_in_an_attribute: (None, "net.last"), kept_in_a_dict_of_the_model: (None, r"net.cache\[8\]"),
-        kept_in_a_dict_of_the_file: (None, r"test_habits_refused.TABLES\[8\]"), kept_in_a_class: (Tables.kept, r"Tables.made\[8\]"),
-        kept_in_a_default: (by_default, r"a default of by_default\[8\]"), kept_on_a_function: (by_function, "by_function.made")}
+KEPT = {
+    kept_in_an_attribute: (None, "net.last"),
+    kept_in_a_dict_of_the_model: (None, r"net.cache\[8\]"),
+    kept_in_a_dict_of_the_file: (None, r"test_habits_refused.TABLES\[8\]"),
+    kept_in_a_class: (Tables.kept, r"Tables.made\[8\]"),
+    kept_in_a_default: (by_default, r"a default of by_default\[8\]"),
+    kept_on_a_function: (by_function, "by_function.made"),
+}
 
 
 @pytest.mark.parametrize("f", KEPT, ids=lambda f: f.__name__)
@@ -404,7 +446,10 @@ def test_tables_that_a_forward_keeps(f: Callable) -> None:
     net = Habit(f)
     with pytest.raises(sw.CaptureError, match=f"assigns a tensor to {path}") as raised:
         parallel(net, devices=4)(batches()[0])
-    assert raised.value.source == line_of(where or f, "# here") and "a call of the plain model before" in raised.value.legal
+    assert (
+        raised.value.source == line_of(where or f, "# here")
+        and "a call of the plain model before" in raised.value.legal
+    )
     expected = net(batches()[0])
     assert type(expected) is Tensor
     close(parallel(net, devices=4)(batches()[0]), expected)
@@ -418,7 +463,8 @@ def of_a_weight(weight: Tensor) -> Tensor:
 
 def test_a_result_kept_of_a_tensor() -> None:
     def f(m, x):
-        return m.out(m.inner(x) + of_a_weight(m.inner.fc.weight))   # here
+        return m.out(m.inner(x) + of_a_weight(m.inner.fc.weight))  # here
+
     with pytest.raises(sw.CaptureError, match="of_a_weight, which keeps its results, is given a tensor") as raised:
         parallel(Habit(f), devices=4)(batches()[0])
     assert raised.value.source == line_of(f, "# here") and of_a_weight.cache_info().currsize == 0
@@ -434,12 +480,14 @@ class WithTable(nn.Module):
         return self.fc.weight.detach().sum(0)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc(x) + self.sums()                             # here
+        return self.fc(x) + self.sums()  # here
 
 
 def test_a_result_kept_of_the_models_own() -> None:
     net = WithTable()
-    with pytest.raises(sw.CaptureError, match="WithTable.sums, which keeps its results, keeps a tensor that it makes of") as raised:
+    with pytest.raises(
+        sw.CaptureError, match="WithTable.sums, which keeps its results, keeps a tensor that it makes of"
+    ) as raised:
         parallel(net, devices=4)(batches()[0])
     assert raised.value.source == line_of(WithTable.forward, "# here") and WithTable.sums.cache_info().currsize == 0
     assert type(net(batches()[0])) is Tensor

@@ -40,9 +40,15 @@ class Host:
 
     def start(self, folder: Path, *arguments: object) -> Launcher:
         folder.mkdir(exist_ok=True)
-        process = subprocess.Popen(self.command(sys.executable, "-m", "shardwright", "run", *arguments), cwd=folder,
-                                   env={n: v for n, v in os.environ.items() if not n.startswith("GLOO_")}, text=True,
-                                   stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            self.command(sys.executable, "-m", "shardwright", "run", *arguments),
+            cwd=folder,
+            env={n: v for n, v in os.environ.items() if not n.startswith("GLOO_")},
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
         return Launcher(process, folder)
 
 
@@ -59,11 +65,20 @@ def hosts() -> Iterator[tuple[Host, Host]]:
         pytest.skip("only root can make network namespaces")
     pair = tuple(Host(f"shardwright-{os.getpid()}-{n}", f"10.83.0.{n}") for n in (1, 2))
     one, two = (host.name for host in pair)
-    cable = (("netns", "add", one), ("netns", "add", two),
-             ("link", "add", "cable1", "netns", one, "type", "veth", "peer", "name", "cable2", "netns", two),
-             *((("-n", host.name, *rest)) for n, host in enumerate(pair, 1) for rest in
-               (("address", "add", f"{host.address}/24", "dev", f"cable{n}"), ("link", "set", f"cable{n}", "up"),
-                ("link", "set", "lo", "up"))))
+    cable = (
+        ("netns", "add", one),
+        ("netns", "add", two),
+        ("link", "add", "cable1", "netns", one, "type", "veth", "peer", "name", "cable2", "netns", two),
+        *(
+            (("-n", host.name, *rest))
+            for n, host in enumerate(pair, 1)
+            for rest in (
+                ("address", "add", f"{host.address}/24", "dev", f"cable{n}"),
+                ("link", "set", f"cable{n}", "up"),
+                ("link", "set", "lo", "up"),
+            )
+        ),
+    )
     try:
         for step in cable:
             done = ip(*step)
@@ -80,13 +95,23 @@ def test_two_hosts_train_as_one_device_and_a_death_on_one_ends_both(hosts, tmp_p
     one, two = hosts
     facts = tmp_path / "facts"
     facts.mkdir()
-    common = ["--worker_num=4", "--local_worker_num=2", f"--master_addr={one.address}", f"--master_port={PORT}",
-              "--cluster_time_out=300"]
-    launchers = [host.start(tmp_path / f"host{n}", *common, f"--node_rank={n}", SCRIPTS / "train.py", facts, "forever")
-                 for n, host in enumerate(hosts)]
+    common = [
+        "--worker_num=4",
+        "--local_worker_num=2",
+        f"--master_addr={one.address}",
+        f"--master_port={PORT}",
+        "--cluster_time_out=300",
+    ]
+    launchers = [
+        host.start(tmp_path / f"host{n}", *common, f"--node_rank={n}", SCRIPTS / "train.py", facts, "forever")
+        for n, host in enumerate(hosts)
+    ]
     try:
-        wait_until(lambda: len(list(facts.glob("*.json"))) == 4 or any(l.process.poll() for l in launchers),
-                   "three steps of four ranks", patience=300)  # six processes that import torch
+        wait_until(
+            lambda: len(list(facts.glob("*.json"))) == 4 or any(l.process.poll() for l in launchers),
+            "three steps of four ranks",
+            patience=300,
+        )  # six processes that import torch
         told = [json.loads(file.read_text()) for file in sorted(facts.glob("*.json"))]
         if len(told) == 4:
             os.kill(told[3]["pid"], signal.SIGKILL)
@@ -111,25 +136,35 @@ def test_two_hosts_train_as_one_device_and_a_death_on_one_ends_both(hosts, tmp_p
 @pytest.mark.long
 def test_two_hosts_finish_together(hosts, tmp_path):
     common = ["--worker_num=4", "--local_worker_num=2", f"--master_addr={hosts[0].address}", f"--master_port={PORT}"]
-    launchers = [host.start(tmp_path / f"host{n}", *common, f"--node_rank={n}", SCRIPTS / "worker.py", "say")
-                 for n, host in enumerate(hosts)]
+    launchers = [
+        host.start(tmp_path / f"host{n}", *common, f"--node_rank={n}", SCRIPTS / "worker.py", "say")
+        for n, host in enumerate(hosts)
+    ]
     for n, ended in enumerate([launcher.end() for launcher in launchers]):
         assert ended.code == 0 and "all 4 workers finished" in ended.out, ended.out
         for rank in (2 * n, 2 * n + 1):
             assert ended.facts(rank)["env"] == {
-                "RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2",
-                "MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(PORT), "OMP_NUM_THREADS": "1"}
+                "RANK": str(rank),
+                "WORLD_SIZE": "4",
+                "LOCAL_RANK": str(rank % 2),
+                "LOCAL_WORLD_SIZE": "2",
+                "MASTER_ADDR": hosts[0].address,
+                "MASTER_PORT": str(PORT),
+                "OMP_NUM_THREADS": "1",
+            }
 
 
 @pytest.mark.long
 def test_a_host_that_never_comes_is_named_on_those_that_did(hosts, tmp_path):
     common = ["--worker_num=3", "--local_worker_num=1", f"--master_addr={hosts[0].address}", f"--master_port={PORT}"]
-    late = hosts[1].start(tmp_path / "host1", *common, "--cluster_time_out=300", "--node_rank=1", SCRIPTS / "worker.py",
-                          "say")
+    late = hosts[1].start(
+        tmp_path / "host1", *common, "--cluster_time_out=300", "--node_rank=1", SCRIPTS / "worker.py", "say"
+    )
     # Started: how long the import of torch takes is not for node 0 to wait for.
     assert late.process.stdout.readline() == f"node 1: waiting for node 0 at {hosts[0].address}:{PORT}\n"
-    first = hosts[0].start(tmp_path / "host0", *common, "--cluster_time_out=4", "--node_rank=0", SCRIPTS / "worker.py",
-                           "say")
+    first = hosts[0].start(
+        tmp_path / "host0", *common, "--cluster_time_out=4", "--node_rank=0", SCRIPTS / "worker.py", "say"
+    )
     here, there = first.end(), late.end()
     assert (here.code, there.code) == (1, 1), here.out + there.out
     missing = "node 2 did not come within 4 s, 2 of 3 did"
@@ -140,11 +175,14 @@ def test_a_host_that_never_comes_is_named_on_those_that_did(hosts, tmp_path):
 
 # Nodes of one process: what the launchers ask of the store, without launchers.
 
+
 def nodes(count: int, *seconds: int) -> list[Nodes]:
     """The nodes of one run that come, each with the seconds that it waits for the others; all, if nothing is said."""
     port = free_port()
-    return [Nodes(RunSettings("", (), count, 1, "127.0.0.1", port, node, "", wait, None), lambda line: None)
-            for node, wait in enumerate(seconds or (60,) * count)]
+    return [
+        Nodes(RunSettings("", (), count, 1, "127.0.0.1", port, node, "", wait, None), lambda line: None)
+        for node, wait in enumerate(seconds or (60,) * count)
+    ]
 
 
 def at_once(actions: list) -> list:
@@ -202,8 +240,16 @@ def test_the_interface_that_leads_to_an_address():
 def test_the_interface_of_a_host(hosts):
     for host, name in zip(hosts, ("cable1", "cable2")):
         for other in hosts:
-            said = subprocess.run(host.command(sys.executable, "-c", "import sys\n"
-                                               "from shardwright.launch.environment import leading_to\n"
-                                               f"print(leading_to({other.address!r}, 1))"), capture_output=True,
-                                  text=True, timeout=60)
+            said = subprocess.run(
+                host.command(
+                    sys.executable,
+                    "-c",
+                    "import sys\n"
+                    "from shardwright.launch.environment import leading_to\n"
+                    f"print(leading_to({other.address!r}, 1))",
+                ),
+                capture_output=True,
+                text=True,
+                timeout=60,
+            )
             assert said.stdout.strip() == name, said.stderr

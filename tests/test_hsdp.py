@@ -47,8 +47,10 @@ class Block(nn.Module):
 
 
 TOKENS = [(torch.randint(0, 16, (8, 4), generator=torch.Generator().manual_seed(s)),) for s in range(3)]
-OPTIMIZERS = {"AdamW": lambda p: torch.optim.AdamW(p, 0.01),
-              "momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)}
+OPTIMIZERS = {
+    "AdamW": lambda p: torch.optim.AdamW(p, 0.01),
+    "momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+}
 
 
 def cut(net: nn.Module, loss_fn=None, *, hsdp: dict, **options) -> sw.AutoParallel:
@@ -63,13 +65,24 @@ def with_hsdp(monkeypatch) -> None:
 
 # -- the same losses, all ranks in this process ------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize(("devices", "mode", "optimizer"), [
-    (2, "semi_auto", "momentum"), (4, "data_parallel", "AdamW"), (8, "semi_auto", "AdamW"),
-    (8, "data_parallel", "momentum")])
+@pytest.mark.parametrize(
+    ("devices", "mode", "optimizer"),
+    [
+        (2, "semi_auto", "momentum"),
+        (4, "data_parallel", "AdamW"),
+        (8, "semi_auto", "AdamW"),
+        (8, "data_parallel", "momentum"),
+    ],
+)
 def test_losses_are_those_of_one_device(with_hsdp, level: str, devices: int, mode: str, optimizer: str) -> None:
-    options = {"devices": devices, "mode": mode, "optimizer": OPTIMIZERS[optimizer],
-               "hsdp": {"threshold": 0, "optimizer_level": level}}
+    options = {
+        "devices": devices,
+        "mode": mode,
+        "optimizer": OPTIMIZERS[optimizer],
+        "hsdp": {"threshold": 0, "optimizer_level": level},
+    }
     model = assert_as_one_device(marked(devices), *BATCHES, loss_fn=CROSS_ENTROPY, **options)
     cut = [n for n, p in model.plan.parameters.items() if p.storage != p.layout]
     assert cut == [n for n, p in model.plan.parameters.items() if p.layout.replicas] and "head.bias" in cut
@@ -93,14 +106,22 @@ def test_a_part_of_the_replicas(with_hsdp) -> None:
     for size, devices in ((2, 8), (4, 8), (3, 6), (2, 6)):
         net = nn.Sequential(nn.Linear(12, 24, dtype=D), nn.Tanh(), nn.Linear(24, 12, dtype=D))
         batches = [(draw(24, 12, seed=s), draw(24, 12, seed=s + 5)) for s in range(2)]
-        model = assert_as_one_device(net, *batches, loss_fn=nn.MSELoss(), devices=devices, mode="data_parallel",
-                                     hsdp={"shard_size": size, "threshold": 0})
+        model = assert_as_one_device(
+            net,
+            *batches,
+            loss_fn=nn.MSELoss(),
+            devices=devices,
+            mode="data_parallel",
+            hsdp={"shard_size": size, "threshold": 0},
+        )
         for p in model.plan.parameters.values():
             assert p.local_shape(0)[0] == p.shape[0] // size
             assert p.slice(0) != p.slice(1) and p.slice(0) == p.slice(size), "neighbours have the parts"
         sums = [c for c in model.plan.collectives(1) if c.phase == "gradient"]
         assert {(c.op, c.ranks) for c in sums} == {
-            ("reduce_scatter", tuple(range(size))), ("all_reduce", tuple(range(1, devices, size)))}
+            ("reduce_scatter", tuple(range(size))),
+            ("all_reduce", tuple(range(1, devices, size))),
+        }
 
 
 def test_replicas_that_do_not_stand_beside_one_another(with_hsdp) -> None:
@@ -113,6 +134,7 @@ def test_replicas_that_do_not_stand_beside_one_another(with_hsdp) -> None:
 
         def forward(self, x):
             return self.product(x, self.w)
+
     for size, rows, kinds in ((2, slice(4, 6), ["all_reduce"]), (-1, slice(4, 5), ["reduce_scatter"])):
         model = assert_as_one_device(Net(), *[(x,) for x, _ in BATCHES], hsdp={"threshold": 0, "shard_size": size})
         # Rank 2 = (a 0, b 1, c 0): of the second half the first part; c, the fastest, has neighbouring parts.
@@ -127,7 +149,8 @@ def test_digits_of_mixed_radices() -> None:
     from shardwright.graph import Value
     from shardwright.layout import Digit, Layout
     from shardwright.partition.parameter_sharding import OptimizerParallel, stored_layouts
-    value, used = Value("w", (24,), D), Layout.of(12, [[Digit(2, 3)]])      # replicas: 2@6, 3@1
+
+    value, used = Value("w", (24,), D), Layout.of(12, [[Digit(2, 3)]])  # replicas: 2@6, 3@1
     for size, taken in ((3, [Digit(3, 1)]), (6, [Digit(2, 6), Digit(3, 1)]), (-1, [Digit(2, 6), Digit(3, 1)])):
         stored = stored_layouts({"w": (value, used)}, OptimizerParallel(size, 0))["w"]
         assert stored.layout == Layout.of(12, [[Digit(2, 3), *taken]])
@@ -138,20 +161,23 @@ def test_digits_of_mixed_radices() -> None:
 
 # -- what a plan says --------------------------------------------------------------------------------------------------
 
+
 def planned(net: nn.Module, *inputs, devices: int = 8, mode: str = "data_parallel", **hsdp) -> sw.Plan:
     return sw.plan(net, inputs or (draw(16, 8),), devices=devices, parallel_mode=mode, hsdp=hsdp)
 
 
 def test_threshold_and_dims_that_do_not_divide() -> None:
     net = Apply(lambda m, x: (x @ m.w) @ m.odd + m.bias, odd=nn.Parameter(draw(8, 12)), bias=nn.Parameter(draw(12)))
-    parameters = planned(net, threshold=0.5).parameters       # w has 512 bytes, odd 768, bias 96
+    parameters = planned(net, threshold=0.5).parameters  # w has 512 bytes, odd 768, bias 96
     assert [p.local_shape(0) for p in parameters.values()] == [(1, 8), (1, 12), (12,)]
     assert parameters["bias"].note == "96 bytes, below the threshold of 0.5 KB" and parameters["w"].note is None
     assert planned(net, threshold=0.501).parameters["w"].local_shape(0) == (8, 8)
     plan = planned(net, threshold=0)
     assert plan.parameters["bias"].storage == plan.parameters["bias"].layout
-    assert plan.notes == ("the parameter 'bias' (12,) is not cut over its replicas: dim 0 of its slices has size 12, "
-                          "which 8 replicas do not divide",)
+    assert plan.notes == (
+        "the parameter 'bias' (12,) is not cut over its replicas: dim 0 of its slices has size 12, "
+        "which 8 replicas do not divide",
+    )
     assert not planned(net).notes and all(p.storage == p.layout for p in planned(net).parameters.values()), "64 KB"
     alone = planned(net, threshold=0, shard_size=1).parameters
     assert all(p.storage == p.layout and p.note is None for p in alone.values())
@@ -160,7 +186,7 @@ def test_threshold_and_dims_that_do_not_divide() -> None:
 def test_parameters_that_are_left_out() -> None:
     net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
     sw.no_optimizer_parallel(net[0].weight), sw.no_optimizer_parallel(net[2])
-    net[1].weight = net[0].weight                             # tied: whatever it is called
+    net[1].weight = net[0].weight  # tied: whatever it is called
     parameters = planned(net, draw(16, 8).float(), threshold=0).parameters
     assert {n for n, p in parameters.items() if p.storage == p.layout} == {"0.weight", "1.weight", "2.weight", "2.bias"}
     assert parameters["2.bias"].note == "left out by no_optimizer_parallel"
@@ -176,19 +202,25 @@ def test_several_users_share_one_gather_and_one_scatter() -> None:
 
         def forward(self, x):
             return F.linear(torch.tanh(self.table(x)), self.table.weight)
+
     plan = planned(Tied(), TOKENS[0][0], threshold=0, optimizer_level="level3")
     mine = [(c.op, c.phase, c.again) for c in plan.collectives(3) if c.cause == "parameter"]
-    assert mine == [("all_gather", "storage", False), ("all_gather", "storage", True),
-                    ("reduce_scatter", "gradient", False)]
+    assert mine == [
+        ("all_gather", "storage", False),
+        ("all_gather", "storage", True),
+        ("reduce_scatter", "gradient", False),
+    ]
 
 
 def test_what_is_gathered_again_is_what_a_backward_asks_for(monkeypatch) -> None:
     from shardwright.runtime.saved_tensors import _Weight
+
     gathered = []
     plain = _Weight.__init__
 
     def counting(self, name, stored, gather) -> None:
         plain(self, name, stored, lambda: gathered.append(name) or gather())
+
     monkeypatch.setattr(_Weight, "__init__", counting)
     for mode in ("data_parallel", "semi_auto"):
         for net, batch in ((Block(), TOKENS[0]), (marked(8), BATCHES[0][:1])):
@@ -210,13 +242,20 @@ def test_what_is_gathered_again_is_what_a_backward_asks_for(monkeypatch) -> None
 def test_recomputed_modules_gather_again_as_well(with_hsdp) -> None:
     net = nn.Sequential(nn.Linear(8, 16, dtype=D), nn.Tanh(), nn.Linear(16, 8, dtype=D))
     net = nn.Sequential(net, copy.deepcopy(net))
-    plain = [(c.op, c.shape) for c in planned(net, threshold=0, optimizer_level="level3").collectives(0)
-             if c.cause == "parameter" and c.op == "all_gather" and c.shape[1:]]
+    plain = [
+        (c.op, c.shape)
+        for c in planned(net, threshold=0, optimizer_level="level3").collectives(0)
+        if c.cause == "parameter" and c.op == "all_gather" and c.shape[1:]
+    ]
     sw.recompute(net[0])
-    model = assert_as_one_device(net, *[(x,) for x, _ in BATCHES], hsdp={"threshold": 0, "optimizer_level": "level3"},
-                                 mode="data_parallel")
-    gathers = [(c.op, c.shape) for c in model.plan.collectives(0)
-               if c.cause == "parameter" and c.op == "all_gather" and c.shape[1:]]
+    model = assert_as_one_device(
+        net, *[(x,) for x, _ in BATCHES], hsdp={"threshold": 0, "optimizer_level": "level3"}, mode="data_parallel"
+    )
+    gathers = [
+        (c.op, c.shape)
+        for c in model.plan.collectives(0)
+        if c.cause == "parameter" and c.op == "all_gather" and c.shape[1:]
+    ]
     # The first weight as well, whose module is computed again; no other one twice.
     assert len(plain) == 7 and len(gathers) == 8 and gathers.count(("all_gather", (2, 8))) == 4
 
@@ -226,7 +265,8 @@ def test_memory_of_a_plan() -> None:
     weight = 64 * 64 * 4
     whole, one, _, three = (
         sw.plan(net, (torch.empty(16, 64),), devices=8, parallel_mode="data_parallel", hsdp=hsdp).memory(0)
-        for hsdp in (None, *({"threshold": 0, "optimizer_level": level} for level in LEVELS)))
+        for hsdp in (None, *({"threshold": 0, "optimizer_level": level} for level in LEVELS))
+    )
     assert (whole["parameters"], whole["gradients"], whole.get("gathered")) == (2 * weight, 2 * weight, None)
     assert (one["parameters"], one["gradients"], one["gathered"]) == (weight // 4, weight // 4, 2 * weight)
     assert (three["parameters"], three["gathered"]) == (weight // 4, weight)
@@ -248,10 +288,20 @@ def test_tables_and_dumps_show_it(tmp_path, capsys) -> None:
 
 # -- mistakes ----------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize(("setting", "text"), [
-    ({"shard_size": 0}, "shard_size=0"), ({"shard_size": 2.0}, "shard_size=2.0"), ({"shard_size": True}, "True"),
-    ({"threshold": -1}, "threshold=-1"), ({"threshold": float("nan")}, "nan"), ({"threshold": "64"}, "'64'"),
-    ({"optimizer_level": "level4"}, "'level1', 'level2', 'level3'"), ({"optimizer_level": 3}, "level3")])
+
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        ({"shard_size": 0}, "shard_size=0"),
+        ({"shard_size": 2.0}, "shard_size=2.0"),
+        ({"shard_size": True}, "True"),
+        ({"threshold": -1}, "threshold=-1"),
+        ({"threshold": float("nan")}, "nan"),
+        ({"threshold": "64"}, "'64'"),
+        ({"optimizer_level": "level4"}, "'level1', 'level2', 'level3'"),
+        ({"optimizer_level": 3}, "level3"),
+    ],
+)
 def test_settings_that_there_are_not(setting: dict, text: str) -> None:
     with pytest.raises(sw.SettingError, match="hsdp") as raised:
         parallel(marked(8)).hsdp(**setting)
@@ -261,8 +311,10 @@ def test_settings_that_there_are_not(setting: dict, text: str) -> None:
 
 
 def test_shard_size_that_does_not_divide_the_replicas() -> None:
-    for attempt in (lambda: planned(marked(8), mode="semi_auto", shard_size=3, threshold=0),
-                    lambda: parallel(marked(8)).hsdp(3, 0)(draw(16, 8))):
+    for attempt in (
+        lambda: planned(marked(8), mode="semi_auto", shard_size=3, threshold=0),
+        lambda: parallel(marked(8)).hsdp(3, 0)(draw(16, 8)),
+    ):
         with pytest.raises(sw.SettingError, match="shard_size=3 does not divide") as raised:
             attempt()
         assert "'w1' has 4; 'head.weight' has 8, 'head.bias' has 8" in str(raised.value)
@@ -292,9 +344,16 @@ def test_a_weight_that_is_changed_before_it_is_gathered_again() -> None:
 
 # -- one Gloo process a device -----------------------------------------------------------------------------------------
 
+
 def in_processes(rank: int, world: int) -> None:
-    optimizers = iter(2 * (*OPTIMIZERS.values(), lambda p: torch.optim.AdamW(p, 0.01, fused=True),
-                           lambda p: torch.optim.Adam(p, 0.01, foreach=True)))
+    optimizers = iter(
+        2
+        * (
+            *OPTIMIZERS.values(),
+            lambda p: torch.optim.AdamW(p, 0.01, fused=True),
+            lambda p: torch.optim.Adam(p, 0.01, foreach=True),
+        )
+    )
     for size in (-1, 2):
         for level in LEVELS:
             mode = "semi_auto" if (size == 2) == (level == "level2") else "data_parallel"
@@ -306,8 +365,9 @@ def in_processes(rank: int, world: int) -> None:
     holds_parts(world)
 
 
-def wrapped(net: nn.Module, level: str, size: int = -1, mode: str = "data_parallel", dataset="full_batch",
-            loss_fn=CROSS_ENTROPY) -> sw.AutoParallel:
+def wrapped(
+    net: nn.Module, level: str, size: int = -1, mode: str = "data_parallel", dataset="full_batch", loss_fn=CROSS_ENTROPY
+) -> sw.AutoParallel:
     sw.init()
     return sw.AutoParallel(net, loss_fn, mode).dataset_strategy(dataset).hsdp(size, 0, level)
 
@@ -342,8 +402,8 @@ def accumulates(level: str, size: int, rank: int) -> None:
     net, one = marked(4), marked(4)
     model = wrapped(net, level, size, dataset="data_parallel")
     feed = [(x.chunk(4)[rank], t.chunk(4)[rank]) for x, t in BATCHES]
-    part = (4 if size == -1 else 2)
-    for before in (False, True):           # with something summed already
+    part = 4 if size == -1 else 2
+    for before in (False, True):  # with something summed already
         if before:
             model(*feed[0]).backward()
         with model.no_sync():
@@ -403,7 +463,11 @@ def holds_parts(world: int) -> None:
     for level in ("none", *LEVELS):
         got, want = measure(0, world, level, layers, width), arithmetic(level, world, layers, width)
         assert (got.parameters, got.state, got.accumulated, got.gradients) == (
-            want.parameters, want.state, want.accumulated, want.gradients), level
+            want.parameters,
+            want.state,
+            want.accumulated,
+            want.gradients,
+        ), level
         assert abs(got.kept - want.kept) <= 1024, (level, got, want)
         if level != "none":
             # Within a tenth it is where a layer is a small part of all: see benchmarks/optimizer_parallel.py.

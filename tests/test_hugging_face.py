@@ -26,22 +26,48 @@ PADDING = (torch.arange(8) < torch.tensor([8, 5, 8, 3, 8, 8, 6, 8])[:, None]).lo
 
 
 def gpt2(attention: str, **settings: Any) -> nn.Module:
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(
-        **SIZES, n_positions=16, n_embd=16, n_layer=2, n_head=4, attn_implementation=attention,
-        **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} | settings))
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            **SIZES,
+            n_positions=16,
+            n_embd=16,
+            n_layer=2,
+            n_head=4,
+            attn_implementation=attention,
+            **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} | settings,
+        )
+    )
 
 
 def llama(attention: str, **settings: Any) -> nn.Module:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        **SIZES, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=8,
-        num_key_value_heads=4, max_position_embeddings=16, attn_implementation=attention, **settings))
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            **SIZES,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            max_position_embeddings=16,
+            attn_implementation=attention,
+            **settings,
+        )
+    )
 
 
 def bert(attention: str, **settings: Any) -> nn.Module:
-    return transformers.BertForMaskedLM(transformers.BertConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=16, attn_implementation=attention,
-        **{"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0} | settings))
+    return transformers.BertForMaskedLM(
+        transformers.BertConfig(
+            vocab_size=64,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=16,
+            attn_implementation=attention,
+            **{"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0} | settings,
+        )
+    )
 
 
 def mark_gpt2(net: nn.Module, dp: int, mp: int) -> None:
@@ -50,7 +76,7 @@ def mark_gpt2(net: nn.Module, dp: int, mp: int) -> None:
     sw.shard(block.mlp.c_fc, ((dp, 1), (1, mp)))
     sw.shard(block.mlp.c_proj, ((dp, mp), (mp, 1)))
     sw.shard(net.transformer.h[1].attn.c_attn, ((dp, 1), (1, mp)))
-    sw.shard(net.transformer.wte, ((dp, 1), (mp, 1)))       # tied
+    sw.shard(net.transformer.wte, ((dp, 1), (mp, 1)))  # tied
     sw.shard(net.lm_head, ((dp, 1, 1), (mp, 1)))
 
 
@@ -67,8 +93,12 @@ def mark_llama(net: nn.Module, dp: int, mp: int) -> None:
 
 def mark_bert(net: nn.Module, dp: int, mp: int) -> None:
     layer = net.bert.encoder.layer[0]
-    for product in (layer.attention.self.query, layer.attention.self.key, layer.attention.self.value,
-                    layer.intermediate.dense):
+    for product in (
+        layer.attention.self.query,
+        layer.attention.self.key,
+        layer.attention.self.value,
+        layer.intermediate.dense,
+    ):
         sw.shard(product, ((dp, 1, 1), (mp, 1)))
     for product in (layer.attention.output.dense, layer.output.dense):
         sw.shard(product, ((dp, 1, mp), (1, mp)))
@@ -92,16 +122,28 @@ def adamw(parameters) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, 1e-2)
 
 
-@pytest.mark.parametrize(("name", "attention", "padded", "mode"), [  # each two of them together
-    (name, attention, padded, list(SPLIT)[(i + j) % len(SPLIT)]) for i, name in enumerate(MODELS)
-    for j, (attention, padded) in enumerate([("sdpa", False), ("sdpa", True), ("eager", True)])])
+@pytest.mark.parametrize(
+    ("name", "attention", "padded", "mode"),
+    [  # each two of them together
+        (name, attention, padded, list(SPLIT)[(i + j) % len(SPLIT)])
+        for i, name in enumerate(MODELS)
+        for j, (attention, padded) in enumerate([("sdpa", False), ("sdpa", True), ("eager", True)])
+    ],
+)
 def test_losses_and_gradients_as_on_one_device(name: str, attention: str, padded: bool, mode: str) -> None:
     net, (devices, split) = made(name, attention), SPLIT[mode]
     if mode == "semi_auto":
         MODELS[name][1](net, *split)
-    model = assert_as_one_device(net, (TOKENS, TOKENS), (TOKENS.flip(0), TOKENS.flip(0)), loss_fn=next_token,
-                                 optimizer=adamw, kwargs={"attention_mask": PADDING} if padded else None,
-                                 devices=devices, mode=mode)
+    model = assert_as_one_device(
+        net,
+        (TOKENS, TOKENS),
+        (TOKENS.flip(0), TOKENS.flip(0)),
+        loss_fn=next_token,
+        optimizer=adamw,
+        kwargs={"attention_mask": PADDING} if padded else None,
+        devices=devices,
+        mode=mode,
+    )
     cut = [n for n, p in model.plan.parameters.items() if p.local_shape(0) != p.shape]
     assert bool(cut) == (mode == "semi_auto")
 
@@ -123,15 +165,20 @@ def test_outputs_are_those_of_the_model_its_cache_included(name: str) -> None:
     net = made(name, "sdpa")
     one = copy.deepcopy(net)
     model = parallel(net, devices=4)
-    kwargs = {"input_ids": TOKENS, "attention_mask": PADDING, "labels": TOKENS, "output_hidden_states": True,
-              "token_type_ids": None}
+    kwargs = {
+        "input_ids": TOKENS,
+        "attention_mask": PADDING,
+        "labels": TOKENS,
+        "output_hidden_states": True,
+        "token_type_ids": None,
+    }
     if name == "llama":
         del kwargs["token_type_ids"]
     got, expected = model(**kwargs), one(**kwargs)
     assert type(got) is type(expected) and got.keys() == expected.keys() and len(got.hidden_states) == 3
     close(got.logits, expected.logits, "logits")
     close(got.hidden_states, expected.hidden_states, "hidden states")
-    torch.testing.assert_close(got.loss, expected.loss)         # made in float32
+    torch.testing.assert_close(got.loss, expected.loss)  # made in float32
     if name != "bert":
         assert type(got.past_key_values) is transformers.DynamicCache
         assert got.past_key_values.get_seq_length() == 8
@@ -155,8 +202,10 @@ def test_evaluation_and_a_tuple(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_their_dropout_is_the_same_on_any_number_of_devices(name: str) -> None:
-    settings = {"gpt2": {"resid_pdrop": 0.2, "embd_pdrop": 0.1, "attn_pdrop": 0.3},
-                "bert": {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.3}}[name]
+    settings = {
+        "gpt2": {"resid_pdrop": 0.2, "embd_pdrop": 0.1, "attn_pdrop": 0.3},
+        "bert": {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.3},
+    }[name]
 
     def loss(devices: int, mode: str) -> Tensor:
         net = made(name, "sdpa", **settings).train()
@@ -189,11 +238,13 @@ def test_attention_inside_of_their_modules_may_be_marked() -> None:
 
     transformers.AttentionInterface.register("marked", marked)
     transformers.AttentionMaskInterface.register(
-        "marked", transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+        "marked", transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    )
     net = made("llama", "marked")
     mark_llama(net, 2, 4)
-    model = assert_as_one_device(net, (TOKENS, TOKENS), loss_fn=next_token, kwargs={"attention_mask": PADDING},
-                                 devices=8)
+    model = assert_as_one_device(
+        net, (TOKENS, TOKENS), loss_fn=next_token, kwargs={"attention_mask": PADDING}, devices=8
+    )
     attention = [o for o in model.plan.operators if o.op == "scaled_dot_product_attention"]
     assert [o.cause for o in attention] == ["mark", "mark"] and attention[0].out_strategy == ((2, 4, 1, 1),)
 

@@ -28,6 +28,7 @@ MESH = sw.Layout((2, 2), ("a", "b"))
 
 # -- the reference: a list of the ranks' tensors -----------------------------------------------------------------------
 
+
 class Each:
     """One tensor a rank; operators and methods of tensors work on each."""
 
@@ -39,8 +40,13 @@ class Each:
 
 
 for _name in ("add", "sub", "mul", "matmul"):
-    setattr(Each, f"__{_name}__", lambda a, b, op=getattr(operator, _name): Each(
-        op(x, y) for x, y in zip(a.xs, b.xs if isinstance(b, Each) else [b] * len(a.xs))))
+    setattr(
+        Each,
+        f"__{_name}__",
+        lambda a, b, op=getattr(operator, _name): Each(
+            op(x, y) for x, y in zip(a.xs, b.xs if isinstance(b, Each) else [b] * len(a.xs))
+        ),
+    )
 
 
 def grouped(change: Callable[[list[Tensor]], list[Tensor]], x: Each, group: Any) -> Each:
@@ -72,8 +78,11 @@ class ByHand:
 
     @staticmethod
     def all_to_all(x: Each, split_dim: int = 0, concat_dim: int = 0, group: Any = None) -> Each:
-        return grouped(lambda xs: [torch.cat([y.chunk(len(xs), split_dim)[r] for y in xs], concat_dim)
-                                   for r in range(len(xs))], x, group)
+        return grouped(
+            lambda xs: [torch.cat([y.chunk(len(xs), split_dim)[r] for y in xs], concat_dim) for r in range(len(xs))],
+            x,
+            group,
+        )
 
     @staticmethod
     def broadcast(x: Each, root: int = 0, group: Any = None) -> Each:
@@ -220,6 +229,7 @@ def test_one_device_is_enough() -> None:
 
 # -- state, inputs, plans ----------------------------------------------------------------------------------------------
 
+
 def test_buffers_and_random_numbers() -> None:
     def f(m: nn.Module, x: Tensor) -> Tensor:
         m.count += 1
@@ -252,7 +262,9 @@ def test_inputs_that_require_gradients() -> None:
 
 def test_results_of_every_kind() -> None:
     sw.init(devices=RANKS)
-    net = Apply(lambda m, x: {"rows": x @ m.w, "number": (x @ m.w).mean(), "none": None, "plain": 3, "size": x.shape[0]})
+    net = Apply(
+        lambda m, x: {"rows": x @ m.w, "number": (x @ m.w).mean(), "none": None, "plain": 3, "size": x.shape[0]}
+    )
     y = X @ net.w
     close(hybrid(net)(X), {"rows": y, "number": y.mean(), "none": None, "plain": 3, "size": 4})
     with torch.no_grad():
@@ -269,11 +281,17 @@ def test_a_plan_shows_the_users_collectives(tmp_path) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return sw.ops.all_gather(sw.ops.reduce_scatter(x @ self.p, 1) @ self.w, 1, group=MESH("b"))
 
-    plan = sw.plan(Two(), (torch.randn(16, 8),), parallel_mode="hybrid_parallel", devices=4, dataset_strategy="data_parallel")
+    plan = sw.plan(
+        Two(), (torch.randn(16, 8),), parallel_mode="hybrid_parallel", devices=4, dataset_strategy="data_parallel"
+    )
     seen = [(c.op, c.ranks, c.shape, c.phase) for c in plan.collectives(2)]
-    assert seen == [("reduce_scatter", (0, 1, 2, 3), (4, 8), "forward"), ("all_gather", (2, 3), (4, 2), "forward"),
-                    ("reduce_scatter", (2, 3), (4, 4), "backward"), ("all_gather", (0, 1, 2, 3), (4, 2), "backward"),
-                    ("all_reduce", (0, 1, 2, 3), (8, 8), "gradient")]
+    assert seen == [
+        ("reduce_scatter", (0, 1, 2, 3), (4, 8), "forward"),
+        ("all_gather", (2, 3), (4, 2), "forward"),
+        ("reduce_scatter", (2, 3), (4, 4), "backward"),
+        ("all_gather", (0, 1, 2, 3), (4, 2), "backward"),
+        ("all_reduce", (0, 1, 2, 3), (8, 8), "gradient"),
+    ]
     assert plan.operator("matmul").in_strategy == ((1, 1), (1, 1)) and plan.parameters["p"].local_shape(0) == (8, 8)
     assert plan.parameters["w"].slice(2)[0] == slice(2, 3)
     sw.init(devices=4)
@@ -297,6 +315,7 @@ def test_parameters_that_come_into_being_later() -> None:
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
+
 
 def refused(text: str, attempt: Callable[[], Any]) -> str:
     with pytest.raises(sw.ShardwrightError, match=text) as caught:
@@ -339,10 +358,11 @@ def test_bad_input() -> None:
 
 # -- in processes ------------------------------------------------------------------------------------------------------
 
+
 def tutorial_on_ranks(rank: int, world: int) -> None:
     sw.init()
     assert (sw.rank(), sw.world_size()) == (rank, world)
-    for broadcast in (False, True):                    # which leaves what is each rank's own alone
+    for broadcast in (False, True):  # which leaves what is each rank's own alone
         net = Tutorial()
         assert net.weight.shape == (512, 64)
         optimizer = torch.optim.SGD(net.parameters(), 1e-5)
@@ -374,7 +394,10 @@ def programs_on_ranks(rank: int, world: int) -> None:
             close(none_is_zero(net.w.grad, net.w), none_is_zero(ws[rank].grad, ws[rank]) * factor, program)
             held = None if net.p.grad is None else net.p.grad.full_tensor()
             close(none_is_zero(held, p), none_is_zero(p.grad, p) * factor, program)
-    net, targets = Net("all_reduce"), [torch.ones_like(y) * r for r, y in enumerate(reference("all_reduce", list(X.chunk(4)))[0])]
+    net, targets = (
+        Net("all_reduce"),
+        [torch.ones_like(y) * r for r, y in enumerate(reference("all_reduce", list(X.chunk(4)))[0])],
+    )
     loss = hybrid(net, nn.MSELoss())(X.chunk(RANKS)[rank], targets[rank])
     close(loss, sum(F.mse_loss(y, t) for y, t in zip(reference("all_reduce", list(X.chunk(4)))[0], targets)) / RANKS)
 

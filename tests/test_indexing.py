@@ -29,19 +29,23 @@ class Marked(nn.Module):
         return self.operator(self.w * x)
 
 
-@pytest.mark.parametrize(("function", "strategy"), [
-    (lambda x: x.cumsum(1), ((2, 4),)),
-    (lambda x: x.cumsum(0), ((8, 1),)),
-    (lambda x: x.max(1), ((2, 4),)),
-    (lambda x: x.min(0, keepdim=True), ((4, 2),)),
-    (lambda x: x.argmax(1), ((1, 8),)),
-    (lambda x: x.argmin(), ((8, 1),)),
-    (lambda x: x.tril(1), ((4, 2),)),
-    (lambda x: x.triu(-3), ((2, 4),)),
-    (lambda x: x.sort(1), ((8, 1),)),
-    (lambda x: x.topk(2, dim=0), ((1, 8),)),
-    (lambda x: x.logcumsumexp(1), ((4, 1),)),
-], ids=lambda v: str(v) if isinstance(v, tuple) else "")
+@pytest.mark.parametrize(
+    ("function", "strategy"),
+    [
+        (lambda x: x.cumsum(1), ((2, 4),)),
+        (lambda x: x.cumsum(0), ((8, 1),)),
+        (lambda x: x.max(1), ((2, 4),)),
+        (lambda x: x.min(0, keepdim=True), ((4, 2),)),
+        (lambda x: x.argmax(1), ((1, 8),)),
+        (lambda x: x.argmin(), ((8, 1),)),
+        (lambda x: x.tril(1), ((4, 2),)),
+        (lambda x: x.triu(-3), ((2, 4),)),
+        (lambda x: x.sort(1), ((8, 1),)),
+        (lambda x: x.topk(2, dim=0), ((1, 8),)),
+        (lambda x: x.logcumsumexp(1), ((4, 1),)),
+    ],
+    ids=lambda v: str(v) if isinstance(v, tuple) else "",
+)
 def test_along_a_cut_dim(function, strategy: tuple) -> None:
     assert_as_one_device(Marked(function, strategy), (draw(ROWS, COLUMNS),))
 
@@ -60,19 +64,37 @@ class Indexed(nn.Module):
         return self.operator(torch.tanh(self.w), index, *more)
 
 
-@pytest.mark.parametrize(("function", "strategy", "index", "second"), [
-    (lambda x, i: x.gather(1, i), ((2, 4), (2, 1)), INDEX, None),
-    (lambda x, i: torch.take_along_dim(x, i, 1), ((1, 4), (1, 2)), INDEX, None),
-    (lambda x, i: x[:, i], ((2, 4), (1,)), LINE, None),
-    (lambda x, i: x[:, i], ((1, 4), (2,)), LINE - COLUMNS, None),
-    (lambda x, i: x.index_select(1, i), ((2, 2), (2,)), LINE, None),
-    (lambda x, i, s: x.scatter(1, i, s), ((2, 4), (2, 1), (2, 1)), torch.arange(32).view(ROWS, 4) % COLUMNS,
-     draw(ROWS, 4)),
-    (lambda x, i, s: x.scatter_add(1, i, s), ((2, 2), (2, 2), (2, 2)), INDEX, draw(ROWS, 4)),
-    (lambda x, i, s: x.index_add(1, i, s), ((1, 2), (4,), (1, 4)), LINE, draw(ROWS, ROWS)),
-    (lambda x, i, s: x.index_put((i,), s, accumulate=True), ((4, 1), (2,), (2, 1)), LINE % ROWS, draw(ROWS, COLUMNS)),
-    (lambda x, i, s: x.index_copy(1, i, s), ((2, 4), (1,), (2, 1)), torch.randperm(COLUMNS)[:ROWS], draw(ROWS, ROWS)),
-], ids=lambda v: str(v) if isinstance(v, tuple) else "")
+@pytest.mark.parametrize(
+    ("function", "strategy", "index", "second"),
+    [
+        (lambda x, i: x.gather(1, i), ((2, 4), (2, 1)), INDEX, None),
+        (lambda x, i: torch.take_along_dim(x, i, 1), ((1, 4), (1, 2)), INDEX, None),
+        (lambda x, i: x[:, i], ((2, 4), (1,)), LINE, None),
+        (lambda x, i: x[:, i], ((1, 4), (2,)), LINE - COLUMNS, None),
+        (lambda x, i: x.index_select(1, i), ((2, 2), (2,)), LINE, None),
+        (
+            lambda x, i, s: x.scatter(1, i, s),
+            ((2, 4), (2, 1), (2, 1)),
+            torch.arange(32).view(ROWS, 4) % COLUMNS,
+            draw(ROWS, 4),
+        ),
+        (lambda x, i, s: x.scatter_add(1, i, s), ((2, 2), (2, 2), (2, 2)), INDEX, draw(ROWS, 4)),
+        (lambda x, i, s: x.index_add(1, i, s), ((1, 2), (4,), (1, 4)), LINE, draw(ROWS, ROWS)),
+        (
+            lambda x, i, s: x.index_put((i,), s, accumulate=True),
+            ((4, 1), (2,), (2, 1)),
+            LINE % ROWS,
+            draw(ROWS, COLUMNS),
+        ),
+        (
+            lambda x, i, s: x.index_copy(1, i, s),
+            ((2, 4), (1,), (2, 1)),
+            torch.randperm(COLUMNS)[:ROWS],
+            draw(ROWS, ROWS),
+        ),
+    ],
+    ids=lambda v: str(v) if isinstance(v, tuple) else "",
+)
 def test_by_index(function, strategy: tuple, index, second) -> None:
     model = assert_as_one_device(Indexed(function, strategy, second), (index,))
     assert model.plan.operator("operator").in_strategy == strategy

@@ -1,4 +1,5 @@
-"""Other libraries' training loops on two processes, by the code of ``docs/integrations.md``: twenty steps as on one device."""
+"""Other libraries' training loops on two processes, by the code of ``docs/integrations.md``: twenty steps as on one
+device."""
 
 from __future__ import annotations
 
@@ -63,9 +64,21 @@ class Rows(torch.utils.data.Dataset):
 
 def gpt2(layers: int = 1) -> nn.Module:
     torch.manual_seed(0)
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(
-        vocab_size=64, bos_token_id=1, eos_token_id=2, n_positions=16, n_embd=16, n_layer=layers, n_head=4, resid_pdrop=0.0,
-        embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False))
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=64,
+            bos_token_id=1,
+            eos_token_id=2,
+            n_positions=16,
+            n_embd=16,
+            n_layer=layers,
+            n_head=4,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            use_cache=False,
+        )
+    )
 
 
 def cut(net: nn.Module) -> nn.Module:
@@ -101,16 +114,36 @@ def by_halves(batch: int, steps: int, rank: int) -> torch.utils.data.DataLoader:
 
 
 def settings(folder: str, rows: int, **more: Any) -> dict[str, Any]:
-    return {"output_dir": folder, "max_steps": STEPS, "per_device_train_batch_size": rows, "per_device_eval_batch_size": rows,
-            "use_cpu": True, "report_to": [], "logging_steps": 1, "learning_rate": 1e-2, "disable_tqdm": True, "seed": 1,
-            "save_strategy": "steps", "save_steps": STEPS // 2,
-            "adam_epsilon": 1e-3, **more}  # a gradient that is mere rounding makes no steps
+    return {
+        "output_dir": folder,
+        "max_steps": STEPS,
+        "per_device_train_batch_size": rows,
+        "per_device_eval_batch_size": rows,
+        "use_cpu": True,
+        "report_to": [],
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "disable_tqdm": True,
+        "seed": 1,
+        "save_strategy": "steps",
+        "save_steps": STEPS // 2,
+        "adam_epsilon": 1e-3,
+        **more,
+    }  # a gradient that is mere rounding makes no steps
 
 
 def lightnings(folder: str) -> dict[str, Any]:
-    return {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False,
-            "default_root_dir": folder, "enable_checkpointing": False, "max_steps": STEPS, "gradient_clip_val": 0.5,
-            "accumulate_grad_batches": 2}
+    return {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "default_root_dir": folder,
+        "enable_checkpointing": False,
+        "max_steps": STEPS,
+        "gradient_clip_val": 0.5,
+        "accumulate_grad_batches": 2,
+    }
 
 
 def next_token(output: Any, tokens: Tensor) -> Tensor:
@@ -154,29 +187,51 @@ def error_of(body: Callable[[], Any]) -> str:
 
 def the_trainer(rank: int, folder: str, accumulation: int = 1, **more: Any) -> dict[str, Any]:
     """Batches of 4 rows of 18: the last of each epoch is of 2."""
-    made = run("Trainer of transformers", net=cut(gpt2()), data=Rows(18), folder=f"{folder}/saved", settings=settings(
-        f"{folder}/run", 4, ddp_backend="gloo", gradient_accumulation_steps=accumulation, **more))
+    made = run(
+        "Trainer of transformers",
+        net=cut(gpt2()),
+        data=Rows(18),
+        folder=f"{folder}/saved",
+        settings=settings(f"{folder}/run", 4, ddp_backend="gloo", gradient_accumulation_steps=accumulation, **more),
+    )
     model, trainer = made["model"], made["trainer"]
-    again = hugging_face.Trainer(model=sw.AutoParallel(gpt2()).dataset_strategy("full_batch"), train_dataset=Rows(18),
-                                 args=transformers.TrainingArguments(**settings(
-                                     f"{folder}/run", 4, ddp_backend="gloo", gradient_accumulation_steps=accumulation, **more)))
+    again = hugging_face.Trainer(
+        model=sw.AutoParallel(gpt2()).dataset_strategy("full_batch"),
+        train_dataset=Rows(18),
+        args=transformers.TrainingArguments(
+            **settings(f"{folder}/run", 4, ddp_backend="gloo", gradient_accumulation_steps=accumulation, **more)
+        ),
+    )
     again.train(resume_from_checkpoint=f"{folder}/run/checkpoint-{STEPS // 2}")
     prompt = torch.tensor([[1, 5, 9]])
     net = made["net"]
-    return {"losses": logged(trainer), "evaluated": logged(trainer, "eval_loss"), "weights": weights(model),
-            "resumed": logged(again), "resumed weights": weights(again.model), "columns": trainer._signature_columns,
-            "cut": net.transformer.h[0].mlp.c_fc.weight.to_local().shape,
-            "generated": model.generate(prompt, max_new_tokens=6, do_sample=False),
-            "net.generate": error_of(lambda: net.generate(prompt, max_new_tokens=2)),
-            "model.transformer": error_of(lambda: model.transformer(prompt)),
-            "files": sorted(p.name for p in Path(f"{folder}/run/checkpoint-{STEPS // 2}").iterdir())}
+    return {
+        "losses": logged(trainer),
+        "evaluated": logged(trainer, "eval_loss"),
+        "weights": weights(model),
+        "resumed": logged(again),
+        "resumed weights": weights(again.model),
+        "columns": trainer._signature_columns,
+        "cut": net.transformer.h[0].mlp.c_fc.weight.to_local().shape,
+        "generated": model.generate(prompt, max_new_tokens=6, do_sample=False),
+        "net.generate": error_of(lambda: net.generate(prompt, max_new_tokens=2)),
+        "model.transformer": error_of(lambda: model.transformer(prompt)),
+        "files": sorted(p.name for p in Path(f"{folder}/run/checkpoint-{STEPS // 2}").iterdir()),
+    }
 
 
 def the_trainer_by_parts(rank: int, folder: str, **more: Any) -> dict[str, Any]:
     """Two rows for each process of 40; tokens counted over both."""
     model = sw.AutoParallel(cut(gpt2()))
-    trainer = hugging_face.Trainer(model=model, train_dataset=Rows(40), args=transformers.TrainingArguments(
-        **settings(f"{folder}/run", 2, ddp_backend="gloo", gradient_accumulation_steps=2, save_only_model=True, **more)))
+    trainer = hugging_face.Trainer(
+        model=model,
+        train_dataset=Rows(40),
+        args=transformers.TrainingArguments(
+            **settings(
+                f"{folder}/run", 2, ddp_backend="gloo", gradient_accumulation_steps=2, save_only_model=True, **more
+            )
+        ),
+    )
     trainer.train()
     resumed = hugging_face.Trainer(model=sw.AutoParallel(gpt2()), train_dataset=Rows(40), args=trainer.args)
     resumed._load_from_checkpoint(f"{folder}/run/checkpoint-{STEPS}")
@@ -189,11 +244,15 @@ def with_accelerate(rank: int) -> dict[str, Any]:
     whole = our_accelerate.Accelerator()
     model = sw.AutoParallel(perceptron(), nn.MSELoss()).dataset_strategy("full_batch")
     model, loader = whole.prepare(model, torch.utils.data.DataLoader(pairs(4, 2).dataset, 3))
-    return {"losses": made["losses"], "weights": weights(made["model"]), "rows": [len(x) for x, _ in loader],
-            "save_state": error_of(lambda: accelerator.save_state("/nowhere")),
-            "state": accelerator.get_state_dict(made["model"]),
-            "wrapped": error_of(lambda: accelerate.Accelerator().prepare(sw.AutoParallel(perceptron()))),
-            "loader first": error_of(lambda: our_accelerate_late())}
+    return {
+        "losses": made["losses"],
+        "weights": weights(made["model"]),
+        "rows": [len(x) for x, _ in loader],
+        "save_state": error_of(lambda: accelerator.save_state("/nowhere")),
+        "state": accelerator.get_state_dict(made["model"]),
+        "wrapped": error_of(lambda: accelerate.Accelerator().prepare(sw.AutoParallel(perceptron()))),
+        "loader first": error_of(lambda: our_accelerate_late()),
+    }
 
 
 def our_accelerate_late() -> None:
@@ -204,14 +263,17 @@ def our_accelerate_late() -> None:
 
 
 def with_lightning(rank: int, folder: str) -> dict[str, Any]:
-    made = run("Lightning", net=cut_perceptron(), loader=by_halves(8, STEPS, rank), folder=folder, settings=lightnings(folder))
+    made = run(
+        "Lightning", net=cut_perceptron(), loader=by_halves(8, STEPS, rank), folder=folder, settings=lightnings(folder)
+    )
     task = type(made["task"])
     made |= {"net": perceptron()}
     later = made["Task"].__init__.__globals__
     first, later["net"], later["losses"] = made["losses"], perceptron(), []
     again = task()
-    trainer = lightning.Trainer(strategy=our_lightning.ShardwrightStrategy(), devices=2,
-                                **lightnings(folder) | {"max_steps": 2 * STEPS})
+    trainer = lightning.Trainer(
+        strategy=our_lightning.ShardwrightStrategy(), devices=2, **lightnings(folder) | {"max_steps": 2 * STEPS}
+    )
     trainer.fit(again, by_halves(8, STEPS, rank), ckpt_path=f"{folder}/last.ckpt")
 
     class Outside(task):
@@ -227,10 +289,21 @@ def with_lightning(rank: int, folder: str) -> dict[str, Any]:
     later["net"] = perceptron()
 
     def fit(made: Any, strategy: Any = None) -> str:
-        return error_of(lambda: lightning.Trainer(strategy=strategy or our_lightning.ShardwrightStrategy(), devices=2,
-                                                  **lightnings(folder)).fit(made, pairs(4, 2)))
-    return {"losses": first, "weights": weights(made["task"].model), "again": later["losses"],
-            "again weights": weights(again.model), "outside": fit(Outside()), "whole": fit(Whole()), "ddp": fit(task(), "ddp")}
+        return error_of(
+            lambda: lightning.Trainer(
+                strategy=strategy or our_lightning.ShardwrightStrategy(), devices=2, **lightnings(folder)
+            ).fit(made, pairs(4, 2))
+        )
+
+    return {
+        "losses": first,
+        "weights": weights(made["task"].model),
+        "again": later["losses"],
+        "again weights": weights(again.model),
+        "outside": fit(Outside()),
+        "whole": fit(Whole()),
+        "ddp": fit(task(), "ddp"),
+    }
 
 
 def with_peft(rank: int, folder: str) -> dict[str, Any]:
@@ -242,8 +315,14 @@ def with_peft(rank: int, folder: str) -> dict[str, Any]:
     def in_place() -> None:
         with made["model"].whole() as whole:
             whole.merge_and_unload()
-    return {"losses": made["losses"], "weights": weights(made["model"]), "trained": trained, "states": len(state),
-            "in place": error_of(in_place)}
+
+    return {
+        "losses": made["losses"],
+        "weights": weights(made["model"]),
+        "trained": trained,
+        "states": len(state),
+        "in place": error_of(in_place),
+    }
 
 
 def with_averages(rank: int) -> dict[str, Any]:
@@ -270,12 +349,19 @@ def piped_gpt2(feed: str = "full_batch") -> sw.AutoParallel:
 
 
 def pipeline_trainer(model: sw.AutoParallel, folder: str, **more: Any) -> Any:
-    return hugging_face.Trainer(model=model, train_dataset=Rows(18), eval_dataset=Rows(18), args=transformers.TrainingArguments(
-        **settings(folder, 4, ddp_backend="gloo", gradient_accumulation_steps=2, **more)))
+    return hugging_face.Trainer(
+        model=model,
+        train_dataset=Rows(18),
+        eval_dataset=Rows(18),
+        args=transformers.TrainingArguments(
+            **settings(folder, 4, ddp_backend="gloo", gradient_accumulation_steps=2, **more)
+        ),
+    )
 
 
 def late_pipelines(folder: str, fitted: Callable[..., Any], task: type) -> dict[str, str]:
     """Settings that change after the libraries have been given the model, of each process's own part of a batch."""
+
     def trained() -> None:
         model = sw.AutoParallel(gpt2(2))
         trainer = pipeline_trainer(model, f"{folder}/run")
@@ -296,10 +382,14 @@ def late_pipelines(folder: str, fitted: Callable[..., Any], task: type) -> dict[
 
         def on_fit_start(self) -> None:
             stages(self.model, "0", "2", feed="data_parallel")
-    return {"Trainer": error_of(trained), "accelerate": error_of(lambda: accelerated("data_parallel")),
-            "accelerate, then whole": error_of(lambda: accelerated("full_batch")),
-            "accelerate, whole alone": error_of(lambda: accelerated("full_batch", False)),
-            "Lightning": error_of(lambda: fitted(Late()))}
+
+    return {
+        "Trainer": error_of(trained),
+        "accelerate": error_of(lambda: accelerated("data_parallel")),
+        "accelerate, then whole": error_of(lambda: accelerated("full_batch")),
+        "accelerate, whole alone": error_of(lambda: accelerated("full_batch", False)),
+        "Lightning": error_of(lambda: fitted(Late())),
+    }
 
 
 def pipelines(rank: int, folder: str) -> dict[str, Any]:
@@ -311,8 +401,12 @@ def pipelines(rank: int, folder: str) -> dict[str, Any]:
     again = pipeline_trainer(piped_gpt2(), f"{folder}/run")
     again.train(resume_from_checkpoint=f"{folder}/run/checkpoint-{STEPS // 2}")
     trainer.save_model(f"{folder}/saved")
-    out["trainer"] = {"losses": logged(trainer), "evaluated": logged(trainer, "eval_loss"), "weights": weights(trainer.model),
-                      "resumed": weights(again.model)}
+    out["trainer"] = {
+        "losses": logged(trainer),
+        "evaluated": logged(trainer, "eval_loss"),
+        "weights": weights(trainer.model),
+        "resumed": weights(again.model),
+    }
     out["accelerate"] = run("accelerate", sw=_Piped(), net=plain_layers(), loader=pairs(8, 2 * STEPS))
 
     class Task(lightning.LightningModule):
@@ -332,10 +426,15 @@ def pipelines(rank: int, folder: str) -> dict[str, Any]:
             return torch.optim.AdamW(self.model.parameters(), 1e-2)
 
     def fitted(task: Task, **more: Any) -> Any:
-        trainer = lightning.Trainer(strategy=our_lightning.ShardwrightStrategy(), devices=2, use_distributed_sampler=False,
-                                    **lightnings(folder) | more)
+        trainer = lightning.Trainer(
+            strategy=our_lightning.ShardwrightStrategy(),
+            devices=2,
+            use_distributed_sampler=False,
+            **lightnings(folder) | more,
+        )
         trainer.fit(task, pairs(8, 2 * STEPS), pairs(8, 2))
         return trainer
+
     task = Task()
     trainer = fitted(task)
     trainer.save_checkpoint(f"{folder}/weights.ckpt", weights_only=True)
@@ -343,10 +442,12 @@ def pipelines(rank: int, folder: str) -> dict[str, Any]:
     out["accelerate"] = {"losses": out["accelerate"]["losses"], "weights": weights(out["accelerate"]["model"])}
     parts = Task("data_parallel")
     kept = Task()
-    out["errors"] = {"Trainer": error_of(lambda: pipeline_trainer(piped_gpt2("data_parallel"), f"{folder}/run")),
-                     "accelerate": error_of(lambda: our_accelerate.Accelerator().prepare(piped("data_parallel"))),
-                     "Lightning": error_of(lambda: fitted(parts)),
-                     "ModelCheckpoint": error_of(lambda: fitted(kept, enable_checkpointing=True))}
+    out["errors"] = {
+        "Trainer": error_of(lambda: pipeline_trainer(piped_gpt2("data_parallel"), f"{folder}/run")),
+        "accelerate": error_of(lambda: our_accelerate.Accelerator().prepare(piped("data_parallel"))),
+        "Lightning": error_of(lambda: fitted(parts)),
+        "ModelCheckpoint": error_of(lambda: fitted(kept, enable_checkpointing=True)),
+    }
     out["late"] = late_pipelines(folder, fitted, Task)
     out["ran"] = [len(parts.losses), len(kept.losses)]
     return out
@@ -361,15 +462,21 @@ class _Piped:
 
 def on_ranks(rank: int, world: int, folder: str) -> dict[str, Any]:
     from accelerate.state import AcceleratorState, GradientState
+
     AcceleratorState._reset_state(reset_partial_state=True)  # of the process that this one is forked from
     GradientState._reset_state()
     sw.init()
     told = io.StringIO()
     with warnings.catch_warnings(), contextlib.redirect_stdout(told):
         warnings.simplefilter("ignore")
-        out = {"trainer": the_trainer(rank, f"{folder}/whole"), "parts": the_trainer_by_parts(rank, f"{folder}/parts"),
-               "accelerate": with_accelerate(rank), "lightning": with_lightning(rank, f"{folder}/lightning"),
-               "peft": with_peft(rank, f"{folder}/peft"), "averages": with_averages(rank)}
+        out = {
+            "trainer": the_trainer(rank, f"{folder}/whole"),
+            "parts": the_trainer_by_parts(rank, f"{folder}/parts"),
+            "accelerate": with_accelerate(rank),
+            "lightning": with_lightning(rank, f"{folder}/lightning"),
+            "peft": with_peft(rank, f"{folder}/peft"),
+            "averages": with_averages(rank),
+        }
         AcceleratorState._reset_state(reset_partial_state=True)
         out["pipelines"] = pipelines(rank, f"{folder}/pipelines")
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -377,8 +484,11 @@ def on_ranks(rank: int, world: int, folder: str) -> dict[str, Any]:
         piped_bf16 = pipeline_trainer(piped_gpt2(), f"{folder}/pipelines/bf16", bf16=True, save_strategy="no")
         piped_bf16.train()
         piped_bf16.evaluate()
-        out["bf16 pipeline"] = {"losses": logged(piped_bf16), "evaluated": logged(piped_bf16, "eval_loss"),
-                                "weights": weights(piped_bf16.model)}
+        out["bf16 pipeline"] = {
+            "losses": logged(piped_bf16),
+            "evaluated": logged(piped_bf16, "eval_loss"),
+            "weights": weights(piped_bf16.model),
+        }
     return out
 
 
@@ -399,6 +509,7 @@ def ours(folder: str) -> list[dict[str, Any]]:
 def one_device():
     """Libraries' own state of a single process, for a while."""
     from accelerate.state import AcceleratorState, GradientState
+
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
@@ -409,7 +520,8 @@ def one_device():
 
 
 def assert_close(got: Any, expected: Any, double: bool = True, rounding: float = 1e-11) -> None:
-    """Equal but for the order of sums; where Adam makes steps of a gradient that is rounding alone, but for `rounding`."""
+    """Equal but for the order of sums; where Adam makes steps of a gradient that is rounding alone, but for
+    `rounding`."""
     tolerance = {"rtol": 1e-9, "atol": rounding} if double else {"rtol": 2e-4, "atol": 2e-5}
     if isinstance(got, dict):
         assert got.keys() == expected.keys()
@@ -421,8 +533,12 @@ def assert_close(got: Any, expected: Any, double: bool = True, rounding: float =
 
 def one_trainer(folder: str, rows: int, batch: int, layers: int = 1, **more: Any) -> Any:
     with one_device():
-        trainer = transformers.Trainer(model=gpt2(layers), train_dataset=Rows(rows), eval_dataset=Rows(rows),
-                                       args=transformers.TrainingArguments(**settings(folder, batch, **more)))
+        trainer = transformers.Trainer(
+            model=gpt2(layers),
+            train_dataset=Rows(rows),
+            eval_dataset=Rows(rows),
+            args=transformers.TrainingArguments(**settings(folder, batch, **more)),
+        )
         trainer.train()
         trainer.evaluate()
     return trainer
@@ -444,7 +560,9 @@ def test_the_trainers_checkpoints_load_again(ours: list[dict[str, Any]], folder:
     for result in (rank["trainer"] for rank in ours):
         assert_close(result["resumed"], result["losses"], double=False)
         assert_close(result["resumed weights"], result["weights"], double=False)
-        assert {"model.safetensors", "config.json", "shardwright", "scheduler.pt", "trainer_state.json"} <= set(result["files"])
+        assert {"model.safetensors", "config.json", "shardwright", "scheduler.pt", "trainer_state.json"} <= set(
+            result["files"]
+        )
     read = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/whole/saved")
     assert_close(detached(read), ours[0]["trainer"]["weights"])
     last = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/whole/run/checkpoint-{STEPS}")
@@ -531,7 +649,8 @@ def test_lightning_trains_as_on_one_device(ours: list[dict[str, Any]], folder: s
         trainer.save_checkpoint(f"{folder}/one.ckpt")
         again = Plain(perceptron())
         lightning.Trainer(devices=1, **lightnings(folder) | {"max_steps": 2 * STEPS}).fit(
-            again, in_turns(8, STEPS), ckpt_path=f"{folder}/one.ckpt")
+            again, in_turns(8, STEPS), ckpt_path=f"{folder}/one.ckpt"
+        )
     for result in (rank["lightning"] for rank in ours):
         assert len(result["losses"]) == 2 * STEPS and len(result["again"]) >= STEPS
         assert_close(result["losses"], first)
@@ -561,8 +680,9 @@ def test_adapters_train_as_on_one_device(ours: list[dict[str, Any]], folder: str
     net = gpt2().double()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        adapted = peft.get_peft_model(net, peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True,
-                                                           init_lora_weights=False))
+        adapted = peft.get_peft_model(
+            net, peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
+        )
     optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], 1e-2)
     for tokens in token_batches():
         loss = next_token(adapted(tokens), tokens)
@@ -588,8 +708,14 @@ def test_adapters_train_as_on_one_device(ours: list[dict[str, Any]], folder: str
 
 def test_pipelines_train_as_on_one_device(ours: list[dict[str, Any]], folder: str) -> None:
     with one_device():
-        one = transformers.Trainer(model=gpt2(2), train_dataset=Rows(18), eval_dataset=Rows(18), args=transformers.TrainingArguments(
-            **settings(f"{folder}/one-pipeline", 4, save_strategy="no", gradient_accumulation_steps=2)))
+        one = transformers.Trainer(
+            model=gpt2(2),
+            train_dataset=Rows(18),
+            eval_dataset=Rows(18),
+            args=transformers.TrainingArguments(
+                **settings(f"{folder}/one-pipeline", 4, save_strategy="no", gradient_accumulation_steps=2)
+            ),
+        )
         one.train()
         one.evaluate()
     expected = {}
@@ -624,7 +750,9 @@ def test_pipelines_are_refused_before_anything_runs(ours: list[dict[str, Any]]) 
     for result in (rank["pipelines"] for rank in ours):
         for library in ("Trainer", "accelerate", "Lightning"):
             said = result["errors"][library]
-            assert "hands each process its own part of a batch" in said and 'legal: dataset_strategy("full_batch")' in said
+            assert (
+                "hands each process its own part of a batch" in said and 'legal: dataset_strategy("full_batch")' in said
+            )
         assert "ModelCheckpoint(save_weights_only=True)" in result["errors"]["ModelCheckpoint"]
         assert result["ran"] == [0, 0]
 
@@ -632,7 +760,10 @@ def test_pipelines_are_refused_before_anything_runs(ours: list[dict[str, Any]]) 
 def test_settings_that_change_after_the_model_was_handed_over_are_refused(ours: list[dict[str, Any]]) -> None:
     for said in (rank["pipelines"]["late"] for rank in ours):
         for library in ("Trainer", "accelerate", "accelerate, then whole", "Lightning"):
-            assert "hands each process its own part of a batch, and a pipeline's stages work on the same one" in said[library]
+            assert (
+                "hands each process its own part of a batch, and a pipeline's stages work on the same one"
+                in said[library]
+            )
             assert 'legal: dataset_strategy("full_batch")' in said[library]
         assert "given dataset_strategy('full_batch') since" in said["accelerate, whole alone"]
         assert "legal: dataset_strategy before accelerate is given the model" in said["accelerate, whole alone"]
@@ -640,15 +771,24 @@ def test_settings_that_change_after_the_model_was_handed_over_are_refused(ours: 
 
 def test_a_pipeline_in_half_precision_trains_as_on_one_device(ours: list[dict[str, Any]], folder: str) -> None:
     """Losses of float32 lie as near; the weights, whose Adam tells gradients of other roundings apart, do not."""
-    one = {half: one_trainer(f"{folder}/one_piped_bf16", 18, 4, layers=2, gradient_accumulation_steps=2, save_strategy="no",
-                             bf16=half) for half in (True, False)}
+    one = {
+        half: one_trainer(
+            f"{folder}/one_piped_bf16", 18, 4, layers=2, gradient_accumulation_steps=2, save_strategy="no", bf16=half
+        )
+        for half in (True, False)
+    }
 
     def apart(result: dict[str, Any], half: bool) -> float:
-        return max(float((value - result["weights"][name]).abs().max()) for name, value in detached(one[half].model).items())
+        return max(
+            float((value - result["weights"][name]).abs().max()) for name, value in detached(one[half].model).items()
+        )
+
     for result in (rank["bf16 pipeline"] for rank in ours):
         assert len(result["losses"]) == STEPS
         for key, name in (("losses", "loss"), ("evaluated", "eval_loss")):
-            torch.testing.assert_close(torch.tensor(result[key]), torch.tensor(logged(one[True], name)), rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(
+                torch.tensor(result[key]), torch.tensor(logged(one[True], name)), rtol=1e-3, atol=1e-3
+            )
         assert apart(result, True) < 2e-3 < apart(result, False)
 
 

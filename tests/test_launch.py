@@ -79,9 +79,16 @@ def _hears_ctrl_c() -> None:
 def start(folder: Path, *arguments: object, **environment: str) -> Launcher:
     folder.mkdir(exist_ok=True)
     env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | environment
-    process = subprocess.Popen([sys.executable, "-m", "shardwright", "run", *map(str, arguments)], cwd=folder, env=env,
-                               text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                               preexec_fn=_hears_ctrl_c)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shardwright", "run", *map(str, arguments)],
+        cwd=folder,
+        env=env,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        preexec_fn=_hears_ctrl_c,
+    )
     return Launcher(process, folder)
 
 
@@ -112,6 +119,7 @@ def free_port() -> int:
 
 # Runs that end well.
 
+
 def test_every_worker_has_its_log_its_rank_and_its_arguments(tmp_path):
     arguments = ["--lr", "3", "--worker_num=9", "--", "-h", "${local_rank} $$"]
     ended = run(tmp_path, "--worker_num=3", "--threads=2", WORKER, "say", *arguments)
@@ -127,8 +135,14 @@ def test_every_worker_has_its_log_its_rank_and_its_arguments(tmp_path):
         assert facts["path"] == str(SCRIPTS)
         port = facts["env"].pop("MASTER_PORT")
         assert int(port) > 0 and port == ended.facts(0)["env"]["MASTER_PORT"]
-        assert facts["env"] == {"RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "3",
-                                "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "2"}
+        assert facts["env"] == {
+            "RANK": str(rank),
+            "WORLD_SIZE": "3",
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": "3",
+            "MASTER_ADDR": "127.0.0.1",
+            "OMP_NUM_THREADS": "2",
+        }
         # Both streams, in the order of writing, and nothing else.
         assert ended.log(rank).splitlines()[1:] == ["to the error stream", "to the output stream"]
     assert ended.files == ["scheduler.log", "worker_0.log", "worker_1.log", "worker_2.log"]
@@ -138,8 +152,9 @@ def test_every_worker_has_its_log_its_rank_and_its_arguments(tmp_path):
 
 @pytest.mark.long
 def test_workers_form_a_process_group_at_the_port_given(tmp_path):
-    ended = run(tmp_path, "--local_worker_num=2", f"--master_port={free_port()}", "--join=true",
-                SCRIPTS / "all_reduce.py")
+    ended = run(
+        tmp_path, "--local_worker_num=2", f"--master_port={free_port()}", "--join=true", SCRIPTS / "all_reduce.py"
+    )
     assert ended.code == 0, ended.out + ended.log(0)
     for rank in range(2):
         assert f"rank {rank} of 2: 3.0" in ended.log(rank)
@@ -149,8 +164,9 @@ def test_the_terminal_has_a_live_line(tmp_path):
     """With a terminal there is one line that is drawn again and again, and no trace of it at the end."""
     leader, follower = pty.openpty()
     command = [sys.executable, "-m", "shardwright", "run", "--worker_num=2", WORKER, "say"]
-    process = subprocess.Popen(command, cwd=tmp_path, env=os.environ | {"TERM": "xterm", "COLUMNS": "200"},
-                               stdout=follower, stderr=follower)
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=os.environ | {"TERM": "xterm", "COLUMNS": "200"}, stdout=follower, stderr=follower
+    )
     os.close(follower)
     shown = b""
     try:
@@ -245,6 +261,7 @@ def test_a_second_ctrl_c_does_not_wait_for_stubborn_workers(tmp_path):
 
 # Several nodes, here on one machine.
 
+
 @pytest.mark.long
 def test_nodes_meet_and_a_failure_on_one_ends_the_other(tmp_path):
     common = ["--worker_num=2", "--local_worker_num=1", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
@@ -261,6 +278,7 @@ def test_nodes_meet_and_a_failure_on_one_ends_the_other(tmp_path):
 
 # Without waiting, and without workers.
 
+
 @pytest.mark.long
 def test_join_false_leaves_the_run_in_the_background(tmp_path):
     ended = run(tmp_path, "--worker_num=2", "--join=False", "--log_dir=logs", WORKER, "fail", 0, "exit")
@@ -272,8 +290,10 @@ def test_join_false_leaves_the_run_in_the_background(tmp_path):
     assert "to the output stream" in (tmp_path / "logs" / "worker_1.log").read_text()
     # Nobody here is its parent; whoever is may leave it a zombie for a while.
     status = Path(f"/proc/{pid}/stat")
-    wait_until(lambda: not alive(pid) or status.exists() and status.read_text().rpartition(")")[2].split()[0] == "Z",
-               "the launcher's end")
+    wait_until(
+        lambda: not alive(pid) or status.exists() and status.read_text().rpartition(")")[2].split()[0] == "Z",
+        "the launcher's end",
+    )
 
 
 def test_devices_runs_the_script_in_the_launcher_itself(tmp_path):
@@ -281,35 +301,43 @@ def test_devices_runs_the_script_in_the_launcher_itself(tmp_path):
     ended = launcher.end()
     lines = ended.out.splitlines()
     facts = json.loads(next(line for line in lines if line.startswith("{")))
-    assert facts == {"pid": launcher.process.pid, "argv": [WORKER, "fail", "0", "raise", "--devices=4"],
-                     "path": str(SCRIPTS), "env": {"SHARDWRIGHT_DEVICES": "8"}}
+    assert facts == {
+        "pid": launcher.process.pid,
+        "argv": [WORKER, "fail", "0", "raise", "--devices=4"],
+        "path": str(SCRIPTS),
+        "env": {"SHARDWRIGHT_DEVICES": "8"},
+    }
     assert ended.code == 1 and lines[-1] == "ValueError: the worker's [own] error"
     assert not (tmp_path / "log_output").exists()
 
 
 # Mistakes. They are found before torch is needed, so they are made in this process.
 
-@pytest.mark.parametrize("arguments, message", [
-    ([], "the following arguments are required: script"),
-    (["--worker_num=2"], "the following arguments are required: script"),
-    (["--worker_num=2", "nowhere.py"], "script nowhere.py is not found"),
-    (["--worker_num=2", "."], "script . is not a file"),
-    (["--worker_num=0", WORKER], "argument --worker_num: '0' is not a number from 1"),
-    (["--local_worker_num=-1", WORKER], "argument --local_worker_num: '-1' is not a number from 1"),
-    (["--worker_num=two", WORKER], "argument --worker_num: 'two' is not a number from 1"),
-    (["--devices=0", WORKER], "argument --devices: '0' is not a number from 1"),
-    (["--worker_num=2", "--master_port=65536", WORKER], "argument --master_port: '65536' is not a port"),
-    (["--worker_num=2", "--join=maybe", WORKER], "argument --join: 'maybe' is neither True nor False"),
-    (["--worker_num=2", "--lr=3", WORKER], "unrecognized arguments: --lr=3"),
-    (["--worker=2", WORKER], "unrecognized arguments: --worker=2"),
-    ([WORKER], "say how many workers to start"),
-    (["--devices=8", "--worker_num=2", WORKER], "--worker_num is for workers"),
-    (["--worker_num=3", "--local_worker_num=2", WORKER], "--worker_num=3 is not a whole number of nodes"),
-    (["--worker_num=1", "--local_worker_num=2", WORKER], "--worker_num=1 is not a whole number of nodes"),
-    (["--worker_num=4", "--local_worker_num=2", WORKER], "make 2 nodes: each needs the --master_addr"),
-    (["--worker_num=2", "--node_rank=1", WORKER], "--node_rank=1 does not exist"),
-    (["--worker_num=2", f"--log_dir={WORKER}", WORKER], "is a file"),
-])
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "the following arguments are required: script"),
+        (["--worker_num=2"], "the following arguments are required: script"),
+        (["--worker_num=2", "nowhere.py"], "script nowhere.py is not found"),
+        (["--worker_num=2", "."], "script . is not a file"),
+        (["--worker_num=0", WORKER], "argument --worker_num: '0' is not a number from 1"),
+        (["--local_worker_num=-1", WORKER], "argument --local_worker_num: '-1' is not a number from 1"),
+        (["--worker_num=two", WORKER], "argument --worker_num: 'two' is not a number from 1"),
+        (["--devices=0", WORKER], "argument --devices: '0' is not a number from 1"),
+        (["--worker_num=2", "--master_port=65536", WORKER], "argument --master_port: '65536' is not a port"),
+        (["--worker_num=2", "--join=maybe", WORKER], "argument --join: 'maybe' is neither True nor False"),
+        (["--worker_num=2", "--lr=3", WORKER], "unrecognized arguments: --lr=3"),
+        (["--worker=2", WORKER], "unrecognized arguments: --worker=2"),
+        ([WORKER], "say how many workers to start"),
+        (["--devices=8", "--worker_num=2", WORKER], "--worker_num is for workers"),
+        (["--worker_num=3", "--local_worker_num=2", WORKER], "--worker_num=3 is not a whole number of nodes"),
+        (["--worker_num=1", "--local_worker_num=2", WORKER], "--worker_num=1 is not a whole number of nodes"),
+        (["--worker_num=4", "--local_worker_num=2", WORKER], "make 2 nodes: each needs the --master_addr"),
+        (["--worker_num=2", "--node_rank=1", WORKER], "--node_rank=1 does not exist"),
+        (["--worker_num=2", f"--log_dir={WORKER}", WORKER], "is a file"),
+    ],
+)
 def test_a_mistake_is_one_line_and_exit_code_two(arguments, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as exit:

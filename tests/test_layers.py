@@ -1,4 +1,5 @@
-"""The layers of the package (`[tool.importlinter]` in pyproject.toml), and what else holds for every file of its tree."""
+"""The layers of the package (`[tool.importlinter]` in pyproject.toml), and what else holds for every file of its
+tree."""
 
 from __future__ import annotations
 
@@ -16,11 +17,27 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "shardwright"
 FILES = sorted(PACKAGE.rglob("*.py"))
 #: Where `torch.distributed` may be imported: what runs on ranks, and what starts, joins or stores for them.
-ON_RANKS = ("runtime/", "checkpoint/", "launch/", "integrations/", "parallel/", "cli/", "process.py", "ops.py", "torch_private.py",
-            "pipeline/schedules.py")  # takes the orders of torch's own schedules; needs no process group
+ON_RANKS = (
+    "runtime/",
+    "checkpoint/",
+    "launch/",
+    "integrations/",
+    "parallel/",
+    "cli/",
+    "process.py",
+    "ops.py",
+    "torch_private.py",
+    "pipeline/schedules.py",
+)  # takes the orders of torch's own schedules; needs no process group
 #: Files that read or set variables of the environment. `launch.environment` says what they mean.
-OF_ENVIRONMENT = {"launch/run.py", "launch/agent.py", "process.py", "cli/script.py", "runtime/distributed/shared_memory.py",
-                  "runtime/freed.py"}
+OF_ENVIRONMENT = {
+    "launch/run.py",
+    "launch/agent.py",
+    "process.py",
+    "cli/script.py",
+    "runtime/distributed/shared_memory.py",
+    "runtime/freed.py",
+}
 
 
 def tree_of(path: Path) -> ast.Module:
@@ -56,22 +73,31 @@ def test_an_import_upwards_is_found(tmp_path, monkeypatch, capsys):
     (package / "low.py").write_text("def late():\n    from . import high\n")
     (tmp_path / "contract.toml").write_text(
         '[tool.importlinter]\nroot_package = "upside"\n[[tool.importlinter.contracts]]\nname = "layers"\ntype = "layers"\n'
-        'containers = ["upside"]\nlayers = ["high", "low"]\n')
+        'containers = ["upside"]\nlayers = ["high", "low"]\n'
+    )
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     assert not contract_holds(tmp_path / "contract.toml")
     assert "upside.low -> upside.high" in capsys.readouterr().out
 
 
 def test_planning_does_not_know_torch_distributed():
-    found = {str(path.relative_to(PACKAGE)): sorted(names) for path in FILES
-             if not str(path.relative_to(PACKAGE)).startswith(ON_RANKS)
-             and (names := {name for name in imported(path) if name.startswith("torch.distributed")})}
+    found = {
+        str(path.relative_to(PACKAGE)): sorted(names)
+        for path in FILES
+        if not str(path.relative_to(PACKAGE)).startswith(ON_RANKS)
+        and (names := {name for name in imported(path) if name.startswith("torch.distributed")})
+    }
     assert found == {}
 
 
 def test_variables_of_the_environment_are_read_in_few_files():
-    found = {str(path.relative_to(PACKAGE)) for path in FILES
-             if any(isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv") for node in ast.walk(tree_of(path)))}
+    found = {
+        str(path.relative_to(PACKAGE))
+        for path in FILES
+        if any(
+            isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv") for node in ast.walk(tree_of(path))
+        )
+    }
     assert found == OF_ENVIRONMENT
 
 
@@ -91,8 +117,12 @@ def test_base_names_stand_once():
 
 
 def test_public_classes_have_one_meaning_each():
-    names = Counter(node.name for path in FILES for node in tree_of(path).body
-                    if isinstance(node, ast.ClassDef) and not node.name.startswith("_"))
+    names = Counter(
+        node.name
+        for path in FILES
+        for node in tree_of(path).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
     assert {name for name, count in names.items() if count > 1} == set()
 
 
@@ -100,5 +130,8 @@ def test_public_classes_have_one_meaning_each():
 def test_a_folder_says_what_its_files_hold(folder):
     """The docstring of the folder names each of its modules."""
     doc = ast.get_docstring(tree_of(folder / "__init__.py")) or ""
-    assert [path.stem for path in sorted(folder.glob("*.py"))
-            if path.stem != "__init__" and not re.search(rf"\b{path.stem}\b", doc)] == []
+    assert [
+        path.stem
+        for path in sorted(folder.glob("*.py"))
+        if path.stem != "__init__" and not re.search(rf"\b{path.stem}\b", doc)
+    ] == []

@@ -22,8 +22,9 @@ from shardwright.solver.problem import MemoryUsage, Problem
 from shardwright.solver.solve import solve_limited
 
 
-def layered(seed: int, layers: int = 6, width: int = 4, states: int = 4, tight: float = 1.2,
-            skip: float = 0.2) -> Problem:
+def layered(
+    seed: int, layers: int = 6, width: int = 4, states: int = 4, tight: float = 1.2, skip: float = 0.2
+) -> Problem:
     """A layered graph: each node reads some of the last layer and, at times, of an earlier one. A costly state holds
     little memory. The limit is so many times the least that is held at the fullest moment."""
     rng = np.random.default_rng(seed)
@@ -40,22 +41,26 @@ def layered(seed: int, layers: int = 6, width: int = 4, states: int = 4, tight: 
     for layer, row in enumerate(nodes[1:], start=1):
         for v in row:
             for u in {int(rng.choice(nodes[layer - 1])), int(rng.choice(nodes[layer - 1]))} | (
-                    {int(rng.choice(nodes[int(rng.integers(0, layer))]))} if rng.random() < skip else set()):
+                {int(rng.choice(nodes[int(rng.integers(0, layer))]))} if rng.random() < skip else set()
+            ):
                 table = rng.integers(0, 60, (len(costs[u]), len(costs[v]))).astype(float)
                 table[rng.random(table.shape) < 0.1] = np.inf
                 table[0, 0] = 60.0  # and so something is always allowed
                 table[-1, -1] = 60.0
                 edges[u, v] = table
-    least = max(sum(float(usages[n].amount.min()) for n in living)
-                for living in moments(Problem(tuple(costs), edges, usages=tuple(usages))))
+    least = max(
+        sum(float(usages[n].amount.min()) for n in living)
+        for living in moments(Problem(tuple(costs), edges, usages=tuple(usages)))
+    )
     return Problem(tuple(costs), edges, usages=tuple(usages), limit=float(np.floor(tight * least)))
 
 
 def peak(problem: Problem, states) -> float:
     """The most that is held at any moment, counted directly."""
     moments = {use.start for use in problem.usages}
-    return max(sum(float(use.amount[states[use.node]]) for use in problem.usages if use.start <= t < use.stop)
-               for t in moments)
+    return max(
+        sum(float(use.amount[states[use.node]]) for use in problem.usages if use.start <= t < use.stop) for t in moments
+    )
 
 
 def oracle(problem: Problem):
@@ -78,8 +83,12 @@ def both(problem: Problem):
 
 
 @settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 10**6), layers=st.integers(2, 7), width=st.integers(1, 5),
-       tight=st.sampled_from([1.0, 1.1, 1.3, 2.0]))
+@given(
+    seed=st.integers(0, 10**6),
+    layers=st.integers(2, 7),
+    width=st.integers(1, 5),
+    tight=st.sampled_from([1.0, 1.1, 1.3, 2.0]),
+)
 def test_equals_highs_on_layered_graphs(seed, layers, width, tight):
     problem = layered(seed, layers, width, tight=tight)
     answers = both(problem)
@@ -104,13 +113,17 @@ def test_binding_moments_say_the_same_as_all(seed, tight, draw):
     used = rows.used([*states, 0])
     assert (used.max() <= problem.limit) == kept
     for row, t in enumerate(times):
-        assert used[row] == pytest.approx(sum(float(use.amount[states[use.node]]) for use in problem.usages
-                                              if use.start <= t < use.stop))
+        assert used[row] == pytest.approx(
+            sum(float(use.amount[states[use.node]]) for use in problem.usages if use.start <= t < use.stop)
+        )
 
 
 def test_moments_that_cannot_be_broken_are_no_rows():
-    usages = (MemoryUsage(0, 0, 3, np.array([4.0, 1.0])), MemoryUsage(1, 2, 5, np.array([4.0, 1.0])),
-              MemoryUsage(1, 5, 9, np.array([7.0, 7.0])))
+    usages = (
+        MemoryUsage(0, 0, 3, np.array([4.0, 1.0])),
+        MemoryUsage(1, 2, 5, np.array([4.0, 1.0])),
+        MemoryUsage(1, 5, 9, np.array([7.0, 7.0])),
+    )
     problem = Problem((np.array([0.0, 3.0]), np.array([0.0, 5.0])), {(0, 1): np.zeros((2, 2))}, usages=usages, limit=7)
     bound, times = binding(problem)
     assert times.tolist() == [2]
@@ -120,8 +133,13 @@ def test_moments_that_cannot_be_broken_are_no_rows():
 
 
 def test_a_limit_of_nothing():
-    problem = Problem((np.array([0.0, 3.0]), np.array([0.0, 5.0])), {(0, 1): np.zeros((2, 2))}, (),
-                      (MemoryUsage(0, 0, 3, np.array([4.0, 0.0])),), 0.0)
+    problem = Problem(
+        (np.array([0.0, 3.0]), np.array([0.0, 5.0])),
+        {(0, 1): np.zeros((2, 2))},
+        (),
+        (MemoryUsage(0, 0, 3, np.array([4.0, 0.0])),),
+        0.0,
+    )
     assert solve_limited(problem, seconds=5).states == (1, 0)
 
 
@@ -224,8 +242,9 @@ def answer(problem: Problem) -> tuple:
 
 def test_a_limit_that_one_moment_cannot_meet_names_it_and_the_least_limit():
     usages = (MemoryUsage(0, 0, 3, np.array([40.0, 10.0])), MemoryUsage(1, 2, 5, np.array([40.0, 20.0])))
-    problem = Problem((np.array([0.0, 3.0]), np.array([0.0, 5.0])), {(0, 1): np.zeros((2, 2))}, ("one", "other"),
-                      usages, 29.0)
+    problem = Problem(
+        (np.array([0.0, 3.0]), np.array([0.0, 5.0])), {(0, 1): np.zeros((2, 2))}, ("one", "other"), usages, 29.0
+    )
     with pytest.raises(InfeasibleMemoryError, match="limit of 29.*moment 2 .*other") as caught:
         solve_limited(problem, seconds=5)
     assert caught.value.moments == (2,) and caught.value.enough == caught.value.least == 30
@@ -244,8 +263,9 @@ def test_moments_that_cannot_be_met_together():
 
 
 def test_forbidden_whatever_the_memory_is_no_matter_of_memory():
-    problem = Problem((np.zeros(1), np.zeros(1)), {(0, 1): np.full((1, 1), np.inf)}, (),
-                      (MemoryUsage(0, 0, 1, np.array([5.0])),), 3.0)
+    problem = Problem(
+        (np.zeros(1), np.zeros(1)), {(0, 1): np.full((1, 1), np.inf)}, (), (MemoryUsage(0, 0, 1, np.array([5.0])),), 3.0
+    )
     with pytest.raises(PlanError) as caught:
         solve_limited(problem, seconds=5)
     assert not isinstance(caught.value, InfeasibleMemoryError)
@@ -254,7 +274,8 @@ def test_forbidden_whatever_the_memory_is_no_matter_of_memory():
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 10**6))
 def test_the_least_memory_of_a_large_problem_lies_between_its_two_ends(seed):
-    """Neither HiGHS nor elimination is asked about the whole: sweeps bound it, a part of its states is what holds little."""
+    """Neither HiGHS nor elimination is asked about the whole: sweeps bound it, a part of its states is what holds
+    little."""
     problem = layered(seed, 5, 4)
     truth = least_memory(problem).least
     with pytest.MonkeyPatch.context() as patch:

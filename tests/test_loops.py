@@ -88,8 +88,10 @@ def parallel(made, devices=DEVICES, **settings):
 
 
 def close(got, expected, tolerance=1e-12):
-    assert len(got) == len(expected) and all(abs(a - b) <= tolerance * max(1, abs(b)) for a, b in zip(got, expected)), \
-        (got, expected)
+    assert len(got) == len(expected) and all(abs(a - b) <= tolerance * max(1, abs(b)) for a, b in zip(got, expected)), (
+        got,
+        expected,
+    )
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -126,15 +128,28 @@ def test_optimizers_on_slices():
             close(losses, expected[optimizer])
 
 
-@pytest.mark.parametrize("schedule", [
-    lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.5, total_steps=4),
-    lambda o: torch.optim.lr_scheduler.SequentialLR(o, [torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=2),
-                                                        torch.optim.lr_scheduler.CosineAnnealingLR(o, 4)], [2]),
-    lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 0.5 ** step)], ids=["cycle", "sequence", "lambda"])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.5, total_steps=4),
+        lambda o: torch.optim.lr_scheduler.SequentialLR(
+            o,
+            [
+                torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=2),
+                torch.optim.lr_scheduler.CosineAnnealingLR(o, 4),
+            ],
+            [2],
+        ),
+        lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 0.5**step),
+    ],
+    ids=["cycle", "sequence", "lambda"],
+)
 def test_schedulers(schedule):
     plain, model = net(), parallel(net())
-    close(train(model, list(model.parameters()), "SGD", schedule=schedule),
-          train(alone(plain), list(plain.parameters()), "SGD", schedule=schedule))
+    close(
+        train(model, list(model.parameters()), "SGD", schedule=schedule),
+        train(alone(plain), list(plain.parameters()), "SGD", schedule=schedule),
+    )
 
 
 def accumulated(model, parameters, dtype=torch.float64):
@@ -159,7 +174,10 @@ def test_accumulated_gradients():
 
 def scaled(model, parameters, poison=()):
     """With a scaler of losses; the steps whose numbers are in `poison` have an infinite loss, and are left out."""
-    optimizer, scaler = torch.optim.SGD(parameters, lr=0.1), torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    optimizer, scaler = (
+        torch.optim.SGD(parameters, lr=0.1),
+        torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2),
+    )
     losses = []
     for i, (x, y) in enumerate(batches(6)):
         loss = model(x, y)
@@ -176,7 +194,10 @@ def scaled(model, parameters, poison=()):
 @pytest.mark.parametrize("poison", [(), (2,)], ids=["finite", "an infinite gradient"])
 def test_scaled_losses(poison):
     plain, model = net(), parallel(net())
-    got, expected = scaled(model, list(model.parameters()), poison), scaled(alone(plain), list(plain.parameters()), poison)
+    got, expected = (
+        scaled(model, list(model.parameters()), poison),
+        scaled(alone(plain), list(plain.parameters()), poison),
+    )
     close(got[0], expected[0])
     assert got[1] == expected[1]
 
@@ -230,7 +251,9 @@ def test_autocast_outside(within):
         def loss(x, y):
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 return run(x, y)
+
         return loss
+
     whole = train(model, list(model.parameters()), "SGD", dtype=torch.float32)
     model = parallel(net(torch.float32))
     got = train(cast(model), list(model.parameters()), "SGD", dtype=torch.float32)
@@ -267,7 +290,9 @@ def test_compiled_on_slices():
 def test_compiled_on_one_device():
     plain = net()
     model = sw.AutoParallel(net(), nn.CrossEntropyLoss(), "stand_alone", compile=True)
-    close(train(model, list(model.parameters()), "AdamW"), train(alone(plain), list(plain.parameters()), "AdamW"), 1e-10)
+    close(
+        train(model, list(model.parameters()), "AdamW"), train(alone(plain), list(plain.parameters()), "AdamW"), 1e-10
+    )
     assert len(model.plan.operators) > 3
 
 

@@ -28,6 +28,7 @@ def product(*marks, **named) -> Apply:
 
 # -- one device --------------------------------------------------------------------------------------------------------
 
+
 def test_a_mark_does_nothing_on_one_device() -> None:
     operator = sw.shard(torch.matmul, ((2, 4), (4, 1)))
     assert isinstance(operator, sw.Operator) and operator.in_strategy == ((2, 4), (4, 1))
@@ -66,20 +67,24 @@ def test_marked_models_can_be_copied_and_pickled() -> None:
 A_MATRIX = (L("dp", "mp"), L("mp", "sp"))
 
 
-@pytest.mark.parametrize(("marks", "first", "weight"), [
-    ((((2, 4), (4, 1)),), (2, 4), (4, 1)),
-    ((([2, 4], [4, 1]),), (2, 4), (4, 1)),
-    (([(2, 4), (4, 1)],), (2, 4), (4, 1)),
-    ((A_MATRIX,), (2, 2), (2, 2)),
-    (((L("dp", "mp"), (2, 2)),), (2, 2), (2, 2)),
-    ((((2, 2), L("mp", "sp")),), (2, 2), (2, 2)),
-    ((((2, 2), (2, 2)), ((4, 2),)), (2, 2), (2, 2)),
-    ((((2, 2), (2, 2)), (L(("sp", "dp"), "mp"),)), (2, 2), (2, 2)),
-    ((A_MATRIX, ((1, 8),)), (2, 2), (2, 2)),
-    ((A_MATRIX, (L("None", ("mp", "sp", "dp")),)), (2, 2), (2, 2)),
-    ((None, ((1, 8),)), (8, 1), (1, 1)),
-    ((None, (L("None", "mp"),)), (8, 1), (1, 1)),
-], ids=str)
+@pytest.mark.parametrize(
+    ("marks", "first", "weight"),
+    [
+        ((((2, 4), (4, 1)),), (2, 4), (4, 1)),
+        ((([2, 4], [4, 1]),), (2, 4), (4, 1)),
+        (([(2, 4), (4, 1)],), (2, 4), (4, 1)),
+        ((A_MATRIX,), (2, 2), (2, 2)),
+        (((L("dp", "mp"), (2, 2)),), (2, 2), (2, 2)),
+        ((((2, 2), L("mp", "sp")),), (2, 2), (2, 2)),
+        ((((2, 2), (2, 2)), ((4, 2),)), (2, 2), (2, 2)),
+        ((((2, 2), (2, 2)), (L(("sp", "dp"), "mp"),)), (2, 2), (2, 2)),
+        ((A_MATRIX, ((1, 8),)), (2, 2), (2, 2)),
+        ((A_MATRIX, (L("None", ("mp", "sp", "dp")),)), (2, 2), (2, 2)),
+        ((None, ((1, 8),)), (8, 1), (1, 1)),
+        ((None, (L("None", "mp"),)), (8, 1), (1, 1)),
+    ],
+    ids=str,
+)
 def test_strategies_of_a_product(marks, first, weight) -> None:
     net = product(*marks)
     operator = planned(net).operator("op")
@@ -108,6 +113,7 @@ def test_a_tuple_lays_out_as_the_contract_says() -> None:
 
 # -- modules that are one operator -------------------------------------------------------------------------------------
 
+
 class Modules(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -124,9 +130,12 @@ class Modules(nn.Module):
 def test_modules() -> None:
     plan = planned(Modules(), X, T)
     assert {o.name: (o.op, o.in_strategy, o.cause) for o in plan.operators} == {
-        "linear": ("linear", ((2, 2), (2, 2), (2,)), "mark"), "relu": ("relu", ((2, 2),), "mark"),
-        "plain": ("linear", ((2, 4), (1, 4)), "mark"), "softmax": ("softmax", ((2, 4),), "mark"),
-        "loss": ("cross_entropy_loss", ((4, 1), (4,)), "mark")}
+        "linear": ("linear", ((2, 2), (2, 2), (2,)), "mark"),
+        "relu": ("relu", ((2, 2),), "mark"),
+        "plain": ("linear", ((2, 4), (1, 4)), "mark"),
+        "softmax": ("softmax", ((2, 4),), "mark"),
+        "loss": ("cross_entropy_loss", ((4, 1), (4,)), "mark"),
+    }
     assert plan.parameters["linear.weight"].layout.cuts == (2, 2) and plan.parameters["linear.bias"].layout.cuts == (2,)
     assert plan.operator("linear").out_strategy == ((8, 1),)
     assert_as_one_device(Modules(), (X, T), (X, T))
@@ -150,6 +159,7 @@ def test_a_marked_loss_function_and_a_marked_model() -> None:
 
 
 # -- where marks may stand ---------------------------------------------------------------------------------------------
+
 
 class Block(nn.Module):
     def __init__(self) -> None:
@@ -182,9 +192,14 @@ class Nested(nn.Module):
 
 def test_marks_in_lists_dicts_and_nested_modules() -> None:
     plan = planned(Nested())
-    expected = {"block.matmul1": ((4, 2), (2, 1)), "blocks.0.matmul1": ((4, 2), (2, 1)),
-                "blocks.1.matmul1": ((1, 8), (8, 1)), "block.steps.0": ((8, 1),), "block.by_name.scale": ((2, 1), ()),
-                "layers.1": ((2, 2),)}
+    expected = {
+        "block.matmul1": ((4, 2), (2, 1)),
+        "blocks.0.matmul1": ((4, 2), (2, 1)),
+        "blocks.1.matmul1": ((1, 8), (8, 1)),
+        "block.steps.0": ((8, 1),),
+        "block.by_name.scale": ((2, 1), ()),
+        "layers.1": ((2, 2),),
+    }
     for name, strategy in expected.items():
         operator = plan.operator(name)
         assert operator.in_strategy == strategy and operator.cause == "mark", name
@@ -196,10 +211,11 @@ def test_marks_in_lists_dicts_and_nested_modules() -> None:
 
 def test_an_operator_called_twice() -> None:
     def f(m, x):
-        first = torch.relu(x @ m.w)          # unmarked ones of the same kind before, between and after
+        first = torch.relu(x @ m.w)  # unmarked ones of the same kind before, between and after
         second = m.relu(first - 0.1)
         third = m.relu(second.mT)
         return torch.relu(third - 0.2) + m.other(third)
+
     net = Apply(f, relu=sw.shard(torch.relu, ((1, 8),)), other=sw.shard(torch.relu, ((8, 1),)))
     plan = planned(net)
     names = [o.name for o in plan.operators]
@@ -219,13 +235,18 @@ def test_marks_that_nothing_holds() -> None:
 
 # -- the order of a strategy -------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize(("function", "call", "marks"), [
-    (torch.matmul, lambda m, x: m.op(x, m.w), ((2, 4), (4, 1))),
-    (torch.matmul, lambda m, x: m.op(other=m.w, input=x), ((4, 1), (2, 4))),
-    (lambda a, b: torch.matmul(b, a), lambda m, x: m.op(m.w, x), ((4, 1), (2, 4))),
-    (lambda pair: torch.matmul(pair[0], pair[1]), lambda m, x: m.op((x, m.w)), ((2, 4), (4, 1))),
-    (lambda number, a, b: torch.matmul(a, b), lambda m, x: m.op(3, x, m.w), ((2, 4), (4, 1))),
-], ids=["plain", "named", "swapped", "nested", "numbers"])
+
+@pytest.mark.parametrize(
+    ("function", "call", "marks"),
+    [
+        (torch.matmul, lambda m, x: m.op(x, m.w), ((2, 4), (4, 1))),
+        (torch.matmul, lambda m, x: m.op(other=m.w, input=x), ((4, 1), (2, 4))),
+        (lambda a, b: torch.matmul(b, a), lambda m, x: m.op(m.w, x), ((4, 1), (2, 4))),
+        (lambda pair: torch.matmul(pair[0], pair[1]), lambda m, x: m.op((x, m.w)), ((2, 4), (4, 1))),
+        (lambda number, a, b: torch.matmul(a, b), lambda m, x: m.op(3, x, m.w), ((2, 4), (4, 1))),
+    ],
+    ids=["plain", "named", "swapped", "nested", "numbers"],
+)
 def test_entries_stand_in_the_order_of_the_call(function, call, marks) -> None:
     plan = planned(Apply(call, op=sw.shard(function, marks)))
     assert plan.operators[0].in_strategy == ((2, 4), (4, 1))
@@ -236,12 +257,18 @@ def test_one_tensor_in_two_places() -> None:
     def f(m, x):
         y = x @ m.w
         return m.mul(y, y), m.gram(y, y.mT), m.square(y[:8], y[:8])
-    net = Apply(f, mul=sw.shard(torch.mul, ((2, 4), (2, 4))), gram=sw.shard(torch.matmul, ((2, 4), (4, 1))),
-                square=sw.shard(torch.matmul, ((2, 2), (2, 2))))
+
+    net = Apply(
+        f,
+        mul=sw.shard(torch.mul, ((2, 4), (2, 4))),
+        gram=sw.shard(torch.matmul, ((2, 4), (4, 1))),
+        square=sw.shard(torch.matmul, ((2, 2), (2, 2))),
+    )
     assert_as_one_device(net, (X,), (X,))
 
 
 # -- before the first step ---------------------------------------------------------------------------------------------
+
 
 def test_the_last_mark_before_the_first_step_holds() -> None:
     net = Marked()
@@ -274,6 +301,7 @@ def test_data_parallel_does_not_heed_marks() -> None:
 
 # -- in-place operators, views, several outputs ------------------------------------------------------------------------
 
+
 def test_marks_on_operators_of_every_kind() -> None:
     def f(m, x):
         y = m.reshape(x @ m.w, (16, 2, 4))
@@ -283,11 +311,18 @@ def test_marks_on_operators_of_every_kind() -> None:
         y = m.add_(y, 1.5)
         top, places = m.max(y, 0)
         return m.sum(F.relu(y), 2), top, places, m.where(y > 0, y, torch.zeros((), dtype=D))
-    net = Apply(f, reshape=sw.shard(torch.reshape, ((2, 4),)), transpose=sw.shard(torch.transpose, ((2, 2, 2),)),
-                split=sw.shard(torch.split, ((2, 4, 1),), ((1, 8, 1), (2, 1, 2))),
-                cat=sw.shard(torch.cat, ((1, 4, 1),) * 3), add_=sw.shard(torch.Tensor.add_, ((2, 2, 2),)),
-                max=sw.shard(torch.max, ((1, 4, 2),)), sum=sw.shard(torch.sum, ((2, 1, 2),), ((2, 4),)),
-                where=sw.shard(torch.where, ((2, 4, 1), (2, 4, 1), ())))
+
+    net = Apply(
+        f,
+        reshape=sw.shard(torch.reshape, ((2, 4),)),
+        transpose=sw.shard(torch.transpose, ((2, 2, 2),)),
+        split=sw.shard(torch.split, ((2, 4, 1),), ((1, 8, 1), (2, 1, 2))),
+        cat=sw.shard(torch.cat, ((1, 4, 1),) * 3),
+        add_=sw.shard(torch.Tensor.add_, ((2, 2, 2),)),
+        max=sw.shard(torch.max, ((1, 4, 2),)),
+        sum=sw.shard(torch.sum, ((2, 1, 2),), ((2, 4),)),
+        where=sw.shard(torch.where, ((2, 4, 1), (2, 4, 1), ())),
+    )
     plan = planned(net)
     assert plan.operator("split").out_strategy == ((1, 8, 1), (2, 1, 2))
     assert plan.operator("sum").in_strategy == ((2, 1, 2),) and plan.operator("sum").out_strategy == ((2, 4),)

@@ -91,9 +91,22 @@ def planned(search: Search, held, states) -> Plan:
 
 # -- amounts --
 
-@pytest.mark.parametrize("given, expected", [
-    ("70GB", 70e9), ("64GiB", 2**36), (" 1.5 tb ", 1.5e12), ("512 MiB", 2**29), (12_000, 12_000), ("3e9", 3e9),
-    ("cluster", 80e9), (True, 80e9), (None, None), (False, None)])
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        ("70GB", 70e9),
+        ("64GiB", 2**36),
+        (" 1.5 tb ", 1.5e12),
+        ("512 MiB", 2**29),
+        (12_000, 12_000),
+        ("3e9", 3e9),
+        ("cluster", 80e9),
+        (True, 80e9),
+        (None, None),
+        (False, None),
+    ],
+)
 def test_amounts(given, expected) -> None:
     assert memory_of(given, Cluster.of("h100x8", 8)) == expected
 
@@ -105,7 +118,11 @@ def test_no_amount(given) -> None:
 
 
 def test_amounts_in_words_are_never_less() -> None:
-    assert format_bytes(999) == "999 bytes" and format_bytes(1_500_000_001) == "1.51 GB" and format_bytes(2e12) == "2.00 TB"
+    assert (
+        format_bytes(999) == "999 bytes"
+        and format_bytes(1_500_000_001) == "1.51 GB"
+        and format_bytes(2e12) == "2.00 TB"
+    )
 
 
 def test_optimizers() -> None:
@@ -117,19 +134,21 @@ def test_optimizers() -> None:
 
 # -- the walk --
 
+
 def test_a_step_by_hand() -> None:
     """Two weights 8x8, a batch of 4 x 8 (128 bytes a tensor): what is there at each moment, in bytes."""
     plan = sw.plan(mlp(8, 8, 8, act=nn.ReLU), (torch.randn(4, 8),), devices=1)
     walked, tensor, weight = timeline(plan), 128, 256
-    standing = tensor + 2 * weight * 4                    # the input; weights, gradients, two numbers of the optimizer
+    standing = tensor + 2 * weight * 4  # the input; weights, gradients, two numbers of the optimizer
     assert walked.moments == ("linear", "relu", "linear_1", "linear_1", "relu", "linear")
     assert [total - standing for total in walked.totals()] == [
-        tensor,        # the first product
-        2 * tensor,    # and what relu makes of it, which is saved twice and there once
-        2 * tensor,    # the output; the first product is gone
-        4 * tensor,    # the gradients of the output and of what it was made of
-        4 * tensor,    # of that and of the first product; relu's result is last needed
-        2 * tensor]    # the output, and the gradient of the first product
+        tensor,  # the first product
+        2 * tensor,  # and what relu makes of it, which is saved twice and there once
+        2 * tensor,  # the output; the first product is gone
+        4 * tensor,  # the gradients of the output and of what it was made of
+        4 * tensor,  # of that and of the first product; relu's result is last needed
+        2 * tensor,
+    ]  # the output, and the gradient of the first product
     assert walked.peak == standing + 4 * tensor == plan.peak
     assert plan.memory(0)["optimizer"] == 4 * weight
     assert timeline(plan, "sgd").peak == walked.peak - 4 * weight
@@ -158,8 +177,13 @@ def test_what_is_kept_is_what_autograd_packs() -> None:
 @pytest.mark.parametrize("level", ["level1", "level3"])
 def test_what_is_gathered_is_there_for_as_long_as_it_is_kept(level) -> None:
     net = mlp(64, 64, 64, 64)
-    plan = sw.plan(net, (torch.randn(16, 64),), devices=4, parallel_mode="data_parallel",
-                   hsdp={"threshold": 0, "optimizer_level": level})
+    plan = sw.plan(
+        net,
+        (torch.randn(16, 64),),
+        devices=4,
+        parallel_mode="data_parallel",
+        hsdp={"threshold": 0, "optimizer_level": level},
+    )
     walked, weight = timeline(plan), 64 * 64 * 4
     gathered = walked.totals(["gathered"])
     assert max(gathered) == (2 if level == "level1" else 1) * weight  # the first one's backward needs its input alone
@@ -172,23 +196,29 @@ def test_what_is_dropped_is_gone_and_comes_back() -> None:
     whole = sw.plan(net, (x,), devices=1)
     again = sw.plan(net, (x,), devices=1, recompute=lambda op: op.kind == "gelu" or None)
     tensor = 64 * 32 * 4
-    assert whole.timeline.totals(["activations"])[whole.timeline.forward] - \
-        again.timeline.totals(["activations"])[again.timeline.forward] == 2 * tensor
+    assert (
+        whole.timeline.totals(["activations"])[whole.timeline.forward]
+        - again.timeline.totals(["activations"])[again.timeline.forward]
+        == 2 * tensor
+    )
     assert max(again.timeline.totals(["recomputed"])) == tensor, "one after the other"
     assert again.peak < whole.peak
 
 
 # -- the estimate --
 
-#: How far the search's estimate may be below the walk: what is dropped may be made again from more than its reader's slice.
+#: How far the search's estimate may be below the walk: what is dropped may be made again from more than its reader's
+#: slice.
 BELOW = 0.1
 
 
 @pytest.fixture(scope="module")
 def problems():
     torch.manual_seed(0)
-    nets = {"mlp": (mlp(16, 32, 16, 8, act=nn.ReLU, bias=True), (torch.randn(64, 16),)),
-            "block": (Blocks(1), (torch.randn(4, 8, 16),))}
+    nets = {
+        "mlp": (mlp(16, 32, 16, 8, act=nn.ReLU, bias=True), (torch.randn(64, 16),)),
+        "block": (Blocks(1), (torch.randn(4, 8, 16),)),
+    }
     return {(name, devices): searched(net, args, devices) for name, (net, args) in nets.items() for devices in (2,)}
 
 
@@ -234,8 +264,9 @@ def test_what_is_sent_on_the_way_to_what_is_dropped_is_kept(block_of_four, seed)
     states = solve(replace(problem, costs=tuple(costs), usages=(), limit=None)).states
     plan = planned(search, held, states)
     assert held.recomputed(states) and plan.regions
-    estimated = sum(use.held(states) for use in problem.usages
-                    if use.what == "activations" and use.start <= count + 1 < use.stop)
+    estimated = sum(
+        use.held(states) for use in problem.usages if use.what == "activations" and use.start <= count + 1 < use.stop
+    )
     assert estimated >= plan.timeline.totals({"activations"})[plan.timeline.forward]
 
 
@@ -275,19 +306,30 @@ def test_the_estimate_is_the_program_where_nothing_is_converted(which, problems)
         options = held.energy.options[name]
         costs[node] = np.array([0.0 if o.assignment == fixed[name] and not o.open else np.inf for o in options])
     for node in held.kept.values():
-        costs[node] = np.array([1e9 * (s.how == "dropped") + (s.how == "kept") - 0.5 * (s.layout is not None)
-                                for s in held.states[_name(held, node)]])
+        costs[node] = np.array(
+            [
+                1e9 * (s.how == "dropped") + (s.how == "kept") - 0.5 * (s.layout is not None)
+                for s in held.states[_name(held, node)]
+            ]
+        )
     states = solve(replace(held.energy.problem, costs=tuple(costs), usages=(), limit=None)).states
     plan = planned(search, held, states)
     assert not plan.collectives(0) and not plan.regions
     assert held.peak(states) == pytest.approx(plan.peak, rel=0.03) and held.peak(states) >= plan.peak
 
-@pytest.mark.parametrize("act, loss, targets", [
-    (None, nn.CrossEntropyLoss(), torch.zeros(64, dtype=torch.int64)),
-    (nn.Softmax(-1), nn.MSELoss(), torch.zeros(64, 128)), (nn.LayerNorm(128), nn.MSELoss(), torch.zeros(64, 128))],
-    ids=["cross entropy", "softmax", "layer norm"])
+
+@pytest.mark.parametrize(
+    "act, loss, targets",
+    [
+        (None, nn.CrossEntropyLoss(), torch.zeros(64, dtype=torch.int64)),
+        (nn.Softmax(-1), nn.MSELoss(), torch.zeros(64, 128)),
+        (nn.LayerNorm(128), nn.MSELoss(), torch.zeros(64, 128)),
+    ],
+    ids=["cross entropy", "softmax", "layer norm"],
+)
 def test_the_estimate_of_each_strategy_is_the_program(act, loss, targets) -> None:
-    """Also of strategies that take several instructions: with what these make on the way, and what their backwards want."""
+    """Also of strategies that take several instructions: with what these make on the way, and what their backwards
+    want."""
     net = nn.Sequential(nn.Linear(16, 128, bias=False), *([act] if act is not None else []))
     search, held = searched(net, (torch.zeros(64, 16), targets), 4, loss)
     problem, several = held.energy.problem, 0
@@ -314,6 +356,7 @@ def _name(held, node: int) -> str:
 
 # -- plans within a limit --
 
+
 def plan_of(net, args, devices: int, **options) -> Plan:
     return sw.plan(net, args, devices=devices, parallel_mode="dynamic_programming", **options)
 
@@ -332,8 +375,9 @@ def test_parameters_are_cut_where_only_that_fits() -> None:
     assert plan.peak <= 0.7 * free.peak and plan.hsdp is not None and not plan.regions
     cut = [p for p in plan.parameters.values() if p.storage != p.layout]
     assert 0 < len(cut) < 3, "no more than is needed"
-    assert plan.cost > free.cost and [d.assignment for d in plan.decisions.values()] == \
-        [d.assignment for d in free.decisions.values()]
+    assert plan.cost > free.cost and [d.assignment for d in plan.decisions.values()] == [
+        d.assignment for d in free.decisions.values()
+    ]
     least = plan_of(net, args, 4, memory=0.5 * free.peak, **given)
     assert len([p for p in least.parameters.values() if p.storage != p.layout]) == 3
 

@@ -35,7 +35,9 @@ def classes(*shape: int, count: int = 5, ignored: float = 0.0) -> Tensor:
     return drawn.masked_fill(torch.rand(shape, generator=generator) < ignored, -100)
 
 
-def micro_of(net: nn.Module, args: tuple, count: int, kwargs: dict[str, Any] | None = None, **options: Any) -> MicrobatchPlan:
+def micro_of(
+    net: nn.Module, args: tuple, count: int, kwargs: dict[str, Any] | None = None, **options: Any
+) -> MicrobatchPlan:
     graph, *wide = [capture(net, *call) for call in micro_calls(args, kwargs, count)]
     return split(graph, count, *wide, **options)
 
@@ -53,17 +55,29 @@ def ran(graph: Graph, values: dict[str, Tensor]) -> dict[str, Tensor]:
 def slices(args: tuple, kwargs: dict[str, Any] | None, count: int, parts: int) -> list[list[Tensor]]:
     """The tensors that each micro-batch gets: a piece of each part of the batch."""
     tensors = [x for x in pytree.tree_leaves((args, kwargs or {})) if isinstance(x, Tensor)]
-    return [[torch.cat([p.chunk(count)[k] for p in x.chunk(parts)]) if cut else x
-             for x, cut in zip(tensors, is_split(args, kwargs))] for k in range(count)]
+    return [
+        [
+            torch.cat([p.chunk(count)[k] for p in x.chunk(parts)]) if cut else x
+            for x, cut in zip(tensors, is_split(args, kwargs))
+        ]
+        for k in range(count)
+    ]
 
 
-def in_micro_batches(net: nn.Module, micro: MicrobatchPlan, args: tuple, count: int, kwargs: dict[str, Any] | None = None,
-                     parts: int = 1, seeds: list[Tensor] | None = None) -> tuple[list[Any], dict[str, Tensor]]:
+def in_micro_batches(
+    net: nn.Module,
+    micro: MicrobatchPlan,
+    args: tuple,
+    count: int,
+    kwargs: dict[str, Any] | None = None,
+    parts: int = 1,
+    seeds: list[Tensor] | None = None,
+) -> tuple[list[Any], dict[str, Tensor]]:
     """The outputs of the whole batch and the buffers after it, run as the notation of `micro` says."""
     state = {v.name: dict(net.named_parameters())[n] for n, v in micro.graph.parameters.items()}
     state |= {v.name: dict(net.named_buffers())[n].clone() for n, v in micro.graph.buffers.items()}
     fed = slices(args, kwargs, count, parts)
-    names = [v.name for v in micro.graph.inputs[:len(fed[0])]]
+    names = [v.name for v in micro.graph.inputs[: len(fed[0])]]
     totals: dict[str, Tensor] = {}
     if micro.counts is not None:
         assert {v.name for v in micro.counts.inputs} <= set(names) and not micro.counts.parameters
@@ -75,10 +89,15 @@ def in_micro_batches(net: nn.Module, micro: MicrobatchPlan, args: tuple, count: 
         seed = {SEED.name: seeds[k]} if seeds else {}
         values = ran(micro.graph, state | totals | dict(zip(names, x)) | seed)
         made.append([values[o.name] if isinstance(o, Value) else o for o in micro.graph.outputs])
-        state |= {micro.graph.buffers[n].name: values[v.name].detach() for n, v in micro.graph.updates.items()
-                  if n not in micro.updates}
+        state |= {
+            micro.graph.buffers[n].name: values[v.name].detach()
+            for n, v in micro.graph.updates.items()
+            if n not in micro.updates
+        }
         updated.append({n: values[micro.graph.updates[n].name].detach() for n in micro.updates})
-    state |= {micro.graph.buffers[n].name: joined(join, [u[n] for u in updated], parts) for n, join in micro.updates.items()}
+    state |= {
+        micro.graph.buffers[n].name: joined(join, [u[n] for u in updated], parts) for n, join in micro.updates.items()
+    }
     outputs = [joined(join, [m[i] for m in made], parts) for i, join in enumerate(micro.joins)]
     return outputs, {n: state[v.name] for n, v in micro.graph.buffers.items()}
 
@@ -100,8 +119,9 @@ def weighed(outputs: list[Any]) -> Tensor:
     return sum(((x * numbers(*x.shape, seed=i + 7)).sum() for i, x in enumerate(floating)), torch.zeros(()))
 
 
-def check(net: nn.Module, *args: Any, count: int = 4, kwargs: dict[str, Any] | None = None, exact: float = 1e-12
-          ) -> MicrobatchPlan:
+def check(
+    net: nn.Module, *args: Any, count: int = 4, kwargs: dict[str, Any] | None = None, exact: float = 1e-12
+) -> MicrobatchPlan:
     """Outputs and gradients of parameters are those of the whole batch. Returns what was run."""
     net = net.double()
     micro = micro_of(net, args, count, kwargs)
@@ -165,15 +185,27 @@ PLAIN = {
     "l1": (lambda m, z, y: F.l1_loss(z, y), "mean", X, numbers(8, 5, seed=2)),
     "smooth l1": (lambda m, z, y: F.smooth_l1_loss(z, y), "mean", X, numbers(8, 5, seed=2)),
     "huber": (lambda m, z, y: F.huber_loss(z, y), "mean", X, numbers(8, 5, seed=2)),
-    "logits": (lambda m, z, y: F.binary_cross_entropy_with_logits(z, y, pos_weight=m.weight), "mean", X,
-               uneven(8, 5).double()),
-    "kl of rows": (lambda m, z, y: F.kl_div(z.log_softmax(1), y.softmax(1), reduction="batchmean"), "mean", X,
-                   numbers(8, 5, seed=2)),
+    "logits": (
+        lambda m, z, y: F.binary_cross_entropy_with_logits(z, y, pos_weight=m.weight),
+        "mean",
+        X,
+        uneven(8, 5).double(),
+    ),
+    "kl of rows": (
+        lambda m, z, y: F.kl_div(z.log_softmax(1), y.softmax(1), reduction="batchmean"),
+        "mean",
+        X,
+        numbers(8, 5, seed=2),
+    ),
     "poisson": (lambda m, z, y: F.poisson_nll_loss(z, y.abs()), "mean", X, numbers(8, 5, seed=2)),
     "triplet": (lambda m, z, y: F.triplet_margin_loss(z, y, y + 1), "mean", X, numbers(8, 5, seed=2)),
     "margin": (lambda m, z, y: F.multi_margin_loss(z, y), "mean", X, classes(8)),
-    "probabilities": (lambda m, z, y: F.cross_entropy(z, y.softmax(1), weight=m.weight, label_smoothing=0.1), "mean", X,
-                      numbers(8, 5, seed=2)),
+    "probabilities": (
+        lambda m, z, y: F.cross_entropy(z, y.softmax(1), weight=m.weight, label_smoothing=0.1),
+        "mean",
+        X,
+        numbers(8, 5, seed=2),
+    ),
     "mean": (lambda m, z: z.exp().mean(), "mean", X),
     "mean over rows": (lambda m, z: z.exp().mean(0), "mean", X),
     "mean of means": (lambda m, z: z.exp().mean((0, 1)).mean(), "mean", XS),
@@ -182,8 +214,12 @@ PLAIN = {
     "sum in a product": (lambda m, z: torch.einsum("nk,nl->kl", z, z), "sum", X),
     "sum of a transposed product": (lambda m, z: z.t() @ z, "sum", X),
     "chosen of each row": (lambda m, z, y: z[torch.arange(len(z)), y], "cat", X, classes(8)),
-    "places of each row": (lambda m, z, y: z[torch.arange(len(z)).unsqueeze(1), y.view(-1, 1) % 3], "cat", XS,
-                           classes(8)),
+    "places of each row": (
+        lambda m, z, y: z[torch.arange(len(z)).unsqueeze(1), y.view(-1, 1) % 3],
+        "cat",
+        XS,
+        classes(8),
+    ),
     "expanded where need be": (lambda m, z: expanded(torch.arange(5).view(1, 5), z) * z, "cat", X),
     "count": (lambda m, z, y: (z.argmax(1) == y).sum(), "sum", X, T),
     "accuracy": (lambda m, z, y: (z.argmax(1) == y).double().mean(), "mean", X, T),
@@ -214,8 +250,10 @@ MIXED = {
     "a sum divided by the rows": (lambda m, z, y: z.exp().sum() / z.shape[0], "mean"),
     "a sum times one over the elements": (lambda m, z, y: z.exp().sum() * (1 / z.numel()), "mean"),
     "a mean times the rows": (lambda m, z, y: F.mse_loss(z, y) * len(z), "sum"),
-    "three kinds": (lambda m, z, y: z.exp().sum() / len(z) + m.layer.bias.sum() + F.mse_loss(z, y, reduction="sum"),
-                    "sum"),
+    "three kinds": (
+        lambda m, z, y: z.exp().sum() / len(z) + m.layer.bias.sum() + F.mse_loss(z, y, reduction="sum"),
+        "sum",
+    ),
 }
 
 
@@ -236,12 +274,18 @@ COUNTED = {
     "places": (lambda m, z, y: F.cross_entropy(z.transpose(1, 2), y), XS, TS),
     "tokens": (lambda m, z, y: F.cross_entropy(z.flatten(0, 1), y.flatten()), XS, TS),
     "shifted": (lambda m, z, y: F.cross_entropy(z[:, :-1].reshape(-1, 5), y[:, 1:].reshape(-1)), XS, TS),
-    "shifted by padding": (lambda m, z, y: F.cross_entropy(z.view(-1, 5), F.pad(y, (0, 1), value=-100)[..., 1:]
-                                                           .contiguous().view(-1)), XS, TS),
+    "shifted by padding": (
+        lambda m, z, y: F.cross_entropy(z.view(-1, 5), F.pad(y, (0, 1), value=-100)[..., 1:].contiguous().view(-1)),
+        XS,
+        TS,
+    ),
     "in a sum of losses": (lambda m, z, y: F.cross_entropy(z, y) + z.pow(2).mean() + m.layer.weight.abs().sum(), X, T),
     "masked": (lambda m, z, y: (F.cross_entropy(z, y, reduction="none") * (y >= 0)).sum() / (y >= 0).sum(), X, T),
-    "masked, at least one": (lambda m, z, y: F.cross_entropy(z, y, reduction="sum") / (y >= 0).sum().clamp(min=1), X,
-                             T),
+    "masked, at least one": (
+        lambda m, z, y: F.cross_entropy(z, y, reduction="sum") / (y >= 0).sum().clamp(min=1),
+        X,
+        T,
+    ),
     "masked by means": (lambda m, z, y: (z.pow(2).sum(1) * (y >= 0)).mean() / (y >= 0).double().mean(), X, T),
     "twice the same": (lambda m, z, y: (F.cross_entropy(z, y) - F.cross_entropy(2 * z, y, reduction="mean")) / 2, X, T),
     "normalised inputs": (lambda m, z, x: (z * (x - x.mean(0))[:, :5]).sum(), X, numbers(8, 6, seed=4)),
@@ -254,7 +298,7 @@ def test_means_of_what_counts(name: str, count: int) -> None:
     function, *args = COUNTED[name]
     micro = check(Scored(function), *args, count=count)
     assert [j.how for j in micro.joins] == ["mean" if name == "masked by means" else "sum"] and micro.totals
-    assert tuple(v.name for v in micro.graph.inputs[-len(micro.totals):]) == micro.totals
+    assert tuple(v.name for v in micro.graph.inputs[-len(micro.totals) :]) == micro.totals
     assert len({v.name for v in micro.graph.inputs}) == len(micro.graph.inputs)
 
 
@@ -269,8 +313,10 @@ def test_a_counted_loss_keeps_its_name_and_mark() -> None:
     net = Scored(lambda m, z, y: m.loss(z, y))
     net.loss = sw.shard(F.cross_entropy, in_strategy=((2, 1), (2,)))
     micro = micro_of(net, (X.float(), T), 2)
-    op, = (op for op in micro.graph.ops if op.kind == "cross_entropy_loss")
-    before, = (op for op in capture(net, *micro_calls((X.float(), T), None, 2)[0]).ops if op.kind == op.kind and op.mark)
+    (op,) = (op for op in micro.graph.ops if op.kind == "cross_entropy_loss")
+    (before,) = (
+        op for op in capture(net, *micro_calls((X.float(), T), None, 2)[0]).ops if op.kind == op.kind and op.mark
+    )
     assert (op.name, op.module, op.source, op.mark) == (before.name, before.module, before.source, before.mark)
     assert op.argument("reduction") == 2 and op.mark is not None
     assert [v.name for v in micro.counts.inputs] == ["others_0"] and micro.counts.outputs[0].dtype == torch.float32
@@ -333,8 +379,11 @@ def test_a_transformer_block(count: int) -> None:
 def test_a_model_of_hugging_faces(count: int) -> None:
     """It makes its mask of row numbers, and other operators for one row than for several; its loss is in float32."""
     transformers = pytest.importorskip("transformers")
-    net = transformers.GPT2LMHeadModel(transformers.GPT2Config(
-        vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)).eval()
+    net = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0
+        )
+    ).eval()
 
     class Trained(nn.Module):
         def __init__(self) -> None:
@@ -344,6 +393,7 @@ def test_a_model_of_hugging_faces(count: int) -> None:
         def forward(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
             made = self.net(input_ids=tokens, labels=labels, use_cache=False)
             return made.loss, made.logits
+
     tokens = classes(4, 6, count=16)
     micro = check(Trained(), tokens, tokens.masked_fill(uneven(4, 6), -100), count=count, exact=1e-6)
     assert micro.joins == (Join("sum"), Join("cat"))
@@ -369,8 +419,10 @@ def test_batch_norm_has_the_statistics_of_each_micro_batch() -> None:
     net, x = Convolved(nn.BatchNorm2d(4)).double(), numbers(8, 3, 6, 6)
     micro = micro_of(net, (x, T), 2)
     (loss,), buffers = in_micro_batches(net, micro, (x, T), 2)
-    terms = [F.cross_entropy(net.head(F.max_pool2d(net.norm(net.conv(p)).relu(), 2).mean((2, 3))), y, reduction="sum")
-             for p, y in zip(x.chunk(2), T.chunk(2))]
+    terms = [
+        F.cross_entropy(net.head(F.max_pool2d(net.norm(net.conv(p)).relu(), 2).mean((2, 3))), y, reduction="sum")
+        for p, y in zip(x.chunk(2), T.chunk(2))
+    ]
     torch.testing.assert_close(loss, sum(terms) / (T >= 0).sum())
     assert buffers["norm.num_batches_tracked"] == 2
     torch.testing.assert_close(buffers["norm.running_var"], net.norm.running_var)
@@ -390,21 +442,30 @@ def test_inputs_that_are_not_split_are_the_same_for_all() -> None:
     assert micro.graph.batch == {"x": 0}
 
 
-@given(st.lists(st.sampled_from(["mse", "ce", "sum", "same", "rows", "number"]), min_size=1, max_size=4),
-       st.sampled_from([2, 4, 8]), st.integers(0, 2 ** 16))
+@given(
+    st.lists(st.sampled_from(["mse", "ce", "sum", "same", "rows", "number"]), min_size=1, max_size=4),
+    st.sampled_from([2, 4, 8]),
+    st.integers(0, 2**16),
+)
 @settings(max_examples=15, deadline=None)
 def test_any_sum_of_losses(terms: list[str], count: int, seed: int) -> None:
     """However what is reduced in one way is added to what is reduced in another."""
     weights = numbers(len(terms), seed=seed).tolist()
-    made = {"mse": lambda m, z, y: z.pow(2).mean(), "ce": lambda m, z, y: F.cross_entropy(z, y),
-            "sum": lambda m, z, y: z.sum(), "same": lambda m, z, y: m.layer.bias.pow(2).sum(),
-            "rows": lambda m, z, y: z.exp().sum() / len(z), "number": lambda m, z, y: 2.5}
+    made = {
+        "mse": lambda m, z, y: z.pow(2).mean(),
+        "ce": lambda m, z, y: F.cross_entropy(z, y),
+        "sum": lambda m, z, y: z.sum(),
+        "same": lambda m, z, y: m.layer.bias.pow(2).sum(),
+        "rows": lambda m, z, y: z.exp().sum() / len(z),
+        "number": lambda m, z, y: 2.5,
+    }
 
     def function(m: Scored, z: Tensor, y: Tensor) -> Tensor:
         total = z.mean() * 0.1
         for term, weight in zip(terms, weights):
             total = total + made[term](m, z, y) * weight
         return total
+
     check(Scored(function), X, T.roll(seed % 8), count=count)
 
 
@@ -439,13 +500,18 @@ SEED_OF_CALL = torch.tensor([11, 3, 1, 0])
 def test_random_numbers_are_those_of_the_whole_batch(count: int, parts: int) -> None:
     net, args = Drawn().double(), (XS, classes(8, ignored=0.3))
     whole = capture(net, args)
-    values = ran(whole, {v.name: dict(net.named_parameters())[n] for n, v in whole.parameters.items()}
-                 | {v.name: x for v, x in zip(whole.inputs, args)} | {SEED.name: SEED_OF_CALL})
+    values = ran(
+        whole,
+        {v.name: dict(net.named_parameters())[n] for n, v in whole.parameters.items()}
+        | {v.name: x for v, x in zip(whole.inputs, args)}
+        | {SEED.name: SEED_OF_CALL},
+    )
     expected = [values[o.name] for o in whole.outputs]
     micro = micro_of(net, args, count, parts=parts)
     assert count == 1 or len([op for op in micro.graph.ops if op.micro is not None]) == 9
-    outputs, _ = in_micro_batches(net, micro, args, count, parts=parts,
-                                  seeds=[of_micro_batch(SEED_OF_CALL, k) for k in range(count)])
+    outputs, _ = in_micro_batches(
+        net, micro, args, count, parts=parts, seeds=[of_micro_batch(SEED_OF_CALL, k) for k in range(count)]
+    )
     for ours, theirs in zip(outputs, expected):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     for a, b in zip(*(torch.autograd.grad(weighed(x), list(net.parameters())) for x in (outputs, expected))):
@@ -501,8 +567,9 @@ def test_what_mixes_the_batch_is_refused(name: str) -> None:
 
 def test_what_nothing_depends_on_is_not_refused() -> None:
     def function(m: Scored, z: Tensor) -> Tensor:
-        z.detach().amax(0)                                  # of nobody
+        z.detach().amax(0)  # of nobody
         return z.mean()
+
     assert check(Scored(function), X).joins == (Join("mean"),)
 
 
@@ -532,7 +599,9 @@ def counts(m: Scored, z: Tensor) -> Tensor:
     return z.mean()
 
 
-@pytest.mark.parametrize("function,how", [(average, "mean"), (old_value, "mean"), (total, "sum"), (decays, "same"), (counts, "same")])
+@pytest.mark.parametrize(
+    "function,how", [(average, "mean"), (old_value, "mean"), (total, "sum"), (decays, "same"), (counts, "same")]
+)
 def test_a_buffer_changes_once_a_step(function: Callable, how: str) -> None:
     assert check(Scored(function), X).updates == {"weight": Join(how)}
 
@@ -554,7 +623,9 @@ def spread(m: Scored, z: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("function", [largest, first_rows, spread])
 def test_a_buffer_of_the_whole_batch_is_refused(function: Callable) -> None:
-    with pytest.raises(ShardwrightError, match="(?s)test_micro.py:.*the new value of the buffer 'weight'.*a sum or a mean over the"):
+    with pytest.raises(
+        ShardwrightError, match="(?s)test_micro.py:.*the new value of the buffer 'weight'.*a sum or a mean over the"
+    ):
         micro_of(Scored(function), (X.float(),), 2)
 
 
@@ -562,13 +633,17 @@ def test_a_result_of_a_new_value_of_the_whole_batch_is_refused() -> None:
     def function(m: Scored, z: Tensor) -> Tensor:
         m.weight = 0.9 * m.weight + 0.1 * z.detach().mean(0)
         return (z * m.weight).mean()
-    with pytest.raises(ShardwrightError, match="test_micro.py:.*which is reduced over the batch, otherwise than linearly"):
+
+    with pytest.raises(
+        ShardwrightError, match="test_micro.py:.*which is reduced over the batch, otherwise than linearly"
+    ):
         micro_of(Scored(function), (X.float(),), 2)
 
 
 def test_a_program_that_depends_on_the_batch_is_refused() -> None:
     def function(m: Scored, z: Tensor) -> Tensor:
         return z.relu().mean() if len(z) > 4 else z.mean()
+
     with pytest.raises(ShardwrightError, match="depends on the size of the batch"):
         micro_of(Scored(function), (X.float(),), 2)
 

@@ -1,7 +1,7 @@
 """Mixed precision in one process: every mode, level and schedule, beside the same casts on one device in plain PyTorch.
 
-What is computed in float32 from stored float64, and in float64, shows the mechanism to the last digits; bfloat16 and float16
-are what it is for.
+What is computed in float32 from stored float64, and in float64, shows the mechanism to the last digits; bfloat16 and
+float16 are what it is for.
 """
 
 from __future__ import annotations
@@ -26,10 +26,13 @@ from shardwright.runtime.local import local_executor as local
 
 BF16 = sw.MixedPrecision(torch.bfloat16, torch.float32, torch.float32)
 #: (policy, the type in which parameters are stored)
-POLICIES = {"bfloat16": (BF16, torch.float32),
-            "bfloat16, summed in it": (sw.MixedPrecision(torch.bfloat16, output_dtype=torch.float32), torch.float32),
-            "float32 of float64": (sw.MixedPrecision(torch.float32, torch.float64, torch.float64), D),
-            "float64": (sw.MixedPrecision(D), D), "float64 of float32": (sw.MixedPrecision(D), torch.float32)}
+POLICIES = {
+    "bfloat16": (BF16, torch.float32),
+    "bfloat16, summed in it": (sw.MixedPrecision(torch.bfloat16, output_dtype=torch.float32), torch.float32),
+    "float32 of float64": (sw.MixedPrecision(torch.float32, torch.float64, torch.float64), D),
+    "float64": (sw.MixedPrecision(D), D),
+    "float64 of float32": (sw.MixedPrecision(D), torch.float32),
+}
 
 #: Devices so slow, and links so quick, that a search cuts a model as small as these.
 RATES = dict.fromkeys(("float64", "float32", "bfloat16", "float16"), 1e6)
@@ -37,34 +40,54 @@ SLOW = sw.Cluster("slow", (sw.Level("near", 2, 1e9, 1e-9), sw.Level("far", 4, 1e
 TWO = sw.Cluster("two", (sw.Level("near", 2, 1e9, 1e-9),), 1e9, RATES, 1e9, 1e-9)
 
 
-
-
 def within(policy: sw.MixedPrecision, stored: torch.dtype) -> float:
     return max(APART[policy.param_dtype or stored], APART[stored] * 10)
 
 
-def train(name: str, mode: str = "semi_auto", *, devices: int = 8, hsdp: str | None = None, steps: int = 3, **options: Any
-          ) -> sw.AutoParallel:
+def train(
+    name: str, mode: str = "semi_auto", *, devices: int = 8, hsdp: str | None = None, steps: int = 3, **options: Any
+) -> sw.AutoParallel:
     policy, stored = POLICIES[name]
     net = Net(stored, marks=devices if mode in ("semi_auto", "sharding_propagation") else 0)
     one = copy.deepcopy(net)
-    model = parallel(net, loss_of, devices=devices, mode=mode, mixed_precision=policy, **options,
-                     cluster=SLOW if devices == 8 else None,
-                     dataset="full_batch" if mode != "hybrid_parallel" else "data_parallel")
+    model = parallel(
+        net,
+        loss_of,
+        devices=devices,
+        mode=mode,
+        mixed_precision=policy,
+        **options,
+        cluster=SLOW if devices == 8 else None,
+        dataset="full_batch" if mode != "hybrid_parallel" else "data_parallel",
+    )
     if hsdp is not None:
         model.hsdp(threshold=0, optimizer_level=hsdp)
     assert_trains_alike(model, net, one, policy, batches(stored, steps), within(policy, stored))
     return model
 
 
-MODES = ("stand_alone", "hybrid_parallel", "data_parallel", "semi_auto", "sharding_propagation", "recursive_programming",
-         "dynamic_programming")
+MODES = (
+    "stand_alone",
+    "hybrid_parallel",
+    "data_parallel",
+    "semi_auto",
+    "sharding_propagation",
+    "recursive_programming",
+    "dynamic_programming",
+)
 
 
-@pytest.mark.parametrize("name, mode", [
-    *((name, mode) for name in ("bfloat16", "float32 of float64") for mode in MODES),
-    *((name, mode) for name in ("bfloat16, summed in it", "float64", "float64 of float32")
-      for mode in ("data_parallel", "semi_auto"))])
+@pytest.mark.parametrize(
+    "name, mode",
+    [
+        *((name, mode) for name in ("bfloat16", "float32 of float64") for mode in MODES),
+        *(
+            (name, mode)
+            for name in ("bfloat16, summed in it", "float64", "float64 of float32")
+            for mode in ("data_parallel", "semi_auto")
+        ),
+    ],
+)
 def test_every_mode_trains_as_one_device(name: str, mode: str) -> None:
     model = train(name, mode)
     if mode not in ("stand_alone", "hybrid_parallel"):
@@ -73,14 +96,18 @@ def test_every_mode_trains_as_one_device(name: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize("level", ["level1", "level2", "level3"])
-@pytest.mark.parametrize("mode, name", [("data_parallel", "bfloat16"), ("semi_auto", "float32 of float64"),
-                                        ("dynamic_programming", "float32 of float64")])
+@pytest.mark.parametrize(
+    "mode, name",
+    [("data_parallel", "bfloat16"), ("semi_auto", "float32 of float64"), ("dynamic_programming", "float32 of float64")],
+)
 def test_optimizer_parallel_at_every_level(mode: str, name: str, level: str) -> None:
     train(name, mode, hsdp=level, devices=4, steps=2)
 
 
 def test_types_that_the_model_sees() -> None:
-    """Parameters and inputs have `param_dtype` where the model is captured, buffers their own; nothing of the model stays so."""
+    """Parameters and inputs have `param_dtype` where the model is captured, buffers their own; nothing of the model
+    stays so."""
+
     class Seen(Net):
         def forward(self, x: Tensor, offset: Tensor) -> tuple[Tensor, ...]:
             return self.up.weight * 1, offset * 1, self.scale * 1, super().forward(x, offset)
@@ -101,11 +128,14 @@ def test_a_mark_names_its_operator() -> None:
     assert plan.operator("up").op == plan.operator("down").op == "linear"
     assert plan.operator("up").in_strategy == ((2, 1, 1), (4, 1), (4,))
     assert plan.parameters["up.weight"].layout.cuts == plan.parameters["up.weight"].storage.cuts == (4, 1)
-    assert [o.op for o in plan.operators].count("to") == 3  # the input's, the result's, and the one that the model writes
+    assert [o.op for o in plan.operators].count(
+        "to"
+    ) == 3  # the input's, the result's, and the one that the model writes
 
 
 def test_parameters_that_are_each_ranks_own() -> None:
     """hybrid_parallel with layerwise parameters: each rank's slice is cast as the others are."""
+
     class Own(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -135,9 +165,17 @@ def test_what_is_sent_is_what_the_policy_says() -> None:
     x, y = torch.zeros(8, 64), torch.zeros(8, 64)
 
     def sent(policy: Any, level: str | None) -> dict[tuple[str, str], int]:
-        plan = sw.plan(nn.Linear(64, 64, bias=False), (x,), F.mse_loss, y, devices=4, parallel_mode="data_parallel",
-                       dataset_strategy="full_batch", hsdp=level and {"threshold": 0, "optimizer_level": level},
-                       mixed_precision=policy)
+        plan = sw.plan(
+            nn.Linear(64, 64, bias=False),
+            (x,),
+            F.mse_loss,
+            y,
+            devices=4,
+            parallel_mode="data_parallel",
+            dataset_strategy="full_batch",
+            hsdp=level and {"threshold": 0, "optimizer_level": level},
+            mixed_precision=policy,
+        )
         out: dict[tuple[str, str], int] = {}
         for c in plan.collectives(0):
             if c.cause == "parameter":
@@ -148,9 +186,15 @@ def test_what_is_sent_is_what_the_policy_says() -> None:
 
     size = 64 * 64
     for level, scattered in ((None, "all_reduce"), ("level1", "reduce_scatter"), ("level3", "reduce_scatter")):
-        for policy, gathered, summed in ((None, 4, 4), (torch.bfloat16, 2, 2), (BF16, 2, 4),
-                                         (sw.MixedPrecision(reduce_dtype=torch.bfloat16), 4, 2)):
-            times = {None: 0, "level1": 1, "level3": 2}[level] if level != "level3" else 1  # its backward wants no weight
+        for policy, gathered, summed in (
+            (None, 4, 4),
+            (torch.bfloat16, 2, 2),
+            (BF16, 2, 4),
+            (sw.MixedPrecision(reduce_dtype=torch.bfloat16), 4, 2),
+        ):
+            times = (
+                {None: 0, "level1": 1, "level3": 2}[level] if level != "level3" else 1
+            )  # its backward wants no weight
             expected = {("gradient", scattered): size * summed}
             if times:
                 expected["storage", "all_gather"] = size // 4 * gathered
@@ -159,8 +203,13 @@ def test_what_is_sent_is_what_the_policy_says() -> None:
 
 def test_memory_and_price_of_a_plan() -> None:
     """Parameters, gradients and the optimizer's state are the stored type's; the search prices what the plan costs."""
-    given = dict(loss_fn=loss_of, targets=batches(torch.float32)[0][2], devices=2, parallel_mode="dynamic_programming",
-                 cluster=TWO)
+    given = dict(
+        loss_fn=loss_of,
+        targets=batches(torch.float32)[0][2],
+        devices=2,
+        parallel_mode="dynamic_programming",
+        cluster=TWO,
+    )
     inputs = batches(torch.float32)[0][:2]
     for hsdp in (None, {"threshold": 0}, {"threshold": 0, "optimizer_level": "level3"}):
         plain = sw.plan(Net(tied=False), inputs, hsdp=hsdp, **given)
@@ -179,8 +228,14 @@ def test_memory_and_price_of_a_plan() -> None:
 
 
 def test_a_search_within_memory_reckons_with_the_stored_type() -> None:
-    given = dict(loss_fn=loss_of, targets=batches(torch.float32)[0][2], devices=2, parallel_mode="dynamic_programming",
-                 cluster=TWO, mixed_precision=BF16)
+    given = dict(
+        loss_fn=loss_of,
+        targets=batches(torch.float32)[0][2],
+        devices=2,
+        parallel_mode="dynamic_programming",
+        cluster=TWO,
+        mixed_precision=BF16,
+    )
     inputs = batches(torch.float32)[0][:2]
     loose = sw.plan(Net(tied=False), inputs, **given)
     tight = sw.plan(Net(tied=False), inputs, memory=loose.peak * 0.9, **given)
@@ -191,14 +246,20 @@ def test_a_search_within_memory_reckons_with_the_stored_type() -> None:
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"])
 def test_pipelines_of_every_schedule(name: str) -> None:
-    for precision, tied in (("bfloat16", False), ("float32 of float64", name in ("1f1b", "interleaved")), ("float64", False)):
+    for precision, tied in (
+        ("bfloat16", False),
+        ("float32 of float64", name in ("1f1b", "interleaved")),
+        ("float64", False),
+    ):
         if precision != "float64" or name == "1f1b":
             policy, stored = POLICIES[precision]
             net = Chain(tied=tied, skip=tied).to(stored)
             one = copy.deepcopy(net)
             model = parallel(net, nn.MSELoss(), devices=4, mixed_precision=policy).pipeline(**setting(name, 4))
-            given = [(draw(16, 16, seed=i).to(stored), draw(16, 16, seed=i + 9).to(policy.output_dtype or stored))
-                     for i in range(2)]
+            given = [
+                (draw(16, 16, seed=i).to(stored), draw(16, 16, seed=i + 9).to(policy.output_dtype or stored))
+                for i in range(2)
+            ]
             assert_trains_alike(model, net, one, policy, given, within(policy, stored), nn.functional.mse_loss)
             crossing = {t.value.dtype for t in model.plan.transfers if t.kind == "value"}
             assert crossing == {policy.param_dtype}
@@ -209,14 +270,18 @@ def test_pipelines_whose_parameters_are_stored_cut(level: str) -> None:
     policy, stored = POLICIES["float32 of float64"]
     net = Chain().to(stored)
     one = copy.deepcopy(net)
-    model = parallel(net, nn.MSELoss(), devices=4, mode="data_parallel", mixed_precision=policy).hsdp(
-        threshold=0, optimizer_level=level).pipeline(**setting("1f1b", 2))
+    model = (
+        parallel(net, nn.MSELoss(), devices=4, mode="data_parallel", mixed_precision=policy)
+        .hsdp(threshold=0, optimizer_level=level)
+        .pipeline(**setting("1f1b", 2))
+    )
     given = [(draw(16, 16, seed=i), draw(16, 16, seed=i + 9)) for i in range(2)]
     assert_trains_alike(model, net, one, policy, given, 2e-6, nn.functional.mse_loss)
 
 
 def test_recomputed_dropped_out_and_uneven() -> None:
     """What else a model may ask for: random numbers are those of one device under the same policy."""
+
     class Dropping(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -246,6 +311,7 @@ def test_recomputed_dropped_out_and_uneven() -> None:
 
 def test_values_that_are_no_floating_parameters() -> None:
     """Integer and complex parameters keep their type, floating ones that are wider are cast, buffers stay."""
+
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -277,7 +343,9 @@ def test_values_that_are_no_floating_parameters() -> None:
 
 def convolutional() -> nn.Sequential:
     torch.manual_seed(6)
-    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 16, 8))
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 16, 8)
+    )
 
 
 @pytest.mark.parametrize("mode", ["data_parallel", "semi_auto"])
@@ -285,7 +353,9 @@ def test_batch_norms_keep_the_type_of_their_statistics(mode: str) -> None:
     net = convolutional()
     one = copy.deepcopy(net)
     policy = sw.MixedPrecision(torch.bfloat16, output_dtype=torch.float32)
-    model = parallel(net, nn.MSELoss(), devices=4, mode=mode, mixed_precision=policy, sync_batch_norm=True).hsdp(threshold=0)
+    model = parallel(net, nn.MSELoss(), devices=4, mode=mode, mixed_precision=policy, sync_batch_norm=True).hsdp(
+        threshold=0
+    )
     optimizers = [torch.optim.SGD(n.parameters(), 0.05) for n in (net, one)]
     for step in range(3):
         x, y = draw(8, 3, 4, 4, seed=step).float(), draw(8, 8, seed=9).float()
@@ -340,8 +410,15 @@ def test_plans_as_documents(tmp_path) -> None:
     again.load_param_strategy_file(tmp_path / "parameters.json")
     again(*batches(torch.float32)[0]).backward()
     assert again.plan.parameters["up.weight"].storage == model.plan.parameters["up.weight"].storage
-    other = sw.plan(Net(marks=4), batches(torch.float32)[0][:2], loss_of, batches(torch.float32)[0][2], devices=4,
-                    hsdp={"threshold": 0}, mixed_precision=sw.MixedPrecision(torch.bfloat16))
+    other = sw.plan(
+        Net(marks=4),
+        batches(torch.float32)[0][:2],
+        loss_of,
+        batches(torch.float32)[0][2],
+        devices=4,
+        hsdp={"threshold": 0},
+        mixed_precision=sw.MixedPrecision(torch.bfloat16),
+    )
     assert other.fingerprint != model.plan.fingerprint
 
 
@@ -349,8 +426,11 @@ def test_dumps_and_tables_show_the_casts(tmp_path, capsys) -> None:
     model = train("bfloat16", hsdp="level3", devices=4, save_graphs=tmp_path)
     text = (tmp_path / "rank_0" / "execute.ir").read_text()
     assert "# parameter %up.weight  f32[32, 16]" in text
-    assert any(line.split("=")[1].startswith(" to(%up.weight)") and "f32" in line and "-> bf16" in line
-               for line in text.splitlines() if "to(%up.weight)" in line)
+    assert any(
+        line.split("=")[1].startswith(" to(%up.weight)") and "f32" in line and "-> bf16" in line
+        for line in text.splitlines()
+        if "to(%up.weight)" in line
+    )
     gathers = [line for line in text.splitlines() if "all_gather(" in line and "up.weight" in line]
     assert gathers and all("bf16" in line and "f32" not in line for line in gathers)
     scatters = [line for line in text.splitlines() if "reduce_scatter(" in line and "gradient of up.weight" in line]
@@ -400,8 +480,17 @@ def test_verify_compares_under_the_policy(monkeypatch) -> None:
     for policy, most in ((sw.MixedPrecision(D), 1e-10), (sw.MixedPrecision(torch.float32, D, D), 1e-3), (BF16, 0.1)):
         report = sw.verify(Net(marks=4), inputs, target, mixed_precision=policy, **given)
         assert report.ok and report.max_loss_difference < most and report.differences[0].tolerance <= most
-    pipe = sw.verify(Chain(), (draw(16, 16),), draw(16, 16, seed=2), loss_fn=nn.MSELoss(), devices=4, steps=2, dtypes=(D,),
-                     pipeline=setting("1f1b", 2), mixed_precision=sw.MixedPrecision(D, D))
+    pipe = sw.verify(
+        Chain(),
+        (draw(16, 16),),
+        draw(16, 16, seed=2),
+        loss_fn=nn.MSELoss(),
+        devices=4,
+        steps=2,
+        dtypes=(D,),
+        pipeline=setting("1f1b", 2),
+        mixed_precision=sw.MixedPrecision(D, D),
+    )
     assert pipe.ok
     right = local.convert_shards
 
@@ -416,13 +505,18 @@ def test_verify_compares_under_the_policy(monkeypatch) -> None:
 
 # -- what is said ------------------------------------------------------------------------------------------------------
 
+
 def test_what_a_policy_is_made_of() -> None:
     made = sw.MixedPrecision(torch.bfloat16, torch.float32)
     assert sw.AutoParallel(Net(), mixed_precision=made).mixed_precision is made
     given = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     assert sw.AutoParallel(Net(), mixed_precision=given).mixed_precision == made
-    assert sw.AutoParallel(Net(), mixed_precision=dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)).mixed_precision \
+    assert (
+        sw.AutoParallel(
+            Net(), mixed_precision=dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        ).mixed_precision
         == made
+    )
     assert sw.AutoParallel(Net(), mixed_precision=torch.float16).mixed_precision == sw.MixedPrecision(torch.float16)
     assert sw.AutoParallel(Net()).mixed_precision is None
     assert sw.MixedPrecision.of(fsdp.MixedPrecisionPolicy()) == sw.MixedPrecision()
@@ -440,20 +534,34 @@ def test_what_a_policy_is_made_of() -> None:
 
 def test_a_policy_that_says_nothing_changes_nothing() -> None:
     batch = batches(torch.float32)[0]
-    plans = [sw.plan(Net(), batch[:2], loss_of, batch[2], devices=4, mixed_precision=policy)
-             for policy in (None, sw.MixedPrecision(), sw.MixedPrecision(torch.float32, torch.float32, torch.float32))]
+    plans = [
+        sw.plan(Net(), batch[:2], loss_of, batch[2], devices=4, mixed_precision=policy)
+        for policy in (None, sw.MixedPrecision(), sw.MixedPrecision(torch.float32, torch.float32, torch.float32))
+    ]
     assert len({plan.fingerprint for plan in plans}) == 1
 
 
-@pytest.mark.parametrize("given, text", [
-    ("bf16", "mixed_precision='bf16'"), ({"dtype": torch.bfloat16}, "dtype"), (torch.int8, "param_dtype=torch.int8"),
-    ({"reduce_dtype": torch.bool}, "reduce_dtype=torch.bool"), ({"output_dtype": "float32"}, "output_dtype='float32'"),
-    ({"param_dtype": torch.complex64}, "param_dtype=torch.complex64"), ({"param_dtype": torch.float8_e4m3fn}, "float8"),
-    ({"cast_forward_inputs": 1}, "cast_forward_inputs=1"), (True, "mixed_precision=True"), ([torch.bfloat16], "mixed_precision="),
-], ids=str)
+@pytest.mark.parametrize(
+    "given, text",
+    [
+        ("bf16", "mixed_precision='bf16'"),
+        ({"dtype": torch.bfloat16}, "dtype"),
+        (torch.int8, "param_dtype=torch.int8"),
+        ({"reduce_dtype": torch.bool}, "reduce_dtype=torch.bool"),
+        ({"output_dtype": "float32"}, "output_dtype='float32'"),
+        ({"param_dtype": torch.complex64}, "param_dtype=torch.complex64"),
+        ({"param_dtype": torch.float8_e4m3fn}, "float8"),
+        ({"cast_forward_inputs": 1}, "cast_forward_inputs=1"),
+        (True, "mixed_precision=True"),
+        ([torch.bfloat16], "mixed_precision="),
+    ],
+    ids=str,
+)
 def test_policies_that_there_are_not(given: Any, text: str) -> None:
-    for make in (lambda: sw.AutoParallel(Net(), mixed_precision=given),
-                 lambda: sw.plan(Net(), batches(torch.float32)[0][:2], mixed_precision=given)):
+    for make in (
+        lambda: sw.AutoParallel(Net(), mixed_precision=given),
+        lambda: sw.plan(Net(), batches(torch.float32)[0][:2], mixed_precision=given),
+    ):
         with pytest.raises(sw.SettingError) as caught:
             make()
         assert text in str(caught.value) and caught.value.legal

@@ -1,4 +1,5 @@
-"""Mixed precision on two and four Gloo ranks: parameters are DTensors of the stored type, what travels is of the policy's.
+"""Mixed precision on two and four Gloo ranks: parameters are DTensors of the stored type, what travels is of the
+policy's.
 
 Ranks are started once for each world size; each scenario runs on every rank and asserts there.
 """
@@ -33,10 +34,19 @@ BF16 = sw.MixedPrecision(torch.bfloat16, torch.float32, torch.float32)
 ALL_BF16 = sw.MixedPrecision(torch.bfloat16, output_dtype=torch.float32)
 
 
-def wrapped(net: nn.Module, policy: sw.MixedPrecision, mode: str = "data_parallel", level: str | None = None,
-            dataset: str = "full_batch", loss_fn: Any = loss_of, **options: Any) -> sw.AutoParallel:
+def wrapped(
+    net: nn.Module,
+    policy: sw.MixedPrecision,
+    mode: str = "data_parallel",
+    level: str | None = None,
+    dataset: str = "full_batch",
+    loss_fn: Any = loss_of,
+    **options: Any,
+) -> sw.AutoParallel:
     sw.init()
-    model = sw.AutoParallel(net, loss_fn, parallel_mode=mode, mixed_precision=policy, **options).dataset_strategy(dataset)
+    model = sw.AutoParallel(net, loss_fn, parallel_mode=mode, mixed_precision=policy, **options).dataset_strategy(
+        dataset
+    )
     return model if level is None else model.hsdp(threshold=0, optimizer_level=level)
 
 
@@ -68,7 +78,9 @@ def log() -> Iterator[list[tuple[str, torch.dtype]]]:
                     return run(x)
                 finally:
                     inside[0] = False
+
             return noted
+
         return made
 
     def sums(self: SumInTurns, x: Tensor, rides: bool = False) -> Iterator:
@@ -88,14 +100,24 @@ def log() -> Iterator[list[tuple[str, torch.dtype]]]:
 
 # -- scenarios ---------------------------------------------------------------------------------------------------------
 
-def trains(policy: sw.MixedPrecision, stored: torch.dtype, mode: str, level: str | None, dataset: str, rank: int, world: int
-           ) -> None:
+
+def trains(
+    policy: sw.MixedPrecision, stored: torch.dtype, mode: str, level: str | None, dataset: str, rank: int, world: int
+) -> None:
     net = Net(stored, marks=world if mode == "semi_auto" and world > 2 else 0)
     one = copy.deepcopy(net)
     model = wrapped(net, policy, mode, level, dataset)
-    assert_trains_alike(model, net, one, policy, batches(stored, 3), max(APART[policy.param_dtype], 10 * APART[stored]),
-                        make=partial(torch.optim.SGD, lr=0.2, momentum=0.9), part=feeding(dataset),
-                        whole=lambda name, x: full(x))
+    assert_trains_alike(
+        model,
+        net,
+        one,
+        policy,
+        batches(stored, 3),
+        max(APART[policy.param_dtype], 10 * APART[stored]),
+        make=partial(torch.optim.SGD, lr=0.2, momentum=0.9),
+        part=feeding(dataset),
+        whole=lambda name, x: full(x),
+    )
     assert all(type(p.data) is DTensor or isinstance(p, DTensor) for p in net.parameters())
     assert {p.dtype for p in net.parameters()} == {p.to_local().dtype for p in net.parameters()} == {stored}
     if level is not None:
@@ -103,7 +125,8 @@ def trains(policy: sw.MixedPrecision, stored: torch.dtype, mode: str, level: str
 
 
 def optimizes(rank: int, world: int) -> None:
-    """AdamW, clipping and accumulation on the stored weights, whole and cut: as one device that accumulates in float64."""
+    """AdamW, clipping and accumulation on the stored weights, whole and cut: as one device that accumulates in
+    float64."""
     for level in (None, "level1", "level2"):
         net = Net(D)
         one = copy.deepcopy(net)
@@ -137,11 +160,14 @@ def kept_gradients_are_wide(rank: int, world: int) -> None:
         with model.no_sync():
             model(x, torch.full((world, 8), 512.0)).backward()
         model(x, torch.full((world, 8), 1.0)).backward()
-        assert torch.equal(full(net.weight.grad), torch.full((8, 8), -2.0 * world * 513))  # 513 is no number of bfloat16
+        assert torch.equal(
+            full(net.weight.grad), torch.full((8, 8), -2.0 * world * 513)
+        )  # 513 is no number of bfloat16
 
 
 def travels(rank: int, world: int) -> None:
-    """Buckets of the sums' type, weights gathered after the cast, gradients scattered in the sums' type, and nothing more."""
+    """Buckets of the sums' type, weights gathered after the cast, gradients scattered in the sums' type, and nothing
+    more."""
     batch, low, high = batches(torch.float32)[0], torch.bfloat16, torch.float32
     for policy, summed in ((BF16, high), (ALL_BF16, low)):
         for level in (None, "level1", "level3"):
@@ -170,8 +196,10 @@ def travels(rank: int, world: int) -> None:
         assert [e for e in said if e[0] == "bucket"] == [("bucket", summed)] * 2, said
     # What the plan says of it.
     plan = model.plan
-    assert sum(c.bytes for c in plan.collectives(0) if c.phase == "gradient") == \
-        sum(p.numel() for p in model.parameters()) * low.itemsize
+    assert (
+        sum(c.bytes for c in plan.collectives(0) if c.phase == "gradient")
+        == sum(p.numel() for p in model.parameters()) * low.itemsize
+    )
 
 
 def as_fsdp2(rank: int, world: int) -> None:
@@ -179,8 +207,9 @@ def as_fsdp2(rank: int, world: int) -> None:
     for policy, stored, within in ((BF16, torch.float32, 2e-2), (EXACT, D, 1e-6)):
         ours = Net(stored, tied=False)
         theirs = copy.deepcopy(ours)
-        given = fsdp.MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype,
-                                          output_dtype=policy.output_dtype)
+        given = fsdp.MixedPrecisionPolicy(
+            param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype, output_dtype=policy.output_dtype
+        )
         fsdp.fully_shard(theirs, mesh=dist.device_mesh.init_device_mesh("cpu", (world,)), mp_policy=given)
         model = wrapped(ours, given, level="level3", dataset="data_parallel")
         optimizers = [torch.optim.AdamW(n.parameters(), lr=1e-2) for n in (ours, theirs)]
@@ -202,14 +231,26 @@ def as_fsdp2(rank: int, world: int) -> None:
 def in_pipelines(name: str, rank: int, world: int) -> None:
     for policy, stored in ((EXACT, D), (BF16, torch.float32)):
         for mode, level in (("semi_auto", None), ("data_parallel", "level1"), ("data_parallel", "level3")):
-            if (level is not None and name not in ("1f1b", "zero_bubble")) or (policy is BF16 and (level or name != "1f1b")):
+            if (level is not None and name not in ("1f1b", "zero_bubble")) or (
+                policy is BF16 and (level or name != "1f1b")
+            ):
                 continue
             net = Chain(tied=name == "1f1b", skip=True).to(stored)
             one = copy.deepcopy(net)
-            model = wrapped(net, policy, mode, level, loss_fn=nn.MSELoss()).pipeline(**setting(name, 2 if world == 4 else 4))
+            model = wrapped(net, policy, mode, level, loss_fn=nn.MSELoss()).pipeline(
+                **setting(name, 2 if world == 4 else 4)
+            )
             given = [(draw(16, 16, seed=i).to(stored), draw(16, 16, seed=i + 9).to(stored)) for i in range(2)]
-            assert_trains_alike(model, net, one, policy, given, max(APART[policy.param_dtype], APART[stored] * 10),
-                                nn.functional.mse_loss, whole=lambda n, x: _of_stages(model.plan, n, x))
+            assert_trains_alike(
+                model,
+                net,
+                one,
+                policy,
+                given,
+                max(APART[policy.param_dtype], APART[stored] * 10),
+                nn.functional.mse_loss,
+                whole=lambda n, x: _of_stages(model.plan, n, x),
+            )
             crossing = {t.value.dtype for t in model.plan.transfers if t.kind == "value"}
             assert crossing == {policy.param_dtype}
 
@@ -268,31 +309,54 @@ def hybrid(rank: int, world: int) -> None:
     net = Net(D)
     one = copy.deepcopy(net)
     model = wrapped(net, EXACT, "hybrid_parallel", dataset="data_parallel")
-    assert_trains_alike(model, net, one, EXACT, batches(D, 2), 2e-6, part=feeding("data_parallel"), whole=lambda n, x: full(x))
+    assert_trains_alike(
+        model, net, one, EXACT, batches(D, 2), 2e-6, part=feeding("data_parallel"), whole=lambda n, x: full(x)
+    )
 
 
-TRAINED = {f"{mode}, {level}, {dataset}, {name}": partial(trains, policy, stored, mode, level, dataset)
-           for mode, level, dataset, names in (
-               ("data_parallel", None, "data_parallel", ("exact", "bfloat16")),
-               ("data_parallel", "level1", "data_parallel", ("exact", "summed in bfloat16")),
-               ("semi_auto", None, "full_batch", ("exact", "summed in bfloat16")),
-               ("semi_auto", "level3", "full_batch", ("exact", "bfloat16")))
-           for name, policy, stored in (("exact", EXACT, D), ("bfloat16", BF16, torch.float32),
-                                        ("summed in bfloat16", ALL_BF16, torch.float32)) if name in names}
+TRAINED = {
+    f"{mode}, {level}, {dataset}, {name}": partial(trains, policy, stored, mode, level, dataset)
+    for mode, level, dataset, names in (
+        ("data_parallel", None, "data_parallel", ("exact", "bfloat16")),
+        ("data_parallel", "level1", "data_parallel", ("exact", "summed in bfloat16")),
+        ("semi_auto", None, "full_batch", ("exact", "summed in bfloat16")),
+        ("semi_auto", "level3", "full_batch", ("exact", "bfloat16")),
+    )
+    for name, policy, stored in (
+        ("exact", EXACT, D),
+        ("bfloat16", BF16, torch.float32),
+        ("summed in bfloat16", ALL_BF16, torch.float32),
+    )
+    if name in names
+}
 SCENARIOS: dict[int, dict[str, Callable[[int, int], None]]] = {
-    2: {"travels": travels, "as FSDP2": as_fsdp2, "compiles": compiles,
-        **{name: f for name, f in TRAINED.items() if "data_parallel, level1, data_parallel, exact" == name}},
-    4: {**TRAINED, "optimizes": optimizes, "kept gradients are wide": kept_gradients_are_wide, "hybrid": hybrid,
+    2: {
+        "travels": travels,
+        "as FSDP2": as_fsdp2,
+        "compiles": compiles,
+        **{name: f for name, f in TRAINED.items() if "data_parallel, level1, data_parallel, exact" == name},
+    },
+    4: {
+        **TRAINED,
+        "optimizes": optimizes,
+        "kept gradients are wide": kept_gradients_are_wide,
+        "hybrid": hybrid,
         "micro-batches add up wide": micro_batches_add_up_wide,
-        **{f"pipeline, {name}": partial(in_pipelines, name) for name in ("1f1b", "gpipe", "interleaved", "zero_bubble")}}}
+        **{
+            f"pipeline, {name}": partial(in_pipelines, name) for name in ("1f1b", "gpipe", "interleaved", "zero_bubble")
+        },
+    },
+}
 
 
 @lru_cache
 def results(world: int) -> dict[str, str | None]:
     """What every scenario says on the first rank that it fails on."""
     told = run_ranks(run_scenarios, world, SCENARIOS[world])
-    return {name: next((f"rank {r}:\n{of[name]}" for r, of in enumerate(told) if of[name] is not None), None)
-            for name in SCENARIOS[world]}
+    return {
+        name: next((f"rank {r}:\n{of[name]}" for r, of in enumerate(told) if of[name] is not None), None)
+        for name in SCENARIOS[world]
+    }
 
 
 @pytest.mark.long

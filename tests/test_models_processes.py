@@ -47,9 +47,21 @@ class NextToken(nn.Module):
 
 def hugging_face_gpt2() -> tuple[nn.Module, nn.Module]:
     """Products of their own kind, tied weights, a dictionary of results."""
-    net = transformers.GPT2LMHeadModel(transformers.GPT2Config(
-        vocab_size=64, bos_token_id=1, eos_token_id=2, n_positions=16, n_embd=16, n_layer=2, n_head=4,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)).to(D)
+    net = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=64,
+            bos_token_id=1,
+            eos_token_id=2,
+            n_positions=16,
+            n_embd=16,
+            n_layer=2,
+            n_head=4,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            use_cache=False,
+        )
+    ).to(D)
     for block in net.transformer.h:
         sw.shard(block.mlp.c_fc, ((2, 1), (1, 2)))
         sw.shard(block.mlp.c_proj, ((2, 2), (2, 1)))
@@ -68,8 +80,10 @@ def token_batches() -> list[tuple[Tensor, Tensor]]:
 
 Make = Callable[[], tuple[nn.Module, nn.Module]]
 MODELS: dict[str, tuple[Make, Callable[[], list]]] = {
-    "gpt": (small_gpt, language_batches), "llama": (small_llama, language_batches),
-    "hugging_face_gpt2": (hugging_face_gpt2, token_batches)}
+    "gpt": (small_gpt, language_batches),
+    "llama": (small_llama, language_batches),
+    "hugging_face_gpt2": (hugging_face_gpt2, token_batches),
+}
 
 
 def train(call: Callable[[Tensor, Tensor], Tensor], net: nn.Module, batches: list) -> list[float]:
@@ -98,9 +112,12 @@ def as_one_device(make: Make, batches: Callable[[], list]) -> Callable[[int, int
         assert abs(expected[0] - expected[-1]) > 1e-3, "three steps must show"
         cut = 0
         for (name, ours), theirs in zip(net.named_parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(ours.full_tensor(), theirs, rtol=0.0, atol=1e-7, msg=lambda text: f"{name}: {text}")
+            torch.testing.assert_close(
+                ours.full_tensor(), theirs, rtol=0.0, atol=1e-7, msg=lambda text: f"{name}: {text}"
+            )
             cut += ours.to_local().shape != theirs.shape
         assert cut > 2
+
     return scenario
 
 

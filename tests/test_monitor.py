@@ -39,8 +39,10 @@ def test_lines_tell_the_mean_loss_and_how_fast_steps_are(monkeypatch) -> None:
     with sw.Monitor(every=4, samples=32, tokens=2048, out=out) as monitor:
         for step in range(9):
             monitor.step(torch.tensor(float(step), requires_grad=True), lr=0.5)
-    assert written(out) == ["step 3  loss 1.5  lr 0.5  4 steps/s  128 samples/s  8,192 tokens/s",
-                            "step 7  loss 5.5  lr 0.5  4 steps/s  128 samples/s  8,192 tokens/s"]
+    assert written(out) == [
+        "step 3  loss 1.5  lr 0.5  4 steps/s  128 samples/s  8,192 tokens/s",
+        "step 7  loss 5.5  lr 0.5  4 steps/s  128 samples/s  8,192 tokens/s",
+    ]
 
 
 def test_the_first_step_which_plans_counts_in_no_rate(monkeypatch) -> None:
@@ -91,6 +93,7 @@ def test_other_ranks_are_silent(monkeypatch) -> None:
 
 def test_a_loss_is_not_waited_for(monkeypatch) -> None:
     """A line is written when the copy of its loss is there, at the latest with the next one or at the end."""
+
     class Event:
         there = False
 
@@ -110,6 +113,7 @@ def test_a_loss_is_not_waited_for(monkeypatch) -> None:
         made.ready = Event()
         events.append(made.ready)
         return made
+
     monkeypatch.setattr(monitor, "_line", with_event)
     monitor.step(1.0), monitor.step(1.0)
     assert written(out) == []

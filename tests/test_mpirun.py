@@ -32,9 +32,15 @@ def mpirun() -> list[str]:
 
 def run(mpirun: list[str], *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run to the end, or fail. A session of its own, so that nothing is left behind where it hangs."""
-    process = subprocess.Popen([*mpirun, *map(str, arguments)], env=os.environ | environment, text=True,
-                               stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                               start_new_session=True)
+    process = subprocess.Popen(
+        [*mpirun, *map(str, arguments)],
+        env=os.environ | environment,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
     try:
         out, _ = process.communicate(timeout=PATIENCE)
     except subprocess.TimeoutExpired:

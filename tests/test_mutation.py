@@ -31,10 +31,10 @@ def new_empty(m, x):
     h = x @ m.w
     y = x.new_empty(8, 8)
     y[:, :8] = h
-    y[:, torch.tensor([1, 2])] = 0.
-    y[x > 0.5] = 1.
+    y[:, torch.tensor([1, 2])] = 0.0
+    y[x > 0.5] = 1.0
     y[..., ::2] = h[..., ::2] * 2
-    y[0], y[0, 1] = 5, 2.
+    y[0], y[0, 1] = 5, 2.0
     y[:, 1] += 1
     y[None, 2] *= 2
     return y + h
@@ -76,7 +76,7 @@ def routing(m, x):
 def key_cache(m, x):
     """A buffer that is written a step at a time."""
     with torch.no_grad():
-        m.cache[:, m.at:m.at + 1] = (x @ m.w).unsqueeze(1)
+        m.cache[:, m.at : m.at + 1] = (x @ m.w).unsqueeze(1)
         m.seen[m.at] += 1
     return (m.cache * m.w[0]).sum(1) + m.seen.sum()
 
@@ -100,7 +100,7 @@ def running_mean(m, x):
     h = x @ m.w
     with torch.no_grad():
         m.average.mul_(0.9).add_(h.mean(0), alpha=0.1)
-        m.average[0] = 1.
+        m.average[0] = 1.0
     return h - m.average
 
 
@@ -117,7 +117,7 @@ def through_views(m, x):
     left, right = y.mT, y.flatten()
     left.mul_(2)
     right[3:20:2].mul_(3)
-    y.diagonal().fill_(2.)
+    y.diagonal().fill_(2.0)
     y.permute(1, 0).unsqueeze(0).select(2, 3).add_(h[0])
     y.unflatten(1, (2, 4))[:, 1, 2:].narrow(1, 1, 1).zero_()
     y.T[1:, -1] = h[0, 1:]
@@ -138,7 +138,7 @@ def parts(m, x):
 def under_no_grad(m, x):
     h = x @ m.w
     with torch.no_grad():
-        h.mul_(2)                        # the gradient does not see it
+        h.mul_(2)  # the gradient does not see it
         mask = torch.zeros(8, 8, dtype=D)
         mask[:, 2] = 1
         soft = torch.tanh(h)
@@ -169,7 +169,7 @@ def other_types(m, x):
     flags[0] &= False
     flags.logical_not_()
     low = (x @ m.w).float()
-    low.add_(x).mul_(flags)              # computed in float64 and rounded
+    low.add_(x).mul_(flags)  # computed in float64 and rounded
     low[:, 0] = x[:, 0]
     return z.abs()[:, places], flags, low.double()
 
@@ -187,7 +187,7 @@ def turned_in_place(m, x):
     h = (x @ m.w).unsqueeze_(0)
     row = h[0]
     h.squeeze_(0).t_()
-    h[1] = 3.
+    h[1] = 3.0
     h.fill_diagonal_(1)
     return h.transpose_(0, 1), row
 
@@ -197,7 +197,7 @@ def returned_itself(m, x):
     for same in (F.dropout(h, training=False), h.contiguous(), h.to(D), h.view(8, 8), h.expand(8, 8), h.reshape(-1)):
         same.mul_(1.5)
     copied = h.mT.reshape(-1)
-    copied.mul_(0.)
+    copied.mul_(0.0)
     return h, copied
 
 
@@ -217,9 +217,9 @@ def index_writes(m, x):
     y.index_put_((torch.tensor([0, 1, 0]),), x[:3], accumulate=True)
     y.index_add_(1, torch.tensor([2, 3]), h[:, :2])
     y.index_copy_(0, torch.tensor([4, 5]), x[:2])
-    y.masked_fill_(y > 3, 0.)
+    y.masked_fill_(y > 3, 0.0)
     y.masked_scatter_(x > 1, h.flatten())
-    y.scatter_(1, torch.zeros(8, 1, dtype=torch.long), 1.)
+    y.scatter_(1, torch.zeros(8, 1, dtype=torch.long), 1.0)
     y[torch.arange(8), torch.arange(8)] = h.sum(1)
     return y
 
@@ -227,7 +227,7 @@ def index_writes(m, x):
 def behind_the_batch(m, x):
     y = (x @ m.w).unsqueeze(0)
     z = y * 1
-    z[:, :, torch.tensor([0, 1])] = 5.
+    z[:, :, torch.tensor([0, 1])] = 5.0
     return z, y[:, :, torch.tensor([1, 0, 1])]
 
 
@@ -244,25 +244,51 @@ def recomputed(m, x):
         h = h * 2
         h[:, 1:3] = h[:, 3:5].clone()
         return torch.tanh(h @ m.w)
+
     return torch.utils.checkpoint.checkpoint(block, x @ m.w, use_reentrant=False)
 
 
-PROGRAMS = [new_empty, routing, key_cache, static_cache, ring_buffer, running_mean, stale_view, through_views, parts,
-            under_no_grad, no_grad_views_stay_views, other_types, out_arguments, turned_in_place, returned_itself, in_a_loop,
-            index_writes, behind_the_batch, data_is_detached, recomputed]
+PROGRAMS = [
+    new_empty,
+    routing,
+    key_cache,
+    static_cache,
+    ring_buffer,
+    running_mean,
+    stale_view,
+    through_views,
+    parts,
+    under_no_grad,
+    no_grad_views_stay_views,
+    other_types,
+    out_arguments,
+    turned_in_place,
+    returned_itself,
+    in_a_loop,
+    index_writes,
+    behind_the_batch,
+    data_is_detached,
+    recomputed,
+]
 
 
 def buffers() -> dict[str, Any]:
-    return dict(cache=torch.zeros(8, 3, 8, dtype=D), seen=torch.zeros(3, dtype=torch.long), at=1,
-                average=torch.zeros(8, dtype=D))
+    return dict(
+        cache=torch.zeros(8, 3, 8, dtype=D),
+        seen=torch.zeros(3, dtype=torch.long),
+        at=1,
+        average=torch.zeros(8, dtype=D),
+    )
 
 
 @pytest.mark.parametrize("f", PROGRAMS)
 def test_as_one_device(f: Callable) -> None:
     model = assert_as_one_device(Apply(f, **buffers()), (X,), (draw(8, 8, seed=4),), devices=4)
     assert any(cut > 1 for op in model.plan.operators for layout in op.out_layouts for cut in layout.cuts)
-    assert not any(getattr(op.target, "_schema", None) is not None and op.target._schema.is_mutable
-                   for op in capture(Apply(f, **buffers()), (X,)).ops)
+    assert not any(
+        getattr(op.target, "_schema", None) is not None and op.target._schema.is_mutable
+        for op in capture(Apply(f, **buffers()), (X,)).ops
+    )
 
 
 def test_swins_windows() -> None:
@@ -277,10 +303,15 @@ def test_swin(library: str) -> None:
     torch.manual_seed(0)
     sizes = {"embed_dim": 8, "depths": [2, 2], "num_heads": [2, 4]}
     if library == "torchvision":
-        net = module.models.SwinTransformer([4, 4], window_size=[4, 4], stochastic_depth_prob=0., num_classes=8, **sizes)
+        net = module.models.SwinTransformer(
+            [4, 4], window_size=[4, 4], stochastic_depth_prob=0.0, num_classes=8, **sizes
+        )
     else:
-        net = Logits(module.SwinForImageClassification(module.SwinConfig(
-            image_size=32, patch_size=4, window_size=4, num_labels=8, drop_path_rate=0., **sizes)))
+        net = Logits(
+            module.SwinForImageClassification(
+                module.SwinConfig(image_size=32, patch_size=4, window_size=4, num_labels=8, drop_path_rate=0.0, **sizes)
+            )
+        )
     model = assert_as_one_device(net.to(D), (draw(4, 3, 32, 32), labels(4)), loss_fn=nn.CrossEntropyLoss(), devices=4)
     operators = model.plan.operators
     assert sum(layout.cuts[0] == 4 for op in operators for layout in op.out_layouts if layout.cuts) > len(operators) / 2
@@ -297,14 +328,16 @@ class Logits(nn.Module):
 
 def test_dims_that_are_not_written_in_part_stay_cut() -> None:
     """Nothing is sent for the sake of a write."""
+
     def f(m, x):
         y = x.new_zeros(8, 3, 8)
         y[:, 1:] = x.unsqueeze(1)
-        y[:, 0, ::2] = 1.
-        y[:, :, torch.tensor([1, 2])] = 0.
+        y[:, 0, ::2] = 1.0
+        y[:, :, torch.tensor([1, 2])] = 0.0
         y.select(1, 2).mul_(x)
-        y.diagonal(0, 1, 2).fill_(3.)
+        y.diagonal(0, 1, 2).fill_(3.0)
         return y
+
     plan = sw.plan(Apply(f), (X,), devices=4, parallel_mode="data_parallel", dataset_strategy="data_parallel")
     writes = [op for op in plan.operators if "scatter" in op.op or op.op == "index_put"]
     assert len(writes) >= 5 and all(op.out_layouts[0].cuts[0] == 4 for op in writes)
@@ -321,12 +354,21 @@ def _view(rng: random.Random, shape: tuple[int, ...]) -> Callable[[Tensor], Tens
     ways: list[Callable[[Tensor], Tensor]] = [
         lambda t, a=rng.randrange(size), n=rng.randint(1, 3): t.narrow(d, a, min(n, size - a)),
         lambda t, a=rng.randint(-size, size - 1), s=rng.randint(1, 3): t[(slice(None),) * d + (slice(a, None, s),)],
-        lambda t: t.unsqueeze(d), lambda t: t.flatten(), lambda t: t.transpose(0, d), lambda t: t.movedim(d, -1),
+        lambda t: t.unsqueeze(d),
+        lambda t: t.flatten(),
+        lambda t: t.transpose(0, d),
+        lambda t: t.movedim(d, -1),
         lambda t, i=rng.randrange(3): t.chunk(3, d)[min(i, len(t.chunk(3, d)) - 1)],
-        lambda t: t.view(*t.shape[:d], 1, *t.shape[d:]), lambda t: t.squeeze(), lambda t: t.detach()]
+        lambda t: t.view(*t.shape[:d], 1, *t.shape[d:]),
+        lambda t: t.squeeze(),
+        lambda t: t.detach(),
+    ]
     if len(shape) > 1:
-        ways += [lambda t, i=rng.randrange(size): t.select(d, i), lambda t, i=rng.randrange(size): t.unbind(d)[i],
-                 lambda t: t.diagonal(0, 0, 1)]
+        ways += [
+            lambda t, i=rng.randrange(size): t.select(d, i),
+            lambda t, i=rng.randrange(size): t.unbind(d)[i],
+            lambda t: t.diagonal(0, 0, 1),
+        ]
     if size % 2 == 0:
         ways.append(lambda t: t.unflatten(d, (2, size // 2)))
     return rng.choice(ways)
@@ -334,21 +376,32 @@ def _view(rng: random.Random, shape: tuple[int, ...]) -> Callable[[Tensor], Tens
 
 def _write(rng: random.Random, other: Callable[[list[Tensor]], Tensor]) -> Callable[[list[Tensor], Tensor], Any]:
     """A write into a tensor of any shape."""
-    c, d = rng.choice([-1.5, 0.5, 2.]), rng.randrange(3)
+    c, d = rng.choice([-1.5, 0.5, 2.0]), rng.randrange(3)
 
     def alike(values: list[Tensor], t: Tensor) -> Tensor:
         """Elements of another tensor, copied, in the shape of this one."""
-        return other(values).flatten().repeat(t.numel())[:t.numel()].view(t.shape)
+        return other(values).flatten().repeat(t.numel())[: t.numel()].view(t.shape)
 
     def some(values: list[Tensor], t: Tensor) -> None:
         t[(slice(None),) * min(d, t.dim() - 1) + (torch.tensor([0, t.shape[min(d, t.dim() - 1)] - 1]),)] = c
 
-    return rng.choice([
-        lambda values, t: t.add_(c), lambda values, t: t.mul_(c), lambda values, t: t.zero_(), lambda values, t: t.fill_(c),
-        lambda values, t: t.sin_(), lambda values, t: t.clamp_(-1, 1), lambda values, t: t.masked_fill_(t > 0.3, c),
-        lambda values, t: t.copy_(alike(values, t)), lambda values, t: t.add_(alike(values, t)),
-        lambda values, t: t.copy_(alike(values, t).sum()), lambda values, t: t.__setitem__(t < 0, c), some,
-        lambda values, t: t.index_fill_(0, torch.tensor([0]), c)])
+    return rng.choice(
+        [
+            lambda values, t: t.add_(c),
+            lambda values, t: t.mul_(c),
+            lambda values, t: t.zero_(),
+            lambda values, t: t.fill_(c),
+            lambda values, t: t.sin_(),
+            lambda values, t: t.clamp_(-1, 1),
+            lambda values, t: t.masked_fill_(t > 0.3, c),
+            lambda values, t: t.copy_(alike(values, t)),
+            lambda values, t: t.add_(alike(values, t)),
+            lambda values, t: t.copy_(alike(values, t).sum()),
+            lambda values, t: t.__setitem__(t < 0, c),
+            some,
+            lambda values, t: t.index_fill_(0, torch.tensor([0]), c),
+        ]
+    )
 
 
 def random_program(seed: int) -> Callable[[Apply, Tensor], list[Tensor]]:
@@ -375,6 +428,7 @@ def random_program(seed: int) -> Callable[[Apply, Tensor], list[Tensor]]:
         for step in steps:
             step(values)
         return [v * (i + 1) for i, v in enumerate(values)]
+
     return f
 
 
@@ -424,7 +478,7 @@ class Greedy(nn.Module):
 
     def forward(self, x: Tensor, flags: Tensor) -> Tensor:
         x += 1
-        x[:, ::3] = 0.
+        x[:, ::3] = 0.0
         flags[:, 1] |= x[:, 0] > 1
         x = x * x
         return self.second(torch.tanh(self.first(x))) * flags
@@ -455,9 +509,9 @@ def changed_on_ranks(rank: int, world: int) -> None:
     net = Greedy()
     one = copy.deepcopy(net)
     model = sw.AutoParallel(net, parallel_mode="data_parallel")
-    mine, yours = [x[4 * rank:4 * rank + 4].clone() for x in greedy_inputs()], greedy_inputs()
+    mine, yours = [x[4 * rank : 4 * rank + 4].clone() for x in greedy_inputs()], greedy_inputs()
     got, expected = model(*mine), one(*yours)
-    close((got, mine), (expected[4 * rank:4 * rank + 4], [x[4 * rank:4 * rank + 4] for x in yours]))
+    close((got, mine), (expected[4 * rank : 4 * rank + 4], [x[4 * rank : 4 * rank + 4] for x in yours]))
 
 
 def test_each_rank_gets_back_the_part_that_it_fed() -> None:
@@ -497,7 +551,7 @@ def set_to_another(m, x):
 
 def windows(m, x):
     y = x.clone()
-    y.unfold(0, 2, 2)[0].fill_(1.)
+    y.unfold(0, 2, 2)[0].fill_(1.0)
     return y @ m.w
 
 
@@ -543,7 +597,7 @@ def weight_view(m, x):
 
 def by_value(m, x):
     y = x @ m.w
-    y[int(x.argmax())] = 0.
+    y[int(x.argmax())] = 0.0
     return y
 
 
@@ -555,13 +609,13 @@ def as_many_as_there_are(m, x):
 
 def every_other(m, x):
     y = [x @ m.w, x * 1]
-    torch._foreach_mul_(y, 2.)
+    torch._foreach_mul_(y, 2.0)
     return y[0] + y[1]
 
 
 def wrapped_diagonal(m, x):
     y = torch.cat([x, x])
-    y.fill_diagonal_(1., wrap=True)
+    y.fill_diagonal_(1.0, wrap=True)
     return y @ m.w
 
 
@@ -571,8 +625,23 @@ def sparse(m, x):
     return y.to_dense()
 
 
-ODD = [resized, set_to_another, windows, strided, one_place_many_times, wider_type, behind_its_back, plain_attribute, weight_part,
-       weight_view, by_value, as_many_as_there_are, every_other, wrapped_diagonal, sparse]
+ODD = [
+    resized,
+    set_to_another,
+    windows,
+    strided,
+    one_place_many_times,
+    wider_type,
+    behind_its_back,
+    plain_attribute,
+    weight_part,
+    weight_view,
+    by_value,
+    as_many_as_there_are,
+    every_other,
+    wrapped_diagonal,
+    sparse,
+]
 
 
 @pytest.mark.parametrize("f", ODD)
@@ -593,11 +662,17 @@ def test_odd_programs_are_followed_or_an_error_with_the_line(f: Callable) -> Non
 FOLLOWED: list[Callable] = []
 
 
-@pytest.mark.parametrize(("f", "message", "legal"), [
-    (weight_part, "parameter 'w' in place", "outside of the model's forward"),
-    (weight_view, "parameter 'w' in place", "outside of the model's forward"),
-    (plain_attribute, "constant", "register_buffer"), (windows, "no way back", "clone"),
-    (one_place_many_times, "no way back", "clone"), (resized, "resize_", "returns its result")])
+@pytest.mark.parametrize(
+    ("f", "message", "legal"),
+    [
+        (weight_part, "parameter 'w' in place", "outside of the model's forward"),
+        (weight_view, "parameter 'w' in place", "outside of the model's forward"),
+        (plain_attribute, "constant", "register_buffer"),
+        (windows, "no way back", "clone"),
+        (one_place_many_times, "no way back", "clone"),
+        (resized, "resize_", "returns its result"),
+    ],
+)
 def test_errors_of_writes(f: Callable, message: str, legal: str) -> None:
     net = Apply(f, plain=None)
     net.__dict__["plain"] = torch.zeros(8, dtype=D)

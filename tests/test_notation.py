@@ -38,22 +38,25 @@ def test_order_prefix() -> None:
     assert parse("m k n: k n, m k -> m n").order == ("m", "k", "n")
 
 
-@pytest.mark.parametrize("text, at, said", [
-    ("a b", 0, "exactly one '->'"),
-    ("a -> b -> c", 2, "exactly one '->'"),
-    ("a b$ -> a", 3, "cannot read '$'"),
-    ("a (b (c)) -> a", 5, "inside a compound"),
-    ("a () -> a", 3, "empty or unopened"),
-    ("a ) -> a", 2, "empty or unopened"),
-    ("a (b -> a", 2, "not closed"),
-    ("a a -> a", 2, "'a' stands twice"),
-    ("(...) a -> a", 1, "'...' inside a compound"),
-    ("a -> a?", 5, "never optional"),
-    ("z: a -> a", 0, "order names 'z'"),
-    ("ab b: ab -> ab", 3, "order names 'b'"),
-    ("a! b: a b -> a", 0, "'a!' is not a factor name"),
-    ("a -> b: a", 6, "stands before the inputs"),
-])
+@pytest.mark.parametrize(
+    "text, at, said",
+    [
+        ("a b", 0, "exactly one '->'"),
+        ("a -> b -> c", 2, "exactly one '->'"),
+        ("a b$ -> a", 3, "cannot read '$'"),
+        ("a (b (c)) -> a", 5, "inside a compound"),
+        ("a () -> a", 3, "empty or unopened"),
+        ("a ) -> a", 2, "empty or unopened"),
+        ("a (b -> a", 2, "not closed"),
+        ("a a -> a", 2, "'a' stands twice"),
+        ("(...) a -> a", 1, "'...' inside a compound"),
+        ("a -> a?", 5, "never optional"),
+        ("z: a -> a", 0, "order names 'z'"),
+        ("ab b: ab -> ab", 3, "order names 'b'"),
+        ("a! b: a b -> a", 0, "'a!' is not a factor name"),
+        ("a -> b: a", 6, "stands before the inputs"),
+    ],
+)
 def test_errors_point_at_the_place(text: str, at: int, said: str) -> None:
     with pytest.raises(RuleError) as error:
         parse(text)
@@ -101,13 +104,16 @@ def test_compound_sizes() -> None:
     assert b.inputs == (((0,), (2,)),)  # a factor of size 1 is none
 
 
-@pytest.mark.parametrize("text, ins, outs, said", [
-    ("a -> a", [(2,), (2,)], [(2,)], "1 inputs, the operator 2"),
-    ("a -> a, a", [(2,)], [(2,)], "2 outputs, the operator 1"),
-    ("a b -> a", [(2,)], [(2,)], "2 dims where the operator has (2,)"),
-    ("... a b -> a", [(2,)], [(2,)], "at least 2 dims, not (2,)"),
-    ("a, a -> a", [(2,), (3,)], [(2,)], "'a' has sizes 2 and 3"),
-])
+@pytest.mark.parametrize(
+    "text, ins, outs, said",
+    [
+        ("a -> a", [(2,), (2,)], [(2,)], "1 inputs, the operator 2"),
+        ("a -> a, a", [(2,)], [(2,)], "2 outputs, the operator 1"),
+        ("a b -> a", [(2,)], [(2,)], "2 dims where the operator has (2,)"),
+        ("... a b -> a", [(2,)], [(2,)], "at least 2 dims, not (2,)"),
+        ("a, a -> a", [(2,), (3,)], [(2,)], "'a' has sizes 2 and 3"),
+    ],
+)
 def test_what_does_not_fit_says_so_with_the_shapes(text, ins, outs, said) -> None:
     with pytest.raises(RuleError) as error:
         bound(text, ins, outs)

@@ -83,14 +83,17 @@ TIGHT = 140_000
 
 @scenario
 def rank_0_searches_and_all_have_its_plan(rank: int, world: int) -> None:
-    for mode, marks in ((SEARCH, (None, None, None)), (SEARCH, (((2, 2), (2, 1)), None, None)),
-                        ("recursive_programming", (None, None, None)),
-                        ("sharding_propagation", (((2, 2), (2, 1)), None, None))):
+    for mode, marks in (
+        (SEARCH, (None, None, None)),
+        (SEARCH, (((2, 2), (2, 1)), None, None)),
+        ("recursive_programming", (None, None, None)),
+        ("sharding_propagation", (((2, 2), (2, 1)), None, None)),
+    ):
         net, one = Marked(*marks), Marked()
         model = wrapped(net, CROSS_ENTROPY, mode)
         ours, theirs = torch.optim.SGD(net.parameters(), 0.1), torch.optim.SGD(one.parameters(), 0.1)
         with counted(mode) as calls:
-            for size in (16, 16, 18, 16, 32):   # two searches: 4 divides 16 and not 18; 32 is cut as 16 is
+            for size in (16, 16, 18, 16, 32):  # two searches: 4 divides 16 and not 18; 32 is cut as 16 is
                 x, t = draw(size, 8, seed=size), labels(size)
                 loss, expected = model(x, t), CROSS_ENTROPY(one(x), t)
                 close(loss, expected, mode)
@@ -100,7 +103,7 @@ def rank_0_searches_and_all_have_its_plan(rank: int, world: int) -> None:
                 assert len(set(gathered(written(model.plan), world))) == 1, "one plan, with its price and its proof"
         close(whole(net.state_dict()), one.state_dict(), mode)
         assert gathered(len(calls), world) == [2, 0, 0, 0]
-        assert model.plan.bound is None     # which nobody proved for 32
+        assert model.plan.bound is None  # which nobody proved for 32
         assert "nothing was searched" in model.plan.found.notes[-1]
 
 
@@ -125,8 +128,15 @@ def what_is_stored_and_recomputed_comes_along(rank: int, world: int) -> None:
 def machines_that_reckon_differently(rank: int, world: int) -> None:
     """Each by itself would find another plan; together they run that of rank 0."""
     x, y = draw(256, 16), draw(256, 16, seed=1)
-    mine = sw.plan(mlp(16, 256, 256, 16, dtype=D), (x,), nn.MSELoss(), y, parallel_mode=SEARCH, devices=world,
-                   cluster=("a100x8", "cpu")[rank % 2])
+    mine = sw.plan(
+        mlp(16, 256, 256, 16, dtype=D),
+        (x,),
+        nn.MSELoss(),
+        y,
+        parallel_mode=SEARCH,
+        devices=world,
+        cluster=("a100x8", "cpu")[rank % 2],
+    )
     alone = gathered(mine.fingerprint, world)
     assert alone[0] != alone[1], "or this tests nothing"
     net = mlp(16, 256, 256, 16, dtype=D)
@@ -164,8 +174,12 @@ class Held(Exception):
 
 @scenario
 def whatever_a_search_raises(rank: int, world: int) -> None:
-    for error, other in ((ZeroDivisionError("by nothing"), ZeroDivisionError), (Held(lambda: 0), RuntimeError),
-                         (sw.StrategyError("not so", operator="up", strategy=lambda: 0), sw.StrategyError)):
+    for error, other in (
+        (ZeroDivisionError("by nothing"), ZeroDivisionError),
+        (Held(lambda: 0), RuntimeError),
+        (sw.StrategyError("not so", operator="up", strategy=lambda: 0), sw.StrategyError),
+    ):
+
         def failing(*_: Any, **__: Any) -> Any:
             raise error
 
@@ -179,16 +193,26 @@ def whatever_a_search_raises(rank: int, world: int) -> None:
 def ranks_that_differ_search_nothing(rank: int, world: int) -> None:
     free, odd = (None, None, None), rank == 1
     cases: list[tuple[str, Callable[[], Any]]] = [
-        ("feed other inputs", lambda: wrapped(Marked(*free), CROSS_ENTROPY, SEARCH)(
-            draw(12 if odd else 16, 8), labels(12 if odd else 16))),
-        ("captured another model", lambda: wrapped(
-            Marked(((4, 1), (1, 1)) if odd else ((2, 1), (1, 2)), None, None), CROSS_ENTROPY, SEARCH)(X, T)),
+        (
+            "feed other inputs",
+            lambda: wrapped(Marked(*free), CROSS_ENTROPY, SEARCH)(
+                draw(12 if odd else 16, 8), labels(12 if odd else 16)
+            ),
+        ),
+        (
+            "captured another model",
+            lambda: wrapped(Marked(((4, 1), (1, 1)) if odd else ((2, 1), (1, 2)), None, None), CROSS_ENTROPY, SEARCH)(
+                X, T
+            ),
+        ),
         ("other settings", lambda: wrapped(Marked(*free), CROSS_ENTROPY, SEARCH, memory="1GB" if odd else None)(X, T)),
         ("another parallel_mode", lambda: wrapped(Marked(*free), CROSS_ENTROPY, "semi_auto" if odd else SEARCH)(X, T)),
         ("another parallel_mode", lambda: wrapped(Marked(*free), CROSS_ENTROPY, SEARCH if odd else "semi_auto")(X, T)),
-        ("another parallel_mode", lambda: wrapped(
-            Marked(*free), CROSS_ENTROPY, "recursive_programming" if odd else SEARCH)(X, T)),
-        ("cannot plan", lambda: wrapped(Apply(lambda m, x: x @ m.w[:5 if odd else 8]), None, SEARCH)(X)),
+        (
+            "another parallel_mode",
+            lambda: wrapped(Marked(*free), CROSS_ENTROPY, "recursive_programming" if odd else SEARCH)(X, T),
+        ),
+        ("cannot plan", lambda: wrapped(Apply(lambda m, x: x @ m.w[: 5 if odd else 8]), None, SEARCH)(X)),
         ("cannot plan", lambda: wrapped(Marked(*free), CROSS_ENTROPY, SEARCH, cluster="cray1" if odd else None)(X, T)),
     ]
     for message, call in cases:
@@ -240,13 +264,21 @@ def test_on_four_ranks(name: str, results) -> None:
 # -- what is handed on -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make_net, x, options", [
-    (lambda: Marked(None, None, None), X, {}),
-    (lambda: Marked(((2, 2), (2, 1)), None, None, ((4, 1),)), X, {"parallel_mode": "sharding_propagation"}),
-    (squeezed, draw(256, 16), {"memory": 150_700}),  # without a loss its whole result is handed out
-    (lambda: Marked(((4, 1), (1, 1)), None, None), draw(18, 8), {"uneven": True}),
-    (lambda: nn.Sequential(nn.Linear(8, 8, dtype=D), nn.BatchNorm1d(8, dtype=D)), X, {"on_missing_rule": "replicate"}),
-], ids=["free", "marked", "memory", "uneven", "no rule"])
+@pytest.mark.parametrize(
+    "make_net, x, options",
+    [
+        (lambda: Marked(None, None, None), X, {}),
+        (lambda: Marked(((2, 2), (2, 1)), None, None, ((4, 1),)), X, {"parallel_mode": "sharding_propagation"}),
+        (squeezed, draw(256, 16), {"memory": 150_700}),  # without a loss its whole result is handed out
+        (lambda: Marked(((4, 1), (1, 1)), None, None), draw(18, 8), {"uneven": True}),
+        (
+            lambda: nn.Sequential(nn.Linear(8, 8, dtype=D), nn.BatchNorm1d(8, dtype=D)),
+            X,
+            {"on_missing_rule": "replicate"},
+        ),
+    ],
+    ids=["free", "marked", "memory", "uneven", "no rule"],
+)
 def test_what_comes_back_is_what_was_decided(make_net: Callable, x: torch.Tensor, options: dict[str, Any]) -> None:
     held: list[Any] = []
 
@@ -255,14 +287,22 @@ def test_what_comes_back_is_what_was_decided(make_net: Callable, x: torch.Tensor
         other = capture(make_net(), (x,))
         assert other is not graph and graph_digest(other) == graph_digest(graph)
         handed = pickle.loads(pickle.dumps(PortableDecisions.of(found)))
-        held.append((found, take(handed), handed.onto(other, 4, **{
-            key: value for key, value in options.items() if key in ("uneven", "on_missing_rule")})))
+        held.append(
+            (
+                found,
+                take(handed),
+                handed.onto(
+                    other, 4, **{key: value for key, value in options.items() if key in ("uneven", "on_missing_rule")}
+                ),
+            )
+        )
         return held[0][1]
 
     given = {"parallel_mode": SEARCH} | options
     given["dataset_strategy"] = "full_batch"
-    made, alone = (written(make.make_plan(capture(make_net(), (x,)), 4, searcher=who, **given))
-                   for who in (searcher, None))
+    made, alone = (
+        written(make.make_plan(capture(make_net(), (x,)), 4, searcher=who, **given)) for who in (searcher, None)
+    )
     found, taken, elsewhere = held[0]
     assert taken == found and list(taken.decisions) == list(found.decisions)
     assert [d.assignment for d in elsewhere.decisions.values()] == [d.assignment for d in found.decisions.values()]
@@ -275,6 +315,10 @@ def test_a_graph_s_digest_is_of_operators_shapes_and_marks() -> None:
 
     free = (None, None, None)
     assert digest(*free) == digest(*free)
-    others = [digest(*free, x=draw(32, 8)), digest(((2, 2), (2, 1)), None, None), digest(*free, ((4, 1),)),
-              graph_digest(capture(nn.Sequential(nn.Linear(8, 8)), (X.float(),)))]
+    others = [
+        digest(*free, x=draw(32, 8)),
+        digest(((2, 2), (2, 1)), None, None),
+        digest(*free, ((4, 1),)),
+        graph_digest(capture(nn.Sequential(nn.Linear(8, 8)), (X.float(),))),
+    ]
     assert len({digest(*free), *others}) == 5

@@ -30,23 +30,37 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     source = folder / "source"
     shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__"))
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    built = subprocess.run([sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index",
-                            "--wheel-dir", folder, source], capture_output=True, text=True, env=environment)
+    built = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            "--no-deps",
+            "--no-build-isolation",
+            "--no-index",
+            "--wheel-dir",
+            folder,
+            source,
+        ],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
     assert not built.returncode, built.stdout + built.stderr
-    made, = folder.glob("*.whl")
+    (made,) = folder.glob("*.whl")
     return zipfile.ZipFile(made)
 
 
 def said(wheel: zipfile.ZipFile) -> bytes:
-    name, = (n for n in wheel.namelist() if n.endswith(".dist-info/METADATA"))
+    (name,) = (n for n in wheel.namelist() if n.endswith(".dist-info/METADATA"))
     return wheel.read(name)
 
 
 @pytest.mark.long
 def test_what_is_in_it(wheel: zipfile.ZipFile) -> None:
     held = {n for n in wheel.namelist() if ".dist-info/" not in n}
-    there = {str(p.relative_to(ROOT)) for p in (ROOT / "shardwright").rglob("*")
-             if p.is_file() and p.suffix != ".pyc"}
+    there = {str(p.relative_to(ROOT)) for p in (ROOT / "shardwright").rglob("*") if p.is_file() and p.suffix != ".pyc"}
     assert held == there and "shardwright/py.typed" in held
     assert not [n for n in wheel.namelist() if "test" in n.split("/")[0]]
     version = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.M)[1]
@@ -94,15 +108,23 @@ def test_the_version() -> None:
 def test_the_version_of_a_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
+
     monkeypatch.setattr(metadata, "version", none)
     assert sw.__version__ == "0+unknown"
 
 
 def test_the_demands_of_tests_leave_torch_alone() -> None:
     """Each torch has an environment, and what is installed after torch is held to that torch."""
-    asked = {torch: subprocess.run(["make", "-n", "-B", "venv", *torch], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-             for torch in ((), ("TORCH=torch",), ("TORCH=torch==2.9.0",), ("TORCH=torch>=2.10,<2.12",))}
+    asked = {
+        torch: subprocess.run(
+            ["make", "-n", "-B", "venv", *torch], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout
+        for torch in ((), ("TORCH=torch",), ("TORCH=torch==2.9.0",), ("TORCH=torch>=2.10,<2.12",))
+    }
     for torch, folder in zip(asked, (".venv", ".venv-torch", ".venv-torch-2.9.0", ".venv-torch-2.10-2.12")):
         assert f"-m venv {folder}\n" in asked[torch]
         assert f"--constraint {folder}/torch.txt --editable '.[test,examples]'" in asked[torch]
-        assert subprocess.run(["git", "check-ignore", "-q", f"{folder}/x"], cwd=ROOT).returncode in (0, 128)  # 128: no git
+        assert subprocess.run(["git", "check-ignore", "-q", f"{folder}/x"], cwd=ROOT).returncode in (
+            0,
+            128,
+        )  # 128: no git

@@ -22,6 +22,7 @@ CROSS_ENTROPY = nn.CrossEntropyLoss()
 
 # -- modes, batches, losses --------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("loss_fn", [CROSS_ENTROPY, F.cross_entropy, None], ids=["module", "function", "outside"])
 @pytest.mark.parametrize("mode", ["stand_alone", "data_parallel", "semi_auto"])
 def test_modes(mode, loss_fn) -> None:
@@ -34,14 +35,24 @@ def test_modes(mode, loss_fn) -> None:
 L = sw.Layout((2, 2, 2), ("dp", "sp", "mp"))
 
 
-@pytest.mark.parametrize("dataset", [
-    None, "data_parallel", "full_batch", ((8, 1), (8,)), ((4, 1), (1,)), ((2, 4), (2,)),
-    (L("dp", "None"), L("None")), (L(("mp", "dp"), "sp"), (4,)),
-], ids=str)
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        None,
+        "data_parallel",
+        "full_batch",
+        ((8, 1), (8,)),
+        ((4, 1), (1,)),
+        ((2, 4), (2,)),
+        (L("dp", "None"), L("None")),
+        (L(("mp", "dp"), "sp"), (4,)),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("mode", ["data_parallel", "semi_auto"])
 def test_dataset_strategies(mode, dataset) -> None:
     for loss_fn, batches in ((CROSS_ENTROPY, BATCHES), (None, [b[:1] for b in BATCHES])):
-        fed = dataset[:len(batches[0])] if isinstance(dataset, tuple) else dataset
+        fed = dataset[: len(batches[0])] if isinstance(dataset, tuple) else dataset
         assert_as_one_device(Marked(), *batches[:2], loss_fn=loss_fn, mode=mode, dataset=fed)
 
 
@@ -69,8 +80,12 @@ def test_devices_are_implied_by_the_marks() -> None:
     net = Marked()
     close(sw.AutoParallel(net).dataset_strategy("full_batch")(X), net(X))
     for in_strategy, out_strategy, devices in [
-            (None, ((4, 1),), 4), (((2, 2), (2, 1)), None, 4), (((2, 4), (4, 2)), None, 16),
-            ((L("dp", "None"), L("None", "mp")), None, 8), (((3, 1), (1, 1)), ((2, 1),), 6)]:
+        (None, ((4, 1),), 4),
+        (((2, 2), (2, 1)), None, 4),
+        (((2, 4), (4, 2)), None, 16),
+        ((L("dp", "None"), L("None", "mp")), None, 8),
+        (((3, 1), (1, 1)), ((2, 1),), 6),
+    ]:
         model = sw.AutoParallel(Apply(lambda m, x: m.op(x, m.w), op=sw.shard(torch.matmul, in_strategy, out_strategy)))
         model.dataset_strategy("full_batch")(draw(48, 8))
         assert model.plan.devices == devices, (in_strategy, out_strategy)
@@ -117,8 +132,16 @@ Pair = namedtuple("Pair", "left right")
 def test_outputs_of_any_kind() -> None:
     def f(m, x, t):
         y = x @ m.w
-        return {"y": y, "none": None, "nested": (x, [y.sum(), 3, "text"], Pair(y.mean(0), m.w)), "again": y,
-                "size": x.shape[0], "own": m.w, "label": t}
+        return {
+            "y": y,
+            "none": None,
+            "nested": (x, [y.sum(), 3, "text"], Pair(y.mean(0), m.w)),
+            "again": y,
+            "size": x.shape[0],
+            "own": m.w,
+            "label": t,
+        }
+
     assert_as_one_device(Apply(f), (X, T))
     assert_as_one_device(Apply(lambda m, x: torch.ones(3, dtype=D)), (X,))
     assert_as_one_device(Apply(lambda m, x: None), (X,))
@@ -128,6 +151,7 @@ def test_inputs_of_any_kind() -> None:
     def f(m, pair, table, scale=1.0, *, flag=True, shift=None, none=None):
         x = pair[0] @ m.w * scale + table["deep"][0]
         return x if shift is None else x + shift if flag else x - shift
+
     pair, table = (X, draw(16)), {"deep": [draw(16, 8, seed=3)]}
     assert_as_one_device(Apply(f), (pair, table), (pair, table, 2.0))
     assert_as_one_device(Apply(f), (pair, table), kwargs={"shift": draw(8), "flag": False})
@@ -138,6 +162,7 @@ def test_named_inputs_in_any_order() -> None:
     class Named(nn.Module):
         def forward(self, x, first=None, second=None):
             return x * first - second
+
     a, b = draw(16, 8, seed=1), draw(8, seed=2)
     assert_as_one_device(Named(), (X,), kwargs={"second": b, "first": a})
     assert_as_one_device(Named(), (X,), kwargs={"first": a, "second": b})
@@ -183,6 +208,7 @@ def test_training_and_evaluation_wrappers_of_one_model() -> None:
 
 
 # -- parameters and buffers --------------------------------------------------------------------------------------------
+
 
 class Tied(nn.Module):
     def __init__(self) -> None:
@@ -248,6 +274,7 @@ def test_names_that_look_alike() -> None:
 
         def forward(self, fc_bias):
             return self.loss_fn(self.net(self.fc(fc_bias) @ self.fc_weight))
+
     assert_as_one_device(Alike(), (X,))
     assert_as_one_device(Alike(), (X, T), loss_fn=CROSS_ENTROPY)
     assert_as_one_device(nn.Sequential(nn.Linear(8, 8, dtype=D), nn.Linear(8, 8, dtype=D)), (X,))
@@ -295,16 +322,20 @@ def test_statistics_on_one_device() -> None:
     close(net.state_dict(), one.state_dict())
 
 
-@pytest.mark.parametrize("f", [
-    lambda m, x: F.relu(x @ m.w, inplace=True),
-    lambda m, x: (x @ m.w).add_(1).mul_(0.5).sub_(x, alpha=2).relu_(),
-    lambda m, x: (lambda y: [y.tanh_(), y.sum(), y])(x @ m.w),
-    lambda m, x: (x @ m.w).flatten().sigmoid_(),
-    lambda m, x: (lambda y: [y.zero_(), y + x @ m.w])(x @ m.w),
-    lambda m, x: (lambda y: [y.copy_(x @ m.w), y])(torch.zeros_like(x)),
-    lambda m, x: (lambda y: [y.masked_fill_(x > 0, 0.5), y])(x @ m.w),
-    lambda m, x: nn.ReLU(inplace=True)(x @ m.w),
-], ids=range(8))
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda m, x: F.relu(x @ m.w, inplace=True),
+        lambda m, x: (x @ m.w).add_(1).mul_(0.5).sub_(x, alpha=2).relu_(),
+        lambda m, x: (lambda y: [y.tanh_(), y.sum(), y])(x @ m.w),
+        lambda m, x: (x @ m.w).flatten().sigmoid_(),
+        lambda m, x: (lambda y: [y.zero_(), y + x @ m.w])(x @ m.w),
+        lambda m, x: (lambda y: [y.copy_(x @ m.w), y])(torch.zeros_like(x)),
+        lambda m, x: (lambda y: [y.masked_fill_(x > 0, 0.5), y])(x @ m.w),
+        lambda m, x: nn.ReLU(inplace=True)(x @ m.w),
+    ],
+    ids=range(8),
+)
 def test_in_place_forms(f) -> None:
     assert_as_one_device(Apply(f), (X,), (X,))
 
@@ -318,6 +349,7 @@ def test_augmented_assignment() -> None:
         x = x.clone()
         x += y
         return x, y
+
     assert_as_one_device(Apply(f), (X,), (X,))
 
 
@@ -365,7 +397,7 @@ def test_calls_without_gradients() -> None:
     net = Marked()
     model = parallel(net)
     with torch.no_grad():
-        got = model(X)          # the first call of all
+        got = model(X)  # the first call of all
         assert not got.requires_grad
         close(got, net(X))
     model(X).square().mean().backward()
@@ -385,6 +417,7 @@ def test_no_grad_inside_of_the_model() -> None:
             with torch.enable_grad():
                 free = torch.tanh(x @ m.w)
         return frozen * (x @ m.w), free, (x @ m.w).detach() + 1
+
     assert_as_one_device(Apply(f), (X,), (X,))
 
 
@@ -428,10 +461,12 @@ def test_a_replicated_parameter_beside_a_maximum_over_ranks() -> None:
     def f(m, x):
         top = (x @ m.w).amax(0)
         return top * m.p, top.sum() * m.p.sum(), (top * m.q + x @ m.w).max()
+
     assert_as_one_device(Apply(f, p=nn.Parameter(draw(8)), q=nn.Parameter(draw(8))), (X,), (X,))
 
 
 # -- operators without a rule ------------------------------------------------------------------------------------------
+
 
 def test_replicate_runs_whole_and_says_so() -> None:
     net = Apply(lambda m, x: torch.linalg.inv(m.w) @ torch.relu(x @ m.w).mT + torch.linalg.det(m.w), relu=None)
@@ -448,16 +483,20 @@ def test_replicated_statistics_are_updated_once() -> None:
     assert net[1].num_batches_tracked == 2
 
 
-# -- capture and plan ----------------------------------------------------------------------------------------------------
+# -- capture and plan
+# ----------------------------------------------------------------------------------------------------
+
 
 def _noted(monkeypatch, name):
     """The shapes that a function of `shardwright.parallel.auto_parallel` is called with."""
     import shardwright.parallel.auto_parallel as module
+
     seen, noted = [], getattr(module, name)
 
     def counting(net, args, *rest, **named):
         seen.append([tuple(a.shape) for a in args if isinstance(a, torch.Tensor)])
         return noted(net, args, *rest, **named)
+
     monkeypatch.setattr(module, name, counting)
     return seen
 
@@ -475,8 +514,8 @@ def scalable_captures(monkeypatch):
 
 
 def test_captured_once_for_each_signature(captures, scalable_captures) -> None:
-    """At the first size of training and of evaluation a plain capture each; at the second size of training one that scales,
-    which serves the third. A program for each of the four, made once."""
+    """At the first size of training and of evaluation a plain capture each; at the second size of training one that
+    scales, which serves the third. A program for each of the four, made once."""
     net = Marked()
     model = parallel(net, CROSS_ENTROPY)
     first, second = [(16, 8), (16,)], [(32, 8), (32,)]

@@ -1,4 +1,5 @@
-"""Hooks that users put on parameters mean what they mean on one device: in one process, in processes, and in pipelines."""
+"""Hooks that users put on parameters mean what they mean on one device: in one process, in processes, and in
+pipelines."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     return [(draw(8, 8, seed=40 + s), draw(8, 6, seed=60 + s)) for s in range(STEPS)]
 
 
-# -- habits: each puts hooks on the parameters of a model, and returns what steps and what it has noted ------------------
+# -- habits: each puts hooks on the parameters of a model, and returns what steps and what it has noted
+# ------------------
+
 
 def scaled(net: nn.Module) -> None:
     for i, p in enumerate(net.parameters()):
@@ -58,6 +61,7 @@ def masked(net: nn.Module) -> None:
         gradient = gradient.clone()
         gradient[:3] = 0
         return gradient
+
     net.head.weight.register_hook(kept)
 
 
@@ -71,6 +75,7 @@ def of_norm(net: nn.Module) -> None:
 def in_place(net: nn.Module) -> None:
     def doubled(gradient: Tensor) -> None:
         gradient.mul_(2)
+
     for p in net.parameters():
         p.register_hook(doubled)
 
@@ -82,6 +87,7 @@ def of_itself(net: nn.Module) -> None:
     def step(parameter: nn.Parameter) -> None:
         optimizers[parameter].step()
         optimizers[parameter].zero_grad()
+
     for p in net.parameters():
         p.register_post_accumulate_grad_hook(step)
 
@@ -140,8 +146,12 @@ def whole(parameter: nn.Parameter) -> Tensor | None:
 
 def wrapped(net: nn.Module, settings: dict[str, Any]) -> sw.AutoParallel:
     given = dict(settings)
-    pipeline, level, marked, feed = given.pop("pipeline", None), given.pop("level", None), given.pop("marked", None), \
-        given.pop("feed", "full_batch")
+    pipeline, level, marked, feed = (
+        given.pop("pipeline", None),
+        given.pop("level", None),
+        given.pop("marked", None),
+        given.pop("feed", "full_batch"),
+    )
     if marked:
         sw.shard(net.layers[1], ((1, 1), (2, 1)))
         sw.shard(net.head, ((1, 2), (1, 2)))
@@ -149,8 +159,11 @@ def wrapped(net: nn.Module, settings: dict[str, Any]) -> sw.AutoParallel:
     if level:
         model.hsdp(optimizer_level=level)
     if pipeline:
-        model.pipeline(stages=pipeline, micro_batches=4, stage_config={
-            **{f"layers.{i}": i * pipeline // 4 for i in range(4)}, "head": pipeline - 1})
+        model.pipeline(
+            stages=pipeline,
+            micro_batches=4,
+            stage_config={**{f"layers.{i}": i * pipeline // 4 for i in range(4)}, "head": pipeline - 1},
+        )
     return model
 
 
@@ -169,14 +182,18 @@ def check(rank: int, world: int, habit: Callable, settings: dict[str, Any], accu
                     x, y = x.chunk(world)[rank], y.chunk(world)[rank]
                 return model(x, y)
             return nn.functional.mse_loss(model(x), y)
+
         theirs = trained(habit, one, one, loss, accumulated)
         mine = trained(habit, model, net, loss, accumulated)
         close(mine["losses"], theirs["losses"], "losses")
         if not settings.get("pipeline"):
             close(mine["gradients"], theirs["gradients"], "gradients")
         with model.whole() as plain:
-            close({n: p.detach().clone() for n, p in plain.named_parameters()},
-                  {n: p.detach() for n, p in one.named_parameters()}, "parameters")
+            close(
+                {n: p.detach().clone() for n, p in plain.named_parameters()},
+                {n: p.detach() for n, p in one.named_parameters()},
+                "parameters",
+            )
     finally:
         if settings.get("pipeline"):
             Net.forward = kept
@@ -188,17 +205,27 @@ def once(self: Net, x: Tensor) -> Tensor:
     return self.head(x)
 
 
-SETTINGS = {"data_parallel": {"parallel_mode": "data_parallel", "feed": "data_parallel"}, "marked": {"marked": True},
-            "level3": {"parallel_mode": "data_parallel", "level": "level3"},
-            "level1": {"parallel_mode": "data_parallel", "level": "level1", "uneven": True}, "pipeline": {"pipeline": 2}}
+SETTINGS = {
+    "data_parallel": {"parallel_mode": "data_parallel", "feed": "data_parallel"},
+    "marked": {"marked": True},
+    "level3": {"parallel_mode": "data_parallel", "level": "level3"},
+    "level1": {"parallel_mode": "data_parallel", "level": "level1", "uneven": True},
+    "pipeline": {"pipeline": 2},
+}
 
 
 def scenarios(world: int) -> dict[str, Callable]:
     """All habits on two ranks; on four a few, and stages of one rank."""
-    settings = SETTINGS if world == 2 else {"marked": {"marked": True}, "level1": SETTINGS["level1"], "pipeline": {"pipeline": 4}}
-    out = {f"{name}, {habit.__name__}": functools.partial(check, habit=habit, settings=given)
-           for name, given in settings.items()
-           for habit in (HABITS if world == 2 and name in ("data_parallel", "pipeline") else FEW)}
+    settings = (
+        SETTINGS
+        if world == 2
+        else {"marked": {"marked": True}, "level1": SETTINGS["level1"], "pipeline": {"pipeline": 4}}
+    )
+    out = {
+        f"{name}, {habit.__name__}": functools.partial(check, habit=habit, settings=given)
+        for name, given in settings.items()
+        for habit in (HABITS if world == 2 and name in ("data_parallel", "pipeline") else FEW)
+    }
     for name in ("data_parallel", "level1"):
         out[f"{name}, accumulated"] = functools.partial(check, habit=of_norm, settings=SETTINGS[name], accumulated=True)
     for function in (own_slices, whole_gradients, refused, without_values):
@@ -209,6 +236,7 @@ def scenarios(world: int) -> dict[str, Callable]:
 def own_slices(rank: int, world: int) -> None:
     """hybrid_parallel: a rank's own slice has its own gradient; what is averaged has the hook's meaning too."""
     seen = []
+
     class Own(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -218,6 +246,7 @@ def own_slices(rank: int, world: int) -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             return self.fc(x * self.own)
+
     net = Own()
     plain = copy.deepcopy(net)
     sw.layerwise_parallel(net.own)
@@ -249,15 +278,22 @@ def whole_gradients(rank: int, world: int) -> None:
 
 
 def refused(rank: int, world: int) -> None:
-    for hook, said in ((lambda gradient: gradient + torch.randn_like(gradient), "draws random numbers"),
-                       (lambda gradient: gradient[:1], r"returns a tensor of shape [1, 8]"), (lambda gradient: 3, "returns a int")):
+    for hook, said in (
+        (lambda gradient: gradient + torch.randn_like(gradient), "draws random numbers"),
+        (lambda gradient: gradient[:1], r"returns a tensor of shape [1, 8]"),
+        (lambda gradient: 3, "returns a int"),
+    ):
         net = Net()
         model = wrapped(net, {"parallel_mode": "data_parallel"})
         net.head.weight.register_hook(hook)
         loss = model(*batches()[0])
         with pytest.raises(sw.ShardwrightError) as raised:
             loss.backward()
-        assert said in str(raised.value) and "'head.weight'" in str(raised.value) and "test_parameter_hooks.py:" in str(raised.value)
+        assert (
+            said in str(raised.value)
+            and "'head.weight'" in str(raised.value)
+            and "test_parameter_hooks.py:" in str(raised.value)
+        )
     net = Net()
     model = wrapped(net, {"parallel_mode": "data_parallel"})
     with model.no_sync():
@@ -293,8 +329,11 @@ def test_on_processes(world: int) -> None:
     all_passed(run_ranks(run_scenarios, world, scenarios(world)))
 
 
-@pytest.mark.parametrize("settings", [{"marked": True}, {"parallel_mode": "data_parallel", "level": "level3"}, {"pipeline": 2}],
-                         ids=["marked", "level3", "pipeline"])
+@pytest.mark.parametrize(
+    "settings",
+    [{"marked": True}, {"parallel_mode": "data_parallel", "level": "level3"}, {"pipeline": 2}],
+    ids=["marked", "level3", "pipeline"],
+)
 @pytest.mark.parametrize("habit", HABITS, ids=lambda f: f.__name__)
 def test_in_one_process(habit: Callable, settings: dict[str, Any]) -> None:
     sw.init(devices=4)

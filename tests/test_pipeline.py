@@ -20,18 +20,24 @@ from shardwright.errors import SettingError
 TWO = dict(stages=2, micro_batches=4)
 
 #: How a `Chain` is made.
-KINDS: dict[str, dict[str, bool]] = {"plain": {}, "tied": {"tied": True}, "skip": {"skip": True},
-                                     "tied and skip": {"tied": True, "skip": True}}
+KINDS: dict[str, dict[str, bool]] = {
+    "plain": {},
+    "tied": {"tied": True},
+    "skip": {"skip": True},
+    "tied and skip": {"tied": True, "skip": True},
+}
 
 
-# -- every schedule ------------------------------------------------------------------------------------------------------
+# -- every schedule
+# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "kind", "micro_batches"), [*product(SHAPES, ("plain", "tied", "skip"), (1, 2, 4))])
 def test_every_schedule(name: str, kind: str, micro_batches: int, tmp_path: Path) -> None:
     given = setting(name, micro_batches, tmp_path)
-    model = assert_pipeline_as_one_device(Chain(**KINDS[kind]), batches(), given, loss_fn=nn.MSELoss(),
-                                          devices=2 * given["stages"])
+    model = assert_pipeline_as_one_device(
+        Chain(**KINDS[kind]), batches(), given, loss_fn=nn.MSELoss(), devices=2 * given["stages"]
+    )
     plan = model.plan
     assert len(plan.stages) == given["stages"] * given.get("chunks", 1) and plan.micro_batches == micro_batches
     kinds = Counter(action.kind for row in plan.schedule.actions for action in row)
@@ -53,11 +59,13 @@ def test_fewer_micro_batches_than_stages_are_refused(name: str) -> None:
         model(*batches()[0])
 
 
-# -- every kind of model -------------------------------------------------------------------------------------------------
+# -- every kind of model
+# -------------------------------------------------------------------------------------------------
 
 
 class Unlike(nn.Module):
-    """Stages of other ranks and other modules: a convolution, a linear layer of pixels, an embedding of a further input."""
+    """Stages of other ranks and other modules: a convolution, a linear layer of pixels, an embedding of a further
+    input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,12 +80,20 @@ class Unlike(nn.Module):
 
 @pytest.mark.parametrize("scheduler", ["1f1b", "zero_bubble"])
 def test_stages_of_unlike_modules(scheduler: str) -> None:
-    given = dict(stages=4, micro_batches=4, scheduler=scheduler,
-                 stage_config={"conv": 0, "wide": 1, "table": 2, "norm": 3, "out": 3})
+    given = dict(
+        stages=4,
+        micro_batches=4,
+        scheduler=scheduler,
+        stage_config={"conv": 0, "wide": 1, "table": 2, "norm": 3, "out": 3},
+    )
     model = assert_pipeline_as_one_device(
-        Unlike(), [(draw(16, 1, 8, 8, seed=i), labels(16, 5, seed=i), labels(16, 5, seed=7 + i)) for i in range(2)], given,
-        loss_fn=nn.CrossEntropyLoss())
-    # What no module in a stage makes goes with what it reads: the ReLU, the pool and the flattening are the convolution's.
+        Unlike(),
+        [(draw(16, 1, 8, 8, seed=i), labels(16, 5, seed=i), labels(16, 5, seed=7 + i)) for i in range(2)],
+        given,
+        loss_fn=nn.CrossEntropyLoss(),
+    )
+    # What no module in a stage makes goes with what it reads: the ReLU, the pool and the flattening are the
+    # convolution's.
     assert [o.op for o in model.plan.stages[0].plan.operators if o.op != "send"][:3] == ["conv2d", "relu", "max_pool2d"]
 
 
@@ -100,9 +116,15 @@ class Returning(nn.Module):
 def test_inputs_by_name_and_outputs_of_several_stages(scheduler: str) -> None:
     given = dict(stages=2, micro_batches=4, scheduler=scheduler, stage_config={"a": 0, "b": 0, "c": 1})
     fed = [(draw(16, 8, seed=i), draw(16, 8, seed=5 + i)) for i in range(2)]
-    model = assert_pipeline_as_one_device(Returning(), fed, given,
-                                          named=dict(target=labels(16), weight=draw(8, seed=3), scale=0.5))
-    assert model.plan.split == (True, True, True, False)  # the weight has no rows: every micro-batch gets the whole of it
+    model = assert_pipeline_as_one_device(
+        Returning(), fed, given, named=dict(target=labels(16), weight=draw(8, seed=3), scale=0.5)
+    )
+    assert model.plan.split == (
+        True,
+        True,
+        True,
+        False,
+    )  # the weight has no rows: every micro-batch gets the whole of it
 
 
 class Pair(nn.Module):
@@ -132,8 +154,12 @@ class Pairs(nn.Module):
 @pytest.mark.parametrize(("scheduler", "groups"), [("1f1b", 4), ("interleaved", 2), ("zero_bubble", 4), ("zbv", 2)])
 def test_stages_of_several_inputs_and_outputs(scheduler: str, groups: int) -> None:
     given = dict(stages=groups, micro_batches=4, scheduler=scheduler, stage_config={f"pairs.{i}": i for i in range(4)})
-    assert_pipeline_as_one_device(Pairs(), [(draw(16, 8, seed=i), draw(16, 8, seed=5 + i), draw(16, 8)) for i in range(2)],
-                                  given, loss_fn=nn.L1Loss())
+    assert_pipeline_as_one_device(
+        Pairs(),
+        [(draw(16, 8, seed=i), draw(16, 8, seed=5 + i), draw(16, 8)) for i in range(2)],
+        given,
+        loss_fn=nn.L1Loss(),
+    )
 
 
 class Shared(nn.Module):
@@ -155,11 +181,19 @@ class Shared(nn.Module):
 @pytest.mark.parametrize(("scheduler", "groups"), [("1f1b", 4), ("interleaved", 2), ("zero_bubble", 4), ("zbv", 2)])
 def test_a_weight_of_three_stages(scheduler: str, groups: int) -> None:
     net = Shared()
-    given = dict(stages=groups, micro_batches=4, scheduler=scheduler,
-                 stage_config={"table": 0, "mid.0": 1, "mid.1": 2, "mid.2": 3, "head": 3})
-    model = assert_pipeline_as_one_device(net, [(labels(16, seed=i), labels(16, seed=4 + i)) for i in range(2)], given,
-                                          loss_fn=nn.CrossEntropyLoss(),
-                                          optimizer=lambda parameters: torch.optim.Adam(parameters, 0.01))
+    given = dict(
+        stages=groups,
+        micro_batches=4,
+        scheduler=scheduler,
+        stage_config={"table": 0, "mid.0": 1, "mid.1": 2, "mid.2": 3, "head": 3},
+    )
+    model = assert_pipeline_as_one_device(
+        net,
+        [(labels(16, seed=i), labels(16, seed=4 + i)) for i in range(2)],
+        given,
+        loss_fn=nn.CrossEntropyLoss(),
+        optimizer=lambda parameters: torch.optim.Adam(parameters, 0.01),
+    )
     assert sorted(t.target for t in model.plan.transfers if t.kind == "parameter") == [2, 3]
 
 
@@ -177,8 +211,13 @@ def test_values_without_gradients_cross_too(scheduler: str) -> None:
     given = dict(stages=2, micro_batches=2, scheduler=scheduler, stage_config=staged(2))
     net = Frozen()
     net.layers[1].requires_grad_(False)
-    assert_pipeline_as_one_device(net, batches(), given, loss_fn=nn.MSELoss(),
-                                  optimizer=lambda ps: torch.optim.SGD([p for p in ps if p.requires_grad], 0.1))
+    assert_pipeline_as_one_device(
+        net,
+        batches(),
+        given,
+        loss_fn=nn.MSELoss(),
+        optimizer=lambda ps: torch.optim.SGD([p for p in ps if p.requires_grad], 0.1),
+    )
 
 
 # -- stages --------------------------------------------------------------------------------------------------------------
@@ -193,16 +232,16 @@ class Blocks(nn.Module):
         self.gain = nn.Parameter(draw(8))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x * self.gain                        # with the first that uses it: stage 0
+        x = x * self.gain  # with the first that uses it: stage 0
         for block in self.blocks:
-            x = block(x).square().sin() + 0.5    # with the block
+            x = block(x).square().sin() + 0.5  # with the block
         return x.roll(1, -1) * 2
 
 
 def test_modules_and_paths_say_stages() -> None:
     net = Blocks()
     assert sw.set_stage(net.blocks[0], 0) is net.blocks[0]
-    sw.set_stage(net.blocks, 1)                  # all inside that is in no stage of its own
+    sw.set_stage(net.blocks, 1)  # all inside that is in no stage of its own
     given = dict(TWO, stage_config={"blocks.1": 1})
     fed = [(draw(8, 8, seed=i), draw(8, 8)) for i in range(2)]
     model = assert_pipeline_as_one_device(net, fed, given, loss_fn=nn.MSELoss())
@@ -226,19 +265,22 @@ def test_tuples_and_layouts_speak_of_a_stages_devices() -> None:
     assert model.plan.operator("layers.2").local_shapes(5)[0][0] == (4, 4)  # of 16 rows and 16 columns
 
 
-# -- modes and settings --------------------------------------------------------------------------------------------------
+# -- modes and settings
+# --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["data_parallel", "semi_auto", "sharding_propagation", "recursive_programming",
-                                  "dynamic_programming"])
+@pytest.mark.parametrize(
+    "mode", ["data_parallel", "semi_auto", "sharding_propagation", "recursive_programming", "dynamic_programming"]
+)
 @pytest.mark.parametrize("kind", ["plain", "tied and skip"])
 def test_every_mode(mode: str, kind: str) -> None:
     net = Chain(**KINDS[kind])
     if mode == "sharding_propagation":
         sw.shard(net.layers[3], ((2, 1), (2, 1), (2,)))
     dataset = "data_parallel" if mode == "data_parallel" else "full_batch"
-    model = assert_pipeline_as_one_device(net, batches(), dict(TWO, stage_config=staged(2)), loss_fn=nn.MSELoss(),
-                                          mode=mode, dataset=dataset)
+    model = assert_pipeline_as_one_device(
+        net, batches(), dict(TWO, stage_config=staged(2)), loss_fn=nn.MSELoss(), mode=mode, dataset=dataset
+    )
     assert model.plan.mode == mode
 
 
@@ -255,9 +297,14 @@ def test_modes_without_a_plan_of_stages_are_refused(mode: str) -> None:
 @pytest.mark.parametrize("scheduler", ["1f1b", "zero_bubble"])
 def test_optimizer_parallel(level: str, kind: str, scheduler: str) -> None:
     given = dict(TWO, scheduler=scheduler, stage_config=staged(2))
-    model = assert_pipeline_as_one_device(Chain(**KINDS[kind]), batches(), given, loss_fn=nn.MSELoss(),
-                                          settle=lambda m: m.hsdp(threshold=0, optimizer_level=level),
-                                          optimizer=lambda parameters: torch.optim.Adam(parameters, 0.01))
+    model = assert_pipeline_as_one_device(
+        Chain(**KINDS[kind]),
+        batches(),
+        given,
+        loss_fn=nn.MSELoss(),
+        settle=lambda m: m.hsdp(threshold=0, optimizer_level=level),
+        optimizer=lambda parameters: torch.optim.Adam(parameters, 0.01),
+    )
     storage = model.plan.parameters["layers.3.weight"]
     assert [storage.slice(rank)[0] for rank in range(4, 8)] == [slice(4 * i, 4 * i + 4) for i in range(4)]
 
@@ -270,6 +317,7 @@ def test_recomputed_layers(scheduler: str, kind: str) -> None:
         sw.recompute(layer)
     chunks = 2 if scheduler in ("interleaved", "zbv") else 1
     given = dict(TWO, scheduler=scheduler, stage_config=staged(2 * chunks))
-    model = assert_pipeline_as_one_device(net, batches(), given, loss_fn=nn.MSELoss(),
-                                          settle=lambda m: m.hsdp(threshold=0, optimizer_level="level3"))
+    model = assert_pipeline_as_one_device(
+        net, batches(), given, loss_fn=nn.MSELoss(), settle=lambda m: m.hsdp(threshold=0, optimizer_level="level3")
+    )
     assert any(stage.plan.regions for stage in model.plan.stages)

@@ -84,13 +84,24 @@ def largest(m: Layer, h: Tensor) -> Tensor:
 HABITS = [average, old_average, total, steps, two_in_a_row]
 
 
-def check(rank: int, world: int, habit: Callable, stages: int, micro_batches: int, scheduler: str = "1f1b",
-          feed: str = "full_batch", given: dict[str, Any] | None = None) -> None:
+def check(
+    rank: int,
+    world: int,
+    habit: Callable,
+    stages: int,
+    micro_batches: int,
+    scheduler: str = "1f1b",
+    feed: str = "full_batch",
+    given: dict[str, Any] | None = None,
+) -> None:
     net = nn.Sequential(*(Inner(i, habit) for i in range(4)))
     one = copy.deepcopy(net)
     given = given or {"stage_config": {str(i): i * stages // 4 for i in range(4)}}
-    model = sw.AutoParallel(net, nn.MSELoss()).dataset_strategy(feed).pipeline(
-        stages=stages, micro_batches=micro_batches, scheduler=scheduler, **given)
+    model = (
+        sw.AutoParallel(net, nn.MSELoss())
+        .dataset_strategy(feed)
+        .pipeline(stages=stages, micro_batches=micro_batches, scheduler=scheduler, **given)
+    )
     ours, theirs = (torch.optim.SGD(n.parameters(), 0.1) for n in (net, one))
     for step in range(STEPS):
         x, y = draw(8, 8, seed=step) + step, draw(8, 8, seed=step + 50)
@@ -101,7 +112,11 @@ def check(rank: int, world: int, habit: Callable, stages: int, micro_batches: in
         loss.backward(), expected.backward()
         ours.step(), theirs.step(), ours.zero_grad(), theirs.zero_grad()
         with model.whole() as plain:
-            close({n: b.clone() for n, b in plain.named_buffers()}, dict(one.named_buffers()), f"buffers after step {step}")
+            close(
+                {n: b.clone() for n, b in plain.named_buffers()},
+                dict(one.named_buffers()),
+                f"buffers after step {step}",
+            )
     with torch.no_grad():  # a call that trains nothing changes them too
         close(model(x.chunk(parts)[mine], y.chunk(parts)[mine]), nn.functional.mse_loss(one(x), y), "without gradients")
     with model.whole() as plain:
@@ -111,24 +126,48 @@ def check(rank: int, world: int, habit: Callable, stages: int, micro_batches: in
 def is_refused(rank: int, world: int, habit: Callable, said: str, stages: int) -> None:
     """Alike on every rank, before anything runs."""
     net = nn.Sequential(*(Inner(i, habit) for i in range(4)))
-    model = sw.AutoParallel(net, nn.MSELoss()).dataset_strategy("full_batch").pipeline(
-        stages=stages, micro_batches=4, stage_config={str(i): i * stages // 4 for i in range(4)})
+    model = (
+        sw.AutoParallel(net, nn.MSELoss())
+        .dataset_strategy("full_batch")
+        .pipeline(stages=stages, micro_batches=4, stage_config={str(i): i * stages // 4 for i in range(4)})
+    )
     with pytest.raises(sw.ShardwrightError) as raised:
         model(draw(8, 8), draw(8, 8))
-    assert said in str(raised.value) and "test_pipeline_buffers.py:" in str(raised.value) and "legal: micro_batches=1" in str(raised.value)
+    assert (
+        said in str(raised.value)
+        and "test_pipeline_buffers.py:" in str(raised.value)
+        and "legal: micro_batches=1" in str(raised.value)
+    )
     assert not any(b.any() for b in net.buffers())
 
 
 def scenarios(world: int) -> dict[str, Callable]:
-    out = {f"{habit.__name__}, {scheduler}": functools.partial(check, habit=habit, stages=world, micro_batches=4, scheduler=scheduler)
-           for habit in HABITS for scheduler in (("1f1b", "zero_bubble") if world == 2 else ("1f1b",))}
+    out = {
+        f"{habit.__name__}, {scheduler}": functools.partial(
+            check, habit=habit, stages=world, micro_batches=4, scheduler=scheduler
+        )
+        for habit in HABITS
+        for scheduler in (("1f1b", "zero_bubble") if world == 2 else ("1f1b",))
+    }
     if world == 4:
-        out |= {f"{habit.__name__}, parts": functools.partial(check, habit=habit, stages=2, micro_batches=2, feed="data_parallel")
-                for habit in (old_average, two_in_a_row)}
-        out["interleaved"] = functools.partial(check, habit=average, stages=2, micro_batches=4, scheduler="interleaved", given={
-            "chunks": 2, "stage_config": {str(i): i for i in range(4)}})
-    return out | {"new value": functools.partial(is_refused, habit=new_average, said="otherwise than linearly", stages=2),
-                  "largest": functools.partial(is_refused, habit=largest, said="the new value of the buffer", stages=2)}
+        out |= {
+            f"{habit.__name__}, parts": functools.partial(
+                check, habit=habit, stages=2, micro_batches=2, feed="data_parallel"
+            )
+            for habit in (old_average, two_in_a_row)
+        }
+        out["interleaved"] = functools.partial(
+            check,
+            habit=average,
+            stages=2,
+            micro_batches=4,
+            scheduler="interleaved",
+            given={"chunks": 2, "stage_config": {str(i): i for i in range(4)}},
+        )
+    return out | {
+        "new value": functools.partial(is_refused, habit=new_average, said="otherwise than linearly", stages=2),
+        "largest": functools.partial(is_refused, habit=largest, said="the new value of the buffer", stages=2),
+    }
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -145,8 +184,15 @@ def test_in_one_process(habit: Callable) -> None:
 @pytest.mark.parametrize("habit", HABITS, ids=lambda f: f.__name__)
 def test_it_is_verified(habit: Callable) -> None:
     net = nn.Sequential(*(Inner(i, habit) for i in range(4)))
-    report = sw.verify(net, (draw(8, 8),), draw(8, 8, seed=1), loss_fn=nn.MSELoss(), devices=4, steps=2, pipeline={
-        "stages": 2, "micro_batches": 4, "stage_config": {str(i): i // 2 for i in range(4)}})
+    report = sw.verify(
+        net,
+        (draw(8, 8),),
+        draw(8, 8, seed=1),
+        loss_fn=nn.MSELoss(),
+        devices=4,
+        steps=2,
+        pipeline={"stages": 2, "micro_batches": 4, "stage_config": {str(i): i // 2 for i in range(4)}},
+    )
     assert report.ok, report
 
 
@@ -154,8 +200,11 @@ def test_a_plan_that_was_saved_says_so(tmp_path: Any) -> None:
     sw.init(devices=4)
     for path in (None, tmp_path / "plan.json"):
         net = nn.Sequential(*(Inner(i, average) for i in range(4)))
-        model = sw.AutoParallel(net, nn.MSELoss()).dataset_strategy("full_batch").pipeline(
-            stages=2, micro_batches=4, stage_config={str(i): i // 2 for i in range(4)})
+        model = (
+            sw.AutoParallel(net, nn.MSELoss())
+            .dataset_strategy("full_batch")
+            .pipeline(stages=2, micro_batches=4, stage_config={str(i): i // 2 for i in range(4)})
+        )
         model(draw(8, 8), draw(8, 8, seed=1))
         if path is None:
             model.plan.save(tmp_path / "plan.json")

@@ -53,7 +53,8 @@ def test_the_script_in_one_process() -> None:
     assert largest_difference(losses) < TOLERANCE
     assert losses[-1] < losses[0]
     assert [line.rsplit(" ", 1)[0] for line in printed.splitlines()] == [
-        f"epoch: 0, step: {s}, loss is" for s in range(0, STEPS, 10)]
+        f"epoch: 0, step: {s}, loss is" for s in range(0, STEPS, 10)
+    ]
 
 
 def test_what_the_script_plans() -> None:
@@ -62,8 +63,15 @@ def test_what_the_script_plans() -> None:
         net = script.Network()
         batch = torch.empty(32, 1, 28, 28), torch.empty(32, 1)
     sw.recompute(net.relu1), sw.recompute(net.relu2)
-    plan = sw.plan(net, batch[:1], nn.L1Loss(), batch[1], parallel_mode="recursive_programming", hsdp={}, pipeline=dict(
-        stages=2, micro_batches=4, stage_config=script.STAGES))
+    plan = sw.plan(
+        net,
+        batch[:1],
+        nn.L1Loss(),
+        batch[1],
+        parallel_mode="recursive_programming",
+        hsdp={},
+        pipeline=dict(stages=2, micro_batches=4, stage_config=script.STAGES),
+    )
     assert [o.op for o in plan.stages[0].plan.operators if o.op != "send"] == ["flatten", "linear", "relu"]
     assert [region.operators for stage in plan.stages for region in stage.plan.regions] == [("relu",), ("relu_1",)]
     weights = {"layer1.weight": range(0, 4), "layer2.weight": range(4, 8)}

@@ -1,4 +1,5 @@
-"""The user's loop around a pipeline: evaluation, accumulated gradients, other batches, losses and statistics of parts."""
+"""The user's loop around a pipeline: evaluation, accumulated gradients, other batches, losses and statistics of
+parts."""
 
 from __future__ import annotations
 
@@ -26,21 +27,23 @@ def gradients(net: nn.Module) -> dict[str, Tensor | None]:
     return {name: p.grad for name, p in net.named_parameters()}
 
 
-def piped(net: nn.Module, loss_fn: object = None, pipeline: dict | None = None, **options: object
-          ) -> tuple[sw.AutoParallel, nn.Module]:
+def piped(
+    net: nn.Module, loss_fn: object = None, pipeline: dict | None = None, **options: object
+) -> tuple[sw.AutoParallel, nn.Module]:
     """A model as a pipeline, and a copy of it."""
     one = copy.deepcopy(net)
     return parallel(net, loss_fn, **options).pipeline(**(pipeline or TWO)), one
 
 
-# -- forward only --------------------------------------------------------------------------------------------------------
+# -- forward only
+# --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_outputs_without_gradients(scheduler: str, context: Callable) -> None:
     model, one = piped(Chain(skip=True, tied=True), None, setting(scheduler, 4))
-    (x, _), = batches(1)
+    ((x, _),) = batches(1)
     with context():
         close(model(x), one(x))
     assert all(p.grad is None for p in model.parameters())
@@ -56,8 +59,13 @@ class Heads(nn.Module):
     def forward(self, x: Tensor) -> dict:
         hidden = torch.tanh(self.body(x))
         logits = self.head(self.drop(hidden))
-        return {"hidden": hidden, "scores": [logits, logits.argmax(-1)], "mean": hidden.mean(), "count": 3,
-                "turned": logits.T}
+        return {
+            "hidden": hidden,
+            "scores": [logits, logits.argmax(-1)],
+            "mean": hidden.mean(),
+            "count": 3,
+            "turned": logits.T,
+        }
 
 
 def test_outputs_of_several_stages() -> None:
@@ -69,9 +77,11 @@ def test_outputs_of_several_stages() -> None:
 
 def test_evaluation_between_steps() -> None:
     loss_fn = nn.MSELoss()
-    model, one = piped(nn.Sequential(nn.Linear(8, 8, dtype=D), nn.BatchNorm1d(8, dtype=D), nn.Dropout(0.0),
-                                     nn.Linear(8, 8, dtype=D)), loss_fn,
-                       dict(stages=2, micro_batches=2, stage_config={"0": 0, "1": 0, "3": 1}))
+    model, one = piped(
+        nn.Sequential(nn.Linear(8, 8, dtype=D), nn.BatchNorm1d(8, dtype=D), nn.Dropout(0.0), nn.Linear(8, 8, dtype=D)),
+        loss_fn,
+        dict(stages=2, micro_batches=2, stage_config={"0": 0, "1": 0, "3": 1}),
+    )
     optimizers = [torch.optim.SGD(net.parameters(), 0.1) for net in (model.net, one)]
     for step, (x, y) in enumerate(batches(3, width=8)):
         model.train(), one.train()
@@ -94,7 +104,8 @@ def test_evaluation_between_steps() -> None:
     close(dict(model.state_dict()), dict(one.state_dict()))
 
 
-# -- backward ------------------------------------------------------------------------------------------------------------
+# -- backward
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
@@ -148,7 +159,7 @@ def test_inputs_that_want_gradients(scheduler: str) -> None:
             return super().forward(x) * scale + x * scale  # the input is read in the first stage and in the last
 
     model, one = piped(Scaled(), nn.MSELoss(), setting(scheduler, 4))
-    (x, y), = batches(1, rows=32)
+    ((x, y),) = batches(1, rows=32)
     fed = [(x.clone().requires_grad_(), draw(16, seed=9).requires_grad_()) for _ in range(2)]
     model(*fed[0], y).backward()
     nn.MSELoss()(one(*fed[1]), y).backward()
@@ -166,8 +177,10 @@ def test_a_second_backward_is_refused() -> None:
     close(gradients(model.net), before)
 
 
-@pytest.mark.parametrize(("outputs", "why"), [(lambda x: x, "it returns no loss"),
-                                              (lambda x: (x.mean(), x.square().mean()), "it returns 2 losses")])
+@pytest.mark.parametrize(
+    ("outputs", "why"),
+    [(lambda x: x, "it returns no loss"), (lambda x: (x.mean(), x.square().mean()), "it returns 2 losses")],
+)
 def test_a_loss_outside_is_refused(outputs: Callable, why: str) -> None:
     class Outside(Chain):
         def forward(self, x: Tensor) -> Tensor:
@@ -193,14 +206,15 @@ def test_parameters_that_are_frozen_on_the_way() -> None:
             close(gradients(model.net), gradients(one))
 
 
-# -- batches and losses ---------------------------------------------------------------------------------------------------
+# -- batches and losses
+# ---------------------------------------------------------------------------------------------------
 
 
 def test_a_second_batch_size() -> None:
     model, one = piped(Chain(), nn.MSELoss())
     optimizers = [torch.optim.Adam(net.parameters(), 0.01) for net in (model.net, one)]
     for rows in (16, 32, 16):
-        (x, y), = batches(1, rows)
+        ((x, y),) = batches(1, rows)
         if rows == 32:
             with pytest.warns(RecaptureWarning, match="32"):
                 loss = model(x, y)
@@ -214,24 +228,36 @@ def test_a_second_batch_size() -> None:
     close(dict(model.state_dict()), dict(one.state_dict()))
 
 
-@pytest.mark.parametrize("loss_fn", [
-    nn.CrossEntropyLoss(), nn.CrossEntropyLoss(label_smoothing=0.1), nn.CrossEntropyLoss(reduction="sum"),
-    nn.CrossEntropyLoss(weight=draw(16, seed=3).abs()),
-    lambda logits, target: (F.cross_entropy(logits, target, reduction="none") * (target > 2)).sum() / (target > 2).sum(),
-], ids=["mean", "smoothed", "sum", "weighed", "masked"])
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        nn.CrossEntropyLoss(),
+        nn.CrossEntropyLoss(label_smoothing=0.1),
+        nn.CrossEntropyLoss(reduction="sum"),
+        nn.CrossEntropyLoss(weight=draw(16, seed=3).abs()),
+        lambda logits, target: (
+            (F.cross_entropy(logits, target, reduction="none") * (target > 2)).sum() / (target > 2).sum()
+        ),
+    ],
+    ids=["mean", "smoothed", "sum", "weighed", "masked"],
+)
 @pytest.mark.parametrize("scheduler", ["1f1b", "zbv"])
 def test_targets_that_micro_batches_count_unlike(loss_fn: Callable, scheduler: str) -> None:
     target = labels(16, 16)
     target[:5] = -100 if isinstance(loss_fn, nn.Module) else 0  # the first micro-batch has nothing that counts
-    model = assert_pipeline_as_one_device(Chain(), [(batches(1)[0][0], target)] * 2, setting(scheduler, 4), loss_fn=loss_fn)
+    model = assert_pipeline_as_one_device(
+        Chain(), [(batches(1)[0][0], target)] * 2, setting(scheduler, 4), loss_fn=loss_fn
+    )
     unlike = not (isinstance(loss_fn, nn.Module) and loss_fn.reduction == "sum")
     assert bool(model.plan.micro.totals) == unlike
 
 
 def in_parts(loss_fn: Callable, count: int) -> Callable:
     """One device that runs micro-batches one after the other."""
+
     def run(one: nn.Module, *batch: Tensor) -> Tensor:
         return sum(loss_fn(one(*part[:-1]), part[-1]) for part in zip(*(x.chunk(count) for x in batch))) / count
+
     return run
 
 
@@ -248,12 +274,16 @@ class Normed(nn.Module):
 @pytest.mark.parametrize("scheduler", ["gpipe", "1f1b", "zero_bubble"])
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("again", [False, True])
-def test_batch_norms_have_the_statistics_of_each_micro_batch(scheduler: str, momentum: float | None, again: bool) -> None:
+def test_batch_norms_have_the_statistics_of_each_micro_batch(
+    scheduler: str, momentum: float | None, again: bool
+) -> None:
     net = Normed(momentum)
     if again:
         sw.recompute(net.n1)
     given = dict(stages=2, micro_batches=4, scheduler=scheduler, stage_config={"a": 0, "n1": 0, "b": 1, "n2": 1})
-    assert_pipeline_as_one_device(net, batches(3, width=8), given, loss_fn=nn.MSELoss(), reference=in_parts(nn.MSELoss(), 4))
+    assert_pipeline_as_one_device(
+        net, batches(3, width=8), given, loss_fn=nn.MSELoss(), reference=in_parts(nn.MSELoss(), 4)
+    )
     assert net.n1.num_batches_tracked == 12
 
 
@@ -271,8 +301,13 @@ def test_dropout_is_that_of_the_whole_batch(scheduler: str, again: bool, feed: s
         net, out = Dropped(), []
         if again:
             sw.recompute(net.layers[1])
-        model = parallel(net, nn.MSELoss(), devices=4 if pipeline else 1, mode="semi_auto" if pipeline else "stand_alone",
-                         dataset=feed)
+        model = parallel(
+            net,
+            nn.MSELoss(),
+            devices=4 if pipeline else 1,
+            mode="semi_auto" if pipeline else "stand_alone",
+            dataset=feed,
+        )
         if pipeline:
             model.pipeline(**pipeline)
         optimizer = torch.optim.SGD(net.parameters(), 0.1)

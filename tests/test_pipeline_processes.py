@@ -54,9 +54,20 @@ def whole(tensor: Tensor, plan: sw.PipelinePlan, name: str) -> Tensor:
     return out / count
 
 
-def check(net: nn.Module, pipeline: dict, rank: int, *, loss_fn: Any = None, feed: str = "full_batch", given: Any = None,
-          optimizers: Sequence[Callable] = (partial(Adam, lr=0.01),), settle: Callable = lambda model: None,
-          reference: Callable | None = None, clip: float | None = 0.1, mode: str = "semi_auto") -> sw.AutoParallel:
+def check(
+    net: nn.Module,
+    pipeline: dict,
+    rank: int,
+    *,
+    loss_fn: Any = None,
+    feed: str = "full_batch",
+    given: Any = None,
+    optimizers: Sequence[Callable] = (partial(Adam, lr=0.01),),
+    settle: Callable = lambda model: None,
+    reference: Callable | None = None,
+    clip: float | None = 0.1,
+    mode: str = "semi_auto",
+) -> sw.AutoParallel:
     """Train here and on one device, with each optimizer in turn, of which the first is older than the first call:
     losses, norms of gradients, gradients, and parameters agree."""
     loss_fn = loss_fn or nn.MSELoss()
@@ -89,7 +100,8 @@ def chain(rank: int, scheduler: str, feed: str, marked: bool = True, **kind: boo
     return check(net, given, rank, feed=feed)
 
 
-# -- scenarios: each on all ranks, in turn ---------------------------------------------------------------------------------
+# -- scenarios: each on all ranks, in turn
+# ---------------------------------------------------------------------------------
 
 SCENARIOS: dict[str, Callable[[int, int], None]] = {}
 
@@ -100,12 +112,17 @@ def scenario(function: Callable[[int, int], None]) -> Callable[[int, int], None]
 
 
 for _scheduler, _kinds, _feed in (
-        ("gpipe", ("tied", "skip"), "data_parallel"), ("1f1b", ("tied", "skip"), "full_batch"),
-        ("zero_bubble", ("tied", "skip"), "full_batch"),
-        ("interleaved", ("tied",), "full_batch"), ("interleaved", ("skip",), "data_parallel"),
-        ("zbv", ("tied",), "data_parallel"), ("zbv", ("skip",), "full_batch")):
-    SCENARIOS[", ".join((_scheduler, *_kinds, _feed))] = lambda rank, world, s=_scheduler, f=_feed, kinds=_kinds: chain(
-        rank, s, f, "tied" not in kinds, **dict.fromkeys(kinds, True)) and None
+    ("gpipe", ("tied", "skip"), "data_parallel"),
+    ("1f1b", ("tied", "skip"), "full_batch"),
+    ("zero_bubble", ("tied", "skip"), "full_batch"),
+    ("interleaved", ("tied",), "full_batch"),
+    ("interleaved", ("skip",), "data_parallel"),
+    ("zbv", ("tied",), "data_parallel"),
+    ("zbv", ("skip",), "full_batch"),
+):
+    SCENARIOS[", ".join((_scheduler, *_kinds, _feed))] = lambda rank, world, s=_scheduler, f=_feed, kinds=_kinds: (
+        chain(rank, s, f, "tied" not in kinds, **dict.fromkeys(kinds, True)) and None
+    )
 
 
 @scenario
@@ -132,7 +149,9 @@ def an_optimizer_keeps_nothing_for_others(rank: int, world: int) -> None:
 @scenario
 def optimizer_parallel_at_every_level(rank: int, world: int) -> None:
     for level in ("level1", "level2", "level3"):
-        model = check(Chain(tied=True, skip=True), TWO, rank, settle=lambda m: m.hsdp(threshold=0, optimizer_level=level))
+        model = check(
+            Chain(tied=True, skip=True), TWO, rank, settle=lambda m: m.hsdp(threshold=0, optimizer_level=level)
+        )
         shapes = [layer.bias.to_local().shape for layer in model.net.layers]
         assert shapes == ([(8,), (8,), (0,), (0,)] if rank < 2 else [(0,), (0,), (8,), (8,)])
 
@@ -142,17 +161,30 @@ def recomputed(rank: int, world: int) -> None:
     for scheduler in ("1f1b", "zbv"):
         net = Chain(tied=True)
         sw.recompute(net.layers[1]), sw.recompute(net.layers[2])
-        check(net, setting(scheduler, 4), rank, feed="data_parallel",
-              settle=lambda m: m.hsdp(threshold=0, optimizer_level="level3"))
+        check(
+            net,
+            setting(scheduler, 4),
+            rank,
+            feed="data_parallel",
+            settle=lambda m: m.hsdp(threshold=0, optimizer_level="level3"),
+        )
 
 
 @scenario
 def every_kind_of_optimizer(rank: int, world: int) -> None:
     """Most of whose parameters are empty on a rank."""
-    check(Chain(tied=True), TWO, rank, optimizers=(
-        partial(torch.optim.Adagrad, lr=0.01, initial_accumulator_value=0.3),  # notes something when it is built
-        partial(SGD, lr=0.1, momentum=0.9, foreach=True), partial(Adam, lr=0.01, fused=True),
-        partial(torch.optim.RMSprop, lr=0.01), partial(torch.optim.AdamW, lr=0.01, foreach=True)))
+    check(
+        Chain(tied=True),
+        TWO,
+        rank,
+        optimizers=(
+            partial(torch.optim.Adagrad, lr=0.01, initial_accumulator_value=0.3),  # notes something when it is built
+            partial(SGD, lr=0.1, momentum=0.9, foreach=True),
+            partial(Adam, lr=0.01, fused=True),
+            partial(torch.optim.RMSprop, lr=0.01),
+            partial(torch.optim.AdamW, lr=0.01, foreach=True),
+        ),
+    )
 
 
 @scenario
@@ -242,8 +274,14 @@ def targets_that_micro_batches_count_unlike(rank: int, world: int) -> None:
     target = labels(16, 16)
     target[:6] = -100
     for weight, feed in ((None, "full_batch"), (draw(16, seed=3).abs(), "data_parallel")):
-        check(Chain(), TWO, rank, loss_fn=nn.CrossEntropyLoss(weight=weight), feed=feed,
-              given=[(batches(1)[0][0], target)] * 2)
+        check(
+            Chain(),
+            TWO,
+            rank,
+            loss_fn=nn.CrossEntropyLoss(weight=weight),
+            feed=feed,
+            given=[(batches(1)[0][0], target)] * 2,
+        )
 
 
 class Normed(nn.Module):
@@ -261,8 +299,10 @@ NORMED = {"a": 0, "n1": 0, "b": 1, "n2": 1}
 
 def in_parts(loss_fn: Callable, count: int) -> Callable:
     """One device that runs micro-batches one after the other."""
+
     def run(one: nn.Module, *batch: Tensor) -> Tensor:
         return sum(loss_fn(one(*part[:-1]), part[-1]) for part in zip(*(x.chunk(count) for x in batch))) / count
+
     return run
 
 
@@ -280,8 +320,13 @@ def statistics(model: sw.AutoParallel) -> list[Tensor]:
 def batch_norms(rank: int, world: int) -> None:
     net = Normed()
     one = copy.deepcopy(net)
-    model = check(net, dict(stages=2, micro_batches=4, stage_config=NORMED), rank, given=batches(3, width=8),
-                  reference=in_parts(nn.MSELoss(), 4))
+    model = check(
+        net,
+        dict(stages=2, micro_batches=4, stage_config=NORMED),
+        rank,
+        given=batches(3, width=8),
+        reference=in_parts(nn.MSELoss(), 4),
+    )
     optimizer = Adam(one.parameters(), lr=0.01)
     for x, y in batches(3, width=8):
         in_parts(nn.MSELoss(), 4)(one, x, y).backward()
@@ -356,7 +401,9 @@ def stages_with_unlike_numbers_of_groups(rank: int, world: int) -> None:
     for x, y in batches(2, width=8):
         model = sw.AutoParallel(copy.deepcopy(net), nn.MSELoss()).pipeline(2, stage_config={"0": 0, "1": 1})
         close(model.dataset_strategy("full_batch")(x, y).detach(), nn.MSELoss()(net(x), y).detach())
-        wide = sw.AutoParallel(copy.deepcopy(net), nn.MSELoss(), parallel_mode="data_parallel").dataset_strategy("full_batch")
+        wide = sw.AutoParallel(copy.deepcopy(net), nn.MSELoss(), parallel_mode="data_parallel").dataset_strategy(
+            "full_batch"
+        )
         wide(x, y).backward()
 
 
@@ -399,17 +446,19 @@ def test_on_four_ranks(name: str, results: list[dict[str, str | None]]) -> None:
     assert not failed, "\n".join(f"rank {rank}:\n{text}" for rank, text in failed.items())
 
 
-# -- a rank that dies ------------------------------------------------------------------------------------------------------
+# -- a rank that dies
+# ------------------------------------------------------------------------------------------------------
 
 
 def dies(rank: int, world: int) -> None:
     sw.init()
     net = Chain()
     model = sw.AutoParallel(net, nn.MSELoss()).pipeline(**TWO).dataset_strategy("full_batch")
-    (x, y), = batches(1)
+    ((x, y),) = batches(1)
     model(x, y).backward()
     if rank == 3:
         import os
+
         os._exit(7)
     for _ in range(100):
         model(x, y).backward()

@@ -39,8 +39,15 @@ def train_plan(net: nn.Module, batch: int, **settings) -> sw.Plan:
 def test_what_a_plan_says_of_an_operator() -> None:
     plan = train_plan(Tutorial(), 32, devices=8)
     assert not dist.is_initialized()
-    assert [o.name for o in plan.operators] == ["flatten", "matmul1", "relu1", "matmul2", "relu2", "matmul_2",
-                                                "cross_entropy_loss"]
+    assert [o.name for o in plan.operators] == [
+        "flatten",
+        "matmul1",
+        "relu1",
+        "matmul2",
+        "relu2",
+        "matmul_2",
+        "cross_entropy_loss",
+    ]
     operator = plan.operator("matmul1")
     assert (operator.op, operator.module, operator.cause) == ("matmul", "", "mark")
     assert operator.source.startswith("test_plan.py:")
@@ -163,6 +170,7 @@ def test_a_sum_wanted_in_slices_is_reduce_scattered() -> None:
 
 def test_a_sum_with_a_bias_is_reduce_scattered_too() -> None:
     """The bias goes to the first term, so that the sum may stay open until the next operator wants slices of it."""
+
     class Net(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -39,7 +39,7 @@ def command(*words: object) -> int:
         return exit_.code
 
 
-MODEL = '''
+MODEL = """
 import torch, torch.nn as nn
 import shardwright as sw
 
@@ -61,9 +61,11 @@ def as_tuple():
 
 def as_nothing():
     return None
-'''
+"""
 
-SCRIPT = MODEL + '''
+SCRIPT = (
+    MODEL
+    + """
 sw.init()
 net = Net().to(torch.bfloat16).to("cpu")
 net.up.weight.data.normal_()
@@ -75,7 +77,8 @@ try:
 finally:
     print("unwound")
 print("the script goes no further")
-'''
+"""
+)
 
 
 @pytest.fixture
@@ -110,8 +113,10 @@ def test_a_search_says_how_far_it_is_from_the_best(model: Path, capsys: pytest.C
 
 
 def test_a_search_keeps_the_memory_or_says_the_least(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    (tmp_path / "few.py").write_text("import torch\nfrom torch import nn\n\ndef few():\n    return nn.Sequential("
-                                     "nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8)), (torch.zeros(64, 16),)\n")
+    (tmp_path / "few.py").write_text(
+        "import torch\nfrom torch import nn\n\ndef few():\n    return nn.Sequential("
+        "nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8)), (torch.zeros(64, 16),)\n"
+    )
     words = ("--devices", 2, "--mode", "dynamic_programming", f"{tmp_path / 'few.py'}:few")
     assert command("--memory", "4KB", *words) == 1
     error = capsys.readouterr().err
@@ -128,8 +133,12 @@ def test_gpt3_on_1024_devices_of_a_file_within_their_memory(tmp_path: Path, caps
     cluster = sw.Cluster.of("h200x8x128")
     cluster.save(tmp_path / "h200x128.json")
     (tmp_path / "few.py").write_text("from gpt3 import gpt3\n\ndef few():\n    return gpt3(layers=2)\n")
-    assert command("--devices", 1024, "--cluster", tmp_path / "h200x128.json", "--memory", "60GB",
-                   f"{tmp_path / 'few.py'}:few") == 0
+    assert (
+        command(
+            "--devices", 1024, "--cluster", tmp_path / "h200x128.json", "--memory", "60GB", f"{tmp_path / 'few.py'}:few"
+        )
+        == 0
+    )
     plan, out = sw.Plan.load("plan.json"), capsys.readouterr().out
     assert (plan.mode, plan.devices) == ("dynamic_programming", 1024) and 0 <= plan.gap <= 1e-3
     assert plan.peak <= 60e9 < cluster.memory and f"gap {plan.gap:.3%}" in out
@@ -147,13 +156,17 @@ def test_gpt3_s_width_on_16384_devices(tmp_path: Path, capsys: pytest.CaptureFix
     kinds = plan.timeline.kinds
     assert {"parameters", "gradients", "optimizer", "activations"} <= kinds.keys()
     for kind, count in (*kinds.items(), ("all together", sum(kinds.values()))):
-        line, = (line for line in lines if line.strip().startswith(kind))
+        (line,) = (line for line in lines if line.strip().startswith(kind))
         assert line.split()[-2:] == size_text(count).split()
     assert sum(kinds.values()) == pytest.approx(plan.peak)
     at = next(i for i, line in enumerate(lines) if line.startswith(" communication"))
-    dearest, first = lines[at + 2:at + 12], plan.price.collectives[0]
-    assert any(line.split()[:2] == [first.kind, str(digits_size(first.digits))] and f" {first.phase} " in line
-               and first.operator in line for line in dearest)
+    dearest, first = lines[at + 2 : at + 12], plan.price.collectives[0]
+    assert any(
+        line.split()[:2] == [first.kind, str(digits_size(first.digits))]
+        and f" {first.phase} " in line
+        and first.operator in line
+        for line in dearest
+    )
     assert any("InfiniBand" in line and " gradient " in line for line in dearest), "and where they go"
 
 
@@ -161,8 +174,20 @@ def test_settings_go_over_the_function_s(model: Path, capsys: pytest.CaptureFixt
     assert command("--hsdp", "level3", "--devices", 8, f"{model}:as_tuple") == 0
     plan = sw.Plan.load("plan.json")
     assert plan.hsdp.optimizer_level == "level3" and "gathered" in capsys.readouterr().out
-    assert command("--strategies", "plan.json", "--mode", "data_parallel", "--output", "again.json", "--devices", 8,
-                   f"{model}:as_tuple") == 0
+    assert (
+        command(
+            "--strategies",
+            "plan.json",
+            "--mode",
+            "data_parallel",
+            "--output",
+            "again.json",
+            "--devices",
+            8,
+            f"{model}:as_tuple",
+        )
+        == 0
+    )
     again = sw.Plan.load("again.json")
     assert [o.in_strategy for o in again.operators] == [o.in_strategy for o in plan.operators]
 
@@ -197,8 +222,9 @@ def test_options_behind_the_target(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "not a number from 1" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name, words", [("operator_functional", ()), ("gpt", ("--layers", "1")),
-                                         ("layout_objects", ())])
+@pytest.mark.parametrize(
+    "name, words", [("operator_functional", ()), ("gpt", ("--layers", "1")), ("layout_objects", ())]
+)
 def test_examples_for_more_devices_than_there_are(name: str, words: tuple, capsys: pytest.CaptureFixture) -> None:
     assert command("--devices", 8, EXAMPLES / f"{name}.py", *words) == 0
     assert " on 8 devices" in capsys.readouterr().out
@@ -249,27 +275,42 @@ def test_what_has_no_weights() -> None:
 # -- what cannot be planned --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("words, message", [
-    (("nowhere.py",), "no such script"), (("nowhere.py:f",), "no such file"), (("no.where:f",), "no such module"),
-    (("shardwright:nothing",), "no function"), (("--devices", "0", "x.py"), "not a number from 1"),
-    (("--hsdp", "level9", "x.py"), "invalid choice"), (("--output", "/nowhere/plan.json", "x:f"), "no folder /nowhere"),
-    (("--output", "/", "x:f"), "is a folder"), (("--import", "no.where", "x:f"), "no such module: no.where"),
-    ((), "target"),
-])
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (("nowhere.py",), "no such script"),
+        (("nowhere.py:f",), "no such file"),
+        (("no.where:f",), "no such module"),
+        (("shardwright:nothing",), "no function"),
+        (("--devices", "0", "x.py"), "not a number from 1"),
+        (("--hsdp", "level9", "x.py"), "invalid choice"),
+        (("--output", "/nowhere/plan.json", "x:f"), "no folder /nowhere"),
+        (("--output", "/", "x:f"), "is a folder"),
+        (("--import", "no.where", "x:f"), "no such module: no.where"),
+        ((), "target"),
+    ],
+)
 def test_nothing_to_plan(words: tuple, message: str, capsys: pytest.CaptureFixture) -> None:
     assert command(*words) == 2
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words, message", [
-    (("--devices", "7"), "up"), (("--mode", "by_chance"), "unknown parallel_mode 'by_chance'"),
-    (("--cluster", "cray1"), "cray1"), (("--cluster", "nowhere.json"), "nowhere.json"),
-    (("--cluster", "broken.json"), "'memory_bandwidth'"),
-    (("--cluster", "h100x8", "--devices", "9"), "8 devices, not 9"),
-    (("--memory", "70GB"), "semi_auto searches nothing"), (("--strategies", "broken.json"), "broken.json"),
-])
-def test_what_cannot_be_planned(words: tuple, message: str, model: Path, tmp_path: Path,
-                                capsys: pytest.CaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (("--devices", "7"), "up"),
+        (("--mode", "by_chance"), "unknown parallel_mode 'by_chance'"),
+        (("--cluster", "cray1"), "cray1"),
+        (("--cluster", "nowhere.json"), "nowhere.json"),
+        (("--cluster", "broken.json"), "'memory_bandwidth'"),
+        (("--cluster", "h100x8", "--devices", "9"), "8 devices, not 9"),
+        (("--memory", "70GB"), "semi_auto searches nothing"),
+        (("--strategies", "broken.json"), "broken.json"),
+    ],
+)
+def test_what_cannot_be_planned(
+    words: tuple, message: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     cluster = sw.Cluster.of("h100x8").to_dict()
     del cluster["memory_bandwidth"]
     (tmp_path / "broken.json").write_text(json.dumps(cluster))
@@ -326,7 +367,7 @@ def test_diff(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> Non
 
 def test_operators_of_one_s_own(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """They are registered by a module that the command imports first."""
-    (tmp_path / "own_operators.py").write_text('''
+    (tmp_path / "own_operators.py").write_text("""
 import torch
 import shardwright as sw
 
@@ -336,8 +377,8 @@ def halved(x: torch.Tensor) -> torch.Tensor:
 
 halved.register_fake(torch.empty_like)
 sw.rule(halved, "... -> ...")
-''')
-    (tmp_path / "user.py").write_text('''
+""")
+    (tmp_path / "user.py").write_text("""
 import torch
 
 class Net(torch.nn.Module):
@@ -346,7 +387,7 @@ class Net(torch.nn.Module):
 
 def model():
     return dict(net=Net(), inputs=(torch.empty(8, 8),), devices=4)
-''')
+""")
     assert command("--import", "own_operators", f"{tmp_path / 'user.py'}:model") == 0
     assert sw.Plan.load("plan.json").operator("halved").in_strategy == ((4, 1),)
     capsys.readouterr()

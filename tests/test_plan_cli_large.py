@@ -12,7 +12,7 @@ from shardwright.layout import digits_size
 from shardwright.report.format import size_text, time_text
 
 #: What a user might train; the weights of 175 billion parameters would be 650 GiB.
-SCRIPT = '''
+SCRIPT = """
 import sys
 import torch
 import shardwright as sw
@@ -27,20 +27,22 @@ optimizer = torch.optim.Adam(model.parameters())
 tokens = torch.zeros(1536, 2048, dtype=torch.long)
 model(tokens, tokens).backward()
 print("the script goes no further")
-'''
+"""
 
 
 def shown(plan: sw.Plan, out: str) -> None:
     """The step's time, memory by kind and the dearest communications are printed, as the plan has them."""
     lines = out.splitlines()
     price, kinds = plan.price, plan.timeline.kinds
-    assert lines[0] == (f"dynamic_programming on {plan.devices} devices of {plan.cluster.name}: {len(plan.operators)} "
-                        f"operators, plan {plan.fingerprint}")
+    assert lines[0] == (
+        f"dynamic_programming on {plan.devices} devices of {plan.cluster.name}: {len(plan.operators)} "
+        f"operators, plan {plan.fingerprint}"
+    )
     assert lines[1].startswith(f"a step takes {time_text(price.total)}: forward {time_text(price.forward)}, ")
     assert lines[2] == f"cost {plan.cost:.6g} s, lower bound {plan.bound:.6g} s, gap {plan.gap:.3%}"
     assert {"parameters", "gradients", "optimizer", "activations"} <= kinds.keys()
     for kind, count in (*kinds.items(), ("all together", sum(kinds.values()))):
-        line, = (line for line in lines if line.strip().startswith(kind))
+        (line,) = (line for line in lines if line.strip().startswith(kind))
         assert line.split()[-2:] == size_text(count).split()
     assert sum(kinds.values()) == pytest.approx(plan.peak)
     at = next(i for i, line in enumerate(lines) if line.startswith(" communication"))
@@ -52,7 +54,7 @@ def shown(plan: sw.Plan, out: str) -> None:
     first = lines[at + 2]
     assert first.split()[:2] == [kind, str(ranks)] and size in first and f" {phase} " in first
     assert any(c.operator in first for c in price.collectives if c.kind == kind), "and whose it is"
-    assert any("InfiniBand" in line for line in lines[at + 2:at + 12]), "and where it goes"
+    assert any("InfiniBand" in line for line in lines[at + 2 : at + 12]), "and where it goes"
 
 
 def written_plan(script: Path, layers: int, capsys: pytest.CaptureFixture, *words: object) -> sw.Plan:
@@ -83,10 +85,12 @@ def test_the_whole_of_gpt3_on_1024_devices_of_a_file(tmp_path: Path, capsys: pyt
 
 @pytest.mark.long
 def test_the_whole_of_gpt3_within_the_memory_of_a_device(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """What the search reckons with is what the program holds: else it is asked for less, and ends further from its bound."""
+    """What the search reckons with is what the program holds: else it is asked for less, and ends further from its
+    bound."""
     limit = sw.Cluster.of("h200x8x128").memory
-    plan = written_plan(tmp_path / "script.py", 96, capsys, "--devices", 1024, "--cluster", "h200x8x128", "--memory",
-                        "cluster")
+    plan = written_plan(
+        tmp_path / "script.py", 96, capsys, "--devices", 1024, "--cluster", "h200x8x128", "--memory", "cluster"
+    )
     assert plan.devices == 1024 and plan.found.limit == limit and 0.98 * limit < plan.peak <= limit
     assert plan.bound < plan.cost and plan.gap <= 1e-3 and plan.regions and plan.hsdp is not None
 
@@ -95,6 +99,7 @@ def test_the_whole_of_gpt3_within_the_memory_of_a_device(tmp_path: Path, capsys:
 def test_a_script_s_gpt3_on_16384_devices(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Two of its layers; within the memory of a device."""
     limit = sw.Cluster.of("h200x8x2048").memory
-    plan = written_plan(tmp_path / "script.py", 2, capsys, "--devices", 16384, "--cluster", "h200x8x2048", "--memory",
-                        "cluster")
+    plan = written_plan(
+        tmp_path / "script.py", 2, capsys, "--devices", 16384, "--cluster", "h200x8x2048", "--memory", "cluster"
+    )
     assert plan.devices == 16384 and plan.peak <= plan.found.limit == limit

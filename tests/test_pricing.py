@@ -38,19 +38,27 @@ def chain(seed: int, nodes: int = 8, states: int = 3, tight: float = 0.5, forbid
     for v, own in enumerate(costs):
         usages.append(MemoryUsage(v, v, v + 2, rng.integers(0, 20, len(own)).astype(float)))
     problem = Problem(tuple(costs), edges, (), tuple(usages))
-    peaks = [held(problem, states) for states in product(*(range(len(own)) for own in costs))
-             if np.isfinite(problem.cost(states))]
+    peaks = [
+        held(problem, states)
+        for states in product(*(range(len(own)) for own in costs))
+        if np.isfinite(problem.cost(states))
+    ]
     return replace(problem, limit=float(np.floor(min(peaks) + tight * (max(peaks) - min(peaks)))))
 
 
 def held(problem: Problem, states) -> float:
-    return max(sum(use.held(states) for use in problem.usages if use.start <= t < use.stop)
-               for t in {use.start for use in problem.usages})
+    return max(
+        sum(use.held(states) for use in problem.usages if use.start <= t < use.stop)
+        for t in {use.start for use in problem.usages}
+    )
 
 
 def best_of(problem: Problem) -> float:
-    return min(problem.cost(states) for states in product(*(range(len(own)) for own in problem.costs))
-               if held(problem, states) <= problem.limit)
+    return min(
+        problem.cost(states)
+        for states in product(*(range(len(own)) for own in problem.costs))
+        if held(problem, states) <= problem.limit
+    )
 
 
 small = st.builds(chain, st.integers(0, 10**6), st.integers(3, 7), tight=st.sampled_from([0.0, 0.2, 0.5]))
@@ -123,6 +131,7 @@ def test_the_least_at_any_prices(problem, seed):
 
     def at(states):
         return bound.cost(states) + float(multipliers @ (rows.used(states) - bound.limit))
+
     assert value == pytest.approx(min(at(s) for s in product(*(range(len(own)) for own in bound.costs))))
     assert at(cut.states) == pytest.approx(value) and value <= best_of(problem) + 1e-6
 
@@ -164,8 +173,11 @@ def test_a_window_never_makes_it_worse_and_keeps_the_limit(problem):
     states = milp(problem).states + (0,)
     inner = consistent(problem)
     assume(all(len(k) == len(own) for k, own in zip(inner.kept, problem.costs)))
-    dear = [list(s) for s in product(*(range(len(own)) for own in bound.costs))
-            if (rows.used(s) <= bound.limit).all() and np.isfinite(bound.cost(s))]
+    dear = [
+        list(s)
+        for s in product(*(range(len(own)) for own in bound.costs))
+        if (rows.used(s) <= bound.limit).all() and np.isfinite(bound.cost(s))
+    ]
     worst = max(dear, key=bound.cost)
     alive = [np.ones(len(own), bool) for own in bound.costs]
     found = Splicer(bound, rows).window(worst, 0, len(worst), alive, np.zeros(rows.count), bound.cost(worst))
@@ -180,8 +192,10 @@ def test_sparse_tables_and_equal_columns_change_nothing(seed, forbidden):
     """Elimination goes through what tables allow, and through different columns only: the least is the same."""
     rng = np.random.default_rng(seed)
     problem = chain(seed, 6, 5, forbidden=forbidden)
-    edges = {pair: table[:, rng.integers(0, table.shape[1], table.shape[1])] if rng.random() < 0.5 else table
-             for pair, table in problem.edges.items()}
+    edges = {
+        pair: table[:, rng.integers(0, table.shape[1], table.shape[1])] if rng.random() < 0.5 else table
+        for pair, table in problem.edges.items()
+    }
     problem = replace(problem, edges=edges, usages=(), limit=None)
     facts = Facts()
     sizes = [len(own) for own in problem.costs]

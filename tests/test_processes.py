@@ -48,8 +48,9 @@ def four(*marks: Any) -> Marked:
     return Marked(*(marks or (((2, 2), (2, 1)), ((4, 1),), ((1, 4), (4, 1)))))
 
 
-def wrapped(net: nn.Module, loss_fn: Any = None, mode: str = "semi_auto", dataset: Any = "full_batch",
-            **options: Any) -> sw.AutoParallel:
+def wrapped(
+    net: nn.Module, loss_fn: Any = None, mode: str = "semi_auto", dataset: Any = "full_batch", **options: Any
+) -> sw.AutoParallel:
     sw.init()
     return sw.AutoParallel(net, loss_fn, mode, **options).dataset_strategy(dataset)
 
@@ -75,8 +76,10 @@ FEEDINGS = {
     "data_parallel": ("data_parallel", lambda x, rank: part(x, rank, 4)),
     "tuples": (((4, 1), (4,)), lambda x, rank: part(x, rank, 4)),
     "repeated": (((2, 1), (2,)), lambda x, rank: part(x, rank, 2, 2)),
-    "Layouts": ((sw.Layout((2, 2), ("a", "b"))("b", "None"), sw.Layout((4,), ("a",))("None")),
-                lambda x, rank: x if x.dim() == 1 else x.chunk(2)[rank % 2]),
+    "Layouts": (
+        (sw.Layout((2, 2), ("a", "b"))("b", "None"), sw.Layout((4,), ("a",))("None")),
+        lambda x, rank: x if x.dim() == 1 else x.chunk(2)[rank % 2],
+    ),
 }
 
 
@@ -85,8 +88,11 @@ def loss_inside_is_that_of_the_whole_batch(rank: int, world: int) -> None:
     one = four()
     expected = CROSS_ENTROPY(one(X), T)
     expected.backward()
-    for mode, name, mean in (*(("semi_auto", name, name == "tuples") for name in FEEDINGS),
-                             ("data_parallel", "data_parallel", True), ("data_parallel", "full_batch", False)):
+    for mode, name, mean in (
+        *(("semi_auto", name, name == "tuples") for name in FEEDINGS),
+        ("data_parallel", "data_parallel", True),
+        ("data_parallel", "full_batch", False),
+    ):
         net, (dataset, mine) = four(), FEEDINGS[name]
         model = wrapped(net, CROSS_ENTROPY, mode, dataset).enable_gradients_mean(mean)
         loss = model(mine(X, rank), mine(T, rank))
@@ -100,9 +106,13 @@ def loss_outside_is_each_ranks_own(rank: int, world: int) -> None:
     one = four()
     expected = one(X)
     F.mse_loss(expected, expected.detach() * 0.5).backward()
-    for mode, name, mean in (*(("semi_auto", name, mean) for name in FEEDINGS for mean in (None, True)),
-                             ("data_parallel", "data_parallel", None), ("data_parallel", "data_parallel", False),
-                             ("data_parallel", "repeated", None), ("data_parallel", "full_batch", None)):
+    for mode, name, mean in (
+        *(("semi_auto", name, mean) for name in FEEDINGS for mean in (None, True)),
+        ("data_parallel", "data_parallel", None),
+        ("data_parallel", "data_parallel", False),
+        ("data_parallel", "repeated", None),
+        ("data_parallel", "full_batch", None),
+    ):
         net, (dataset, mine) = four(), FEEDINGS[name]
         model = wrapped(net, None, mode, dataset[:1] if isinstance(dataset, tuple) else dataset)
         if mean is not None:
@@ -110,8 +120,8 @@ def loss_outside_is_each_ranks_own(rank: int, world: int) -> None:
         output = model(mine(X, rank))
         close(output, one(mine(X, rank)), f"{mode} {name}: a rank gets the rows that it fed")
         F.mse_loss(output, output.detach() * 0.5).backward()
-        # Parts of one size, so that the mean of the parts' losses is the loss of the batch, their sum as many times that
-        # as there are parts. Repeated parts count once.
+        # Parts of one size, so that the mean of the parts' losses is the loss of the batch, their sum as many times
+        # that as there are parts. Repeated parts count once.
         parts = {"full_batch": 1, "data_parallel": 4, "tuples": 4, "repeated": 2, "Layouts": 2}[name]
         factor = 1 if (mode == "data_parallel" if mean is None else mean) else parts
         close(gradients(net), {n: g * factor for n, g in gradients(one).items()}, f"{mode} {name} {mean}")
@@ -122,6 +132,7 @@ def outputs_of_every_kind(rank: int, world: int) -> None:
     def f(m, x, t, scale=1):
         y = x @ m.w * scale
         return {"y": y, "none": None, "sum": y.sum(0), "deep": [t, (y.mean(), 3, "text")], "w": m.w, "rows": y[:, 0]}
+
     net = Apply(f)
     expected = Apply(f)(X, T, scale=2)
     own = {name: part(expected[name], rank, 4) for name in ("y", "rows")}
@@ -132,13 +143,20 @@ def outputs_of_every_kind(rank: int, world: int) -> None:
 
 @scenario
 def modes_train_as_one_device(rank: int, world: int) -> None:
-    optimizers = (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), lambda p: torch.optim.AdamW(p, 0.01),
-                  lambda p: torch.optim.AdamW(p, 0.01, fused=True), lambda p: torch.optim.Adam(p, 0.01, foreach=True))
-    for mode, make in (*(("semi_auto", make) for make in optimizers), ("data_parallel", optimizers[1]),
-                       ("stand_alone", optimizers[0])):
+    optimizers = (
+        lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+        lambda p: torch.optim.AdamW(p, 0.01),
+        lambda p: torch.optim.AdamW(p, 0.01, fused=True),
+        lambda p: torch.optim.Adam(p, 0.01, foreach=True),
+    )
+    for mode, make in (
+        *(("semi_auto", make) for make in optimizers),
+        ("data_parallel", optimizers[1]),
+        ("stand_alone", optimizers[0]),
+    ):
         net, one = four(), four()
         model = wrapped(net, CROSS_ENTROPY, mode)
-        ours, theirs = make(net.parameters()), make(one.parameters())     # before the first call
+        ours, theirs = make(net.parameters()), make(one.parameters())  # before the first call
         for x, t in BATCHES:
             loss, expected = model(x, t), CROSS_ENTROPY(one(x), t)
             close(loss, expected)
@@ -172,14 +190,19 @@ def accumulation_clipping_and_schedules(rank: int, world: int) -> None:
 def maxima_with_ties(rank: int, world: int) -> None:
     def f(m, x):
         return m.amax(torch.relu(x @ m.w), 1) * m.q, torch.relu(x - 1).max() * m.p, (x @ m.w).amin(0) * m.p
-    nets = [Apply(f, p=nn.Parameter(draw(8)), q=nn.Parameter(draw(8)), amax=sw.shard(torch.amax, ((1, 4),))) for _ in range(2)]
-    x = draw(8, 8).round()                          # ties among ranks and within
+
+    nets = [
+        Apply(f, p=nn.Parameter(draw(8)), q=nn.Parameter(draw(8)), amax=sw.shard(torch.amax, ((1, 4),)))
+        for _ in range(2)
+    ]
+    x = draw(8, 8).round()  # ties among ranks and within
     for net, call in ((nets[0], wrapped(nets[0])), (nets[1], nets[1])):
         squares(call(x)).backward()
     close(gradients(nets[0]), gradients(nets[1]))
 
 
 # -- parameters, buffers, modes ----------------------------------------------------------------------------------------
+
 
 @scenario
 def every_rank_holds_its_slices(rank: int, world: int) -> None:
@@ -244,9 +267,11 @@ def deferred_parameters_come_into_being_as_slices(rank: int, world: int) -> None
 @scenario
 def what_an_optimizer_has_noted_is_cut_too(rank: int, world: int) -> None:
     """By Adagrad when it is built, by others in steps before the first call."""
-    for make, early in ((lambda p: torch.optim.Adagrad(p, 0.1, initial_accumulator_value=0.2), 0),
-                        (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), 1),
-                        (lambda p: torch.optim.AdamW(p, 0.01), 2)):
+    for make, early in (
+        (lambda p: torch.optim.Adagrad(p, 0.1, initial_accumulator_value=0.2), 0),
+        (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), 1),
+        (lambda p: torch.optim.AdamW(p, 0.01), 2),
+    ):
         net, one = four(), four()
         ours, theirs = make(net.parameters()), make(one.parameters())
         for n, optimizer in ((net, ours), (one, theirs)):
@@ -306,6 +331,7 @@ def buffers_change_alike(rank: int, world: int) -> None:
 
     def make() -> Apply:
         return Apply(f, count=torch.zeros((), dtype=torch.int64), mean=torch.zeros(8, dtype=D))
+
     net, one = make(), make()
     model = wrapped(net, dataset="data_parallel")
     for x, _ in BATCHES:
@@ -318,7 +344,7 @@ def evaluation_without_gradients_and_other_batches(rank: int, world: int) -> Non
     net, one = four(), four()
     model = wrapped(net, CROSS_ENTROPY)
     with torch.no_grad():
-        assert not model(X, T).requires_grad        # the first call of all
+        assert not model(X, T).requires_grad  # the first call of all
     for size in (16, 32, 16):
         x, t = draw(size, 8), labels(size)
         loss, expected = model(x, t), CROSS_ENTROPY(one(x), t)
@@ -391,7 +417,7 @@ def a_parameter_that_is_replaced_is_an_error(rank: int, world: int) -> None:
 @scenario
 def stand_alone_ranks_need_nobody(rank: int, world: int) -> None:
     if rank:
-        return                                      # one rank by itself
+        return  # one rank by itself
     net, one = four(), four()
     model = wrapped(net, CROSS_ENTROPY, "stand_alone")
     model(X, T).backward(), CROSS_ENTROPY(one(X), T).backward()
@@ -400,12 +426,16 @@ def stand_alone_ranks_need_nobody(rank: int, world: int) -> None:
 
 # -- the same program in both runtimes ---------------------------------------------------------------------------------
 
+
 @scenario
 def both_runtimes_give_the_same(rank: int, world: int) -> None:
     from test_marks import Modules, Nested
 
-    for make, args in ((Modules, (X, T)), (Nested, (X,)),
-                       (lambda: Apply(lambda m, x: (x.mT @ m.w[:, :4].repeat(2, 2)).softmax(0).cumsum(1).var(0)), (X,))):
+    for make, args in (
+        (Modules, (X, T)),
+        (Nested, (X,)),
+        (lambda: Apply(lambda m, x: (x.mT @ m.w[:, :4].repeat(2, 2)).softmax(0).cumsum(1).var(0)), (X,)),
+    ):
         net = make()
         one = copy.deepcopy(net)
         for operator in marked_operators(net):
@@ -419,14 +449,20 @@ def both_runtimes_give_the_same(rank: int, world: int) -> None:
 def halve(operator: sw.Operator) -> None:
     """A strategy for eight devices that fits four: what is cut most, by half."""
     strategies = [operator.in_strategy, operator.out_strategy]
-    operator.shard(*(None if s is None else tuple(
-        None if isinstance(e, sw.Layout) else tuple(min(c, 2) for c in e) for e in s) for s in strategies))
-    if operator.in_strategy is not None and (None in operator.in_strategy or sum(
-            c > 1 for e in operator.in_strategy for c in e) > 2):
+    operator.shard(
+        *(
+            None if s is None else tuple(None if isinstance(e, sw.Layout) else tuple(min(c, 2) for c in e) for e in s)
+            for s in strategies
+        )
+    )
+    if operator.in_strategy is not None and (
+        None in operator.in_strategy or sum(c > 1 for e in operator.in_strategy for c in e) > 2
+    ):
         operator.shard()
 
 
 # -- ranks that differ -------------------------------------------------------------------------------------------------
+
 
 def raised(attempt: Callable[[], Any]) -> Exception:
     try:
@@ -456,9 +492,18 @@ class Wrong(nn.Module):
 
 
 WRONG = [
-    (sw.PlanError, "wanted in two layouts", Wrong(lambda m, x: m.b(m.a(x, m.w), m.w), a=((2, 2), (2, 1)), b=((1, 4), (4, 1)))),
-    (sw.LayoutError, "8 devices", Wrong(lambda m, x: m.a(x, m.w),
-                                        a=(sw.Layout((8,), ("a",))("a", "None"), sw.Layout((8,), ("a",))("None", "None")))),
+    (
+        sw.PlanError,
+        "wanted in two layouts",
+        Wrong(lambda m, x: m.b(m.a(x, m.w), m.w), a=((2, 2), (2, 1)), b=((1, 4), (4, 1))),
+    ),
+    (
+        sw.LayoutError,
+        "8 devices",
+        Wrong(
+            lambda m, x: m.a(x, m.w), a=(sw.Layout((8,), ("a",))("a", "None"), sw.Layout((8,), ("a",))("None", "None"))
+        ),
+    ),
     (sw.MissingRuleError, "linalg_inv", Wrong(lambda m, x: x @ torch.linalg.inv(m.w))),
     (sw.CaptureError, "data-dependent", Wrong(lambda m, x: x @ m.w if x.sum() > 0 else x)),
     (sw.CaptureError, "values of tensors", Wrong(lambda m, x: x * x.sum().item())),
@@ -469,7 +514,9 @@ WRONG = [
 def what_cannot_be_planned_is_the_same_error_on_every_rank(rank: int, world: int) -> None:
     for kind, says, net in WRONG:
         error = raised(lambda: wrapped(net)(X))
-        assert isinstance(error, kind) and says in str(error) and error.legal and "test_processes.py" in str(error), error
+        assert isinstance(error, kind) and says in str(error) and error.legal and "test_processes.py" in str(error), (
+            error
+        )
         alike_on_all(error, world)
 
 
@@ -504,14 +551,16 @@ def other_values_on_some_ranks(rank: int, world: int) -> None:
 @scenario
 def other_inputs_on_some_ranks(rank: int, world: int) -> None:
     odd = rank == 3
-    for dataset, x, t in (("full_batch", draw(12 if odd else 16, 8), labels(12 if odd else 16)),
-                          ("data_parallel", draw(3 if odd else 4, 8), labels(3 if odd else 4)),
-                          ("data_parallel", draw(5 if odd else 4, 8), labels(5 if odd else 4)),
-                          ("full_batch", X.float() if odd else X, T)):
+    for dataset, x, t in (
+        ("full_batch", draw(12 if odd else 16, 8), labels(12 if odd else 16)),
+        ("data_parallel", draw(3 if odd else 4, 8), labels(3 if odd else 4)),
+        ("data_parallel", draw(5 if odd else 4, 8), labels(5 if odd else 4)),
+        ("full_batch", X.float() if odd else X, T),
+    ):
         error = raised(lambda: wrapped(four(), CROSS_ENTROPY, dataset=dataset)(x, t))
         assert isinstance(error, sw.RuntimeMismatchError) and "[3]" in str(error), error
         alike_on_all(error, world)
-    error = raised(lambda: wrapped(four())(draw(16, 9) if odd else X))     # one that cannot be captured
+    error = raised(lambda: wrapped(four())(draw(16, 9) if odd else X))  # one that cannot be captured
     assert isinstance(error, sw.RuntimeMismatchError)
     alike_on_all(error, world)
 
@@ -519,16 +568,19 @@ def other_inputs_on_some_ranks(rank: int, world: int) -> None:
 @scenario
 def other_programs_on_some_ranks(rank: int, world: int) -> None:
     odd = rank == 1
-    for net, mode in ((four(((4, 1), (1, 1))) if odd else four(), "semi_auto"),
-                      (four(((3, 1), (1, 1))) if odd else four(), "semi_auto"),
-                      (four(), "data_parallel" if odd else "semi_auto")):
+    for net, mode in (
+        (four(((4, 1), (1, 1))) if odd else four(), "semi_auto"),
+        (four(((3, 1), (1, 1))) if odd else four(), "semi_auto"),
+        (four(), "data_parallel" if odd else "semi_auto"),
+    ):
         error = raised(lambda: wrapped(net, CROSS_ENTROPY, mode)(X, T))
         assert isinstance(error, sw.RuntimeMismatchError) and "[1]" in str(error), error
         alike_on_all(error, world)
-    assert wrapped(four(), CROSS_ENTROPY)(X, T).isfinite()                 # and the ranks can go on
+    assert wrapped(four(), CROSS_ENTROPY)(X, T).isfinite()  # and the ranks can go on
 
 
 # -- running them ------------------------------------------------------------------------------------------------------
+
 
 @pytest.fixture(scope="module")
 def warm() -> None:
@@ -552,10 +604,15 @@ def test_on_four_ranks(name: str, results) -> None:
 
 def six(rank: int, world: int) -> None:
     """Three ways and two ways, on six ranks: layouts that have no mesh in common."""
+
     def make() -> nn.Module:
         torch.manual_seed(2)
-        return nn.Sequential(sw.shard(nn.Linear(12, 12, dtype=D), ((2, 3), (1, 3))), nn.Tanh(),
-                             sw.shard(nn.Linear(12, 6, dtype=D), ((3, 2), (1, 2)), ((2, 3),)))
+        return nn.Sequential(
+            sw.shard(nn.Linear(12, 12, dtype=D), ((2, 3), (1, 3))),
+            nn.Tanh(),
+            sw.shard(nn.Linear(12, 6, dtype=D), ((3, 2), (1, 2)), ((2, 3),)),
+        )
+
     net, one = make(), make()
     model = wrapped(net, nn.MSELoss())
     ours, theirs = torch.optim.SGD(net.parameters(), 0.1), torch.optim.SGD(one.parameters(), 0.1)
@@ -573,10 +630,12 @@ def test_on_six_ranks(warm) -> None:
 
 # -- a rank that dies --------------------------------------------------------------------------------------------------
 
+
 def train_until_one_dies(rank: int, world: int, port: int) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world,
-                            timeout=timedelta(seconds=300))
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world, timeout=timedelta(seconds=300)
+    )
     net = Marked(((world, 1), (1, 1)), None, ((1, world), (world, 1)))
     model = wrapped(net, CROSS_ENTROPY)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
@@ -612,8 +671,13 @@ def test_when_a_rank_dies_the_others_end(warm) -> None:
 @pytest.mark.long
 def test_a_launcher_ends_the_others_and_says_who_died(tmp_path) -> None:
     script = Path(__file__).parent / "launch_scripts" / "train_and_die.py"
-    done = subprocess.run([sys.executable, "-m", "shardwright", "run", "--worker_num=3", f"--log_dir={tmp_path}",
-                           str(script)], capture_output=True, text=True, timeout=PATIENCE, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", "shardwright", "run", "--worker_num=3", f"--log_dir={tmp_path}", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        cwd=tmp_path,
+    )
     assert done.returncode == 3, done.stdout + done.stderr
     assert "worker 1 failed" in done.stderr and "step 1" in (tmp_path / "worker_1.log").read_text()
     logs = [(tmp_path / f"worker_{rank}.log").read_text() for rank in range(3)]

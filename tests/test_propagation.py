@@ -88,6 +88,7 @@ def test_what_no_mark_reaches_goes_along_the_batch() -> None:
 
 def test_factors_of_two_operands_meet_in_a_product() -> None:
     """Rows from one, columns from the other, neither knows of both."""
+
     class Meet(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -115,8 +116,8 @@ def test_aggressive_demands() -> None:
     relu, second = list(plan.decisions.values())[1:]
 
     def cuts(decision: Any, aggressive: bool) -> set:
-        return {decision.bound.in_strategy(d.assignment) for d in asked[decision.op.name]
-                if d.aggressive is aggressive}
+        return {decision.bound.in_strategy(d.assignment) for d in asked[decision.op.name] if d.aggressive is aggressive}
+
     assert cuts(relu, False) == {((2, 1),)} and ((2, 4),) in cuts(relu, True)
     assert cuts(second, False) == {((2, 1), (1, 1))}
     assert {((2, 4), (4, 1)), ((2, 1), (1, 4))} <= cuts(second, True)
@@ -124,6 +125,7 @@ def test_aggressive_demands() -> None:
 
 def test_only_what_fits_of_a_layout_flows_on() -> None:
     """A dim of 6 takes two of four ways; a dim that may not be split takes none."""
+
     def op(f: Any, *shapes: tuple) -> Any:
         return capture(Apply(lambda m, *xs: f(*xs)), tuple(torch.empty(s, dtype=D) for s in shapes)).ops[-1]
 
@@ -155,7 +157,7 @@ def test_the_loser_is_reported_with_both_prices() -> None:
     plan = planned(Chain(FIRST, None, ((1, 8), (8, 1))), torch.empty(16, 32, dtype=D))
     relu = list(plan.decisions.values())[1]
     assert {relu.origin} < {"matmul", "matmul2"}
-    note, = (n for n in plan.notes if n == relu.note)
+    (note,) = (n for n in plan.notes if n == relu.note)
     assert note.count("asks for") == 2 and note.count("µs") == 2 and "taken" in note
     assert note.index(relu.origin + " asks for") < note.index("taken")
     assert "((2, 1),)" in note and "((1, 8),)" in note
@@ -163,6 +165,7 @@ def test_the_loser_is_reported_with_both_prices() -> None:
 
 def test_the_dearer_demand_loses() -> None:
     """The same two demands at one operator: whose conversion is smaller depends on what the other product makes."""
+
     class Between(nn.Module):
         def __init__(self, before: int, after: int) -> None:
             super().__init__()
@@ -174,9 +177,9 @@ def test_the_dearer_demand_loses() -> None:
         def forward(self, x: Tensor) -> Tensor:
             y = self.first(x)
             for _ in range(self.before):
-                y = y + y.sum(1, keepdim=True)     # dear where the columns are cut
+                y = y + y.sum(1, keepdim=True)  # dear where the columns are cut
             for _ in range(self.after):
-                y = y + y.sum(0, keepdim=True)     # dear where the rows are
+                y = y + y.sum(0, keepdim=True)  # dear where the rows are
             return self.last(y)
 
     x = torch.empty(1024, 1024)
@@ -192,8 +195,14 @@ def test_no_mark() -> None:
     assert "sw.shard" in raised.value.legal and "dynamic_programming" in raised.value.legal
 
 
-@pytest.mark.parametrize("mode, why", [(MODE, "follows marks, whatever memory that takes"),
-                                       ("semi_auto", "searches nothing"), ("data_parallel", "searches nothing")])
+@pytest.mark.parametrize(
+    "mode, why",
+    [
+        (MODE, "follows marks, whatever memory that takes"),
+        ("semi_auto", "searches nothing"),
+        ("data_parallel", "searches nothing"),
+    ],
+)
 def test_a_limit_of_memory_is_for_the_modes_that_fit_plans(mode: str, why: str) -> None:
     with pytest.raises(sw.SettingError, match=f"memory='1GB' .*{mode} {why}") as raised:
         planned(Chain(FIRST), torch.empty(16, 32, dtype=D), mode=mode, memory="1GB")
@@ -272,13 +281,21 @@ def test_not_dearer_than_either_published_result(cluster: Any, width: int) -> No
     class Quick(Chain):
         def __init__(self, *strategies: Any) -> None:
             super().__init__(*strategies)
-            self.w, self.w2 = (nn.Parameter(torch.empty([n * width for n in w.shape], device="meta"))
-                               for w in (self.w, self.w2))
+            self.w, self.w2 = (
+                nn.Parameter(torch.empty([n * width for n in w.shape], device="meta")) for w in (self.w, self.w2)
+            )
 
     def price(*strategies: Any, mode: str) -> float:
         inputs = torch.empty(16 * width, 32 * width, device="meta"), torch.empty(16 * width, 16 * width, device="meta")
-        plan = sw.plan(Quick(*strategies), inputs[:1], nn.MSELoss(), inputs[1], parallel_mode=mode, cluster=cluster,
-                       dataset_strategy="data_parallel")
+        plan = sw.plan(
+            Quick(*strategies),
+            inputs[:1],
+            nn.MSELoss(),
+            inputs[1],
+            parallel_mode=mode,
+            cluster=cluster,
+            dataset_strategy="data_parallel",
+        )
         return CostModel(Cluster.of(cluster, 8), 8).plan(plan).total
 
     ours = price(FIRST, mode=MODE)
@@ -289,8 +306,10 @@ def test_not_dearer_than_either_published_result(cluster: Any, width: int) -> No
 
 def test_the_plan_along_the_batch_where_no_mark_is_worth_following(monkeypatch) -> None:
     def worst(problem: Any) -> Solution:
-        states = max((s for s in product(*(range(len(c)) for c in problem.costs)) if problem.cost(s) < math.inf),
-                     key=problem.cost)
+        states = max(
+            (s for s in product(*(range(len(c)) for c in problem.costs)) if problem.cost(s) < math.inf),
+            key=problem.cost,
+        )
         return Solution(states, problem.cost(states), 0.0)
 
     x = torch.empty(16, 32, dtype=D)

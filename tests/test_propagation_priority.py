@@ -88,6 +88,7 @@ def test_the_batch_does_not_win_over_a_mark_of_higher_priority() -> None:
 
 def test_what_does_not_contradict_joins() -> None:
     """Rows of one mark, columns of another of lower priority: both are followed."""
+
     class Meet(nn.Module):
         def __init__(self, rows: int, columns: int) -> None:
             super().__init__()
@@ -127,14 +128,17 @@ def test_a_mark_of_low_priority_has_its_way_where_no_other_asks() -> None:
 def asked_of(plan: sw.Plan, kind: str) -> list[tuple]:
     """What the first operator of a kind is asked for, as it was heard: the mark, the cuts, how."""
     found = next(d for d in plan.decisions.values() if d.op.kind == kind)
-    return [(d.mark, found.bound.in_strategy(d.assignment)[0], "aggressive" if d.aggressive else "basic", d.outranked)
-            for d in demands_of(plan.graph, plan.decisions, 8)[found.op.name]]
+    return [
+        (d.mark, found.bound.in_strategy(d.assignment)[0], "aggressive" if d.aggressive else "basic", d.outranked)
+        for d in demands_of(plan.graph, plan.decisions, 8)[found.op.name]
+    ]
 
 
 @pytest.mark.parametrize("most", [demands.MOST, 1])
 def test_user_priority_comes_before_the_kind_of_operator(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What comes through a product, which has heard the other side first, is followed before what would flow straight
     in, if its mark has the priority; even where an operator listens to one of them alone."""
+
     class Net(nn.Module):
         def __init__(self, far: int, near: int) -> None:
             super().__init__()
@@ -156,11 +160,12 @@ def test_user_priority_comes_before_the_kind_of_operator(most: int, monkeypatch:
 def test_the_kind_of_operator_comes_before_basic_or_aggressive(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where one aggressive demand is heard, it is the one that pointwise operators have passed on, however far, and not
     that of a product which has heard its mark basically and stands next to it."""
+
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.passed_on = sw.shard(torch.matmul, ((1, 8), (8, 1)))      # its open sum may be left as columns
-            self.next_to = sw.shard(torch.relu, (AB("None", "a"),))        # four devices to spare for a product's rows
+            self.passed_on = sw.shard(torch.matmul, ((1, 8), (8, 1)))  # its open sum may be left as columns
+            self.next_to = sw.shard(torch.relu, (AB("None", "a"),))  # four devices to spare for a product's rows
 
         def forward(self, x: Tensor, w: Tensor, v: Tensor) -> Tensor:
             return torch.neg(torch.exp(torch.sin(self.passed_on(x, w)))) @ self.next_to(v)
@@ -168,8 +173,7 @@ def test_the_kind_of_operator_comes_before_basic_or_aggressive(monkeypatch: pyte
     monkeypatch.setattr(demands, "MOST", 1)
     with torch.device("meta"):  # rows that eight devices cannot share
         plan = planned(Net(), torch.empty(1020, 1024), torch.empty(1024, 8192), torch.empty(8192, 1024))
-    assert asked_of(plan, "neg") == [("passed_on", (1, 1), "basic", False),
-                                     ("passed_on", COLUMNS, "aggressive", False)]
+    assert asked_of(plan, "neg") == [("passed_on", (1, 1), "basic", False), ("passed_on", COLUMNS, "aggressive", False)]
     assert plan.operator("neg").in_strategy == (COLUMNS,) and plan.decisions["neg"].origin == "passed_on"
     product = plan.operators[-1]
     assert product.in_strategy == ((4, 1), (1, 2)), "what the product itself is asked for aggressively, by the other"
@@ -178,6 +182,7 @@ def test_the_kind_of_operator_comes_before_basic_or_aggressive(monkeypatch: pyte
 def test_basic_comes_before_aggressive() -> None:
     """Two marks ask for columns, the earlier one aggressively: they count as asked for basically, and so hold against a
     third mark of lower priority, whose rows would be cheaper."""
+
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -188,14 +193,15 @@ def test_basic_comes_before_aggressive() -> None:
         def forward(self, x: Tensor, w: Tensor) -> tuple:
             y = self.open(x, w)
             for _ in range(3):
-                y = y + y.sum(1, keepdim=True)     # dear where the columns are cut
+                y = y + y.sum(1, keepdim=True)  # dear where the columns are cut
             return self.asks(y), self.lower(y)
 
     plan = planned(Net(), X, X)
     asked = asked_of(plan, "add")
     assert [entry for entry in asked if entry[1] == COLUMNS] == [("asks", COLUMNS, "basic", False)]
-    assert ("open", ROWS, "aggressive", False) in asked and asked.index(("asks", COLUMNS, "basic", False)) < \
-        asked.index(("open", ROWS, "aggressive", False))
+    assert ("open", ROWS, "aggressive", False) in asked and asked.index(
+        ("asks", COLUMNS, "basic", False)
+    ) < asked.index(("open", ROWS, "aggressive", False))
     assert cuts(plan) == {COLUMNS} and {d.origin for d in adds(plan)} == {"asks"}
     net = Net()
     sw.shard(net.lower, (A("a", "None"),), priority=0)
@@ -229,9 +235,11 @@ def test_a_parameter_that_a_mark_has_laid_out_stays_so() -> None:
 @pytest.mark.parametrize("priority", [-1, 1.0, "0", None, True])
 def test_what_is_no_priority(priority: Any) -> None:
     marked_module = sw.shard(nn.Linear(8, 8), ((1, 1), (1, 1)))
-    for mark in (lambda: sw.shard(torch.relu, ((8, 1),), priority=priority),
-                 lambda: sw.shard(nn.Linear(8, 8), ((8, 1), (1, 1)), priority=priority),
-                 lambda: marked_module.shard(((8, 1), (1, 1)), priority=priority)):
+    for mark in (
+        lambda: sw.shard(torch.relu, ((8, 1),), priority=priority),
+        lambda: sw.shard(nn.Linear(8, 8), ((8, 1), (1, 1)), priority=priority),
+        lambda: marked_module.shard(((8, 1), (1, 1)), priority=priority),
+    ):
         with pytest.raises(sw.SettingError, match="priority=") as raised:
             mark()
         assert raised.value.source.startswith("test_propagation_priority.py:")
@@ -244,7 +252,7 @@ def test_a_mark_made_anew_has_the_priority_of_the_last_call() -> None:
     sw.shard(net.first, (A("a", "None"),))
     assert cuts(planned(net, X)) == {ROWS}
     linear = sw.shard(nn.Linear(8, 8), ((1, 1), (1, 1)), priority=3)
-    use, = (op.mark for op in capture(linear, (torch.empty(8, 8),)).ops if op.mark is not None)
+    (use,) = (op.mark for op in capture(linear, (torch.empty(8, 8),)).ops if op.mark is not None)
     assert use.priority == 3
 
 
@@ -264,8 +272,11 @@ def test_random_networks(made, devices, data) -> None:
     for operator in net.operators:
         operator.shard(())
     bounds = {op.name: bound_rule(op) for op in capture(net, (x,)).ops if op.mark is not None}
-    chosen = data.draw(st.lists(st.sampled_from(range(len(net.operators))), min_size=2, max_size=3, unique=True)
-                       if len(net.operators) > 1 else st.just([0]))
+    chosen = data.draw(
+        st.lists(st.sampled_from(range(len(net.operators))), min_size=2, max_size=3, unique=True)
+        if len(net.operators) > 1
+        else st.just([0])
+    )
     strategies = {}
     for i, operator in enumerate(net.operators):
         if i not in chosen:
@@ -286,10 +297,17 @@ def test_random_networks(made, devices, data) -> None:
         if strategy is not None:
             assert plan.decisions[name].assignment == assignment_of(bounds[name], strategy, devices)
     for name, demands in demands_of(plan.graph, plan.decisions, devices).items():
-        decision, cutting = plan.decisions[name], [
-            d for d in demands if d.assignment.used and not d.aggressive and not d.outranked]
-        levels = sorted({op.mark.priority for op in plan.graph.ops if op.mark is not None and (
-            op.mark.in_strategy is not None or op.mark.out_strategy is not None)})
+        decision, cutting = (
+            plan.decisions[name],
+            [d for d in demands if d.assignment.used and not d.aggressive and not d.outranked],
+        )
+        levels = sorted(
+            {
+                op.mark.priority
+                for op in plan.graph.ops
+                if op.mark is not None and (op.mark.in_strategy is not None or op.mark.out_strategy is not None)
+            }
+        )
         first = [d for d in cutting if d.priority == min(e.priority for e in cutting)]
         if first and first[0].priority < levels[-1]:
             followed = any(within(d.assignment, decision.assignment) for d in first)

@@ -67,7 +67,7 @@ class Views(nn.Module):
                 operator.shard(strategy)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.first(x, self.w).reshape(2, 8, 4, 8).transpose(1, 2)           # [2, 4, 8, 8]
+        y = self.first(x, self.w).reshape(2, 8, 4, 8).transpose(1, 2)  # [2, 4, 8, 8]
         y = self.middle(y @ y.transpose(-1, -2), -1) @ y
         return self.second(y.transpose(1, 2).flatten(2).flatten(0, 1), self.w2)[:8]
 
@@ -147,8 +147,10 @@ def test_what_a_mark_keeps_whole_stays_whole_where_that_is_cheaper() -> None:
 def test_not_dearer_than_semi_auto(name: str, dataset: str) -> None:
     make, batch, loss = RUNS[name]
     inputs, targets = (batch, None) if loss is None else (batch[:1], batch[1])
-    ours, theirs = (seconds(sw.plan(make(), inputs, loss, targets, parallel_mode=mode, dataset_strategy=dataset))
-                    for mode in (MODE, "semi_auto"))
+    ours, theirs = (
+        seconds(sw.plan(make(), inputs, loss, targets, parallel_mode=mode, dataset_strategy=dataset))
+        for mode in (MODE, "semi_auto")
+    )
     assert ours <= theirs * (1 + 1e-12)
 
 

@@ -46,8 +46,8 @@ def test_words_are_those_of_splitmix64() -> None:
 
 
 def test_words_are_the_same_on_every_device() -> None:
-    offsets = np.array([3, 0, 2 ** 40])
-    start, step = key(2 ** 64 - 1, 7, 2)
+    offsets = np.array([3, 0, 2**40])
+    start, step = key(2**64 - 1, 7, 2)
     assert step % 2 == 1
     assert torch.equal(host_words(start, step, offsets, 9), device_words(start, step, offsets, 9, torch.device("cpu")))
 
@@ -74,10 +74,17 @@ def test_a_slice_is_the_slice_of_the_whole(shape: tuple[int, ...], threads: int)
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 4), st.sampled_from([(), (3,), (2, 4)]),
-       st.sampled_from([(), (2,)]), st.data())
-def test_micro_batches_draw_the_rows_of_the_whole_batch(count: int, pieces: int, piece: int, minor: tuple[int, ...],
-                                                        major: tuple[int, ...], data: st.DataObject) -> None:
+@given(
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.sampled_from([(), (3,), (2, 4)]),
+    st.sampled_from([(), (2,)]),
+    st.data(),
+)
+def test_micro_batches_draw_the_rows_of_the_whole_batch(
+    count: int, pieces: int, piece: int, minor: tuple[int, ...], major: tuple[int, ...], data: st.DataObject
+) -> None:
     """Any slice of any micro-batch: a dim of some pieces, each of which stands beside those of the others."""
     dim, size = len(major), [*major, pieces * piece, *minor]
     whole = [*major, pieces * count * piece, *minor]
@@ -89,8 +96,10 @@ def test_micro_batches_draw_the_rows_of_the_whole_batch(count: int, pieces: int,
     where = [torch.tensor([b]) for b in begin], None, list(range(len(size))), length, size, 3
     for k in range(count):
         seed = of_micro_batch(EXACT, k)
-        mine = (x.unflatten(dim, (pieces, count, piece)).select(dim + 1, k).flatten(dim, dim + 1)[part]
-                for x in (kept, drawn))
+        mine = (
+            x.unflatten(dim, (pieces, count, piece)).select(dim + 1, k).flatten(dim, dim + 1)[part]
+            for x in (kept, drawn)
+        )
         micro = [dim, count, pieces]
         assert torch.equal(mask(seed, *where, 0.7, 2.0, D, None, micro), next(mine))
         assert torch.equal(numbers(seed, *where, "integer", torch.int64, None, micro), next(mine))
@@ -99,6 +108,7 @@ def test_micro_batches_draw_the_rows_of_the_whole_batch(count: int, pieces: int,
 def test_fast_numbers_differ_between_micro_batches() -> None:
     def mine(k: int) -> Tensor:
         return mask(of_micro_batch(FAST, k), [], None, [], [64, 8], [64, 8], 3, 0.5, 1.0, D, None, [0, 3, 2])
+
     assert torch.equal(mine(1), mine(1)) and (mine(0) != mine(1)).any() and (mine(1) != mine(2)).any()
 
 
@@ -108,7 +118,7 @@ def deviations(counts: Tensor, expected: Tensor | float) -> float:
     return abs(float(terms.sum()) - (counts.numel() - 1)) / math.sqrt(2 * counts.numel())
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2 ** 63])
+@pytest.mark.parametrize("seed", [0, 1, 2**63])
 def test_bits_are_even_and_independent(seed: int) -> None:
     """Neighbours in a tensor, operators, calls and seeds that follow one another."""
     n = 1 << 16
@@ -126,16 +136,17 @@ def test_bits_are_even_and_independent(seed: int) -> None:
         set_ = (one[:, None] >> shifts & 1).double() - 0.5
         next_ = (other[:, None] >> shifts & 1).double() - 0.5
         sigma = 0.5 / math.sqrt(one.numel())
-        assert set_.mean(0).abs().max() < 4.5 * sigma, what                              # each bit
-        correlation = set_.T @ next_ / one.numel()                                       # each with each of the next
+        assert set_.mean(0).abs().max() < 4.5 * sigma, what  # each bit
+        correlation = set_.T @ next_ / one.numel()  # each with each of the next
         if what == "halves":
-            correlation -= torch.diag_embed(torch.diagonal(correlation, 32), 32) + \
-                torch.diag_embed(torch.diagonal(correlation, -32), -32)                  # with itself
+            correlation -= torch.diag_embed(torch.diagonal(correlation, 32), 32) + torch.diag_embed(
+                torch.diagonal(correlation, -32), -32
+            )  # with itself
         assert correlation.abs().max() < 5.5 * sigma / 2, what
-        for shift in (0, 24, 31, 56):                                                    # pairs of six-bit numbers
+        for shift in (0, 24, 31, 56):  # pairs of six-bit numbers
             both = (one >> shift & 63) * 64 + (other >> shift & 63)
             if what == "halves" and shift == 31:
-                continue                                                                 # share bits
+                continue  # share bits
             assert deviations(torch.bincount(both, minlength=4096), one.numel() / 4096) < 5, (what, shift)
 
 
@@ -150,9 +161,9 @@ def test_numbers_have_their_distributions() -> None:
     normal, waits = drawn("normal"), drawn("exponential")
     for values, through in ((even, even), (normal, torch.special.ndtr(normal)), (waits, 1 - torch.exp(-waits))):
         at = torch.arange(1, n + 1, dtype=D) / n
-        assert (through.sort().values - at).abs().max() < 1.95 / math.sqrt(n)             # Kolmogorov, 0.1 %
+        assert (through.sort().values - at).abs().max() < 1.95 / math.sqrt(n)  # Kolmogorov, 0.1 %
     assert abs(normal.mean()) < 4 / math.sqrt(n) and abs(normal.var() - 1) < 4 * math.sqrt(2 / n)
-    assert abs((normal ** 4).mean() - 3) < 4 * math.sqrt(96 / n)
+    assert abs((normal**4).mean() - 3) < 4 * math.sqrt(96 / n)
     assert waits.min() > 0 and 0 <= even.min() and even.max() < 1
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         assert drawn("uniform", dtype).max() < 1 and abs(drawn("uniform", dtype).double().mean() - 0.5) < 0.005
@@ -190,6 +201,7 @@ def test_operators_pass_through_torch_compile() -> None:
     def dropped(seed: Tensor, x: Tensor) -> Tensor:
         size = list(x.shape)
         return x * PLAIN[mask](seed, [], x.detach(), [], size, size, 0, 0.5, 2.0, x.dtype, None)
+
     x = X.clone().requires_grad_()
     compiled = torch.compile(dropped, backend="aot_eager", fullgraph=True)
     for seed in (EXACT, torch.tensor([5, 1, 1, 0])):
@@ -205,13 +217,13 @@ def test_calls_are_counted_from_when_torch_was_seeded() -> None:
     torch.manual_seed(3)
     first = [mine.draw(True).tolist() for _ in range(3)]
     assert first == [[3, 0, 1, 0], [3, 1, 1, 0], [3, 2, 1, 0]]
-    torch.randn(5)                                  # a loader's
+    torch.randn(5)  # a loader's
     assert mine.draw(False).tolist() == [3, 3, 0, 0]
     torch.manual_seed(3)
     assert mine.upcoming() == (3, 0) == mine.upcoming()
     mine.draw(True)
     torch.manual_seed(4)
-    torch.randn(5)                                  # before the first call
+    torch.randn(5)  # before the first call
     assert mine.draw(True).tolist() == [4, 0, 1, 0]
     torch.manual_seed(-1)
     assert mine.draw(True).tolist() == [-1, 0, 1, 0]
@@ -257,7 +269,7 @@ def trained(mark: Any = None, steps: int = 3, seed: int = 7, **options: Any) -> 
     torch.manual_seed(seed)
     losses = []
     for step in range(steps):
-        torch.rand(step)                            # whatever the loop itself draws
+        torch.rand(step)  # whatever the loop itself draws
         loss = model(X, T)
         loss.backward()
         losses.append(loss.item())
@@ -272,8 +284,9 @@ def on_one_device() -> tuple[list[float], dict[str, Tensor]]:
     return losses, parameters
 
 
-@pytest.mark.parametrize("mark", [None, ((2, 4)), ((8, 1)), ((1, 8)), ((4, 1)),
-                                  sw.Layout((2, 4), ("a", "b"))("b", "a")], ids=str)
+@pytest.mark.parametrize(
+    "mark", [None, ((2, 4)), ((8, 1)), ((1, 8)), ((4, 1)), sw.Layout((2, 4), ("a", "b"))("b", "a")], ids=str
+)
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
 def test_losses_are_those_of_one_device(mark: Any, devices: int, on_one_device) -> None:
     if mark is not None:
@@ -320,6 +333,7 @@ def test_two_operators_do_not_share_their_numbers() -> None:
     class Twice(nn.Module):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             return F.dropout(x), F.dropout(x)
+
     one, two = parallel(Twice())(X)
     assert 0.2 < ((one == 0) == (two == 0)).double().mean() < 0.8
 
@@ -336,9 +350,13 @@ DRAWING = {
     "likes": lambda m, x: torch.rand_like(x @ m.w) + torch.randn_like(x) + torch.randint_like(x, 7),
     "bernoulli": lambda m, x: torch.bernoulli((x @ m.w).sigmoid()) + torch.bernoulli(x, 0.3),
     "normal": lambda m, x: torch.normal(x @ m.w, 2.0) + torch.normal(0.0, x.abs()) + torch.normal(x, x.abs()),
-    "uniform_": in_place("uniform_", -1, 1), "exponential_": in_place("exponential_", 2.0),
-    "normal_": in_place("normal_", 1, 2), "bernoulli_": in_place("bernoulli_", 0.3),
-    "geometric_": in_place("geometric_", 0.3), "cauchy_": in_place("cauchy_"), "random_": in_place("random_", 50),
+    "uniform_": in_place("uniform_", -1, 1),
+    "exponential_": in_place("exponential_", 2.0),
+    "normal_": in_place("normal_", 1, 2),
+    "bernoulli_": in_place("bernoulli_", 0.3),
+    "geometric_": in_place("geometric_", 0.3),
+    "cauchy_": in_place("cauchy_"),
+    "random_": in_place("random_", 50),
     "log_normal_": in_place("log_normal_"),
     "bernoulli_ of tensors": lambda m, x: torch.empty_like(x).bernoulli_((x @ m.w).sigmoid()),
     "multinomial": lambda m, x: torch.multinomial((x @ m.w).softmax(1), 3) * 1.0,
@@ -354,8 +372,9 @@ DRAWING = {
     "native_dropout": lambda m, x: torch.native_dropout(x @ m.w, 0.5, True),
     "gumbel_softmax": lambda m, x: F.gumbel_softmax(x @ m.w),
     "attention": lambda m, x: F.scaled_dot_product_attention(*[(x @ m.w).view(4, 2, 4, 4)] * 3, dropout_p=0.3),
-    "causal attention": lambda m, x: F.scaled_dot_product_attention(*[(x @ m.w).view(4, 2, 4, 4)] * 3, dropout_p=0.3,
-                                                                    is_causal=True),
+    "causal attention": lambda m, x: F.scaled_dot_product_attention(
+        *[(x @ m.w).view(4, 2, 4, 4)] * 3, dropout_p=0.3, is_causal=True
+    ),
     "without gradients": lambda m, x: torch.no_grad()(lambda y: F.dropout(y, 0.5))(x @ m.w) + x @ m.w,
 }
 
@@ -366,16 +385,19 @@ LIKE_TORCHS = {
     "feature_alpha_dropout": lambda m, x: F.feature_alpha_dropout(x, 0.3, training=True),
     "dropout2d": lambda m, x: F.dropout2d(x, 0.3),
     "native_dropout": lambda m, x: torch.native_dropout(x, 0.3, True),
-    "rand": lambda m, x: torch.rand(128, 512, dtype=D), "randn_like": lambda m, x: torch.randn_like(x),
+    "rand": lambda m, x: torch.rand(128, 512, dtype=D),
+    "randn_like": lambda m, x: torch.randn_like(x),
     "randint": lambda m, x: torch.randint(-3, 40, (128, 512)),
-    "bernoulli": lambda m, x: torch.bernoulli(x), "normal": lambda m, x: torch.normal(x, 2 * x),
+    "bernoulli": lambda m, x: torch.bernoulli(x),
+    "normal": lambda m, x: torch.normal(x, 2 * x),
     "uniform_": lambda m, x: torch.empty_like(x).uniform_(-1, 3),
     "exponential_": lambda m, x: torch.empty_like(x).exponential_(2.5),
     "normal_": lambda m, x: torch.empty_like(x).normal_(1, 3),
     "cauchy_": lambda m, x: torch.empty_like(x).cauchy_(1, 2),
     "geometric_": lambda m, x: torch.empty_like(x).geometric_(0.3),
     "log_normal_": lambda m, x: torch.empty_like(x).log_normal_(0.5, 0.5),
-    "random_": lambda m, x: torch.empty_like(x).random_(), "random_ to": lambda m, x: torch.empty_like(x).random_(9),
+    "random_": lambda m, x: torch.empty_like(x).random_(),
+    "random_ to": lambda m, x: torch.empty_like(x).random_(9),
     "random_ integers": lambda m, x: torch.empty_like(x, dtype=torch.int16).random_(),
     "rrelu": lambda m, x: F.rrelu(x - 1, training=True),
     "gumbel_softmax": lambda m, x: F.gumbel_softmax(x[..., :16]),
@@ -399,8 +421,10 @@ def test_numbers_are_distributed_as_torchs(name: str) -> None:
             mine, yours = mine[..., 0, 0], yours[..., 0, 0]
         mine, yours = (v.flatten().double().round(decimals=9) for v in (mine, yours))  # atoms, but for rounding
         at = torch.cat([mine, yours]).unique()
-        apart = (torch.searchsorted(mine.sort().values, at, right=True)
-                 - torch.searchsorted(yours.sort().values, at, right=True)).abs().max() / mine.numel()
+        apart = (
+            torch.searchsorted(mine.sort().values, at, right=True)
+            - torch.searchsorted(yours.sort().values, at, right=True)
+        ).abs().max() / mine.numel()
         assert apart < 1.95 * math.sqrt(2 / mine.numel()), apart
 
 
@@ -443,8 +467,13 @@ def test_a_wrong_place_is_found(monkeypatch) -> None:
     """What verification is for: a rank that draws for another's positions."""
     from shardwright.rules import random
 
-    monkeypatch.setattr(random, "_starts", lambda b, size, digits: b.lay(
-        b.call(torch.ops.aten.zeros.default, [math.prod(d.size for d in digits)], dtype=torch.int64), [digits]))
+    monkeypatch.setattr(
+        random,
+        "_starts",
+        lambda b, size, digits: b.lay(
+            b.call(torch.ops.aten.zeros.default, [math.prod(d.size for d in digits)], dtype=torch.int64), [digits]
+        ),
+    )
     report = sw.verify(Dropped((2, 4)), (X,), T, loss_fn=CROSS_ENTROPY, steps=1, dtypes=(D,))
     assert not report.ok and report.first_difference.op == "dropout", report.summary()
 
@@ -465,7 +494,7 @@ def test_fast_numbers_differ_between_shards_and_agree_between_replicas() -> None
     model = parallel(Both(), random="fast")
     torch.manual_seed(4)
     shards: list[list[Tensor]] = []
-    model(ones)                                      # plans
+    model(ones)  # plans
     body = list(model._programs.values())[-1].body
     body.record = lambda node, made: shards.append(made) if "mask" in node.name else None
     torch.manual_seed(4)
@@ -499,7 +528,7 @@ def test_the_default_generator_is_left_alone() -> None:
         model(X, T)
         states.append(torch.get_rng_state())
     torch.manual_seed(4)
-    torch.rand(())                                   # all that a call takes
+    torch.rand(())  # all that a call takes
     assert torch.equal(states[0], states[1]) and torch.equal(states[0], torch.get_rng_state())
 
 
@@ -514,8 +543,11 @@ def test_unknown_settings() -> None:
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
-SETTINGS = (("semi_auto", "full_batch", "exact"), ("data_parallel", "data_parallel", "exact"),
-            ("semi_auto", "full_batch", "fast"))
+SETTINGS = (
+    ("semi_auto", "full_batch", "exact"),
+    ("data_parallel", "data_parallel", "exact"),
+    ("semi_auto", "full_batch", "fast"),
+)
 
 
 def on_a_rank(rank: int, world: int) -> dict[str, Any]:
@@ -527,7 +559,7 @@ def on_a_rank(rank: int, world: int) -> dict[str, Any]:
         torch.manual_seed(seed)
         losses = []
         for _ in range(3):
-            torch.rand(rank)                         # ranks' loaders draw as they like
+            torch.rand(rank)  # ranks' loaders draw as they like
             x, t = (X, T) if dataset == "full_batch" else (X.chunk(world)[rank], T.chunk(world)[rank])
             loss = model(x, t)
             loss.backward()
@@ -538,9 +570,10 @@ def on_a_rank(rank: int, world: int) -> dict[str, Any]:
         sw.AutoParallel(Dropped(), CROSS_ENTROPY).dataset_strategy("full_batch")(X, T)
     torch.manual_seed(5)
     with pytest.raises(sw.RuntimeMismatchError, match=r"ranks \[3\] would draw"):
-        sw.AutoParallel(Dropped(), CROSS_ENTROPY, random="fast" if rank == 3 else "exact"
-                        ).dataset_strategy("full_batch")(X, T)
-    torch.manual_seed(rank)                          # nothing is drawn: seeds may differ
+        sw.AutoParallel(Dropped(), CROSS_ENTROPY, random="fast" if rank == 3 else "exact").dataset_strategy(
+            "full_batch"
+        )(X, T)
+    torch.manual_seed(rank)  # nothing is drawn: seeds may differ
     net = nn.Sequential(nn.Linear(8, 8, dtype=D), nn.Dropout()).eval()
     nn.init.ones_(net[0].weight), nn.init.ones_(net[0].bias)
     sw.AutoParallel(net, CROSS_ENTROPY).dataset_strategy("full_batch")(X, T)

@@ -1,4 +1,5 @@
-"""Random small networks under random legal strategies, tuples and Layouts: forward and backward are those of one device."""
+"""Random small networks under random legal strategies, tuples and Layouts: forward and backward are those of one
+device."""
 
 from __future__ import annotations
 
@@ -21,11 +22,22 @@ from shardwright.layout import allocate, merge
 from shardwright.rules import Bound, bound_rule
 
 SIZES = [2, 4, 6, 8, 12]
-MATRICES = {4: [(2, 2), (4,)], 6: [(2, 3), (3, 2), (6,)], 8: [(2, 2, 2), (4, 2), (8,)],
-            12: [(2, 3, 2), (3, 4), (2, 2, 3)]}
+MATRICES = {
+    4: [(2, 2), (4,)],
+    6: [(2, 3), (3, 2), (6,)],
+    8: [(2, 2, 2), (4, 2), (8,)],
+    12: [(2, 3, 2), (3, 4), (2, 2, 3)],
+}
 
-UNARY = {"relu": torch.relu, "tanh": torch.tanh, "neg": torch.neg, "half": lambda x: torch.mul(x, 0.5),
-         "relu_": lambda x: F.relu(x, inplace=False), "detach": torch.detach, "gelu": F.gelu}
+UNARY = {
+    "relu": torch.relu,
+    "tanh": torch.tanh,
+    "neg": torch.neg,
+    "half": lambda x: torch.mul(x, 0.5),
+    "relu_": lambda x: F.relu(x, inplace=False),
+    "detach": torch.detach,
+    "gelu": F.gelu,
+}
 BINARY = {"add": torch.add, "sub": torch.sub, "mul": torch.mul, "maximum": torch.maximum}
 REDUCTIONS = {"sum": torch.sum, "mean": torch.mean, "amax": torch.amax, "logsumexp": torch.logsumexp, "var": torch.var}
 ALONG = {"softmax": torch.softmax, "log_softmax": torch.log_softmax, "cumsum": torch.cumsum}
@@ -66,8 +78,9 @@ class Network(nn.Module):
 
 
 @st.composite
-def networks(draw_: Any, rows: Sequence[int] = (4, 8, 12, 24), sizes: Sequence[int] = SIZES
-             ) -> tuple[Network, tuple[int, ...]]:
+def networks(
+    draw_: Any, rows: Sequence[int] = (4, 8, 12, 24), sizes: Sequence[int] = SIZES
+) -> tuple[Network, tuple[int, ...]]:
     shapes = [(draw_(st.sampled_from(rows)), draw_(st.sampled_from(sizes)))]
     steps: list[Step] = []
 
@@ -78,10 +91,20 @@ def networks(draw_: Any, rows: Sequence[int] = (4, 8, 12, 24), sizes: Sequence[i
         v = pick(len(shapes) - 1, len(shapes) - 1, *range(len(shapes)))
         shape = shapes[v]
         alike = [i for i, other in enumerate(shapes) if other == shape]
-        fits = [i for i, other in enumerate(shapes) if len(other) <= len(shape) and all(
-            b in (1, a) for a, b in zip(shape[::-1], other[::-1]))]
-        kind = pick("unary", "unary", "binary", "broadcast", *["matmul", "linear", "gram"] * (len(shape) > 1),
-                    *["reduce", "along", "split"] * bool(shape), *["merge", "transpose"] * (len(shape) > 1))
+        fits = [
+            i
+            for i, other in enumerate(shapes)
+            if len(other) <= len(shape) and all(b in (1, a) for a, b in zip(shape[::-1], other[::-1]))
+        ]
+        kind = pick(
+            "unary",
+            "unary",
+            "binary",
+            "broadcast",
+            *["matmul", "linear", "gram"] * (len(shape) > 1),
+            *["reduce", "along", "split"] * bool(shape),
+            *["merge", "transpose"] * (len(shape) > 1),
+        )
         if kind == "unary":
             name = pick(*UNARY)
             steps.append(Step(name, UNARY[name], (v,)))
@@ -110,9 +133,10 @@ def networks(draw_: Any, rows: Sequence[int] = (4, 8, 12, 24), sizes: Sequence[i
                 steps.append(Step(f"{name} {dim}", lambda x, f=table[name], d=dim: f(x, d), (v,)))
             else:
                 keep = pick(True, False)
-                steps.append(Step(f"{name} {dim} {keep}", lambda x, f=table[name], d=dim, k=keep: f(x, d, keepdim=k),
-                                  (v,)))
-                shape = (*shape[:dim], *[1] * keep, *shape[dim + 1:])
+                steps.append(
+                    Step(f"{name} {dim} {keep}", lambda x, f=table[name], d=dim, k=keep: f(x, d, keepdim=k), (v,))
+                )
+                shape = (*shape[:dim], *[1] * keep, *shape[dim + 1 :])
         elif kind == "transpose":
             a, b = pick(*[(i, j) for i in range(len(shape)) for j in range(i)])
             steps.append(Step(f"transpose {a} {b}", lambda x, a=a, b=b: torch.transpose(x, a, b), (v,)))
@@ -122,15 +146,16 @@ def networks(draw_: Any, rows: Sequence[int] = (4, 8, 12, 24), sizes: Sequence[i
         else:
             dim = draw_(st.integers(0, len(shape) - (2 if kind == "merge" else 1)))
             if kind == "merge":
-                shape = (*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2:])
+                shape = (*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :])
             else:
                 major = pick(*[d for d in range(1, shape[dim] + 1) if shape[dim] % d == 0])
-                shape = (*shape[:dim], major, shape[dim] // major, *shape[dim + 1:])
+                shape = (*shape[:dim], major, shape[dim] // major, *shape[dim + 1 :])
             steps.append(Step(f"reshape {shape}", lambda x, s=shape: torch.reshape(x, s), (v,)))
         shapes.append(shape)
     used = {i for step in steps for i in step.values}
-    returned = [i for i in range(len(shapes)) if i not in used] + draw_(st.lists(st.integers(0, len(shapes) - 1),
-                                                                                 max_size=1))
+    returned = [i for i in range(len(shapes)) if i not in used] + draw_(
+        st.lists(st.integers(0, len(shapes) - 1), max_size=1)
+    )
     return Network(steps, returned), shapes[0]
 
 
@@ -145,8 +170,7 @@ def marked(draw_: Any, bound: Bound, devices: int) -> tuple[Any, Any]:
         order, left, cuts = draw_(st.permutations(factors)), devices, dict.fromkeys(factors, 1)
         for i in order:
             if bound.factors[i].splittable:
-                cuts[i] = draw_(st.sampled_from([c for c in range(1, left + 1)
-                                                 if left % c == 0 and fits(i, c)]))
+                cuts[i] = draw_(st.sampled_from([c for c in range(1, left + 1) if left % c == 0 and fits(i, c)]))
                 left //= cuts[i]
         assignment = bound.cut_by(devices, dict(zip(factors, allocate(devices, [cuts[i] for i in factors]))))
         strategy = bound.in_strategy(assignment) if bound.is_consistent(assignment) else None
@@ -155,18 +179,28 @@ def marked(draw_: Any, bound: Bound, devices: int) -> tuple[Any, Any]:
         layout = sw.Layout(matrix, [f"a{i}" for i in range(len(matrix))])
         taken: dict[int, list[str]] = {i: [] for i in factors}
         for name in draw_(st.permutations(layout.alias_name)):
-            room = [i for i in factors if bound.factors[i].splittable and
-                    fits(i, math.prod(layout.axis(n).size for n in [*taken[i], name]))]
+            room = [
+                i
+                for i in factors
+                if bound.factors[i].splittable and fits(i, math.prod(layout.axis(n).size for n in [*taken[i], name]))
+            ]
             where = draw_(st.sampled_from([None, *room]))
             if where is not None:
                 taken[where].append(name)
         assignment = bound.cut_by(devices, {i: merge(layout.axis(n) for n in names) for i, names in taken.items()})
-        strategy = tuple(layout(*(tuple(n for i in dim for n in taken[i]) for dim in dims)) for dims in bound.inputs) \
-            if bound.is_consistent(assignment) else None
+        strategy = (
+            tuple(layout(*(tuple(n for i in dim for n in taken[i]) for dim in dims)) for dims in bound.inputs)
+            if bound.is_consistent(assignment)
+            else None
+        )
     out = None
     if draw_(st.integers(0, 3)) == 0:
-        cut = [draw_(st.sampled_from([None, *(d for d, size in enumerate(s) if size % 2 == 0 or bound.uneven and size > 1)]))
-               for s in bound.out_shapes]
+        cut = [
+            draw_(
+                st.sampled_from([None, *(d for d, size in enumerate(s) if size % 2 == 0 or bound.uneven and size > 1)])
+            )
+            for s in bound.out_shapes
+        ]
         out = tuple(tuple(2 if d == c else 1 for d in range(len(s))) for c, s in zip(cut, bound.out_shapes))
     return strategy, out
 
@@ -177,7 +211,7 @@ def test_random_networks(made, devices, data) -> None:
     net, shape = made
     x, y = (draw(*shape).requires_grad_() for _ in range(2))
     for operator in net.operators:
-        operator.shard(())                  # so that every operator of the graph has its mark's name
+        operator.shard(())  # so that every operator of the graph has its mark's name
     graph = capture(net, (x,))
     found = {op.name: bound_rule(op) for op in graph.ops if op.mark is not None}
     for i, operator in enumerate(net.operators):
@@ -199,8 +233,12 @@ def test_random_networks(made, devices, data) -> None:
 def test_parts_of_a_rank_that_do_not_go_together() -> None:
     # Found above: a sum over the halves of 6 = 2 x 3, and an operator that cuts by the halves of 6 = 3 x 2.
     halves, thirds = sw.Layout((2, 3), ("a", "b")), sw.Layout((3, 2), ("a", "b"))
-    steps = [Step("linear", F.linear, (0,), ((2, 2),)), Step("half", UNARY["half"], (1,)),
-             Step("reshape", lambda x: torch.reshape(x, (24,)), (2,)), Step("sum", torch.sum, (3,))]
+    steps = [
+        Step("linear", F.linear, (0,), ((2, 2),)),
+        Step("half", UNARY["half"], (1,)),
+        Step("reshape", lambda x: torch.reshape(x, (24,)), (2,)),
+        Step("sum", torch.sum, (3,)),
+    ]
     net = Network(steps, [2, 4])
     net.operators[0].shard((halves("None", "a"), halves("None", "a")))
     net.operators[1].shard((thirds("None", "b"),))

@@ -31,11 +31,20 @@ def table(*servers: str, devices: int = 8) -> dict[str, Any]:
     """A table as the tutorials print them: servers of some devices, ranks in order."""
     listed = []
     for n, server in enumerate(servers):
-        listed.append({
-            "server_id": server,
-            "device": [{"device_id": str(d), "device_ip": f"192.{1 + d % 4}.27.{6 + 2 * n + d // 4}",
-                        "rank_id": str(n * devices + d)} for d in range(devices)],
-            "host_nic_ip": "reserve"})
+        listed.append(
+            {
+                "server_id": server,
+                "device": [
+                    {
+                        "device_id": str(d),
+                        "device_ip": f"192.{1 + d % 4}.27.{6 + 2 * n + d // 4}",
+                        "rank_id": str(n * devices + d),
+                    }
+                    for d in range(devices)
+                ],
+                "host_nic_ip": "reserve",
+            }
+        )
     return {"version": "1.0", "server_count": str(len(servers)), "server_list": listed, "status": "completed"}
 
 
@@ -46,14 +55,17 @@ SIXTEEN = table("10.155.111.140", "10.155.111.141")
 @pytest.fixture
 def written(tmp_path):
     """Writes a table and returns its path."""
+
     def write(content: Any) -> str:
         path = tmp_path / "rank_table.json"
         path.write_text(content if isinstance(content, str) else json.dumps(content))
         return str(path)
+
     return write
 
 
 # -- what a table says ---------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("content, master", [(EIGHT, "127.0.0.1"), (SIXTEEN, "10.155.111.140")])
 def test_the_tables_of_the_tutorials(content, master, written) -> None:
@@ -66,8 +78,9 @@ def test_the_tables_of_the_tutorials(content, master, written) -> None:
 
 
 def test_address_and_port_are_set_by_those_who_know_better(written) -> None:
-    place = find({"RANK_TABLE_FILE": written(SIXTEEN), "RANK_ID": "9", "MASTER_ADDR": "10.0.0.7",
-                  "MASTER_PORT": "4000"})
+    place = find(
+        {"RANK_TABLE_FILE": written(SIXTEEN), "RANK_ID": "9", "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "4000"}
+    )
     assert (place.master_addr, place.master_port, place.device) == ("10.0.0.7", 4000, 1)
     assert place.whereabouts(9) == "rank 9 (server 10.155.111.141, device 1)"
 
@@ -81,7 +94,11 @@ def test_servers_may_be_listed_and_devices_numbered_in_any_order(written) -> Non
     one["device_id"], two["device_id"] = "4", "5"
     read = RankTable.read(written(content))
     assert [(d.rank, d.server, d.device) for d in read.devices] == [
-        (0, "10.0.0.10", 5), (1, "10.0.0.10", 4), (2, "10.0.0.9", 0), (3, "10.0.0.9", 1)]
+        (0, "10.0.0.10", 5),
+        (1, "10.0.0.10", 4),
+        (2, "10.0.0.9", 0),
+        (3, "10.0.0.9", 1),
+    ]
     place = find({"RANK_TABLE_FILE": read.path, "RANK_ID": "0"})
     assert (place.master_addr, place.device, place.devices) == ("10.0.0.10", 5, 6)
 
@@ -108,10 +125,20 @@ FAULTS = [
     (("server_list", 1, "server_id"), DROP, "server_list[1]", "server_id is missing", "server_id"),
     (("server_list", 1, "server_id"), "", "server_list[1], server_id", "it is empty", "address"),
     (("server_list", 1, "server_id"), 5, "server_list[1], server_id", "it is a number", "address"),
-    (("server_list", 1, "server_id"), "10.155.111.140", "server_list[1] (server 10.155.111.140)",
-     "server_id 10.155.111.140 is that of server_list[0] too", "each with its own id"),
-    (("server_list", 1, "server_id"), "10.155.111.139", "server_list[1] (server 10.155.111.139), device[0]",
-     "rank_id 8 comes after rank 7 of server 10.155.111.140", "10.155.111.139, 10.155.111.140"),
+    (
+        ("server_list", 1, "server_id"),
+        "10.155.111.140",
+        "server_list[1] (server 10.155.111.140)",
+        "server_id 10.155.111.140 is that of server_list[0] too",
+        "each with its own id",
+    ),
+    (
+        ("server_list", 1, "server_id"),
+        "10.155.111.139",
+        "server_list[1] (server 10.155.111.139), device[0]",
+        "rank_id 8 comes after rank 7 of server 10.155.111.140",
+        "10.155.111.139, 10.155.111.140",
+    ),
     (("server_list", 1, "server_id"), "10.155.111.1400", None, None, None),  # greater as text: no fault
     (("server_list", 1, "device"), DROP, S1, "device is missing", "device"),
     (("server_list", 1, "device"), [], f"{S1}, device", "it is empty", "at least one"),
@@ -125,21 +152,49 @@ FAULTS = [
     (("server_list", 0, "device", 3, "rank_id"), True, f"{S0}, device[3], rank_id", "true is not", "whole"),
     (("server_list", 0, "device", 3, "device_id"), 3.5, f"{S0}, device[3], device_id", "3.5 is not", "whole"),
     (("server_list", 0, "device", 3, "device_ip"), None, f"{S0}, device[3], device_ip", "it is null", "address"),
-    (("server_list", 0, "device", 3, "rank_id"), "2", f"{S0}, device[3]", f"rank_id 2 is that of {S0}, device[2] too",
-     "each rank once"),
-    (("server_list", 1, "device", 3, "rank_id"), "2", f"{S1}, device[3]", f"rank_id 2 is that of {S0}, device[2] too",
-     "each rank once"),
-    (("server_list", 0, "device", 3, "rank_id"), "16", f"{S0}, device[3]", "rank_id 16, but no device has rank_id 3",
-     "each of 0 to 15 once, for 16 devices"),
-    (("server_list", 0, "device", 3, "device_id"), "2", f"{S0}, device[3]", "device_id 2 is that of device[2] too",
-     "each device of a server once"),
-    (("server_list", 0, "device", 3, "device_ip"), "192.3.27.6", f"{S0}, device[3]",
-     "device_ip 192.3.27.6 is that of device[2] too", "an address of its own"),
+    (
+        ("server_list", 0, "device", 3, "rank_id"),
+        "2",
+        f"{S0}, device[3]",
+        f"rank_id 2 is that of {S0}, device[2] too",
+        "each rank once",
+    ),
+    (
+        ("server_list", 1, "device", 3, "rank_id"),
+        "2",
+        f"{S1}, device[3]",
+        f"rank_id 2 is that of {S0}, device[2] too",
+        "each rank once",
+    ),
+    (
+        ("server_list", 0, "device", 3, "rank_id"),
+        "16",
+        f"{S0}, device[3]",
+        "rank_id 16, but no device has rank_id 3",
+        "each of 0 to 15 once, for 16 devices",
+    ),
+    (
+        ("server_list", 0, "device", 3, "device_id"),
+        "2",
+        f"{S0}, device[3]",
+        "device_id 2 is that of device[2] too",
+        "each device of a server once",
+    ),
+    (
+        ("server_list", 0, "device", 3, "device_ip"),
+        "192.3.27.6",
+        f"{S0}, device[3]",
+        "device_ip 192.3.27.6 is that of device[2] too",
+        "an address of its own",
+    ),
 ]
 
 
-@pytest.mark.parametrize("at, value, where, says, legal", FAULTS,
-                         ids=[f"{'.'.join(map(str, f[0]))}={'dropped' if f[1] is DROP else f[1]}" for f in FAULTS])
+@pytest.mark.parametrize(
+    "at, value, where, says, legal",
+    FAULTS,
+    ids=[f"{'.'.join(map(str, f[0]))}={'dropped' if f[1] is DROP else f[1]}" for f in FAULTS],
+)
 def test_a_fault_is_named_with_its_entry(at, value, where, says, legal, written) -> None:
     content = copy.deepcopy(SIXTEEN)
     entry = content
@@ -167,11 +222,14 @@ def test_ranks_of_servers_may_not_alternate(written) -> None:
         RankTable.read(written(content))
 
 
-@pytest.mark.parametrize("text, says", [
-    ("{", "line 1, column 2: not JSON"),
-    ("[1]", "the table: it is a list"),
-    ('{"version": "1.0", "version": "1.0"}', "version: twice in one object"),
-])
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("{", "line 1, column 2: not JSON"),
+        ("[1]", "the table: it is a list"),
+        ('{"version": "1.0", "version": "1.0"}', "version: twice in one object"),
+    ],
+)
 def test_what_is_no_table(text, says, written) -> None:
     with pytest.raises(sw.SettingError, match=re.escape(says)):
         RankTable.read(written(text))
@@ -198,10 +256,20 @@ def test_a_table_is_right_or_the_error_names_what_was_changed(tmp_path_factory, 
         own = [next(ranks) for _ in range(size)]
         devices = rng.sample(range(8), size)
         rng.shuffle(own)
-        listed.append({"server_id": server, "device": [
-            {"device_id": str(d), "device_ip": f"192.0.0.{d}", "rank_id": str(r)} for d, r in zip(devices, own)]})
-    content = {"version": "1.0", "server_count": str(len(sizes)), "status": "completed",
-               "server_list": rng.sample(listed, len(listed))}
+        listed.append(
+            {
+                "server_id": server,
+                "device": [
+                    {"device_id": str(d), "device_ip": f"192.0.0.{d}", "rank_id": str(r)} for d, r in zip(devices, own)
+                ],
+            }
+        )
+    content = {
+        "version": "1.0",
+        "server_count": str(len(sizes)),
+        "status": "completed",
+        "server_list": rng.sample(listed, len(listed)),
+    }
     path = tmp_path_factory.getbasetemp() / "random_table.json"
     path.write_text(json.dumps(content))
     read = RankTable.read(str(path))
@@ -213,8 +281,11 @@ def test_a_table_is_right_or_the_error_names_what_was_changed(tmp_path_factory, 
     place = data.draw(st.integers(0, len(sizes) - 1))
     entry = rng.choice(content["server_list"][place]["device"])
     field = data.draw(st.sampled_from(["rank_id", "device_id"]))
-    others = {int(e[field]) for s in (content["server_list"] if field == "rank_id" else [content["server_list"][place]])
-              for e in s["device"]} - {int(entry[field])}
+    others = {
+        int(e[field])
+        for s in (content["server_list"] if field == "rank_id" else [content["server_list"][place]])
+        for e in s["device"]
+    } - {int(entry[field])}
     wrong = data.draw(st.sampled_from(sorted(others | ({sum(sizes)} if field == "rank_id" else set())) or [-1]))
     entry[field] = str(wrong)
     path.write_text(json.dumps(content))
@@ -223,6 +294,7 @@ def test_a_table_is_right_or_the_error_names_what_was_changed(tmp_path_factory, 
 
 
 # -- beside other variables -----------------------------------------------------------------------------------------
+
 
 def test_a_rank_table_beside_another_launcher(written) -> None:
     """mpirun or torchrun says which rank; the table says which device."""
@@ -239,15 +311,25 @@ def test_a_rank_table_beside_another_launcher(written) -> None:
     assert find({"RANK_TABLE_FILE": written(single), "RANK_ID": "0"}) is None
 
 
-@pytest.mark.parametrize("environ, says, legal", [
-    ({}, "RANK_ID is not", "RANK_ID from 0 to 7"),
-    ({"RANK_ID": "8"}, "RANK_ID=8 is not in the rank table", "0 to 7"),
-    ({"RANK_ID": "x"}, "RANK_ID=x", "a whole number"),
-    ({"RANK_ID": "3", "DEVICE_ID": "2"}, "DEVICE_ID=2, but rank 3 is device 3 of server 10.155.111.140", "DEVICE_ID=3"),
-    ({"RANK_ID": "3", "RANK_SIZE": "16"}, "RANK_SIZE=16, but the rank table has 8 devices", "RANK_SIZE=8"),
-    (OMPI, "rank table's devices=8 (rank table) and OMPI_COMM_WORLD_SIZE=4|OMPI_COMM_WORLD_SIZE=4 (Open MPI) and the",
-     "one launcher"),
-])
+@pytest.mark.parametrize(
+    "environ, says, legal",
+    [
+        ({}, "RANK_ID is not", "RANK_ID from 0 to 7"),
+        ({"RANK_ID": "8"}, "RANK_ID=8 is not in the rank table", "0 to 7"),
+        ({"RANK_ID": "x"}, "RANK_ID=x", "a whole number"),
+        (
+            {"RANK_ID": "3", "DEVICE_ID": "2"},
+            "DEVICE_ID=2, but rank 3 is device 3 of server 10.155.111.140",
+            "DEVICE_ID=3",
+        ),
+        ({"RANK_ID": "3", "RANK_SIZE": "16"}, "RANK_SIZE=16, but the rank table has 8 devices", "RANK_SIZE=8"),
+        (
+            OMPI,
+            "rank table's devices=8 (rank table) and OMPI_COMM_WORLD_SIZE=4|OMPI_COMM_WORLD_SIZE=4 (Open MPI) and the",
+            "one launcher",
+        ),
+    ],
+)
 def test_variables_that_do_not_fit_the_table(environ, says, legal, written) -> None:
     with pytest.raises(sw.SettingError) as raised:
         find({**environ, "RANK_TABLE_FILE": written(EIGHT)})
@@ -255,6 +337,7 @@ def test_variables_that_do_not_fit_the_table(environ, says, legal, written) -> N
 
 
 # -- real ranks ----------------------------------------------------------------------------------------------------
+
 
 def rank(environ: dict[str, str], folder: str, timeout: float, answers: Any) -> None:
     """In a process of its own: who it is, then three steps; or the error."""
@@ -274,8 +357,10 @@ def run_table(environs: list[dict[str, str]], folder: Path, *timeouts: float) ->
     """Each rank's error by rank; forked, so that no rank imports torch anew. Its patience is 60 s if it has none."""
     context = multiprocessing.get_context("fork")
     answers = context.Queue()
-    ranks = [context.Process(target=rank, args=(environ, str(folder), timeout, answers), daemon=True)
-             for environ, timeout in itertools.zip_longest(environs, timeouts, fillvalue=60.0)]
+    ranks = [
+        context.Process(target=rank, args=(environ, str(folder), timeout, answers), daemon=True)
+        for environ, timeout in itertools.zip_longest(environs, timeouts, fillvalue=60.0)
+    ]
     for process in ranks:
         process.start()
     try:
@@ -293,8 +378,13 @@ def test_two_servers_of_a_rank_table_train_as_one_device(written, tmp_path) -> N
     sw.init(devices=4)  # one step here, so that the ranks inherit what it loads
     train.train(net := train.network(4), sw.AutoParallel(net, nn.CrossEntropyLoss()).dataset_strategy("full_batch"), 0)
     path, port = written(table("127.0.0.1", "127.0.0.2", devices=2)), free_port()
-    errors = run_table([{"RANK_TABLE_FILE": path, "RANK_ID": str(r), "DEVICE_ID": str(r % 2), "MASTER_PORT": str(port)}
-                        for r in range(4)], tmp_path)
+    errors = run_table(
+        [
+            {"RANK_TABLE_FILE": path, "RANK_ID": str(r), "DEVICE_ID": str(r % 2), "MASTER_PORT": str(port)}
+            for r in range(4)
+        ],
+        tmp_path,
+    )
     assert errors == dict.fromkeys("0123")
     losses, weight = train.on_one_device()
     for r in range(4):
@@ -307,8 +397,9 @@ def test_two_servers_of_a_rank_table_train_as_one_device(written, tmp_path) -> N
 def test_ranks_that_do_not_come_are_named_to_those_that_did(written, tmp_path) -> None:
     path, port = written(table("127.0.0.1", "127.0.0.2", devices=2)), str(free_port())
     errors = run_table([{"RANK_TABLE_FILE": path, "RANK_ID": r, "MASTER_PORT": port} for r in "02"], tmp_path, 3, 60)
-    missing = ("rank 1 (server 127.0.0.1, device 1), rank 3 (server 127.0.0.2, device 1) did not come to "
-               f"127.0.0.1:{port}")
+    missing = (
+        f"rank 1 (server 127.0.0.1, device 1), rank 3 (server 127.0.0.2, device 1) did not come to 127.0.0.1:{port}"
+    )
     assert all(error.startswith(missing) for error in errors.values()), errors  # rank 2's from rank 0
     [error] = run_table([{"RANK_TABLE_FILE": path, "RANK_ID": "3", "MASTER_PORT": port}], tmp_path, 1).values()
     assert error.startswith(f"rank 0 (server 127.0.0.1, device 0) did not answer at 127.0.0.1:{port} within 1 s")
@@ -318,8 +409,13 @@ def test_ranks_with_different_tables_or_the_same_rank_do_not_start(written, tmp_
     path, port = written(table("127.0.0.1", devices=3)), str(free_port())
     other = tmp_path / "other.json"
     other.write_text(json.dumps(table("127.0.0.2", devices=3)))
-    errors = run_table([{"RANK_TABLE_FILE": path, "RANK_ID": "0", "MASTER_PORT": port},
-                        {"RANK_TABLE_FILE": str(other), "RANK_ID": "1", "MASTER_PORT": port}], tmp_path)
+    errors = run_table(
+        [
+            {"RANK_TABLE_FILE": path, "RANK_ID": "0", "MASTER_PORT": port},
+            {"RANK_TABLE_FILE": str(other), "RANK_ID": "1", "MASTER_PORT": port},
+        ],
+        tmp_path,
+    )
     assert all("was told of 3 ranks of rank table" in error for error in errors.values()), errors
     port = str(free_port())
     errors = run_table([{"RANK_TABLE_FILE": path, "RANK_ID": r, "MASTER_PORT": port} for r in "011"], tmp_path)
@@ -329,6 +425,7 @@ def test_ranks_with_different_tables_or_the_same_rank_do_not_start(written, tmp_
 def test_a_port_in_use_is_named(written, tmp_path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
-        errors = run_table([{"RANK_TABLE_FILE": written(table("s", devices=2)), "RANK_ID": "0", "MASTER_PORT": port}],
-                           tmp_path, 5)
+        errors = run_table(
+            [{"RANK_TABLE_FILE": written(table("s", devices=2)), "RANK_ID": "0", "MASTER_PORT": port}], tmp_path, 5
+        )
     assert errors == {"0": f"port {port} (MASTER_PORT) is in use by another process; set another"}

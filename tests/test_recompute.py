@@ -64,8 +64,11 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (t.reshape(4, 4, 2, 4).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-        y = torch.softmax(q @ k.transpose(-1, -2) / 2, -1) @ v if self.written_out else \
-            F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = (
+            torch.softmax(q @ k.transpose(-1, -2) / 2, -1) @ v
+            if self.written_out
+            else F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        )
         return self.out(y.transpose(1, 2).reshape(16, 8))
 
 
@@ -231,6 +234,7 @@ def test_memory_of_models_falls(devices: int) -> None:
 def test_results_of_a_single_operator_are_dropped_where_others_save_them() -> None:
     def net(mark: Callable = lambda f: sw.Operator(f)) -> Apply:
         return Apply(lambda m, x: m.act(x.tanh()).reshape(32, 32) @ m.v, v=nn.Parameter(draw(32, 8)), act=mark(F.silu))
+
     x, t = draw(64, 16).requires_grad_(), draw(32, 8)
     before = kept(net(), 4, x, t, loss_fn=F.mse_loss)[0]
     after, plan = kept(net(sw.recompute), 4, x, t, loss_fn=F.mse_loss)
@@ -257,6 +261,7 @@ sw.rule(Exponential, "... -> ...")
 def test_what_an_operator_saves_of_its_own_is_dropped() -> None:
     def net(mark: Callable) -> Apply:
         return Apply(lambda m, x: m.part(x * 2) * 2, part=mark(Apply(lambda m, x: Exponential.apply(x))))
+
     x, t = draw(64, 16).requires_grad_(), draw(64, 16)
     before = kept(net(lambda part: part), 4, x, t, loss_fn=F.mse_loss)[0]
     after = kept(net(sw.recompute), 4, x, t, loss_fn=F.mse_loss)[0]
@@ -306,6 +311,7 @@ def test_collectives_of_the_backward_are_those_of_the_plan(monkeypatch: pytest.M
     def noted(conversion: Any, shards: Any, *rest: Any) -> Any:
         sent.extend(step.kind for step in conversion.steps if step.communicates)
         return plain(conversion, shards, *rest)
+
     monkeypatch.setattr(local, "convert_shards", noted)
     for way, (mark, options) in WAYS.items():
         net = network(4).eval()
@@ -333,7 +339,7 @@ def test_what_reads() -> None:
     blocks(net)
     plan = sw.plan(net, (X,), CROSS_ENTROPY, T, devices=4)
     text = execute_text(plan, 1)
-    backward = text[text.index("# backward"):]
+    backward = text[text.index("# backward") :]
     assert text.count("is computed again") == 4 == len(plan.regions)
     assert "# blocks.3 is computed again, for the backward of " in backward
     again = [line for line in backward.splitlines() if " = gelu(" in line]
@@ -373,7 +379,9 @@ def test_gathered_weights() -> None:
         if level == "level1":
             assert not any(c.again for c in (*plain.collectives(0), *kept_.collectives(0)))
             # In one process a gathered weight is a view of the whole one, kept or not.
-            assert less == held and plan.memory(0)["gathered"] < kept_.memory(0)["gathered"] == plain.memory(0)["gathered"]
+            assert (
+                less == held and plan.memory(0)["gathered"] < kept_.memory(0)["gathered"] == plain.memory(0)["gathered"]
+            )
 
 
 # -- how it is asked for -----------------------------------------------------------------------------------------------
@@ -409,7 +417,9 @@ CHECKPOINTS: dict[str, Callable[[Apply, Tensor], Tensor]] = {
     "without arguments": lambda m, x: checkpoint(lambda: body(m, x), use_reentrant=False) @ m.w,
     "keyword arguments": lambda m, x: checkpoint(lambda *, y: body(m, y), y=x, use_reentrant=False) @ m.w,
     "by its module": lambda m, x: torch.utils.checkpoint.checkpoint(body, m, x, use_reentrant=False) @ m.w,
-    "nested": lambda m, x: checkpoint(lambda y: checkpoint(body, m, y, use_reentrant=False), x, use_reentrant=False) @ m.w,
+    "nested": lambda m, x: (
+        checkpoint(lambda y: checkpoint(body, m, y, use_reentrant=False), x, use_reentrant=False) @ m.w
+    ),
 }
 
 
@@ -428,8 +438,10 @@ def test_checkpoints_become_regions(f: Callable) -> None:
 def test_sequential_checkpoints() -> None:
     layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))).to(D)
     for reentrant in (True, False):
+
         def f(m: Apply, x: Tensor, reentrant: bool = reentrant) -> Tensor:
             return checkpoint_sequential(m.layers, 2, x, use_reentrant=reentrant)
+
         assert regions(f, layers=layers) == [["linear", "tanh"] * 2]  # torch does not checkpoint the last segment
         assert_as_one_device(Apply(f, layers=copy.deepcopy(layers)), (GIVEN,))
 
@@ -439,17 +451,24 @@ def test_policies_of_torch() -> None:
         return CheckpointPolicy.MUST_SAVE if op == aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
 
     for policy in (saves, [aten.mm.default]):
+
         def f(m: Apply, x: Tensor, policy: Any = policy) -> Tensor:
             contexts = functools.partial(create_selective_checkpoint_contexts, policy)
             return checkpoint(body, m, x, use_reentrant=False, context_fn=contexts) @ m.w
+
         plan = sw.plan(Apply(f), (X,), devices=4)
-        again = {plan.routed.instructions[i].op.kind for region in plan.regions for i in region.again
-                 if hasattr(plan.routed.instructions[i], "op")}
+        again = {
+            plan.routed.instructions[i].op.kind
+            for region in plan.regions
+            for i in region.again
+            if hasattr(plan.routed.instructions[i], "op")
+        }
         assert again == {"tanh"}  # what is made of saved products
         assert_as_one_device(Apply(f), (X,))
 
     def own(m: Apply, x: Tensor) -> Tensor:
         return checkpoint(body, m, x, use_reentrant=False, context_fn=lambda: (torch.no_grad(), torch.no_grad()))
+
     with pytest.raises(sw.CaptureError, match=r"test_recompute.py:\d+: .*contexts of its own"):
         sw.plan(Apply(own), (X,), devices=4)
 
@@ -535,6 +554,7 @@ class _Sent:
         def counted(*args: Any) -> Any:
             self.count += 1
             return collective(*args)
+
         return counted
 
 
@@ -545,7 +565,9 @@ def on_a_rank(rank: int, world: int) -> None:
         net = network(world)
         mark(net)
         sw.init()
-        model = sw.AutoParallel(net, CROSS_ENTROPY, **options).dataset_strategy("full_batch").comm_fusion(openstate=False)
+        model = (
+            sw.AutoParallel(net, CROSS_ENTROPY, **options).dataset_strategy("full_batch").comm_fusion(openstate=False)
+        )
         optimizer, out = torch.optim.SGD(net.parameters(), 0.1), []
         torch.manual_seed(11)
         for seed in range(2):

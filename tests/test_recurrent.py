@@ -15,7 +15,10 @@ from torch import Tensor, nn
 import shardwright as sw
 
 SETTINGS: list[dict[str, Any]] = [
-    {}, {"num_layers": 2, "batch_first": True, "bias": False}, {"bidirectional": True, "batch_first": True}]
+    {},
+    {"num_layers": 2, "batch_first": True, "bias": False},
+    {"bidirectional": True, "batch_first": True},
+]
 
 
 class Recurrent(nn.Module):
@@ -33,8 +36,10 @@ class Recurrent(nn.Module):
         if self.given:
             rows = x.mean(1 if layer.batch_first else 0)
             count = layer.num_layers * (2 if layer.bidirectional else 1)
-            states = [(rows[:, :1] * (i + 1)).expand(count, -1, width).contiguous()
-                      for i, width in enumerate((layer.proj_size or 6, 6))]
+            states = [
+                (rows[:, :1] * (i + 1)).expand(count, -1, width).contiguous()
+                for i, width in enumerate((layer.proj_size or 6, 6))
+            ]
             states = tuple(states) if isinstance(layer, nn.LSTM) else states[0]
         h, end = layer(self.before(x), states)
         return self.after(h), end
@@ -43,8 +48,11 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_as_one_device(kind: type, given: bool) -> None:
-    for settings in SETTINGS + [{"proj_size": 3, "num_layers": 2}] * (kind is nn.LSTM) + \
-            [{"nonlinearity": "relu"}] * (kind is nn.RNN):
+    for settings in (
+        SETTINGS
+        + [{"proj_size": 3, "num_layers": 2}] * (kind is nn.LSTM)
+        + [{"nonlinearity": "relu"}] * (kind is nn.RNN)
+    ):
         net = Recurrent(kind, given, **settings)
         x = draw(8, 5, 4) if net.layer.batch_first else draw(5, 8, 4)
         mode = "semi_auto" if net.layer.batch_first else "recursive_programming"
@@ -54,8 +62,9 @@ def test_as_one_device(kind: type, given: bool) -> None:
             model = assert_as_one_device(net, (x,), devices=4, mode=mode, cluster=FREE)
         layer = next(op for op in model.plan.operators if op.op in ("lstm", "gru", "rnn_tanh", "rnn_relu"))
         at = 0 if net.layer.batch_first else 1
-        assert layer.in_strategy[0][at] == 4 and all(p.local_shape(0) == p.shape for n, p in model.plan.parameters.items()
-                                                     if n.startswith("layer"))
+        assert layer.in_strategy[0][at] == 4 and all(
+            p.local_shape(0) == p.shape for n, p in model.plan.parameters.items() if n.startswith("layer")
+        )
 
 
 FREE = sw.Cluster("free links", (sw.Level("link", 4, 1e18, 1e-18),), 1e15, {"float64": 1e6}, 1e6, 1e-15)
@@ -98,8 +107,10 @@ def test_dropout_between_layers_is_the_same_on_any_number_of_devices() -> None:
     close(made[1], made[0]), close(made[2], made[0])
     net = Recurrent(nn.LSTM, num_layers=3, bidirectional=True, batch_first=True, dropout=0.4)
     assert not torch.allclose(net.eval()(x)[0], made[0][0][0])  # something is dropped
-    assert_as_one_device(net, (x,), devices=4)                   # and nothing in evaluation
-    assert torch.equal(net(x)[0], net(x)[0]) and net.layer(draw(2, 3, 8))[0].requires_grad  # a capture leaves it as it was
+    assert_as_one_device(net, (x,), devices=4)  # and nothing in evaluation
+    assert (
+        torch.equal(net(x)[0], net(x)[0]) and net.layer(draw(2, 3, 8))[0].requires_grad
+    )  # a capture leaves it as it was
 
 
 def test_packed_sequences_are_an_error_that_says_what_to_write() -> None:
@@ -132,7 +143,9 @@ class Two(nn.Module):
 def test_in_a_pipeline() -> None:
     net, x, y = Two(), draw(8, 3, 4), draw(8, 3, 4, seed=2)
     one = copy.deepcopy(net)
-    model = parallel(net, nn.MSELoss(), devices=4).pipeline(stages=2, micro_batches=2, stage_config={"first": 0, "second": 1})
+    model = parallel(net, nn.MSELoss(), devices=4).pipeline(
+        stages=2, micro_batches=2, stage_config={"first": 0, "second": 1}
+    )
     got, expected = model(x, y), nn.MSELoss()(one(x), y)
     got.backward(), expected.backward()
     close([got, *(p.grad for p in net.parameters())], [expected, *(p.grad for p in one.parameters())])
@@ -141,9 +154,9 @@ def test_in_a_pipeline() -> None:
 def on_ranks(rank: int, world: int) -> None:
     x, net, one = draw(8, 3, 4), Two(), Two()
     model = sw.AutoParallel(net, parallel_mode="data_parallel").hsdp(threshold=0)
-    got, expected = model(x[4 * rank:4 * rank + 4]), one(x)
-    close(got, expected[4 * rank:4 * rank + 4])
-    (got ** 2).mean().backward(), (expected ** 2).mean().backward()
+    got, expected = model(x[4 * rank : 4 * rank + 4]), one(x)
+    close(got, expected[4 * rank : 4 * rank + 4])
+    (got**2).mean().backward(), (expected**2).mean().backward()
     gradients = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in net.parameters()]
     close(gradients, [p.grad for p in one.parameters()])
 

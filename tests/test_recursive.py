@@ -1,4 +1,5 @@
-"""recursive_programming: every level is the best of its strategies, marks stay, and it computes what one device computes."""
+"""recursive_programming: every level is the best of its strategies, marks stay, and it computes what one device
+computes."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ MODE = "recursive_programming"
 
 def slow_devices(*sizes: int) -> Cluster:
     """Devices so slow, and links so quick to answer, that small models are worth splitting."""
-    levels = tuple(Level(f"level {i}", size, 1e9 / 10 ** i, 1e-9) for i, size in enumerate(sizes))
+    levels = tuple(Level(f"level {i}", size, 1e9 / 10**i, 1e-9) for i, size in enumerate(sizes))
     return Cluster("slow", levels, 1e9, {"float64": 1e8, "float32": 1e8}, 1e9, 1e-9)
 
 
@@ -60,8 +61,9 @@ def as_one_device(net: nn.Module, batch: tuple, loss_fn: Any, plan: sw.Plan) -> 
     expected = torch.autograd.grad(one, list(net.parameters()))
     model = running(net, loss_fn, plan)
     got = model(*batch)
-    assert {n: strategy_of(d) for n, d in model.plan.decisions.items()} == \
-        {n: strategy_of(d) for n, d in plan.decisions.items()}
+    assert {n: strategy_of(d) for n, d in model.plan.decisions.items()} == {
+        n: strategy_of(d) for n, d in plan.decisions.items()
+    }
     got.backward()
     close(got, one, "loss")
     close([p.grad for p in net.parameters()], list(expected), "gradients")
@@ -83,8 +85,15 @@ class Tied(nn.Module):
 
 
 def convolutions() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(4, 24, 3, padding=1, dtype=D), nn.ReLU(), nn.MaxPool2d(2),
-                         nn.Conv2d(24, 24, 3, padding=1, dtype=D), nn.ReLU(), nn.Flatten(), nn.Linear(24 * 16, 8, dtype=D))
+    return nn.Sequential(
+        nn.Conv2d(4, 24, 3, padding=1, dtype=D),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(24, 24, 3, padding=1, dtype=D),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(24 * 16, 8, dtype=D),
+    )
 
 
 def over_classes(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -92,20 +101,30 @@ def over_classes(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 MODELS: dict[str, Any] = {
-    "mlp": lambda: (nn.Sequential(nn.Linear(24, 96, dtype=D), nn.ReLU(), nn.Linear(96, 24, dtype=D)),
-                    (draw(24, 24), draw(24, 24, seed=1)), nn.MSELoss()),
-    "wide": lambda: (nn.Sequential(nn.Linear(96, 384, dtype=D), nn.GELU(), nn.Linear(384, 96, dtype=D)),
-                     (draw(3, 96), draw(3, 96, seed=1)), nn.MSELoss()),
+    "mlp": lambda: (
+        nn.Sequential(nn.Linear(24, 96, dtype=D), nn.ReLU(), nn.Linear(96, 24, dtype=D)),
+        (draw(24, 24), draw(24, 24, seed=1)),
+        nn.MSELoss(),
+    ),
+    "wide": lambda: (
+        nn.Sequential(nn.Linear(96, 384, dtype=D), nn.GELU(), nn.Linear(384, 96, dtype=D)),
+        (draw(3, 96), draw(3, 96, seed=1)),
+        nn.MSELoss(),
+    ),
     "convolutions": lambda: (convolutions(), (draw(24, 4, 8, 8), labels(24)), nn.CrossEntropyLoss()),
-    "gpt": lambda: (gpt.GPT(vocabulary=48, width=48, layers=1, heads=12, length=12).to(D),
-                    (labels(12 * 12, 48).view(12, 12), labels(12 * 12, 48, seed=1).view(12, 12)), over_classes),
+    "gpt": lambda: (
+        gpt.GPT(vocabulary=48, width=48, layers=1, heads=12, length=12).to(D),
+        (labels(12 * 12, 48).view(12, 12), labels(12 * 12, 48, seed=1).view(12, 12)),
+        over_classes,
+    ),
     "tied": lambda: (Tied(), (labels(24, 48).view(24, 1), labels(24, 48, seed=1).view(24, 1)), over_classes),
     "marked": lambda: (Marked(), (draw(16, 8), labels(16)), nn.CrossEntropyLoss()),
 }
 
 
-@pytest.mark.parametrize("name,devices", [(name, devices) for name in MODELS for devices in (2, 4, 6, 8)
-                                          if name != "marked" or devices == 8])  # what its marks are for
+@pytest.mark.parametrize(
+    "name,devices", [(name, devices) for name in MODELS for devices in (2, 4, 6, 8) if name != "marked" or devices == 8]
+)  # what its marks are for
 def test_as_one_device(name: str, devices: int) -> None:
     net, batch, loss_fn = MODELS[name]()
     plan = sw.plan(net, batch[:-1], loss_fn, batch[-1], parallel_mode=MODE, devices=devices, cluster=clusters(devices))
@@ -134,6 +153,7 @@ def test_each_level_is_the_best_of_its_strategies() -> None:
     chosen = {op.name: search.described.rules[op.name][1].whole(devices) for op in graph.ops}
     levels = (Digit(3, 2), Digit(2, 1))
     for level in levels:
+
         def grown(op: Any, bound: Any) -> tuple:
             before = chosen[op.name]
             ways = [before]
@@ -143,6 +163,7 @@ def test_each_level_is_the_best_of_its_strategies() -> None:
                 if factor.splittable and factor.size > 1 and bound.divides(cut) and bound.is_consistent(cut):
                     ways.append(cut)
             return tuple(ways)
+
         made = search.energy(options_among(search.described, grown))
         names = [op.name for op in graph.ops]
         every = [dict(zip(names, ways)) for ways in product(*(made.options[name] for name in names))]
@@ -154,8 +175,8 @@ def test_each_level_is_the_best_of_its_strategies() -> None:
 
 @pytest.mark.parametrize("name", ["mlp", "wide", "tied", "convolutions"])
 def test_no_level_makes_it_dearer(name: str) -> None:
-    """Half of the devices are a level of all of them: what more of them are given for makes nothing dearer. And the cost
-    is that of the routed program."""
+    """Half of the devices are a level of all of them: what more of them are given for makes nothing dearer. And the
+    cost is that of the routed program."""
     search = search_of(name, 8, slow_devices(2, 2, 2))
     whole = {op.name: search.described.rules[op.name][1].whole(8) for op in search.described.graph.ops}
     made = search.energy(options_among(search.described, lambda op, bound: (whole[op.name],)))
@@ -193,8 +214,17 @@ def test_within_the_memory() -> None:
     batch, loss_fn = (draw(48, 24), draw(48, 24, seed=1)), nn.MSELoss()
 
     def planned(memory: float | None) -> sw.Plan:
-        return sw.plan(net, batch[:-1], loss_fn, batch[-1], parallel_mode=MODE, devices=4, cluster=slow_devices(2, 2),
-                       memory=memory)
+        return sw.plan(
+            net,
+            batch[:-1],
+            loss_fn,
+            batch[-1],
+            parallel_mode=MODE,
+            devices=4,
+            cluster=slow_devices(2, 2),
+            memory=memory,
+        )
+
     free = planned(None)
     limit = 0.85 * free.timeline.peak
     kept = planned(limit)
@@ -228,7 +258,9 @@ def test_devices_that_nothing_divides_by() -> None:
         with pytest.raises(sw.PlanError, match="divides by 7") as caught:
             sw.plan(net, batch[:-1], loss_fn, batch[-1], parallel_mode=mode, devices=7, cluster=slow_devices(7))
         assert caught.value.legal == "6, 4, 3 devices"
-        assert sw.plan(net, batch[:-1], loss_fn, batch[-1], parallel_mode=mode, devices=6, cluster=slow_devices(6)).operators
+        assert sw.plan(
+            net, batch[:-1], loss_fn, batch[-1], parallel_mode=mode, devices=6, cluster=slow_devices(6)
+        ).operators
 
 
 def test_nothing_is_cut_where_it_does_not_pay() -> None:
@@ -263,7 +295,7 @@ def test_random_networks(made: Any, devices: int, data: Any) -> None:
     net, shape = made
     x, y = (draw(*shape).requires_grad_() for _ in range(2))
     for operator in net.operators:
-        operator.shard(())                  # so that every operator of the graph has its mark's name
+        operator.shard(())  # so that every operator of the graph has its mark's name
     bounds = {op.name: bound_rule(op) for op in capture(net, (x,)).ops if op.mark is not None}
     marks = set()
     for i, operator in enumerate(net.operators):

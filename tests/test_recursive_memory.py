@@ -32,8 +32,10 @@ def layers(count: int) -> tuple[nn.Module, tuple, nn.Module]:
 
 def most_held(problem: Problem, solution: Solution) -> float:
     """Bytes at the fullest moment, row by row."""
-    return max(sum(use.held(solution.states) for use in problem.usages if use.start <= moment < use.stop)
-               for moment in {use.start for use in problem.usages})
+    return max(
+        sum(use.held(solution.states) for use in problem.usages if use.start <= moment < use.stop)
+        for moment in {use.start for use in problem.usages}
+    )
 
 
 @dataclass
@@ -83,7 +85,7 @@ def limits(sizes: tuple[int, ...], memory: float, hope: float) -> list[float]:
     rest, out = math.prod(sizes), []
     for size in reversed(sizes):
         rest //= size
-        out.append(memory * rest ** hope)
+        out.append(memory * rest**hope)
     return out
 
 
@@ -116,12 +118,14 @@ def binds(level: Asked) -> bool:
 
 
 @pytest.mark.parametrize("count, memory, hopes", [(3, 38_600, (1.0, 0.5)), (2, 34_000, (1.0, 0.5, 0.0))])
-def test_levels_are_given_less_where_the_last_cannot_fit(count: int, memory: int, hopes: tuple, asked: list[Asked]
-                                                         ) -> None:
+def test_levels_are_given_less_where_the_last_cannot_fit(
+    count: int, memory: int, hopes: tuple, asked: list[Asked]
+) -> None:
     """The levels below do not cut what they were counted on for: with less above them there is a plan, and it fits."""
     net, batch, loss_fn = layers(count)
-    plan = sw.plan(net, batch[:-1], loss_fn, batch[-1], parallel_mode=MODE, devices=8, cluster=slow_devices(2, 2, 2),
-                   memory=memory)
+    plan = sw.plan(
+        net, batch[:-1], loss_fn, batch[-1], parallel_mode=MODE, devices=8, cluster=slow_devices(2, 2, 2), memory=memory
+    )
     check(asked, (2, 2, 2), memory, hopes)
     assert any(map(binds, asked[-3:-1])), "or less for the upper levels would change nothing"
     assert plan.timeline.peak <= memory == plan.found.limit and plan.peak == plan.timeline.peak

@@ -58,18 +58,22 @@ def collectives(text: str) -> list[tuple[str, tuple[int, ...], int]]:
 def test_operators_are_dumped_with_strategy_shapes_and_line(tutorial):
     lines = begin_text(tutorial, 5).splitlines()
     call = line_of("self.matmul1(")
-    assert ("%2 = matmul(%1, %w1)  {in_strategy: ((2, 4), (4, 1))}  f32[32, 784], f32[784, 512] -> f32[32, 512]"
-            f"   # matmul1  {call}") in lines
+    assert (
+        "%2 = matmul(%1, %w1)  {in_strategy: ((2, 4), (4, 1))}  f32[32, 784], f32[784, 512] -> f32[32, 512]"
+        f"   # matmul1  {call}"
+    ) in lines
     assert f"%3 = relu(%2)  {{in_strategy: ((4, 1),)}}  f32[32, 512] -> f32[32, 512]   # relu1  {call}" in lines
-    assert ("%6 = matmul(%5, %w3)  {in_strategy: ((8, 1), (1, 1))}  f32[32, 512], f32[512, 10] -> f32[32, 10]"
-            f"   # matmul_2  {line_of('return x @')}  (batch)") in lines
+    assert (
+        "%6 = matmul(%5, %w3)  {in_strategy: ((8, 1), (1, 1))}  f32[32, 512], f32[512, 10] -> f32[32, 10]"
+        f"   # matmul_2  {line_of('return x @')}  (batch)"
+    ) in lines
     assert "# parameter %w1  f32[784, 512]  layout [4@1, -]  stored [196:392, 0:512] = f32[196, 512]" in lines
     assert "# devices: 8, mode: semi_auto, rank: 5, plan: " + tutorial.fingerprint in lines
 
 
 def test_program_of_a_rank(tutorial):
     text = execute_text(tutorial, 5)
-    forward = text[text.index("# forward"):].splitlines()
+    forward = text[text.index("# forward") :].splitlines()
     call = line_of("self.matmul1(")
     assert forward[2:6] == [
         "%2 = slice(%1)  {index: [16:32, 196:392]}  f32[32, 784] -> f32[16, 196]   # for matmul1",
@@ -77,13 +81,15 @@ def test_program_of_a_rank(tutorial):
         "%4 = all_reduce(%3)  {ranks: (4, 5, 6, 7), bytes: 32768}  f32[16, 512] -> f32[16, 512]   # completes %3",
         "%5 = slice(%4)  {index: [0:8, 0:512]}  f32[16, 512] -> f32[8, 512]   # for relu1",
     ]
-    assert (f"%10 = reduce_scatter(%9)  {{ranks: {ALL}, bytes: 65536, scatter_dim: 0}}  f32[32, 512] -> f32[4, 512]"
-            "   # completes %9 for relu2") in forward
+    assert (
+        f"%10 = reduce_scatter(%9)  {{ranks: {ALL}, bytes: 65536, scatter_dim: 0}}  f32[32, 512] -> f32[4, 512]"
+        "   # completes %9 for relu2"
+    ) in forward
 
 
 def test_backward_stands_in_the_order_in_which_it_runs(tutorial):
     text = execute_text(tutorial, 5)
-    backward = text[text.index("# backward"):]
+    backward = text[text.index("# backward") :]
     causes = re.findall(r"= (all_\w+|reduce_scatter)\(.*   # (.*)", backward)
     assert re.fullmatch(r"gradient of %[34], transpose of (all_reduce, )?slice for relu1", causes.pop(4)[1])
     assert causes == [
@@ -132,15 +138,20 @@ def test_layouts_and_out_strategies_are_shown():
         def __init__(self):
             super().__init__()
             self.w = nn.Parameter(torch.ones(16, 16))
-            self.mm = sw.shard(torch.matmul, (layout("mp", ("sp", "dp")), layout(("sp", "dp"), "None")),
-                               (layout(("mp", "sp", "dp"), "None"),))
+            self.mm = sw.shard(
+                torch.matmul,
+                (layout("mp", ("sp", "dp")), layout(("sp", "dp"), "None")),
+                (layout(("mp", "sp", "dp"), "None"),),
+            )
 
         def forward(self, x):
             return self.mm(x, self.w)
 
     plan = planned(Net())
-    assert ("{in_strategy: ((2, 4), (4, 1)), in_layout: ([2@1, 2@2·2@4], [2@2·2@4, -]), "
-            "out_strategy: ((8, 1),), out_layout: ([2@1·2@2·2@4, -])}") in begin_text(plan, 0)
+    assert (
+        "{in_strategy: ((2, 4), (4, 1)), in_layout: ([2@1, 2@2·2@4], [2@2·2@4, -]), "
+        "out_strategy: ((8, 1),), out_layout: ([2@1·2@2·2@4, -])}"
+    ) in begin_text(plan, 0)
     assert "reduce_scatter(%2)  {ranks: (0, 2, 4, 6), bytes: 512, scatter_dim: 0}" in execute_text(plan, 0)
 
 
@@ -203,16 +214,28 @@ def table(plan: sw.Plan, width: int | None = None) -> str:
 def test_the_table_shows_operators_traffic_and_parameters(tutorial):
     text = table(tutorial)
     rows = {line.split()[0]: re.split(r"\s{2,}", line.strip()) for line in text.splitlines() if line.strip()}
-    assert rows["matmul1"] == ["matmul1", line_of("self.matmul1("), "((2, 4), (4, 1))",
-                               "[2@4, 4@1] [4@1, -] -> [2@4, -]", "16x196 196x512 -> 16x512", "all_reduce/4", "48 KiB", "392 KiB"]
+    assert rows["matmul1"] == [
+        "matmul1",
+        line_of("self.matmul1("),
+        "((2, 4), (4, 1))",
+        "[2@4, 4@1] [4@1, -] -> [2@4, -]",
+        "16x196 196x512 -> 16x512",
+        "all_reduce/4",
+        "48 KiB",
+        "392 KiB",
+    ]
     assert rows["matmul2"][5:] == ["all_to_all/4", "reduce_scatter/8", "62 KiB", "14 KiB"]
     assert rows["matmul_2"][2] == "((8, 1), (1, 1)) batch"
     assert rows["w1"] == ["w1", "784x512", "196x512", "(4, 1)", "[4@1, -]", "392 KiB"]
-    sent = {phase: sum(c.sent for c in tutorial.collectives(0) if c.phase == phase)
-            for phase in ("forward", "backward", "gradient")}
+    sent = {
+        phase: sum(c.sent for c in tutorial.collectives(0) if c.phase == phase)
+        for phase in ("forward", "backward", "gradient")
+    }
     assert sum(sent.values()) == tutorial.sent
-    assert (f"a rank sends in a step: forward {sent['forward'] / 1024:.0f} KiB, backward {sent['backward'] / 1024:.0f} "
-            f"KiB, gradient {sent['gradient'] / 1024:.0f} KiB, together {tutorial.sent / 1024:.0f} KiB") in text
+    assert (
+        f"a rank sends in a step: forward {sent['forward'] / 1024:.0f} KiB, backward {sent['backward'] / 1024:.0f} "
+        f"KiB, gradient {sent['gradient'] / 1024:.0f} KiB, together {tutorial.sent / 1024:.0f} KiB"
+    ) in text
     assert "\x1b" not in text
 
 

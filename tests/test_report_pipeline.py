@@ -43,8 +43,9 @@ def cells(text: str, first: str) -> list[str]:
 def test_explain_shows_each_stage_and_what_crosses() -> None:
     plan = planned(Chain(tied=True, skip=True))
     text = shown(explain, plan)
-    assert text.startswith("semi_auto on 8 devices: 2 stages, 1f1b, 4 micro-batches, 10 operators, "
-                           f"plan {plan.fingerprint}\n")
+    assert text.startswith(
+        f"semi_auto on 8 devices: 2 stages, 1f1b, 4 micro-batches, 10 operators, plan {plan.fingerprint}\n"
+    )
     first, second = (text.index(f"stage {s} on ranks {4 * s}-{4 * s + 3}, one micro-batch") for s in (0, 1))
     assert first < text.index(" linear_1 ") < second < text.index(" mse_loss ")
     assert "send.relu" not in text
@@ -78,15 +79,19 @@ def test_a_model_explains_itself(capsys: pytest.CaptureFixture) -> None:
 def test_a_summary_has_a_line_a_stage() -> None:
     plan = planned(Chain(), pipeline=setting("zbv", 4), parallel_mode="dynamic_programming", hsdp={"threshold": 0})
     text = shown(summary, plan)
-    assert f"{time_text(plan.cost)} a step, bubble {plan.simulation.bubble:.1%}: zbv, 4 stages on 2 groups of devices, " \
-           "4 micro-batches" in text
+    assert (
+        f"{time_text(plan.cost)} a step, bubble {plan.simulation.bubble:.1%}: zbv, 4 stages on 2 groups of devices, "
+        "4 micro-batches" in text
+    )
     lines = [re.split(r"\s{2,}", line.strip()) for line in text.splitlines() if re.match(r"\s+\d\s+\d-\d", line)]
     assert [line[:3] for line in lines] == [["0", "0-3", "2"], ["1", "4-7", "2"], ["2", "4-7", "2"], ["3", "0-3", "3"]]
     for line, stage in zip(lines, plan.stages):
         assert line[6] == f"{plan.schedule.most_kept(stage.number)}x"
         assert size_text(plan.memory_of(stage)["activations"]) in line
         assert line[-1] == size_text(plan.simulation.peak(plan.schedule.placement[stage.number]))
-    assert "nothing" in next(line for line in text.splitlines() if re.search(r"stage 1\s+stage 2", line))  # on one device
+    assert "nothing" in next(
+        line for line in text.splitlines() if re.search(r"stage 1\s+stage 2", line)
+    )  # on one device
     assert "all_gather" in text
 
 
@@ -94,8 +99,12 @@ def test_communications_of_stages_alike_are_one_line() -> None:
     plan = planned(pipeline=setting("1f1b", 4))
     text = shown(summary, plan)
     sums = [c for c in plan.stages[1].plan.price.collectives if c.phase == "gradient" and c.bytes == 16 * 16 * 8]
-    line = re.split(r"\s{2,}", next(row for row in text.splitlines() if "all_reduce" in row and "2.0 KiB" in row).strip())
-    assert line[:2] == ["all_reduce", "0-3"] and line[5] == str(len(sums)) == "1" and line[6] == time_text(sums[0].seconds)
+    line = re.split(
+        r"\s{2,}", next(row for row in text.splitlines() if "all_reduce" in row and "2.0 KiB" in row).strip()
+    )
+    assert (
+        line[:2] == ["all_reduce", "0-3"] and line[5] == str(len(sums)) == "1" and line[6] == time_text(sums[0].seconds)
+    )
 
 
 def test_costs_name_the_stage() -> None:
@@ -130,13 +139,18 @@ def test_what_moved_is_said() -> None:
     lines = "\n".join(found.lines)
     assert "~ linear_1: stage 0 -> stage 1, ((4, 1), (1, 1), (1,)) " in lines and "~ linear_2" not in lines
     assert "- send.relu_1: " in lines and "+ send.relu: " in lines
-    assert "~ parameter layers.1.bias: [16] (1,) in stage 0, on ranks 0-3 -> [16] (1,) in stage 1, on ranks 4-7" in lines
+    assert (
+        "~ parameter layers.1.bias: [16] (1,) in stage 0, on ranks 0-3 -> [16] (1,) in stage 1, on ranks 4-7" in lines
+    )
 
 
 def test_other_cuts_and_another_count_of_stages() -> None:
     found = difference(planned(), planned(Chain(), pipeline=setting("1f1b", 4)))
-    assert found.settings == ("groups of devices: 2 -> 4", "groups of the stages: [0, 1] -> [0, 1, 2, 3]",
-                              "devices of the stages: [4, 4] -> [2, 2, 2, 2]")
+    assert found.settings == (
+        "groups of devices: 2 -> 4",
+        "groups of the stages: [0, 1] -> [0, 1, 2, 3]",
+        "devices of the stages: [4, 4] -> [2, 2, 2, 2]",
+    )
     alone = difference(planned(), planned(pipeline=None))
     assert "micro-batches: 4 -> no pipeline" in alone.settings and any("f64[4, 16]" in line for line in alone.operators)
 
@@ -166,7 +180,8 @@ DUMPED = {
     "zbv": dict(pipeline=setting("zbv", 4), parallel_mode="dynamic_programming", hsdp={"threshold": 0}),
     "level3": dict(hsdp={"threshold": 0, "optimizer_level": "level3"}, dataset_strategy="data_parallel"),
     "recomputed": dict(net=Chain(skip=True), recompute=lambda op: op.kind == "relu"),
-    "norms and random": dict(net=Noisy(), pipeline=NOISY)}
+    "norms and random": dict(net=Noisy(), pipeline=NOISY),
+}
 
 
 @pytest.mark.parametrize("name", DUMPED)
@@ -270,8 +285,9 @@ def test_verify_of_a_script(tmp_path: Path, capsys: pytest.CaptureFixture) -> No
     assert "ok: semi_auto on 4 devices in 2 stages, interleaved, 4 micro-batches" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("asked", "name", "micro_batches"), [
-    ("2", "1f1b", 2), ("2:8", "1f1b", 8), ("2:4:zero_bubble", "zero_bubble", 4)])
+@pytest.mark.parametrize(
+    ("asked", "name", "micro_batches"), [("2", "1f1b", 2), ("2:8", "1f1b", 8), ("2:4:zero_bubble", "zero_bubble", 4)]
+)
 def test_a_function_s_pipeline_is_asked_for(asked: str, name: str, micro_batches: int, tmp_path: Path) -> None:
     source, output = tmp_path / "models.py", tmp_path / "plan.json"
     source.write_text(FUNCTION)
@@ -282,8 +298,11 @@ def test_a_function_s_pipeline_is_asked_for(asked: str, name: str, micro_batches
 
 def test_another_schedule_has_its_own_chunks(tmp_path: Path) -> None:
     script, output = tmp_path / "train.py", tmp_path / "plan.json"
-    script.write_text(SCRIPT.format(name="interleaved", more=", chunks=2").replace(
-        '{"0": 0, "1": 0, "2": 1, "3": 1}', '{"0": 0, "1": 1, "2": 2, "3": 3}'))
+    script.write_text(
+        SCRIPT.format(name="interleaved", more=", chunks=2").replace(
+            '{"0": 0, "1": 0, "2": 1, "3": 1}', '{"0": 0, "1": 1, "2": 2, "3": 3}'
+        )
+    )
     assert run("plan", "--devices", 4, "--pipeline", "2:4", "--output", output, script) == 0
     assert sw.Plan.load(output).schedule.placement == (0, 1, 0, 1)
     assert run("plan", "--devices", 4, "--pipeline", "4:4:gpipe", "--output", output, script) == 0

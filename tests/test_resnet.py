@@ -34,8 +34,13 @@ def marked(net: ResNet) -> ResNet:
 def batches(count: int, size: int = 8, side: int = 16) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Images whose brightness differs along the batch, so that parts of it have other statistics."""
     generator = torch.Generator().manual_seed(1)
-    made = [(torch.randn(size, 3, side, side, dtype=torch.float64, generator=generator),
-             torch.randint(0, 10, (size,), generator=generator)) for _ in range(count)]
+    made = [
+        (
+            torch.randn(size, 3, side, side, dtype=torch.float64, generator=generator),
+            torch.randint(0, 10, (size,), generator=generator),
+        )
+        for _ in range(count)
+    ]
     return [(x + torch.linspace(-1, 1, size, dtype=torch.float64).reshape(-1, 1, 1, 1), label) for x, label in made]
 
 
@@ -48,16 +53,30 @@ def sgd(parameters) -> torch.optim.Optimizer:
 def test_semi_auto(stem: bool, dataset: str) -> None:
     """Losses over three steps, gradients, running statistics."""
     net = marked(small(small=stem))
-    model = assert_as_one_device(net, *batches(3, side=16 if stem else 64), loss_fn=CROSS_ENTROPY, optimizer=sgd,
-                                 devices=DEVICES, dataset=dataset)
+    model = assert_as_one_device(
+        net,
+        *batches(3, side=16 if stem else 64),
+        loss_fn=CROSS_ENTROPY,
+        optimizer=sgd,
+        devices=DEVICES,
+        dataset=dataset,
+    )
     plan = model.plan
     assert plan.parameters["fc.weight"].layout.cuts == (2, 1) and plan.parameters["conv1.weight"].layout.cuts[0] == 2
     assert plan.parameters["blocks.2.conv3.weight"].layout.cuts == (1, 4, 1, 1)
 
 
 def test_data_parallel_with_statistics_of_the_whole_batch() -> None:
-    assert_as_one_device(small(), *batches(3), loss_fn=CROSS_ENTROPY, optimizer=sgd, devices=DEVICES,
-                         mode="data_parallel", dataset="data_parallel", sync_batch_norm=True)
+    assert_as_one_device(
+        small(),
+        *batches(3),
+        loss_fn=CROSS_ENTROPY,
+        optimizer=sgd,
+        devices=DEVICES,
+        mode="data_parallel",
+        dataset="data_parallel",
+        sync_batch_norm=True,
+    )
 
 
 def test_data_parallel_with_statistics_of_each_part() -> None:
@@ -86,7 +105,7 @@ def test_resnet50() -> None:
     net = split(ResNet().double(), 2)
     one = copy.deepcopy(net)
     assert sum(p.numel() for p in net.parameters()) == 23_520_842
-    (x, label), = batches(1, size=2, side=32)
+    ((x, label),) = batches(1, size=2, side=32)
     model = parallel(net, CROSS_ENTROPY, devices=2)
     got, expected = model(x, label), CROSS_ENTROPY(one(x), label)
     close(got, expected, "loss")
@@ -129,8 +148,9 @@ def test_processes_do_as_one_process_does(options: dict) -> None:
         torch.testing.assert_close(mine, losses, rtol=1e-7, atol=0)
         close(buffers, dict(net.named_buffers()), f"running statistics of rank {rank}")
         # One sum for the statistics of all layers and one for the loss; or an exchange for each layer.
-        assert sorted(set(sent)) == (["all_reduce"] if options["parallel_mode"] == "data_parallel" else
-                                     ["all_gather", "all_reduce"])
+        assert sorted(set(sent)) == (
+            ["all_reduce"] if options["parallel_mode"] == "data_parallel" else ["all_gather", "all_reduce"]
+        )
         assert len(sent) == (2 if options["parallel_mode"] == "data_parallel" else 1 + 17)
 
 

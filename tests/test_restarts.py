@@ -22,8 +22,10 @@ def test_workers_start_again_and_each_attempt_has_its_logs(tmp_path):
     (stale / "worker_0.log").write_text("of an earlier run")
     ended = run(tmp_path, "--worker_num=2", "--max_restarts=3", RESUME, 2, 3)
     assert ended.code == 0, ended.out
-    assert re.findall(r"restart (\d of \d): all workers start again, logs in (\S+)", ended.out) == \
-        [("1 of 3", "log_output/restart_1"), ("2 of 3", "log_output/restart_2")]
+    assert re.findall(r"restart (\d of \d): all workers start again, logs in (\S+)", ended.out) == [
+        ("1 of 3", "log_output/restart_1"),
+        ("2 of 3", "log_output/restart_2"),
+    ]
     assert ended.out.count("worker 1 failed (exit code 137, SIGKILL), ending the others") == 2
     assert ended.out.splitlines()[-1].endswith("logs in log_output/restart_2")
     assert log(ended, "worker_1.log") == "attempt 0 of 3 from step 0\n"
@@ -36,8 +38,10 @@ def test_workers_start_again_and_each_attempt_has_its_logs(tmp_path):
 def test_the_last_failure_is_the_runs(tmp_path):
     ended = run(tmp_path, "--worker_num=2", "--max_restarts=1", RESUME, 9, 3)
     assert ended.code == 137
-    assert "worker 1 failed (exit code 137, SIGKILL), last lines of log_output/restart_1/worker_1.log:\nattempt 1 of 1 " \
+    assert (
+        "worker 1 failed (exit code 137, SIGKILL), last lines of log_output/restart_1/worker_1.log:\nattempt 1 of 1 "
         "from step 3\nall logs are in log_output/restart_1" in ended.out
+    )
     assert ended.out.count("last lines of") == 1
 
 
@@ -65,8 +69,13 @@ def test_but_not_for_ever(tmp_path):
 
 @pytest.mark.long
 def test_a_failure_on_one_node_starts_the_workers_of_all_again(tmp_path):
-    common = ["--worker_num=2", "--local_worker_num=1", "--master_addr=127.0.0.1", f"--master_port={free_port()}",
-              "--max_restarts=1"]
+    common = [
+        "--worker_num=2",
+        "--local_worker_num=1",
+        "--master_addr=127.0.0.1",
+        f"--master_port={free_port()}",
+        "--max_restarts=1",
+    ]
     nodes = [start(tmp_path, *common, f"--node_rank={node}", RESUME, 1, 3) for node in range(2)]
     here, there = nodes[0].end(), nodes[1].end()
     assert (here.code, there.code) == (0, 0), here.out + there.out

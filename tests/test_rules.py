@@ -11,8 +11,9 @@ from rule_reference import Case, Whole, assignments, check, close, outputs_of
 from shardwright.rules import assignment_of, bound_rule, find_rule
 from shardwright.rules.registry import _RULES
 
-CASES: list[Case] = [c for path in sorted(Path(__file__).parent.glob("rule_cases*.py"))
-                     for c in importlib.import_module(path.stem).CASES]
+CASES: list[Case] = [
+    c for path in sorted(Path(__file__).parent.glob("rule_cases*.py")) for c in importlib.import_module(path.stem).CASES
+]
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -36,8 +37,9 @@ def test_linear_rules_are_linear() -> None:
             continue
         tensors: list[torch.Tensor] = []
         Whole.exchange((case.args, case.kwargs), tensors.append)
-        one, other = ({id(t): torch.randint(-8, 9, t.shape, generator=generator).to(t.dtype) for t in tensors}
-                      for _ in range(2))
+        one, other = (
+            {id(t): torch.randint(-8, 9, t.shape, generator=generator).to(t.dtype) for t in tensors} for _ in range(2)
+        )
         outputs = []
         for values in ({key: one[key] + other[key] for key in one}, one, other):
             args, kwargs = Whole.exchange((case.args, case.kwargs), lambda t: values[id(t)])

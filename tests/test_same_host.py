@@ -46,15 +46,16 @@ def through_memory(rank: int, world: int, chunk: int) -> dict[Any, torch.Tensor]
         assert group.host is not None
         sent.append(group)
         return group
+
     ProcessGroups.seen = seen
-    transport._ops = None     # who asks for a collective of the library's fails
+    transport._ops = None  # who asks for a collective of the library's fails
     dist.ProcessGroup.alltoall_base = lambda *a, **k: pytest.fail("Gloo was asked")
     found = every_pair(rank, world, None, True)
     assert sent
     return found
 
 
-@pytest.mark.parametrize("chunk", [1 << 20, 512])   # 512: several rounds, the last of them shorter
+@pytest.mark.parametrize("chunk", [1 << 20, 512])  # 512: several rounds, the last of them shorter
 def test_every_kind_of_step(chunk: int) -> None:
     assert_as_in_one_process(run_ranks(through_memory, WORLD, chunk))
 
@@ -66,13 +67,15 @@ def types(rank: int, world: int) -> dict[Any, torch.Tensor]:
             for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.int8, torch.bool):
                 for shape in ((4, 4, 4), (64, 64, 68)):
                     source, target = layouts(name, reduction)
-                    out[name, reduction, dtype, shape] = convert(redistribution(source, target),
-                                                                 local(source, shape, rank, dtype), rank, groups)
+                    out[name, reduction, dtype, shape] = convert(
+                        redistribution(source, target), local(source, shape, rank, dtype), rank, groups
+                    )
     for name in ("all_gather", "permute", "all_to_all"):
         for dtype in (torch.bool, torch.int32, torch.bfloat16, torch.complex64, torch.complex128):
             source, target = layouts(name)
-            out[name, "sum", dtype, (4, 4, 4)] = convert(redistribution(source, target), local(source, (4, 4, 4), rank, dtype),
-                                                         rank, groups)
+            out[name, "sum", dtype, (4, 4, 4)] = convert(
+                redistribution(source, target), local(source, (4, 4, 4), rank, dtype), rank, groups
+            )
     return out
 
 
@@ -90,7 +93,7 @@ LENGTHS = (0, 1, 3, 15, 16, 17, 63, 64, 65, 127, 128, 129, 257, 1000, 4099)
 
 
 def of_many_lengths(rank: int, world: int) -> list[tuple[torch.Tensor, ...]]:
-    same_host.CHUNK, same_host.SHORT = 512, 0   # 128 numbers a round
+    same_host.CHUNK, same_host.SHORT = 512, 0  # 128 numbers a round
     groups, out = ProcessGroups(world, rank, share=True), []
     group = groups.seen(layouts("all_reduce")[0].partial)
     torch.manual_seed(rank)
@@ -159,8 +162,9 @@ def not_shared(rank: int, world: int, why: str) -> tuple[bool, set[str], torch.T
     return groups.seen((ALL,)).host is None, files(), got
 
 
-@pytest.mark.parametrize("why", ["not wanted by one", "no memory for one", "no memory at all", "another host",
-                                 "another file of the name"])
+@pytest.mark.parametrize(
+    "why", ["not wanted by one", "no memory for one", "no memory at all", "another host", "another file of the name"]
+)
 def test_all_ranks_leave_it_to_gloo(why: str) -> None:
     before = files()
     results = run_ranks(not_shared, WORLD, why)
@@ -190,7 +194,7 @@ def failing(rank: int, world: int, how: str) -> tuple[str, float, str]:
     host = SameHost.of(dist.group.WORLD, world, rank, timedelta(seconds=2.5))
     host.gather(torch.ones(3))
     begun = time.monotonic()
-    pid = os.fork() if how == "a child" and rank == 1 else -1   # which holds the files of its parent
+    pid = os.fork() if how == "a child" and rank == 1 else -1  # which holds the files of its parent
     if pid == 0:
         time.sleep(20)
         os._exit(0)
@@ -203,8 +207,13 @@ def failing(rank: int, world: int, how: str) -> tuple[str, float, str]:
             return "", 0.0, ""
     elif how in ("killed", "a child"):
         dist.barrier()
-    calls: dict[int, Callable[[], Any]] = {1: lambda: host.all_reduce(torch.ones(3), "sum")} if how == "another" else \
-        {1: lambda: host.gather(torch.ones(5))} if how == "longer" else {}
+    calls: dict[int, Callable[[], Any]] = (
+        {1: lambda: host.all_reduce(torch.ones(3), "sum")}
+        if how == "another"
+        else {1: lambda: host.gather(torch.ones(5))}
+        if how == "longer"
+        else {}
+    )
     said = ["", ""]
     for k in range(2):
         try:
@@ -214,14 +223,18 @@ def failing(rank: int, world: int, how: str) -> tuple[str, float, str]:
     return said[0], time.monotonic() - begun, said[1]
 
 
-@pytest.mark.parametrize("how, message", [
-    ("silent", "have not all come for 2 s"),
-    ("another", r"of 4 number 0 for an all-gather of 12 bytes, number 1 for an all-reduce of 12 bytes"),
-    ("longer", r"of 4 number 0 for an all-gather of 12 bytes, number 1 for an all-gather of 20 bytes")])
+@pytest.mark.parametrize(
+    "how, message",
+    [
+        ("silent", "have not all come for 2 s"),
+        ("another", r"of 4 number 0 for an all-gather of 12 bytes, number 1 for an all-reduce of 12 bytes"),
+        ("longer", r"of 4 number 0 for an all-gather of 12 bytes, number 1 for an all-gather of 20 bytes"),
+    ],
+)
 def test_ranks_that_do_not_come_or_come_for_something_else(how: str, message: str) -> None:
     results = run_ranks(failing, WORLD, how)
     assert re.search(message, results[0][0]), results
-    assert "has failed before" in results[0][2]     # what was written then is not taken for something else
+    assert "has failed before" in results[0][2]  # what was written then is not taken for something else
 
 
 @pytest.mark.parametrize("how", ["killed", "a child"])

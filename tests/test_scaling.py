@@ -54,7 +54,7 @@ class Branching(nn.Module):
         rows, length = x.shape[:2]
         mask = torch.arange(length) % 3 == 0
         x = torch.where(mask[:, None], x / length, x @ self.w)
-        return x.reshape(rows * length, -1).sum() * rows / length ** 0.5
+        return x.reshape(rows * length, -1).sum() * rows / length**0.5
 
 
 class Pooled(nn.Module):
@@ -115,7 +115,7 @@ def test_a_capture_writes_no_code_and_reckons_sizes_once(monkeypatch):
         assert capture_scalable(net, (labels(96, 16).view(8, 12),), vary=[(0, 1)], recording=recording) is not None
         counts.append(len(reckoned))
         reckoned.clear()
-    assert not written and counts[0] == counts[1]      # further layers are of the same sizes
+    assert not written and counts[0] == counts[1]  # further layers are of the same sizes
 
 
 def test_calls_of_one_form_are_split_once(monkeypatch):
@@ -123,8 +123,12 @@ def test_calls_of_one_form_are_split_once(monkeypatch):
     monkeypatch.setattr(splitter, "_of_rows", _counted(splitter._of_rows, "rows", seen))
     counts = []
     for layers in (2, 6):
-        sw.plan(Language(layers), (labels(64, 16).view(8, 8),), devices=4,
-                pipeline=dict(stages=2, micro_batches=2, stage_config={"net.blocks.0": 0, "net.norm": 1}))
+        sw.plan(
+            Language(layers),
+            (labels(64, 16).view(8, 8),),
+            devices=4,
+            pipeline=dict(stages=2, micro_batches=2, stage_config={"net.blocks.0": 0, "net.norm": 1}),
+        )
         counts.append(len(seen))
         seen.clear()
     assert counts[0] == counts[1]
@@ -135,9 +139,11 @@ def captures(monkeypatch):
     """What was captured, in order."""
     seen = []
     for name in ("capture", "capture_scalable"):
+
         def noted(*args, _made=getattr(parallel, name), _name=name, **kwargs):
             seen.append(_name)
             return _made(*args, **kwargs)
+
         monkeypatch.setattr(parallel, name, noted)
     return seen
 
@@ -167,7 +173,7 @@ def test_further_sizes_are_neither_captured_nor_searched_and_run_as_on_one_devic
         torch.testing.assert_close(others, gradients, rtol=1e-9, atol=1e-12)
         strategies.append([o.in_strategy for o in model.plan.operators])
     assert captures.count("capture") == 1
-    assert captures.count("capture_scalable") == 2     # the rows alone differed at first, then the length too
+    assert captures.count("capture_scalable") == 2  # the rows alone differed at first, then the length too
     assert captures.count(mode) == 1
     assert all(s == strategies[0] for s in strategies)
     assert any(cut > 1 for strategy in strategies[0] for cuts in strategy for cut in cuts)
@@ -198,6 +204,7 @@ def _counted(planner, name, seen):
     def counted(*args, **kwargs):
         seen.append(name)
         return planner(*args, **kwargs)
+
     return counted
 
 
@@ -265,14 +272,18 @@ def test_programs_that_were_not_used_lately_are_forgotten():
             sw.AutoParallel(plain, max_programs=wrong)
 
 
-# -- pipelines -----------------------------------------------------------------------------------------------------------
+# -- pipelines
+# -----------------------------------------------------------------------------------------------------------
 
 
 def piped(plain, mode="semi_auto", micro_batches=2, **given):
     model = sw.AutoParallel(copy.deepcopy(plain), parallel_mode=mode, **given).dataset_strategy("full_batch")
     layers = len(plain.net.blocks)
-    return model.pipeline(stages=2, micro_batches=micro_batches,
-                          stage_config={f"net.blocks.{i}": 2 * i // layers for i in range(layers)} | {"net.norm": 1})
+    return model.pipeline(
+        stages=2,
+        micro_batches=micro_batches,
+        stage_config={f"net.blocks.{i}": 2 * i // layers for i in range(layers)} | {"net.norm": 1},
+    )
 
 
 def compared(plain, model, sizes):
@@ -292,9 +303,9 @@ def test_a_pipeline_is_neither_captured_nor_searched_at_further_sizes(mode, capt
     plain, choose = Language(layers=2), random.Random(5)
     model = piped(plain, mode, cluster=FREE)
     compared(plain, model, [(8, 16)])
-    assert captures.count("capture") == 2              # of a micro-batch, and of twice the rows
+    assert captures.count("capture") == 2  # of a micro-batch, and of twice the rows
     compared(plain, model, [(16, 24)])
-    assert captures.count("capture_scalable") == 1     # for both
+    assert captures.count("capture_scalable") == 1  # for both
     before = captures.copy()
     compared(plain, model, [(8 * choose.randint(1, 4), 8 * choose.randint(1, 4)) for _ in range(5)])
     assert captures == before
@@ -314,7 +325,8 @@ def test_a_pipeline_whose_stages_are_chosen_keeps_them_at_further_sizes(captures
 
 
 def test_a_pipeline_that_is_called_at_several_lines():
-    """A micro-batch of the second call is as large as the larger one of the first, at whose line that was captured. (Captures
+    """A micro-batch of the second call is as large as the larger one of the first, at whose line that was captured.
+    (Captures
     are not counted here: an operator's line would be that of the function that counts.)"""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)).to(D)
@@ -332,7 +344,7 @@ def test_a_pipeline_of_micro_batches_of_one_row(captures):
     plain = Language(layers=2)
     model = piped(plain, micro_batches=4)
     compared(plain, model, [(4, 8), (4, 12), (8, 12), (4, 16), (16, 20), (12, 24)])
-    assert captures.count("capture") == 2 + 2          # a size of 1 is never a symbol
+    assert captures.count("capture") == 2 + 2  # a size of 1 is never a symbol
     assert captures.count("capture_scalable") == 1
 
 
@@ -347,6 +359,7 @@ def test_a_pipeline_of_a_model_with_branches_on_a_size(captures):
             if x.shape[1] > 10:
                 h = h.tanh() * x.shape[1]
             return self.b(h).square().sum(1).mean()
+
     plain, choose = Branch(), random.Random(2)
     model = sw.AutoParallel(copy.deepcopy(plain)).dataset_strategy("full_batch")
     model.pipeline(stages=2, micro_batches=2, stage_config={"a": 0, "b": 1})
@@ -359,7 +372,8 @@ def test_a_pipeline_of_a_model_with_branches_on_a_size(captures):
     assert captures.count("capture") <= 2 + 2 + 1
 
 
-# -- what the forward does besides its result ------------------------------------------------------------------------------
+# -- what the forward does besides its result
+# ------------------------------------------------------------------------------
 
 
 class Counting(Language):
@@ -423,17 +437,33 @@ def effects(model, x, capsys, caplog):
     loss = model(x).detach()
     net = getattr(model, "net", model) if isinstance(model, sw.AutoParallel) else model
     state = {name: getattr(net, name, None) for name in ("calls", "left", "kind", "rows")}
-    return loss, (tuple(capsys.readouterr()), [(r.getMessage(), r.levelname) for r in caplog.records if r.name == "scaling"],
-                  state)
+    return loss, (
+        tuple(capsys.readouterr()),
+        [(r.getMessage(), r.levelname) for r in caplog.records if r.name == "scaling"],
+        state,
+    )
 
 
-@pytest.mark.parametrize("kind, pipeline, most", [(Counting, False, (1, 1)), (Counting, True, (2, 1)),
-                                                  (Telling, False, (None, None)), (Printing, False, (None, None)),
-                                                  (Diverting, False, (None, 4)), (CountingLong, False, (None, 4))])
+@pytest.mark.parametrize(
+    "kind, pipeline, most",
+    [
+        (Counting, False, (1, 1)),
+        (Counting, True, (2, 1)),
+        (Telling, False, (None, None)),
+        (Printing, False, (None, None)),
+        (Diverting, False, (None, 4)),
+        (CountingLong, False, (None, 4)),
+    ],
+)
 def test_what_is_done_besides_the_result_is_done_at_every_size(kind, pipeline, most, captures, capsys, caplog):
     plain, choose = kind(layers=2), random.Random(3)
     model = piped(plain) if pipeline else sw.AutoParallel(copy.deepcopy(plain)).dataset_strategy("full_batch")
-    for rows, length in ((4, 6), (8, 12), *((4 * choose.randint(1, 4), choose.randint(2, 20)) for _ in range(5)), (4, 6)):
+    for rows, length in (
+        (4, 6),
+        (8, 12),
+        *((4 * choose.randint(1, 4), choose.randint(2, 20)) for _ in range(5)),
+        (4, 6),
+    ):
         x = labels(rows * length, 16, seed=rows).view(rows, length)
         (wanted, done), (found, others) = effects(plain, x, capsys, caplog), effects(model, x, capsys, caplog)
         torch.testing.assert_close(found, wanted)
@@ -449,6 +479,7 @@ def test_a_count_that_the_program_depends_on_is_refused_at_every_size():
         def forward(self, tokens):
             self.calls += 1
             return super().forward(tokens) * (self.calls if tokens.shape[1] > 10 else 1)
+
     model = sw.AutoParallel(Depends()).dataset_strategy("full_batch")
     model(labels(4 * 8, 16).view(4, 8))
     for rows, length in ((4, 12), (8, 14)):
@@ -457,14 +488,18 @@ def test_a_count_that_the_program_depends_on_is_refused_at_every_size():
     model(labels(8 * 6, 16).view(8, 6))
 
 
-# -- sizes that are known to differ ----------------------------------------------------------------------------------------
+# -- sizes that are known to differ
+# ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("pipeline", [False, True])
 def test_dims_that_are_said_to_vary_are_symbols_from_the_first_call_on(pipeline, captures, recwarn):
     plain, choose = Language(layers=2), random.Random(7)
-    model = piped(plain, varying=(0, 1)) if pipeline else \
-        sw.AutoParallel(copy.deepcopy(plain), varying=(0, 1)).dataset_strategy("full_batch")
+    model = (
+        piped(plain, varying=(0, 1))
+        if pipeline
+        else sw.AutoParallel(copy.deepcopy(plain), varying=(0, 1)).dataset_strategy("full_batch")
+    )
     compared(plain, model, [(8, 16)])
     first = ["capture"] * (2 if pipeline else 1) + ["capture_scalable"]
     assert captures == first
@@ -475,8 +510,11 @@ def test_dims_that_are_said_to_vary_are_symbols_from_the_first_call_on(pipeline,
 
 def test_buckets_are_sizes_that_vary(captures):
     plain = Language()
-    model = sw.AutoParallel(copy.deepcopy(plain)).dataset_strategy("full_batch").buckets(
-        seq=[8, 16, 32], mask=None, fill={"tokens": 0})
+    model = (
+        sw.AutoParallel(copy.deepcopy(plain))
+        .dataset_strategy("full_batch")
+        .buckets(seq=[8, 16, 32], mask=None, fill={"tokens": 0})
+    )
     for rows, length in ((8, 16), (8, 32), (16, 8)):
         compared(plain, model, [(rows, length)])
     assert captures == ["capture", "capture_scalable"]
@@ -484,7 +522,7 @@ def test_buckets_are_sizes_that_vary(captures):
 
 def test_dims_that_vary_otherwise_than_was_said():
     plain = Branching()
-    for varying in ((0, 1, 2), (2,), (0, 7)):          # one that the model fixes; one that no input has
+    for varying in ((0, 1, 2), (2,), (0, 7)):  # one that the model fixes; one that no input has
         model = sw.AutoParallel(copy.deepcopy(plain), varying=varying).dataset_strategy("full_batch")
         for rows, length in ((4, 6), (8, 6), (8, 12), (3, 5), (1, 7)):
             x = draw(rows, length, 8, seed=rows)
@@ -503,7 +541,7 @@ def _on_ranks(rank, world):
     losses = []
     for rows, length in ((4, 8), (6, 8), (8, 12), (2, 16), (10, 12), (4, 8)):
         x = labels(2 * rows * length, 16, seed=rows).view(2 * rows, length)
-        loss = model(x[rank * rows:(rank + 1) * rows])
+        loss = model(x[rank * rows : (rank + 1) * rows])
         losses.append(float(loss.detach()))
         loss.backward()
         optimizer.step()
@@ -536,11 +574,11 @@ def _a_pipeline_on_ranks(rank, world, feed):
     model = sw.AutoParallel(Language(layers=2), max_programs=4).dataset_strategy(feed)
     model.pipeline(stages=2, micro_batches=2, stage_config={"net.blocks.0": 0, "net.blocks.1": 1, "net.norm": 1})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    places, losses, counts = world // 2, [], []            # positions in a stage, which each feed their own part
+    places, losses, counts = world // 2, [], []  # positions in a stage, which each feed their own part
     for number, (rows, length) in enumerate(SIZES):
         x = labels(rows * length, 16, seed=number).view(rows, length)
         part = rows // places
-        fed = x if feed == "full_batch" else x[rank % places * part:][:part]
+        fed = x if feed == "full_batch" else x[rank % places * part :][:part]
         losses.append(float(model(fed).detach()))
         model(fed).backward()
         optimizer.step()
@@ -563,7 +601,7 @@ def test_a_pipeline_across_processes_is_captured_twice_for_all_sizes(world, feed
     for losses, weights, seen, counts in run_ranks(_a_pipeline_on_ranks, world, feed):
         assert losses == pytest.approx(wanted, rel=1e-10)
         torch.testing.assert_close(weights, dict(plain.state_dict()), rtol=1e-9, atol=1e-12)
-        assert seen == ["capture", "capture", "capture_scalable"]   # of a micro-batch and of twice the rows; of both
+        assert seen == ["capture", "capture", "capture_scalable"]  # of a micro-batch and of twice the rows; of both
         assert counts == [2, *[3] * (len(SIZES) - 1)]
 
 
@@ -574,9 +612,18 @@ def test_nested_arguments_are_walked_as_pytree_does():
     from torch.utils import _pytree as pytree
 
     from shardwright.graph import leaves, map_leaves
+
     pair = namedtuple("pair", "a b")
-    tree = (1, [2.0, None, immutable_list([True, slice(1, 2)])], {"k": (torch.int64, "x"), "j": []}, torch.Size([3, 4]),
-            immutable_dict({"m": pair(5, [6])}), OrderedDict(z=7, a=8), pair(9, {"n": ()}), torch.device("cpu"))
+    tree = (
+        1,
+        [2.0, None, immutable_list([True, slice(1, 2)])],
+        {"k": (torch.int64, "x"), "j": []},
+        torch.Size([3, 4]),
+        immutable_dict({"m": pair(5, [6])}),
+        OrderedDict(z=7, a=8),
+        pair(9, {"n": ()}),
+        torch.device("cpu"),
+    )
     assert list(leaves(tree)) == pytree.tree_leaves(tree)
     seen = []
     mine, theirs = map_leaves(lambda x: seen.append(x) or (x,), tree[:3]), pytree.tree_map(lambda x: (x,), tree[:3])

@@ -1,4 +1,5 @@
-"""Searched plans: what they cost is what runs, they are never dearer than others, and they compute what one device does."""
+"""Searched plans: what they cost is what runs, they are never dearer than others, and they compute what one device
+does."""
 
 from __future__ import annotations
 
@@ -63,8 +64,12 @@ class Tied(nn.Module):
 
 
 def mlp():
-    return (nn.Sequential(nn.Linear(24, 48), nn.ReLU(), nn.Linear(48, 24), nn.Tanh(), nn.Linear(24, 12)),
-            (torch.randn(24, 24),), nn.CrossEntropyLoss(), torch.randint(12, (24,)))
+    return (
+        nn.Sequential(nn.Linear(24, 48), nn.ReLU(), nn.Linear(48, 24), nn.Tanh(), nn.Linear(24, 12)),
+        (torch.randn(24, 24),),
+        nn.CrossEntropyLoss(),
+        torch.randint(12, (24,)),
+    )
 
 
 def block():
@@ -86,18 +91,38 @@ def small_gpt(layers: int = 1):
 
 
 def convolutions():
-    return (nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
-                          nn.Conv2d(8, 16, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4)),
-            (torch.randn(8, 3, 8, 8),), nn.CrossEntropyLoss(), torch.randint(4, (8,)))
+    return (
+        nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(8, 16, 3, padding=1),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(16, 4),
+        ),
+        (torch.randn(8, 3, 8, 8),),
+        nn.CrossEntropyLoss(),
+        torch.randint(4, (8,)),
+    )
 
 
 MODELS = {"mlp": mlp, "block": block, "tied": tied, "convolutions": convolutions, "gpt": small_gpt}
 
 #: A cluster on which these little models are worth cutting: slow devices, quick links.
-QUICK = {"schema": 1, "name": "quick links", "memory": 16e9, "memory_bandwidth": 1e9, "overhead": 1e-9,
-         "peak": {"float32": 1e8, "float64": 1e8},
-         "levels": [{"name": "near", "size": 2, "bandwidth": 1e9, "latency": 1e-7},
-                    {"name": "far", "size": 4, "bandwidth": 2e8, "latency": 1e-6}]}
+QUICK = {
+    "schema": 1,
+    "name": "quick links",
+    "memory": 16e9,
+    "memory_bandwidth": 1e9,
+    "overhead": 1e-9,
+    "peak": {"float32": 1e8, "float64": 1e8},
+    "levels": [
+        {"name": "near", "size": 2, "bandwidth": 1e9, "latency": 1e-7},
+        {"name": "far", "size": 4, "bandwidth": 2e8, "latency": 1e-6},
+    ],
+}
 
 
 def cluster(devices: int) -> dict:
@@ -113,10 +138,13 @@ def planned(name: str, mode: str, devices: int = 4, **given) -> Plan:
 def searched(name: str, devices: int = 4) -> Search:
     net, inputs, loss, targets = MODELS[name]()
     graph = capture(net, (*inputs, targets), None, loss_fn=loss)
-    return Search.of(graph, devices, input_placement(graph, devices, "full_batch"), CostModel(cluster(devices), devices))
+    return Search.of(
+        graph, devices, input_placement(graph, devices, "full_batch"), CostModel(cluster(devices), devices)
+    )
 
 
 # -- what may be chosen --
+
 
 def test_atoms_are_the_whole_rank_and_keep_to_the_levels() -> None:
     for devices in (1, 2, 6, 7, 8, 12, 48, 1024, 16384):
@@ -139,14 +167,23 @@ def test_assignments_are_all_that_a_rule_allows() -> None:
 
 # -- what is priced is what runs --
 
+
 @pytest.mark.parametrize("name", MODELS)
 def test_the_energy_of_a_plan_is_the_price_of_its_program(name: str) -> None:
     search = searched(name)
     made = search.energy(search.options())
     found = solve(made.problem)
     decided = search.decided(made, found, "search")
-    plan = Plan(search.described.graph, 4, "dynamic_programming", search.fed, decided.decisions, decided.carries,
-                cluster=search.costs.cluster, found=decided.found)
+    plan = Plan(
+        search.described.graph,
+        4,
+        "dynamic_programming",
+        search.fed,
+        decided.decisions,
+        decided.carries,
+        cluster=search.costs.cluster,
+        found=decided.found,
+    )
     assert plan.cost == pytest.approx(found.cost, rel=1e-9)
     assert made.cost({n: strategy_of(d) for n, d in decided.decisions.items()}) == pytest.approx(found.cost, rel=1e-9)
 
@@ -162,8 +199,15 @@ def test_so_is_that_of_any_other_plan_of_a_chain(seed: int) -> None:
         if math.isinf(made.problem.cost(states)):
             continue
         decided = search.decided(made, Solution(states, made.problem.cost(states), 0.0), "search")
-        plan = Plan(search.described.graph, 6, "dynamic_programming", search.fed, decided.decisions, decided.carries,
-                    cluster=search.costs.cluster)
+        plan = Plan(
+            search.described.graph,
+            6,
+            "dynamic_programming",
+            search.fed,
+            decided.decisions,
+            decided.carries,
+            cluster=search.costs.cluster,
+        )
         assert plan.cost == pytest.approx(made.cost(chosen), rel=1e-9)
         compared += 1
     assert compared
@@ -188,6 +232,7 @@ def test_a_strategy_that_is_no_option_is_named() -> None:
 
 
 # -- what is found --
+
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("devices", (4, 6))
@@ -237,8 +282,16 @@ def test_so_it_does_of_a_network_of_300_operators(devices: int, monkeypatch: pyt
 def test_marks_stay_and_are_named_as_the_cause() -> None:
     strategy = ((1, 4), (1, 4), (1,))
     net, inputs, loss, targets = mlp()
-    plan = sw.plan(net, inputs, loss, targets, parallel_mode="dynamic_programming", devices=4, cluster=cluster(4),
-                   marks={"linear_1": strategy})
+    plan = sw.plan(
+        net,
+        inputs,
+        loss,
+        targets,
+        parallel_mode="dynamic_programming",
+        devices=4,
+        cluster=cluster(4),
+        marks={"linear_1": strategy},
+    )
     assert plan.operator("linear_1").in_strategy == strategy and plan.operator("linear_1").cause == "mark"
     assert plan.operator("linear").cause == "search"
     free = sw.plan(net, inputs, loss, targets, parallel_mode="dynamic_programming", devices=4, cluster=cluster(4))
@@ -246,9 +299,13 @@ def test_marks_stay_and_are_named_as_the_cause() -> None:
 
 
 #: One mark on each model, beside what the batch alone would do.
-MARKS = {"mlp": {"linear_1": ((1, 4), (1, 4), (1,))}, "block": {"linear_4": ((2, 1, 1), (2, 1), (2,))},
-         "tied": {"linear": ((2, 1, 1), (2, 1), (2,))}, "convolutions": {"linear": ((1, 4), (1, 4), (1,))},
-         "gpt": {"linear_4": ((2, 1, 1), (2, 1), (2,))}}
+MARKS = {
+    "mlp": {"linear_1": ((1, 4), (1, 4), (1,))},
+    "block": {"linear_4": ((2, 1, 1), (2, 1), (2,))},
+    "tied": {"linear": ((2, 1, 1), (2, 1), (2,))},
+    "convolutions": {"linear": ((1, 4), (1, 4), (1,))},
+    "gpt": {"linear_4": ((2, 1, 1), (2, 1), (2,))},
+}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -294,14 +351,22 @@ def test_out_strategies_stay_too() -> None:
 
 # -- what is computed --
 
+
 @pytest.mark.parametrize("mode", SEARCHING)
 @pytest.mark.parametrize("name", MODELS)
 def test_searched_plans_compute_what_one_device_does(name: str, mode: str) -> None:
     torch.manual_seed(0)
     net, inputs, loss, targets = MODELS[name]()
-    report = sw.verify(net.double(), tuple(x.double() if x.is_floating_point() else x for x in inputs),
-                       targets.double() if targets.is_floating_point() else targets, loss_fn=loss, devices=4,
-                       parallel_mode=mode, cluster=cluster(4), steps=2)
+    report = sw.verify(
+        net.double(),
+        tuple(x.double() if x.is_floating_point() else x for x in inputs),
+        targets.double() if targets.is_floating_point() else targets,
+        loss_fn=loss,
+        devices=4,
+        parallel_mode=mode,
+        cluster=cluster(4),
+        steps=2,
+    )
     assert report.ok, report.summary()
 
 

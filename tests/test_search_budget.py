@@ -1,4 +1,5 @@
-"""A search keeps to the host memory that it is given, ends with a plan and a true bound, and says how far it has come."""
+"""A search keeps to the host memory that it is given, ends with a plan and a true bound, and says how far it has
+come."""
 
 from __future__ import annotations
 
@@ -50,11 +51,14 @@ def random_problem(seed: int, nodes: int = 7, limit: float | None = None) -> Pro
 
 
 def layers(count: int, seed: int = 0, hub: bool = False) -> Problem:
-    """Equal layers of four nodes that share their tables, each joined to the next, with memory that lives to the end."""
+    """Equal layers of four nodes that share their tables, each joined to the next, with memory that lives to the
+    end."""
     draw = np.random.default_rng(seed)
     sizes = (4, 5, 3, 4)
     own = [draw.random(size) * 10 for size in sizes]
-    inner = {pair: draw.random((sizes[pair[0]], sizes[pair[1]])) * 10 for pair in ((0, 1), (0, 2), (1, 3), (2, 3), (0, 3))}
+    inner = {
+        pair: draw.random((sizes[pair[0]], sizes[pair[1]])) * 10 for pair in ((0, 1), (0, 2), (1, 3), (2, 3), (0, 3))
+    }
     between, positions = draw.random((4, 4)) * 10, draw.random((3, 5)) * 5
     held = [draw.integers(1, 50, size).astype(float) for size in sizes]
     costs, edges, usages, first = [np.array([1.0, 1.1])], {}, [], 1
@@ -75,7 +79,9 @@ def layers(count: int, seed: int = 0, hub: bool = False) -> Problem:
 def most_held(problem: Problem) -> float:
     """The most that the best states hold where nothing limits them."""
     free = solve(replace(problem, usages=())).states
-    return max(sum(u.held(free) for u in problem.usages if u.start <= t < u.stop) for t in {u.start for u in problem.usages})
+    return max(
+        sum(u.held(free) for u in problem.usages if u.start <= t < u.stop) for t in {u.start for u in problem.usages}
+    )
 
 
 def least(problem: Problem) -> float:
@@ -84,13 +90,16 @@ def least(problem: Problem) -> float:
     for states in product(*(range(len(own)) for own in problem.costs)):
         if problem.limit is not None:
             moments = {use.start for use in problem.usages}
-            if any(sum(u.held(states) for u in problem.usages if u.start <= t < u.stop) > problem.limit for t in moments):
+            if any(
+                sum(u.held(states) for u in problem.usages if u.start <= t < u.stop) > problem.limit for t in moments
+            ):
                 continue
         found = min(found, problem.cost(states))
     return found
 
 
 # -- equal layers --
+
 
 @pytest.mark.parametrize("hub", [False, True])
 def test_most_of_equal_layers_are_left_out(hub):
@@ -117,7 +126,8 @@ def test_the_bound_by_sweeps_is_one_and_near_the_best(seed, hub):
     problem = layers(30, seed, hub)
     best = solve(replace(problem, usages=())).cost
     bound, looks = SweptPricing(replace(problem, limit=0.0), Rows.of(replace(problem, usages=(), limit=0.0), 0)).least(
-        np.zeros(0))
+        np.zeros(0)
+    )
     assert bound <= best * (1 + 1e-9)
     assert bound >= 0.9 * best
     assert len(looks) == len(problem.costs) and all(mark.any() for mark in looks)
@@ -153,6 +163,7 @@ def test_a_search_by_sweeps_is_as_good_as_one_by_elimination(seed):
 
 # -- the budget --
 
+
 @pytest.mark.parametrize("seed", range(12))
 def test_whatever_the_budget_the_bound_is_true_and_the_states_are_allowed(seed):
     problem = random_problem(seed)
@@ -176,6 +187,7 @@ def test_where_elimination_is_refused_sweeps_take_its_place(seed, monkeypatch):
             refused.append(size)
             raise OutOfBudgetError("no more")
         asked(self, size)
+
     monkeypatch.setattr(SearchBudget, "ask", refuse)
     found = solve(problem)
     assert refused and found.bound <= best + 1e-9 <= found.cost + 1e-8
@@ -226,6 +238,7 @@ def test_a_search_in_a_child_keeps_to_its_budget():
             def watched(self, *args, **named):
                 most[0] = max(most[0], self.grown)
                 watch(self, *args, **named)
+
             SearchBudget.watch = watched
             with spending(budget):
                 found = solve(problem, gap=1e-2)
@@ -246,12 +259,15 @@ def test_a_search_in_a_child_keeps_to_its_budget():
 
 # -- settings --
 
+
 def net() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
 
 
-@pytest.mark.parametrize("given, match", [("much", "search_memory"), (-1, "search_memory"), (True, "search_memory"),
-                                          ("1MB", "256.00 MB or more")])
+@pytest.mark.parametrize(
+    "given, match",
+    [("much", "search_memory"), (-1, "search_memory"), (True, "search_memory"), ("1MB", "256.00 MB or more")],
+)
 def test_an_amount_that_there_is_not_is_an_error(given, match):
     with pytest.raises(SettingError, match=match):
         sw.AutoParallel(net(), parallel_mode="dynamic_programming", search_memory=given)
@@ -280,8 +296,10 @@ def test_a_plan_is_the_same_whatever_the_budget(mode):
 
 # -- progress --
 
+
 def test_a_long_search_says_how_far_it_is(monkeypatch):
     from shardwright.solver import search_memory as module
+
     monkeypatch.setattr(module, "SILENT", 0.0)
     monkeypatch.setattr(module, "EVERY", 0.0)
     said: list[SearchProgress] = []
@@ -303,6 +321,7 @@ def test_a_short_one_says_nothing(capfd, caplog):
 
 def test_false_is_silence(monkeypatch, capfd, caplog):
     from shardwright.solver import search_memory as module
+
     monkeypatch.setattr(module, "SILENT", 0.0)
     monkeypatch.setattr(module, "EVERY", 0.0)
     with spending(SearchBudget(ENOUGH, progress=False)), caplog.at_level("INFO"):
@@ -312,10 +331,13 @@ def test_false_is_silence(monkeypatch, capfd, caplog):
 
 def test_the_command_takes_it(tmp_path: Path, capsys, monkeypatch):
     from shardwright.cli.main import main
+
     script = tmp_path / "small.py"
-    script.write_text("import torch\nfrom torch import nn\n\n\ndef model():\n"
-                      "    return {'net': nn.Linear(8, 8), 'inputs': (torch.zeros(8, 8),), "
-                      "'parallel_mode': 'dynamic_programming'}\n")
+    script.write_text(
+        "import torch\nfrom torch import nn\n\n\ndef model():\n"
+        "    return {'net': nn.Linear(8, 8), 'inputs': (torch.zeros(8, 8),), "
+        "'parallel_mode': 'dynamic_programming'}\n"
+    )
     out = str(tmp_path / "plan.json")
     target = [f"{script}:model", "--devices", "4", "--output", out]
     assert main(["plan", *target, "--search-memory", "1GB", "--quiet"]) == 0

@@ -39,8 +39,12 @@ DEVICES = 4
 
 def chain():
     """Layers of one width, whose activations are most of what is held."""
-    return (nn.Sequential(*(layer for _ in range(2) for layer in (nn.Linear(16, 16), nn.GELU()))),
-            (torch.randn(64, 16),), nn.MSELoss(), torch.randn(64, 16))
+    return (
+        nn.Sequential(*(layer for _ in range(2) for layer in (nn.Linear(16, 16), nn.GELU()))),
+        (torch.randn(64, 16),),
+        nn.MSELoss(),
+        torch.randn(64, 16),
+    )
 
 
 NETS = {name: MODELS[name] for name in ("mlp", "tied", "convolutions")} | {"chain": chain}
@@ -71,8 +75,18 @@ class Case:
         graph, devices, fed = self.given
         ops = {name: decision.op for name, decision in decided.decisions.items()}
         graph = graph.with_ops(tuple(ops[op.name] for op in graph.ops))  # with what is computed again
-        return sw.Plan(graph, devices, "", fed, decided.decisions, decided.carries, None, decided.hsdp,
-                       cluster=self.costs.cluster, found=decided.found)
+        return sw.Plan(
+            graph,
+            devices,
+            "",
+            fed,
+            decided.decisions,
+            decided.carries,
+            None,
+            decided.hsdp,
+            cluster=self.costs.cluster,
+            found=decided.found,
+        )
 
     def limit(self, share: float) -> float:
         return self.least + share * (self.most - self.least)
@@ -84,9 +98,15 @@ def case(name: str) -> Case:
     return Case(name)
 
 
-@pytest.mark.parametrize("name, share", [
-    *((name, share) for name in ("mlp", "chain") for share in (0.95, 0.8, 0.6, 0.0)),
-    ("tied", 0.6), ("tied", 0.0), ("convolutions", 0.6)])
+@pytest.mark.parametrize(
+    "name, share",
+    [
+        *((name, share) for name in ("mlp", "chain") for share in (0.95, 0.8, 0.6, 0.0)),
+        ("tied", 0.6),
+        ("tied", 0.0),
+        ("convolutions", 0.6),
+    ],
+)
 def test_no_other_planner_is_cheaper_within_a_limit(name: str, share: float) -> None:
     given = case(name)
     limit = given.limit(share)
@@ -104,8 +124,9 @@ def test_a_limit_that_does_not_bind_changes_neither(name: str) -> None:
     for planner, free in ((dynamic_programming, given.free), (recursive_programming, given.recursed)):
         wide = given.of(planner, memory=1e12)
         assert wide.found.cost == free.found.cost and wide.found.limit == 1e12 and free.found.limit is None
-        assert {n: strategy_of(d) for n, d in wide.decisions.items()} == \
-            {n: strategy_of(d) for n, d in free.decisions.items()}
+        assert {n: strategy_of(d) for n, d in wide.decisions.items()} == {
+            n: strategy_of(d) for n, d in free.decisions.items()
+        }
 
 
 def test_a_search_that_ends_with_a_dearer_plan_gives_way(monkeypatch) -> None:
@@ -158,7 +179,9 @@ def test_where_neither_fits_the_least_memory_of_both_is_named() -> None:
 
 def test_of_a_large_network_the_recursion_is_not_made_within_the_limit(monkeypatch) -> None:
     given, calls, real = case("mlp"), [], dynamic.recursive_programming
-    monkeypatch.setattr(dynamic, "recursive_programming", lambda *a, **k: calls.append(k.get("memory")) or real(*a, **k))
+    monkeypatch.setattr(
+        dynamic, "recursive_programming", lambda *a, **k: calls.append(k.get("memory")) or real(*a, **k)
+    )
     monkeypatch.setattr(dynamic, "RECURSED", len(given.given[0].ops) - 1)
     limit = given.limit(0.5)
     assert given.peak(given.of(dynamic_programming, memory=limit)) <= limit and calls == [None]
@@ -223,6 +246,7 @@ def test_what_runs_again_reads_what_was_sent(monkeypatch: pytest.MonkeyPatch) ->
         made = decided(self, solution)
         seen.append((made[1].peak, self.held.peak(solution.states)))
         return made
+
     monkeypatch.setattr(_Fitting, "decided", spied)
     plan = sw.plan(net, (torch.randn(16, 32, 32),), memory=0.9 * free.peak, **given)
     assert plan.peak <= 0.9 * free.peak and seen
@@ -232,8 +256,12 @@ def test_what_runs_again_reads_what_was_sent(monkeypatch: pytest.MonkeyPatch) ->
 class Residual(nn.Module):
     def __init__(self, width: int = 16) -> None:
         super().__init__()
-        self.norm, self.up, self.down, self.drop = nn.LayerNorm(width), nn.Linear(width, width), nn.Linear(width, width), \
-            nn.Dropout(0.0)
+        self.norm, self.up, self.down, self.drop = (
+            nn.LayerNorm(width),
+            nn.Linear(width, width),
+            nn.Linear(width, width),
+            nn.Dropout(0.0),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.drop(self.down(F.gelu(self.up(self.norm(x)))))

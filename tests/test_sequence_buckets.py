@@ -21,16 +21,24 @@ def four_devices():
 
 def gpt2():
     torch.manual_seed(0)
-    config = transformers.GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=4, resid_pdrop=0.0,
-                                     embd_pdrop=0.0, attn_pdrop=0.0)
+    config = transformers.GPT2Config(
+        vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+    )
     return transformers.GPT2LMHeadModel(config).double()
 
 
 def bert():
     torch.manual_seed(0)
-    config = transformers.BertConfig(vocab_size=32, max_position_embeddings=16, hidden_size=16, num_hidden_layers=1,
-                                     num_attention_heads=4, intermediate_size=32, hidden_dropout_prob=0.0,
-                                     attention_probs_dropout_prob=0.0)
+    config = transformers.BertConfig(
+        vocab_size=32,
+        max_position_embeddings=16,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        intermediate_size=32,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
     return transformers.BertForMaskedLM(config).double()
 
 

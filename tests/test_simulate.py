@@ -22,13 +22,22 @@ from shardwright.pipeline.schedules import Action, Schedule, forward_only, sched
 from shardwright.pipeline.simulate import Once, Simulation, simulate
 
 
-def equal(name: str, groups: int, micro_batches: int, chunks: int | None = None, *, forward: float = 1.0,
-          backward: float = 2.0, **given_: object) -> Simulation:
+def equal(
+    name: str,
+    groups: int,
+    micro_batches: int,
+    chunks: int | None = None,
+    *,
+    forward: float = 1.0,
+    backward: float = 2.0,
+    **given_: object,
+) -> Simulation:
     """Equal stages, and nothing that is sent."""
     made = schedule(name, groups, micro_batches, chunks=chunks)
     count = made.stages
-    return simulate(made, [forward] * count, [backward] * count,
-                    **{name: [value] * count for name, value in given_.items()})
+    return simulate(
+        made, [forward] * count, [backward] * count, **{name: [value] * count for name, value in given_.items()}
+    )
 
 
 def counts(groups: int) -> tuple[int, ...]:
@@ -43,8 +52,9 @@ def test_bubbles_are_those_of_the_formulas(groups: int) -> None:
             for name in ("gpipe", "1f1b"):
                 assert equal(name, p, m, backward=backward).bubble == pytest.approx((p - 1) / (m + p - 1), rel=1e-2)
             for v in (1, 2, 3, 4):
-                assert equal("interleaved", p, m, v, backward=backward).bubble == \
-                    pytest.approx((p - 1) / (m * v + p - 1), rel=1e-2)
+                assert equal("interleaved", p, m, v, backward=backward).bubble == pytest.approx(
+                    (p - 1) / (m * v + p - 1), rel=1e-2
+                )
         # A third of the work of a micro-batch is the gradients of weights, which fill the bubble.
         assert equal("zero_bubble", p, m).bubble == pytest.approx((p - 1) / (3 * m + p - 1), rel=1e-2)
         if m >= 2 * p - 1:
@@ -80,8 +90,19 @@ def test_memory_over_time_by_hand() -> None:
     """Two micro-batches on one device: 3 bytes kept of each, 5 at the end of a forward, 4 in a backward."""
     running = [((((0.0, 1.0), (0.5, 5.0))), ((0.0, 4.0),))]
     made = simulate(schedule("gpipe", 1, 2), [2.0], [4.0], fixed=[100.0], kept=[3.0], running=running)
-    assert made.memory(0) == [(0, 100), (0, 101), (1, 105), (2, 103), (2, 104), (3, 108), (4, 106),
-                              (4, 107), (8, 103), (8, 104), (12, 100)]
+    assert made.memory(0) == [
+        (0, 100),
+        (0, 101),
+        (1, 105),
+        (2, 103),
+        (2, 104),
+        (3, 108),
+        (4, 106),
+        (4, 107),
+        (8, 103),
+        (8, 104),
+        (12, 100),
+    ]
     assert made.peak(0) == 108
     actions = tuple(Action(0, kind, 0) for kind in "FIW")
     split = simulate(Schedule("mine", (0,), 1, (actions,)), [2.0], [4.0], kept=[3.0], running=running)
@@ -105,8 +126,10 @@ def test_what_crosses_takes_its_time_beside_the_work() -> None:
     made = simulate(schedule("gpipe", 2, 2), [1.0, 1.0], [2.0, 2.0], transfer=lambda *pair: seconds[pair])
     starts = {str(span.action): span.start for span in made.spans}
     assert starts == {"0F0": 0, "0F1": 1, "1F0": 1.5, "1F1": 2.5, "1B0": 3.5, "1B1": 5.5, "0B0": 5.75, "0B1": 7.75}
-    assert simulate(schedule("interleaved", 1, 1, chunks=2), [1.0] * 2, [1.0] * 2,
-                    transfer=lambda *pair: math.inf).total == 4  # nothing is sent within a group
+    assert (
+        simulate(schedule("interleaved", 1, 1, chunks=2), [1.0] * 2, [1.0] * 2, transfer=lambda *pair: math.inf).total
+        == 4
+    )  # nothing is sent within a group
 
 
 def test_what_skips_stages_is_waited_for() -> None:
@@ -123,8 +146,9 @@ def test_what_skips_stages_is_waited_for() -> None:
     assert starts["0I0"].start == starts["2I0"].stop + 9
 
 
-def longest(made: Schedule, seconds: dict[str, list[float]], sending: dict[tuple[int, int], float],
-            skips: list[tuple[int, int]]) -> float:
+def longest(
+    made: Schedule, seconds: dict[str, list[float]], sending: dict[tuple[int, int], float], skips: list[tuple[int, int]]
+) -> float:
     """The length of the longest chain of actions, each of which has to wait for the one before it."""
     before = {b: a for row in made.actions for a, b in zip(row, row[1:])}
     kinds = {(a.stage, a.micro, a.kind) for row in made.actions for a in row}
@@ -149,8 +173,11 @@ def longest(made: Schedule, seconds: dict[str, list[float]], sending: dict[tuple
             waits.append(stops(a._replace(kind="I")))
         else:
             waits.append(stops(a._replace(kind="F")))
-            waits += [stops(Action(t, "I" if (t, a.micro, "I") in kinds else "B", a.micro)) + sent(t, a.stage)
-                      for s, t in pairs if s == a.stage]
+            waits += [
+                stops(Action(t, "I" if (t, a.micro, "I") in kinds else "B", a.micro)) + sent(t, a.stage)
+                for s, t in pairs
+                if s == a.stage
+            ]
         return max(waits) + takes(a)
 
     ends = [sum(e for e, home in zip(seconds["end"], made.placement) if home == g) for g in range(made.groups)]
@@ -174,15 +201,20 @@ def test_the_total_is_the_longest_path(made: Schedule, data: st.DataObject) -> N
     assert 0 <= found.bubble <= 1
 
 
-@pytest.mark.parametrize(("given_", "said"), [
-    (dict(forward=[1.0]), "forward has 1 entries for 2 stages"),
-    (dict(backward=[1.0, -1.0]), "backward=-1.0 of stage 1"),
-    (dict(backward=[math.nan, 1.0]), "backward=nan of stage 0"),
-    (dict(weights=[1.0, 3.0]), "weights=3.0 of stage 1: that is more than its backward=2.0"),
-    (dict(kept=[1.0]), "kept has 1 entries"), (dict(fixed=[1.0, math.inf]), "fixed=inf of stage 1"),
-    (dict(end=[1.0]), "end has 1 entries"), (dict(running=[]), "running has 0 entries for 2 stages"),
-    (dict(devices=[1]), "devices has 1 entries for 2 groups"),
-])
+@pytest.mark.parametrize(
+    ("given_", "said"),
+    [
+        (dict(forward=[1.0]), "forward has 1 entries for 2 stages"),
+        (dict(backward=[1.0, -1.0]), "backward=-1.0 of stage 1"),
+        (dict(backward=[math.nan, 1.0]), "backward=nan of stage 0"),
+        (dict(weights=[1.0, 3.0]), "weights=3.0 of stage 1: that is more than its backward=2.0"),
+        (dict(kept=[1.0]), "kept has 1 entries"),
+        (dict(fixed=[1.0, math.inf]), "fixed=inf of stage 1"),
+        (dict(end=[1.0]), "end has 1 entries"),
+        (dict(running=[]), "running has 0 entries for 2 stages"),
+        (dict(devices=[1]), "devices has 1 entries for 2 groups"),
+    ],
+)
 def test_what_cannot_be_simulated(given_: dict, said: str) -> None:
     with pytest.raises(SettingError, match=said):
         simulate(schedule("1f1b", 2, 2), **{"forward": [1.0, 1.0], "backward": [2.0, 2.0], **given_})
@@ -190,8 +222,9 @@ def test_what_cannot_be_simulated(given_: dict, said: str) -> None:
 
 def test_a_deadlock_is_not_simulated() -> None:
     rows = ("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1")
-    made = Schedule("mine", (0, 1), 2, tuple(tuple(Action(int(a[0]), a[1], int(a[2])) for a in row.split())
-                                             for row in rows))
+    made = Schedule(
+        "mine", (0, 1), 2, tuple(tuple(Action(int(a[0]), a[1], int(a[2])) for a in row.split()) for row in rows)
+    )
     with pytest.raises(SettingError, match="0B0 and 1F1 wait for each other"):
         simulate(made, [1.0, 1.0], [1.0, 1.0])
 
@@ -208,8 +241,14 @@ class Network(nn.Module):
 
 def planned(**given_: object) -> sw.Plan:
     batch, targets = torch.randn(64, 784), torch.randint(0, 10, (64,))
-    return sw.plan(Network(), (batch,), loss_fn=nn.CrossEntropyLoss(), targets=targets, devices=8,
-                   **{"parallel_mode": "data_parallel", **given_})
+    return sw.plan(
+        Network(),
+        (batch,),
+        loss_fn=nn.CrossEntropyLoss(),
+        targets=targets,
+        devices=8,
+        **{"parallel_mode": "data_parallel", **given_},
+    )
 
 
 def test_a_plan_without_a_pipeline_is_one_stage() -> None:
@@ -221,7 +260,7 @@ def test_a_plan_without_a_pipeline_is_one_stage() -> None:
     assert made.by_group[0][0].stop == pytest.approx(plan.price.forward)
     # Moment by moment it is the timeline of the plan.
     line = made.memory(0)[1:]
-    assert [nbytes for _, nbytes in line[:plan.timeline.forward]] == plan.timeline.totals()[:plan.timeline.forward]
+    assert [nbytes for _, nbytes in line[: plan.timeline.forward]] == plan.timeline.totals()[: plan.timeline.forward]
     parts = moments(plan)
     assert tuple(m.operator for m in parts) == plan.timeline.moments
     assert sum(m.seconds for m in parts if m.half == "backward") == pytest.approx(plan.price.backward)
@@ -252,14 +291,16 @@ def test_a_pipeline_is_simulated_by_the_prices_of_its_stages() -> None:
     [crossing] = plan.transfers
     level = plan.cluster.levels[0]
     starts = {str(s.action): s for s in made.spans}
-    assert starts["1F0"].start - starts["0F0"].stop == \
-        pytest.approx(level.latency + crossing.nbytes / level.bandwidth)
+    assert starts["1F0"].start - starts["0F0"].stop == pytest.approx(level.latency + crossing.nbytes / level.bandwidth)
     assert made.total > max(made.busy(0), made.busy(1)) and 0 < made.bubble < 1
     # The first group keeps two micro-batches at most, the second one.
     for group, stage in enumerate(plan.stages):
         line = stage.plan.timeline
-        kept = sum(h.bytes for h in line.held if h.start < line.forward < h.stop
-                   and h.what not in ("parameters", "gradients", "optimizer"))
+        kept = sum(
+            h.bytes
+            for h in line.held
+            if h.start < line.forward < h.stop and h.what not in ("parameters", "gradients", "optimizer")
+        )
         assert made.kept[group] == kept > 0
         assert made.peak(group) == pytest.approx(stage.plan.peak + (1 - group) * kept)
 
@@ -269,9 +310,16 @@ FAR = Cluster("far", (Level("near", 2, 1e9, 1e-6), Level("far", 2, 1e6, 1e-4)), 
 
 
 def far(net: nn.Module) -> PipelinePlan:
-    return sw.plan(net, (torch.randn(48, 784),), loss_fn=nn.CrossEntropyLoss(), targets=torch.randint(0, 10, (48,)),
-                   devices=3, parallel_mode="data_parallel", cluster=FAR,
-                   pipeline=dict(stages=3, micro_batches=3, stage_config={"a": 0, "b": 1, "c": 2}))
+    return sw.plan(
+        net,
+        (torch.randn(48, 784),),
+        loss_fn=nn.CrossEntropyLoss(),
+        targets=torch.randint(0, 10, (48,)),
+        devices=3,
+        parallel_mode="data_parallel",
+        cluster=FAR,
+        pipeline=dict(stages=3, micro_batches=3, stage_config={"a": 0, "b": 1, "c": 2}),
+    )
 
 
 def test_what_skips_a_stage_is_sent_past_it() -> None:
@@ -289,8 +337,11 @@ def test_what_skips_a_stage_is_sent_past_it() -> None:
             return self.c(self.b(a[:, :1]), a)
 
     plan = far(Skipping())
-    assert {(t.source, t.target): t.nbytes for t in plan.transfers} == \
-        {(0, 1): 16 * 4, (0, 2): 16 * 512 * 4, (1, 2): 16 * 4}
+    assert {(t.source, t.target): t.nbytes for t in plan.transfers} == {
+        (0, 1): 16 * 4,
+        (0, 2): 16 * 512 * 4,
+        (1, 2): 16 * 4,
+    }
     starts = {str(s.action): s for s in timeline_of(plan).spans}
     assert starts["1F0"].start - starts["0F0"].stop == pytest.approx(1e-6 + 16 * 4 / 1e9)
     assert starts["2F0"].start - starts["0F0"].stop == pytest.approx(1e-4 + 16 * 512 * 4 / 1e6)

@@ -1,4 +1,5 @@
-"""Values of all ranks in one tensor, in the local runtime: conversions, products and operators, against shard by shard."""
+"""Values of all ranks in one tensor, in the local runtime: conversions, products and operators, against shard by
+shard."""
 
 import math
 
@@ -68,8 +69,16 @@ def test_a_transpose_is_that_of_the_shards(drawn, seed):
     backward = transpose(redistribution(source, target), terms)
     axes = Axes.of_layouts(source.devices, (source, target, backward.source))
     before, after, inner = held(axes, source), held(axes, target), axes.along(backward.source.partial)
-    run = converting(axes, backward.source, backward.target, after, before, target.local_shape(shape), summed=True,
-                     alike=target.partial)
+    run = converting(
+        axes,
+        backward.source,
+        backward.target,
+        after,
+        before,
+        target.local_shape(shape),
+        summed=True,
+        alike=target.partial,
+    )
     assume(run is not None and axes.numbers(terms) is not None)
     shards, _ = make_shards(backward.source, shape, seed)
     every = union(after, inner)
@@ -97,14 +106,14 @@ def test_most_conversions_need_no_list():
 
 
 def test_terms_that_are_the_same_count_each():
-    axes, x = Axes((2, 2)), torch.arange(3.)
+    axes, x = Axes((2, 2)), torch.arange(3.0)
     ends = Layout.of(4, [()], [Digit(4, 1)]), Layout.replicated(4, 1)
     assert torch.equal(converting(axes, *ends, (), (), (3,))(x), 4 * x)
     assert torch.equal(converting(axes, *ends, (), (), (3,), summed=True)(x), x)
 
 
 def test_a_view_moves_nothing():
-    whole = torch.arange(64.).view(8, 8)
+    whole = torch.arange(64.0).view(8, 8)
     layouts = [Layout.replicated(8, 2), *(Layout.from_cuts(8, cuts) for cuts in ((2, 4), (8, 1), (1, 8), (4, 2)))]
     axes, x = Axes.of_layouts(8, layouts), whole
     for a, b in zip(layouts, layouts[1:] + layouts[:1]):
@@ -140,12 +149,24 @@ def test_a_product_is_that_of_torch(data):
             if sizes[i] == 1 and data.draw(st.booleans()):
                 x = x.expand([axes[i] if k == i else -1 for k in range(x.dim())])
         return x.detach().requires_grad_(), bare
+
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     (x, bare_x), (w, bare_w) = operand(batch, (4, 5)), operand(batch, (6, 5) if transposed else (5, 6))
     b = None
     if data.draw(st.booleans()):
-        b = torch.randn([*(s if not bare_w and w.shape[i] > 1 and w.stride(i) and data.draw(st.booleans()) else 1
-                           for i, s in enumerate(axes)), *[1] * len(batch), 1, 6], dtype=D, generator=generator)
+        b = torch.randn(
+            [
+                *(
+                    s if not bare_w and w.shape[i] > 1 and w.stride(i) and data.draw(st.booleans()) else 1
+                    for i, s in enumerate(axes)
+                ),
+                *[1] * len(batch),
+                1,
+                6,
+            ],
+            dtype=D,
+            generator=generator,
+        )
     made = product(len(axes), *factors(not bare_x, not bare_w, transposed, len(batch)))(x, w, b)
     expected = x @ (w.mT if transposed else w)
     expected = expected if b is None else expected + b
@@ -211,6 +232,7 @@ def test_operators_are_those_of_one_device(in_strategy):
 @pytest.mark.parametrize("cuts", [(4,), (2,), (1,)])
 def test_an_operator_that_takes_another_s_shape(cuts):
     """Of the two operands the ranks have slices of the one, and the other alike."""
+
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
@@ -218,8 +240,11 @@ def test_an_operator_that_takes_another_s_shape(cuts):
             self.head = nn.Parameter(torch.ones(1, dtype=D))
 
         def forward(self, x):
-            return (self.tanh(x).expand_as(torch.ones(40)) * self.head, self.head.expand_as(self.tanh(x * 2)),
-                    torch.ones(40, dtype=D).expand_as(self.tanh(x * 3)) * self.head)
+            return (
+                self.tanh(x).expand_as(torch.ones(40)) * self.head,
+                self.head.expand_as(self.tanh(x * 2)),
+                torch.ones(40, dtype=D).expand_as(self.tanh(x * 3)) * self.head,
+            )
 
     for mode in ("semi_auto", "sharding_propagation"):
         assert_as_one_device(Net(), (torch.linspace(-1, 1, 40, dtype=D),), devices=4, mode=mode)
@@ -260,10 +285,19 @@ def test_a_loss_of_rows_is_summed_for_each_rank(ignored):
 def test_a_function_of_torch_is_the_overload_it_stands_for():
     x, few = torch.rand(4, 6), torch.arange(5.0)
     aten = torch.ops.aten
-    for target, args in [(aten.bernoulli.Tensor, (x, x.round())), (aten.div.Tensor, (x, 3)), (aten.sum.dim_IntList, (x, [1], True)),
-                         (aten.log_softmax.int, (x, 1)), (aten.std.dim, (x, [1], False, True)), (aten.max.dim, (x, 1)),
-                         (aten.masked_fill.Scalar, (x, x > 0.5, 1.0)), (aten.searchsorted.Scalar, (few, 2.0)),
-                         (aten.where.self, (x > 0.5, x, -x)), (aten.squeeze.dim, (x[:1], 0)), (aten.var_mean.dim, (x, [0]))]:
+    for target, args in [
+        (aten.bernoulli.Tensor, (x, x.round())),
+        (aten.div.Tensor, (x, 3)),
+        (aten.sum.dim_IntList, (x, [1], True)),
+        (aten.log_softmax.int, (x, 1)),
+        (aten.std.dim, (x, [1], False, True)),
+        (aten.max.dim, (x, 1)),
+        (aten.masked_fill.Scalar, (x, x > 0.5, 1.0)),
+        (aten.searchsorted.Scalar, (few, 2.0)),
+        (aten.where.self, (x > 0.5, x, -x)),
+        (aten.squeeze.dim, (x[:1], 0)),
+        (aten.var_mean.dim, (x, [0])),
+    ]:
         node = torch.fx.Graph().call_function(target)
         expected, got = target(*args), plain_function(node)(*args)
         several = isinstance(expected, tuple)
@@ -276,8 +310,19 @@ class Products(nn.Module):
 
     def forward(self, x, v):
         y = torch.einsum("nti,nsi->nts", x, x) @ torch.einsum("nsd,od,o->nso", x, v, v[:, 0])
-        z = torch.einsum("ntd,oe->dn", x, v) + torch.tensordot(x, v, ([2], [1])).sum((1, 2)) + torch.inner(x, v).amax((1, 2))
-        return y, z, torch.matmul(x, v[0]), torch.outer(x[:, 0, 0], v[:, 0]), torch.einsum("nii->ni", y[:, :, :4]), x[:1] @ v.T
+        z = (
+            torch.einsum("ntd,oe->dn", x, v)
+            + torch.tensordot(x, v, ([2], [1])).sum((1, 2))
+            + torch.inner(x, v).amax((1, 2))
+        )
+        return (
+            y,
+            z,
+            torch.matmul(x, v[0]),
+            torch.outer(x[:, 0, 0], v[:, 0]),
+            torch.einsum("nii->ni", y[:, :, :4]),
+            x[:1] @ v.T,
+        )
 
 
 @pytest.mark.parametrize("matrix", [(4, 2), (2, 4), (8, 1)])
@@ -293,11 +338,20 @@ class Turned(nn.Module):
         n, t, h, d = x.shape
         y = x.permute(0, 2, -1, 1).flatten(2).unflatten(-1, (d, t)).flip(-1).roll(1, 2).movedim(1, 3)
         y = y.diagonal(0, -2, -1).sort(-1)[0].unsqueeze(1).expand(n, t, d, -1).narrow(-1, 0, h)
-        z = x.cumsum(1).topk(2, dim=2)[0].prod(2, keepdim=True) + x.logsumexp((1, 2), keepdim=True) + y.amin(2, keepdim=True)
+        z = (
+            x.cumsum(1).topk(2, dim=2)[0].prod(2, keepdim=True)
+            + x.logsumexp((1, 2), keepdim=True)
+            + y.amin(2, keepdim=True)
+        )
         z = torch.stack([z, z.squeeze(2).unsqueeze(2)], -1).tril(1).select(-1, 1).repeat(1, 1, 2, 1).swapaxes(1, -1)
         w = z.norm(dim=(1, 2)).sum() + x.mean() + torch.diff(x, dim=1).max(dim=1)[0].sum() + x.argmax(1).sum()
-        return torch.cat([z.chunk(2, 1)[0], z.split([1, d - 1], 1)[1]], 1).split(2, 2)[0], w, F.pad(y, (1, 0)).gather(
-            2, y.argsort(2)[..., :1].clamp(max=d - 1)), F.glu(x, -1), x.view(n, -1).std(1)
+        return (
+            torch.cat([z.chunk(2, 1)[0], z.split([1, d - 1], 1)[1]], 1).split(2, 2)[0],
+            w,
+            F.pad(y, (1, 0)).gather(2, y.argsort(2)[..., :1].clamp(max=d - 1)),
+            F.glu(x, -1),
+            x.view(n, -1).std(1),
+        )
 
 
 @pytest.mark.parametrize("devices", [2, 4, 8])
@@ -306,29 +360,37 @@ def test_dims_counted_from_either_end(devices):
     assert_as_one_device(Turned(), (torch.randn(8, 4, 4, 4, dtype=D),), devices=devices)
 
 
-@pytest.mark.parametrize(("target", "args", "led", "expected"), [
-    ("softmax.int", ("x", 1), "x", ("x", -1)),
-    ("stack.default", (["x", "x"], 0), "x", (["x", "x"], -3)),
-    ("sum.default", ("x",), "x", ("x", [-2, -1])),
-    ("expand.default", ("x", [4, -1]), "x", ("x", [2, 3, 4, -1])),
-    ("layer_norm.default", ("x", [4], "w", "w"), "x", ("x", [4], "w", "w")),
-    ("layer_norm.default", ("x", [4], "w", "w"), "xw", None),                              # a weight for each rank
-    ("batch_norm.default", ("x", "w", "w", "w", "w", False, 0.1, 1e-5, False), "x", None),  # channels would be rows
-    ("group_norm.default", ("x", 2, "w", "w"), "x", None),
-    ("nll_loss_nd.default", ("x", "t", None, 0), "xt", None),                               # classes would be rows
-    ("squeeze.default", ("x",), "x", ("x",)),
-    ("t.default", ("x",), "x", None),
-    ("embedding.default", ("x", "t"), "xt", None),
-    ("embedding.default", ("x", "t"), "t", ("x", "t")),
-    ("bernoulli.default", ("x",), "x", None),
-])
+@pytest.mark.parametrize(
+    ("target", "args", "led", "expected"),
+    [
+        ("softmax.int", ("x", 1), "x", ("x", -1)),
+        ("stack.default", (["x", "x"], 0), "x", (["x", "x"], -3)),
+        ("sum.default", ("x",), "x", ("x", [-2, -1])),
+        ("expand.default", ("x", [4, -1]), "x", ("x", [2, 3, 4, -1])),
+        ("layer_norm.default", ("x", [4], "w", "w"), "x", ("x", [4], "w", "w")),
+        ("layer_norm.default", ("x", [4], "w", "w"), "xw", None),  # a weight for each rank
+        ("batch_norm.default", ("x", "w", "w", "w", "w", False, 0.1, 1e-5, False), "x", None),  # channels would be rows
+        ("group_norm.default", ("x", 2, "w", "w"), "x", None),
+        ("nll_loss_nd.default", ("x", "t", None, 0), "xt", None),  # classes would be rows
+        ("squeeze.default", ("x",), "x", ("x",)),
+        ("t.default", ("x",), "x", None),
+        ("embedding.default", ("x", "t"), "xt", None),
+        ("embedding.default", ("x", "t"), "t", ("x", "t")),
+        ("bernoulli.default", ("x",), "x", None),
+    ],
+)
 def test_only_where_a_rule_keeps_more_dims_apart(target, args, led, expected):
     """As many rows as channels or classes: shapes alone do not tell."""
     named = {"x": Value("x", (4, 4), D), "w": Value("w", (4,), D), "t": Value("t", (4,), torch.int64)}
+
     def values(a):
         return [*map(values, a)] if isinstance(a, list) else named.get(a, a) if isinstance(a, str) else a
+
     packet, overload = target.split(".")
     inputs = [v for a in args for v in (values(a) if isinstance(a, list) else [values(a)]) if isinstance(v, Value)]
-    made = leading(Op("op", getattr(getattr(torch.ops.aten, packet), overload), tuple(map(values, args)), {},
-                      tuple(inputs), ()), [v.name in led for v in inputs], (2, 3))
+    made = leading(
+        Op("op", getattr(getattr(torch.ops.aten, packet), overload), tuple(map(values, args)), {}, tuple(inputs), ()),
+        [v.name in led for v in inputs],
+        (2, 3),
+    )
     assert (None if made is None else made.args) == (None if expected is None else tuple(map(values, expected)))

@@ -55,6 +55,7 @@ def test_contracted_factor_stands_in_the_middle_however_operands_are_stored() ->
 def test_einsum_km_kn_is_placed_like_a_matmul() -> None:
     from shardwright.graph import Op, Value
     from shardwright.rules import bound_rule
+
     x, w = (Value(n, s, torch.float32) for n, s in (("x", (8, 16)), ("w", (8, 4))))
     out = Value("y", (16, 4), torch.float32)
     op = Op("einsum", torch.ops.aten.einsum.default, ("km,kn->mn", [x, w]), {}, (x, w), (out,))
@@ -133,41 +134,120 @@ def test_layouts_that_use_one_axis_for_two_factors() -> None:
 NORM = "a b! -> a b"
 
 
-@pytest.mark.parametrize("text, ins, outs, strategy, devices, said", [
-    pytest.param(MATMUL, [(4, 8), (8, 4)], [(4, 4)], ((2, 1),), 4, "1 entries for an operator with 2 tensor inputs",
-                 id="too few inputs"),
-    pytest.param("... -> ...", [(4, 8)], [(4, 8)], ((2, 1), (1, 1)), 4, "2 entries for an operator with 1 tensor",
-                 id="too many inputs"),
-    pytest.param(MATMUL, [(4, 8), (8, 4)], [(4, 4)], ((2,), (1, 1)), 4, "input 0 has shape (4, 8), 2 dims; its entry",
-                 id="too few dims"),
-    pytest.param(MATMUL, [(4, 8), (8, 4)], [(4, 4)], ((2, 1, 1), (1, 1)), 4, "2 dims; its entry (2, 1, 1) has 3",
-                 id="too many dims"),
-    pytest.param("... -> ...", [(6, 8)], [(6, 8)], ((4, 1),), 4, "dim 0 has size 6, which does not divide by 4",
-                 id="does not divide"),
-    pytest.param(MATMUL, [(4, 8), (8, 4)], [(4, 4)], ((1, 2), (4, 1)), 4,
-                 "input 0 splits the shared factor 'k' (size 8) 2 ways, input 1 splits it 4 ways", id="contracted"),
-    pytest.param(MATMUL, [(4, 8), (8, 4)], [(4, 4)], ((4, 2), (2, 2)), 8, "need 16 devices, there are 8",
-                 id="too many devices"),
-    pytest.param("... -> ...", [(6, 8)], [(6, 8)], ((3, 1),), 8, "3 parts, which does not divide 8 devices",
-                 id="devices do not divide"),
-    pytest.param(NORM, [(4, 8)], [(4, 8)], ((1, 2),), 4, "input 0, dim 1 (size 8) may not be split", id="kept whole"),
-    pytest.param("... -> ...", [(4, 8)], [(4, 8)], ((0, 1),), 4, "whole number of at least 1, not 0", id="zero"),
-    pytest.param("... -> ...", [(4, 8)], [(4, 8)], ((-2, 1),), 4, "at least 1, not -2", id="negative"),
-    pytest.param("... -> ...", [(4, 8)], [(4, 8)], ((True, 1),), 4, "at least 1, not True", id="bool"),
-    pytest.param("... -> ...", [(4, 8)], [(4, 8)], ((2.0, 1),), 4, "at least 1, not 2.0", id="float"),
-    pytest.param("... -> ...", [(4, 8)], [(4, 8)], ((None, 1),), 4, "at least 1, not None", id="none"),
-    pytest.param("... -> ...", [(4, 8)], [(4, 8)], (2,), 4, "the entry of input 0 is 2", id="entry no tuple"),
-    pytest.param("... -> ...", [(4, 8)], [(4, 8)], ("dp",), 4, "the entry of input 0 is 'dp'", id="entry a name"),
-    pytest.param("... -> ...", [(4, 8)], [(4, 8)], 4, 4, "a tuple with one entry per tensor input", id="no tuple"),
-    pytest.param("... -> ...", [(4, 8)], [(4, 8)], LAYOUT("dp", "sp"), 8, "a tuple with one entry per tensor input",
-                 id="bare Layout"),
-    pytest.param("... -> ...", [(4, 8)], [(4, 8)], (LAYOUT,), 8, "names no dims", id="uncalled Layout"),
-    pytest.param("... -> ...", [(4, 8)], [(4, 8)], (LAYOUT("dp"),), 8, "2 dims; its entry", id="Layout of other dims"),
-    pytest.param("... -> ...", [(3, 8)], [(3, 8)], (LAYOUT("dp", "sp"),), 8, "size 3, which does not divide by 2",
-                 id="Layout does not divide"),
-    pytest.param(NORM, [(4, 8)], [(4, 8)], (LAYOUT("dp", "sp"),), 8, "may not be split", id="Layout of a whole dim"),
-    pytest.param("a b -> (a b)", [(4, 8)], [(32,)], ((1, 2),), 2, "minor part", id="minor part"),
-])
+@pytest.mark.parametrize(
+    "text, ins, outs, strategy, devices, said",
+    [
+        pytest.param(
+            MATMUL,
+            [(4, 8), (8, 4)],
+            [(4, 4)],
+            ((2, 1),),
+            4,
+            "1 entries for an operator with 2 tensor inputs",
+            id="too few inputs",
+        ),
+        pytest.param(
+            "... -> ...",
+            [(4, 8)],
+            [(4, 8)],
+            ((2, 1), (1, 1)),
+            4,
+            "2 entries for an operator with 1 tensor",
+            id="too many inputs",
+        ),
+        pytest.param(
+            MATMUL,
+            [(4, 8), (8, 4)],
+            [(4, 4)],
+            ((2,), (1, 1)),
+            4,
+            "input 0 has shape (4, 8), 2 dims; its entry",
+            id="too few dims",
+        ),
+        pytest.param(
+            MATMUL,
+            [(4, 8), (8, 4)],
+            [(4, 4)],
+            ((2, 1, 1), (1, 1)),
+            4,
+            "2 dims; its entry (2, 1, 1) has 3",
+            id="too many dims",
+        ),
+        pytest.param(
+            "... -> ...",
+            [(6, 8)],
+            [(6, 8)],
+            ((4, 1),),
+            4,
+            "dim 0 has size 6, which does not divide by 4",
+            id="does not divide",
+        ),
+        pytest.param(
+            MATMUL,
+            [(4, 8), (8, 4)],
+            [(4, 4)],
+            ((1, 2), (4, 1)),
+            4,
+            "input 0 splits the shared factor 'k' (size 8) 2 ways, input 1 splits it 4 ways",
+            id="contracted",
+        ),
+        pytest.param(
+            MATMUL,
+            [(4, 8), (8, 4)],
+            [(4, 4)],
+            ((4, 2), (2, 2)),
+            8,
+            "need 16 devices, there are 8",
+            id="too many devices",
+        ),
+        pytest.param(
+            "... -> ...",
+            [(6, 8)],
+            [(6, 8)],
+            ((3, 1),),
+            8,
+            "3 parts, which does not divide 8 devices",
+            id="devices do not divide",
+        ),
+        pytest.param(
+            NORM, [(4, 8)], [(4, 8)], ((1, 2),), 4, "input 0, dim 1 (size 8) may not be split", id="kept whole"
+        ),
+        pytest.param("... -> ...", [(4, 8)], [(4, 8)], ((0, 1),), 4, "whole number of at least 1, not 0", id="zero"),
+        pytest.param("... -> ...", [(4, 8)], [(4, 8)], ((-2, 1),), 4, "at least 1, not -2", id="negative"),
+        pytest.param("... -> ...", [(4, 8)], [(4, 8)], ((True, 1),), 4, "at least 1, not True", id="bool"),
+        pytest.param("... -> ...", [(4, 8)], [(4, 8)], ((2.0, 1),), 4, "at least 1, not 2.0", id="float"),
+        pytest.param("... -> ...", [(4, 8)], [(4, 8)], ((None, 1),), 4, "at least 1, not None", id="none"),
+        pytest.param("... -> ...", [(4, 8)], [(4, 8)], (2,), 4, "the entry of input 0 is 2", id="entry no tuple"),
+        pytest.param("... -> ...", [(4, 8)], [(4, 8)], ("dp",), 4, "the entry of input 0 is 'dp'", id="entry a name"),
+        pytest.param("... -> ...", [(4, 8)], [(4, 8)], 4, 4, "a tuple with one entry per tensor input", id="no tuple"),
+        pytest.param(
+            "... -> ...",
+            [(4, 8)],
+            [(4, 8)],
+            LAYOUT("dp", "sp"),
+            8,
+            "a tuple with one entry per tensor input",
+            id="bare Layout",
+        ),
+        pytest.param("... -> ...", [(4, 8)], [(4, 8)], (LAYOUT,), 8, "names no dims", id="uncalled Layout"),
+        pytest.param(
+            "... -> ...", [(4, 8)], [(4, 8)], (LAYOUT("dp"),), 8, "2 dims; its entry", id="Layout of other dims"
+        ),
+        pytest.param(
+            "... -> ...",
+            [(3, 8)],
+            [(3, 8)],
+            (LAYOUT("dp", "sp"),),
+            8,
+            "size 3, which does not divide by 2",
+            id="Layout does not divide",
+        ),
+        pytest.param(
+            NORM, [(4, 8)], [(4, 8)], (LAYOUT("dp", "sp"),), 8, "may not be split", id="Layout of a whole dim"
+        ),
+        pytest.param("a b -> (a b)", [(4, 8)], [(32,)], ((1, 2),), 2, "minor part", id="minor part"),
+    ],
+)
 def test_bad_strategies_say_what_would_be_legal(text, ins, outs, strategy, devices, said) -> None:
     b = bound(text, ins, outs)
     error = refused(b, strategy, devices)
@@ -219,17 +299,20 @@ def test_out_strategy_in_both_forms() -> None:
     assert output_layouts_of(b, (layout,), 8) == (layout,)
 
 
-@pytest.mark.parametrize("strategy, kind, said", [
-    ((8, 1), StrategyError, "one entry per output"),
-    (LAYOUT("dp", "sp"), StrategyError, "one entry per output"),
-    ((8,), StrategyError, "the entry of output 0 is 8"),
-    (((8,),), StrategyError, "2 dims; its entry has 1"),
-    (((3, 1),), LayoutError, "does not divide 8 devices"),
-    (((4, 4),), LayoutError, "need 16 devices"),
-    (((0, 1),), LayoutError, "at least 1, not 0"),
-    ((LAYOUT,), LayoutError, "must lay out 2 dims on 8 devices"),
-    ((Layout((2, 2), ("a", "b"))("a", "b"),), LayoutError, "must lay out 2 dims on 8 devices"),
-])
+@pytest.mark.parametrize(
+    "strategy, kind, said",
+    [
+        ((8, 1), StrategyError, "one entry per output"),
+        (LAYOUT("dp", "sp"), StrategyError, "one entry per output"),
+        ((8,), StrategyError, "the entry of output 0 is 8"),
+        (((8,),), StrategyError, "2 dims; its entry has 1"),
+        (((3, 1),), LayoutError, "does not divide 8 devices"),
+        (((4, 4),), LayoutError, "need 16 devices"),
+        (((0, 1),), LayoutError, "at least 1, not 0"),
+        ((LAYOUT,), LayoutError, "must lay out 2 dims on 8 devices"),
+        ((Layout((2, 2), ("a", "b"))("a", "b"),), LayoutError, "must lay out 2 dims on 8 devices"),
+    ],
+)
 def test_bad_out_strategies(strategy, kind, said) -> None:
     with pytest.raises(kind) as error:
         output_layouts_of(matmul(), strategy, 8)

@@ -23,16 +23,32 @@ from shardwright.pipeline.simulate import Simulation, simulate
 from shardwright.report.timeline import FONT, KINDS, SMALL, WIDE, headline, picture, trace
 
 SVG = "{http://www.w3.org/2000/svg}"
-SIZES = [("1f1b", 4, 8), ("gpipe", 4, 8), ("interleaved", 4, 8), ("zero_bubble", 4, 8), ("zbv", 4, 8), ("1f1b", 16, 64),
-         ("zbv", 16, 64), ("1f1b", 1, 1)]
+SIZES = [
+    ("1f1b", 4, 8),
+    ("gpipe", 4, 8),
+    ("interleaved", 4, 8),
+    ("zero_bubble", 4, 8),
+    ("zbv", 4, 8),
+    ("1f1b", 16, 64),
+    ("zbv", 16, 64),
+    ("1f1b", 1, 1),
+]
 
 
 def step(made: Schedule) -> Simulation:
     """Unequal stages that send, hold something and have something to do once."""
     stages = range(made.stages)
-    return simulate(made, [1e-3 + 1e-4 * (s % 3) for s in stages], [2e-3] * made.stages, transfer=lambda *pair: 1.3e-4,
-                    begin=[5e-4 * (s == 1) for s in stages], end=[7e-4] * made.stages, fixed=[3e9] * made.stages,
-                    kept=[4e8] * made.stages, running=[(((0.0, 1e8), (0.5, 6e8)), ((0.0, 5e8),))] * made.stages)
+    return simulate(
+        made,
+        [1e-3 + 1e-4 * (s % 3) for s in stages],
+        [2e-3] * made.stages,
+        transfer=lambda *pair: 1.3e-4,
+        begin=[5e-4 * (s == 1) for s in stages],
+        end=[7e-4] * made.stages,
+        fixed=[3e9] * made.stages,
+        kept=[4e8] * made.stages,
+        running=[(((0.0, 1e8), (0.5, 6e8)), ((0.0, 5e8),))] * made.stages,
+    )
 
 
 def complete(events: list[dict], group: int, row: int) -> list[dict]:
@@ -72,8 +88,14 @@ def test_a_trace_has_the_spans_and_the_bytes(name: str, groups: int, micro_batch
 
 
 def test_what_is_held_for_no_time_is_seen_and_passes() -> None:
-    made = simulate(schedule("1f1b", 2, 2), [1.0, 1.0], [1.0, 1.0], fixed=[1.0, 1.0], kept=[1.0, 1.0],
-                    running=[(((0.0, 1.0), (1.0, 7.0)), ((0.0, 1.0),))] * 2)
+    made = simulate(
+        schedule("1f1b", 2, 2),
+        [1.0, 1.0],
+        [1.0, 1.0],
+        fixed=[1.0, 1.0],
+        kept=[1.0, 1.0],
+        running=[(((0.0, 1.0), (1.0, 7.0)), ((0.0, 1.0),))] * 2,
+    )
     counters = {e["ts"]: e["args"]["bytes"] for e in trace(made)["traceEvents"] if e["ph"] == "C" and e["pid"] == 0}
     # The forwards of group 0 end at 1 s and 2 s with 7 bytes; then it waits with two micro-batches kept until 3 s.
     assert (counters[2e6], counters[2e6 + 1e-3]) == (1 + 1 + 7, 3)
@@ -82,14 +104,28 @@ def test_what_is_held_for_no_time_is_seen_and_passes() -> None:
 
 def test_a_row_for_each_rank_and_the_operators_below() -> None:
     made = step(schedule("1f1b", 2, 3))
-    within = {s: [Moment("a", "forward", 1.0), Moment("a", "forward", 0.0), Moment("b", "forward", 3.0),
-                  Moment("view", "forward", 0.0), Moment("b", "backward", 2.0), Moment("a", "backward", 2.0)]
-              for s in range(2)}
+    within = {
+        s: [
+            Moment("a", "forward", 1.0),
+            Moment("a", "forward", 0.0),
+            Moment("b", "forward", 3.0),
+            Moment("view", "forward", 0.0),
+            Moment("b", "backward", 2.0),
+            Moment("a", "backward", 2.0),
+        ]
+        for s in range(2)
+    }
     events = trace(made, ranks=[(0, 1), (2, 3)], operators=within)["traceEvents"]
     consistent(events, made, [[0, 1], [2, 3]])
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert names == {(0, 0): "rank 0", (0, 1): "rank 1", (0, 2): "operators",
-                     (1, 2): "rank 2", (1, 3): "rank 3", (1, 4): "operators"}
+    assert names == {
+        (0, 0): "rank 0",
+        (0, 1): "rank 1",
+        (0, 2): "operators",
+        (1, 2): "rank 2",
+        (1, 3): "rank 3",
+        (1, 4): "operators",
+    }
     for group, row in ((0, 2), (1, 4)):
         below = complete(events, group, row)
         actions = [s for s in made.by_group[group] if str(s.action)[1] in "FB"]
@@ -104,8 +140,11 @@ def test_a_row_for_each_rank_and_the_operators_below() -> None:
 def read(text: str) -> tuple[ET.Element, list[ET.Element], list[str]]:
     """A picture: its root, the rectangles of its spans, and its texts."""
     root = ET.fromstring(text)
-    return root, [r for r in root.iter(f"{SVG}rect") if r.get("class") == "span"], \
-        [t.text or "" for t in root.iter(f"{SVG}text")]
+    return (
+        root,
+        [r for r in root.iter(f"{SVG}rect") if r.get("class") == "span"],
+        [t.text or "" for t in root.iter(f"{SVG}text")],
+    )
 
 
 @pytest.mark.parametrize(("name", "groups", "micro_batches"), SIZES)
@@ -151,8 +190,13 @@ def test_labels_lie_within_their_spans(name: str, groups: int, micro_batches: in
         size = float(label.get("font-size", FONT))
         x, y, half = float(label.get("x")), float(label.get("y")), WIDE * size * len(label.text) / 2
         assert size in (FONT, SMALL)
-        around = [b for b in boxes if float(b.get("x")) <= x - half and x + half <= float(b.get("x")) +
-                  float(b.get("width")) and float(b.get("y")) < y < float(b.get("y")) + float(b.get("height"))]
+        around = [
+            b
+            for b in boxes
+            if float(b.get("x")) <= x - half
+            and x + half <= float(b.get("x")) + float(b.get("width"))
+            and float(b.get("y")) < y < float(b.get("y")) + float(b.get("height"))
+        ]
         assert [b.find(f"{SVG}title").text.split(",")[0] for b in around] == [label.text]
 
 
@@ -177,7 +221,7 @@ def test_names_are_escaped_and_nothing_held_is_not_drawn() -> None:
 @settings(max_examples=40)
 def test_any_step_can_be_drawn(made: Schedule, seconds: list[float]) -> None:
     count = made.stages
-    found = simulate(made, seconds[:count], seconds[4:4 + count], kept=seconds[:count])
+    found = simulate(made, seconds[:count], seconds[4 : 4 + count], kept=seconds[:count])
     _, boxes, _ = read(picture(found))
     assert len(boxes) == len(found.spans)
     consistent(json.loads(json.dumps(trace(found)))["traceEvents"], found, [[0]] * made.groups)
@@ -210,8 +254,9 @@ def test_simulate_writes_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert len(boxes) == 2 and "ranks 0-7" in texts
 
 
-def test_simulate_reads_the_plan_of_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str],
-                                               monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simulate_reads_the_plan_of_a_pipeline(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan = planned(pipeline=dict(stages=2, micro_batches=4, stage_config={"a": 0, "b": 1, "c": 1}))
     path, written, drawn = (tmp_path / name for name in ("plan.json", "t.json", "p.svg"))
     plan.save(path)
@@ -260,14 +305,25 @@ def test_what_is_printed_of_a_pipeline(capsys: pytest.CaptureFixture[str]) -> No
     assert "Step" not in out and "more than" not in out  # too long a grid
 
 
-@pytest.mark.parametrize("given_", [
-    dict(parallel_mode="stand_alone", devices=1), dict(parallel_mode="recursive_programming"),
-    dict(hsdp={"optimizer_level": "level3", "threshold": 0}),
-    dict(parallel_mode="recursive_programming", devices=3, uneven=True)], ids=str)
+@pytest.mark.parametrize(
+    "given_",
+    [
+        dict(parallel_mode="stand_alone", devices=1),
+        dict(parallel_mode="recursive_programming"),
+        dict(hsdp={"optimizer_level": "level3", "threshold": 0}),
+        dict(parallel_mode="recursive_programming", devices=3, uneven=True),
+    ],
+    ids=str,
+)
 def test_every_plan_can_be_simulated(given_: dict, tmp_path: Path) -> None:
     batch, targets = torch.randn(64, 784), torch.randint(0, 10, (64,))
-    plan = sw.plan(Network(), (batch,), loss_fn=nn.CrossEntropyLoss(), targets=targets,
-                   **{"parallel_mode": "data_parallel", "devices": 8, **given_})
+    plan = sw.plan(
+        Network(),
+        (batch,),
+        loss_fn=nn.CrossEntropyLoss(),
+        targets=targets,
+        **{"parallel_mode": "data_parallel", "devices": 8, **given_},
+    )
     plan.save(tmp_path / "plan.json")
     made = timeline_of(sw.Plan.load(tmp_path / "plan.json"))
     assert made.total == pytest.approx(plan.cost) and made.peak(0) == plan.peak

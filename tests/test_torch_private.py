@@ -44,11 +44,18 @@ def own_names() -> set[str]:
                 own.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 own.add(node.id)
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and \
-                    isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+            elif (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.ctx, ast.Store)
+                and isinstance(node.value, ast.Name)
+                and node.value.id in ("self", "cls")
+            ):
                 own.add(node.attr)
-            elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and \
-                    ast.unparse(node.value) == "self.__dict__":
+            elif (
+                isinstance(node, ast.Subscript)
+                and isinstance(node.slice, ast.Constant)
+                and ast.unparse(node.value) == "self.__dict__"
+            ):
                 own.add(node.slice.value)
     return own
 
@@ -67,12 +74,19 @@ def uses(tree: ast.Module, own: set[str]) -> list[tuple[int, str]]:
             names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
         elif isinstance(node, ast.Import):
             names = [part for alias in node.names for part in alias.name.split(".")]
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) > 1 and \
-                node.func.id in ("getattr", "setattr", "hasattr", "delattr") and isinstance(node.args[1], ast.Constant):
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and len(node.args) > 1
+            and node.func.id in ("getattr", "setattr", "hasattr", "delattr")
+            and isinstance(node.args[1], ast.Constant)
+        ):
             names = [node.args[1].value]
         else:
             continue
-        found += [(node.lineno, name) for name in names if is_private(name) and name not in own | PYTHONS | OTHERS | EXTENDED]
+        found += [
+            (node.lineno, name) for name in names if is_private(name) and name not in own | PYTHONS | OTHERS | EXTENDED
+        ]
     return found
 
 
@@ -85,17 +99,27 @@ def test_private_names_stand_in_one_module() -> None:
         assert not re.search(r"\btorch\.(?:\w+\.)*_[a-z]", path.read_text()), path
 
 
-@pytest.mark.parametrize(("text", "name"), [
-    ("import torch._dynamo", "_dynamo"), ("from torch.utils import _pytree as pytree", "_pytree"),
-    ("from torch._subclasses import FakeTensor", "_subclasses"), ("torch._C", "_C"), ("x._base", "_base"),
-    ("getattr(x, '_base', None)", "_base"), ("torch.ops.aten._softmax.default", "_softmax")])
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("import torch._dynamo", "_dynamo"),
+        ("from torch.utils import _pytree as pytree", "_pytree"),
+        ("from torch._subclasses import FakeTensor", "_subclasses"),
+        ("torch._C", "_C"),
+        ("x._base", "_base"),
+        ("getattr(x, '_base', None)", "_base"),
+        ("torch.ops.aten._softmax.default", "_softmax"),
+    ],
+)
 def test_the_search_finds(text: str, name: str) -> None:
     assert name in [found for _, found in uses(ast.parse(text), own_names())]
 
 
 def test_every_name_is_there_in_this_version() -> None:
     torch_private.demand(*torch_private._NAMES)
-    assert torch_private.schema_of(torch.ops.aten.add.Tensor).name == "aten::add" and torch_private.schema_of(len) is None
+    assert (
+        torch_private.schema_of(torch.ops.aten.add.Tensor).name == "aten::add" and torch_private.schema_of(len) is None
+    )
     assert torch_private.overload_name(torch.ops.aten.add.Tensor) == "Tensor" and not torch_private.overload_name(len)
     assert torch_private.torch_function("relu") is torch.relu and torch_private.torch_function("nothing") is None
     assert len(torch_private.fused_optimizers()) == 4
@@ -110,11 +134,18 @@ def test_every_name_is_there_in_this_version() -> None:
 
 def test_what_a_capture_leaves_out_is_put_back() -> None:
     sizes, tracing = (importlib.import_module(f"torch.fx.experimental.{name}") for name in ("sym_node", "proxy_tensor"))
-    places = [(torch.fx.GraphModule, "recompile"), (tracing, "_extract_tensor_metadata"),
-              *((sizes.SymNode, name) for name in torch_private._RECKONED)]
+    places = [
+        (torch.fx.GraphModule, "recompile"),
+        (tracing, "_extract_tensor_metadata"),
+        *((sizes.SymNode, name) for name in torch_private._RECKONED),
+    ]
     before = [vars(owner)[name] for owner, name in places]
-    with pytest.raises(KeyError), torch_private.code_written_late(), torch_private.layouts_unrecorded(), \
-            torch_private.sizes_reckoned_once():
+    with (
+        pytest.raises(KeyError),
+        torch_private.code_written_late(),
+        torch_private.layouts_unrecorded(),
+        torch_private.sizes_reckoned_once(),
+    ):
         assert not any(vars(owner)[name] is was for (owner, name), was in zip(places, before))
         raise KeyError
     assert all(vars(owner)[name] is was for (owner, name), was in zip(places, before))
@@ -124,6 +155,7 @@ def test_code_that_is_written_late_runs() -> None:
     class Twice(torch.nn.Module):
         def forward(self, x):
             return x + x
+
     with torch_private.code_written_late():
         made = torch.fx.symbolic_trace(Twice())
         inside = made(torch.ones(2))
@@ -166,19 +198,24 @@ def lacking(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_missing_name_says_so_where_it_is_used(lacking: None, monkeypatch: pytest.MonkeyPatch) -> None:
     mode = torch_private.TorchDispatchMode
-    message = re.escape(f"torch {torch.__version__} has no torch.utils._python_dispatch.TorchDispatchMode, which this feature "
-                        "needs: seeing what operators dispatch to")
+    message = re.escape(
+        f"torch {torch.__version__} has no torch.utils._python_dispatch.TorchDispatchMode, which this feature "
+        "needs: seeing what operators dispatch to"
+    )
 
     class Watch(mode):
         pass
+
     for use in (mode, Watch, lambda: mode.name, lambda: torch_private.demand("TorchDispatchMode")):
         with pytest.raises(sw.TorchVersionError, match=message):
             use()
     assert not isinstance(1, mode) and mode != Watch and len({mode, Watch}) == 2
-    for call, feature in ((torch_private.default_store, "watching the ranks"),
-                          (torch_private.number_of_groups, "pipelines on ranks"),
-                          (lambda: torch_private.worker_processes(object()), "`shardwright run`"),
-                          (lambda: torch_private.version_of(1), "changed in place")):
+    for call, feature in (
+        (torch_private.default_store, "watching the ranks"),
+        (torch_private.number_of_groups, "pipelines on ranks"),
+        (lambda: torch_private.worker_processes(object()), "`shardwright run`"),
+        (lambda: torch_private.version_of(1), "changed in place"),
+    ):
         with pytest.raises(sw.TorchVersionError, match=feature):
             call()
     assert torch_private.operators("_softmax.default") == () and not torch_private.fused_optimizers()
@@ -190,13 +227,18 @@ def test_a_missing_name_says_so_where_it_is_used(lacking: None, monkeypatch: pyt
 def test_checkpoints_are_seen_where_torch_wraps_them_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
     def other(function, *args, **kwargs):
         return function(*args)
+
     before = dict(vars(checkpoint.checkpoint.__wrapped__))
     with torch_private.in_place_of_checkpoint(lambda function, x: ("ours", x)):
         assert checkpoint.checkpoint(abs, 1) == ("ours", 1)
     assert vars(checkpoint.checkpoint.__wrapped__) == before
     monkeypatch.setattr(checkpoint, "checkpoint", other)
-    with pytest.warns(UserWarning, match=f"torch {re.escape(torch.__version__)} calls torch.utils.checkpoint in another way"), \
-            torch_private.in_place_of_checkpoint(lambda function, x: ("ours", x)):
+    with (
+        pytest.warns(
+            UserWarning, match=f"torch {re.escape(torch.__version__)} calls torch.utils.checkpoint in another way"
+        ),
+        torch_private.in_place_of_checkpoint(lambda function, x: ("ours", x)),
+    ):
         assert checkpoint.checkpoint(abs, 1) == ("ours", 1)
     assert checkpoint.checkpoint is other
 

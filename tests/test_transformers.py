@@ -43,16 +43,22 @@ def adamw(parameters) -> torch.optim.Optimizer:
 # -- the examples' models ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "mode", "devices"), [  # each two of them together
-    (name, ("data_parallel", "semi_auto")[(i + j) % 2], devices)
-    for i, name in enumerate(MODELS) for j, devices in enumerate(SPLIT)])
+@pytest.mark.parametrize(
+    ("name", "mode", "devices"),
+    [  # each two of them together
+        (name, ("data_parallel", "semi_auto")[(i + j) % 2], devices)
+        for i, name in enumerate(MODELS)
+        for j, devices in enumerate(SPLIT)
+    ],
+)
 def test_as_one_device(name: str, mode: str, devices: int) -> None:
     make, mark = MODELS[name]
     net, loss = make(), Loss()
     if mode == "semi_auto":
         mark(net, loss, *SPLIT[devices])
-    model = assert_as_one_device(net, *passages(8, LENGTH, limit=3), loss_fn=loss, optimizer=adamw, devices=devices,
-                                 mode=mode)
+    model = assert_as_one_device(
+        net, *passages(8, LENGTH, limit=3), loss_fn=loss, optimizer=adamw, devices=devices, mode=mode
+    )
     cut = {n: p.local_shape(0) != p.shape for n, p in model.plan.parameters.items()}
     assert any(cut.values()) == (mode == "semi_auto") and not any(v for n, v in cut.items() if "norm" in n)
 
@@ -62,10 +68,10 @@ def test_as_one_device(name: str, mode: str, devices: int) -> None:
 def test_a_few_marks_will_do(name: str, devices: int) -> None:
     net = MODELS[name][0]()
     dp, mp = SPLIT[devices]
-    sw.shard(net.blocks[1].up, ((dp, 1, 1), (mp, 1)))           # a module inside a ModuleList
+    sw.shard(net.blocks[1].up, ((dp, 1, 1), (mp, 1)))  # a module inside a ModuleList
     sw.shard(net.blocks[1].down, ((dp, 1, mp), (1, mp)))
     net.blocks[0].attention.attend.shard(((dp, mp, 1, 1),) * 3)
-    if name == "llama":                                         # the GPT's is the embedding too
+    if name == "llama":  # the GPT's is the embedding too
         sw.shard(net.head, ((dp, 1, 1), (mp, 1)))
     model = assert_as_one_device(net, *passages(4, LENGTH, limit=2), loss_fn=Loss(), optimizer=adamw, devices=devices)
     assert model.plan.operator("blocks.1.up").in_strategy[:2] == ((dp, 1, 1), (mp, 1))
@@ -102,8 +108,11 @@ def test_a_block_takes_two_sums_forward_and_two_backward(name: str) -> None:
         mark(net, loss, 2, 4)
         plan = sw.plan(net, (tokens,), loss, following, devices=8)
         of_parameters = {(p.local_shape(5), (1, 5)) for p in plan.parameters.values()}
-        return [(c.phase, c.op, c.shape, c.ranks) for c in plan.collectives(5) if c.phase in ("forward", "backward")
-                and (c.phase == "forward" or (c.shape, c.ranks) not in of_parameters)]
+        return [
+            (c.phase, c.op, c.shape, c.ranks)
+            for c in plan.collectives(5)
+            if c.phase in ("forward", "backward") and (c.phase == "forward" or (c.shape, c.ranks) not in of_parameters)
+        ]
 
     one, three = within_blocks(1), within_blocks(3)
     for phase in ("forward", "backward"):
@@ -230,8 +239,10 @@ class GroupedAttention(nn.Module):
 
 
 @pytest.mark.parametrize("attend", [with_einsum, with_bmm, with_tril])
-@pytest.mark.parametrize(("rotate", "repeat"), [(halves, by_expanding), (sliced, by_repeating),
-                                                (interleaved, by_expanding), (complex_pairs, by_repeating)])
+@pytest.mark.parametrize(
+    ("rotate", "repeat"),
+    [(halves, by_expanding), (sliced, by_repeating), (interleaved, by_expanding), (complex_pairs, by_repeating)],
+)
 def test_ways_to_write_attention(rotate, repeat, attend) -> None:
     torch.manual_seed(2)
     net = GroupedAttention(rotate, repeat, attend)
@@ -257,10 +268,10 @@ class Marked(nn.Module):
 
 CUTS = [
     ((2, 4, 1, 1),) * 3,
-    ((1, 2, 4, 1), (1, 2, 1, 1), (1, 2, 1, 1)),     # queries
-    ((1, 2, 1, 1), (1, 2, 4, 1), (1, 2, 4, 1)),     # keys
-    ((1, 1, 2, 2), (1, 1, 2, 2), (1, 1, 2, 1)),     # queries, keys, and the width of the scores
-    ((2, 1, 1, 1), (2, 1, 1, 1), (2, 1, 1, 4)),     # the width of the values
+    ((1, 2, 4, 1), (1, 2, 1, 1), (1, 2, 1, 1)),  # queries
+    ((1, 2, 1, 1), (1, 2, 4, 1), (1, 2, 4, 1)),  # keys
+    ((1, 1, 2, 2), (1, 1, 2, 2), (1, 1, 2, 1)),  # queries, keys, and the width of the scores
+    ((2, 1, 1, 1), (2, 1, 1, 1), (2, 1, 1, 4)),  # the width of the values
 ]
 
 
@@ -284,7 +295,7 @@ def test_whatever_is_cut_the_same_weights_are_dropped() -> None:
         close(got, found[0], str(in_strategy))
     torch.manual_seed(2)
     assert not torch.allclose(found[0]["out"], Marked(None, is_causal=True)(x))
-    assert (found[0]["out"] == 0).all(-1).any()         # the first query sees one key, which is dropped for some
+    assert (found[0]["out"] == 0).all(-1).any()  # the first query sees one key, which is dropped for some
 
 
 def test_attention_that_is_cut_wrongly_says_what_would_do() -> None:
@@ -302,7 +313,7 @@ def test_torchs_own_transformer(norm_first: bool) -> None:
     net = nn.Sequential(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(16, 8, dtype=D))
     sw.shard(net[0].layers[0].linear1, ((2, 1, 1), (4, 1)))
     sw.shard(net[0].layers[0].linear2, ((2, 1, 4), (1, 4)))
-    sw.shard(net[1], ((8, 1, 1), (1, 1)))           # a module inside a Sequential
+    sw.shard(net[1], ((8, 1, 1), (1, 1)))  # a module inside a Sequential
     model = assert_as_one_device(net, (draw(8, 4, 16),), (draw(8, 4, 16, seed=2),), devices=8)
     assert model.plan.operator("0.layers.0.linear1").cause == model.plan.operator("1").cause == "mark"
 
@@ -380,8 +391,12 @@ def test_nested_inputs_and_outputs_keywords_and_buffers(mode: str, devices: int)
     one = copy.deepcopy(net)
     model = parallel(net, devices=devices, mode=mode)
     tokens, target, mask = labels(32, 32).view(8, 4), labels(32, 8, 1).view(8, 4), draw(8, 4).sign()
-    calls = [(Batch(tokens), {}), (Batch(tokens, mask, 0.5), {"target": target}),
-             (Batch(tokens, mask), {"target": target, "reverse": True}), (Batch(tokens), {"target": None})]
+    calls = [
+        (Batch(tokens), {}),
+        (Batch(tokens, mask, 0.5), {"target": target}),
+        (Batch(tokens, mask), {"target": target, "reverse": True}),
+        (Batch(tokens), {"target": None}),
+    ]
     for batch, kwargs in calls:
         got, expected = model(batch, **kwargs), one(batch, **kwargs)
         assert type(got) is Output and type(got.extra["cache"]) is Cache and got.extra["cache"].name == "cache"
@@ -422,12 +437,15 @@ def test_outputs_that_hold_no_tensors_come_back_as_they_are() -> None:
     assert got[1:6] == [None, 3, "s", D, (4, 2)] and got[6] is settings and got[7] == {"device": torch.device("cpu")}
 
 
-@pytest.mark.parametrize(("wrong", "legal"), [
-    (lambda x: (row for row in x), "as attributes of an object"),
-    (lambda x: torch.from_numpy(x.numpy()), "torch's own operators"),
-    (lambda x: x * x.sum().item(), "do not depend on the values of tensors"),
-    (lambda x: x if x.sum() > 0 else -x, "control flow that depends on shapes"),
-])
+@pytest.mark.parametrize(
+    ("wrong", "legal"),
+    [
+        (lambda x: (row for row in x), "as attributes of an object"),
+        (lambda x: torch.from_numpy(x.numpy()), "torch's own operators"),
+        (lambda x: x * x.sum().item(), "do not depend on the values of tensors"),
+        (lambda x: x if x.sum() > 0 else -x, "control flow that depends on shapes"),
+    ],
+)
 def test_what_cannot_be_captured_says_where_and_what_to_write(wrong, legal) -> None:
     class Net(nn.Module):
         def forward(self, x: Tensor) -> Any:
@@ -524,7 +542,7 @@ class Turned(nn.Module):
 @pytest.mark.parametrize("in_strategy", [((2, 1), (1, 4)), ((2, 1), (1, 4), (4,))], ids=["without bias", "with bias"])
 def test_a_module_of_one_operator_between_views_may_be_marked(in_strategy: tuple) -> None:
     net = nn.Sequential(Turned(), nn.GELU(), nn.Linear(32, 16, dtype=D))
-    sw.shard(net[0], in_strategy)                   # its input, as the operator sees it, then weight and bias
+    sw.shard(net[0], in_strategy)  # its input, as the operator sees it, then weight and bias
     sw.shard(net[2], ((2, 1, 4), (1, 4)))
     model = assert_as_one_device(net, (draw(4, 4, 16),), devices=8)
     marked = model.plan.operator("0")

@@ -42,14 +42,18 @@ class Layers(nn.Module):
         return self.total(z * y, -1), self.last(z, self.v), z
 
 
-@pytest.mark.parametrize(("first", "soft", "total"), [
-    (((1, 1), (8, 1)), ((1, 8),), ((1, 8),)),
-    (((2, 1), (4, 1)), ((1, 8),), ((2, 4),)),
-    (((1, 2), (4, 2)), ((8, 1),), ((1, 4),)),      # the softmax cuts another dim, and the sum this one again
-    (((8, 1), (1, 1)), ((8, 1),), ((8, 1),)),      # 10 rows on 8 devices
-    (((1, 4), (2, 4)), ((2, 4),), ((4, 2),)),      # 6 summed over 4 ways
-], ids=str)
-@pytest.mark.parametrize("width", [13, 5])         # 5 cut 8 ways: three devices have padding alone
+@pytest.mark.parametrize(
+    ("first", "soft", "total"),
+    [
+        (((1, 1), (8, 1)), ((1, 8),), ((1, 8),)),
+        (((2, 1), (4, 1)), ((1, 8),), ((2, 4),)),
+        (((1, 2), (4, 2)), ((8, 1),), ((1, 4),)),  # the softmax cuts another dim, and the sum this one again
+        (((8, 1), (1, 1)), ((8, 1),), ((8, 1),)),  # 10 rows on 8 devices
+        (((1, 4), (2, 4)), ((2, 4),), ((4, 2),)),  # 6 summed over 4 ways
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("width", [13, 5])  # 5 cut 8 ways: three devices have padding alone
 def test_layers(first: tuple, soft: tuple, total: tuple, width: int) -> None:
     net = Layers(first, soft, total, width=width)
     model = assert_as_one_device(net, (draw(10, 6),), (draw(10, 6, seed=5),), uneven=True)
@@ -57,8 +61,9 @@ def test_layers(first: tuple, soft: tuple, total: tuple, width: int) -> None:
     length = -(-width // cut)
     plan = model.plan.parameters["w"]
     assert plan.shape == (width, 6) and plan.layout.cuts == tuple(first[1])
-    assert [plan.local_shape(r)[0] for r in range(8)] == \
-        [max(0, min(length, width - length * plan.layout.position(0, r))) for r in range(8)]
+    assert [plan.local_shape(r)[0] for r in range(8)] == [
+        max(0, min(length, width - length * plan.layout.position(0, r))) for r in range(8)
+    ]
     assert model.plan.operator("first").local_shapes(7)[0][1][0] == length
 
 
@@ -68,17 +73,22 @@ def test_what_stands_in_padding_stays_there(rows: bool) -> None:
     cuts, across = ((8, 1), (8, 1)) if rows else ((1, 8), (8, 1))
 
     def run(m: Apply, x: Tensor) -> tuple[Tensor, ...]:
-        x = x @ m.w.abs()                  # whose gradient is a sum over the dim
+        x = x @ m.w.abs()  # whose gradient is a sum over the dim
         y = m.log(m.turn(m.first(x, m.v), 0, 1) if not rows else m.first(x, m.v))
-        if rows:                           # what is summed over rows in the backward: 0 · -inf is no number
+        if rows:  # what is summed over rows in the backward: 0 · -inf is no number
             return m.exp(m.last(y, m.v2)), m.total(y, 0)
         return m.last(m.v2, y), m.total(y, 0), m.top(y, 0), m.exp(y)
 
-    net = Apply(run, first=sw.shard(torch.matmul, ((8, 1), (1, 1)) if rows else ((1, 1), (1, 8))),
-                turn=sw.shard(torch.transpose, (cuts,)[:1] if rows else ((1, 8),)),
-                log=sw.shard(torch.log, (across,)), exp=sw.shard(torch.exp, (across,)),
-                last=sw.shard(torch.matmul, ((8, 1), (1, 1)) if rows else ((1, 8), (8, 1))),
-                total=sw.shard(torch.sum, (across,)), top=sw.shard(torch.amax, (across,)))
+    net = Apply(
+        run,
+        first=sw.shard(torch.matmul, ((8, 1), (1, 1)) if rows else ((1, 1), (1, 8))),
+        turn=sw.shard(torch.transpose, (cuts,)[:1] if rows else ((1, 8),)),
+        log=sw.shard(torch.log, (across,)),
+        exp=sw.shard(torch.exp, (across,)),
+        last=sw.shard(torch.matmul, ((8, 1), (1, 1)) if rows else ((1, 8), (8, 1))),
+        total=sw.shard(torch.sum, (across,)),
+        top=sw.shard(torch.amax, (across,)),
+    )
     net.v, net.v2 = nn.Parameter(draw(8, 13, seed=1).abs()), nn.Parameter(draw(*((13, 5) if rows else (5, 13)), seed=2))
     assert_as_one_device(net, (draw(10, 8).abs(),), uneven=True)
 
@@ -105,12 +115,16 @@ def text(size: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     return words, target
 
 
-@pytest.mark.parametrize(("embed", "head", "loss"), [
-    (((1, 1), (8, 1)), ((1, 1, 1), (8, 1)), ((1, 8), (1,))),
-    (((2, 1), (4, 1)), ((2, 1, 1), (4, 1)), ((2, 4), (2,))),
-    (((1, 1), (8, 1)), ((1, 1, 1), (8, 1)), None),          # the loss is unmarked: along its rows
-    (None, None, None),
-], ids=str)
+@pytest.mark.parametrize(
+    ("embed", "head", "loss"),
+    [
+        (((1, 1), (8, 1)), ((1, 1, 1), (8, 1)), ((1, 8), (1,))),
+        (((2, 1), (4, 1)), ((2, 1, 1), (4, 1)), ((2, 4), (2,))),
+        (((1, 1), (8, 1)), ((1, 1, 1), (8, 1)), None),  # the loss is unmarked: along its rows
+        (None, None, None),
+    ],
+    ids=str,
+)
 def test_vocabulary_of_50257_on_8_devices(embed: tuple | None, head: tuple | None, loss: tuple | None) -> None:
     model = assert_as_one_device(Vocabulary(V, embed, head, loss), text(V), text(V, seed=1), uneven=True)
     plan, table = model.plan, model.plan.parameters["table"]
@@ -168,6 +182,7 @@ def test_channels() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             return self.last(torch.relu(self.norm(self.first(x)))).sum((2, 3))
+
     assert_as_one_device(Convolutions(), (draw(6, 3, 6, 6),), (draw(6, 3, 6, 6, seed=2),), uneven=True, devices=4)
 
 
@@ -177,10 +192,12 @@ def test_the_plan_shows_padding_and_masks() -> None:
     net = Vocabulary(V, ((1, 1), (8, 1)), ((1, 1, 1), (8, 1)), ((1, 8), (1,)))
     plan = sw.plan(net, text(V), devices=8, uneven=True)
     dump = execute_text(plan, 7)
-    assert "parameter %table  f64[50257, 4]  layout [8@1, -]  stored [43981:50257, 0:4] = f64[6276, 4], " \
+    assert (
+        "parameter %table  f64[50257, 4]  layout [8@1, -]  stored [43981:50257, 0:4] = f64[6276, 4], "
         "padded to f64[6283, 4]" in dump
-    forward = dump[:dump.index("# backward")]
-    assert forward.count("unpadded(") == 1      # one mask of the scores, for the maximum and the sums
+    )
+    forward = dump[: dump.index("# backward")]
+    assert forward.count("unpadded(") == 1  # one mask of the scores, for the maximum and the sums
     assert plan.parameters["table"].local_shape(0) == (6283, 4) and plan.parameters["table"].local_shape(7) == (6276, 4)
     assert plan.memory(7)["parameters"] == plan.memory(0)["parameters"]
 
@@ -204,7 +221,9 @@ def test_what_cannot_leave_padding_out_is_an_error() -> None:
     sw.plan(divided, (draw(7, 8),), devices=4, uneven=True)  # rows are nobody else's
     written = Apply(lambda m, x, i: m.op(x * 1, 0, i, m.w[:7]))
     written.op = sw.shard(torch.index_add, ((1, 1), (4,), (4, 1)))
-    with pytest.raises(StrategyError, match=r"does not divide by 4, and this operator does not leave padding") as caught:
+    with pytest.raises(
+        StrategyError, match=r"does not divide by 4, and this operator does not leave padding"
+    ) as caught:
         sw.plan(written, (draw(12, 8), labels(7, 12)), devices=4, uneven=True)
     assert "((1, 1), (1,), (1, 1))" in str(caught.value)
 
@@ -258,15 +277,18 @@ def test_losses(name: str, cuts: tuple[int, int]) -> None:
     assert_as_one_device(net, (draw(10, 8), target), uneven=True)
 
 
-@pytest.mark.parametrize("name", ["mean", "var", "amax", "amin", "max", "argmax", "argmin", "norm", "logsumexp", "any",
-                                  "all", "log_softmax", "std"])
+@pytest.mark.parametrize(
+    "name",
+    ["mean", "var", "amax", "amin", "max", "argmax", "argmin", "norm", "logsumexp", "any", "all", "log_softmax", "std"],
+)
 @pytest.mark.parametrize("cuts", [(8, 1), (1, 8), (2, 4)], ids=str)
 def test_reductions(name: str, cuts: tuple[int, int]) -> None:
     def run(m: Apply, x: Tensor):
-        x = torch.log(x @ m.v)      # all that is padded is -inf, and has no gradient
+        x = torch.log(x @ m.v)  # all that is padded is -inf, and has no gradient
         if name in ("any", "all"):
             return m.op(x > (0.5 if name == "any" else -1e9), 1)
         return m.op(x, 1)
+
     functions = {"norm": lambda x, d: torch.linalg.vector_norm(x, dim=d), "max": lambda x, d: torch.max(x, d)}
     net = Apply(run)
     net.v = nn.Parameter(draw(8, 13, seed=4).abs() + 0.1)
@@ -277,8 +299,13 @@ def test_reductions(name: str, cuts: tuple[int, int]) -> None:
 def test_integers_and_indices() -> None:
     def run(m: Apply, x: Tensor, words: Tensor) -> tuple[Tensor, ...]:
         found = m.embed(words, m.v)
-        return m.gather(found, 0, words.unsqueeze(1).expand(-1, 8) % 9), m.hot(words % 5, 5).double() * 2, \
-            m.most(words * 3, 0), m.tri(found @ found.T)
+        return (
+            m.gather(found, 0, words.unsqueeze(1).expand(-1, 8) % 9),
+            m.hot(words % 5, 5).double() * 2,
+            m.most(words * 3, 0),
+            m.tri(found @ found.T),
+        )
+
     net = Apply(run)
     net.v = nn.Parameter(draw(13, 8, seed=4))
     net.embed = sw.shard(F.embedding, ((2,), (4, 1)))
@@ -295,8 +322,13 @@ def test_random_numbers_are_those_of_one_device() -> None:
     for devices in (1, 8):
         torch.manual_seed(5)
         mine = copy.deepcopy(net)
-        model = parallel(mine, devices=devices, mode="stand_alone" if devices == 1 else "semi_auto",
-                         dataset=None if devices == 1 else "full_batch", uneven=True)
+        model = parallel(
+            mine,
+            devices=devices,
+            mode="stand_alone" if devices == 1 else "semi_auto",
+            dataset=None if devices == 1 else "full_batch",
+            uneven=True,
+        )
         out = model(draw(9, 8))
         out.square().sum().backward()
         results.append((out.detach(), mine.v.grad))
@@ -320,8 +352,9 @@ def test_the_first_difference_is_found_behind_padding(monkeypatch: pytest.Monkey
     net = Layers(((1, 1), (8, 1)), ((1, 8),), ((1, 8),), width=13)
     rule = registry._RULES[torch.ops.aten.sum.dim_IntList]
     # A sum that takes what its padding holds: garbage where the operators before left any.
-    monkeypatch.setitem(registry._RULES, torch.ops.aten.sum.dim_IntList, type(rule)(
-        rule.notation, linear=True, neutral=1))
+    monkeypatch.setitem(
+        registry._RULES, torch.ops.aten.sum.dim_IntList, type(rule)(rule.notation, linear=True, neutral=1)
+    )
     report = verify_call(parallel(net, uneven=True), (draw(10, 6),), devices=8)
     assert not report.ok and report.first_difference.operator == "soft", report.summary()
 

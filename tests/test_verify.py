@@ -85,7 +85,6 @@ sixteen.register_fake(torch.empty_like)
 sixteen.register_autograd(lambda ctx, grad: grad)
 
 
-
 @torch.library.custom_op("verify_tests::widened", mutates_args=())
 def widened(x: torch.Tensor) -> torch.Tensor:
     """Makes sixteen columns of whatever it gets."""
@@ -110,8 +109,7 @@ class Net(nn.Module):
 
     def forward(self, x):
         h = torch.relu(self.first(x))
-        return h + self.second(
-            self.middle(h))
+        return h + self.second(self.middle(h))
 
 
 # -- what agrees -------------------------------------------------------------------------------------------------------
@@ -127,7 +125,9 @@ def test_tutorial_network_agrees(mode):
     assert report.max_loss_difference <= 1e-12
     assert report.max_gradient_difference <= 1e-12
     assert report.max_parameter_difference <= 1e-12
-    verdict = "ok, but nothing was proved: stand_alone on 1 device" if mode == "stand_alone" else f"ok: {mode} on 8 devices"
+    verdict = (
+        "ok, but nothing was proved: stand_alone on 1 device" if mode == "stand_alone" else f"ok: {mode} on 8 devices"
+    )
     assert report.summary().startswith(verdict) and report.proved == (mode != "stand_alone")
     if mode == "semi_auto":  # sums are taken in another order: not the very same program was run twice
         assert report.differences[1].gradient > 0
@@ -169,8 +169,13 @@ def test_many_kinds_of_state_and_results():
     torch.manual_seed(0)
     with torch.inference_mode():
         x = torch.randn(16, 16)
-    report = sw.verify(Kinds(), x, kwargs={"shift": torch.ones(16)}, devices=4,
-                       optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
+    report = sw.verify(
+        Kinds(),
+        x,
+        kwargs={"shift": torch.ones(16)},
+        devices=4,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+    )
     assert report.ok, report.summary()
 
 
@@ -253,6 +258,7 @@ def test_slices_of_another_shape_are_a_finding():
 @pytest.mark.parametrize("phase", ["forward", "gradient"])
 def test_a_conversion_is_told_from_the_operator(monkeypatch, phase):
     import shardwright.runtime.local.local_executor as local
+
     right = local.convert_shards
 
     def wrong(conversion, shards, how):
@@ -288,10 +294,16 @@ def test_tolerances_are_for_the_caller_to_say():
     assert sw.verify(Net(torch.tanh, ((2, 4),)), torch.randn(16, 16), dtypes=(torch.bfloat16,)).ok
 
 
-@pytest.mark.parametrize("settings, message", [
-    ({"steps": 0}, "steps=0"), ({"dtypes": (torch.int64,)}, "dtypes"), ({"targets": 1}, "without a loss_fn"),
-    ({"devices": 0}, "devices=0"), ({"parallel_mode": "nothing"}, "unknown parallel_mode"),
-])
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"steps": 0}, "steps=0"),
+        ({"dtypes": (torch.int64,)}, "dtypes"),
+        ({"targets": 1}, "without a loss_fn"),
+        ({"devices": 0}, "devices=0"),
+        ({"parallel_mode": "nothing"}, "unknown parallel_mode"),
+    ],
+)
 def test_settings_that_make_no_sense(settings, message):
     with pytest.raises(sw.SettingError, match=message):
         sw.verify(Net(torch.tanh, ((8, 1),)), (torch.randn(16, 16),), **settings)
@@ -313,7 +325,8 @@ def test_what_cannot_be_planned_is_raised_and_so_is_what_the_model_raises():
 
 
 class Normed(nn.Module):
-    """A norm worked out in float32 whatever the model's type, between products in that type, and a branch without it."""
+    """A norm worked out in float32 whatever the model's type, between products in that type, and a branch without
+    it."""
 
     def __init__(self, middle=None, strategy=None):
         super().__init__()
@@ -330,6 +343,7 @@ class Normed(nn.Module):
 
 def _off(by):
     """An operator that is cut in any dim, as its rule says, and adds `by` of the part's own mean to each part."""
+
     @torch.library.custom_op(f"verify_tests::off_{str(by).replace('-', '_').replace('.', '_')}", mutates_args=())
     def off(x: torch.Tensor) -> torch.Tensor:
         return x + by * x.mean()
@@ -376,6 +390,7 @@ def test_a_fault_too_small_for_float32_is_found_where_no_float32_is():
 
 def test_a_wrong_partial_sum_is_found_before_a_norm_of_float32(monkeypatch):
     import shardwright.runtime.local.local_executor as local
+
     right = local.convert_shards
 
     def wrong(conversion, shards, how):
@@ -468,9 +483,23 @@ def command(monkeypatch, *arguments: str) -> int:
 
 
 def test_an_example_as_it_stands():
-    done = subprocess.run([sys.executable, "-m", "shardwright", "verify", "--steps", "2",
-                           str(EXAMPLES / "operator_objects.py"), "--dtype", "float64", "--batch_size", "16"],
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "shardwright",
+            "verify",
+            "--steps",
+            "2",
+            str(EXAMPLES / "operator_objects.py"),
+            "--dtype",
+            "float64",
+            "--batch_size",
+            "16",
+        ],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("ok: semi_auto on 8 devices against one device, 2 steps")
     assert "step:" not in done.stdout  # the script went no further than its first call
@@ -534,10 +563,15 @@ def test_functions_and_what_they_return(monkeypatch, capsys, tmp_path):
     assert command(monkeypatch, "--devices", "4", "verify_model:as_tuple") == 0
 
 
-@pytest.mark.parametrize("target, message", [
-    ("nowhere.py", "no such script"), ("nowhere.py:f", "no such file"), ("no.where:f", "no such module"),
-    ("shardwright:nothing", "no function"),
-])
+@pytest.mark.parametrize(
+    "target, message",
+    [
+        ("nowhere.py", "no such script"),
+        ("nowhere.py:f", "no such file"),
+        ("no.where:f", "no such module"),
+        ("shardwright:nothing", "no function"),
+    ],
+)
 def test_nothing_to_verify(monkeypatch, capsys, target, message):
     assert command(monkeypatch, target) == 2
     assert message in capsys.readouterr().err

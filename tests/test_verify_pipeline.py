@@ -52,8 +52,15 @@ def verified(net: nn.Module, **given: Any) -> sw.VerifyReport:
 @pytest.mark.parametrize("name", ["1f1b", "zbv", "csv"])
 def test_a_pipeline_agrees(name: str, tmp_path: Path) -> None:
     given = setting(name, 4, tmp_path)
-    report = sw.verify(Chain(tied=True, skip=True), (draw(16, 16),), draw(16, 16, seed=1), loss_fn=nn.MSELoss(),
-                       devices=8, pipeline=given, steps=2)
+    report = sw.verify(
+        Chain(tied=True, skip=True),
+        (draw(16, 16),),
+        draw(16, 16, seed=1),
+        loss_fn=nn.MSELoss(),
+        devices=8,
+        pipeline=given,
+        steps=2,
+    )
     assert report.ok and report.first_difference is None and report.max_gradient_difference < 1e-12
     assert f"in 4 stages, {given['scheduler']}, 4 micro-batches, against one device, 2 steps" in report.summary()
     assert len(report.plan.stages) == 4
@@ -64,17 +71,21 @@ KINDS: dict[str, tuple] = {
     "zbv": (Chain, draw(16, 16, seed=1), nn.MSELoss(reduction="sum"), setting("zbv", 4)),
     "unequal and random": (
         lambda: nn.Sequential(nn.Linear(16, 16, dtype=D), nn.Dropout(0.3), nn.Linear(16, 16, dtype=D)),
-        labels(16, 16, seed=2), nn.CrossEntropyLoss(ignore_index=3),
-        dict(stages=2, micro_batches=4, stage_config={"0": 0, "2": 1})),
-    "one device a stage": (Chain, draw(16, 16, seed=1), nn.MSELoss(), setting("gpipe", 4))}
+        labels(16, 16, seed=2),
+        nn.CrossEntropyLoss(ignore_index=3),
+        dict(stages=2, micro_batches=4, stage_config={"0": 0, "2": 1}),
+    ),
+    "one device a stage": (Chain, draw(16, 16, seed=1), nn.MSELoss(), setting("gpipe", 4)),
+}
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_where_all_agrees_nothing_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Differences, "ok", property(lambda self: False))  # so that it is searched for
     net, target, loss, given = KINDS[name]
-    report = sw.verify(net(), (draw(16, 16),), target, loss_fn=loss, devices=4, pipeline=given, steps=1,
-                       dtypes=(torch.float64,))
+    report = sw.verify(
+        net(), (draw(16, 16),), target, loss_fn=loss, devices=4, pipeline=given, steps=1, dtypes=(torch.float64,)
+    )
     assert report.max_gradient_difference < 1e-12 and report.first_difference is None, report.summary()
 
 
@@ -82,8 +93,14 @@ def test_unequal_micro_batches_and_random_numbers_agree() -> None:
     net = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.3), nn.Linear(16, 16))
     target = labels(16, 16, seed=2)
     target[:3] = 5
-    report = sw.verify(net, (torch.randn(16, 16),), target, loss_fn=nn.CrossEntropyLoss(ignore_index=5), devices=4,
-                       pipeline=dict(stages=2, micro_batches=4, stage_config={"0": 0, "2": 1}))
+    report = sw.verify(
+        net,
+        (torch.randn(16, 16),),
+        target,
+        loss_fn=nn.CrossEntropyLoss(ignore_index=5),
+        devices=4,
+        pipeline=dict(stages=2, micro_batches=4, stage_config={"0": 0, "2": 1}),
+    )
     assert report.ok, report.summary()
 
 
@@ -176,6 +193,7 @@ def test_a_pipeline_without_a_loss_is_refused() -> None:
 
 def test_a_wrong_sum_of_a_shared_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
     import shardwright.runtime.pipeline_step as local
+
     right = local.StageBody
 
     def body(*args: Any, **kwargs: Any) -> Any:

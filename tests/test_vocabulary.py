@@ -117,6 +117,7 @@ def test_embedding(cuts: tuple, padding: int | None) -> None:
 
         def forward(self, index: torch.Tensor) -> torch.Tensor:
             return self.embed(index, self.table)
+
     index = labels(ROWS, V)
     index[:4] = 3
     assert_as_one_device(Table(), (index,))
@@ -130,11 +131,15 @@ def test_an_index_that_no_rank_holds_is_an_error() -> None:
         parallel(net)(labels(ROWS, V), torch.full((ROWS,), V))
 
 
-@pytest.mark.parametrize(("f", "said"), [
-    (lambda i, w: F.embedding(i, w, sparse=True), "sparse"),
-    (lambda i, w: F.embedding_bag(i.view(4, 4), w, mode="sum", sparse=True), "sparse"),
-    (lambda i, w: F.embedding(i, w, max_norm=1.0), "in place"),
-], ids=["sparse", "sparse bag", "max_norm"])
+@pytest.mark.parametrize(
+    ("f", "said"),
+    [
+        (lambda i, w: F.embedding(i, w, sparse=True), "sparse"),
+        (lambda i, w: F.embedding_bag(i.view(4, 4), w, mode="sum", sparse=True), "sparse"),
+        (lambda i, w: F.embedding(i, w, max_norm=1.0), "in place"),
+    ],
+    ids=["sparse", "sparse bag", "max_norm"],
+)
 def test_what_an_embedding_cannot(f, said: str) -> None:
     class Table(nn.Module):
         def __init__(self) -> None:
@@ -143,6 +148,7 @@ def test_what_an_embedding_cannot(f, said: str) -> None:
 
         def forward(self, index: torch.Tensor) -> torch.Tensor:
             return f(index, self.table)
+
     with pytest.raises(sw.ShardwrightError, match=said) as raised:
         sw.plan(Table(), (labels(ROWS, V),), devices=8)
     assert "test_vocabulary.py" in str(raised.value)
@@ -156,8 +162,9 @@ def _in_processes(rank: int, world: int) -> None:
     net = Vocabulary(2, 2, LOSSES["smoothing"])
     one = copy.deepcopy(net)
     loss = sw.AutoParallel(net).dataset_strategy("full_batch")(index, target)
-    expected = F.cross_entropy(F.linear(torch.tanh(one.middle(F.embedding(index, one.table))), one.head), target,
-                               label_smoothing=0.1)
+    expected = F.cross_entropy(
+        F.linear(torch.tanh(one.middle(F.embedding(index, one.table))), one.head), target, label_smoothing=0.1
+    )
     loss.backward(), expected.backward()
     close(loss, expected)
     for (name, mine), theirs in zip(net.named_parameters(), one.parameters()):
@@ -171,6 +178,7 @@ def _in_processes(rank: int, world: int) -> None:
 
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return self.cumsum(x), self.argmax(x)
+
     x = draw(4, 8)
     close(sw.AutoParallel(Scan()).dataset_strategy("full_batch")(x), (x.cumsum(1), x.argmax(1)))
 
@@ -181,8 +189,10 @@ def test_in_processes() -> None:
 
 def test_what_a_strategy_leaves_over_stands_before_the_rows() -> None:
     """Rows cut 4 ways on 8 devices: neighbours hold different rows. By width, as everywhere, neighbours repeat."""
-    for cuts, dim, parts in ((((1,), (4, 1)), 0, [0, 1, 2, 3, 0, 1, 2, 3]),
-                             (((1,), (1, 4)), 1, [0, 0, 1, 1, 2, 2, 3, 3])):
+    for cuts, dim, parts in (
+        (((1,), (4, 1)), 0, [0, 1, 2, 3, 0, 1, 2, 3]),
+        (((1,), (1, 4)), 1, [0, 0, 1, 1, 2, 2, 3, 3]),
+    ):
         net = Vocabulary(8, 1, F.cross_entropy)
         net.embed = sw.shard(F.embedding, cuts)
         layout = sw.plan(net, (labels(ROWS, V), labels(ROWS, V)), devices=8).parameters["table"].layout

@@ -1,4 +1,5 @@
-"""The model in processes is still the user's model: whole parameters for a while, copies, averages, and errors that say so."""
+"""The model in processes is still the user's model: whole parameters for a while, copies, averages, and errors that say
+so."""
 
 from __future__ import annotations
 
@@ -69,8 +70,13 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Callable[[sw.Aut
     "hsdp": (marked, {}, lambda model: model.hsdp(threshold=0, optimizer_level="level3")),
     "uneven": (lambda: uneven(), {"uneven": True}, plain),
     "data_parallel": (Net, {"parallel_mode": "data_parallel", "sync_batch_norm": True}, plain),
-    "pipeline": (Net, {}, lambda model: model.pipeline(2, micro_batches=2, scheduler="gpipe", stage_config={
-        "up": 0, "norm": 0, "middle": 1, "again": 1, "down": 1}).hsdp(threshold=0)),
+    "pipeline": (
+        Net,
+        {},
+        lambda model: model.pipeline(
+            2, micro_batches=2, scheduler="gpipe", stage_config={"up": 0, "norm": 0, "middle": 1, "again": 1, "down": 1}
+        ).hsdp(threshold=0),
+    ),
 }
 
 
@@ -93,8 +99,9 @@ def wrapped(kind: str, net: nn.Module | None = None) -> tuple[nn.Module, sw.Auto
     return net, model
 
 
-def steps(call: Callable[[Tensor, Tensor], Tensor], optimizer: torch.optim.Optimizer, count: int = 2, shift: float = 0.0
-          ) -> Tensor:
+def steps(
+    call: Callable[[Tensor, Tensor], Tensor], optimizer: torch.optim.Optimizer, count: int = 2, shift: float = 0.0
+) -> Tensor:
     losses = []
     for i in range(count):
         loss = call(X + shift + i, Y)
@@ -136,8 +143,10 @@ def as_on_one_device(kind: str) -> Callable[[int, int], None]:
         optimizer, other = sgd(net), sgd(one)
         close(steps(model, optimizer), steps(on_one(one, kind), other), "losses before")
         held = dict(net.named_parameters())
-        assert any(isinstance(p, DTensor) and p.to_local().numel() < one.get_parameter(n).numel() for n, p in held.items()) \
+        assert (
+            any(isinstance(p, DTensor) and p.to_local().numel() < one.get_parameter(n).numel() for n, p in held.items())
             or kind == "data_parallel"
+        )
         with model.whole() as whole:
             assert whole is net and whole.again.weight is whole.middle.weight
             assert all(type(p) is nn.Parameter for p in net.parameters())
@@ -155,6 +164,7 @@ def as_on_one_device(kind: str) -> Callable[[int, int], None]:
                 close(dict(net.named_parameters()), dict(one.named_parameters()), "at the end, on rank 1")
             else:
                 assert isinstance(net.up.weight, DTensor)
+
     return scenario
 
 
@@ -168,7 +178,7 @@ def changes_are_written_back(kind: str) -> Callable[[int, int], None]:
         other_weights["down.bias"] = draw(8, seed=9)
 
         def change(whole: nn.Module) -> None:
-            whole.up.weight.data.mul_(1.25)                        # unseen by version counters
+            whole.up.weight.data.mul_(1.25)  # unseen by version counters
             with torch.no_grad():
                 whole.middle.weight[0].add_(1.0)
             whole.down.weight = nn.Parameter(whole.down.weight.detach() * 2)
@@ -188,6 +198,7 @@ def changes_are_written_back(kind: str) -> Callable[[int, int], None]:
         other = sgd(one)
         optimizer = sgd(net)
         close(steps(model, optimizer), steps(on_one(one, kind), other), "losses after")
+
     return scenario
 
 
@@ -201,6 +212,7 @@ def other_changes_are_errors(rank: int, world: int) -> None:
             with model.whole(rank) as whole:
                 if whole is not None:
                     change(whole)
+
         return body
 
     def one_rank_alone(whole: nn.Module) -> None:
@@ -216,7 +228,10 @@ def other_changes_are_errors(rank: int, world: int) -> None:
     refused(inside(lambda whole: whole(X).sum().backward()), "has a gradient", "no_grad")
     refused(inside(lambda whole: setattr(whole, "down", nn.Linear(16, 8, dtype=D))), "new parameter")
     refused(inside(lambda whole: setattr(whole, "up", nn.Linear(8, 17, dtype=D)), 0), "new parameter", "on rank 0")
-    refused(inside(lambda whole: setattr(whole.up, "bias", nn.Parameter(torch.zeros(3, dtype=D)))), "'up.bias' of shape (16,)")
+    refused(
+        inside(lambda whole: setattr(whole.up, "bias", nn.Parameter(torch.zeros(3, dtype=D)))),
+        "'up.bias' of shape (16,)",
+    )
     refused(inside(lambda whole: delattr(whole, "scale")), "'scale' was removed")
     refused(inside(lambda whole: whole.register_buffer("count", torch.zeros(2))), "'count' of shape (2,) is new")
     refused(inside(lambda whole: whole.up.requires_grad_(False)), "requires_grad of 'up.weight' was changed")
@@ -261,8 +276,13 @@ def inside_and_outside(rank: int, world: int) -> None:
         if rank:
             refused(lambda: model.generate(X), "on rank")
     optimizer.step()
-    for part in (lambda: net(X), lambda: net.down(draw(4, 16)), lambda: model.norm(draw(4, 16)), lambda: model.features(X),
-                 lambda: net.generate(X)):
+    for part in (
+        lambda: net(X),
+        lambda: net.down(draw(4, 16)),
+        lambda: model.norm(draw(4, 16)),
+        lambda: model.features(X),
+        lambda: net.generate(X),
+    ):
         refused(part, "is called by itself", "with model.whole()", "test_whole_model.py:")
     torch.nn.functional.mse_loss(model.generate(X), Y)
 
@@ -302,12 +322,17 @@ def copies_train_by_themselves(kind: str) -> Callable[[int, int], None]:
             assert all(p.grad is None for p in made.parameters())
             copied, other_copied = sgd(made), sgd(one_made)
             close(steps(model, optimizer), steps(on_one(one, kind), other), "the model's losses")
-            close(steps(made, copied, shift=0.5), steps(on_one(one_made, kind), other_copied, shift=0.5), "the copy's losses")
+            close(
+                steps(made, copied, shift=0.5),
+                steps(on_one(one_made, kind), other_copied, shift=0.5),
+                "the copy's losses",
+            )
             close(steps(model, optimizer, 1), steps(on_one(one, kind), other, 1), "the model's losses, again")
             close(state(model), dict(one.state_dict()), "the model")
             close(state(made), dict(one_made.state_dict()), "the copy")
             assert made.net.again.weight is made.net.middle.weight and made.net is not net
             refused(lambda: made.hsdp(), "too late")
+
     return scenario
 
 
@@ -333,6 +358,7 @@ def averages(kind: str, made_before: bool, ema: bool) -> Callable[[int, int], No
         ours.train(), theirs.train()
         close(ours(X, Y).detach(), on_one(theirs.module, kind)(X, Y).detach(), "the loss of the averages")
         close(steps(model, optimizer), steps(on_one(one, kind), other), "losses after")
+
     return scenario
 
 
@@ -343,7 +369,10 @@ def a_loaded_average_is_cut_with_its_own_values(rank: int, world: int) -> None:
         for parameter in ours.parameters():
             parameter.add_(1.0)
     ours.n_averaged += 1
-    one, before = {n: p.detach().clone() for n, p in net.named_parameters()}, copy.deepcopy(dict(ours.module.named_parameters()))
+    one, before = (
+        {n: p.detach().clone() for n, p in net.named_parameters()},
+        copy.deepcopy(dict(ours.module.named_parameters())),
+    )
     model(X, Y)
     ours.update_parameters(model)
     with ours.module.whole() as whole:
@@ -463,7 +492,7 @@ def test_copies_keep_settings_and_own_state(local: None) -> None:
     model.note = ["of the user's"]
     made = copy.deepcopy(model)
     assert made.plan_settings() == model.plan_settings() and made.note == model.note and made.note is not model.note
-    made.hsdp(shard_size=2, threshold=0)        # its own, as it has not been called
+    made.hsdp(shard_size=2, threshold=0)  # its own, as it has not been called
     assert made.plan_settings() != model.plan_settings()
     model(X, Y)
     close(made(X, Y).detach(), model(X, Y).detach())
@@ -482,6 +511,7 @@ def inside(wrap: Callable[[nn.Module], Any]) -> Callable[[], Any]:
         layer = nn.Linear(8, 8)
         made = wrap(layer)
         return parallel(nn.Sequential(layer if made is None else made), devices=2)
+
     return build
 
 
@@ -492,12 +522,16 @@ def later(wrap: Callable[[nn.Module], Any]) -> Callable[[], Any]:
         made = wrap(net[0])
         net[0] = net[0] if made is None else made
         return model(torch.randn(4, 8))
+
     return build
 
 
 @pytest.mark.parametrize("place", [around, inside, later])
-@pytest.mark.parametrize("wrap", [torch.compile, lambda net: net.compile(), nn.DataParallel],
-                         ids=["torch.compile", "compile", "DataParallel"])
+@pytest.mark.parametrize(
+    "wrap",
+    [torch.compile, lambda net: net.compile(), nn.DataParallel],
+    ids=["torch.compile", "compile", "DataParallel"],
+)
 def test_other_wrappers_say_what_to_do_instead(place: Callable, wrap: Callable) -> None:
     said = refused(place(wrap), "compile=True" if wrap is not nn.DataParallel else 'parallel_mode="data_parallel"')
     assert "around a parallel model" in said or "compile() of a parallel model" in said or "wrapped by" in said
@@ -506,9 +540,12 @@ def test_other_wrappers_say_what_to_do_instead(place: Callable, wrap: Callable) 
 def distributed_wrappers(rank: int, world: int) -> None:
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
+
     sw.init()
-    for wrap, words in ((DistributedDataParallel, ("DistributedDataParallel", 'parallel_mode="data_parallel"')),
-                        (fully_shard, ("hsdp", ))):
+    for wrap, words in (
+        (DistributedDataParallel, ("DistributedDataParallel", 'parallel_mode="data_parallel"')),
+        (fully_shard, ("hsdp",)),
+    ):
         refused(lambda: wrap(sw.AutoParallel(nn.Linear(8, 8))), *words)
         refused(lambda: sw.AutoParallel(nn.Sequential(wrap(nn.Linear(8, 8)))), *words, "'0'")
         refused(lambda: sw.AutoParallel(wrap(nn.Linear(8, 8))), *words)

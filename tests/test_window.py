@@ -41,9 +41,19 @@ def test_random_pools(made) -> None:
 
 
 @settings(max_examples=150)
-@given(st.integers(1, 24), st.integers(1, 24), st.booleans(), st.sampled_from(
-    [aten.adaptive_avg_pool1d.default, aten.upsample_nearest1d.vec, aten._upsample_nearest_exact1d.vec,
-     aten.upsample_linear1d.vec]))
+@given(
+    st.integers(1, 24),
+    st.integers(1, 24),
+    st.booleans(),
+    st.sampled_from(
+        [
+            aten.adaptive_avg_pool1d.default,
+            aten.upsample_nearest1d.vec,
+            aten._upsample_nearest_exact1d.vec,
+            aten.upsample_linear1d.vec,
+        ]
+    ),
+)
 def test_random_sizes(before, after, scaled, target) -> None:
     """Adaptive means and interpolation from any size to any, by the size or by a factor that rounds to it."""
     if target is aten.adaptive_avg_pool1d.default:

@@ -21,7 +21,22 @@ from ..errors import SettingError
 from ..torch_private import pytree
 from .regions import ATTRIBUTE, RecomputeSettings, region
 
-__all__ = ["CUT", "Operator", "PipelineSettings", "be_elsewhere", "collect_marks", "mark_names", "marked_operators", "no_optimizer_parallel", "pipelining", "set_stage", "shard", "staged_modules", "stored_whole", "whole_shape"]
+__all__ = [
+    "CUT",
+    "Operator",
+    "PipelineSettings",
+    "be_elsewhere",
+    "collect_marks",
+    "mark_names",
+    "marked_operators",
+    "no_optimizer_parallel",
+    "pipelining",
+    "set_stage",
+    "shard",
+    "staged_modules",
+    "stored_whole",
+    "whole_shape",
+]
 
 #: Attribute of a parameter that `no_optimizer_parallel` has named.
 _STORED_WHOLE = "_shardwright_stored_whole"
@@ -106,8 +121,12 @@ class Operator:
         """
         source = _user_line()
         if not isinstance(priority, int) or isinstance(priority, bool) or priority < 0:
-            raise SettingError(f"priority={priority!r}", source=source,
-                               operator=getattr(self.function, "__name__", repr(self.function)), legal="a whole number from 0; marks of lower numbers go first")
+            raise SettingError(
+                f"priority={priority!r}",
+                source=source,
+                operator=getattr(self.function, "__name__", repr(self.function)),
+                legal="a whole number from 0; marks of lower numbers go first",
+            )
         self.in_strategy, self.out_strategy, self.priority = in_strategy, out_strategy, priority
         self.source = source
         return self
@@ -164,8 +183,12 @@ class _ModuleMark(Operator):
         return None if _CALLS.get() is None else _leave(self._number, result)
 
 
-def shard(operator: Callable[..., Any] | nn.Module, in_strategy: tuple | None = None,
-          out_strategy: tuple | None = None, priority: int = 0) -> Any:
+def shard(
+    operator: Callable[..., Any] | nn.Module,
+    in_strategy: tuple | None = None,
+    out_strategy: tuple | None = None,
+    priority: int = 0,
+) -> Any:
     """Mark how one operator is split.
 
     Args:
@@ -199,7 +222,8 @@ def shard(operator: Callable[..., Any] | nn.Module, in_strategy: tuple | None = 
 
 
 def recompute(target: Any, mp_comm_recompute: bool = True, parallel_optimizer_comm_recompute: bool = False) -> Any:
-    """Have what is computed inside a module, or by an operator, dropped in the forward and computed again in the backward.
+    """Have what is computed inside a module, or by an operator, dropped in the forward and computed again in the
+    backward.
 
     Results of a module that are used outside of it are kept; those of a single operator are not.
 
@@ -229,8 +253,9 @@ class _ReShard:
     def __init__(self, held: _ModuleMark, module: nn.Module) -> None:
         self.mark, self.module = held, module
 
-    def __call__(self, in_strategy: tuple | None = None, out_strategy: tuple | None = None, priority: int = 0
-                 ) -> nn.Module:
+    def __call__(
+        self, in_strategy: tuple | None = None, out_strategy: tuple | None = None, priority: int = 0
+    ) -> nn.Module:
         self.mark.shard(in_strategy, out_strategy, priority)
         return self.module
 
@@ -259,8 +284,9 @@ def mark_names(net: nn.Module) -> dict[int, str]:
 
 def marked_operators(net: nn.Module) -> list[Operator]:
     """Every operator of a model that carries a strategy."""
-    return [operator for _, operator in _held(net)
-            if operator.in_strategy is not None or operator.out_strategy is not None]
+    return [
+        operator for _, operator in _held(net) if operator.in_strategy is not None or operator.out_strategy is not None
+    ]
 
 
 def no_optimizer_parallel(parameter: nn.Parameter | nn.Module) -> Any:
@@ -274,8 +300,9 @@ def no_optimizer_parallel(parameter: nn.Parameter | nn.Module) -> Any:
         SettingError: neither a parameter nor a module.
     """
     if not isinstance(parameter, (nn.Parameter, nn.Module)):
-        raise SettingError(f"no_optimizer_parallel({type(parameter).__name__})",
-                           legal="a parameter, or a module that has some")
+        raise SettingError(
+            f"no_optimizer_parallel({type(parameter).__name__})", legal="a parameter, or a module that has some"
+        )
     for one in [parameter] if isinstance(parameter, nn.Parameter) else parameter.parameters():
         setattr(one, _STORED_WHOLE, True)
     return parameter
@@ -284,10 +311,12 @@ def no_optimizer_parallel(parameter: nn.Parameter | nn.Module) -> Any:
 def stored_whole(net: nn.Module, loss_fn: Any = None) -> frozenset[str]:
     """The names of a model's parameters, and of its loss's, that `no_optimizer_parallel` has named."""
     parts = [("", net)] + ([("loss_fn.", loss_fn)] if isinstance(loss_fn, nn.Module) else [])
-    return frozenset(prefix + name for prefix, part in parts
-                     for name, parameter in part.named_parameters(remove_duplicate=False)
-                     if getattr(parameter, _STORED_WHOLE, False))
-
+    return frozenset(
+        prefix + name
+        for prefix, part in parts
+        for name, parameter in part.named_parameters(remove_duplicate=False)
+        if getattr(parameter, _STORED_WHOLE, False)
+    )
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -341,8 +370,10 @@ def pipelining(given: PipelineSettings | Mapping[str, Any] | None) -> PipelineSe
         if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise SettingError(f"{what}={value!r}", legal='a whole number from 1, or "auto"')
     if not isinstance(made.scheduler, str):
-        raise SettingError(f"scheduler={made.scheduler!r}", legal='"1f1b", "gpipe", "interleaved", "zero_bubble", "zbv", '
-                           "or the path of a CSV file")
+        raise SettingError(
+            f"scheduler={made.scheduler!r}",
+            legal='"1f1b", "gpipe", "interleaved", "zero_bubble", "zbv", or the path of a CSV file',
+        )
     return made
 
 
@@ -367,8 +398,10 @@ def set_stage(module: nn.Module, stage: int) -> nn.Module:
     _check_number("set_stage", stage)
     held = vars(module).setdefault(_STAGE, stage)
     if held != stage:
-        raise SettingError(f"set_stage: a {type(module).__name__} in stage {held} is put into stage {stage} too",
-                           legal="one stage for each module")
+        raise SettingError(
+            f"set_stage: a {type(module).__name__} in stage {held} is put into stage {stage} too",
+            legal="one stage for each module",
+        )
     return module
 
 
@@ -392,23 +425,30 @@ def staged_modules(net: nn.Module, config: Mapping[str, int] | None = None) -> d
         SettingError: a path that there is not, a number below 0, or a module in two stages, be it by two names.
     """
     modules = dict(net.named_modules(remove_duplicate=False))
-    given: dict[str, tuple[int, str]] = {path: (vars(module)[_STAGE], "set_stage") for path, module in modules.items()
-                                         if _STAGE in vars(module)}
+    given: dict[str, tuple[int, str]] = {
+        path: (vars(module)[_STAGE], "set_stage") for path, module in modules.items() if _STAGE in vars(module)
+    }
     for path, stage in (config or {}).items():
         if path not in modules:
             near = ", ".join(p for p, _ in net.named_children()) or "none"
-            raise SettingError(f"stage_config: there is no module {path!r}", legal=f"the path of a module, such as {near}")
+            raise SettingError(
+                f"stage_config: there is no module {path!r}", legal=f"the path of a module, such as {near}"
+            )
         _check_number(f"stage_config of {path!r}", stage)
         if path in given and given[path][0] != stage:
-            raise SettingError(f"the module {path!r} is in two stages: {given[path][0]} by set_stage, {stage} by stage_config",
-                               legal="one stage for each module")
+            raise SettingError(
+                f"the module {path!r} is in two stages: {given[path][0]} by set_stage, {stage} by stage_config",
+                legal="one stage for each module",
+            )
         given[path] = stage, "stage_config"
     first: dict[int, str] = {}
     for path, (stage, _) in given.items():
         other = first.setdefault(id(modules[path]), path)
         if given[other][0] != stage:
-            raise SettingError(f"the modules {other!r} and {path!r} are one, in two stages: {given[other][0]} and {stage}",
-                               legal="one stage for each module")
+            raise SettingError(
+                f"the modules {other!r} and {path!r} are one, in two stages: {given[other][0]} and {stage}",
+                legal="one stage for each module",
+            )
     return {path: stage for path, (stage, _) in given.items()}
 
 

@@ -79,7 +79,7 @@ _INSTEAD = {
     "data-dependent": "control flow that depends on shapes and settings only, not on the values of tensors",
     "found a fake tensor in the exported program constant": "torch's own operators, and x.detach() in the place of x.data",
     "packed sequences": "padded sequences: the layer runs over all steps, and the lengths choose what is used of them, such as "
-                        "h[rows, lengths - 1]",
+    "h[rows, lengths - 1]",
     "not a known type": "tensors, numbers, strings and None, in tuples, lists, dicts, or as attributes of an object",
     "numpy() is not supported": "torch's own operators",
 }
@@ -98,10 +98,11 @@ class WithLoss(nn.Module):
 
 
 @contextlib.contextmanager
-def _fake_state(module: nn.Module, mode: FakeTensorMode, device: torch.device, types: Mapping[int, torch.dtype]
-                ) -> Iterator[None]:
-    """Parameters and buffers replaced by fake ones, tied ones by the same one; put back at the end. `types`: of those that
-    operators read in another type than their own, by their ids."""
+def _fake_state(
+    module: nn.Module, mode: FakeTensorMode, device: torch.device, types: Mapping[int, torch.dtype]
+) -> Iterator[None]:
+    """Parameters and buffers replaced by fake ones, tied ones by the same one; put back at the end. `types`: of those
+    that operators read in another type than their own, by their ids."""
     memo: dict[int, torch.Tensor] = {}
     saved: list[tuple[dict, str, Any]] = []
 
@@ -110,8 +111,9 @@ def _fake_state(module: nn.Module, mode: FakeTensorMode, device: torch.device, t
             where = device if tensor.device.type == "meta" else tensor.device
             with mode:
                 made = torch.empty(whole_shape(tensor), dtype=types.get(id(tensor), tensor.dtype), device=where)
-                memo[id(tensor)] = (nn.Parameter(made, requires_grad=tensor.requires_grad)
-                                    if isinstance(tensor, nn.Parameter) else made)
+                memo[id(tensor)] = (
+                    nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+                )
         return memo[id(tensor)]
 
     try:
@@ -129,8 +131,8 @@ def _fake_state(module: nn.Module, mode: FakeTensorMode, device: torch.device, t
 
 
 class _UsersLine:
-    """In the place of the whole stack of Python, which export describes line by line for every operator: a sixth of what it
-    takes in all."""
+    """In the place of the whole stack of Python, which export describes line by line for every operator: a sixth of
+    what it takes in all."""
 
     @staticmethod
     def extract() -> type[_UsersLine]:
@@ -162,8 +164,11 @@ def _data_detached() -> Iterator[None]:
 
     def put(tensor: torch.Tensor, value: torch.Tensor) -> None:
         if isinstance(tensor, FakeTensor) and is_users(sys._getframe(1).f_code.co_filename):
-            raise CaptureError("x.data is assigned while the model runs", source=_calling_line(),
-                               legal="x.copy_(...) under torch.no_grad(), or a variable of its own")
+            raise CaptureError(
+                "x.data is assigned while the model runs",
+                source=_calling_line(),
+                legal="x.copy_(...) under torch.no_grad(), or a variable of its own",
+            )
         plain.__set__(tensor, value)
 
     torch.Tensor.data = property(get, put)
@@ -205,8 +210,10 @@ class Recording:
         """
         if self.effects is not None and self.effects.described() != effects.described():
             other = next(a for a, b in zip_longest(self.effects.described(), effects.described()) if a != b)
-            raise CaptureError(f"what the forward does besides its result depends on the size of the batch: {other or ''}",
-                               legal="pipelines without it: each micro-batch is a part of the batch")
+            raise CaptureError(
+                f"what the forward does besides its result depends on the size of the batch: {other or ''}",
+                legal="pipelines without it: each micro-batch is a part of the batch",
+            )
         self.modules, self.effects = seen.modules, effects
         self.reads.update(seen.reads)
 
@@ -220,9 +227,17 @@ class _Exported(NamedTuple):
     sizes: Sizes | None
 
 
-def capture(net: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None, *, loss_fn: Any = None,
-            device: torch.device | str = "cpu", recording: Recording | None = None, hooks_around: bool = False,
-            mixed_precision: MixedPrecision | None = None) -> Graph:
+def capture(
+    net: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any] | None = None,
+    *,
+    loss_fn: Any = None,
+    device: torch.device | str = "cpu",
+    recording: Recording | None = None,
+    hooks_around: bool = False,
+    mixed_precision: MixedPrecision | None = None,
+) -> Graph:
     """Capture one call of a model.
 
     Args:
@@ -236,8 +251,8 @@ def capture(net: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None, *
 
     Raises:
         SettingError: a parameter that `mixed_precision` cannot be had for.
-        CaptureError: what `torch.export` could not follow, and what the forward does besides its result that cannot be done at
-            each call, with the user's line.
+        CaptureError: what `torch.export` could not follow, and what the forward does besides its result that cannot be
+            done at each call, with the user's line.
     """
     made = _captured(net, args, dict(kwargs or {}), loss_fn, torch.device(device), hooks_around, mixed_precision)
     if recording is not None:
@@ -245,9 +260,18 @@ def capture(net: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None, *
     return made.graph
 
 
-def capture_scalable(net: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None, *, vary: Sequence[Collection[int]],
-                     recording: Recording, loss_fn: Any = None, device: torch.device | str = "cpu", hooks_around: bool = False,
-                     mixed_precision: MixedPrecision | None = None) -> ScalableGraph | None:
+def capture_scalable(
+    net: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any] | None = None,
+    *,
+    vary: Sequence[Collection[int]],
+    recording: Recording,
+    loss_fn: Any = None,
+    device: torch.device | str = "cpu",
+    hooks_around: bool = False,
+    mixed_precision: MixedPrecision | None = None,
+) -> ScalableGraph | None:
     """Capture one call of a model for other sizes of its inputs too.
 
     Args:
@@ -256,25 +280,39 @@ def capture_scalable(net: nn.Module, args: tuple, kwargs: dict[str, Any] | None 
         recording: of a plain capture at other sizes.
 
     Returns:
-        None where no formula tells what depends on these sizes, or where the forward does something else besides its result
-        than in the plain capture.
+        None where no formula tells what depends on these sizes, or where the forward does something else besides its
+        result than in the plain capture.
     """
     known = recording.effects
     if known is None or not all(isinstance(place.get(), (int, float)) for place in known.advanced()):
         return None
     counters = {place: counter(place.get(), place.path) for place in known.advanced()}
     try:
-        made = _captured(net, args, dict(kwargs or {}), loss_fn, torch.device(device), hooks_around, mixed_precision, vary, counters)
+        made = _captured(
+            net, args, dict(kwargs or {}), loss_fn, torch.device(device), hooks_around, mixed_precision, vary, counters
+        )
     except (ShardwrightError, Blamed, NotScalable):
         return None  # one size at a time it may be captured still, or the error is raised then
     effects = advanced(made.outcome, counters)
-    return ScalableGraph(made.graph, made.sizes) if effects is not None and effects.described() == known.described() else None
+    return (
+        ScalableGraph(made.graph, made.sizes)
+        if effects is not None and effects.described() == known.described()
+        else None
+    )
 
 
 @gc_paused()
-def _captured(net: nn.Module, args: tuple, kwargs: dict[str, Any], loss_fn: Any, device: torch.device, hooks_around: bool,
-              mixed_precision: MixedPrecision | None, vary: Sequence[Collection[int]] | None = None,
-              counters: Mapping[GuardedPlace, Any] | None = None) -> _Exported:
+def _captured(
+    net: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any],
+    loss_fn: Any,
+    device: torch.device,
+    hooks_around: bool,
+    mixed_precision: MixedPrecision | None,
+    vary: Sequence[Collection[int]] | None = None,
+    counters: Mapping[GuardedPlace, Any] | None = None,
+) -> _Exported:
     """One capture, as `capture` and `capture_scalable` tell."""
     module = net if loss_fn is None else WithLoss(net, loss_fn)
     prefix = "" if loss_fn is None else "net"
@@ -291,37 +329,69 @@ def _captured(net: nn.Module, args: tuple, kwargs: dict[str, Any], loss_fn: Any,
             return torch.empty(leaf.shape, dtype=leaf.dtype, device=where, requires_grad=leaf.requires_grad)
 
     fake_args, fake_kwargs = pytree.tree_map(fake_input, opened((tuple(args), kwargs)))
-    types_of_devices = {device.type} | {x.device.type for x in pytree.tree_leaves((fake_args, fake_kwargs))
-                                        if isinstance(x, torch.Tensor)}
+    types_of_devices = {device.type} | {
+        x.device.type for x in pytree.tree_leaves((fake_args, fake_kwargs)) if isinstance(x, torch.Tensor)
+    }
     tied: dict[int, list[str]] = {}
-    for name, tensor in [*module.named_parameters(remove_duplicate=False),
-                         *module.named_buffers(remove_duplicate=False)]:
+    for name, tensor in [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]:
         tied.setdefault(id(tensor), []).append(bare(name, prefix))
     aliases = {alias: names[0] for names in tied.values() for alias in names[1:]}
-    buffer_names = {(id(vars(m)["_buffers"]), key): bare(f"{path}.{key}" if path else key, prefix)
-                    for path, m in module.named_modules() for key in buffer_table(m)}
+    buffer_names = {
+        (id(vars(m)["_buffers"]), key): bare(f"{path}.{key}" if path else key, prefix)
+        for path, m in module.named_modules()
+        for key in buffer_table(m)
+    }
 
     def exported(counters: Mapping[GuardedPlace, Any], finder: LineFinder | None = None) -> _Exported:
         seen = Observation(modules, [] if loss_fn is None else [("loss_fn", loss_fn)])
         remembering = computed_for_real(modules, [] if loss_fn is None else [loss_fn])
         watch, hooks = _Watch(module, seen, counters, finder), _hooks_inside(module)
-        with _fake_state(module, mode, device, types), casts(mixed_precision, net), cumulative_momentum(module), \
-                collect_marks() as calls, _quiet(), \
-                collect_functions(_calling_line) as functions, collect_regions(module, prefix) as regions, \
-                stack_lines(_innermost, _UsersLine), _data_detached(), remembering, seen, watched_calls(watch.effects, lambda: watch.running), \
-                watch, _objects_opened(module), without_cudnn(types_of_devices), attributes_unchecked(), \
-                layouts_unrecorded(), code_written_late(), sizes_reckoned_once():
-            program = torch.export.export(module, fake_args, fake_kwargs, strict=False,
-                                          dynamic_shapes=None if vary is None else _dynamic((fake_args, fake_kwargs), vary))
+        with (
+            _fake_state(module, mode, device, types),
+            casts(mixed_precision, net),
+            cumulative_momentum(module),
+            collect_marks() as calls,
+            _quiet(),
+            collect_functions(_calling_line) as functions,
+            collect_regions(module, prefix) as regions,
+            stack_lines(_innermost, _UsersLine),
+            _data_detached(),
+            remembering,
+            seen,
+            watched_calls(watch.effects, lambda: watch.running),
+            watch,
+            _objects_opened(module),
+            without_cudnn(types_of_devices),
+            attributes_unchecked(),
+            layouts_unrecorded(),
+            code_written_late(),
+            sizes_reckoned_once(),
+        ):
+            program = torch.export.export(
+                module,
+                fake_args,
+                fake_kwargs,
+                strict=False,
+                dynamic_shapes=None if vary is None else _dynamic((fake_args, fake_kwargs), vary),
+            )
         if _hooks_inside(module) != hooks:  # which the forward puts on its parts once, and notes that it has
             watch.outcome.effects.assign()
         called = _input_names(net, len(fake_args) - 1) if loss_fn is not None else {}
-        reader = GraphReader(program, calls, mark_names(net), prefix, aliases, called, [f for f, _ in functions], regions)
+        reader = GraphReader(
+            program, calls, mark_names(net), prefix, aliases, called, [f for f, _ in functions], regions
+        )
         reader.casting = current("cpu", device.type)  # around the call: its casts are written out too
         if vary is not None:
-            reader.sizes = Sizes(reader.input_tensors(), [tuple(x.shape) for x in pytree.tree_leaves((fake_args, fake_kwargs))
-                                                          if isinstance(x, torch.Tensor)])
-        reader.assigned = [aliases.get(n, n) for n in (buffer_names[id(owner), key] for owner, key, *_ in watch.outcome.updates)]
+            reader.sizes = Sizes(
+                reader.input_tensors(),
+                [tuple(x.shape) for x in pytree.tree_leaves((fake_args, fake_kwargs)) if isinstance(x, torch.Tensor)],
+            )
+        reader.assigned = [
+            aliases.get(n, n) for n in (buffer_names[id(owner), key] for owner, key, *_ in watch.outcome.updates)
+        ]
         reader.out_spec, reader.masters = watch.out_spec, stored
         return _Exported(reader.graph(), seen, watch.outcome, reader.sizes)
 
@@ -337,11 +407,17 @@ def _captured(net: nn.Module, args: tuple, kwargs: dict[str, Any], loss_fn: Any,
     except Exception as error:
         frames = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)]
         first = str(error).strip().split("\n\n")[0]
-        if any(isinstance(x, PackedSequence) for f, _ in traceback.walk_tb(error.__traceback__) for x in f.f_locals.values()):
+        if any(
+            isinstance(x, PackedSequence)
+            for f, _ in traceback.walk_tb(error.__traceback__)
+            for x in f.f_locals.values()
+        ):
             first = "the sizes of packed sequences depend on the values of their lengths"
-        raise CaptureError(f"the model cannot be captured: {type(error).__name__}: {first}",
-                           source=user_frame(frames) or _calling_line(),
-                           legal=next((legal for part, legal in _INSTEAD.items() if part in first), None)) from error
+        raise CaptureError(
+            f"the model cannot be captured: {type(error).__name__}: {first}",
+            source=user_frame(frames) or _calling_line(),
+            legal=next((legal for part, legal in _INSTEAD.items() if part in first), None),
+        ) from error
 
 
 def _dynamic(inputs: Any, vary: Sequence[Collection[int]]) -> torch.export.ShapesCollection:
@@ -361,9 +437,12 @@ def _hooks_inside(module: nn.Module) -> int:
 
 def _named_modules(net: nn.Module, loss_fn: Any) -> list[tuple[str, nn.Module]]:
     """The modules of a model and its loss, by the paths at which messages name them."""
-    return [(f"{root}.{path}" if path else root, module)
-            for root, whole in (("net", net), ("loss_fn", loss_fn)) if isinstance(whole, nn.Module)
-            for path, module in whole.named_modules()]
+    return [
+        (f"{root}.{path}" if path else root, module)
+        for root, whole in (("net", net), ("loss_fn", loss_fn))
+        if isinstance(whole, nn.Module)
+        for path, module in whole.named_modules()
+    ]
 
 
 def _with_counters(exported: Callable[..., _Exported]) -> _Exported:
@@ -397,10 +476,15 @@ def _with_counters(exported: Callable[..., _Exported]) -> _Exported:
 
 def _same_program(a: Graph, b: Graph) -> bool:
     """True where two captures of one model gave the same program."""
+
     def spelled(graph: Graph) -> list[str]:
         return [f"{op.name} {op.kind} {op.args} {op.kwargs} {op.outputs}" for op in graph.ops] + [str(graph.outputs)]
-    return spelled(a) == spelled(b) and list(a.constants) == list(b.constants) and \
-        all(torch.equal(x, b.constants[name]) for name, x in a.constants.items())
+
+    return (
+        spelled(a) == spelled(b)
+        and list(a.constants) == list(b.constants)
+        and all(torch.equal(x, b.constants[name]) for name, x in a.constants.items())
+    )
 
 
 def _check_constants(graph: Graph) -> None:
@@ -412,16 +496,18 @@ def _check_constants(graph: Graph) -> None:
     for name, tensor in graph.constants.items():
         op = next((op for op in graph.ops if any(v.name == name for v in op.inputs)), None)
         if tensor.requires_grad and op is not None and torch.is_grad_enabled():
-            raise CaptureError(f"a tensor of shape {list(tensor.shape)} requires a gradient, and is no parameter of the model",
-                               source=op.source or None, legal="an nn.Parameter of the model, or of a loss_fn that is a module; "
-                                                               "or requires_grad_(False)")
+            raise CaptureError(
+                f"a tensor of shape {list(tensor.shape)} requires a gradient, and is no parameter of the model",
+                source=op.source or None,
+                legal="an nn.Parameter of the model, or of a loss_fn that is a module; or requires_grad_(False)",
+            )
 
 
 def _check_updates(graph: Graph) -> None:
     """Refuse buffers whose new value would carry gradients from one step into the next.
 
-    One device keeps the graph of the old value, and raises at the second backward, where a result depends on it. Where none
-    does, values are the same without that graph, and are left without it.
+    One device keeps the graph of the old value, and raises at the second backward, where a result depends on it. Where
+    none does, values are the same without that graph, and are left without it.
 
     Raises:
         CaptureError: a result depends on such a buffer, with the line that makes its new value.
@@ -438,9 +524,12 @@ def _check_updates(graph: Graph) -> None:
     for name, value in carrying.items():
         if name in wanted:
             op = producers.get(value.name)
-            raise CaptureError(f"the new value of the buffer {name!r} carries gradients into the next step, where one device "
-                               "raises at the second backward", source=op.source or None if op else None,
-                               legal="a value without them: .detach(), or torch.no_grad()")
+            raise CaptureError(
+                f"the new value of the buffer {name!r} carries gradients into the next step, where one device "
+                "raises at the second backward",
+                source=op.source or None if op else None,
+                legal="a value without them: .detach(), or torch.no_grad()",
+            )
 
 
 #: Hooks of all modules that see a buffer being assigned.
@@ -462,16 +551,19 @@ class _Watch:
         out_spec: how its outputs nest.
     """
 
-    def __init__(self, module: nn.Module, seen: Observation, counters: Mapping[GuardedPlace, Any], finder: LineFinder | None
-                 ) -> None:
+    def __init__(
+        self, module: nn.Module, seen: Observation, counters: Mapping[GuardedPlace, Any], finder: LineFinder | None
+    ) -> None:
         self._module, self._seen, self._counters, self._finder = module, seen, counters, finder
         self.running, self.effects, self.outcome = False, Effects(), ForwardOutcome()
         self.out_spec: Any = None
         self._left_out: dict[int, Any] = {}
 
     def __enter__(self) -> _Watch:
-        self._hooks = (self._module.register_forward_pre_hook(self._begin, prepend=True),
-                       self._module.register_forward_hook(self._end))
+        self._hooks = (
+            self._module.register_forward_pre_hook(self._begin, prepend=True),
+            self._module.register_forward_hook(self._end),
+        )
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -481,8 +573,8 @@ class _Watch:
 
     def _begin(self, *_: Any) -> None:
         self._seen.begin(self._counters)
-        # torch.export turns an assigned buffer of the outermost module into a copy of its own, which fails where the tensor is an
-        # input or another buffer; here all modules' are alike.
+        # torch.export turns an assigned buffer of the outermost module into a copy of its own, which fails where the
+        # tensor is an input or another buffer; here all modules' are alike.
         for number, hook in [*_BUFFER_HOOKS.items()]:
             if str(getattr(hook, "__module__", "")).startswith("torch."):
                 self._left_out[number] = _BUFFER_HOOKS.pop(number)
@@ -510,17 +602,21 @@ class _Watch:
 
 def _input_names(net: nn.Module, count: int) -> dict[str, str]:
     """The names that a model's own forward gives to the inputs which `WithLoss` passes through."""
-    names = [p.name for p in inspect.signature(net.forward).parameters.values()
-             if p.kind is p.POSITIONAL_OR_KEYWORD][:count]
+    names = [p.name for p in inspect.signature(net.forward).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD][
+        :count
+    ]
     return {f"inputs_{i}": name for i, name in enumerate(names)} | {f"inputs_{count}": "target"}
 
 
 @contextlib.contextmanager
 def _objects_opened(module: nn.Module) -> Iterator[None]:
     """Opened objects reach the module closed, and what it returns is opened, so that export sees tensors alone."""
-    hooks = (module.register_forward_pre_hook(lambda _, args, kwargs: closed((args, kwargs)), prepend=True,
-                                              with_kwargs=True),
-             module.register_forward_hook(lambda _, args, result: opened(result)))
+    hooks = (
+        module.register_forward_pre_hook(
+            lambda _, args, kwargs: closed((args, kwargs)), prepend=True, with_kwargs=True
+        ),
+        module.register_forward_hook(lambda _, args, result: opened(result)),
+    )
     try:
         yield
     finally:
@@ -537,7 +633,9 @@ def _quiet() -> Iterator[None]:
         log.setLevel(logging.CRITICAL)
     try:
         with contextlib.redirect_stderr(written), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", r"The tensor attributes? self\..*_flat_weights")  # see `recurrent_weights`
+            warnings.filterwarnings(
+                "ignore", r"The tensor attributes? self\..*_flat_weights"
+            )  # see `recurrent_weights`
             yield
     except Exception as error:
         graph = str(getattr(error, "partial_fx_graph", ""))

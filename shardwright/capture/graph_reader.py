@@ -37,8 +37,10 @@ aten = torch.ops.aten
 _OWNERS = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "constant"}
 
 #: What the model may not change in place -> what to write instead.
-_UNCHANGEABLE = {"parameter": "a change outside of the model's forward",
-                 "constant": "a buffer, which register_buffer makes of it"}
+_UNCHANGEABLE = {
+    "parameter": "a change outside of the model's forward",
+    "constant": "a buffer, which register_buffer makes of it",
+}
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in ')
@@ -93,9 +95,17 @@ def bare(name: str, prefix: str) -> str:
 class GraphReader:
     """Reads an exported program into a `Graph`."""
 
-    def __init__(self, program: Any, calls: list[Operator], names: dict[int, str], prefix: str,
-                 aliases: dict[str, str], called: dict[str, str], functions: list[Applied],
-                 regions: list[RecomputeSettings]) -> None:
+    def __init__(
+        self,
+        program: Any,
+        calls: list[Operator],
+        names: dict[int, str],
+        prefix: str,
+        aliases: dict[str, str],
+        called: dict[str, str],
+        functions: list[Applied],
+        regions: list[RecomputeSettings],
+    ) -> None:
         self.called, self.functions, self.regions = called, functions, regions
         self.program, self.calls, self.prefix, self.aliases = program, calls, prefix, aliases
         self.mark_names = names
@@ -103,32 +113,37 @@ class GraphReader:
         self.parameters: dict[str, Value] = {}
         self.cells: dict[torch.fx.Node, Any] = {}
         self.updates: dict[str, Value] = {}
-        self.memories: dict[str, Memory] = {}              # of parameters and buffers, by name
+        self.memories: dict[str, Memory] = {}  # of parameters and buffers, by name
         self.writer = Writer(self.emit)
-        self.node: torch.fx.Node | None = None             # that is being read
-        self.frontier: int | None = None                   # under no_grad: the serial number where that began
+        self.node: torch.fx.Node | None = None  # that is being read
+        self.frontier: int | None = None  # under no_grad: the serial number where that began
         self.used: set[str] = set()
-        self.begun: dict[int, int] = {}                    # marked call -> how many operators came before it
-        self.entries: dict[torch.fx.Node, int] = {}        # mark node -> which tensor input of the call it is
-        self.places: list[dict[int, int]] = []             # per operator: index of an input -> its place in the call
+        self.begun: dict[int, int] = {}  # marked call -> how many operators came before it
+        self.entries: dict[torch.fx.Node, int] = {}  # mark node -> which tensor input of the call it is
+        self.places: list[dict[int, int]] = []  # per operator: index of an input -> its place in the call
         self.attached: set[int] = set()
-        self.named: set[int] = set()                       # marked operators whose bare name is taken
-        self.drawing: list[str] = []                       # random operators, in order
-        self.casting = Autocast()                          # the state of autocast
-        self.casts: dict[tuple, Value] = {}                # (value, dtype, module) -> the value cast, while that is shared
-        self.uncast: dict[str, Value] = {}                 # a cast made for autocast -> its value
-        self.sizes: Sizes | None = None                    # the symbols of a capture that is to scale
-        self.assigned: list[str] = []                      # buffers whose new values are the last outputs
-        self.out_spec: Any = program.call_spec.out_spec    # of the outputs before those
-        self.masters: Mapping[str, Master] = {}            # how parameters are stored, where not as they are read
-        self.entered: dict[int, tuple[int, dict]] = {}     # recomputed region -> how many operators, which casts came before it
-        self.spans: list[tuple[int, int, int]] = []        # region, its first operator, one past its last
+        self.named: set[int] = set()  # marked operators whose bare name is taken
+        self.drawing: list[str] = []  # random operators, in order
+        self.casting = Autocast()  # the state of autocast
+        self.casts: dict[tuple, Value] = {}  # (value, dtype, module) -> the value cast, while that is shared
+        self.uncast: dict[str, Value] = {}  # a cast made for autocast -> its value
+        self.sizes: Sizes | None = None  # the symbols of a capture that is to scale
+        self.assigned: list[str] = []  # buffers whose new values are the last outputs
+        self.out_spec: Any = program.call_spec.out_spec  # of the outputs before those
+        self.masters: Mapping[str, Master] = {}  # how parameters are stored, where not as they are read
+        self.entered: dict[
+            int, tuple[int, dict]
+        ] = {}  # recomputed region -> how many operators, which casts came before it
+        self.spans: list[tuple[int, int, int]] = []  # region, its first operator, one past its last
 
     def input_tensors(self) -> list[torch.Tensor]:
         """The exported program's metadata of the user's tensors, in order."""
         nodes = [n for n in self.program.graph.nodes if n.op == "placeholder"]
-        metas = [n.meta.get("val") for n, spec in zip(nodes, self.program.graph_signature.input_specs, strict=True)
-                 if spec.kind is InputKind.USER_INPUT]
+        metas = [
+            n.meta.get("val")
+            for n, spec in zip(nodes, self.program.graph_signature.input_specs, strict=True)
+            if spec.kind is InputKind.USER_INPUT
+        ]
         return [m for m in metas if isinstance(m, torch.Tensor)]
 
     def unique(self, name: str) -> str:
@@ -162,8 +177,13 @@ class GraphReader:
                 table = parameters if spec.kind is InputKind.PARAMETER else buffers
                 if name not in table:
                     self.used.add(name)
-                    table[name] = Value(name, tuple(meta.shape), meta.dtype,
-                                        spec.kind is InputKind.PARAMETER and meta.requires_grad, self.masters.get(name))
+                    table[name] = Value(
+                        name,
+                        tuple(meta.shape),
+                        meta.dtype,
+                        spec.kind is InputKind.PARAMETER and meta.requires_grad,
+                        self.masters.get(name),
+                    )
                 value = table[name]
             owner = _OWNERS.get(spec.kind, "input")
             named = self.memories.setdefault if owner in ("parameter", "buffer") else lambda _, memory: memory
@@ -171,31 +191,57 @@ class GraphReader:
         for mark_path in self.mark_names.values():
             self.used.add(mark_path)
         result = self.walk(self.program.graph, self.program.graph_module)
-        kept = [self.leaf(r) for r, spec in zip(result, signature.output_specs, strict=True)
-                if spec.kind in (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT)]
+        kept = [
+            self.leaf(r)
+            for r, spec in zip(result, signature.output_specs, strict=True)
+            if spec.kind in (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT)
+        ]
         if self.assigned:
-            self.updates.update(zip(self.assigned, kept[-len(self.assigned):], strict=True))
-            del kept[-len(self.assigned):]
+            self.updates.update(zip(self.assigned, kept[-len(self.assigned) :], strict=True))
+            del kept[-len(self.assigned) :]
         changed = self.changed_inputs([v.name for v in inputs])
         kept += changed.values()
-        graph = Graph(tuple(inputs), parameters, buffers, constants,
-                      tuple(recomputed_ops(self.ops, self.regions, self.spans, self.mark_names)), tuple(kept),
-                      self.program.call_spec.in_spec, self.out_spec, self.updates, self.aliases, changed=tuple(changed))
+        graph = Graph(
+            tuple(inputs),
+            parameters,
+            buffers,
+            constants,
+            tuple(recomputed_ops(self.ops, self.regions, self.spans, self.mark_names)),
+            tuple(kept),
+            self.program.call_spec.in_spec,
+            self.out_spec,
+            self.updates,
+            self.aliases,
+            changed=tuple(changed),
+        )
         graph = _without_dead(graph)
         unseen = {name for name, tensor in constants.items() if isinstance(tensor, FakeTensor)}
         for op in graph.ops:
             if any(v.name in unseen for v in op.inputs):
-                raise CaptureError("a tensor comes of others in a way that the capture does not see", **op.where,
-                                   legal="torch's own operators")
-        return replace(graph, constants={n: tensor for n, tensor in constants.items() if n not in unseen}) if unseen else graph
+                raise CaptureError(
+                    "a tensor comes of others in a way that the capture does not see",
+                    **op.where,
+                    legal="torch's own operators",
+                )
+        return (
+            replace(graph, constants={n: tensor for n, tensor in constants.items() if n not in unseen})
+            if unseen
+            else graph
+        )
 
     def changed_inputs(self, names: list[str]) -> dict[int, Value]:
-        """The inputs that the model changed in place, and what they hold at the end: values of their own, since they may be
-        handed out otherwise than the model's outputs."""
-        memories = {cell.memory.name: cell.memory for cell in self.cells.values()
-                    if isinstance(cell, Cell) and cell.memory.owner == "input"}
-        return {i: self.emit(aten.alias.default, (self.writer.read(memories[name].whole),), {})[0]
-                for i, name in enumerate(names) if name in memories and memories[name].version}
+        """The inputs that the model changed in place, and what they hold at the end: values of their own, since they
+        may be handed out otherwise than the model's outputs."""
+        memories = {
+            cell.memory.name: cell.memory
+            for cell in self.cells.values()
+            if isinstance(cell, Cell) and cell.memory.owner == "input"
+        }
+        return {
+            i: self.emit(aten.alias.default, (self.writer.read(memories[name].whole),), {})[0]
+            for i, name in enumerate(names)
+            if name in memories and memories[name].version
+        }
 
     def shape(self, tensor: torch.Tensor) -> tuple[Any, ...]:
         return tuple(tensor.shape) if self.sizes is None else self.sizes.shape(tensor)
@@ -220,10 +266,21 @@ class GraphReader:
             elif node.op == "call_function":
                 try:
                     self.call(node)
-                except (ArithmeticError, AssertionError, AttributeError, LookupError, NotImplementedError, RuntimeError,
-                        TypeError, ValueError) as error:
-                    raise CaptureError(f"{node.target} cannot be read: {type(error).__name__}: {error}",
-                                       source=_source(node) or None, legal="torch's plain operators") from error
+                except (
+                    ArithmeticError,
+                    AssertionError,
+                    AttributeError,
+                    LookupError,
+                    NotImplementedError,
+                    RuntimeError,
+                    TypeError,
+                    ValueError,
+                ) as error:
+                    raise CaptureError(
+                        f"{node.target} cannot be read: {type(error).__name__}: {error}",
+                        source=_source(node) or None,
+                        legal="torch's plain operators",
+                    ) from error
             else:
                 raise CaptureError(f"unexpected node {node.format_node()}", source=_source(node))
         return []
@@ -241,8 +298,9 @@ class GraphReader:
         elif target is EDGE:
             self.region_edge(*node.args)
         elif target is OPAQUE:
-            self.cells[node] = self.record(node, self.functions[node.args[1]],
-                                           tuple(self.leaf(self.cells[a]) for a in node.args[0]), {})
+            self.cells[node] = self.record(
+                node, self.functions[node.args[1]], tuple(self.leaf(self.cells[a]) for a in node.args[0]), {}
+            )
             if self.casting:
                 self.ops[-1] = replace(self.ops[-1], target=under(self.ops[-1].target, self.casting))
         elif target is operator.getitem:
@@ -264,8 +322,9 @@ class GraphReader:
         self.frontier = None if enabled else begin if outside is None else outside
         results = self.inlined(sub, args)
         self.frontier, self.node = outside, node
-        self.cells[node] = results if enabled else [
-            self.without_gradient(r, begin) if isinstance(r, Cell) else r for r in results]
+        self.cells[node] = (
+            results if enabled else [self.without_gradient(r, begin) if isinstance(r, Cell) else r for r in results]
+        )
 
     def without_gradient(self, cell: Cell, begin: int) -> Cell:
         """A variable as it leaves a region without gradients that began at a serial number: itself, where it was there
@@ -312,17 +371,24 @@ class GraphReader:
         Args:
             args, kwargs: the node's arguments, with values in the place of nodes.
         """
-        nodes = [a for a in pytree.tree_leaves((node.args, dict(node.kwargs))) if isinstance(a, torch.fx.Node)
-                 and isinstance(self.cells[a], Cell)]
+        nodes = [
+            a
+            for a in pytree.tree_leaves((node.args, dict(node.kwargs)))
+            if isinstance(a, torch.fx.Node) and isinstance(self.cells[a], Cell)
+        ]
         devices = iter([n.meta["val"].device for n in nodes])
-        decided = casts_of(target, *map_values((args, kwargs), lambda v: Like(v.shape, v.dtype, next(devices))),
-                           self.casting)
+        decided = casts_of(
+            target, *map_values((args, kwargs), lambda v: Like(v.shape, v.dtype, next(devices))), self.casting
+        )
         recorded = tuple(m.dtype for m in pytree.tree_leaves(node.meta.get("val")) if isinstance(m, torch.Tensor))
         if decided.made is not None and decided.made != recorded:
-            raise CaptureError(f"internal error: under {self.casting} {target} of {[v.dtype for v in values_in((args, kwargs))]} "
-                               f"was captured with results of {[*recorded]}, and its casts give {[*decided.made]}",
-                               operator=node.name, source=_source(node) or None,
-                               legal="with torch.autocast(..., enabled=False) around it, and its casts written there")
+            raise CaptureError(
+                f"internal error: under {self.casting} {target} of {[v.dtype for v in values_in((args, kwargs))]} "
+                f"was captured with results of {[*recorded]}, and its casts give {[*decided.made]}",
+                operator=node.name,
+                source=_source(node) or None,
+                legal="with torch.autocast(..., enabled=False) around it, and its casts written there",
+            )
         to = iter(decided.inputs)
         args, kwargs = map_values((args, kwargs), lambda v: self.cast_to(node, v, next(to)))
         if decided.dtype is not None:
@@ -340,8 +406,18 @@ class GraphReader:
             name = self.unique(f"{value.name}_{str(dtype).removeprefix('torch.')}")
             cast = Value(name, value.shape, dtype, value.requires_grad)
             self.places.append({})
-            self.ops.append(Op(name, aten.to.dtype, (value, dtype), {}, (value,), (cast,),
-                               _module_path(node, self.prefix), _source(node)))
+            self.ops.append(
+                Op(
+                    name,
+                    aten.to.dtype,
+                    (value, dtype),
+                    {},
+                    (value,),
+                    (cast,),
+                    _module_path(node, self.prefix),
+                    _source(node),
+                )
+            )
             self.uncast[name] = value
             if self.casting.shares:
                 self.casts[key] = cast
@@ -366,7 +442,8 @@ class GraphReader:
 
     def attach(self, marked: Operator, call: int, inside: list[int]) -> None:
         """Name the one operator recorded since the marked call began, and put the mark on it. Views beside it do not
-        count: where it has them, the strategy speaks of the operator's own inputs. Nor does what reads buffers alone, as
+        count: where it has them, the strategy speaks of the operator's own inputs. Nor does what reads buffers alone,
+            as
         a batch norm's count of batches."""
         if call in self.attached:
             return  # a further output of the same call
@@ -374,21 +451,37 @@ class GraphReader:
         name = self.mark_names.get(id(marked))
         if len(inside) > 1:
             buffers = {memory.name for memory in self.memories.values() if memory.owner == "buffer"}
-            inside = [i for i in inside if not _is_beside(self.ops[i].target) and self.ops[i].name not in self.uncast and not (
-                self.ops[i].inputs and buffers.issuperset(v.name for v in self.ops[i].inputs))] or inside
+            inside = [
+                i
+                for i in inside
+                if not _is_beside(self.ops[i].target)
+                and self.ops[i].name not in self.uncast
+                and not (self.ops[i].inputs and buffers.issuperset(v.name for v in self.ops[i].inputs))
+            ] or inside
         if len(inside) != 1:
             kinds = ", ".join(self.ops[i].kind for i in inside) or "none"
             modules = [self.ops[i].module for i in inside]
-            single = [f"{self.ops[i].module} ({self.ops[i].kind})" for i in inside
-                      if self.ops[i].module != name and modules.count(self.ops[i].module) == 1]
-            raise CaptureError(f"a mark names one operator; this one holds {len(inside)}: {kinds}", operator=name,
-                               source=marked.source, strategy=marked.in_strategy,
-                               legal="shard() on each operator by itself" + (": " + ", ".join(single)) * bool(single))
+            single = [
+                f"{self.ops[i].module} ({self.ops[i].kind})"
+                for i in inside
+                if self.ops[i].module != name and modules.count(self.ops[i].module) == 1
+            ]
+            raise CaptureError(
+                f"a mark names one operator; this one holds {len(inside)}: {kinds}",
+                operator=name,
+                source=marked.source,
+                strategy=marked.in_strategy,
+                legal="shard() on each operator by itself" + (": " + ", ".join(single)) * bool(single),
+            )
         op, places = self.ops[inside[0]], self.places[inside[0]]
         own = list(self.parameters)  # after its inputs a module's own weights, as it holds them
         given = [self.uncast.get(v.name, v).name for v in op.inputs]
-        order = tuple(sorted(range(len(given)), key=lambda i: (
-            places.get(i, len(given)), own.index(given[i]) if given[i] in own else len(own), i)))
+        order = tuple(
+            sorted(
+                range(len(given)),
+                key=lambda i: (places.get(i, len(given)), own.index(given[i]) if given[i] in own else len(own), i),
+            )
+        )
         path = op.name
         if name is not None:  # the first call has the bare name
             path = self.unique(name) if id(marked) in self.named else name
@@ -401,7 +494,8 @@ class GraphReader:
         if not schema_of(target).returns and not written:
             return  # a check of what export knows by now
         args, kwargs = pytree.tree_map(
-            lambda a: self.leaf(self.cells[a]) if isinstance(a, torch.fx.Node) else a, (node.args, dict(node.kwargs)))
+            lambda a: self.leaf(self.cells[a]) if isinstance(a, torch.fx.Node) else a, (node.args, dict(node.kwargs))
+        )
         if self.casting:
             args, kwargs, whole = self.cast(node, target, tuple(args), kwargs)
             first = len(self.ops)
@@ -425,8 +519,11 @@ class GraphReader:
         recurrent = without_dropout(target, named)
         if recurrent is not None:
             target, args, drops = recurrent
-            self.cells[node] = [Cell(v) for v in layer_by_layer(self.emit, target, args, drops)] if drops else \
-                self.record(node, target, args, {})
+            self.cells[node] = (
+                [Cell(v) for v in layer_by_layer(self.emit, target, args, drops)]
+                if drops
+                else self.record(node, target, args, {})
+            )
             return
         cells = self.record(node, target, tuple(args), kwargs)
         if target is not aten.lift_fresh_copy.default:  # a copy, whatever the fake tensors share
@@ -437,13 +534,21 @@ class GraphReader:
 
     def find_views(self, node: torch.fx.Node, target: Any, args: tuple, kwargs: dict, cells: list[Cell | None]) -> None:
         """Outputs that share memory with an input become views of it."""
-        sources = [n for n in pytree.tree_leaves((node.args, dict(node.kwargs)))
-                   if isinstance(n, torch.fx.Node) and isinstance(self.cells[n], Cell)]
+        sources = [
+            n
+            for n in pytree.tree_leaves((node.args, dict(node.kwargs)))
+            if isinstance(n, torch.fx.Node) and isinstance(self.cells[n], Cell)
+        ]
         metas = _tensors(node.meta.get("val"))
         sizes = tuple(tuple(m.shape) if m is not None else () for m in metas)
         for i, (cell, meta) in enumerate(zip(cells, metas)):
-            shared = [n for n in sources if cell is not None and isinstance(n.meta.get("val"), torch.Tensor)
-                      and (shares_memory(n.meta["val"], meta) or gives_back(target, args, kwargs))]
+            shared = [
+                n
+                for n in sources
+                if cell is not None
+                and isinstance(n.meta.get("val"), torch.Tensor)
+                and (shares_memory(n.meta["val"], meta) or gives_back(target, args, kwargs))
+            ]
             source = None if not shared else shared[i] if len(shared) == len(cells) else shared[0]
             parent = None if source is None else self.cells[source].view
             if parent is not None and any(v is parent.value for v in values_in((args, kwargs))):
@@ -454,11 +559,18 @@ class GraphReader:
     def in_place(self, node: torch.fx.Node, target: Any, written: list[str], args: tuple, kwargs: dict) -> None:
         """``x.relu_()`` becomes a plain relu, and the variable x holds its result from here on."""
         given = dict(zip((a.name for a in schema_of(target).arguments), node.args)) | dict(node.kwargs)
-        changed = [self.cells.get(n) for n in pytree.tree_leaves([given[name] for name in written])
-                   if isinstance(n, torch.fx.Node)]
+        changed = [
+            self.cells.get(n)
+            for n in pytree.tree_leaves([given[name] for name in written])
+            if isinstance(n, torch.fx.Node)
+        ]
         plain = plain_form(target)
-        if torch.Tag.inplace_view in target.tags and target is not aten.detach_.default and plain is not None \
-                and schema_of(plain).returns[0].alias_info is not None:
+        if (
+            torch.Tag.inplace_view in target.tags
+            and target is not aten.detach_.default
+            and plain is not None
+            and schema_of(plain).returns[0].alias_info is not None
+        ):
             self.turn(node, plain, args, kwargs)
             return
         if target is aten.fill_diagonal_.default and len(args[0].shape) == 2:
@@ -474,8 +586,11 @@ class GraphReader:
             kwargs = {name: value for name, value in kwargs.items() if name not in written}
             made = [c.view.value for c in self.record(node, plain, args, kwargs, metas=_made(plain, args, kwargs))]
         if made is None or len(made) != len(changed) or not all(isinstance(c, Cell) for c in changed):
-            raise CaptureError(f"{target} writes into its arguments and has no plain form", source=_source(node) or None,
-                               legal="an operator that returns its result")
+            raise CaptureError(
+                f"{target} writes into its arguments and has no plain form",
+                source=_source(node) or None,
+                legal="an operator that returns its result",
+            )
         for cell, value in zip(changed, made):
             if value is not cell.view.value:
                 self.store(node, cell, value)
@@ -494,17 +609,21 @@ class GraphReader:
         rows, columns = x.shape
         if wrap and rows > columns:
             return None
-        diagonal = self.emit(aten.full.default, ([min(rows, columns)], fill),
-                             {"dtype": x.dtype, "device": self.node.meta["val"].device})[0]
+        diagonal = self.emit(
+            aten.full.default, ([min(rows, columns)], fill), {"dtype": x.dtype, "device": self.node.meta["val"].device}
+        )[0]
         return self.emit(aten.diagonal_scatter.default, (x, diagonal), {})[0]
 
     def store(self, node: torch.fx.Node, cell: Cell, value: Value) -> None:
-        """A variable holds another value from here on, in the memory that it shares: noted where this is a buffer's, refused
-        where it cannot be."""
+        """A variable holds another value from here on, in the memory that it shares: noted where this is a buffer's,
+        refused where it cannot be."""
         memory, old, where = cell.memory, self.read(cell), {"source": _source(node) or None}
         if memory.owner in _UNCHANGEABLE:
-            raise CaptureError(f"the model changes its {memory.owner} {memory.name!r} in place", **where,
-                               legal=_UNCHANGEABLE[memory.owner])
+            raise CaptureError(
+                f"the model changes its {memory.owner} {memory.name!r} in place",
+                **where,
+                legal=_UNCHANGEABLE[memory.owner],
+            )
         if value.dtype != old.dtype:
             value = self.emit(aten.to.dtype, (value, old.dtype), {})[0]
         if value.shape != old.shape:
@@ -518,8 +637,9 @@ class GraphReader:
         if memory.owner == "buffer":
             self.updates[memory.name] = memory.whole.value
 
-    def running_statistics(self, node: torch.fx.Node, target: Any, named: dict[str, Any], nodes: dict[str, Any]
-                           ) -> None:
+    def running_statistics(
+        self, node: torch.fx.Node, target: Any, named: dict[str, Any], nodes: dict[str, Any]
+    ) -> None:
         """A normalisation that changes its running statistics: `target` returns them."""
         if target is batch_norm:
             path = _module_path(node, self.prefix)
@@ -538,12 +658,23 @@ class GraphReader:
         """Append an operator that stands for a part of the node that is read; its outputs."""
         metas = _made(target, args, kwargs)
         if metas is None:
-            raise CaptureError(f"{target} cannot stand for a part of {self.node.target}", source=_source(self.node) or None,
-                               legal="an operator that returns its result")
+            raise CaptureError(
+                f"{target} cannot stand for a part of {self.node.target}",
+                source=_source(self.node) or None,
+                legal="an operator that returns its result",
+            )
         return [cell.view.value for cell in self.record(self.node, target, args, kwargs, metas=metas, entered=False)]
 
-    def record(self, node: torch.fx.Node, target: Any, args: tuple, kwargs: dict, further: Sequence[Value] = (),
-               metas: list[torch.Tensor] | None = None, entered: bool = True) -> list[Cell]:
+    def record(
+        self,
+        node: torch.fx.Node,
+        target: Any,
+        args: tuple,
+        kwargs: dict,
+        further: Sequence[Value] = (),
+        metas: list[torch.Tensor] | None = None,
+        entered: bool = True,
+    ) -> list[Cell]:
         """Append an operator; its outputs' cells.
 
         Args:
@@ -555,35 +686,58 @@ class GraphReader:
         shapes = [self.shape(m) if isinstance(m, torch.Tensor) else (m,) for m in metas]
         if any(isinstance(s, _SYMBOLIC) for shape in shapes for s in shape):
             on = [tuple(v.shape) for v in values_in((args, kwargs))]
-            raise CaptureError(f"what {target} gives, called on {on}, depends on the values of tensors",
-                               operator=node.name, source=_source(node) or None,
-                               legal="shapes and numbers that do not depend on the values of tensors, such as "
-                                     "torch.where(mask, a, b) in the place of a[mask]")
+            raise CaptureError(
+                f"what {target} gives, called on {on}, depends on the values of tensors",
+                operator=node.name,
+                source=_source(node) or None,
+                legal="shapes and numbers that do not depend on the values of tensors, such as "
+                "torch.where(mask, a, b) in the place of a[mask]",
+            )
         wish = target.__name__ if isinstance(target, Applied) else node.name
         flowing = target.differentiable if isinstance(target, Applied) else _flowing(target, args, kwargs, len(metas))
         name = self.unique(wish.rstrip("_") or wish)
         inputs = values_in((args, kwargs))
         grad = any(v.requires_grad for v in inputs) and target is not aten.detach.default
         outputs = tuple(
-            Value(name if len(metas) + len(further) == 1 else f"{name}.{i}", shapes[i], m.dtype,
-                  grad and flowing[i] and (m.dtype.is_floating_point or m.dtype.is_complex))
-            if isinstance(m, torch.Tensor) else None
-            for i, m in enumerate(metas))
+            Value(
+                name if len(metas) + len(further) == 1 else f"{name}.{i}",
+                shapes[i],
+                m.dtype,
+                grad and flowing[i] and (m.dtype.is_floating_point or m.dtype.is_complex),
+            )
+            if isinstance(m, torch.Tensor)
+            else None
+            for i, m in enumerate(metas)
+        )
         outputs += tuple(Value(f"{name}.{i}", v.shape, v.dtype) for i, v in enumerate(further, len(metas)))
-        nodes = [a for a in pytree.tree_leaves((node.args, dict(node.kwargs))) if isinstance(a, torch.fx.Node)
-                 and isinstance(self.cells[a], Cell)]
+        nodes = [
+            a
+            for a in pytree.tree_leaves((node.args, dict(node.kwargs)))
+            if isinstance(a, torch.fx.Node) and isinstance(self.cells[a], Cell)
+        ]
         self.places.append({i: self.entries[n] for i, n in enumerate(nodes) if n in self.entries and entered})
         number, seeded = len(self.drawing), torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
         if seeded:
             self.drawing.append(name)
-        self.ops.append(Op(name, target, args, kwargs, inputs, outputs, _module_path(node, self.prefix),
-                           _source(node), number=number if seeded else 0))
+        self.ops.append(
+            Op(
+                name,
+                target,
+                args,
+                kwargs,
+                inputs,
+                outputs,
+                _module_path(node, self.prefix),
+                _source(node),
+                number=number if seeded else 0,
+            )
+        )
         return [Cell(v) if v is not None else None for v in outputs]
 
 
 def _is_all(node: torch.fx.Node) -> bool:
     """Whether a slice takes all of a dim, ``x[:]``."""
-    start, end, step = (*node.args[2:], *(None, None, 1)[len(node.args) - 2:])
+    start, end, step = (*node.args[2:], *(None, None, 1)[len(node.args) - 2 :])
     return start in (None, 0) and end in (None, sys.maxsize) and step == 1
 
 
@@ -597,8 +751,12 @@ def _is_view(target: Any) -> bool:
 
 def _is_beside(target: Any) -> bool:
     """Whether an operator belongs to how variables share memory: a view, or a write through one."""
-    return _is_view(target) or target in (aten.slice_scatter.default, aten.select_scatter.default, assigned,
-                                          aten.diagonal_scatter.default)
+    return _is_view(target) or target in (
+        aten.slice_scatter.default,
+        aten.select_scatter.default,
+        assigned,
+        aten.diagonal_scatter.default,
+    )
 
 
 def _tensors(made: Any) -> list[Any]:
@@ -618,8 +776,10 @@ def _flowing(target: Any, args: tuple, kwargs: dict, count: int) -> tuple[bool, 
     """To which of its outputs a gradient of any input comes; to all, where it does not say."""
     if count > 1 and len({v.requires_grad for v in values_in((args, kwargs))}) > 1:
         try:
-            args, kwargs = map_values((args, kwargs), lambda v: torch.empty(
-                v.shape, dtype=v.dtype, device="meta", requires_grad=v.requires_grad))
+            args, kwargs = map_values(
+                (args, kwargs),
+                lambda v: torch.empty(v.shape, dtype=v.dtype, device="meta", requires_grad=v.requires_grad),
+            )
             with torch.enable_grad():
                 made = target(*args, **kwargs)
             return tuple(isinstance(m, torch.Tensor) and m.requires_grad for m in made)

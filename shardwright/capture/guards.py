@@ -6,11 +6,14 @@ A captured program is right as long as its model reads what it read during the c
     reads       attributes of modules and of plain objects, class attributes, globals and closure cells (`observation`)
     contents    of lists, dicts and sets that were read
 
-A check compares all of it by identity, in loops that run in C: 30 to 60 us for a GPT of 12 layers. Only where an object is
+A check compares all of it by identity, in loops that run in C: 30 to 60 us for a GPT of 12 layers. Only where an object
+    is
 another one are values compared: ``5.0`` in the place of an equal ``5.0`` is no change.
 
-Worked example: a forward reads ``self.beta``, which is ``2.0``. The guard is (``vars(net)``, ``"beta"``, the object 2.0). After
-``net.beta = 5.0`` the object is another one and the value is another one; `Guards.change` says "net.beta was 2.0 and is 5.0".
+Worked example: a forward reads ``self.beta``, which is ``2.0``. The guard is (``vars(net)``, ``"beta"``, the object
+    2.0). After
+``net.beta = 5.0`` the object is another one and the value is another one; `Guards.change` says "net.beta was 2.0 and is
+5.0".
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ import torch
 from torch import nn
 
 __all__ = ["CONTAINERS", "HOOKS", "MISSING", "TABLES", "GuardedPlace", "Guards", "contents", "is_simple", "spelled"]
+
 
 class _Missing:
     """The value of a place that holds nothing."""
@@ -47,8 +51,23 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_p
 
 CONTAINERS = (list, dict, set, collections.deque)
 
-_SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
-           range, slice, Enum, type(Ellipsis))
+_SIMPLE = (
+    int,
+    float,
+    complex,
+    bool,
+    str,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    range,
+    slice,
+    Enum,
+    type(Ellipsis),
+)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type)
 
 _class_get = types.MappingProxyType.get
@@ -162,8 +181,13 @@ class Guards:
     `settle` records the values; until then nothing is compared.
     """
 
-    def __init__(self, modules: Iterable[tuple[str, nn.Module]], places: Iterable[GuardedPlace],
-                 around: Mapping[int, tuple[str, ...]] | None = None, counters: Collection[tuple[int, Any]] = ()) -> None:
+    def __init__(
+        self,
+        modules: Iterable[tuple[str, nn.Module]],
+        places: Iterable[GuardedPlace],
+        around: Mapping[int, tuple[str, ...]] | None = None,
+        counters: Collection[tuple[int, Any]] = (),
+    ) -> None:
         self._modules = list(modules)
         self._counters = counters
         self._places = [place for place in places if place.identity not in counters]
@@ -192,9 +216,17 @@ class Guards:
         self._keys = [tuple(t) for t in self._full]
         self._parameters = [p for a in own for p in a["_parameters"].values() if p is not None]
         self._trained = list(map(_requires_grad, self._parameters))
-        found = {place.identity: place for place in (
-            *(GuardedPlace(a, key, f"{path}.{key}") for (path, _), a in zip(self._modules, own) for key in ("training", "forward")),
-            *self._places)}
+        found = {
+            place.identity: place
+            for place in (
+                *(
+                    GuardedPlace(a, key, f"{path}.{key}")
+                    for (path, _), a in zip(self._modules, own)
+                    for key in ("training", "forward")
+                ),
+                *self._places,
+            )
+        }
         self._containers: list[tuple[Any, tuple, str]] = []
         seen: set[int] = set()
         for place in list(found.values()):
@@ -204,13 +236,19 @@ class Guards:
         self._dicts, self._names = [p.owner for p in self._dict_places], [p.key for p in self._dict_places]
         self._values = [p.get() for p in self._dict_places]
         self._class_places = [p for p in places if isinstance(p.owner, type)]
-        self._classes, self._class_names = [p.owner.__dict__ for p in self._class_places], [p.key for p in self._class_places]
+        self._classes, self._class_names = (
+            [p.owner.__dict__ for p in self._class_places],
+            [p.key for p in self._class_places],
+        )
         self._class_values = [p.get() for p in self._class_places]
         self._cell_places = [p for p in places if isinstance(p.owner, types.CellType)]
         self._cells = [p.owner for p in self._cell_places]
         self._cell_values = [p.get() for p in self._cell_places]
-        self._others = [(p, p.get()) for p in places
-                        if not isinstance(p.owner, (type, types.CellType)) and type(p.owner) is not dict]
+        self._others = [
+            (p, p.get())
+            for p in places
+            if not isinstance(p.owner, (type, types.CellType)) and type(p.owner) is not dict
+        ]
 
     def _contain(self, value: Any, path: str, seen: set[int], found: dict[tuple[int, Any], GuardedPlace]) -> None:
         """Guard the contents of a container: of a dict its keys, and its values as places of their own."""
@@ -236,20 +274,25 @@ class Guards:
     def _unchanged(self) -> bool:
         """Whether every object is the one that it was."""
         try:
-            return (all(map(is_, map(dict.get, self._dicts, self._names, repeat(MISSING)), self._values))
-                    and not any(self._empty)
-                    and list(map(len, self._full)) == self._counts
-                    and all(map(is_, chain.from_iterable(map(dict.values, self._full)), self._members))
-                    and list(map(_requires_grad, self._parameters)) == self._trained
-                    and all(map(is_, map(_class_get, self._classes, self._class_names, repeat(MISSING)), self._class_values))
-                    and all(map(is_, map(_cell_contents, self._cells), self._cell_values))
-                    and all(_identical(_entries(held), was) for held, was, _ in self._containers)
-                    and all(place.get() is was for place, was in self._others))
+            return (
+                all(map(is_, map(dict.get, self._dicts, self._names, repeat(MISSING)), self._values))
+                and not any(self._empty)
+                and list(map(len, self._full)) == self._counts
+                and all(map(is_, chain.from_iterable(map(dict.values, self._full)), self._members))
+                and list(map(_requires_grad, self._parameters)) == self._trained
+                and all(
+                    map(is_, map(_class_get, self._classes, self._class_names, repeat(MISSING)), self._class_values)
+                )
+                and all(map(is_, map(_cell_contents, self._cells), self._cell_values))
+                and all(_identical(_entries(held), was) for held, was, _ in self._containers)
+                and all(place.get() is was for place, was in self._others)
+            )
         except ValueError:  # an empty cell
             return False
 
     def change(self) -> str | None:
-        """What has changed first, in words; None: nothing but objects in the place of equal ones, which are recorded then."""
+        """What has changed first, in words; None: nothing but objects in the place of equal ones, which are recorded
+        then."""
         for (path, kind), table, length in zip(self._paths, self._tables, self._lengths):
             if len(table) != length:
                 return f"{path} has {len(table)} {_KINDS[kind]} and had {length}"
@@ -263,8 +306,12 @@ class Guards:
         for parameter, before in zip(self._parameters, self._trained):
             if parameter.requires_grad is not before:
                 return f"{self._name(parameter)}.requires_grad was {before} and is {parameter.requires_grad}"
-        recorded = [*zip(self._dict_places, self._values), *zip(self._class_places, self._class_values),
-                    *zip(self._cell_places, self._cell_values), *self._others]
+        recorded = [
+            *zip(self._dict_places, self._values),
+            *zip(self._class_places, self._class_values),
+            *zip(self._cell_places, self._cell_values),
+            *self._others,
+        ]
         for place, before in recorded:
             now = place.get()
             if not _same(before, now):
@@ -284,13 +331,18 @@ class Guards:
 
     def parts_changed(self) -> bool:
         """Whether the model has other parameters, buffers or submodules."""
-        return self._copied or list(map(len, self._tables)) != self._lengths or \
-            not all(map(is_, chain.from_iterable(map(dict.values, self._full)), self._members))
+        return (
+            self._copied
+            or list(map(len, self._tables)) != self._lengths
+            or not all(map(is_, chain.from_iterable(map(dict.values, self._full)), self._members))
+        )
 
     def only_mode_changed(self) -> bool:
         """Whether nothing but `training` and `requires_grad` are others, which no line needs to tell."""
         values, trained = self._values, self._trained
-        self._values = [place.get() if place.key == "training" else value for place, value in zip(self._dict_places, values)]
+        self._values = [
+            place.get() if place.key == "training" else value for place, value in zip(self._dict_places, values)
+        ]
         self._trained = list(map(_requires_grad, self._parameters))
         try:
             return not self._copied and self.hold()
@@ -304,11 +356,22 @@ class Guards:
         return made
 
     def _name(self, parameter: torch.Tensor) -> str:
-        return next(f"{path}.{key}" for (path, _), table in zip(self._paths, self._tables)
-                    for key, held in table.items() if held is parameter)
+        return next(
+            f"{path}.{key}"
+            for (path, _), table in zip(self._paths, self._tables)
+            for key, held in table.items()
+            if held is parameter
+        )
 
 
-_KINDS = {"_parameters": "parameters", "_buffers": "buffers", "_modules": "submodules", "_forward_pre_hooks": "forward-pre hooks",
-          "_forward_hooks": "forward hooks", "_backward_hooks": "backward hooks", "_backward_pre_hooks": "backward-pre hooks"}
+_KINDS = {
+    "_parameters": "parameters",
+    "_buffers": "buffers",
+    "_modules": "submodules",
+    "_forward_pre_hooks": "forward-pre hooks",
+    "_forward_hooks": "forward hooks",
+    "_backward_hooks": "backward hooks",
+    "_backward_pre_hooks": "backward-pre hooks",
+}
 _requires_grad = attrgetter("requires_grad")
 _cell_contents = attrgetter("cell_contents")

@@ -1,6 +1,7 @@
 """Parameters that are each rank's own slice, as a user makes them for ``hybrid_parallel``.
 
-In processes such a parameter is this rank's slice and nothing else. Where all devices are in one process it holds the slices
+In processes such a parameter is this rank's slice and nothing else. Where all devices are in one process it holds the
+slices
 of all ranks, stacked: it is built by a function of the rank, which serves both.
 """
 
@@ -22,11 +23,13 @@ _ATTRIBUTE, _STACKED = "layerwise_parallel", "_shardwright_stacked"
 
 
 def layerwise_parallel(given: nn.Parameter | Callable[[int], torch.Tensor]) -> nn.Parameter:
-    """A parameter that is each rank's own slice: in ``hybrid_parallel`` its gradient is not summed over ranks, and it is not
-    broadcast. The same as ``parameter.layerwise_parallel = True``, which a deep copy of the parameter does not keep.
+    """A parameter that is each rank's own slice: in ``hybrid_parallel`` its gradient is not summed over ranks, and it
+    is not broadcast. The same as ``parameter.layerwise_parallel = True``, which a deep copy of the parameter does not
+    keep.
 
     Args:
-        given: this rank's parameter; or a function of the rank that returns its slice, of one shape on all ranks. Where all
+        given: this rank's parameter; or a function of the rank that returns its slice, of one shape on all ranks. Where
+            all
             devices are in one process only the function tells the slices of all: the parameter then holds them stacked.
 
     Returns:
@@ -38,10 +41,13 @@ def layerwise_parallel(given: nn.Parameter | Callable[[int], torch.Tensor]) -> n
     if isinstance(given, nn.Parameter):
         parameter = given
     elif isinstance(given, torch.Tensor) or not callable(given):
-        raise SettingError(f"layerwise_parallel({type(given).__name__})",
-                           legal="an nn.Parameter, or a function: rank -> this rank's slice")
+        raise SettingError(
+            f"layerwise_parallel({type(given).__name__})",
+            legal="an nn.Parameter, or a function: rank -> this rank's slice",
+        )
     else:
         from ..process import current  # above this room; a user's call, not an import of ours
+
         runtime = current()
         if runtime.processes or runtime.devices is None:
             parameter = nn.Parameter(given(runtime.rank))
@@ -75,8 +81,11 @@ def check_mode(holder: nn.Module, parallel_mode: str) -> None:
     """
     names = sorted(own_parameters(holder))
     if names and parallel_mode != "hybrid_parallel":
-        raise SettingError(f"the parameter {names[0]!r} is layerwise_parallel, a slice of each rank's own, which "
-                           f"{parallel_mode} does not know", legal='parallel_mode="hybrid_parallel", or the whole parameter')
+        raise SettingError(
+            f"the parameter {names[0]!r} is layerwise_parallel, a slice of each rank's own, which "
+            f"{parallel_mode} does not know",
+            legal='parallel_mode="hybrid_parallel", or the whole parameter',
+        )
 
 
 def check_held(holder: nn.Module, devices: int, processes: bool) -> None:
@@ -88,9 +97,11 @@ def check_held(holder: nn.Module, devices: int, processes: bool) -> None:
     for name, parameter in holder.named_parameters():
         held = stacked(parameter)
         if is_own(parameter) and held != (None if processes else devices) and not (devices == 1 and held is None):
-            raise SettingError(f"the parameter {name!r} is layerwise_parallel and holds the slices of {held or 1} ranks; "
-                               f"{'a process' if processes else 'one process'} needs those of {1 if processes else devices}",
-                               legal="sw.layerwise_parallel(lambda rank: this rank's slice), after sw.init")
+            raise SettingError(
+                f"the parameter {name!r} is layerwise_parallel and holds the slices of {held or 1} ranks; "
+                f"{'a process' if processes else 'one process'} needs those of {1 if processes else devices}",
+                legal="sw.layerwise_parallel(lambda rank: this rank's slice), after sw.init",
+            )
 
 
 @contextlib.contextmanager

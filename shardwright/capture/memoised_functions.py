@@ -1,10 +1,11 @@
 """Functions that keep their results (`functools.lru_cache`, `functools.cache`), while a model is captured.
 
-Such a function computes a table of positions, say, when it is first called, and gives the same tensor ever after. A capture runs
+Such a function computes a table of positions, say, when it is first called, and gives the same tensor ever after. A
+capture runs
 the forward on tensors without values, which the function would keep: the plain model would get them later.
 
-So a stand-in takes its place for the time of a capture. The stand-in lets the function compute for real, outside of the capture:
-the function keeps what one device would keep, and the program has that tensor as a constant.
+So a stand-in takes its place for the time of a capture. The stand-in lets the function compute for real, outside of the
+capture: the function keeps what one device would keep, and the program has that tensor as a constant.
 """
 
 from __future__ import annotations
@@ -30,8 +31,25 @@ _KEEPS = type(functools.lru_cache(len))
 _LEGAL = "a function without functools.lru_cache, or one of numbers alone"
 
 #: Types of most of what a file or a class holds besides functions, classes and modules: nothing is to be found there.
-_PLAIN = frozenset({type(None), bool, int, float, str, bytes, tuple, list, dict, set, frozenset, property,
-                    types.BuiltinFunctionType, types.MemberDescriptorType, types.GetSetDescriptorType})
+_PLAIN = frozenset(
+    {
+        type(None),
+        bool,
+        int,
+        float,
+        str,
+        bytes,
+        tuple,
+        list,
+        dict,
+        set,
+        frozenset,
+        property,
+        types.BuiltinFunctionType,
+        types.MemberDescriptorType,
+        types.GetSetDescriptorType,
+    }
+)
 
 #: How deep closures are followed.
 _DEPTH = 3
@@ -49,14 +67,20 @@ class _StandIn:
         if any(isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)) for x in given):
             return self.function(*args, **kwargs)
         if any(isinstance(x, torch.Tensor) for x in given):
-            raise CaptureError(f"{self._named} is given a tensor, and keeps what it made of it: one device computes it once, the "
-                               "captured program would at each call", legal=_LEGAL)
+            raise CaptureError(
+                f"{self._named} is given a tensor, and keeps what it made of it: one device computes it once, the "
+                "captured program would at each call",
+                legal=_LEGAL,
+            )
         with DisableTorchFunction(), disable_current_modes():
             made = self.function(*args, **kwargs)
         if any(isinstance(x, FakeTensor) for x in pytree.tree_leaves(made)):
             self.function.cache_clear()
-            raise CaptureError(f"{self._named} keeps a tensor that it makes of the model's own: one device computes it once, the "
-                               "captured program would at each call", legal=_LEGAL)
+            raise CaptureError(
+                f"{self._named} keeps a tensor that it makes of the model's own: one device computes it once, the "
+                "captured program would at each call",
+                legal=_LEGAL,
+            )
         return made
 
     @property
@@ -72,8 +96,9 @@ class _StandIn:
 
 @contextlib.contextmanager
 def computed_for_real(modules: list[tuple[str, nn.Module]], functions: list[Any]) -> Iterator[None]:
-    """While active, stand-ins take the places of functions that keep their results: those in the files of the model's classes and
-    functions and in the files from which these have anything, in classes and closures, and in attributes of the model.
+    """While active, stand-ins take the places of functions that keep their results: those in the files of the model's
+    classes and functions and in the files from which these have anything, in classes and closures, and in attributes of
+    the model.
 
     Args:
         modules: of the model and its loss.
@@ -100,10 +125,16 @@ def computed_for_real(modules: list[tuple[str, nn.Module]], functions: list[Any]
 
 def _places(modules: list[tuple[str, nn.Module]], functions: list[Any]) -> Iterator[GuardedPlace]:
     """Where functions of the model that keep their results are held."""
-    classes = dict.fromkeys(cls for _, m in modules for cls in type(m).__mro__ if _users_module(cls.__module__) is not None)
+    classes = dict.fromkeys(
+        cls for _, m in modules for cls in type(m).__mro__ if _users_module(cls.__module__) is not None
+    )
     attributes = [value for _, m in modules for value in vars(m).values()]
     names = [getattr(value, "__module__", None) for value in (*classes, *functions, *attributes)]
-    waiting = [module for name in dict.fromkeys(n for n in names if isinstance(n, str)) if (module := _users_module(name)) is not None]
+    waiting = [
+        module
+        for name in dict.fromkeys(n for n in names if isinstance(n, str))
+        if (module := _users_module(name)) is not None
+    ]
     files = {id(module) for module in waiting}
     seen: set[int] = set()
     known: dict[Any, types.ModuleType | None] = {}  # thousands of values are of a few hundred files

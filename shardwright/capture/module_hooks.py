@@ -1,9 +1,9 @@
 """Hooks of modules at the borders of a model: they run at each call, around the captured program, on real tensors.
 
-    net's forward-pre hooks    around, with the inputs of the call
-    net's forward hooks        around, with its outputs; inside where the model has a `loss_fn`, which follows them
-    hooks of all modules       (`register_module_forward_hook` and its like) once around, as net's; inside for each submodule
-    hooks of submodules        inside: captured as a part of the program
+net's forward-pre hooks    around, with the inputs of the call
+net's forward hooks        around, with its outputs; inside where the model has a `loss_fn`, which follows them
+hooks of all modules       (`register_module_forward_hook` and its like) once around, as net's; inside for each submodule
+hooks of submodules        inside: captured as a part of the program
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from .annotations import Operator
 
 __all__ = ["has_global_hooks", "hooked", "outermost_left_out"]
 
+
 def has_global_hooks() -> bool:
     """Whether there are forward hooks of all modules."""
     return bool(_users(hooks_of_all_modules().forward_pre) or hooks_of_all_modules().forward)
@@ -30,8 +31,17 @@ def _users(hooks: Mapping[int, Callable[..., Any]]) -> list[tuple[int, Callable[
     return [(number, hook) for number, hook in hooks.items() if not getattr(hook, "of_shardwright", False)]
 
 
-def hooked(net: nn.Module, run: Callable[..., Any], args: tuple, kwargs: dict[str, Any], *, forward: bool, own: bool = True,
-           everyones: bool = False, target: bool = False) -> Any:
+def hooked(
+    net: nn.Module,
+    run: Callable[..., Any],
+    args: tuple,
+    kwargs: dict[str, Any],
+    *,
+    forward: bool,
+    own: bool = True,
+    everyones: bool = False,
+    target: bool = False,
+) -> Any:
     """Call `run` as `net`, between hooks.
 
     Args:
@@ -57,7 +67,9 @@ def hooked(net: nn.Module, run: Callable[..., Any], args: tuple, kwargs: dict[st
                 args = changed if isinstance(changed, tuple) else (changed,)
     result = run(*args, *rest, **kwargs)
     for number, hook in after:
-        with_kwargs = number in hooks_of(net).forward_with_kwargs or number in hooks_of_all_modules().forward_with_kwargs
+        with_kwargs = (
+            number in hooks_of(net).forward_with_kwargs or number in hooks_of_all_modules().forward_with_kwargs
+        )
         changed = hook(net, args, kwargs, result) if with_kwargs else hook(net, args, result)
         if changed is not None:
             result = changed
@@ -94,9 +106,11 @@ def outermost_left_out(net: nn.Module, root: nn.Module, forward: bool, around: b
 
 def _but_for(left_out: nn.Module | None, hook: Callable[..., Any]) -> Callable[..., Any]:
     """A hook that leaves out a module, and those that torch puts around the model to export it."""
+
     def call(module: nn.Module, *args: Any) -> Any:
         if module is left_out or type(module).__module__.startswith(("torch._", "torch.export", "torch.fx")):
             return None
         return hook(module, *args)
+
     call.__wrapped__ = hook
     return call

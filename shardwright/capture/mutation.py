@@ -23,7 +23,18 @@ from ..graph import Value, map_values
 from ..rules.indexing import assigned
 from ..torch_private import formula_of, overload_name, schema_of, storage_id
 
-__all__ = ["Cell", "Memory", "View", "ViewStep", "Writer", "gives_back", "is_same", "plain_form", "serial", "shares_memory"]
+__all__ = [
+    "Cell",
+    "Memory",
+    "View",
+    "ViewStep",
+    "Writer",
+    "gives_back",
+    "is_same",
+    "plain_form",
+    "serial",
+    "shares_memory",
+]
 
 aten = torch.ops.aten
 
@@ -54,7 +65,7 @@ class Memory:
     def __init__(self, value: Value, owner: str = "", name: str = "") -> None:
         self.owner, self.name = owner, name
         self.whole = View(self, value)
-        self.version = 0      # how often it was written
+        self.version = 0  # how often it was written
         self.number = serial()
 
 
@@ -159,9 +170,11 @@ class Writer:
             return part
         made = _INVERSES[kind](step, whole, part) if kind in _INVERSES else None
         if made is None:
-            raise CaptureError(f"a tensor is written in place through {step.target}, from which there is no way back to "
-                               f"the tensor of shape {whole.shape} that it views",
-                               legal="a write into the tensor itself, or into a clone() of the view")
+            raise CaptureError(
+                f"a tensor is written in place through {step.target}, from which there is no way back to "
+                f"the tensor of shape {whole.shape} that it views",
+                legal="a write into the tensor itself, or into a clone() of the view",
+            )
         target, *args = made
         for name, value in (("imag", whole), ("real", whole)):  # the other half of a complex number
             args = [self.emit(getattr(aten, name).default, (value,), {})[0] if a == name else a for a in args]
@@ -205,8 +218,15 @@ def _unbound(step: ViewStep, whole: Value, part: Value) -> tuple:
 
 
 def _sliced(step: ViewStep, whole: Value, part: Value) -> tuple:
-    return (aten.slice_scatter.default, whole, part, _dim(step, whole), _argument(step, "start"),
-            _argument(step, "end"), _argument(step, "step", 1))
+    return (
+        aten.slice_scatter.default,
+        whole,
+        part,
+        _dim(step, whole),
+        _argument(step, "start"),
+        _argument(step, "end"),
+        _argument(step, "step", 1),
+    )
 
 
 def _narrowed(step: ViewStep, whole: Value, part: Value) -> tuple | None:
@@ -220,15 +240,24 @@ def _narrowed(step: ViewStep, whole: Value, part: Value) -> tuple | None:
 def _parted(step: ViewStep, whole: Value, part: Value) -> tuple:
     """One of the parts of a dim."""
     kind = step.target.overloadpacket.__name__
-    dim = {"v": 0, "h": min(1, len(whole.shape) - 1), "d": 2}[kind[0]] if kind in ("hsplit", "vsplit", "dsplit") \
+    dim = (
+        {"v": 0, "h": min(1, len(whole.shape) - 1), "d": 2}[kind[0]]
+        if kind in ("hsplit", "vsplit", "dsplit")
         else _dim(step, whole)
-    start = sum(size[dim] for size in step.sizes[:step.output])
+    )
+    start = sum(size[dim] for size in step.sizes[: step.output])
     return aten.slice_scatter.default, whole, part, dim, start, start + part.shape[dim]
 
 
 def _diagonal(step: ViewStep, whole: Value, part: Value) -> tuple:
-    return (aten.diagonal_scatter.default, whole, part, _argument(step, "offset", 0), _argument(step, "dim1", 0),
-            _argument(step, "dim2", 1))
+    return (
+        aten.diagonal_scatter.default,
+        whole,
+        part,
+        _argument(step, "offset", 0),
+        _argument(step, "dim1", 0),
+        _argument(step, "dim2", 1),
+    )
 
 
 def _expanded(step: ViewStep, whole: Value, part: Value) -> tuple | None:
@@ -240,12 +269,20 @@ def _retyped(step: ViewStep, whole: Value, part: Value) -> tuple | None:
 
 
 _INVERSES: dict[str, Callable[[ViewStep, Value, Value], tuple | None]] = {
-    **dict.fromkeys("reshape _unsafe_view _reshape_alias flatten unflatten ravel squeeze unsqueeze atleast_1d atleast_2d "
-                    "atleast_3d view_as reshape_as".split(), _reshaped),
+    **dict.fromkeys(
+        "reshape _unsafe_view _reshape_alias flatten unflatten ravel squeeze unsqueeze atleast_1d atleast_2d "
+        "atleast_3d view_as reshape_as".split(),
+        _reshaped,
+    ),
     "view": lambda step, whole, part: (_retyped if whole.dtype != part.dtype else _reshaped)(step, whole, part),
-    **dict.fromkeys("transpose permute t numpy_T mT mH matrix_H adjoint movedim moveaxis swapaxes swapdims".split(),
-                    _permuted),
-    "select": _selected, "unbind": _unbound, "slice": _sliced, "narrow": _narrowed, "diagonal": _diagonal,
+    **dict.fromkeys(
+        "transpose permute t numpy_T mT mH matrix_H adjoint movedim moveaxis swapaxes swapdims".split(), _permuted
+    ),
+    "select": _selected,
+    "unbind": _unbound,
+    "slice": _sliced,
+    "narrow": _narrowed,
+    "diagonal": _diagonal,
     **dict.fromkeys("split split_with_sizes chunk tensor_split hsplit vsplit dsplit".split(), _parted),
     **dict.fromkeys("expand expand_as broadcast_to".split(), _expanded),
     "real": lambda step, whole, part: (aten.complex.default, part, "imag"),
@@ -279,8 +316,14 @@ def plain_form(target: Any) -> Any | None:
     wanted = [_taken(a) for a in schema_of(target).arguments if not (a.kwarg_only and _is_written(a))]
     overloads = [getattr(packet, n) for n in packet.overloads()]
     overloads.sort(key=lambda o: overload_name(o) != overload_name(target))
-    return next((o for o in overloads if not any(map(_is_written, schema_of(o).arguments))
-                 and list(map(_taken, schema_of(o).arguments)) == wanted), None)
+    return next(
+        (
+            o
+            for o in overloads
+            if not any(map(_is_written, schema_of(o).arguments)) and list(map(_taken, schema_of(o).arguments)) == wanted
+        ),
+        None,
+    )
 
 
 def _taken(argument: Any) -> tuple[str, str]:
@@ -298,18 +341,25 @@ def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """True where two tensors that share memory are the same elements in the same dims; where sizes are symbols, at all sizes."""
+    """True where two tensors that share memory are the same elements in the same dims; where sizes are symbols, at all
+    sizes."""
+
     def place(t: torch.Tensor) -> tuple:
         numbers = [formula_of(n) for n in (*t.shape, *t.stride(), t.storage_offset())]
         return t.dim(), numbers, t.dtype, t.is_conj(), t.is_neg()
+
     return place(a) == place(b)
 
 
 def gives_back(target: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether an operator returns its input itself, though the tensors of a capture do not show it: a dropout that drops
-    nothing."""
-    if target not in (aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default,
-                      aten.feature_alpha_dropout.default):
+    """Whether an operator returns its input itself, though the tensors of a capture do not show it: a dropout that
+    drops nothing."""
+    if target not in (
+        aten.dropout.default,
+        aten.feature_dropout.default,
+        aten.alpha_dropout.default,
+        aten.feature_alpha_dropout.default,
+    ):
         return False
     given = dict(zip(("input", "p", "train"), args)) | kwargs
     return given["p"] == 0 or not given["train"]

@@ -1,11 +1,15 @@
 """Observation: what Python state a forward reads and writes while it is captured.
 
-Reads of attributes are seen where they happen: `nn.Module` and the classes of plain objects that a model holds get another
-``__getattribute__`` for the time of the capture, which notes reads by the user's code and by torch's own layers. Globals and
-closure cells cannot be watched: those that the bytecode of a forward, a hook, the loss, or of user functions that they name
+Reads of attributes are seen where they happen: `nn.Module` and the classes of plain objects that a model holds get
+    another
+``__getattribute__`` for the time of the capture, which notes reads by the user's code and by torch's own layers.
+Globals and
+closure cells cannot be watched: those that the bytecode of a forward, a hook, the loss, or of user functions that they
+    name
 refers to count as read.
 
-Writes are found by comparison: everything that a forward can reach is copied (one level, and the contents of lists, dicts and
+Writes are found by comparison: everything that a forward can reach is copied (one level, and the contents of lists,
+    dicts and
 sets) when it is first seen, and compared after the forward. Everything is put back at the end.
 """
 
@@ -88,11 +92,11 @@ class Observation:
         self.reads: dict[tuple[int, Any], GuardedPlace] = {}
         self.written: dict[tuple[int, Any], GuardedPlace] = {}
         self._modules, self._functions = list(modules), functions
-        self._paths: dict[int, str] = {}                       # of the dicts of attributes
-        self._spaces: list[_Kept] = []                         # dicts of attributes, of parameters, buffers and submodules
-        self._held: dict[int, _Kept] = {}                      # containers
+        self._paths: dict[int, str] = {}  # of the dicts of attributes
+        self._spaces: list[_Kept] = []  # dicts of attributes, of parameters, buffers and submodules
+        self._held: dict[int, _Kept] = {}  # containers
         self._places: dict[tuple[int, Any], tuple[GuardedPlace, Any]] = {}
-        self._replaced: dict[tuple[int, Any], Any] = {}        # numbers in whose place others stand
+        self._replaced: dict[tuple[int, Any], Any] = {}  # numbers in whose place others stand
         self._generators: dict[int, tuple[Any, Any, str]] = {}
         self._relevant: dict[types.CodeType, bool] = {}
         self._scanned: set[int] = set()
@@ -100,7 +104,7 @@ class Observation:
         self._classes: set[type] = set()
         self._seen: set[int] = set()
         self._on = False
-        self._own: set[tuple[int, Any]] = set()                # attributes that torch's layers have assigned for themselves
+        self._own: set[tuple[int, Any]] = set()  # attributes that torch's layers have assigned for themselves
 
     @property
     def modules(self) -> list[tuple[str, nn.Module]]:
@@ -230,7 +234,9 @@ class Observation:
         for base in cls.__mro__:
             if name in base.__dict__:
                 if _is_users_class(base):
-                    self._note(GuardedPlace(base, name, f"{path}.{name}" if name == "forward" else f"{base.__name__}.{name}"))
+                    self._note(
+                        GuardedPlace(base, name, f"{path}.{name}" if name == "forward" else f"{base.__name__}.{name}")
+                    )
                 return
 
     def _wrote(self, obj: Any, name: str, by_torch: bool) -> None:
@@ -263,7 +269,7 @@ class Observation:
             if id(value) not in self._held:
                 if not isinstance(value, tuple):
                     self._held[id(value)] = self._kept(value, path)
-                for entry in (list(dict.values(value)) if isinstance(value, dict) else list(value)):
+                for entry in list(dict.values(value)) if isinstance(value, dict) else list(value):
                     self._found(entry, path)
             return
         if isinstance(value, (staticmethod, classmethod)):
@@ -289,7 +295,11 @@ class Observation:
             return
         attributes = getattr(value, "__dict__", None)
         cls = type(value)
-        if cls.__flags__ & _HEAP_TYPE and not cls.__flags__ & _IMMUTABLE_TYPE and cls.__module__.split(".")[0] not in _NOT_USERS:
+        if (
+            cls.__flags__ & _HEAP_TYPE
+            and not cls.__flags__ & _IMMUTABLE_TYPE
+            and cls.__module__.split(".")[0] not in _NOT_USERS
+        ):
             if attributes is not None:
                 self._space(attributes, path)
             if cls not in self._classes:
@@ -332,8 +342,11 @@ class Observation:
                 self._reach(place, depth)
             for attribute in chain:
                 if isinstance(value, types.ModuleType):
-                    if (value.__name__.split(".")[0] in _NOT_USERS or attribute not in vars(value)
-                            or not is_users(getattr(value, "__file__", None) or "<")):
+                    if (
+                        value.__name__.split(".")[0] in _NOT_USERS
+                        or attribute not in vars(value)
+                        or not is_users(getattr(value, "__file__", None) or "<")
+                    ):
                         break
                     place = GuardedPlace(vars(value), attribute, f"{value.__name__}.{attribute}")
                 elif isinstance(value, type) and _is_users_class(value):
@@ -391,7 +404,9 @@ class Observation:
                     yield Change(GuardedPlace(space, key, f"{path}.{key}"), old, new)
         for place, old in self._places.values():
             new = place.get()
-            looked_at = isinstance(place.owner, dict) and (id(place.owner) in self._paths or id(place.owner) in self._held)
+            looked_at = isinstance(place.owner, dict) and (
+                id(place.owner) in self._paths or id(place.owner) in self._held
+            )
             if new is not old and not looked_at:
                 yield Change(place, old, new)
         for kept in self._held.values():
@@ -401,8 +416,11 @@ class Observation:
                     old, new = before.get(key, MISSING), dict.get(held, key, MISSING)
                     if old is not new:
                         yield Change(GuardedPlace(held, key, f"{path}[{key!r}]"), old, new)
-            elif held != before if isinstance(held, set) else \
-                    len(held) != len(before) or any(a is not b for a, b in zip(held, before)):
+            elif (
+                held != before
+                if isinstance(held, set)
+                else len(held) != len(before) or any(a is not b for a, b in zip(held, before))
+            ):
                 yield Change(GuardedPlace(held, None, path), tuple(before), tuple(held))
 
     def draws(self) -> tuple[str, Callable[[], Callable[[], bool]]] | None:
@@ -423,8 +441,29 @@ class Observation:
             _set_random_state(generator, before)
 
 
-_NOT_USERS = frozenset({"torch", "builtins", "numpy", "collections", "types", "functools", "logging", "threading", "random", "enum",
-                        "abc", "typing", "weakref", "contextvars", "re", "pathlib", "_thread", "shardwright", "sympy"})
+_NOT_USERS = frozenset(
+    {
+        "torch",
+        "builtins",
+        "numpy",
+        "collections",
+        "types",
+        "functools",
+        "logging",
+        "threading",
+        "random",
+        "enum",
+        "abc",
+        "typing",
+        "weakref",
+        "contextvars",
+        "re",
+        "pathlib",
+        "_thread",
+        "shardwright",
+        "sympy",
+    }
+)
 
 
 def _is_relevant(file: str) -> bool:
@@ -442,7 +481,11 @@ def user_function(value: Any) -> types.FunctionType | None:
             value = value.func
         elif isinstance(value, types.MethodType):
             value = value.__func__
-        elif isinstance(value, types.FunctionType) and not is_users(value.__code__.co_filename) and hasattr(value, "__wrapped__"):
+        elif (
+            isinstance(value, types.FunctionType)
+            and not is_users(value.__code__.co_filename)
+            and hasattr(value, "__wrapped__")
+        ):
             value = value.__wrapped__
         else:
             break

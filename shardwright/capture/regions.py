@@ -1,14 +1,15 @@
 """A user's own `torch.autograd.Function`, kept whole: one operator that calls it, forward and backward, as it stands.
 
 While a model is captured, a call of ``apply`` leaves one node. Later each rank calls ``apply`` itself, so all of the
-function's context (saved tensors, attributes, ``needs_input_grad``, outputs that are not differentiable) is torch's own.
-Without a `shardwright.rule` the operator takes whole tensors on every rank; the rule ``"... -> ..."`` of the class lets it
-be cut.
+function's context (saved tensors, attributes, ``needs_input_grad``, outputs that are not differentiable) is torch's
+own. Without a `shardwright.rule` the operator takes whole tensors on every rank; the rule ``"... -> ..."`` of the class
+lets it be cut.
 
-Users hold ``apply`` bound to their classes (``f = Scaled.apply``), so a replaced ``apply`` would miss calls. But ``apply``
-looks ``forward`` and ``setup_context`` up on the class at each call. While a model is captured, every class of the user's
-has its own pair of these two attributes, which is taken away again afterwards. Nothing of torch's own classes is replaced
-but ``mark_dirty``, while a function is tried out, and the metaclass's ``__init__``, which tells of new classes.
+Users hold ``apply`` bound to their classes (``f = Scaled.apply``), so a replaced ``apply`` would miss calls. But
+``apply`` looks ``forward`` and ``setup_context`` up on the class at each call. While a model is captured, every class
+of the user's has its own pair of these two attributes, which is taken away again afterwards. Nothing of torch's own
+classes is replaced but ``mark_dirty``, while a function is tried out, and the metaclass's ``__init__``, which tells of
+new classes.
 
 A function is tried out on fake tensors, for which the modes of the export under way are put aside.
 """
@@ -45,7 +46,20 @@ from ..torch_private import (
     vmap_function,
 )
 
-__all__ = ["EDGE", "OPAQUE", "Applied", "RecomputeSettings", "collect_functions", "collect_regions", "inside", "recomputed_ops", "region", "regions", "with_policy", "written_out"]
+__all__ = [
+    "EDGE",
+    "OPAQUE",
+    "Applied",
+    "RecomputeSettings",
+    "collect_functions",
+    "collect_regions",
+    "inside",
+    "recomputed_ops",
+    "region",
+    "regions",
+    "with_policy",
+    "written_out",
+]
 
 _LEGAL = "torch.library.custom_op with register_fake and register_autograd, described by sw.rule"
 
@@ -83,8 +97,9 @@ class Applied:
 
 
 #: The calls seen by the capture that is under way, and the fake tensors that they return; None outside of one.
-_CALLS: contextvars.ContextVar[list[tuple[Applied, list[Tensor]]] | None] = \
-    contextvars.ContextVar("shardwright_functions", default=None)
+_CALLS: contextvars.ContextVar[list[tuple[Applied, list[Tensor]]] | None] = contextvars.ContextVar(
+    "shardwright_functions", default=None
+)
 _LINE: contextvars.ContextVar[Callable[[], str | None]] = contextvars.ContextVar("shardwright_line")
 
 
@@ -217,15 +232,20 @@ def _tried(applied: Applied, tensors: Sequence[Tensor], line: Callable[[], str |
     name, where = applied.__qualname__, line()
 
     def refused(*_: Any) -> None:
-        raise CaptureError(f"{name}, a torch.autograd.Function, marks an input as changed in place", source=where,
-                           legal="a forward that returns a new tensor")
+        raise CaptureError(
+            f"{name}, a torch.autograd.Function, marks an input as changed in place",
+            source=where,
+            legal="a forward that returns a new tensor",
+        )
 
     dirty = FunctionCtx.mark_dirty
     FunctionCtx.mark_dirty = refused
     try:
         with DisableTorchFunction(), disable_current_modes(), FakeTensorMode(), torch.enable_grad():
-            fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).requires_grad_(x.requires_grad)
-                     for x in tensors]
+            fakes = [
+                torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).requires_grad_(x.requires_grad)
+                for x in tensors
+            ]
             versions = [version_of(x) for x in fakes]
             made = applied.results(fakes)
             if [version_of(x) for x in fakes] != versions:
@@ -233,21 +253,23 @@ def _tried(applied: Applied, tensors: Sequence[Tensor], line: Callable[[], str |
     except CaptureError:
         raise
     except Exception as error:
-        raise CaptureError(f"the forward of {name}, a torch.autograd.Function, cannot run on tensors without values: "
-                           f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}",
-                           source=where, legal=_LEGAL) from error
+        raise CaptureError(
+            f"the forward of {name}, a torch.autograd.Function, cannot run on tensors without values: "
+            f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}",
+            source=where,
+            legal=_LEGAL,
+        ) from error
     finally:
         FunctionCtx.mark_dirty = dirty
     return made
 
 
-
 # ----------------------------------------------------------------------------------------------------
 # What a user asks to be computed again in the backward, while a model is captured: which operators belong together.
 #
-# A recomputed module, a recomputed operator and a call of `torch.utils.checkpoint` are one thing, a *region*: nodes of ours
-# at its beginning and end stand around its operators, and are stripped where the graph is read. Regions within a region
-# are a part of it.
+# A recomputed module, a recomputed operator and a call of `torch.utils.checkpoint` are one thing, a *region*: nodes of
+# ours at its beginning and end stand around its operators, and are stripped where the graph is read. Regions within a
+# region are a part of it.
 # ----------------------------------------------------------------------------------------------------
 
 #: The attribute of a module's ``__dict__`` that holds its `Settings`.
@@ -271,7 +293,9 @@ class RecomputeSettings:
 
 
 #: The regions entered by the capture that is under way, each once a call; None outside of one.
-_ENTERED: contextvars.ContextVar[list[RecomputeSettings] | None] = contextvars.ContextVar("shardwright_regions", default=None)
+_ENTERED: contextvars.ContextVar[list[RecomputeSettings] | None] = contextvars.ContextVar(
+    "shardwright_regions", default=None
+)
 
 
 @torch.library.custom_op("shardwright::region_edge", mutates_args=())
@@ -335,21 +359,33 @@ def _around(module: nn.Module, settings: RecomputeSettings) -> list[Any]:
 
     def after(*_: Any) -> None:
         open_.pop().__exit__(None, None, None)
+
     return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
 
 
 @contextlib.contextmanager
 def _checkpoints() -> Iterator[None]:
     """Calls of `torch.utils.checkpoint.checkpoint`, under whatever name they are made, are regions."""
-    def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool | None = None,
-                   context_fn: Callable[[], Any] = torch_checkpoint.noop_context_fn, determinism_check: str = "",
-                   debug: bool = False, early_stop: bool = True, preserve_rng_state: bool = True, **kwargs: Any) -> Any:
+
+    def checkpoint(
+        function: Callable[..., Any],
+        *args: Any,
+        use_reentrant: bool | None = None,
+        context_fn: Callable[[], Any] = torch_checkpoint.noop_context_fn,
+        determinism_check: str = "",
+        debug: bool = False,
+        early_stop: bool = True,
+        preserve_rng_state: bool = True,
+        **kwargs: Any,
+    ) -> Any:
         policy = None
         if context_fn is not torch_checkpoint.noop_context_fn:
             policy = getattr(context_fn()[0], "policy_fn", None)
             if policy is None:
-                raise CaptureError("a checkpoint has contexts of its own, which the recomputation of a plan does not "
-                                   "enter", legal="torch.utils.checkpoint.create_selective_checkpoint_contexts")
+                raise CaptureError(
+                    "a checkpoint has contexts of its own, which the recomputation of a plan does not enter",
+                    legal="torch.utils.checkpoint.create_selective_checkpoint_contexts",
+                )
         with region(RecomputeSettings(path=getattr(function, "__qualname__", type(function).__name__), policy=policy)):
             return function(*args, **kwargs)
 
@@ -370,8 +406,9 @@ def inside(spans: Iterable[tuple[int, int, int]]) -> dict[int, int]:
     return out
 
 
-def recomputed_ops(ops: list[Op], entered: list[RecomputeSettings], spans: Iterable[tuple[int, int, int]],
-                   names: dict[int, str]) -> list[Op]:
+def recomputed_ops(
+    ops: list[Op], entered: list[RecomputeSettings], spans: Iterable[tuple[int, int, int]], names: dict[int, str]
+) -> list[Op]:
     """The operators with what is said of their regions.
 
     Args:
@@ -382,8 +419,9 @@ def recomputed_ops(ops: list[Op], entered: list[RecomputeSettings], spans: Itera
         said = entered[call]
         keep = said.policy is not None and _saved_by_torch(said.policy, out[i])
         path = said.path or names.get(id(said.owner), "")
-        out[i] = replace(out[i], recompute=Recompute(call, path, False, said.mp_comm, said.parallel_optimizer_comm,
-                                                     keep))
+        out[i] = replace(
+            out[i], recompute=Recompute(call, path, False, said.mp_comm, said.parallel_optimizer_comm, keep)
+        )
     return out
 
 
@@ -405,8 +443,10 @@ def _saved_by_torch(policy: Callable[..., Any], op: Op) -> bool:
     args, kwargs = map_values((op.args, op.kwargs), lambda v: torch.empty(v.shape, dtype=v.dtype, device="meta"))
     with torch.no_grad(), _Called() as seen:
         op.target(*args, **kwargs)
-    return any(_says(policy(SelectiveCheckpointContext(is_recompute=False), *call[:1], *call[1], **call[2]), op, True)
-               for call in seen.calls)
+    return any(
+        _says(policy(SelectiveCheckpointContext(is_recompute=False), *call[:1], *call[1], **call[2]), op, True)
+        for call in seen.calls
+    )
 
 
 def _says(answer: Any, op: Op, torchs: bool) -> bool | None:
@@ -421,8 +461,12 @@ def _says(answer: Any, op: Op, torchs: bool) -> bool | None:
         return answer if torchs else (False if answer else None)
     if answer is None or answer in ("save", "recompute"):
         return None if answer is None else answer == "save"
-    raise SettingError(f"the recompute policy says {answer!r}", operator=op.name, source=op.source or None,
-                       legal='True or "recompute", "save", False or None, or a torch.utils.checkpoint.CheckpointPolicy')
+    raise SettingError(
+        f"the recompute policy says {answer!r}",
+        operator=op.name,
+        source=op.source or None,
+        legal='True or "recompute", "save", False or None, or a torch.utils.checkpoint.CheckpointPolicy',
+    )
 
 
 def with_policy(graph: Graph, policy: Any) -> Graph:
@@ -441,8 +485,11 @@ def with_policy(graph: Graph, policy: Any) -> Graph:
         return graph
     if not callable(policy):
         if not isinstance(policy, (list, tuple, set, frozenset)):
-            raise SettingError(f"recompute={policy!r} is no policy", legal="a function of an operator, or a list of "
-                               "operators that are saved, such as [torch.ops.aten.matmul]")
+            raise SettingError(
+                f"recompute={policy!r} is no policy",
+                legal="a function of an operator, or a list of "
+                "operators that are saved, such as [torch.ops.aten.matmul]",
+            )
         saved, policy = tuple(policy), lambda op: "save" if _among(op, saved) else True
     calls = 1 + max((op.recompute.call for op in graph.ops if op.recompute is not None), default=-1)
     ops, running = [], False
@@ -467,13 +514,13 @@ def _among(op: Op, saved: tuple) -> bool:
     return any(op.target is s or packet is s for s in saved)
 
 
-
 # ----------------------------------------------------------------------------------------------------
 # `torch.vmap` inside a model: what it maps, written out as operators on whole batches.
 #
-# Export leaves such a region as it was called: a batch dim goes in, operators that do not see it, a batch dim comes out.
-# Traced once more below vmap, it is operators that do.
+# Export leaves such a region as it was called: a batch dim goes in, operators that do not see it, a batch dim comes
+# out. Traced once more below vmap, it is operators that do.
 # ----------------------------------------------------------------------------------------------------
+
 
 def _named(node: torch.fx.Node) -> str:
     """The name of a function of vmap's own, else nothing."""
@@ -496,8 +543,9 @@ def regions(nodes: Iterable[torch.fx.Node]) -> Iterator[torch.fx.Node | list[tor
             yield node
 
 
-def written_out(region: list[torch.fx.Node], held: Callable[[torch.fx.Node], Any]
-                ) -> tuple[torch.fx.GraphModule, list[torch.fx.Node], list[torch.fx.Node]]:
+def written_out(
+    region: list[torch.fx.Node], held: Callable[[torch.fx.Node], Any]
+) -> tuple[torch.fx.GraphModule, list[torch.fx.Node], list[torch.fx.Node]]:
     """A vmap as a program of its own.
 
     Args:
@@ -519,8 +567,10 @@ def written_out(region: list[torch.fx.Node], held: Callable[[torch.fx.Node], Any
         return [env[node] for node in made]
 
     with FakeTensorMode():
-        fakes = [torch.empty(v.shape, dtype=v.dtype, device=node.meta["val"].device, requires_grad=v.requires_grad)
-                 for node, v in zip(taken, map(held, taken))]
+        fakes = [
+            torch.empty(v.shape, dtype=v.dtype, device=node.meta["val"].device, requires_grad=v.requires_grad)
+            for node, v in zip(taken, map(held, taken))
+        ]
     program = make_fx(run)(*fakes)
     program = make_fx(torch.func.functionalize(program, remove="mutations"))(*fakes)  # vmap's own rules write in place
     described = next((n for n in region if isinstance(n.target, OpOverload)), region[0])

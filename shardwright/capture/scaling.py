@@ -7,9 +7,9 @@ sizes, which takes milliseconds where a capture takes a second:
     captured:  x [8, 32]       view(%x, [s0*s1, 64])     guards: s1 <= 1024
     at:        x [16, 48]  ->  view(%x, [768, 64])       None where a guard does not hold: 48 > 40, say
 
-torch records a guard for each decision of the model's Python code that depends on a symbol (``if x.shape[1] > 40:``), so
-a graph is never used for sizes at which the model would compute something else. Sizes 0 and 1 broadcast, and are never
-symbols.
+torch records a guard for each decision of the model's Python code that depends on a symbol (``if x.shape[1] > 40:``),
+so a graph is never used for sizes at which the model would compute something else. Sizes 0 and 1 broadcast, and are
+never symbols.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from ..graph import Graph, Op, Value, changed
 from ..torch_private import environment_of, formula_of, holds_at, number_at
 
 __all__ = ["Fraction", "NotScalable", "ScalableGraph", "Size", "Sizes"]
+
 
 class NotScalable(Exception):
     """A number that depends on the inputs' sizes in a way that no formula tells."""
@@ -63,10 +64,16 @@ class Sizes:
 
     def __init__(self, inputs: Sequence[torch.Tensor], captured: Sequence[tuple[int, ...]]) -> None:
         self.shapes = [tuple(formula_of(s) for s in x.shape) for x in inputs]
-        self.captured = {f: size for formulas, shape in zip(self.shapes, captured, strict=True)
-                         for f, size in zip(formulas, shape) if not isinstance(f, int)}
+        self.captured = {
+            f: size
+            for formulas, shape in zip(self.shapes, captured, strict=True)
+            for f, size in zip(formulas, shape)
+            if not isinstance(f, int)
+        }
         self.symbols = {f for shape in self.shapes for f in shape if not isinstance(f, int)}
-        self.environment = next((environment_of(x) for x in inputs if any(not isinstance(s, int) for s in x.shape)), None)
+        self.environment = next(
+            (environment_of(x) for x in inputs if any(not isinstance(s, int) for s in x.shape)), None
+        )
 
     def known(self, number: Any) -> bool:
         """Whether a symbolic number follows from the inputs' sizes; otherwise it depends on the values of tensors."""
@@ -119,6 +126,7 @@ class ScalableGraph:
             if x.formula not in numbers:
                 numbers[x.formula] = number_at(x.formula, chosen)
             return numbers[x.formula]
+
         return _Rewritten(self.graph, number, {}, {}).made()
 
     def like(self, graph: Graph, shapes: Sequence[tuple[int, ...]]) -> ScalableGraph | None:
@@ -134,8 +142,12 @@ class ScalableGraph:
         if mine is None or len(mine.ops) != len(graph.ops):
             return None
         operators = {a.name: b.name for a, b in zip(mine.ops, graph.ops)}
-        values = {v.name: w.name for a, b in zip(mine.ops, graph.ops) for v, w in zip(a.outputs, b.outputs)
-                  if v is not None and w is not None}
+        values = {
+            v.name: w.name
+            for a, b in zip(mine.ops, graph.ops)
+            for v, w in zip(a.outputs, b.outputs)
+            if v is not None and w is not None
+        }
         named = replace(self, graph=_Rewritten(self.graph, lambda x: x, operators, values).made())
         return named if named.at(shapes) == graph else None
 
@@ -153,8 +165,9 @@ class ScalableGraph:
                     return None
         for shape, formulas in zip(shapes, self.sizes.shapes):
             for size, formula in zip(shape, formulas):
-                if not isinstance(formula, int) and (not formula.free_symbols <= chosen.keys()
-                                                     or number_at(formula, chosen) != size):
+                if not isinstance(formula, int) and (
+                    not formula.free_symbols <= chosen.keys() or number_at(formula, chosen) != size
+                ):
                     return None
         return chosen if holds_at(self.sizes.environment, chosen) else None
 
@@ -168,23 +181,29 @@ class _Rewritten:
         operators, values: name -> the name instead.
     """
 
-    def __init__(self, graph: Graph, number: Callable[[Any], Any], operators: Mapping[str, str],
-                 values: Mapping[str, str]) -> None:
+    def __init__(
+        self, graph: Graph, number: Callable[[Any], Any], operators: Mapping[str, str], values: Mapping[str, str]
+    ) -> None:
         self.graph, self.number, self.operators, self.names = graph, number, operators, values
         self.values: dict[str, Value] = {}
 
     def made(self) -> Graph:
         graph = self.graph
-        return replace(graph, inputs=tuple(map(self.value, graph.inputs)), ops=tuple(map(self.op, graph.ops)),
-                       outputs=tuple(map(self.leaf, graph.outputs)),
-                       updates={n: self.value(v) for n, v in graph.updates.items()})
+        return replace(
+            graph,
+            inputs=tuple(map(self.value, graph.inputs)),
+            ops=tuple(map(self.op, graph.ops)),
+            outputs=tuple(map(self.leaf, graph.outputs)),
+            updates={n: self.value(v) for n, v in graph.updates.items()},
+        )
 
     def value(self, value: Value) -> Value:
         known = self.values.get(value.name)
         if known is None:
             sized, name = any(type(s) is Size for s in value.shape), self.names.get(value.name, value.name)
-            known = value if not sized and name == value.name else \
-                changed(value, name=name, shape=self.leaf(value.shape))
+            known = (
+                value if not sized and name == value.name else changed(value, name=name, shape=self.leaf(value.shape))
+            )
             self.values[value.name] = known
         return known
 
@@ -203,6 +222,11 @@ class _Rewritten:
         return x
 
     def op(self, op: Op) -> Op:
-        return changed(op, name=self.operators.get(op.name, op.name), args=self.leaf(op.args), kwargs=self.leaf(op.kwargs),
-                       inputs=tuple(map(self.value, op.inputs)), outputs=tuple(None if v is None else self.value(v)
-                                                                                 for v in op.outputs))
+        return changed(
+            op,
+            name=self.operators.get(op.name, op.name),
+            args=self.leaf(op.args),
+            kwargs=self.leaf(op.kwargs),
+            inputs=tuple(map(self.value, op.inputs)),
+            outputs=tuple(None if v is None else self.value(v) for v in op.outputs),
+        )

@@ -1,7 +1,7 @@
 """Side effects of a forward: what it writes and prints besides its result.
 
-While a model is captured its forward runs once, on tensors without values, and everything that it changed is put back. Each
-change is then one of these:
+While a model is captured its forward runs once, on tensors without values, and everything that it changed is put back.
+Each change is then one of these:
 
     a registered buffer holds another tensor   an update of the buffer, part of the program
     a number that was counted on               the same steps at each call (`Counter` proves that nothing else reads it)
@@ -10,9 +10,10 @@ change is then one of these:
     anything else                              an error that names the line: tensors kept in attributes or lists, appended
                                                lists, Python's random numbers, hooks on tensors, hooks in the backward
 
-Example of a counter: ``self.calls += 1``. The forward runs a second time with `Counter`s in the place of ``calls``: an integer
-that notes what is added to it, and whether anything else is asked of it. The program is the same and nothing was asked, so
-each call adds 1.
+Example of a counter: ``self.calls += 1``. The forward runs a second time with `Counter`s in the place of ``calls``: an
+    integer
+that notes what is added to it, and whether anything else is asked of it. The program is the same and nothing was asked,
+so each call adds 1.
 """
 
 from __future__ import annotations
@@ -39,7 +40,20 @@ from .graph_reader import is_users
 from .guards import CONTAINERS, MISSING, GuardedPlace, contents, is_simple, spelled
 from .observation import Change, Observation
 
-__all__ = ["Blamed", "Counter", "Effects", "ForwardOutcome", "LineFinder", "advanced", "counter", "depends", "judged", "numbered", "refuse_backward_hooks", "watched_calls"]
+__all__ = [
+    "Blamed",
+    "Counter",
+    "Effects",
+    "ForwardOutcome",
+    "LineFinder",
+    "advanced",
+    "counter",
+    "depends",
+    "judged",
+    "numbered",
+    "refuse_backward_hooks",
+    "watched_calls",
+]
 
 _PYTHON = sysconfig.get_path("stdlib") + "/"
 _VALUELESS = re.compile(r"(Fake|Functional)Tensor\(")
@@ -91,7 +105,9 @@ class _Logged:
 
     def play(self) -> None:
         if self.logger.isEnabledFor(self.level):
-            self.logger.handle(self.logger.makeRecord(self.logger.name, self.level, self.name, self.line, self.text, (), None))
+            self.logger.handle(
+                self.logger.makeRecord(self.logger.name, self.level, self.name, self.line, self.text, (), None)
+            )
 
     def described(self) -> tuple:
         return "logged", self.logger.name, logging.getLevelName(self.level), self.text
@@ -144,11 +160,14 @@ class Effects:
                 entry.place.set(entry.value)
 
     def described(self) -> list[tuple]:
-        """To compare two captures of one model: texts in their order, with where they go, then what is assigned, which has
-        none."""
+        """To compare two captures of one model: texts in their order, with where they go, then what is assigned, which
+        has none."""
         texts = [e.described() for e in self.entries if isinstance(e, (_Printed, _Logged))]
-        return texts + sorted((type(e).__name__, e.place.path, repr(getattr(e, "value", None)), repr(getattr(e, "steps", None)))
-                              for e in self.entries if isinstance(e, (_Assigned, _Advanced)))
+        return texts + sorted(
+            (type(e).__name__, e.place.path, repr(getattr(e, "value", None)), repr(getattr(e, "steps", None)))
+            for e in self.entries
+            if isinstance(e, (_Assigned, _Advanced))
+        )
 
     def advanced(self) -> list[GuardedPlace]:
         """The places of its counters."""
@@ -215,17 +234,62 @@ def _noting(name: str, kind: type) -> Callable[..., Any]:
     def asked(self: Any, *args: Any) -> Any:
         self.trace.used = True
         return plain(self, *args)
+
     asked.__name__ = name
     return asked
 
 
 for _made, _kind in _NUMBERS.items():
-    for _name in ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__", "__bool__", "__int__", "__index__",
-                  "__float__", "__repr__", "__str__", "__format__", "__mul__", "__rmul__", "__floordiv__", "__rfloordiv__",
-                  "__truediv__", "__rtruediv__", "__mod__", "__rmod__", "__divmod__", "__rdivmod__", "__pow__", "__rpow__",
-                  "__rsub__", "__neg__", "__pos__", "__abs__", "__round__", "__trunc__", "__floor__", "__ceil__", "__and__",
-                  "__rand__", "__or__", "__ror__", "__xor__", "__rxor__", "__lshift__", "__rlshift__", "__rshift__",
-                  "__rrshift__", "__invert__", "is_integer", "hex", "bit_length"):
+    for _name in (
+        "__eq__",
+        "__ne__",
+        "__lt__",
+        "__le__",
+        "__gt__",
+        "__ge__",
+        "__hash__",
+        "__bool__",
+        "__int__",
+        "__index__",
+        "__float__",
+        "__repr__",
+        "__str__",
+        "__format__",
+        "__mul__",
+        "__rmul__",
+        "__floordiv__",
+        "__rfloordiv__",
+        "__truediv__",
+        "__rtruediv__",
+        "__mod__",
+        "__rmod__",
+        "__divmod__",
+        "__rdivmod__",
+        "__pow__",
+        "__rpow__",
+        "__rsub__",
+        "__neg__",
+        "__pos__",
+        "__abs__",
+        "__round__",
+        "__trunc__",
+        "__floor__",
+        "__ceil__",
+        "__and__",
+        "__rand__",
+        "__or__",
+        "__ror__",
+        "__xor__",
+        "__rxor__",
+        "__lshift__",
+        "__rlshift__",
+        "__rshift__",
+        "__rrshift__",
+        "__invert__",
+        "is_integer",
+        "hex",
+        "bit_length",
+    ):
         if hasattr(_kind, _name):
             setattr(_made, _name, _noting(_name, _kind))
 
@@ -274,8 +338,11 @@ def judged(seen: Observation, effects: Effects) -> ForwardOutcome:
     """
     drawn = seen.draws()
     if drawn is not None:
-        raise Blamed(f"the forward draws a number from {drawn[0]}, which the captured program would repeat at each call",
-                     "torch.rand in the forward, or the number as an input", drawn[1])
+        raise Blamed(
+            f"the forward draws a number from {drawn[0]}, which the captured program would repeat at each call",
+            "torch.rand in the forward, or the number as an input",
+            drawn[1],
+        )
     outcome, done = ForwardOutcome(effects=Effects(list(effects.entries))), set()
     buffers = {id(vars(m)["_buffers"]): m for _, m in seen.modules}
     parts = {id(vars(m)[t]): t for _, m in seen.modules for t in ("_parameters", "_modules")}
@@ -286,8 +353,11 @@ def judged(seen: Observation, effects: Effects) -> ForwardOutcome:
             outcome.updates.append(_update(change))
         elif id(place.owner) in parts:
             what = "parameter" if parts[id(place.owner)] == "_parameters" else "submodule"
-            raise Blamed(f"the forward replaces, adds or deletes its {what} {place.path}",
-                         "changes of the model outside of its forward", change.watch)
+            raise Blamed(
+                f"the forward replaces, adds or deletes its {what} {place.path}",
+                "changes of the model outside of its forward",
+                change.watch,
+            )
         else:
             _written(change, new, outcome)
     for place in seen.written.values():
@@ -301,12 +371,18 @@ def _update(change: Change) -> tuple[dict, str, str, torch.Tensor]:
     place, old, new = change.place, change.old, change.new
     if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
         what = "a buffer that it did not have" if not isinstance(old, torch.Tensor) else f"{spelled(new)} to its buffer"
-        raise Blamed(f"the forward assigns {what}: {place.path}", "register_buffer, with a tensor of its shape and dtype, in "
-                     "the module's __init__", change.watch)
+        raise Blamed(
+            f"the forward assigns {what}: {place.path}",
+            "register_buffer, with a tensor of its shape and dtype, in the module's __init__",
+            change.watch,
+        )
     if (new.shape, new.dtype) != (old.shape, old.dtype):
-        raise Blamed(f"the forward assigns a tensor of another shape or dtype to its buffer {place.path}: {new.dtype} "
-                     f"{list(new.shape)} for {old.dtype} {list(old.shape)}",
-                     "a buffer that keeps its shape and dtype", change.watch)
+        raise Blamed(
+            f"the forward assigns a tensor of another shape or dtype to its buffer {place.path}: {new.dtype} "
+            f"{list(new.shape)} for {old.dtype} {list(old.shape)}",
+            "a buffer that keeps its shape and dtype",
+            change.watch,
+        )
     return place.owner, place.key, place.path, new
 
 
@@ -319,8 +395,9 @@ def _written(change: Change, new: Any, outcome: ForwardOutcome) -> None:
         what = "a tensor is kept" if any(map(_holds_tensor, new)) else "what it holds changes at each call"
         raise Blamed(f"the forward changes {place.path}, a {type(place.owner).__name__}: {what}", _STATE, change.watch)
     if _holds_tensor(new):
-        raise Blamed(f"the forward assigns a tensor to {place.path}, where the program would not put it",
-                     _TABLE, change.watch)
+        raise Blamed(
+            f"the forward assigns a tensor to {place.path}, where the program would not put it", _TABLE, change.watch
+        )
     if new is MISSING:
         raise Blamed(f"the forward deletes {place.path}", "a forward that leaves its attributes", change.watch)
     if _is_number(change.old) and _is_number(new):
@@ -328,8 +405,9 @@ def _written(change: Change, new: Any, outcome: ForwardOutcome) -> None:
     elif is_simple(new) or isinstance(new, CONTAINERS) and _all_simple(new):
         outcome.effects.entries.append(_Assigned(place, new))
     else:
-        raise Blamed(f"the forward assigns {spelled(new)} to {place.path}, which the program would not do", _STATE,
-                     change.watch)
+        raise Blamed(
+            f"the forward assigns {spelled(new)} to {place.path}, which the program would not do", _STATE, change.watch
+        )
 
 
 @dataclass
@@ -346,8 +424,8 @@ class NumberEffects:
 
 
 def numbered(outcome: ForwardOutcome, again: ForwardOutcome, counters: Mapping[GuardedPlace, Counter]) -> NumberEffects:
-    """Tell what becomes of the numbers of a capture by a second one, in which `counters` stood for them, and add that to the
-    effects of `outcome`.
+    """Tell what becomes of the numbers of a capture by a second one, in which `counters` stood for them, and add that
+    to the effects of `outcome`.
 
     Raises:
         Blamed: a number that is counted on, and read by something else too.
@@ -369,23 +447,28 @@ def numbered(outcome: ForwardOutcome, again: ForwardOutcome, counters: Mapping[G
 
 
 def advanced(outcome: ForwardOutcome, counters: Mapping[GuardedPlace, Counter]) -> Effects | None:
-    """The effects of a capture in which `counters` stood for the numbers that are counted on, as an earlier one has shown; None:
-    another number has changed, or the program depends on one of them.
+    """The effects of a capture in which `counters` stood for the numbers that are counted on, as an earlier one has
+    shown; None: another number has changed, or the program depends on one of them.
 
     Args:
         outcome: of the capture.
     """
     ends = {place.identity: new for place, _, new in outcome.numbers}
-    steps = [_Advanced(place, end.steps) for place, begun in counters.items()
-             if isinstance(end := ends.pop(place.identity, None), Counter) and not begun.trace.used]
+    steps = [
+        _Advanced(place, end.steps)
+        for place, begun in counters.items()
+        if isinstance(end := ends.pop(place.identity, None), Counter) and not begun.trace.used
+    ]
     return None if ends or len(steps) < len(counters) else Effects([*outcome.effects.entries, *steps])
 
 
 def depends(place: GuardedPlace) -> Blamed:
     """The error of a number that is another at each call, and on which the program depends."""
-    return Blamed(f"{place.path} changes at each call, and the forward depends on its value, which the program would repeat",
-                  "a registered buffer that counts (self.register_buffer), or counting outside of the forward",
-                  Change(place, None, None).watch)
+    return Blamed(
+        f"{place.path} changes at each call, and the forward depends on its value, which the program would repeat",
+        "a registered buffer that counts (self.register_buffer), or counting outside of the forward",
+        Change(place, None, None).watch,
+    )
 
 
 def _is_number(value: Any) -> bool:
@@ -398,8 +481,11 @@ def _holds_tensor(value: Any) -> bool:
     if isinstance(value, (tuple, *CONTAINERS)):
         return any(map(_holds_tensor, contents(value)))
     attributes = getattr(value, "__dict__", None)
-    return isinstance(attributes, dict) and not isinstance(value, (nn.Module, type)) and \
-        any(isinstance(entry, torch.Tensor) for entry in attributes.values())
+    return (
+        isinstance(attributes, dict)
+        and not isinstance(value, (nn.Module, type))
+        and any(isinstance(entry, torch.Tensor) for entry in attributes.values())
+    )
 
 
 def _all_simple(container: Any) -> bool:
@@ -416,10 +502,13 @@ def watched_calls(effects: Effects, running: Callable[[], bool]) -> Iterator[Non
     Args:
         running: whether the forward is under way.
     """
+
     def note_text(stream: Any, text: str) -> None:
         if _VALUELESS.search(text):
-            raise CaptureError("the forward prints the values of tensors, which are not there while it is captured",
-                               legal="a text without tensors, or a further output of the forward that is printed outside")
+            raise CaptureError(
+                "the forward prints the values of tensors, which are not there while it is captured",
+                legal="a text without tensors, or a further output of the forward that is printed outside",
+            )
         last = effects.entries[-1] if effects.entries else None
         if isinstance(last, _Printed) and last.stream == stream:
             effects.entries[-1] = _Printed(stream, last.text + text)
@@ -443,8 +532,10 @@ def watched_calls(effects: Effects, running: Callable[[], bool]) -> Iterator[Non
             return
         text = record.getMessage()
         if _VALUELESS.search(text):
-            raise CaptureError("the forward logs the values of tensors, which are not there while it is captured",
-                               legal="a text without tensors, or a further output of the forward that is logged outside")
+            raise CaptureError(
+                "the forward logs the values of tensors, which are not there while it is captured",
+                legal="a text without tensors, or a further output of the forward that is logged outside",
+            )
         effects.entries.append(_Logged(self, record.levelno, text, record.pathname, record.lineno))
 
     def refused(name: str) -> Callable[..., Any]:
@@ -452,19 +543,27 @@ def watched_calls(effects: Effects, running: Callable[[], bool]) -> Iterator[Non
 
         def call(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if running() and _by_user():
-                raise CaptureError(f"the forward calls {name} on a tensor, which the captured program would leave out",
-                                   legal="a torch.autograd.Function with that backward, or a further output of the forward on "
-                                         f"which {name} is called outside")
+                raise CaptureError(
+                    f"the forward calls {name} on a tensor, which the captured program would leave out",
+                    legal="a torch.autograd.Function with that backward, or a further output of the forward on "
+                    f"which {name} is called outside",
+                )
             return plain(self, *args, **kwargs)
+
         return call
 
     with contextlib.ExitStack() as stack:
-        for owner, name, ours in ((builtins, "print", print_), (logging.Logger, "handle", handle),
-                                  *((torch.Tensor, n, refused(n)) for n in _TENSOR_HOOKS),
-                                  (sys, "stdout", _Stream(sys.stdout, "stdout", note_text, running)),
-                                  (sys, "stderr", _Stream(sys.stderr, "stderr", note_text, running))):
+        for owner, name, ours in (
+            (builtins, "print", print_),
+            (logging.Logger, "handle", handle),
+            *((torch.Tensor, n, refused(n)) for n in _TENSOR_HOOKS),
+            (sys, "stdout", _Stream(sys.stdout, "stdout", note_text, running)),
+            (sys, "stderr", _Stream(sys.stderr, "stderr", note_text, running)),
+        ):
             inherited = isinstance(owner, type) and name not in vars(owner)
-            stack.callback(delattr, owner, name) if inherited else stack.callback(setattr, owner, name, getattr(owner, name))
+            stack.callback(delattr, owner, name) if inherited else stack.callback(
+                setattr, owner, name, getattr(owner, name)
+            )
             setattr(owner, name, ours)
         yield
 
@@ -525,14 +624,20 @@ def refuse_backward_hooks(modules: list[tuple[str, nn.Module]]) -> None:
         CaptureError: with the line of the hook.
     """
     everyones = hooks_of_all_modules()
-    for path, hooks in [*((path, vars(m)[kind]) for path, m in modules for kind in ("_backward_hooks", "_backward_pre_hooks")),
-                        ("all modules", everyones.backward), ("all modules", everyones.backward_pre)]:
+    for path, hooks in [
+        *((path, vars(m)[kind]) for path, m in modules for kind in ("_backward_hooks", "_backward_pre_hooks")),
+        ("all modules", everyones.backward),
+        ("all modules", everyones.backward_pre),
+    ]:
         for hook in hooks.values():
             code = getattr(getattr(hook, "__func__", hook), "__code__", None)
             line = None if code is None else f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}"
-            raise CaptureError(f"{path} has a hook that runs in its backward, which the captured program would leave out",
-                               source=line, legal="a torch.autograd.Function in the forward, a hook of a parameter, or "
-                                                  "register_full_backward_hook on the AutoParallel model")
+            raise CaptureError(
+                f"{path} has a hook that runs in its backward, which the captured program would leave out",
+                source=line,
+                legal="a torch.autograd.Function in the forward, a hook of a parameter, or "
+                "register_full_backward_hook on the AutoParallel model",
+            )
 
 
 class LineFinder:

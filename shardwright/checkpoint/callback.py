@@ -24,6 +24,7 @@ from .save import BackgroundSave, save_checkpoint
 
 __all__ = ["CheckpointCallback", "CheckpointConfig"]
 
+
 @dataclass(frozen=True)
 class CheckpointConfig:
     """When checkpoints are saved, and how.
@@ -33,8 +34,8 @@ class CheckpointConfig:
         every_n_steps: after each step whose number this divides.
         every_n_minutes: once so long has passed since the last one, or since the beginning.
         keep_checkpoint_max, integrated_save, asynchronous: as of `save_checkpoint`.
-        on_sigterm: whether SIGTERM, to any rank, saves at the end of the step that is under way and ends all ranks with exit
-            code 143.
+        on_sigterm: whether SIGTERM, to any rank, saves at the end of the step that is under way and ends all ranks with
+            exit code 143.
 
     Raises:
         SettingError: neither steps nor minutes, or a number that is none.
@@ -53,10 +54,14 @@ class CheckpointConfig:
         if not isinstance(self.path, (str, os.PathLike)):
             raise SettingError(f"CheckpointConfig: path={self.path!r}", legal="the folder of a run's checkpoints")
         if steps is None and minutes is None:
-            raise SettingError("CheckpointConfig: neither every_n_steps nor every_n_minutes", legal="one of them, or both")
+            raise SettingError(
+                "CheckpointConfig: neither every_n_steps nor every_n_minutes", legal="one of them, or both"
+            )
         if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
             raise SettingError(f"CheckpointConfig: every_n_steps={steps!r}", legal="a whole number from 1")
-        if minutes is not None and (isinstance(minutes, bool) or not isinstance(minutes, (int, float)) or not minutes > 0):
+        if minutes is not None and (
+            isinstance(minutes, bool) or not isinstance(minutes, (int, float)) or not minutes > 0
+        ):
             raise SettingError(f"CheckpointConfig: every_n_minutes={minutes!r}", legal="a number above 0")
 
 
@@ -74,8 +79,15 @@ class CheckpointCallback:
         model, optimizer, schedulers, data: as of `save_checkpoint`.
     """
 
-    def __init__(self, config: CheckpointConfig, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *,
-                 schedulers: Any = (), data: Any = None) -> None:
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        schedulers: Any = (),
+        data: Any = None,
+    ) -> None:
         if not isinstance(config, CheckpointConfig):
             raise SettingError(f"CheckpointCallback({config!r})", legal='a CheckpointConfig("path", every_n_steps=100)')
         self.config, self.model, self.optimizer = config, model, optimizer
@@ -123,9 +135,18 @@ class CheckpointCallback:
     def save(self, step: int, extra: Any = None) -> BackgroundSave:
         """Save now."""
         config = self.config
-        self.last = save_checkpoint(self.model, self.optimizer, config.path, step=step, extra=extra, schedulers=self.schedulers,
-                                    data=self.data, integrated_save=config.integrated_save,
-                                    keep_checkpoint_max=config.keep_checkpoint_max, asynchronous=config.asynchronous)
+        self.last = save_checkpoint(
+            self.model,
+            self.optimizer,
+            config.path,
+            step=step,
+            extra=extra,
+            schedulers=self.schedulers,
+            data=self.data,
+            integrated_save=config.integrated_save,
+            keep_checkpoint_max=config.keep_checkpoint_max,
+            asynchronous=config.asynchronous,
+        )
         if self._clock is not None:
             self._clock.restart()
         return self.last

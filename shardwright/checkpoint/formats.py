@@ -1,6 +1,7 @@
 """Who writes what: every box of every tensor once, its holders sharing the work.
 
-Ranks that hold the same box each write some of its rows where it is large, else they take turns, the largest first. What
+Ranks that hold the same box each write some of its rows where it is large, else they take turns, the largest first.
+What
 a rank writes is read off what it holds itself: nothing has to be asked.
 """
 
@@ -28,7 +29,28 @@ from ..runtime.distributed.shared_memory import HostMemory
 from .manifest import ID_KEY, Piece, TensorEntry, element_size, trailer, write_file
 from .state import LocalTensor
 
-__all__ = ["METADATA", "DcpItem", "Header", "Joint", "PartFile", "StoredSpan", "WholeFiles", "WrittenBox", "described_here", "entries_of", "file_of", "header_of", "joined", "joints_of", "laid_out", "memory_of", "part_name", "scattered", "write_metadata", "written_here"]
+__all__ = [
+    "METADATA",
+    "DcpItem",
+    "Header",
+    "Joint",
+    "PartFile",
+    "StoredSpan",
+    "WholeFiles",
+    "WrittenBox",
+    "described_here",
+    "entries_of",
+    "file_of",
+    "header_of",
+    "joined",
+    "joints_of",
+    "laid_out",
+    "memory_of",
+    "part_name",
+    "scattered",
+    "write_metadata",
+    "written_here",
+]
 
 #: Of at least so many bytes for each of its holders a box is shared out in rows.
 SHARED = 1 << 20
@@ -61,34 +83,36 @@ def written_here(held: Iterable[LocalTensor], rank: int) -> list[WrittenBox]:
     return sorted(out, key=lambda w: order[w.name])
 
 
-def described_here(held: Iterable[LocalTensor], written: Iterable[WrittenBox]) -> dict[str, tuple[tuple[int, ...], str, dict | None]]:
+def described_here(
+    held: Iterable[LocalTensor], written: Iterable[WrittenBox]
+) -> dict[str, tuple[tuple[int, ...], str, dict | None]]:
     """Name -> (shape, dtype, layout) of the tensors whose first box this rank writes: each is described by one rank."""
     mine = {w.name for w in written if not any(w.starts)}
     return {h.name: (h.shape, h.dtype, h.place.words) for h in held if h.name in mine}
 
 
-
 # ----------------------------------------------------------------------------------------------------
 # Boxes that a whole file has in short runs, brought together to long ones.
 #
-# Of a tensor that is cut in a later dim a rank's box lies in the file as a run for each row, between those of the others. Ranks
-# of one host that have the same rows put them together in memory that they share, and each writes some rows as one run:
+# Of a tensor that is cut in a later dim a rank's box lies in the file as a run for each row, between those of the
+# others. Ranks of one host that have the same rows put them together in memory that they share, and each writes some
+# rows as one run:
 #
 #     rank 0   a a . .        a a b b   rank 0
 #              c c . .   ->
 #     rank 1   . . b b        c c d d   rank 1
 #              . . d d
 #
-# That takes less time than a call for each run, of which the file system lets one rank at a time write a file; and what was
-# written in long runs is read and put through to the disk faster, as the kernel keeps it in larger pieces.
+# That takes less time than a call for each run, of which the file system lets one rank at a time write a file; and what
+# was written in long runs is read and put through to the disk faster, as the kernel keeps it in larger pieces.
 #
 #     round     of every joint's steps one after the other, those of different ranks at once; all ranks meet in each
 #
-# In a round a rank writes its part of the rows of every rank that it joins some with, they meet, and each has its rows whole.
-# ----------------------------------------------------------------------------------------------------
+# In a round a rank writes its part of the rows of every rank that it joins some with, they meet, and each has its rows
+# whole. ----------------------------------------------------------------------------------------------------
 
-#: In bytes: a box that is joined has at least so many, in runs of at most so many; a rank joins so many of rows at a time,
-#: at most.
+#: In bytes: a box that is joined has at least so many, in runs of at most so many; a rank joins so many of rows at a
+#: time, at most.
 _LARGE, _SHORT, _STEP = 1 << 20, 64 << 10, 4 << 20
 
 #: Where a box begins in each dim, and its sizes.
@@ -117,17 +141,17 @@ class Joint(NamedTuple):
     @property
     def rows(self) -> int:
         """Of every box."""
-        return math.prod(self.extents[0][1][:self.dims])
+        return math.prod(self.extents[0][1][: self.dims])
 
     @property
     def first(self) -> int:
         """The row of the tensor with which they begin."""
-        return self.extents[0][0][0] * math.prod(self.shape[1:self.dims])
+        return self.extents[0][0][0] * math.prod(self.shape[1 : self.dims])
 
     @property
     def row(self) -> int:
         """The elements of a row of the tensor."""
-        return math.prod(self.shape[self.dims:])
+        return math.prod(self.shape[self.dims :])
 
     @property
     def steps(self) -> int:
@@ -144,11 +168,14 @@ class Joint(NamedTuple):
 
 def scattered(written: Iterable[WrittenBox]) -> dict[str, Extent]:
     """Of a rank's boxes those that others may have the rest of the rows of."""
-    return {w.name: (w.starts, tuple(w.tensor.shape)) for w in written if w.tensor.dim() > 1 and w.tensor.nbytes >= _LARGE}
+    return {
+        w.name: (w.starts, tuple(w.tensor.shape)) for w in written if w.tensor.dim() > 1 and w.tensor.nbytes >= _LARGE
+    }
 
 
-def joints_of(tensors: Mapping[str, tuple[tuple[int, ...], str, dict | None]], said: Sequence[Mapping[str, Extent]],
-              most: int) -> list[Joint]:
+def joints_of(
+    tensors: Mapping[str, tuple[tuple[int, ...], str, dict | None]], said: Sequence[Mapping[str, Extent]], most: int
+) -> list[Joint]:
     """What is to be joined, in the order of the tensors.
 
     Args:
@@ -170,12 +197,16 @@ def joints_of(tensors: Mapping[str, tuple[tuple[int, ...], str, dict | None]], s
                 continue
             joint = Joint(name, dtype, shape, tuple(ranks), extents, min(cut), most)
             size = element_size(dtype)
-            if joint.row * size <= most and all(math.prod(sizes[joint.dims:]) * size <= _SHORT for _, sizes in extents):
+            if joint.row * size <= most and all(
+                math.prod(sizes[joint.dims :]) * size <= _SHORT for _, sizes in extents
+            ):
                 out.append(joint)
     return out
 
 
-def joined(joints: Iterable[Joint], mine: Mapping[str, Tensor], ranks: ProcessRanks) -> Iterator[tuple[str, int, Tensor]]:
+def joined(
+    joints: Iterable[Joint], mine: Mapping[str, Tensor], ranks: ProcessRanks
+) -> Iterator[tuple[str, int, Tensor]]:
     """Join boxes with other ranks. All ranks do so at the same time, whichever of them have something to join.
 
     Args:
@@ -183,12 +214,14 @@ def joined(joints: Iterable[Joint], mine: Mapping[str, Tensor], ranks: ProcessRa
         mine: this rank's boxes, by name.
 
     Returns:
-        Runs of whole rows that this rank is to write: name, the first element in the tensor, what is in it. Its memory is
+        Runs of whole rows that this rank is to write: name, the first element in the tensor, what is in it. Its memory
+            is
         that of the next but one.
 
     Raises:
         CheckpointError: a rank that does not come.
-        Exception: what kept this rank's boxes from getting to host memory; once all is done, for the others count on it.
+        Exception: what kept this rank's boxes from getting to host memory; once all is done, for the others count on
+            it.
     """
     memory, failed = ranks.rows(), None
     boxes: dict[str, Tensor] = {}  # in host memory
@@ -204,14 +237,18 @@ def joined(joints: Iterable[Joint], mine: Mapping[str, Tensor], ranks: ProcessRa
         turn = ranks.meet(memory)
         if joint is not None and failed is None:
             begin, end = joint.share(joint.ranks.index(ranks.rank), step)
-            yield joint.name, (joint.first + begin) * joint.row, _rows(memory.rows[turn, ranks.rank], joint, end - begin)
+            yield (
+                joint.name,
+                (joint.first + begin) * joint.row,
+                _rows(memory.rows[turn, ranks.rank], joint, end - begin),
+            )
     if failed is not None:
         raise failed
 
 
 def _write(memory: HostMemory, joint: Joint, step: int, rank: int, box: Tensor) -> None:
     """Put a rank's columns of a step's rows where each of the joint's ranks has its rows."""
-    starts, sizes = (x[joint.dims:] for x in joint.extents[joint.ranks.index(rank)])
+    starts, sizes = (x[joint.dims :] for x in joint.extents[joint.ranks.index(rank)])
     columns = tuple(slice(a, a + n) for a, n in zip(starts, sizes))
     for number, other in enumerate(joint.ranks):
         begin, end = joint.share(number, step)
@@ -236,25 +273,40 @@ def _rounds(joints: Iterable[Joint]) -> list[dict[int, tuple[Joint, int]]]:
 def _rows(memory: Tensor, joint: Joint, count: int) -> Tensor:
     """The first of some bytes, as so many rows of a tensor."""
     dtype = dtype_named(joint.dtype)
-    return memory[:count * joint.row * dtype.itemsize].view(dtype).view(count, *joint.shape[joint.dims:])
-
+    return memory[: count * joint.row * dtype.itemsize].view(dtype).view(count, *joint.shape[joint.dims :])
 
 
 # ----------------------------------------------------------------------------------------------------
-# The safetensors format: 8 bytes with the length n of the header (little endian), n bytes of JSON, then the tensors, row-major
-# and without gaps. Of each the header says dtype, shape and [begin, end) counted from the end of the header:
+# The safetensors format: 8 bytes with the length n of the header (little endian), n bytes of JSON, then the tensors,
+# row-major and without gaps. Of each the header says dtype, shape and [begin, end) counted from the end of the header:
 #
 #     {"__metadata__": {"format": "pt"}, "w1": {"dtype": "F32", "shape": [8, 8], "data_offsets": [0, 256]}}
 #
-# Headers alone are read and written here: several ranks write one file, each at its own places, and read their slices alone.
-# ----------------------------------------------------------------------------------------------------
+# Headers alone are read and written here: several ranks write one file, each at its own places, and read their slices
+# alone. ----------------------------------------------------------------------------------------------------
 
 #: A header is at most this long, by the definition of the format.
 _LONGEST = 100 << 20
 
-_WORDS = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
-          "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0", "int64": "I64", "int32": "I32", "int16": "I16",
-          "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL", "complex64": "C64"}
+_WORDS = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e8m0fnu": "F8_E8M0",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+    "complex64": "C64",
+}
 _DTYPES = {word: dtype for dtype, word in _WORDS.items()}
 
 
@@ -273,12 +325,14 @@ class Header(NamedTuple):
     metadata: dict[str, str]
 
 
-def laid_out(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]
-             ) -> tuple[bytes, dict[str, int], int]:
+def laid_out(
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, int], int]:
     """How a file of these tensors looks.
 
     Args:
-        tensors: name -> (dtype, shape), in their order in the file; larger elements come first, so that all are aligned.
+        tensors: name -> (dtype, shape), in their order in the file; larger elements come first, so that all are
+            aligned.
 
     Returns:
         The file's beginning; the offset of each tensor's first byte; the length of the whole file.
@@ -290,8 +344,10 @@ def laid_out(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mappi
     place, places = 0, {}
     for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -element_size(item[1][0])):
         if dtype not in _WORDS:
-            raise CheckpointError(f"{name!r} is of {dtype}, which the safetensors format does not know",
-                                  legal="integrated_save=False, or one of " + ", ".join(_WORDS))
+            raise CheckpointError(
+                f"{name!r} is of {dtype}, which the safetensors format does not know",
+                legal="integrated_save=False, or one of " + ", ".join(_WORDS),
+            )
         places[name] = place
         end = place + math.prod(shape) * element_size(dtype)
         header[name] = {"dtype": _WORDS[dtype], "shape": list(shape), "data_offsets": [place, end]}
@@ -308,6 +364,7 @@ def header_of(path: Path) -> Header:
     Raises:
         CheckpointError: it cannot be read, is not of this format, or is cut short.
     """
+
     def wrong(what: str) -> CheckpointError:
         return CheckpointError(what, source=str(path), legal="a whole file in the safetensors format")
 
@@ -316,7 +373,9 @@ def header_of(path: Path) -> Header:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if length > min(_LONGEST, size - 8):
-                raise wrong(f"its header is said to have {length:,} bytes, and the file has {size:,}: cut short or altered")
+                raise wrong(
+                    f"its header is said to have {length:,} bytes, and the file has {size:,}: cut short or altered"
+                )
             words = json.loads(file.read(length))
     except OSError as error:
         raise wrong(f"it cannot be read: {error.strerror}") from None
@@ -338,15 +397,14 @@ def header_of(path: Path) -> Header:
     return Header(tensors, metadata)
 
 
-
 # ----------------------------------------------------------------------------------------------------
 # Whole tensors in files of the safetensors format, which several ranks write together, each its boxes at their places.
 #
 #     model.safetensors        the model's, under their own names       loss_fn.safetensors       the loss's, if it has any
 #     optimizer.safetensors    under <parameter>.<key of its state>
 #
-# A box of rows is one run of bytes in the file; one that is cut in a later dim is as many as it has rows, unless ranks bring
-# theirs together first (`joining`).
+# A box of rows is one run of bytes in the file; one that is cut in a later dim is as many as it has rows, unless ranks
+# bring theirs together first (`joining`).
 # ----------------------------------------------------------------------------------------------------
 
 _CALL = 1 << 30
@@ -379,8 +437,13 @@ class WholeFiles:
         CheckpointError: a dtype that the format does not know.
     """
 
-    def __init__(self, tensors: Mapping[str, tuple[tuple[int, ...], str, dict | None]], save_id: str, step: int,
-                 aliases: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, tuple[tuple[int, ...], str, dict | None]],
+        save_id: str,
+        step: int,
+        aliases: Mapping[str, str] | None = None,
+    ) -> None:
         self._tensors = tensors
         self._heads: dict[str, bytes] = {}
         self.sizes: dict[str, int] = {}
@@ -390,7 +453,11 @@ class WholeFiles:
             file, inside = file_of(name)
             grouped.setdefault(file, {})[inside] = (dtype, shape)
         for file, held in grouped.items():
-            tied = {file_of(a)[1]: file_of(n)[1] for a, n in (aliases or {}).items() if file_of(n)[0] == file == file_of(a)[0]}
+            tied = {
+                file_of(a)[1]: file_of(n)[1]
+                for a, n in (aliases or {}).items()
+                if file_of(n)[0] == file == file_of(a)[0]
+            }
             metadata = {"format": "pt", ID_KEY: save_id, "step": str(step)}
             self._heads[file], places, self.sizes[file] = laid_out(held, metadata | tied)
             tree = file.removesuffix(".safetensors")
@@ -399,8 +466,10 @@ class WholeFiles:
     @property
     def entries(self) -> dict[str, TensorEntry]:
         """As the manifest names them."""
-        return {name: TensorEntry(shape, dtype, layout, (Piece(*self._places[name], (0,) * len(shape), shape),))
-                for name, (shape, dtype, layout) in self._tensors.items()}
+        return {
+            name: TensorEntry(shape, dtype, layout, (Piece(*self._places[name], (0,) * len(shape), shape),))
+            for name, (shape, dtype, layout) in self._tensors.items()
+        }
 
     def begin(self, folder: Path) -> None:
         """Write the headers; on one rank, while others write boxes already.
@@ -455,12 +524,12 @@ class WholeFiles:
         while first > 0 and sizes[first - 1] == shape[first - 1]:
             first -= 1
         first = max(first - 1, 0)
-        strides = [math.prod(shape[dim + 1:]) * size for dim in range(len(shape))]
+        strides = [math.prod(shape[dim + 1 :]) * size for dim in range(len(shape))]
         begin = place + sum(a * s for a, s in zip(starts, strides))
         memory, run = memory_of(tensor), math.prod(sizes[first:]) * size
         for number, outer in enumerate(product(*(range(n) for n in sizes[:first]))):
             at = begin + sum(i * s for i, s in zip(outer, strides))
-            _put(handle, memory[number * run:(number + 1) * run], at)
+            _put(handle, memory[number * run : (number + 1) * run], at)
 
 
 def _put(handle: int, data: memoryview, at: int) -> None:
@@ -469,15 +538,14 @@ def _put(handle: int, data: memoryview, at: int) -> None:
         data, at = data[count:], at + count
 
 
-
 # ----------------------------------------------------------------------------------------------------
 # Each rank's tensors in a file of its own, in the format of torch.distributed.checkpoint.
 #
 #     __R_0.distcp     what rank R has: of each box a tensor as ``torch.save`` writes it, one after the other; then `marking`'s end
 #     .metadata        which boxes make up each tensor, and where in which file each box is
 #
-# ``torch.distributed.checkpoint.load`` reads such a folder. Reading it here takes the manifest alone, where a box's place is
-# that of its elements inside of what ``torch.save`` wrote; nothing is unpickled.
+# ``torch.distributed.checkpoint.load`` reads such a folder. Reading it here takes the manifest alone, where a box's
+# place is that of its elements inside of what ``torch.save`` wrote; nothing is unpickled.
 # ----------------------------------------------------------------------------------------------------
 
 METADATA = ".metadata"
@@ -553,8 +621,8 @@ class PartFile:
 
 
 def _save(tensor: Tensor, file: BinaryIO) -> None:
-    """The same as torch.save, and nothing of the tensor is held after it: in torch 2.9 the class of its pickler holds it until
-    garbage is collected."""
+    """The same as torch.save, and nothing of the tensor is held after it: in torch 2.9 the class of its pickler holds
+    it until garbage is collected."""
     made: list[Any] = []
 
     class Pickler(pickle.Pickler):
@@ -567,7 +635,9 @@ def _save(tensor: Tensor, file: BinaryIO) -> None:
             del kind.persistent_id
 
 
-def entries_of(tensors: Mapping[str, tuple[tuple[int, ...], str, dict | None]], items: Iterable[DcpItem]) -> dict[str, TensorEntry]:
+def entries_of(
+    tensors: Mapping[str, tuple[tuple[int, ...], str, dict | None]], items: Iterable[DcpItem]
+) -> dict[str, TensorEntry]:
     """As the manifest names them.
 
     Args:
@@ -577,11 +647,17 @@ def entries_of(tensors: Mapping[str, tuple[tuple[int, ...], str, dict | None]], 
     pieces: dict[str, list[Piece]] = {name: [] for name in tensors}
     for item in items:
         pieces[item.name].append(item.piece)
-    return {name: TensorEntry(shape, dtype, layout, tuple(pieces[name])) for name, (shape, dtype, layout) in tensors.items()}
+    return {
+        name: TensorEntry(shape, dtype, layout, tuple(pieces[name])) for name, (shape, dtype, layout) in tensors.items()
+    }
 
 
-def write_metadata(folder: Path, tensors: Mapping[str, tuple[tuple[int, ...], str, dict | None]], items: Iterable[DcpItem],
-                   save_id: str) -> None:
+def write_metadata(
+    folder: Path,
+    tensors: Mapping[str, tuple[tuple[int, ...], str, dict | None]],
+    items: Iterable[DcpItem],
+    save_id: str,
+) -> None:
     """Write what torch.distributed.checkpoint needs to read the folder.
 
     Raises:
@@ -599,14 +675,19 @@ def write_metadata(folder: Path, tensors: Mapping[str, tuple[tuple[int, ...], st
     )
 
     from ..torch_private import StorageInfo
+
     chunks: dict[str, list[ChunkStorageMetadata]] = {name: [] for name in tensors}
     places = {}
     for item in items:
         starts, sizes = torch.Size(item.piece.starts), torch.Size(item.piece.sizes)
-        places[MetadataIndex(item.name, starts, len(chunks[item.name]))] = StorageInfo(item.piece.file, item.offset, item.length)
+        places[MetadataIndex(item.name, starts, len(chunks[item.name]))] = StorageInfo(
+            item.piece.file, item.offset, item.length
+        )
         chunks[item.name].append(ChunkStorageMetadata(starts, sizes))
-    described = {name: TensorStorageMetadata(TensorProperties(dtype_named(dtype)), torch.Size(shape), chunks[name])
-                 for name, (shape, dtype, _) in tensors.items()}
+    described = {
+        name: TensorStorageMetadata(TensorProperties(dtype_named(dtype)), torch.Size(shape), chunks[name])
+        for name, (shape, dtype, _) in tensors.items()
+    }
     nested = {name: tuple(name.split(".", 1)) for name in tensors}
     made = Metadata(described, nested, places, StorageMeta(save_id=save_id), CURRENT_DCP_VERSION)
     write_file(folder / METADATA, pickle.dumps(made))

@@ -2,8 +2,9 @@
 
     manifest, a share of all bytes ── agree ── names, shapes ── agree ── settings, random state, … ── slices
 
-Nothing is changed before all ranks have found everything sound. The slices come at once where the parameters are what they
-will be; a model that is to be cut into slices takes them at the end of its first planning (`AutoParallel._awaited`).
+Nothing is changed before all ranks have found everything sound. The slices come at once where the parameters are what
+they will be; a model that is to be cut into slices takes them at the end of its first planning
+(`AutoParallel._awaited`).
 """
 
 from __future__ import annotations
@@ -42,52 +43,72 @@ class LoadPlan:
     """Which stored tensor goes where.
 
     Args:
-        strict: whether names must be the same, and dtypes where we have saved them: a Hugging Face folder may hold more, of
-            other floating-point dtypes.
+        strict: whether names must be the same, and dtypes where we have saved them: a Hugging Face folder may hold
+            more, of other floating-point dtypes.
         state: the other things that were saved.
 
     Raises:
         CheckpointError: of another model: names, shapes or dtypes, those that differ.
     """
 
-    def __init__(self, subject: CheckpointedModel, stored: StoredTensors, strict: bool, state: Mapping[str, Any]) -> None:
+    def __init__(
+        self, subject: CheckpointedModel, stored: StoredTensors, strict: bool, state: Mapping[str, Any]
+    ) -> None:
         self.subject, self.stored, self.state = subject, stored, state
         self.tied: dict[str, str] = dict(state.get("tied", {}))
         source, own = str(stored.folder), stored.manifest is not None
         if subject.wrapper is None and subject.unborn is not None:
-            raise CheckpointError(f"the model's {_bare(subject.unborn)!r} has no memory to load into", source=source,
-                                  legal="an AutoParallel of it, or a module that is not on the meta device")
+            raise CheckpointError(
+                f"the model's {_bare(subject.unborn)!r} has no memory to load into",
+                source=source,
+                legal="an AutoParallel of it, or a module that is not on the meta device",
+            )
         known = [n for n in stored.names if not n.startswith("optimizer.")]
         self.sources: dict[str, str] = {}  # a tensor's name here -> its name there
         called: dict[str, list[str]] = {name: [name] for name in subject.tensors}
         for alias, name in subject.aliases.items():
             called[name].append(alias)
         for name, names in called.items():
-            there = next((n for n in names if n in known), None) or next((self.tied[n] for n in names if n in self.tied), None)
+            there = next((n for n in names if n in known), None) or next(
+                (self.tied[n] for n in names if n in self.tied), None
+            )
             if there is not None:
                 self.sources[name] = there
         missing = [name for name in subject.tensors if name not in self.sources]
         expected = {n for names in called.values() for n in names} | set(self.sources.values())
         extra = [n for n in known if n not in expected]
         if missing and (strict or not self.sources):
-            raise CheckpointError(f"a checkpoint of another model: it has no {_listed(missing)}"
-                                  + (f", and has {_listed(extra)}" if extra else ""), source=source,
-                                  legal="the model that was saved, or strict=False for what they have in common")
+            raise CheckpointError(
+                f"a checkpoint of another model: it has no {_listed(missing)}"
+                + (f", and has {_listed(extra)}" if extra else ""),
+                source=source,
+                legal="the model that was saved, or strict=False for what they have in common",
+            )
         if extra and strict and own:
-            raise CheckpointError(f"a checkpoint of another model: it has {_listed(extra)}, which the model does not",
-                                  source=source, legal="the model that was saved, or strict=False")
+            raise CheckpointError(
+                f"a checkpoint of another model: it has {_listed(extra)}, which the model does not",
+                source=source,
+                legal="the model that was saved, or strict=False",
+            )
         for name, there in self.sources.items():
             shape, dtype = stored.shape(there), stored.entries[there].dtype
             if shape != subject.shape(name):
                 words = stored.entries[there].layout or {}
                 what = f"the slices of {shape[0]} ranks, each its own" if words.get("own") else f"of shape {shape}"
-                raise CheckpointError(f"a checkpoint of another model: its {_bare(there)!r} is {what}, the model's is "
-                                      f"{subject.shape(name)}", source=source, legal="a model of the same shapes")
+                raise CheckpointError(
+                    f"a checkpoint of another model: its {_bare(there)!r} is {what}, the model's is "
+                    f"{subject.shape(name)}",
+                    source=source,
+                    legal="a model of the same shapes",
+                )
             mine = dtype_name(subject.tensors[name].dtype)
             if dtype != mine and (strict and own or not _alike(dtype, mine)):
-                raise CheckpointError(f"its {_bare(there)!r} is {dtype}, the model's is {mine}", source=source,
-                                      legal="a model of the same dtypes" + (", or strict=False, which converts"
-                                                                           if _alike(dtype, mine) else ""))
+                raise CheckpointError(
+                    f"its {_bare(there)!r} is {dtype}, the model's is {mine}",
+                    source=source,
+                    legal="a model of the same dtypes"
+                    + (", or strict=False, which converts" if _alike(dtype, mine) else ""),
+                )
         self._states: dict[str, list[str]] = {}  # a parameter's name there -> the keys of its state
         for name in stored.names:
             if name.startswith("optimizer."):
@@ -101,6 +122,7 @@ class LoadPlan:
 
     def into(self, optimizer: torch.optim.Optimizer | None) -> Callable[[], None]:
         """What takes the values, once the parameters are what they will be; all ranks call it at the same time."""
+
         def take() -> None:
             error: Exception | None = None
             subject = CheckpointedModel(self.subject.wrapper or self.subject.net, self.subject.ranks)
@@ -114,6 +136,7 @@ class LoadPlan:
             except Exception as raised:  # the others have to hear of it
                 error = raised
             subject.ranks.agreed(error)
+
         return take
 
     def _fill(self, local: Tensor, name: str, place: TensorPlacement) -> None:
@@ -132,22 +155,35 @@ class LoadPlan:
                     continue
                 called = there.removeprefix("model.")
                 kept = optimizer.state.get(parameter, {})
-                made = {key: self._state(f"optimizer.{called}.{key}", key, parameter, place, local, group, kept.get(key))
-                        for key in self._states.get(called, ())}
+                made = {
+                    key: self._state(f"optimizer.{called}.{key}", key, parameter, place, local, group, kept.get(key))
+                    for key in self._states.get(called, ())
+                }
                 made |= {key: decode(value) for key, value in scalars.get(there, {}).items()}
                 if made:
                     optimizer.state[parameter] = made
                 else:
                     optimizer.state.pop(parameter, None)
 
-    def _state(self, name: str, key: str, parameter: Tensor, place: TensorPlacement, local: Tensor, group: Mapping[str, Any],
-               kept: Any) -> Tensor:
-        """A tensor of an optimizer's state: as the parameter lies, where it has its shape; in the memory of the one that is
-        there, `kept`, where it fits."""
+    def _state(
+        self,
+        name: str,
+        key: str,
+        parameter: Tensor,
+        place: TensorPlacement,
+        local: Tensor,
+        group: Mapping[str, Any],
+        kept: Any,
+    ) -> Tensor:
+        """A tensor of an optimizer's state: as the parameter lies, where it has its shape; in the memory of the one
+        that is there, `kept`, where it fits."""
         from torch.distributed.tensor import DTensor  # a second to import, and of use to processes alone
+
         shape, dtype = self.stored.shape(name), self.stored.dtype(name)
         if not shape and (place.shape or key in _NUMBERS):
-            steps = key == "step" and not (group.get("fused") or group.get("capturable"))  # as torch's own loading has it
+            steps = key == "step" and not (
+                group.get("fused") or group.get("capturable")
+            )  # as torch's own loading has it
             made = torch.empty((), dtype=dtype, device="cpu" if steps else local.device)
             self.stored.read_into(made, name)
             return made
@@ -158,20 +194,31 @@ class LoadPlan:
             made = torch.empty_like(local, dtype=dtype, memory_format=torch.contiguous_format)
             self.stored.read_into(made, name, place.box)
             if isinstance(parameter, DTensor):
-                return DTensor.from_local(made, parameter.device_mesh, parameter.placements, run_check=False,
-                                          shape=parameter.shape, stride=parameter.stride())
+                return DTensor.from_local(
+                    made,
+                    parameter.device_mesh,
+                    parameter.placements,
+                    run_check=False,
+                    shape=parameter.shape,
+                    stride=parameter.stride(),
+                )
             return made.view(parameter.shape)
         made = self.stored.read(name).to(local.device)
         if isinstance(parameter, DTensor):
             from torch.distributed.tensor import Replicate
-            return DTensor.from_local(made, parameter.device_mesh, [Replicate()] * parameter.device_mesh.ndim, run_check=False)
+
+            return DTensor.from_local(
+                made, parameter.device_mesh, [Replicate()] * parameter.device_mesh.ndim, run_check=False
+            )
         return made
 
 
 def _as_it_lies(kept: Any, parameter: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a value of an optimizer's state is a tensor of this dtype that lies as its parameter does, in memory without
+    """Whether a value of an optimizer's state is a tensor of this dtype that lies as its parameter does, in memory
+    without
     gaps: fresh memory takes longer than the reading."""
     from torch.distributed.tensor import DTensor
+
     if not isinstance(kept, Tensor) or isinstance(kept, DTensor) != isinstance(parameter, DTensor):
         return False
     if isinstance(kept, DTensor):
@@ -180,9 +227,14 @@ def _as_it_lies(kept: Any, parameter: Tensor, dtype: torch.dtype) -> bool:
         local = kept.to_local(), parameter.to_local()
     else:
         local = kept, parameter
-    return local[0].shape == local[1].shape and kept.shape == parameter.shape and local[0].is_contiguous() and \
-        (kept.dtype, kept.device, kept.layout) == (dtype, parameter.device, torch.strided) and not kept.requires_grad and \
-        local[0].data_ptr() != local[1].data_ptr()
+    return (
+        local[0].shape == local[1].shape
+        and kept.shape == parameter.shape
+        and local[0].is_contiguous()
+        and (kept.dtype, kept.device, kept.layout) == (dtype, parameter.device, torch.strided)
+        and not kept.requires_grad
+        and local[0].data_ptr() != local[1].data_ptr()
+    )
 
 
 def _bare(name: str) -> str:
@@ -215,32 +267,40 @@ class Restored:
     path: Path
 
 
-def load_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, path: str | Path | None = None, *,
-                    step: int | None = None, schedulers: Any = (), data: Any = None, strict: bool = True,
-                    missing_ok: bool = False) -> Restored | None:
-    """Load a checkpoint: under the plan that it was saved with, under another, on another number of devices, into stages of
-    another pipeline, into a plain model. Each rank reads its slices alone, besides its share of the check for damage.
-    On processes every rank calls it.
+def load_checkpoint(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    path: str | Path | None = None,
+    *,
+    step: int | None = None,
+    schedulers: Any = (),
+    data: Any = None,
+    strict: bool = True,
+    missing_ok: bool = False,
+) -> Restored | None:
+    """Load a checkpoint: under the plan that it was saved with, under another, on another number of devices, into
+    stages of another pipeline, into a plain model. Each rank reads its slices alone, besides its share of the check for
+    damage. On processes every rank calls it.
 
-    Called before the first call of the model, as is usual, it restores settings, schedulers, random state and position at
-    once, and each rank takes its slices when that call has planned them. Under the plan it was saved with a run then goes
-    on to the bit as it would have.
+    Called before the first call of the model, as is usual, it restores settings, schedulers, random state and position
+    at once, and each rank takes its slices when that call has planned them. Under the plan it was saved with a run then
+    goes on to the bit as it would have.
 
     Args:
         model: the `AutoParallel`, or a module.
         optimizer: of the kind and the groups of the one that was saved; None: its state is left out.
-        path: the folder of a run, or of one checkpoint; or of a Hugging Face model (``model.safetensors``, or shards with
-            an index), which is loaded into `model` alone, converted to its dtypes.
+        path: the folder of a run, or of one checkpoint; or of a Hugging Face model (``model.safetensors``, or shards
+            with an index), which is loaded into `model` alone, converted to its dtypes.
         step: which of the run's; None: the highest.
-        schedulers, data: as they were given to `save_checkpoint`. A position that differs between ranks needs as many as
-            have saved it; so do random states that differ, which otherwise stay as they are.
+        schedulers, data: as they were given to `save_checkpoint`. A position that differs between ranks needs as many
+            as have saved it; so do random states that differ, which otherwise stay as they are.
         strict: whether the names and dtypes must be those of the model; otherwise those are loaded that are there, and
             converted.
         missing_ok: return None where `path` has no checkpoint.
 
     Raises:
-        CheckpointError: no such checkpoint, with those there are; a damaged or mixed-up file, with its name; another model,
-            with the names and shapes; another optimizer. On every rank alike, before anything is changed.
+        CheckpointError: no such checkpoint, with those there are; a damaged or mixed-up file, with its name; another
+            model, with the names and shapes; another optimizer. On every rank alike, before anything is changed.
     """
     ranks = ranks_of_now()
     wait_for_last()
@@ -265,8 +325,11 @@ def load_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer | None = 
         error = raised
     ids = ranks.agreed(error, None if loaded is None else loaded.id)
     if len(set(ids)) > 1:
-        raise CheckpointError("ranks see different checkpoints in this place", source=str(folder),
-                              legal="a path in a file system that all hosts share")
+        raise CheckpointError(
+            "ranks see different checkpoints in this place",
+            source=str(folder),
+            legal="a path in a file system that all hosts share",
+        )
     try:
         loaded.restore()
     except Exception as raised:  # of a scheduler's or a sampler's own making
@@ -283,8 +346,11 @@ def _found(path: Any, step: int | None, missing_ok: bool) -> Path | None:
         CheckpointError: there is none.
     """
     if not isinstance(path, (str, os.PathLike)):
-        raise CheckpointError(f"path={path!r}", source="load_checkpoint",
-                              legal="load_checkpoint(model, optimizer, path): the folder of a run or of a checkpoint")
+        raise CheckpointError(
+            f"path={path!r}",
+            source="load_checkpoint",
+            legal="load_checkpoint(model, optimizer, path): the folder of a run or of a checkpoint",
+        )
     path = Path(path)
     if step is not None and (isinstance(step, bool) or not isinstance(step, int)):
         raise CheckpointError(f"step={step!r}", source=str(path), legal="a whole number, or None for the highest")
@@ -295,8 +361,11 @@ def _found(path: Any, step: int | None, missing_ok: bool) -> Path | None:
     found = folder_of(path, step)
     if found is None and not missing_ok:
         what = "there is no checkpoint in it" if path.is_dir() else "there is no such folder"
-        raise CheckpointError(what if step is None else f"there is no checkpoint of step {step}: {what}", source=str(path),
-                              legal=f"a folder with checkpoints, with a {MANIFEST}, or with {' or '.join(HUGGING_FACE)}")
+        raise CheckpointError(
+            what if step is None else f"there is no checkpoint of step {step}: {what}",
+            source=str(path),
+            legal=f"a folder with checkpoints, with a {MANIFEST}, or with {' or '.join(HUGGING_FACE)}",
+        )
     return found
 
 
@@ -311,13 +380,19 @@ def _sound(folder: Path, ranks: SingleRank) -> StoredTensors:
     if manifest is None:
         return stored
     problems = check_files(folder, manifest, ranks.rank, ranks.world)
-    if folder.name.startswith("step-") and folder in steps_in(folder.parent).values() and \
-            steps_in(folder.parent).get(manifest.step) != folder:
+    if (
+        folder.name.startswith("step-")
+        and folder in steps_in(folder.parent).values()
+        and steps_in(folder.parent).get(manifest.step) != folder
+    ):
         problems.append(f"{MANIFEST}: it is of step {manifest.step}")
     if problems:
         more = f", and {len(problems) - 1} more files" if len(problems) > 1 else ""
-        raise CheckpointError(f"the checkpoint is damaged: {problems[0]}{more}",
-                              source=str(folder / problems[0].partition(":")[0]), legal=_others(folder))
+        raise CheckpointError(
+            f"the checkpoint is damaged: {problems[0]}{more}",
+            source=str(folder / problems[0].partition(":")[0]),
+            legal=_others(folder),
+        )
     return stored
 
 
@@ -328,8 +403,15 @@ class _Loaded:
         CheckpointError: it is not.
     """
 
-    def __init__(self, stored: StoredTensors, subject: CheckpointedModel, optimizer: torch.optim.Optimizer | None, schedulers: Sequence[Any],
-                 data: Any, strict: bool) -> None:
+    def __init__(
+        self,
+        stored: StoredTensors,
+        subject: CheckpointedModel,
+        optimizer: torch.optim.Optimizer | None,
+        schedulers: Sequence[Any],
+        data: Any,
+        strict: bool,
+    ) -> None:
         self.stored, self.folder = stored, stored.folder
         self.subject, self.optimizer = subject, optimizer
         self.schedulers, self.data = schedulers, data
@@ -391,20 +473,27 @@ class _Loaded:
             self._wrong(f"it has no state of an optimizer, and the {kind} is to have one", "optimizer=None")
         if saved["kind"] != kind:
             keys = sorted({name.rpartition(".")[2] for name in self.stored.names if name.startswith("optimizer.")})
-            self._wrong(f"it has the state of {saved['kind']} ({', '.join(keys) or 'none yet'}), and the optimizer is {kind}",
-                        f"{saved['kind']}, or optimizer=None")
+            self._wrong(
+                f"it has the state of {saved['kind']} ({', '.join(keys) or 'none yet'}), and the optimizer is {kind}",
+                f"{saved['kind']}, or optimizer=None",
+            )
         names = state_names(self.subject, self.optimizer)
         mine = [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
         theirs = [[self.filling.name_here(n) for n in group["parameters"]] for group in saved["groups"]]
         if [sorted(g) for g in mine] != [sorted(g) for g in theirs]:
-            differs = next((i for i, (a, b) in enumerate(zip(mine, theirs)) if sorted(a) != sorted(b)),
-                           min(len(mine), len(theirs)))
+            differs = next(
+                (i for i, (a, b) in enumerate(zip(mine, theirs)) if sorted(a) != sorted(b)), min(len(mine), len(theirs))
+            )
             here, there = (set(g[differs]) if differs < len(g) else set() for g in (mine, theirs))
             odd = sorted(here ^ there)[:3]
-            self._wrong(f"its optimizer has {len(theirs)} groups of {[len(g) for g in theirs]} parameters, this one "
-                        f"{len(mine)} of {[len(g) for g in mine]}; group {differs} differs in {', '.join(odd)}",
-                        "the same groups")
-        return [(group, decode(words["settings"])) for group, words in zip(self.optimizer.param_groups, saved["groups"])]
+            self._wrong(
+                f"its optimizer has {len(theirs)} groups of {[len(g) for g in theirs]} parameters, this one "
+                f"{len(mine)} of {[len(g) for g in mine]}; group {differs} differs in {', '.join(odd)}",
+                "the same groups",
+            )
+        return [
+            (group, decode(words["settings"])) for group, words in zip(self.optimizer.param_groups, saved["groups"])
+        ]
 
     def _scheduled(self) -> list[Any]:
         """The states of the schedulers.
@@ -431,8 +520,10 @@ class _Loaded:
             return None
         by_rank, states = saved["ranks"], saved["states"]
         if len(states) > 1 and len(by_rank) != ranks.world:
-            self._wrong(f"the position in the data is each rank's own, of {len(by_rank)} ranks, and there are {ranks.world}",
-                        f"{len(by_rank)} ranks, or data=None")
+            self._wrong(
+                f"the position in the data is each rank's own, of {len(by_rank)} ranks, and there are {ranks.world}",
+                f"{len(by_rank)} ranks, or data=None",
+            )
         return decode(states[by_rank[ranks.rank] if len(states) > 1 else 0])
 
     def _generators(self, ranks: SingleRank) -> dict[str, Any]:

@@ -5,12 +5,13 @@
      "files": {
        "model.safetensors": {"bytes": 6400, "digest": "0a1b2c3d"},
      "tensors": {
-       "model.w1": {"shape": [8, 8], "dtype": "float32", "layout": {…}, "pieces": [["model.safetensors", 512, [0, 0], [8, 8]]]},
+       "model.w1": {"shape": [8, 8], "dtype": "float32", "layout": {…}, "pieces": [["model.safetensors", 512, [0, 0],
+       [8, 8]]]},
      "seal": "SHA-256 of all that stands above"}
 
-A piece is a box of a tensor that lies in one file, its elements in row-major order: file, offset of the first byte, where
-the box begins in each dim, its size in each. The pieces of a tensor fill it and do not overlap. The text is the only one for
-what it says, so that not even a space can change unnoticed.
+A piece is a box of a tensor that lies in one file, its elements in row-major order: file, offset of the first byte,
+where the box begins in each dim, its size in each. The pieces of a tensor fill it and do not overlap. The text is the
+only one for what it says, so that not even a space can change unnoticed.
 """
 
 from __future__ import annotations
@@ -34,7 +35,41 @@ import numpy as np
 from ..errors import CheckpointError
 from ..json_values import dtype_named
 
-__all__ = ["ALGORITHM", "BLOCK", "ID_KEY", "KINDS", "MANIFEST", "SCHEMA", "TRAILER", "CheckpointFile", "Manifest", "Piece", "TensorEntry", "begin", "blocks_of", "check_files", "clean", "digest", "element_size", "finish", "folder_of", "latest_checkpoint", "mark_of", "model_fingerprint", "name_of", "new_id", "prune", "read", "shares", "steps_in", "sync_folder", "trailer", "verify", "write", "write_file"]
+__all__ = [
+    "ALGORITHM",
+    "BLOCK",
+    "ID_KEY",
+    "KINDS",
+    "MANIFEST",
+    "SCHEMA",
+    "TRAILER",
+    "CheckpointFile",
+    "Manifest",
+    "Piece",
+    "TensorEntry",
+    "begin",
+    "blocks_of",
+    "check_files",
+    "clean",
+    "digest",
+    "element_size",
+    "finish",
+    "folder_of",
+    "latest_checkpoint",
+    "mark_of",
+    "model_fingerprint",
+    "name_of",
+    "new_id",
+    "prune",
+    "read",
+    "shares",
+    "steps_in",
+    "sync_folder",
+    "trailer",
+    "verify",
+    "write",
+    "write_file",
+]
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -44,11 +79,11 @@ __all__ = ["ALGORITHM", "BLOCK", "ID_KEY", "KINDS", "MANIFEST", "SCHEMA", "TRAIL
 #     d(block)      = crc32(s_0, …, s_508), begun with the block's length
 #     s_c           = Σ_r w[509 r + c]  mod 2^64          w: the block as words of 8 bytes, zeros after its end
 #
-# Any damage inside of 4 KiB is found for certain, a flipped bit as well as a run of zeros: each of its words is in a sum of
-# its own, and a CRC-32 differs wherever few bytes do. A page that lies where another belongs is found, since 509 words are no
-# whole number of pages; what else there is escapes once in 2^32 times. Nobody is supposed to forge a checkpoint. It takes a
-# seventh of the time of a CRC-32 of all bytes (22 GB/s against 3.3 on one core, which does 0.4 GB/s of SHA-256), less than
-# reading them does. Blocks let several ranks check one file together.
+# Any damage inside of 4 KiB is found for certain, a flipped bit as well as a run of zeros: each of its words is in a
+# sum of its own, and a CRC-32 differs wherever few bytes do. A page that lies where another belongs is found, since 509
+# words are no whole number of pages; what else there is escapes once in 2^32 times. Nobody is supposed to forge a
+# checkpoint. It takes a seventh of the time of a CRC-32 of all bytes (22 GB/s against 3.3 on one core, which does 0.4
+# GB/s of SHA-256), less than reading them does. Blocks let several ranks check one file together.
 # ----------------------------------------------------------------------------------------------------
 
 BLOCK = 4 << 20
@@ -80,7 +115,7 @@ def digest(path: Path, first: int = 0, last: int | None = None) -> str:
         number = first
         while last is None or number < last:
             size, sums = 0, np.zeros(_COLUMNS, "<u8")
-            while count := _read(file.fileno(), buffer[:min(_PIECE, BLOCK - size)], number * BLOCK + size):
+            while count := _read(file.fileno(), buffer[: min(_PIECE, BLOCK - size)], number * BLOCK + size):
                 end = -(-count // _ROW) * _ROW
                 held[count:end] = 0
                 sums += np.add.reduce(held[:end].view("<u8").reshape(-1, _COLUMNS), axis=0)
@@ -101,7 +136,8 @@ def _read(handle: int, into: memoryview, at: int) -> int:
 
 
 def shares(sizes: Mapping[str, int], part: int, parts: int) -> Iterator[tuple[str, int, int]]:
-    """The blocks that one of `parts` has to look after: (file, first, last), a run of neighbours in all blocks of all files.
+    """The blocks that one of `parts` has to look after: (file, first, last), a run of neighbours in all blocks of all
+    files.
 
     Args:
         sizes: file -> its bytes.
@@ -147,8 +183,8 @@ class TensorEntry:
         shape: of the whole.
         dtype: as torch calls it: "float32".
         layout: how it lay when it was saved: ``{"devices": 4, "first": 0, "layout": …}``, of `devices` ranks from rank
-            `first` on, in the words of `plan.spelling`; with ``"own": true`` a `layerwise_parallel` parameter, whose dim 0
-            is the ranks'. None: on one device.
+            `first` on, in the words of `plan.spelling`; with ``"own": true`` a `layerwise_parallel` parameter, whose
+            dim 0 is the ranks'. None: on one device.
         pieces: where its bytes are.
     """
 
@@ -195,12 +231,27 @@ class Manifest:
 
     def text(self) -> str:
         """What `read` reads."""
-        head = {"schema": SCHEMA, "kind": self.kind, "step": self.step, "id": self.id, "model": self.model, "plan": self.plan,
-                "world": self.world, "digest": ALGORITHM}
+        head = {
+            "schema": SCHEMA,
+            "kind": self.kind,
+            "step": self.step,
+            "id": self.id,
+            "model": self.model,
+            "plan": self.plan,
+            "world": self.world,
+            "digest": ALGORITHM,
+        }
         parts = [f" {_json(key)}: {_json(value)}" for key, value in head.items()]
         parts.append(_section("files", {n: {"bytes": f.bytes, "digest": f.digest} for n, f in self.files.items()}))
-        parts.append(_section("tensors", {n: {"shape": e.shape, "dtype": e.dtype, "layout": e.layout, "pieces": e.pieces}
-                                          for n, e in self.tensors.items()}))
+        parts.append(
+            _section(
+                "tensors",
+                {
+                    n: {"shape": e.shape, "dtype": e.dtype, "layout": e.layout, "pieces": e.pieces}
+                    for n, e in self.tensors.items()
+                },
+            )
+        )
         body = "{\n" + ",\n".join(parts)
         return f'{body},\n "seal": "{hashlib.sha256(body.encode()).hexdigest()}"\n}}\n'
 
@@ -248,22 +299,41 @@ def read(folder: str | Path) -> Manifest:
         text = path.read_bytes().decode()
         words = json.loads(text)
     except OSError as error:
-        raise CheckpointError(f"the checkpoint has no manifest that can be read: {error.strerror}", source=str(path),
-                              legal="a folder that save_checkpoint wrote") from None
+        raise CheckpointError(
+            f"the checkpoint has no manifest that can be read: {error.strerror}",
+            source=str(path),
+            legal="a folder that save_checkpoint wrote",
+        ) from None
     except ValueError:
         raise _damaged(path, "it is cut short or altered") from None
     schema = words.get("schema") if isinstance(words, dict) else None
     if isinstance(schema, int) and not isinstance(schema, bool) and schema > SCHEMA:
-        raise CheckpointError(f"a checkpoint of schema {schema}: a newer version of Shardwright wrote it", source=str(path),
-                              legal=f"schema {SCHEMA}, or that version")
+        raise CheckpointError(
+            f"a checkpoint of schema {schema}: a newer version of Shardwright wrote it",
+            source=str(path),
+            legal=f"schema {SCHEMA}, or that version",
+        )
     try:
         if schema != SCHEMA or words["digest"] != ALGORITHM or words["kind"] not in KINDS:
             raise ValueError
-        made = Manifest(words["kind"], words["step"], words["id"], words["model"], words["plan"], words["world"],
-                        {name: CheckpointFile(f["bytes"], f["digest"]) for name, f in words["files"].items()},
-                        {name: TensorEntry(tuple(e["shape"]), e["dtype"], e["layout"],
-                                     tuple(Piece(p[0], p[1], tuple(p[2]), tuple(p[3])) for p in e["pieces"]))
-                         for name, e in words["tensors"].items()})
+        made = Manifest(
+            words["kind"],
+            words["step"],
+            words["id"],
+            words["model"],
+            words["plan"],
+            words["world"],
+            {name: CheckpointFile(f["bytes"], f["digest"]) for name, f in words["files"].items()},
+            {
+                name: TensorEntry(
+                    tuple(e["shape"]),
+                    e["dtype"],
+                    e["layout"],
+                    tuple(Piece(p[0], p[1], tuple(p[2]), tuple(p[3])) for p in e["pieces"]),
+                )
+                for name, e in words["tensors"].items()
+            },
+        )
         if made.text() != text:
             raise ValueError
     except (KeyError, TypeError, ValueError, AttributeError, IndexError):
@@ -272,7 +342,9 @@ def read(folder: str | Path) -> Manifest:
 
 
 def _damaged(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"the manifest is damaged: {what}", source=str(path), legal="an earlier checkpoint of the run")
+    return CheckpointError(
+        f"the manifest is damaged: {what}", source=str(path), legal="an earlier checkpoint of the run"
+    )
 
 
 def write(folder: str | Path, manifest: Manifest) -> None:
@@ -288,8 +360,8 @@ def write(folder: str | Path, manifest: Manifest) -> None:
 
 
 def check_files(folder: str | Path, manifest: Manifest, part: int = 0, parts: int = 1) -> list[str]:
-    """What is wrong with the files of a checkpoint, each with the name of the file: missing, cut short, of another save,
-    altered.
+    """What is wrong with the files of a checkpoint, each with the name of the file: missing, cut short, of another
+    save, altered.
 
     Args:
         part, parts: of what each byte has to be read for, only this one of so many shares is looked at.
@@ -314,28 +386,31 @@ def check_files(folder: str | Path, manifest: Manifest, part: int = 0, parts: in
         else:
             sound[name] = size
     for name, first, last in shares(sound, part, parts):
-        want = manifest.files[name].digest[8 * first:8 * last]
+        want = manifest.files[name].digest[8 * first : 8 * last]
         try:
             got = digest(folder / name, first, last)
         except OSError as error:
             problems.append(f"{name}: it cannot be read: {error.strerror}")
             continue
         if got != want:
-            wrong = next((i for i in range(last - first) if got[8 * i:8 * i + 8] != want[8 * i:8 * i + 8]), last - first)
+            wrong = next(
+                (i for i in range(last - first) if got[8 * i : 8 * i + 8] != want[8 * i : 8 * i + 8]), last - first
+            )
             at = (first + wrong) * ALGORITHM["block"]
-            problems.append(f"{name}: it was altered within bytes {at:,} to "
-                            f"{min(at + ALGORITHM['block'], sound[name]) - 1:,}")
+            problems.append(
+                f"{name}: it was altered within bytes {at:,} to {min(at + ALGORITHM['block'], sound[name]) - 1:,}"
+            )
     return problems
 
 
 def verify(folder: str | Path) -> list[str]:
-    """What is wrong with a checkpoint, each with the name of the file; every byte is looked at. Nothing: it is sound."""
+    """What is wrong with a checkpoint, each with the name of the file; every byte is looked at. Nothing: it is
+    sound."""
     try:
         manifest = read(folder)
     except CheckpointError as error:
         return [f"{MANIFEST}: {error.message}"]
     return check_files(folder, manifest)
-
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -345,9 +420,9 @@ def verify(folder: str | Path) -> list[str]:
 #     PATH/.step-00000100.5f3a.part       one that is being written, or being removed; or was, when its process died
 #     PATH/.step-00000100.5f3a.old        one in whose place another of the same step is about to be put
 #
-# A save writes its files into a ``.part``, each of them to the disk, and renames it last. One that is to be removed becomes a
-# ``.part`` first. Where an ``.old`` stands and its step does not, a save died between two renames: it counts as that step's.
-# ----------------------------------------------------------------------------------------------------
+# A save writes its files into a ``.part``, each of them to the disk, and renames it last. One that is to be removed
+# becomes a ``.part`` first. Where an ``.old`` stands and its step does not, a save died between two renames: it counts
+# as that step's. ----------------------------------------------------------------------------------------------------
 
 _WHOLE = re.compile(r"step-(\d{8,})")
 _OLD = re.compile(r"\.(step-(\d{8,}))\.[0-9a-f]+\.old")
@@ -371,8 +446,11 @@ def steps_in(path: str | Path) -> dict[int, Path]:
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except OSError as error:
-        raise CheckpointError(f"the folder of checkpoints cannot be read: {error.strerror}", source=str(path),
-                              legal="a folder that may be read") from None
+        raise CheckpointError(
+            f"the folder of checkpoints cannot be read: {error.strerror}",
+            source=str(path),
+            legal="a folder that may be read",
+        ) from None
     for name in names:  # those with a dot come first
         for pattern, group in ((_OLD, 2), (_WHOLE, 1)):
             match = pattern.fullmatch(name)
@@ -411,7 +489,9 @@ def folder_of(path: str | Path, step: int | None = None) -> Path | None:
         return next(reversed(found.values()), None)
     if step not in found:
         there = ", ".join(map(str, found)) or "none in this folder, which is a checkpoint itself"
-        raise CheckpointError(f"there is no checkpoint of step {step}", source=str(path), legal=f"the steps there are: {there}")
+        raise CheckpointError(
+            f"there is no checkpoint of step {step}", source=str(path), legal=f"the steps there are: {there}"
+        )
     return found[step]
 
 
@@ -488,12 +568,11 @@ def prune(path: Path, keep: int | None, newest: int) -> None:
         keep: None or 0: all.
     """
     steps = [s for s in steps_in(path) if s != newest]
-    for step in steps[:max(0, len(steps) + 1 - keep)] if keep else []:
+    for step in steps[: max(0, len(steps) + 1 - keep)] if keep else []:
         dying = path / f".{name_of(step)}.0.part"
         with contextlib.suppress(OSError):  # one that cannot be removed harms nobody
             os.rename(steps_in(path)[step], dying)
             shutil.rmtree(dying, ignore_errors=True)
-
 
 
 # ----------------------------------------------------------------------------------------------------

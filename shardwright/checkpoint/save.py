@@ -3,9 +3,10 @@
     every rank   what it has ─ copy ─ agree ─┆─ copy the rest ─ its boxes ─ agree ─ digests, to the disk ─ agree ────── agree
     rank 0       make .part                  ┆                                                      manifest, rename, prune
 
-With ``asynchronous=True`` what is right of the dotted line (`writing`) happens in a thread, over a process group of its own;
-without there are no copies. What may change at any time is copied in the call: parameters, buffers, what the user gives. The
-state of an optimizer changes in its steps alone, the next of which waits until the thread has copied it, and helps.
+With ``asynchronous=True`` what is right of the dotted line (`writing`) happens in a thread, over a process group of its
+own; without there are no copies. What may change at any time is copied in the call: parameters, buffers, what the user
+gives. The state of an optimizer changes in its steps alone, the next of which waits until the thread has copied it, and
+helps.
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ _last: list[BackgroundSave] = []
 
 
 def begun(saving: BackgroundSave, work: Callable[[], None]) -> None:
-    """Do the work of a save in a thread, which the end of the interpreter waits for; at once where there can be none."""
+    """Do the work of a save in a thread, which the end of the interpreter waits for; at once where there can be
+    none."""
     thread = threading.Thread(target=saving._run, args=(work,), name=f"checkpoint of step {saving.step}")
     _last[:] = [saving]
     try:
@@ -139,18 +141,18 @@ def _say_what_failed() -> None:
         print(f"the checkpoint in the background was not written: {error}", file=sys.stderr)
 
 
-
 # ----------------------------------------------------------------------------------------------------
-# What a save in the background writes: copies, of which those of an optimizer's state are made when the call has returned.
-# ----------------------------------------------------------------------------------------------------
+# What a save in the background writes: copies, of which those of an optimizer's state are made when the call has
+# returned. ----------------------------------------------------------------------------------------------------
 
 #: Of this process: the memory that tensors were copied to for the latest save, by name and place.
 _copies: dict[tuple[str, tuple[int, ...]], Tensor] = {}
 
 
 class HostCopies:
-    """Copies in host memory of what a save writes, in that of the save before where it fits: fresh memory takes several times
-    as long. Those of an optimizer's state are made by `complete`, in the save's thread, before the optimizer's next step.
+    """Copies in host memory of what a save writes, in that of the save before where it fits: fresh memory takes several
+    times as long. Those of an optimizer's state are made by `complete`, in the save's thread, before the optimizer's
+    next step.
 
     Args:
         given: what the save writes.
@@ -199,9 +201,11 @@ class HostCopies:
             try:
                 one.copy.copy_(one.seen[0])
                 if _versions(one.seen) != one.versions:
-                    raise CheckpointError("it was changed while it was copied for the checkpoint in the background",
-                                          source=one.name, legal="changes by the optimizer's step(), which waits for the copy, "
-                                                                 "or after the save's wait()")
+                    raise CheckpointError(
+                        "it was changed while it was copied for the checkpoint in the background",
+                        source=one.name,
+                        legal="changes by the optimizer's step(), which waits for the copy, or after the save's wait()",
+                    )
             except Exception as error:  # the save fails, and not who helps
                 self._error = self._error or error
             with self._lock:
@@ -225,10 +229,21 @@ def _versions(tensors: Iterable[Tensor]) -> list[int]:
     return [version_of(tensor) for tensor in tensors]
 
 
-def save_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, path: str | Path | None = None, *,
-                    step: int, extra: Any = None, schedulers: Any = (), data: Any = None, integrated_save: bool = True,
-                    keep_checkpoint_max: int | None = 5, asynchronous: bool = False) -> BackgroundSave:
-    """Save what a run needs to go on, as ``path/step-00000100``. On processes every rank calls it, with the same `step`.
+def save_checkpoint(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    path: str | Path | None = None,
+    *,
+    step: int,
+    extra: Any = None,
+    schedulers: Any = (),
+    data: Any = None,
+    integrated_save: bool = True,
+    keep_checkpoint_max: int | None = 5,
+    asynchronous: bool = False,
+) -> BackgroundSave:
+    """Save what a run needs to go on, as ``path/step-00000100``. On processes every rank calls it, with the same
+    `step`.
 
     It is written beside and gets its name when all of it is on the disk: whatever ends a save, the checkpoints that are
     there stay as they are. Where one rank fails, all raise its error, and there is no new checkpoint.
@@ -241,19 +256,21 @@ def save_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer | None = 
         extra: of the user's: numbers, text, lists, dicts, small tensors. In processes that of rank 0.
         schedulers: of learning rates or the like: one, or several in an order; each with ``state_dict``.
         data: what knows the position in the data: with ``state_dict``, each rank's own.
-        integrated_save: whole tensors in ``model.safetensors`` under their own names, as plain PyTorch or Hugging Face reads
-            them, and ``optimizer.safetensors``; else each rank's part in a file of its own, in the format of
+        integrated_save: whole tensors in ``model.safetensors`` under their own names, as plain PyTorch or Hugging Face
+            reads them, and ``optimizer.safetensors``; else each rank's part in a file of its own, in the format of
             torch.distributed.checkpoint.
         keep_checkpoint_max: so many are kept: once this one is whole those of the lowest steps are removed. None: all.
-        asynchronous: copy the model's tensors and return; a thread copies the optimizer's state, for which the next step of any
-            optimizer waits, and writes. That state is to be changed by steps alone until then: what torch counts as a change is
-            an error of the save, a write through ``.data`` is not seen. The next save waits, and so does the interpreter's end.
+        asynchronous: copy the model's tensors and return; a thread copies the optimizer's state, for which the next
+            step of any optimizer waits, and writes. That state is to be changed by steps alone until then: what torch
+            counts as a change is an error of the save, a write through ``.data`` is not seen. The next save waits, and
+            so does the interpreter's end.
 
     Returns:
         The save; its ``wait()`` returns the checkpoint's folder, and raises what went wrong in the background.
 
     Raises:
-        CheckpointError: a folder that cannot be written, a step below 0, what cannot be saved; of an earlier save in the
+        CheckpointError: a folder that cannot be written, a step below 0, what cannot be saved; of an earlier save in
+            the
             background: what went wrong with it.
     """
     ranks = ranks_of_now()
@@ -263,10 +280,21 @@ def save_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer | None = 
     if error is None:
         try:
             _check(path, step, keep_checkpoint_max)
-            job, state = _collected(CheckpointedModel(model, ranks), optimizer, Path(path), step, bool(integrated_save),
-                                    keep_checkpoint_max, extra, several(schedulers), data)
+            job, state = _collected(
+                CheckpointedModel(model, ranks),
+                optimizer,
+                Path(path),
+                step,
+                bool(integrated_save),
+                keep_checkpoint_max,
+                extra,
+                several(schedulers),
+                data,
+            )
             if asynchronous:
-                copies = HostCopies(job.written, state if optimizer is not None and says_when_it_steps(optimizer) else {})
+                copies = HostCopies(
+                    job.written, state if optimizer is not None and says_when_it_steps(optimizer) else {}
+                )
                 job.written = copies.written
         except Exception as raised:  # whatever it is, the others have to hear of it
             error = located(raised, path)
@@ -306,12 +334,24 @@ def _check(path: Any, step: Any, keep: Any) -> None:
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise CheckpointError(f"step={step!r}", source=str(path), legal="a whole number from 0")
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-        raise CheckpointError(f"keep_checkpoint_max={keep!r}", source=str(path), legal="a whole number from 1, or None for all")
+        raise CheckpointError(
+            f"keep_checkpoint_max={keep!r}", source=str(path), legal="a whole number from 1, or None for all"
+        )
 
 
-def _collected(subject: CheckpointedModel, optimizer: torch.optim.Optimizer | None, path: Path, step: int, whole: bool, keep: int | None,
-               extra: Any, schedulers: Sequence[Any], data: Any) -> tuple[SaveJob, dict[str, Tensor]]:
-    """What this rank has to save, and by name what of it is of the optimizer's state; on rank 0 a folder to write it into.
+def _collected(
+    subject: CheckpointedModel,
+    optimizer: torch.optim.Optimizer | None,
+    path: Path,
+    step: int,
+    whole: bool,
+    keep: int | None,
+    extra: Any,
+    schedulers: Sequence[Any],
+    data: Any,
+) -> tuple[SaveJob, dict[str, Tensor]]:
+    """What this rank has to save, and by name what of it is of the optimizer's state; on rank 0 a folder to write it
+    into.
 
     Raises:
         CheckpointError: what cannot be saved.
@@ -319,18 +359,27 @@ def _collected(subject: CheckpointedModel, optimizer: torch.optim.Optimizer | No
     """
     ranks = subject.ranks
     if subject.unborn is not None:
-        raise CheckpointError(f"{subject.unborn.partition('.')[2]!r} has no values yet", source=str(path),
-                              legal="a save after the first call of the model, which gives them")
+        raise CheckpointError(
+            f"{subject.unborn.partition('.')[2]!r} has no values yet",
+            source=str(path),
+            legal="a save after the first call of the model, which gives them",
+        )
     if subject.wrapper is not None and subject.wrapper._awaited:
-        raise CheckpointError("the model waits for its first call to take the values that were loaded", source=str(path),
-                              legal="a save after the first call of the model")
+        raise CheckpointError(
+            "the model waits for its first call to take the values that were loaded",
+            source=str(path),
+            legal="a save after the first call of the model",
+        )
 
     def words(value: Any, what: str) -> Any:
         try:
             return encode(value, what)
         except TypeError as error:
-            raise CheckpointError(f"{error}, which cannot be saved", source=str(path),
-                                  legal="numbers, text, lists, tuples, dicts, sets, bytes, tensors, arrays") from None
+            raise CheckpointError(
+                f"{error}, which cannot be saved",
+                source=str(path),
+                legal="numbers, text, lists, tuples, dicts, sets, bytes, tensors, arrays",
+            ) from None
 
     held: list[LocalTensor] = list(subject.held())
     others: dict[str, dict[str, Any]] = {}
@@ -339,11 +388,19 @@ def _collected(subject: CheckpointedModel, optimizer: torch.optim.Optimizer | No
         more, others = optimizer_state(subject, optimizer)
         held += more
         names = state_names(subject, optimizer)
-        state["optimizer"] = {"kind": type(optimizer).__name__, "groups": [
-            {"parameters": [names[id(p)] for p in group["params"]],
-             "settings": words({k: v for k, v in group.items() if k != "params"}, "the optimizer's settings")}
-            for group in optimizer.param_groups]}
-    state["schedulers"] = [{"kind": type(s).__name__, "state": words(s.state_dict(), type(s).__name__)} for s in schedulers]
+        state["optimizer"] = {
+            "kind": type(optimizer).__name__,
+            "groups": [
+                {
+                    "parameters": [names[id(p)] for p in group["params"]],
+                    "settings": words({k: v for k, v in group.items() if k != "params"}, "the optimizer's settings"),
+                }
+                for group in optimizer.param_groups
+            ],
+        }
+    state["schedulers"] = [
+        {"kind": type(s).__name__, "state": words(s.state_dict(), type(s).__name__)} for s in schedulers
+    ]
     state["modules"] = {name: words(module.get_extra_state(), name) for name, module in subject.extra.items()}
     state["tied"] = subject.aliases
     position = None if data is None else {"state": words(data.state_dict(), type(data).__name__)}
@@ -351,13 +408,31 @@ def _collected(subject: CheckpointedModel, optimizer: torch.optim.Optimizer | No
     if whole and hasattr(subject.net, "save_pretrained") and hasattr(config, "to_json_string"):
         texts[CONFIG] = config.to_json_string().encode()  # with it Hugging Face reads the folder
     written = written_here(held, ranks.rank)
-    said: dict[str, Any] = {"step": step, "integrated_save": whole, "tensors": described_here(held, written),
-                            "scalars": words(others, "the optimizer's state")}
+    said: dict[str, Any] = {
+        "step": step,
+        "integrated_save": whole,
+        "tensors": described_here(held, written),
+        "scalars": words(others, "the optimizer's state"),
+    }
     if whole and ranks.remote(ranks.rank):
         said["boxes"] = [(w.name, w.starts, tuple(w.tensor.shape), w.tensor.dtype) for w in written]
     if ranks.rank == 0:
         said["id"] = new_id()
         folders.begin(path, step, said["id"])
-    job = SaveJob(ranks, path, step, whole, keep, list(subject.tensors), subject.aliases, subject.plan, written, said,
-              generators(), position, state, texts)
+    job = SaveJob(
+        ranks,
+        path,
+        step,
+        whole,
+        keep,
+        list(subject.tensors),
+        subject.aliases,
+        subject.plan,
+        written,
+        said,
+        generators(),
+        position,
+        state,
+        texts,
+    )
     return job, {h.name: h.state for h in held if h.state is not None}

@@ -34,7 +34,15 @@ from ..sharded_plan import Plan
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["Box", "CheckpointedModel", "LocalTensor", "TensorPlacement", "generators", "restore_generators", "state_names"]
+__all__ = [
+    "Box",
+    "CheckpointedModel",
+    "LocalTensor",
+    "TensorPlacement",
+    "generators",
+    "restore_generators",
+    "state_names",
+]
 
 Box = tuple[slice, ...]
 
@@ -75,8 +83,8 @@ class LocalTensor:
         name: in a checkpoint.
         dtype: as torch calls it.
         local: what is here of it, of the shape of the place's box; None: nothing.
-        state: the tensor in an optimizer's state that it is of; None: it is the model's. In-place operations on a DTensor
-            count in its own version, not in that of its slice.
+        state: the tensor in an optimizer's state that it is of; None: it is the model's. In-place operations on a
+            DTensor count in its own version, not in that of its slice.
     """
 
     name: str
@@ -109,9 +117,11 @@ class CheckpointedModel:
 
     def __init__(self, model: nn.Module, ranks: SingleRank) -> None:
         from ..parallel.auto_parallel import AutoParallel  # above this room
+
         if not isinstance(model, nn.Module):
-            raise CheckpointError(f"{type(model).__name__} is no model", source="the model",
-                                  legal="the AutoParallel, or an nn.Module")
+            raise CheckpointError(
+                f"{type(model).__name__} is no model", source="the model", legal="the AutoParallel, or an nn.Module"
+            )
         self.wrapper = model if isinstance(model, AutoParallel) else None
         self.net: nn.Module = model.net if isinstance(model, AutoParallel) else model
         self.ranks = ranks
@@ -180,8 +190,9 @@ class CheckpointedModel:
             return TensorPlacement(shape, layout, 0, True, box, (self.ranks.rank,)), tensor.detach().unsqueeze(0)
         return self.place_of(name, tensor, *self._said(name, tensor))
 
-    def place_of(self, name: str, tensor: Tensor, layout: Layout | None, first: int = 0, own: bool = False
-                 ) -> tuple[TensorPlacement, Tensor]:
+    def place_of(
+        self, name: str, tensor: Tensor, layout: Layout | None, first: int = 0, own: bool = False
+    ) -> tuple[TensorPlacement, Tensor]:
         """Where a tensor lies, and what is here of it.
 
         Args:
@@ -191,9 +202,12 @@ class CheckpointedModel:
             CheckpointError: a DTensor of somebody else's.
         """
         from torch.distributed.tensor import DTensor  # a second to import, and of use to processes alone
+
         if not isinstance(tensor, DTensor):
             box = tuple(map(slice, [0] * tensor.dim(), tensor.shape))
-            return TensorPlacement(tuple(tensor.shape), layout, first, own, box, (first if self.ranks.world > 1 else 0,)), tensor.detach()
+            return TensorPlacement(
+                tuple(tensor.shape), layout, first, own, box, (first if self.ranks.world > 1 else 0,)
+            ), tensor.detach()
         key = tensor.device_mesh, tensor.placements, tensor.shape
         if key not in self._places:
             self._places[key] = self._of_slices(name, tensor)
@@ -202,15 +216,21 @@ class CheckpointedModel:
 
     def _of_slices(self, name: str, tensor: DTensor) -> TensorPlacement:
         from ..runtime.distributed.dtensors import layout_of
+
         mesh = tensor.device_mesh
         layout = Layout.replicated(1, tensor.dim()) if mesh.size() == 1 else layout_of(tensor)
         if layout is None:
-            raise CheckpointError(f"a DTensor of somebody else's making: {tensor.placements} on {mesh}", source=name,
-                                  legal="a model that shardwright alone has distributed")
+            raise CheckpointError(
+                f"a DTensor of somebody else's making: {tensor.placements} on {mesh}",
+                source=name,
+                legal="a model that shardwright alone has distributed",
+            )
         first = int(mesh.mesh.min())
         here = self.ranks.rank - first
         holders = tuple(first + r for r in group_of(here, layout.replicas))
-        return TensorPlacement(tuple(tensor.shape), layout, first, False, true_slice(layout, tensor.shape, here), holders)
+        return TensorPlacement(
+            tuple(tensor.shape), layout, first, False, true_slice(layout, tensor.shape, here), holders
+        )
 
     def _apart(self, tensor: Tensor) -> bool:
         """Whether each rank has its own slice here, unstacked."""
@@ -242,14 +262,19 @@ def state_names(subject: CheckpointedModel, optimizer: torch.optim.Optimizer) ->
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if id(parameter) not in names:
-                raise CheckpointError(f"{type(optimizer).__name__} has in group {number} a parameter of shape "
-                                      f"{tuple(parameter.shape)} that is none of the model's", source="the optimizer",
-                                      legal="an optimizer of model.parameters()")
+                raise CheckpointError(
+                    f"{type(optimizer).__name__} has in group {number} a parameter of shape "
+                    f"{tuple(parameter.shape)} that is none of the model's",
+                    source="the optimizer",
+                    legal="an optimizer of model.parameters()",
+                )
             out[id(parameter)] = names[id(parameter)]
     return out
 
 
-def optimizer_state(subject: CheckpointedModel, optimizer: torch.optim.Optimizer) -> tuple[list[LocalTensor], dict[str, dict[str, Any]]]:
+def optimizer_state(
+    subject: CheckpointedModel, optimizer: torch.optim.Optimizer
+) -> tuple[list[LocalTensor], dict[str, dict[str, Any]]]:
     """What an optimizer keeps: tensors, and parameter -> key -> what is no tensor.
 
     Raises:
@@ -265,7 +290,9 @@ def optimizer_state(subject: CheckpointedModel, optimizer: torch.optim.Optimizer
             for key, value in optimizer.state.get(parameter, {}).items():
                 called = f"optimizer.{subject.parameter_name(name)}.{key}"
                 if not isinstance(key, str) or "." in key:
-                    raise CheckpointError(f"the key {key!r} of its state cannot be a name", source=called, legal="a word")
+                    raise CheckpointError(
+                        f"the key {key!r} of its state cannot be a name", source=called, legal="a word"
+                    )
                 if isinstance(value, Tensor):
                     tensors.append(_state(subject, called, value, parameter, place))
                 else:
@@ -273,8 +300,11 @@ def optimizer_state(subject: CheckpointedModel, optimizer: torch.optim.Optimizer
     return tensors, others
 
 
-def _state(subject: CheckpointedModel, called: str, value: Tensor, parameter: Tensor, place: TensorPlacement) -> LocalTensor:
+def _state(
+    subject: CheckpointedModel, called: str, value: Tensor, parameter: Tensor, place: TensorPlacement
+) -> LocalTensor:
     from torch.distributed.tensor import DTensor
+
     dtype = dtype_name(value.dtype)
     if isinstance(value, DTensor):
         return LocalTensor(called, dtype, *subject.place_of(called, value, None), value)
@@ -282,15 +312,20 @@ def _state(subject: CheckpointedModel, called: str, value: Tensor, parameter: Te
         stacks = place.own and subject.ranks.world > 1
         return LocalTensor(called, dtype, place, value.detach().unsqueeze(0) if stacks else value.detach(), value)
     if value.dim() and isinstance(parameter, DTensor):
-        raise CheckpointError(f"a plain tensor of shape {tuple(value.shape)}, of a parameter that is cut: nobody can tell how "
-                              "it lies", source=called, legal="an optimizer whose state is made by torch.zeros_like")
+        raise CheckpointError(
+            f"a plain tensor of shape {tuple(value.shape)}, of a parameter that is cut: nobody can tell how it lies",
+            source=called,
+            legal="an optimizer whose state is made by torch.zeros_like",
+        )
     if place.own and subject.ranks.world > 1 and value.dim():
-        raise CheckpointError(f"a tensor of shape {tuple(value.shape)}, of a parameter that is each rank's own",
-                              source=called, legal="a state of the parameter's shape")
+        raise CheckpointError(
+            f"a tensor of shape {tuple(value.shape)}, of a parameter that is each rank's own",
+            source=called,
+            legal="a state of the parameter's shape",
+        )
     devices = place.layout.devices if place.layout is not None else None
     layout = Layout.replicated(devices, value.dim()) if devices is not None else None
     return LocalTensor(called, dtype, *subject.place_of(called, value, layout, place.first), value)
-
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -298,10 +333,15 @@ def _state(subject: CheckpointedModel, called: str, value: Tensor, parameter: Te
 # accelerator, of numpy and of Python.
 # ----------------------------------------------------------------------------------------------------
 
+
 def generators() -> dict[str, Any]:
     """The states of now."""
-    state = {"stream": stream.state_dict(), "torch": torch.get_rng_state().numpy().tobytes(), "python": random.getstate(),
-             "numpy": np.random.get_state(legacy=False)}
+    state = {
+        "stream": stream.state_dict(),
+        "torch": torch.get_rng_state().numpy().tobytes(),
+        "python": random.getstate(),
+        "numpy": np.random.get_state(legacy=False),
+    }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
     return state

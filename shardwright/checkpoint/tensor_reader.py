@@ -1,8 +1,8 @@
 """Tensors of a stored checkpoint, or of a Hugging Face folder: any slice of any of them, reading no more than that.
 
-A box that is asked of a piece lies in the file as runs of neighbouring bytes. Each is read where it belongs; runs less than
-16 KiB apart are read together with what is between them, which the disk reads anyway and is passed over in less time than
-another call takes.
+A box that is asked of a piece lies in the file as runs of neighbouring bytes. Each is read where it belongs; runs less
+than 16 KiB apart are read together with what is between them, which the disk reads anyway and is passed over in less
+time than another call takes.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ _CALL = 1 << 30
 
 def is_hugging_face(folder: Path) -> bool:
     """Whether a folder holds a model as Hugging Face stores it; a checkpoint of ours without its manifest is none."""
-    return not any((folder / name).exists() for name in (MANIFEST, "state.json")) and \
-        any((folder / name).exists() for name in HUGGING_FACE)
+    return not any((folder / name).exists() for name in (MANIFEST, "state.json")) and any(
+        (folder / name).exists() for name in HUGGING_FACE
+    )
 
 
 class StoredTensors:
@@ -95,8 +96,9 @@ class StoredTensors:
         return out
 
     def read_into(self, out: Tensor, name: str, box: Sequence[slice] | None = None) -> None:
-        """As `read`, into a tensor of the box's shape: of whatever strides, and of another dtype, to which it is converted;
-        only on a device, or converted, or of strides that are not row-major it takes memory for a piece besides."""
+        """As `read`, into a tensor of the box's shape: of whatever strides, and of another dtype, to which it is
+        converted; only on a device, or converted, or of strides that are not row-major it takes memory for a piece
+        besides."""
         shape = self.shape(name)
         starts = [0] * len(shape) if box is None else [s.start for s in box]
         stops = list(shape) if box is None else [s.stop for s in box]
@@ -133,7 +135,7 @@ class StoredTensors:
         while first > 0 and lengths[first - 1] == sizes[first - 1]:
             first -= 1
         first = max(first - 1, 0)
-        strides = [math.prod(sizes[dim + 1:]) * size for dim in range(len(sizes))]
+        strides = [math.prod(sizes[dim + 1 :]) * size for dim in range(len(sizes))]
         run = math.prod(lengths[first:]) * size
         begin = piece.offset + sum(a * s for a, s in zip(starts, strides))
         view = out.view(-1).view(torch.uint8) if out.numel() else None
@@ -146,15 +148,15 @@ class StoredTensors:
         rows = lengths[first - 1]
         step = max(1, min(rows, _TOGETHER // gap)) if gap - run < _APART else 1
         place, both = 0, torch.empty((step - 1) * gap + run if step > 1 else 0, dtype=torch.uint8)
-        for outer in product(*(range(n) for n in lengths[:first - 1])):
+        for outer in product(*(range(n) for n in lengths[: first - 1])):
             at = begin + sum(i * s for i, s in zip(outer, strides))
             for row in range(0, rows, step):
                 count = min(step, rows - row)
-                target = view[place:place + count * run]
+                target = view[place : place + count * run]
                 if count == 1:
                     self._fill(piece.file, target, at + row * gap)
                 else:
-                    self._fill(piece.file, both[:(count - 1) * gap + run], at + row * gap)
+                    self._fill(piece.file, both[: (count - 1) * gap + run], at + row * gap)
                     target.view(count, run).copy_(both.as_strided((count, run), (gap, 1)))
                 place += count * run
 
@@ -167,14 +169,18 @@ class StoredTensors:
             if handle is None:
                 handle = self._open[name] = os.open(path, os.O_RDONLY)
             while count < len(memory):
-                got = os.preadv(handle, [memory[count:count + _CALL]], offset + count)
+                got = os.preadv(handle, [memory[count : count + _CALL]], offset + count)
                 if not got:
-                    raise CheckpointError("the file ends before its tensors do: cut short", source=str(path),
-                                          legal="an earlier checkpoint of the run")
+                    raise CheckpointError(
+                        "the file ends before its tensors do: cut short",
+                        source=str(path),
+                        legal="an earlier checkpoint of the run",
+                    )
                 count += got
         except OSError as error:
-            raise CheckpointError(f"the file cannot be read: {error.strerror}", source=str(path),
-                                  legal="a checkpoint that is whole") from None
+            raise CheckpointError(
+                f"the file cannot be read: {error.strerror}", source=str(path), legal="a checkpoint that is whole"
+            ) from None
         self.bytes_read += count
 
 
@@ -186,8 +192,9 @@ def _hugging_face(folder: Path) -> dict[str, TensorEntry]:
             places = json.loads(index.read_bytes())["weight_map"]
             files = sorted(set(places.values()))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            raise CheckpointError("the index is damaged", source=str(index),
-                                  legal='an object with a "weight_map" from names to files') from None
+            raise CheckpointError(
+                "the index is damaged", source=str(index), legal='an object with a "weight_map" from names to files'
+            ) from None
     else:
         places, files = None, [whole.name]
     out: dict[str, TensorEntry] = {}
@@ -197,6 +204,9 @@ def _hugging_face(folder: Path) -> dict[str, TensorEntry]:
                 out[f"model.{name}"] = TensorEntry(shape, dtype, None, (Piece(file, offset, (0,) * len(shape), shape),))
     missing = [name for name in places or () if f"model.{name}" not in out]
     if missing:
-        raise CheckpointError(f"{missing[0]!r} is not in it, where {index.name} says so", source=str(folder / places[missing[0]]),
-                              legal="the files of one model")
+        raise CheckpointError(
+            f"{missing[0]!r} is not in it, where {index.name} says so",
+            source=str(folder / places[missing[0]]),
+            legal="the files of one model",
+        )
     return out

@@ -2,8 +2,8 @@
 
     every box that a destination's rank writes  =  read from the source's files where it lies, written, let go
 
-So there is never more in memory than the largest box, and what the reading of it takes besides. The source is looked through
-for damage before anything is written; the destination gets its name when all of it is on the disk.
+So there is never more in memory than the largest box, and what the reading of it takes besides. The source is looked
+through for damage before anything is written; the destination gets its name when all of it is on the disk.
 """
 
 from __future__ import annotations
@@ -37,7 +37,23 @@ from .state import Box, CheckpointedModel, LocalTensor, TensorPlacement, generat
 from .tensor_reader import StoredTensors, is_hugging_face
 from .writer import CONFIG, PLAN, STATE, sealed
 
-__all__ = ["Box", "Progress", "TargetPlacement", "boxes_of", "check_sound", "load_distributed_checkpoint", "merge", "one_device", "opened", "placed", "rank_list_for_transform", "strategy_name", "to_verify", "transform", "transform_checkpoints"]
+__all__ = [
+    "Box",
+    "Progress",
+    "TargetPlacement",
+    "boxes_of",
+    "check_sound",
+    "load_distributed_checkpoint",
+    "merge",
+    "one_device",
+    "opened",
+    "placed",
+    "rank_list_for_transform",
+    "strategy_name",
+    "to_verify",
+    "transform",
+    "transform_checkpoints",
+]
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -49,6 +65,7 @@ __all__ = ["Box", "Progress", "TargetPlacement", "boxes_of", "check_sound", "loa
 #
 # Which of the ranks that hold the same slice write it, `boxes` says, as in a save of that run.
 # ----------------------------------------------------------------------------------------------------
+
 
 class TargetPlacement(NamedTuple):
     """How a tensor lies.
@@ -77,11 +94,20 @@ def strategy_name(name: str) -> str | None:
 def one_device(entries: Mapping[str, TensorEntry]) -> ParameterStrategies:
     """The strategies under which one device has everything whole."""
     named = {strategy_name(name): entry for name, entry in entries.items()}
-    return ParameterStrategies(1, {name: TensorStorage(e.shape, e.dtype, Layout.replicated(1, len(e.shape)))
-                                   for name, e in named.items() if name is not None}, {})
+    return ParameterStrategies(
+        1,
+        {
+            name: TensorStorage(e.shape, e.dtype, Layout.replicated(1, len(e.shape)))
+            for name, e in named.items()
+            if name is not None
+        },
+        {},
+    )
 
 
-def placed(entries: Mapping[str, TensorEntry], strategies: ParameterStrategies, source: str) -> dict[str, TargetPlacement]:
+def placed(
+    entries: Mapping[str, TensorEntry], strategies: ParameterStrategies, source: str
+) -> dict[str, TargetPlacement]:
     """Where each tensor lies.
 
     Args:
@@ -99,9 +125,13 @@ def placed(entries: Mapping[str, TensorEntry], strategies: ParameterStrategies, 
         wrong = [f"it has no {_some(absent)}"] * bool(absent) + [f"they have no {_some(unknown)}"] * bool(unknown)
         wrong += [f"{n!r} is {list(mine[n].shape)} in it and {list(held[n].shape)} in them" for n in other[:3]]
         near = [n for name in unknown[:1] for n in difflib.get_close_matches(name, absent, 1, 0.6)]
-        raise CheckpointError(f"the strategies {strategies.source} are of another model than the checkpoint: "
-                              + "; ".join(wrong) + (f" (is {near[0]!r} what {unknown[0]!r} was?)" if near else ""),
-                              source=source, legal="a plan, or strategies, of the model that was saved")
+        raise CheckpointError(
+            f"the strategies {strategies.source} are of another model than the checkpoint: "
+            + "; ".join(wrong)
+            + (f" (is {near[0]!r} what {unknown[0]!r} was?)" if near else ""),
+            source=source,
+            legal="a plan, or strategies, of the model that was saved",
+        )
     out = {}
     for name, entry in entries.items():
         called = strategy_name(name)
@@ -120,8 +150,11 @@ def _of_state(name: str, entry: TensorEntry, strategies: ParameterStrategies, so
     """Where an optimizer's state lies: ``optimizer.<parameter>.<key>``."""
     parameter = name.removeprefix("optimizer.").rpartition(".")[0]
     if parameter not in strategies.parameters:
-        raise CheckpointError(f"{name!r} is of no parameter that {strategies.source} has", source=source,
-                              legal="a plan, or strategies, of the model that was saved")
+        raise CheckpointError(
+            f"{name!r} is of no parameter that {strategies.source} has",
+            source=source,
+            legal="a plan, or strategies, of the model that was saved",
+        )
     storage = strategies.parameters[parameter]
     if storage.shape == entry.shape:
         return storage
@@ -136,9 +169,13 @@ def boxes_of(places: Mapping[str, TargetPlacement], rank: int) -> list[tuple[str
         box, holders = storage.of_rank(rank)
         if holders and (not alone or rank == storage.first):
             local = torch.empty([s.stop - s.start for s in box], dtype=dtype_named(storage.dtype), device="meta")
-            place = TensorPlacement(storage.shape, storage.layout, storage.first, own, box, (rank,) if alone else holders)
+            place = TensorPlacement(
+                storage.shape, storage.layout, storage.first, own, box, (rank,) if alone else holders
+            )
             held.append(LocalTensor(name, storage.dtype, place, local))
-    return [(w.name, tuple(slice(a, a + n) for a, n in zip(w.starts, w.tensor.shape))) for w in written_here(held, rank)]
+    return [
+        (w.name, tuple(slice(a, a + n) for a, n in zip(w.starts, w.tensor.shape))) for w in written_here(held, rank)
+    ]
 
 
 #: Is told what is being done, how many bytes of it are, and how many there will be.
@@ -168,15 +205,16 @@ def opened(source: str | os.PathLike, step: int | None = None) -> StoredTensors:
 
 
 def to_verify(path: Path, step: int | None = None) -> list[Path]:
-    """The folders whose files are to be looked through: all checkpoints of a run, or that of a step; one whose manifest is
-    gone is among them.
+    """The folders whose files are to be looked through: all checkpoints of a run, or that of a step; one whose manifest
+    is gone is among them.
 
     Raises:
         CheckpointError: there is none, or nothing says what its files were.
     """
     if is_hugging_face(path):
-        raise CheckpointError("Hugging Face's files have no digests", source=str(path),
-                              legal="a folder that save_checkpoint wrote")
+        raise CheckpointError(
+            "Hugging Face's files have no digests", source=str(path), legal="a folder that save_checkpoint wrote"
+        )
     if step is not None or (path / MANIFEST).exists():
         folder = folder_of(path, step)
         if folder is not None:
@@ -189,13 +227,19 @@ def to_verify(path: Path, step: int | None = None) -> list[Path]:
 
 def _without_manifest(path: Path) -> bool:
     """Whether a folder holds files of a checkpoint, and not the one that says what they are."""
-    return path.is_dir() and any(p.name in (STATE, METADATA) or p.suffix == ".distcp" for p in path.iterdir()) and \
-        not (path / MANIFEST).exists()
+    return (
+        path.is_dir()
+        and any(p.name in (STATE, METADATA) or p.suffix == ".distcp" for p in path.iterdir())
+        and not (path / MANIFEST).exists()
+    )
 
 
 def _no_checkpoint(path: Path) -> CheckpointError:
-    return CheckpointError("it is no checkpoint, and has none" if path.is_dir() else "there is no such folder",
-                           source=str(path), legal="a folder that save_checkpoint wrote, or that of a run")
+    return CheckpointError(
+        "it is no checkpoint, and has none" if path.is_dir() else "there is no such folder",
+        source=str(path),
+        legal="a folder that save_checkpoint wrote, or that of a run",
+    )
 
 
 def check_sound(stored: StoredTensors, progress: Progress | None = None) -> None:
@@ -214,18 +258,28 @@ def check_sound(stored: StoredTensors, progress: Progress | None = None) -> None
         problems += [p for p in check_files(stored.folder, made, share, shares) if p not in problems]
     progress("checking", total, total)
     if problems:
-        raise CheckpointError("the checkpoint is damaged: " + "; ".join(problems), source=str(stored.folder),
-                              legal="an earlier checkpoint of the run")
+        raise CheckpointError(
+            "the checkpoint is damaged: " + "; ".join(problems),
+            source=str(stored.folder),
+            legal="an earlier checkpoint of the run",
+        )
 
 
-def transform(source: str | os.PathLike, target: str | os.PathLike, to: str | os.PathLike | ParameterStrategies, *,
-              step: int | None = None, progress: Progress | None = None) -> Path:
+def transform(
+    source: str | os.PathLike,
+    target: str | os.PathLike,
+    to: str | os.PathLike | ParameterStrategies,
+    *,
+    step: int | None = None,
+    progress: Progress | None = None,
+) -> Path:
     """Cut a checkpoint anew, as ranks of another run would have saved it in parts; the optimizer's state with it.
 
     Args:
         source: a checkpoint of either kind, a run (its latest), or a folder of Hugging Face.
         target: the folder of the new checkpoint, which must not be there yet.
-        to: a plan that was saved, a file of `AutoParallel.save_param_strategy_file`, or 1: everything whole on one device.
+        to: a plan that was saved, a file of `AutoParallel.save_param_strategy_file`, or 1: everything whole on one
+            device.
         step: which checkpoint of a run.
 
     Returns:
@@ -238,8 +292,13 @@ def transform(source: str | os.PathLike, target: str | os.PathLike, to: str | os
     """
     progress = progress or _silent
     with opened(source, step) as stored:
-        strategies = to if isinstance(to, ParameterStrategies) else \
-            one_device(stored.entries) if str(to) == "1" else ParameterStrategies.read(to)
+        strategies = (
+            to
+            if isinstance(to, ParameterStrategies)
+            else one_device(stored.entries)
+            if str(to) == "1"
+            else ParameterStrategies.read(to)
+        )
         places = placed(stored.entries, strategies, str(stored.folder))
         tensors = {name: lies.described for name, lies in places.items()}
         with _written(stored, target, progress) as new:
@@ -251,8 +310,9 @@ def transform(source: str | os.PathLike, target: str | os.PathLike, to: str | os
     return new.target
 
 
-def merge(source: str | os.PathLike, target: str | os.PathLike, *, step: int | None = None, progress: Progress | None = None
-          ) -> Path:
+def merge(
+    source: str | os.PathLike, target: str | os.PathLike, *, step: int | None = None, progress: Progress | None = None
+) -> Path:
     """Make whole files of the parts of a checkpoint: ``model.safetensors``, and the optimizer's.
 
     Args and raises: as `transform`; the source is in parts.
@@ -261,13 +321,25 @@ def merge(source: str | os.PathLike, target: str | os.PathLike, *, step: int | N
     with opened(source, step) as stored:
         made = stored.manifest
         if made is None or made.kind == "integrated":
-            raise CheckpointError("its tensors are whole already", source=str(stored.folder), legal="a checkpoint in parts")
+            raise CheckpointError(
+                "its tensors are whole already", source=str(stored.folder), legal="a checkpoint in parts"
+            )
         tensors = {name: (entry.shape, entry.dtype, entry.layout) for name, entry in stored.entries.items()}
         with _written(stored, target, progress) as new:
             files = WholeFiles(tensors, new.id, made.step, new.state.get("tied"))
             files.begin(new.folder)
-            files.write(new.folder, ((name, piece.starts, new.read(name, tuple(slice(a, a + n) for a, n in zip(
-                piece.starts, piece.sizes)))) for name, entry in stored.entries.items() for piece in entry.pieces))
+            files.write(
+                new.folder,
+                (
+                    (
+                        name,
+                        piece.starts,
+                        new.read(name, tuple(slice(a, a + n) for a, n in zip(piece.starts, piece.sizes))),
+                    )
+                    for name, entry in stored.entries.items()
+                    for piece in entry.pieces
+                ),
+            )
             if PLAN in made.files:
                 write_file(new.folder / PLAN, (stored.folder / PLAN).read_bytes())
             new.finish("integrated", made.world, made.plan, files.entries)
@@ -321,7 +393,9 @@ class _New:
         """Write what there is beside tensors, the manifest last, and give the folder its name."""
         if (self._stored.folder / CONFIG).exists():
             write_file(self.folder / CONFIG, (self._stored.folder / CONFIG).read_bytes())
-        write_file(self.folder / STATE, json.dumps({**self.state, "id": self.id}, ensure_ascii=False, indent=1).encode())
+        write_file(
+            self.folder / STATE, json.dumps({**self.state, "id": self.id}, ensure_ascii=False, indent=1).encode()
+        )
         self._progress("to the disk", 0, self._total)
         sealed(self.folder, {}, entries, kind, self.state["step"], self.id, plan, world)
         sync_folder(self.folder)
@@ -333,12 +407,22 @@ class _New:
 def _state(stored: StoredTensors) -> dict[str, Any]:
     """What a checkpoint holds besides tensors; its id first."""
     if stored.manifest is None:  # a model alone
-        return {"id": "", "step": 0, "extra": None, "schedulers": [], "modules": {}, "tied": {}, "random": None, "data": None}
+        return {
+            "id": "",
+            "step": 0,
+            "extra": None,
+            "schedulers": [],
+            "modules": {},
+            "tied": {},
+            "random": None,
+            "data": None,
+        }
     try:
         return dict(json.loads((stored.folder / STATE).read_bytes()))
     except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"it cannot be read: {error}", source=str(stored.folder / STATE),
-                              legal="a checkpoint that is whole") from None
+        raise CheckpointError(
+            f"it cannot be read: {error}", source=str(stored.folder / STATE), legal="a checkpoint that is whole"
+        ) from None
 
 
 @contextlib.contextmanager
@@ -352,37 +436,46 @@ def _written(stored: StoredTensors, target: str | os.PathLike, progress: Progres
     if os.path.lexists(target):
         raise CheckpointError("it is there already", source=str(target), legal="a folder that is not there yet")
     if not target.parent.is_dir():
-        raise CheckpointError(f"there is no folder {target.parent}", source=str(target), legal="a folder in one that is there")
+        raise CheckpointError(
+            f"there is no folder {target.parent}", source=str(target), legal="a folder in one that is there"
+        )
     check_sound(stored, progress)
     new = _New(stored, target, progress)
     needed, free = new.bytes, shutil.disk_usage(target.parent).free
     if needed > free:
-        raise CheckpointError(f"it takes {size_text(needed)}, and {size_text(free)} are free", source=str(target),
-                              legal="a disk with room for it")
+        raise CheckpointError(
+            f"it takes {size_text(needed)}, and {size_text(free)} are free",
+            source=str(target),
+            legal="a disk with room for it",
+        )
     try:
         new.folder.mkdir()
         yield new
     except OSError as error:
-        raise CheckpointError(f"the checkpoint cannot be written: {error.strerror or error}", source=str(target),
-                              legal="a folder that can be written, and room on its disk") from None
+        raise CheckpointError(
+            f"the checkpoint cannot be written: {error.strerror or error}",
+            source=str(target),
+            legal="a folder that can be written, and room on its disk",
+        ) from None
     finally:
         shutil.rmtree(new.folder, ignore_errors=True)  # it has another name when it is whole
 
 
-
 # ----------------------------------------------------------------------------------------------------
-# Checkpoints without devices: which ranks' parts another layout needs, all checkpoints of a run transformed, slices loaded
-# into a plain module.
+# Checkpoints without devices: which ranks' parts another layout needs, all checkpoints of a run transformed, slices
+# loaded into a plain module.
 # ----------------------------------------------------------------------------------------------------
 
-def rank_list_for_transform(rank_id: int, src_strategy_file: str | os.PathLike | None = None,
-                            dst_strategy_file: str | os.PathLike | None = None) -> list[int]:
+
+def rank_list_for_transform(
+    rank_id: int, src_strategy_file: str | os.PathLike | None = None, dst_strategy_file: str | os.PathLike | None = None
+) -> list[int]:
     """The ranks of a source whose slices a rank of a destination is made of.
 
     Args:
         rank_id: of the destination.
-        src_strategy_file: how the source's parameters are stored: a file of `AutoParallel.save_param_strategy_file`, or a
-            plan. Of ranks that hold the same, as few as do are in the list, and lower ones. Or a checkpoint that was
+        src_strategy_file: how the source's parameters are stored: a file of `AutoParallel.save_param_strategy_file`, or
+            a plan. Of ranks that hold the same, as few as do are in the list, and lower ones. Or a checkpoint that was
             saved: then the ranks whose parts hold it, each slice being written by one of those that had it. None: one
             whole file.
         dst_strategy_file: likewise of the destination; None: whole.
@@ -398,17 +491,28 @@ def rank_list_for_transform(rank_id: int, src_strategy_file: str | os.PathLike |
     target = None if dst_strategy_file is None else ParameterStrategies.read(dst_strategy_file)
     devices = 1 if target is None else target.devices
     if not isinstance(rank_id, int) or isinstance(rank_id, bool) or not 0 <= rank_id < devices:
-        raise SettingError(f"rank_list_for_transform: rank_id={rank_id!r} of {devices} devices",
-                           legal=f"0 to {devices - 1}" if devices > 1 else "0")
+        raise SettingError(
+            f"rank_list_for_transform: rank_id={rank_id!r} of {devices} devices",
+            legal=f"0 to {devices - 1}" if devices > 1 else "0",
+        )
     if src_strategy_file is None:
         return [0]
     if Path(src_strategy_file).is_dir():
         source = _of_checkpoint(Path(src_strategy_file))
     else:
         strategies = ParameterStrategies.read(src_strategy_file)
-        source = {name: [(held.shape, box, ranks) for box, ranks in held.boxes] for name, held in strategies.all.items()}
-    return _fewest([ranks for name, parts in source.items() for shape, box, ranks in parts
-                    for wanted in (_wanted(name, shape, target, rank_id),) if wanted is not None and _meet(box, wanted)])
+        source = {
+            name: [(held.shape, box, ranks) for box, ranks in held.boxes] for name, held in strategies.all.items()
+        }
+    return _fewest(
+        [
+            ranks
+            for name, parts in source.items()
+            for shape, box, ranks in parts
+            for wanted in (_wanted(name, shape, target, rank_id),)
+            if wanted is not None and _meet(box, wanted)
+        ]
+    )
 
 
 def _wanted(name: str, shape: tuple[int, ...], target: ParameterStrategies | None, rank: int) -> Box | None:
@@ -421,18 +525,28 @@ def _wanted(name: str, shape: tuple[int, ...], target: ParameterStrategies | Non
         return tuple(slice(0, size) for size in shape)
     held = target.all.get(name)
     if held is None or held.shape != shape:
-        raise PlanError(f"it has no {name!r} of shape {list(shape)}, which the source has: of another model?",
-                        source=held.where if held is not None else target.source,
-                        legal="strategies of one model")
+        raise PlanError(
+            f"it has no {name!r} of shape {list(shape)}, which the source has: of another model?",
+            source=held.where if held is not None else target.source,
+            legal="strategies of one model",
+        )
     return held.slice(rank) if rank in held.ranks else None
 
 
 def _of_checkpoint(folder: Path) -> dict[str, list[tuple[tuple[int, ...], Box, tuple[int, ...]]]]:
     """For each parameter and buffer of a checkpoint its shape, its parts, and the rank that wrote each."""
-    return {strategy_name(name) or name: [
-        (entry.shape, tuple(slice(a, a + n) for a, n in zip(piece.starts, piece.sizes)), (rank_of(piece.file, folder),))
-        for piece in entry.pieces] for name, entry in manifest.read(folder).tensors.items()
-        if not name.startswith("optimizer.")}
+    return {
+        strategy_name(name) or name: [
+            (
+                entry.shape,
+                tuple(slice(a, a + n) for a, n in zip(piece.starts, piece.sizes)),
+                (rank_of(piece.file, folder),),
+            )
+            for piece in entry.pieces
+        ]
+        for name, entry in manifest.read(folder).tensors.items()
+        if not name.startswith("optimizer.")
+    }
 
 
 def rank_of(file: str, folder: Path) -> int:
@@ -463,58 +577,78 @@ def _fewest(needs: Sequence[tuple[int, ...]]) -> list[int]:
     return sorted(found)
 
 
-def transform_checkpoints(src_checkpoints_dir: str | os.PathLike, dst_checkpoints_dir: str | os.PathLike,
-                          dst_strategy_file: str | os.PathLike | None = None, *, progress: Progress | None = None
-                          ) -> list[Path]:
-    """Transform every checkpoint of a run, the optimizer's state with it, one after the other and in one process. How the
-    source lies, its manifests say.
+def transform_checkpoints(
+    src_checkpoints_dir: str | os.PathLike,
+    dst_checkpoints_dir: str | os.PathLike,
+    dst_strategy_file: str | os.PathLike | None = None,
+    *,
+    progress: Progress | None = None,
+) -> list[Path]:
+    """Transform every checkpoint of a run, the optimizer's state with it, one after the other and in one process. How
+    the source lies, its manifests say.
 
     Args:
         src_checkpoints_dir: the folder of the run, or of one checkpoint.
         dst_checkpoints_dir: the folder of the new run: made where it is not there. Each checkpoint keeps its step.
-        dst_strategy_file: how the parameters are to lie: a file of `AutoParallel.save_param_strategy_file`, or a plan that
-            was saved. None: whole files.
+        dst_strategy_file: how the parameters are to lie: a file of `AutoParallel.save_param_strategy_file`, or a plan
+            that was saved. None: whole files.
         progress: is told what is being done, how many bytes of it are, and how many there will be.
 
     Returns:
         The new checkpoints.
 
     Raises:
-        CheckpointError: there is none; one that is damaged, or of another model; one of its step is there already. Those that
-            were done before stay.
+        CheckpointError: there is none; one that is damaged, or of another model; one of its step is there already.
+            Those that were done before stay.
         PlanError, LayoutError: strategies that cannot be read.
     """
     source, target = Path(src_checkpoints_dir), Path(dst_checkpoints_dir)
     single = folder_of(source) if (source / manifest.MANIFEST).exists() else None
     found = list(steps_in(source).values()) if single is None else [single]
     if not found:
-        raise CheckpointError("there is no checkpoint in it" if source.is_dir() else "there is no such folder",
-                              source=str(source), legal="the folder of a run, or of a checkpoint")
+        raise CheckpointError(
+            "there is no checkpoint in it" if source.is_dir() else "there is no such folder",
+            source=str(source),
+            legal="the folder of a run, or of a checkpoint",
+        )
     strategies = None if dst_strategy_file is None else ParameterStrategies.read(dst_strategy_file)
     named = {folder: target / name_of(manifest.read(folder).step) for folder in found}
     there = next((new for new in named.values() if os.path.lexists(new)), None)
     if there is not None:
-        raise CheckpointError("it is there already", source=str(there), legal="a folder without checkpoints of these steps")
+        raise CheckpointError(
+            "it is there already", source=str(there), legal="a folder without checkpoints of these steps"
+        )
     try:
         target.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise CheckpointError(f"it cannot be made: {error.strerror}", source=str(target), legal="a folder that can be written"
-                              ) from None
-    return [merge(folder, new, progress=progress) if strategies is None else
-            transform(folder, new, strategies, progress=progress) for folder, new in named.items()]
+        raise CheckpointError(
+            f"it cannot be made: {error.strerror}", source=str(target), legal="a folder that can be written"
+        ) from None
+    return [
+        merge(folder, new, progress=progress)
+        if strategies is None
+        else transform(folder, new, strategies, progress=progress)
+        for folder, new in named.items()
+    ]
 
 
-def load_distributed_checkpoint(network: nn.Module, checkpoint: str | os.PathLike,
-                                predict_strategy: Mapping[str, ParameterPlan] | str | os.PathLike | None = None, *,
-                                rank_id: int | None = None, strict_load: bool = True) -> None:
+def load_distributed_checkpoint(
+    network: nn.Module,
+    checkpoint: str | os.PathLike,
+    predict_strategy: Mapping[str, ParameterPlan] | str | os.PathLike | None = None,
+    *,
+    rank_id: int | None = None,
+    strict_load: bool = True,
+) -> None:
     """Load the model of a checkpoint, of whatever kind and however cut, to predict with: no optimizer, no random state.
 
     Args:
         network: an `AutoParallel`, or a module.
         checkpoint: a checkpoint, a run (its latest), or a folder of Hugging Face.
-        predict_strategy: with it a plain module gets the slices of one rank: what `AutoParallel.infer_layout` returns, a file
-            of `AutoParallel.save_param_strategy_file`, or a plan that was saved. A parameter of the whole shape, or without
-            values, is replaced by one of its slice. None: whole tensors, or of an `AutoParallel` each rank's own.
+        predict_strategy: with it a plain module gets the slices of one rank: what `AutoParallel.infer_layout` returns,
+            a file of `AutoParallel.save_param_strategy_file`, or a plan that was saved. A parameter of the whole shape,
+            or without values, is replaced by one of its slice. None: whole tensors, or of an `AutoParallel` each rank's
+            own.
         rank_id: whose slices; None: this process's rank.
         strict_load: names and dtypes must be the same; otherwise what both have is loaded, and converted.
 
@@ -525,17 +659,22 @@ def load_distributed_checkpoint(network: nn.Module, checkpoint: str | os.PathLik
     """
     if predict_strategy is None:
         if rank_id is not None:
-            raise SettingError(f"load_distributed_checkpoint: rank_id={rank_id} and no predict_strategy",
-                               legal="a predict_strategy, which says what lies on a rank")
+            raise SettingError(
+                f"load_distributed_checkpoint: rank_id={rank_id} and no predict_strategy",
+                legal="a predict_strategy, which says what lies on a rank",
+            )
         before = generators()
         load_checkpoint(network, path=checkpoint, strict=strict_load)
         restore_generators(before)
         return
     subject = CheckpointedModel(network, SingleRank())
     if subject.wrapper is not None:
-        raise SettingError("load_distributed_checkpoint: an AutoParallel cuts its parameters itself",
-                           legal="no predict_strategy, or the module in it")
+        raise SettingError(
+            "load_distributed_checkpoint: an AutoParallel cuts its parameters itself",
+            legal="no predict_strategy, or the module in it",
+        )
     from ..process import rank
+
     rank_id = rank() if rank_id is None else rank_id
     with opened(checkpoint) as stored:
         wanted = _wanted_here(subject, stored, _slices(predict_strategy, rank_id), strict_load)
@@ -551,6 +690,7 @@ def load_distributed_checkpoint(network: nn.Module, checkpoint: str | os.PathLik
             stored.read_into(made, there, box)
             successors[id(tensor)] = nn.Parameter(made, requires_grad=tensor.requires_grad)
     from ..runtime.deferred_init import substitute
+
     substitute(subject.net, successors)
 
 
@@ -567,12 +707,15 @@ def _slices(given: Any, rank: int) -> dict[str, tuple[tuple[int, ...], Box]]:
         strategies = ParameterStrategies.read(given)
         known, devices = strategies.all, strategies.devices
     if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < devices:
-        raise SettingError(f"load_distributed_checkpoint: rank_id={rank!r} of {devices} devices", legal=f"0 to {devices - 1}")
+        raise SettingError(
+            f"load_distributed_checkpoint: rank_id={rank!r} of {devices} devices", legal=f"0 to {devices - 1}"
+        )
     return {name: (tuple(held.shape), held.slice(rank)) for name, held in known.items()}
 
 
-def _wanted_here(subject: CheckpointedModel, stored: StoredTensors, slices: Mapping[str, tuple[tuple[int, ...], Box]], strict: bool
-                 ) -> dict[str, tuple[str, Box]]:
+def _wanted_here(
+    subject: CheckpointedModel, stored: StoredTensors, slices: Mapping[str, tuple[tuple[int, ...], Box]], strict: bool
+) -> dict[str, tuple[str, Box]]:
     """For each tensor of a module what it is called in a checkpoint, and which box of it is wanted.
 
     Raises:
@@ -586,24 +729,43 @@ def _wanted_here(subject: CheckpointedModel, stored: StoredTensors, slices: Mapp
         if there is None or called not in slices:
             if strict:
                 what = f"it has no {called!r}" if there is None else f"the predict_strategy says nothing of {called!r}"
-                raise CheckpointError(f"a checkpoint of another model: {what}", source=source,
-                                      legal="that of this model, or strict_load=False for what they have in common")
+                raise CheckpointError(
+                    f"a checkpoint of another model: {what}",
+                    source=source,
+                    legal="that of this model, or strict_load=False for what they have in common",
+                )
             continue
         seen.add(there)
         shape, box = slices[called]
         sizes = tuple(s.stop - s.start for s in box)
         if stored.shape(there) != shape:
-            raise CheckpointError(f"its {called!r} is {list(stored.shape(there))}, and the predict_strategy's {list(shape)}",
-                                  source=source, legal="a predict_strategy of the model that was saved")
-        if tuple(tensor.shape) not in (sizes, shape) or not isinstance(tensor, nn.Parameter) and tuple(tensor.shape) != sizes:
-            raise CheckpointError(f"the network's {called!r} is {list(tensor.shape)}, the rank's slice {list(sizes)} of "
-                                  f"{list(shape)}", source=source, legal="a module of the whole shapes, or of the slices")
+            raise CheckpointError(
+                f"its {called!r} is {list(stored.shape(there))}, and the predict_strategy's {list(shape)}",
+                source=source,
+                legal="a predict_strategy of the model that was saved",
+            )
+        if (
+            tuple(tensor.shape) not in (sizes, shape)
+            or not isinstance(tensor, nn.Parameter)
+            and tuple(tensor.shape) != sizes
+        ):
+            raise CheckpointError(
+                f"the network's {called!r} is {list(tensor.shape)}, the rank's slice {list(sizes)} of {list(shape)}",
+                source=source,
+                legal="a module of the whole shapes, or of the slices",
+            )
         if strict and stored.dtype(there) != tensor.dtype:
-            raise CheckpointError(f"its {called!r} is {stored.dtype(there)}, the network's {tensor.dtype}", source=source,
-                                  legal="the same dtypes, or strict_load=False, which converts")
+            raise CheckpointError(
+                f"its {called!r} is {stored.dtype(there)}, the network's {tensor.dtype}",
+                source=source,
+                legal="the same dtypes, or strict_load=False, which converts",
+            )
         out[name] = there, box
     extra = [n for n in stored.entries if strategy_name(n) is not None and n.startswith("model.") and n not in seen]
     if strict and extra and stored.manifest is not None:
-        raise CheckpointError(f"a checkpoint of another model: it has {strategy_name(extra[0])!r}, which the network does not",
-                              source=source, legal="that of this model, or strict_load=False for what they have in common")
+        raise CheckpointError(
+            f"a checkpoint of another model: it has {strategy_name(extra[0])!r}, which the network does not",
+            source=source,
+            legal="that of this model, or strict_load=False for what they have in common",
+        )
     return out

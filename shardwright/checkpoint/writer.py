@@ -47,17 +47,28 @@ Described = Mapping[str, tuple[tuple[int, ...], str, dict | None]]
 def located(error: Exception, path: Any) -> Exception:
     """An error of a save as a user is to see it."""
     if isinstance(error, OSError):
-        return CheckpointError(f"the checkpoint cannot be written: {error.strerror or error}",
-                               source=str(error.filename or path), legal="a folder that can be written, and room on its disk")
+        return CheckpointError(
+            f"the checkpoint cannot be written: {error.strerror or error}",
+            source=str(error.filename or path),
+            legal="a folder that can be written, and room on its disk",
+        )
     if isinstance(error, ShardwrightError):
         return error
     return CheckpointError(f"the checkpoint cannot be written: {type(error).__name__}: {error}", source=str(path))
 
 
-def sealed(folder: Path, files: Mapping[str, CheckpointFile], entries: Mapping[str, TensorEntry], kind: str, step: int, save_id: str,
-           plan: str | None, world: int) -> None:
-    """Write the manifest of a folder whose files are all there: those in `files`, and others, which are looked at now and put
-    through to the disk.
+def sealed(
+    folder: Path,
+    files: Mapping[str, CheckpointFile],
+    entries: Mapping[str, TensorEntry],
+    kind: str,
+    step: int,
+    save_id: str,
+    plan: str | None,
+    world: int,
+) -> None:
+    """Write the manifest of a folder whose files are all there: those in `files`, and others, which are looked at now
+    and put through to the disk.
 
     Raises:
         OSError: the disk is full, …
@@ -158,8 +169,11 @@ class SaveJob:
         for rank, other in enumerate(said):
             for key in ("step", "integrated_save"):
                 if other[key] != said[0][key]:
-                    raise CheckpointError(f"rank {rank} saves with {key}={other[key]!r}, rank 0 with {said[0][key]!r}",
-                                          source=str(self.path), legal="the same on every rank")
+                    raise CheckpointError(
+                        f"rank {rank} saves with {key}={other[key]!r}, rank 0 with {said[0][key]!r}",
+                        source=str(self.path),
+                        legal="the same on every rank",
+                    )
         order = {name: i for i, name in enumerate(self.order)}
         parameters = {name.removeprefix("model."): i for name, i in order.items()}
 
@@ -234,7 +248,9 @@ class SaveJob:
                 self._look()
                 if rank == 0:
                     files.begin(self.part)
-                files.write(self.part, ((w.name, w.starts, w.tensor.cpu()) for w in self.written if w.name not in shared))
+                files.write(
+                    self.part, ((w.name, w.starts, w.tensor.cpu()) for w in self.written if w.name not in shared)
+                )
 
         def check() -> dict[str, list[tuple[int, str]]]:
             mine: dict[str, list[tuple[int, str]]] = {}
@@ -253,8 +269,10 @@ class SaveJob:
         for by_file in self._each(check):
             for name, some in by_file.items():
                 blocks[name] += some
-        return files.entries, {name: CheckpointFile(size, "".join(text for _, text in sorted(blocks[name])))
-                               for name, size in files.sizes.items()}
+        return files.entries, {
+            name: CheckpointFile(size, "".join(text for _, text in sorted(blocks[name])))
+            for name, size in files.sizes.items()
+        }
 
     def _joints(self) -> list[Joint]:
         """What ranks join, of all on one host; nothing where they share no memory."""
@@ -276,8 +294,8 @@ class SaveJob:
             raise failed
 
     def _carry(self, files: WholeFiles) -> None:
-        """Bring boxes of other hosts to rank 0, which writes them: of two hosts that write into one page of a file each may
-        lose what the other has written."""
+        """Bring boxes of other hosts to rank 0, which writes them: of two hosts that write into one page of a file each
+        may lose what the other has written."""
         failed: OSError | None = None
         for rank, boxes in self.remote.items():
             mine = iter(self.written)
@@ -308,7 +326,11 @@ class SaveJob:
             finally:
                 part.abandon()
             with _Synced(self.part, [part.name]):
-                return part.name, items, CheckpointFile((self.part / part.name).stat().st_size, digest(self.part / part.name))
+                return (
+                    part.name,
+                    items,
+                    CheckpointFile((self.part / part.name).stat().st_size, digest(self.part / part.name)),
+                )
 
         said = self._each(write)
         items = [item for _, mine, _ in said for item in mine]
@@ -319,25 +341,43 @@ class SaveJob:
         if self.failed is not None:
             raise self.failed
         if not self.part.is_dir():
-            raise CheckpointError("the folder that rank 0 has made is not there", source=str(self.part),
-                                  legal="a path in a file system that all hosts share")
+            raise CheckpointError(
+                "the folder that rank 0 has made is not there",
+                source=str(self.part),
+                legal="a path in a file system that all hosts share",
+            )
 
     def _finish(self, entries: dict[str, TensorEntry], files: dict[str, CheckpointFile]) -> None:
         """Write what is left, on rank 0, and give the folder its name."""
         if self.plan is not None:
             self.plan.save(self.part / PLAN)
-        state = "{" + ",\n ".join(f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}"
-                                  for key, value in {"id": self.id, **self.state}.items()) + "}\n"
+        state = (
+            "{"
+            + ",\n ".join(
+                f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}"
+                for key, value in {"id": self.id, **self.state}.items()
+            )
+            + "}\n"
+        )
         for name, text in {**self.texts, STATE: state.encode()}.items():
             folders.write_file(self.part / name, text)
-        sealed(self.part, files, entries, "integrated" if self.whole else "parts", self.step, self.id,
-               None if self.plan is None else self.plan.fingerprint, self.ranks.world)
+        sealed(
+            self.part,
+            files,
+            entries,
+            "integrated" if self.whole else "parts",
+            self.step,
+            self.id,
+            None if self.plan is None else self.plan.fingerprint,
+            self.ranks.world,
+        )
         folders.finish(self.part, self.step, self.id)
         folders.prune(self.path, self.keep, self.step)
 
 
 def _by_rank(states: list[Any]) -> dict[str, Any] | None:
-    """What is each rank's own, like ones once: ``{"ranks": [0, 0, 1], "states": [...]}``; None where no rank has any."""
+    """What is each rank's own, like ones once: ``{"ranks": [0, 0, 1], "states": [...]}``; None where no rank has
+    any."""
     if all(state is None for state in states):
         return None
     texts = [json.dumps(state) for state in states]

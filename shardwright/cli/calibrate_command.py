@@ -21,21 +21,38 @@ if TYPE_CHECKING:
 
 __all__ = ["add_calibrate_parser", "calibrate"]
 
+
 def add_calibrate_parser(subparsers: argparse._SubParsersAction) -> None:
     """Add ``calibrate`` to the commands."""
     parser = subparsers.add_parser(
-        "calibrate", allow_abbrev=False, help="measure links, matmuls and memory, and write a cluster file",
+        "calibrate",
+        allow_abbrev=False,
+        help="measure links, matmuls and memory, and write a cluster file",
         description="Measure what collectives, matmuls and memory give while all ranks are at work, and write it as a "
-                    "cluster file for planning. Under torchrun on the ranks that it started; otherwise on processes of "
-                    "this machine that are started for it.")
-    parser.add_argument("--devices", type=_several, metavar="N",
-                        help="how many processes, one a device (default: the accelerators here, or the cores)")
-    parser.add_argument("--output", type=Path, default=Path("cluster.json"), metavar="FILE",
-                        help="the file to write (default: cluster.json)")
+        "cluster file for planning. Under torchrun on the ranks that it started; otherwise on processes of "
+        "this machine that are started for it.",
+    )
+    parser.add_argument(
+        "--devices",
+        type=_several,
+        metavar="N",
+        help="how many processes, one a device (default: the accelerators here, or the cores)",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("cluster.json"),
+        metavar="FILE",
+        help="the file to write (default: cluster.json)",
+    )
     parser.add_argument("--name", help="what the cluster is called (default: the host's name)")
     parser.add_argument("--rounds", type=_count, metavar="N", default=7, help="medians are of so many (default: 7)")
-    parser.add_argument("--log_dir", default="log_output", metavar="DIR",
-                        help="where the processes that are started write their logs (default: ./log_output)")
+    parser.add_argument(
+        "--log_dir",
+        default="log_output",
+        metavar="DIR",
+        help="where the processes that are started write their logs (default: ./log_output)",
+    )
     parser.set_defaults(func=calibrate, parser=parser)
 
 
@@ -64,8 +81,10 @@ def _measure(runtime: Runtime, arguments: argparse.Namespace) -> int:
     from ..runtime.distributed.calibrate import calibrate as measure
 
     if arguments.devices not in (None, runtime.devices):
-        raise SettingError(f"--devices={arguments.devices}, but the launcher started {runtime.devices} ranks",
-                           legal="no --devices under a launcher")
+        raise SettingError(
+            f"--devices={arguments.devices}, but the launcher started {runtime.devices} ranks",
+            legal="no --devices under a launcher",
+        )
     _by_rank_0(runtime, lambda: _check_writable(arguments.output))
     cluster = measure(runtime, arguments.name, arguments.rounds)
 
@@ -75,6 +94,7 @@ def _measure(runtime: Runtime, arguments: argparse.Namespace) -> int:
         except OSError as error:
             raise SettingError(f"--output={arguments.output} cannot be written: {error.strerror}") from None
         print(_summary(cluster, arguments.output), flush=True)
+
     _by_rank_0(runtime, write)
     return 0
 
@@ -113,11 +133,25 @@ def _start(arguments: argparse.Namespace) -> int:
     script_args = ["calibrate", f"--output={arguments.output.absolute()}", f"--rounds={arguments.rounds}"]
     if arguments.name is not None:
         script_args.append(f"--name={arguments.name}")
-    code = run.run(argparse.Namespace(
-        script=str(Path(PACKAGE_FOLDER) / "__main__.py"), script_args=script_args, devices=None, join=None,
-        worker_num=devices, local_worker_num=None, master_addr=None, master_port=None, node_rank=None,
-        log_dir=arguments.log_dir, cluster_time_out=None, threads=None, max_restarts=None, grace_period=None,
-        parser=arguments.parser))
+    code = run.run(
+        argparse.Namespace(
+            script=str(Path(PACKAGE_FOLDER) / "__main__.py"),
+            script_args=script_args,
+            devices=None,
+            join=None,
+            worker_num=devices,
+            local_worker_num=None,
+            master_addr=None,
+            master_port=None,
+            node_rank=None,
+            log_dir=arguments.log_dir,
+            cluster_time_out=None,
+            threads=None,
+            max_restarts=None,
+            grace_period=None,
+            parser=arguments.parser,
+        )
+    )
     if code == 0:
         print(_summary(Cluster.load(arguments.output), arguments.output))
     return code
@@ -125,8 +159,10 @@ def _start(arguments: argparse.Namespace) -> int:
 
 def _summary(cluster: Cluster, path: Path) -> str:
     lines = [f"{cluster.name}: {cluster.devices} devices of {cluster.memory / 2**30:.1f} GiB"]
-    lines += [f"  {level.name + ':':<10} {level.size} x {level.bandwidth / 1e9:.3g} GB/s, {level.latency * 1e6:.3g} us"
-              for level in cluster.levels]
+    lines += [
+        f"  {level.name + ':':<10} {level.size} x {level.bandwidth / 1e9:.3g} GB/s, {level.latency * 1e6:.3g} us"
+        for level in cluster.levels
+    ]
     rates = ", ".join(f"{rate / 1e9:.3g} ({name})" for name, rate in cluster.peak.items())
     lines.append(f"  {'compute:':<10} {rates} Gflop/s, {cluster.overhead * 1e6:.3g} us an operator")
     lines.append(f"  {'memory:':<10} {cluster.memory_bandwidth / 1e9:.3g} GB/s")

@@ -31,12 +31,17 @@ DONE, FAILED, WRONG = 0, 1, 2
 def add_checkpoint_parser(subparsers: argparse._SubParsersAction) -> None:
     """Add ``checkpoint`` to the commands."""
     parser = subparsers.add_parser(
-        "checkpoint", allow_abbrev=False, help="look at checkpoints, verify them, and cut them for other devices",
+        "checkpoint",
+        allow_abbrev=False,
+        help="look at checkpoints, verify them, and cut them for other devices",
         description="Checkpoints without devices. A checkpoint is given by its folder, or by that of a run: then its "
-                    "latest is meant, or that of --step.")
+        "latest is meant, or that of --step.",
+    )
     commands = parser.add_subparsers(metavar="command", required=True)
 
-    def command(name: str, function: Callable[[argparse.Namespace], int], *paths: str, **said: str) -> argparse.ArgumentParser:
+    def command(
+        name: str, function: Callable[[argparse.Namespace], int], *paths: str, **said: str
+    ) -> argparse.ArgumentParser:
         made = commands.add_parser(name, allow_abbrev=False, **said)
         for path in paths:
             made.add_argument(path.lower(), type=Path, metavar=path)
@@ -44,25 +49,56 @@ def add_checkpoint_parser(subparsers: argparse._SubParsersAction) -> None:
         made.set_defaults(func=function, parser=made)
         return made
 
-    made = command("info", info, "PATH", help="what a checkpoint holds",
-                   description="What a checkpoint holds: step, kind, plan, files, tensors and how they lay. Exit code 0: "
-                               "there it is, 2: there is none, or its manifest is damaged.")
+    made = command(
+        "info",
+        info,
+        "PATH",
+        help="what a checkpoint holds",
+        description="What a checkpoint holds: step, kind, plan, files, tensors and how they lay. Exit code 0: "
+        "there it is, 2: there is none, or its manifest is damaged.",
+    )
     made.add_argument("--json", action="store_true", help="as JSON")
-    command("verify", verify, "PATH", help="look for damage",
-            description="Read every byte of a checkpoint, or of all of a run, and compare it with what was written. Exit "
-                        "code 0: sound, 1: damaged, with the files, 2: there is no checkpoint.")
-    command("merge", merge, "SRC", "DST", help="parts into whole files",
-            description="Make a checkpoint of whole tensors, in the safetensors format, of one in parts. Exit code 0: done, "
-                        "1: it cannot be done, and nothing is left of it.")
-    made = command("transform", transform, "SRC", "DST", help="cut a checkpoint for another plan or number of devices",
-                   description="Make a checkpoint in parts, as the ranks of another plan would have saved it, of any "
-                               "checkpoint or Hugging Face folder. Exit code 0: done, 1: it cannot be done, and nothing is "
-                               "left of it.")
-    made.add_argument("--to", required=True, metavar="PLAN|STRATEGIES|1",
-                      help="a plan that shardwright plan or Plan.save wrote, a file of save_param_strategy_file, or 1: "
-                           "one device")
-    made.add_argument("--import", action="append", default=[], dest="imports", metavar="MODULE",
-                      help="import a module first, which registers operators of yours (may be repeated)")
+    command(
+        "verify",
+        verify,
+        "PATH",
+        help="look for damage",
+        description="Read every byte of a checkpoint, or of all of a run, and compare it with what was written. Exit "
+        "code 0: sound, 1: damaged, with the files, 2: there is no checkpoint.",
+    )
+    command(
+        "merge",
+        merge,
+        "SRC",
+        "DST",
+        help="parts into whole files",
+        description="Make a checkpoint of whole tensors, in the safetensors format, of one in parts. Exit code 0: done, "
+        "1: it cannot be done, and nothing is left of it.",
+    )
+    made = command(
+        "transform",
+        transform,
+        "SRC",
+        "DST",
+        help="cut a checkpoint for another plan or number of devices",
+        description="Make a checkpoint in parts, as the ranks of another plan would have saved it, of any "
+        "checkpoint or Hugging Face folder. Exit code 0: done, 1: it cannot be done, and nothing is "
+        "left of it.",
+    )
+    made.add_argument(
+        "--to",
+        required=True,
+        metavar="PLAN|STRATEGIES|1",
+        help="a plan that shardwright plan or Plan.save wrote, a file of save_param_strategy_file, or 1: one device",
+    )
+    made.add_argument(
+        "--import",
+        action="append",
+        default=[],
+        dest="imports",
+        metavar="MODULE",
+        help="import a module first, which registers operators of yours (may be repeated)",
+    )
 
 
 def info(arguments: argparse.Namespace) -> int:
@@ -106,8 +142,9 @@ def merge(arguments: argparse.Namespace) -> int:
     """Make whole files of parts, and return the exit code."""
     from ..checkpoint.transform import merge as made
 
-    return _made("merge", arguments, lambda progress: made(arguments.src, arguments.dst, step=arguments.step,
-                                                           progress=progress))
+    return _made(
+        "merge", arguments, lambda progress: made(arguments.src, arguments.dst, step=arguments.step, progress=progress)
+    )
 
 
 def transform(arguments: argparse.Namespace) -> int:
@@ -119,8 +156,11 @@ def transform(arguments: argparse.Namespace) -> int:
         import_modules(arguments.imports)
     except Nothing as error:
         arguments.parser.error(str(error))
-    return _made("transform", arguments, lambda progress: made(arguments.src, arguments.dst, arguments.to, step=arguments.step,
-                                                               progress=progress))
+    return _made(
+        "transform",
+        arguments,
+        lambda progress: made(arguments.src, arguments.dst, arguments.to, step=arguments.step, progress=progress),
+    )
 
 
 def _made(command: str, arguments: argparse.Namespace, make: Callable[[Any], Path]) -> int:
@@ -134,8 +174,11 @@ def _made(command: str, arguments: argparse.Namespace, make: Callable[[Any], Pat
         made = manifest.read(folder)
     except ShardwrightError as error:
         return _said(command, error, FAILED)
-    print(f"{folder}: step {made.step}, {made.kind}, {len(made.files)} files, "
-          f"{size_text(sum(file.bytes for file in made.files.values()))}", flush=True)
+    print(
+        f"{folder}: step {made.step}, {made.kind}, {len(made.files)} files, "
+        f"{size_text(sum(file.bytes for file in made.files.values()))}",
+        flush=True,
+    )
     return DONE
 
 
@@ -146,8 +189,14 @@ def _shown() -> Iterator[Callable[[str, int, int], None]]:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True, highlight=False)
-    with Progress(TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn(),
-                  console=console, disable=not console.is_terminal) as bars:
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    ) as bars:
         tasks: dict[str, Any] = {}
 
         def progress(what: str, done: int, total: int) -> None:
@@ -156,6 +205,7 @@ def _shown() -> Iterator[Callable[[str, int, int], None]]:
                 if not console.is_terminal:
                     print(f"{what} {total:,} bytes", file=sys.stderr, flush=True)
             bars.update(tasks[what], completed=done)
+
         yield progress
 
 
@@ -164,25 +214,35 @@ def _said(command: str, error: ShardwrightError, code: int) -> int:
     return code
 
 
-
 # ----------------------------------------------------------------------------------------------------
 # What a terminal shows of a checkpoint: what it is, its files, its tensors and where they lay.
 # ----------------------------------------------------------------------------------------------------
 
+
 def words(stored: StoredTensors) -> dict[str, Any]:
     """A checkpoint as JSON: what its manifest says, with the bytes of each tensor."""
     made = stored.manifest
-    tensors = {name: {"shape": list(e.shape), "dtype": e.dtype, "layout": e.layout, "bytes": e.bytes}
-               for name, e in stored.entries.items()}
+    tensors = {
+        name: {"shape": list(e.shape), "dtype": e.dtype, "layout": e.layout, "bytes": e.bytes}
+        for name, e in stored.entries.items()
+    }
     head: dict[str, Any] = {"path": str(stored.folder), "kind": "Hugging Face"}
     if made is not None:
-        head |= {"kind": made.kind, "step": made.step, "id": made.id, "model": made.model, "plan": made.plan,
-                 "world": made.world, "files": {name: file.bytes for name, file in made.files.items()}}
+        head |= {
+            "kind": made.kind,
+            "step": made.step,
+            "id": made.id,
+            "model": made.model,
+            "plan": made.plan,
+            "world": made.world,
+            "files": {name: file.bytes for name, file in made.files.items()},
+        }
     return head | {"bytes": sum(t["bytes"] for t in tensors.values()), "tensors": tensors}
 
 
 def show(stored: StoredTensors, file: IO[str] | None = None, width: int | None = None) -> None:
-    """Print a checkpoint: a line of what it is, and a table of its tensors, those of the optimizer in one line for each key.
+    """Print a checkpoint: a line of what it is, and a table of its tensors, those of the optimizer in one line for each
+    key.
 
     Args:
         file: where to print; None: to standard output.
@@ -192,8 +252,10 @@ def show(stored: StoredTensors, file: IO[str] | None = None, width: int | None =
     console = Console(file=file, width=width, highlight=False, soft_wrap=True)
     head = f"{said['path']}: {said['kind']}"
     if stored.manifest is not None:
-        head = (f"{said['path']}: step {said['step']}, {said['kind']}, saved by {said['world']} "
-                f"rank{'s' * (said['world'] != 1)}")
+        head = (
+            f"{said['path']}: step {said['step']}, {said['kind']}, saved by {said['world']} "
+            f"rank{'s' * (said['world'] != 1)}"
+        )
         ids = f"model {said['model']}, plan {said['plan'] or 'none'}, save {said['id']}"
         head += f"\n{ids}\n{len(said['files'])} files, {size_text(sum(said['files'].values()))}"
     console.print(Text(head))
@@ -203,8 +265,13 @@ def show(stored: StoredTensors, file: IO[str] | None = None, width: int | None =
         if name.startswith("optimizer."):
             states.setdefault(name.rpartition(".")[2], []).append(tensor["bytes"])
             continue
-        shown.add_row(name, "x".join(map(str, tensor["shape"])) or "scalar", tensor["dtype"], cut(tensor),
-                      size_text(tensor["bytes"]))
+        shown.add_row(
+            name,
+            "x".join(map(str, tensor["shape"])) or "scalar",
+            tensor["dtype"],
+            cut(tensor),
+            size_text(tensor["bytes"]),
+        )
     for key, sizes in states.items():
         shown.add_row(f"optimizer.*.{key}", f"{len(sizes)} tensors", "", "", size_text(sum(sizes)))
     shown.add_row("together", f"{len(said['tensors'])} tensors", "", "", size_text(said["bytes"]), style="bold")

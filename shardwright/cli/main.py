@@ -2,8 +2,8 @@
 
 A command is a function ``add_..._parser(subparsers)``. It adds its parser and sets the defaults ``func``,
 which takes the parsed arguments and returns the exit code, and ``parser``, its parser, for errors found later. The
-function's module imports nothing heavy while it is imported, so that ``shardwright --help`` answers at once; torch is imported by
-the functions that use it.
+function's module imports nothing heavy while it is imported, so that ``shardwright --help`` answers at once; torch is
+imported by the functions that use it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,16 @@ from .solve_command import add_solve_parser
 
 __all__ = ["main"]
 
-COMMANDS = (add_run_parser, add_plan_parser, add_explain_parser, add_simulate_parser, add_solve_parser, add_verify_parser,
-            add_checkpoint_parser, add_calibrate_parser)
+COMMANDS = (
+    add_run_parser,
+    add_plan_parser,
+    add_explain_parser,
+    add_simulate_parser,
+    add_solve_parser,
+    add_verify_parser,
+    add_checkpoint_parser,
+    add_calibrate_parser,
+)
 
 
 class Parser(argparse.ArgumentParser):

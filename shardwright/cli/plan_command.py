@@ -24,7 +24,18 @@ if TYPE_CHECKING:
     from ..sharded_plan import Plan
     from ..verification.verify_report import VerifyReport
 
-__all__ = ["add_explain_parser", "add_plan_parser", "add_simulate_parser", "add_verify_parser", "diff", "explain", "plan", "plan_call", "simulate", "verify"]
+__all__ = [
+    "add_explain_parser",
+    "add_plan_parser",
+    "add_simulate_parser",
+    "add_verify_parser",
+    "diff",
+    "explain",
+    "plan",
+    "plan_call",
+    "simulate",
+    "verify",
+]
 
 #: The exit codes of ``plan diff``.
 EQUAL, DIFFERENT, FAILED = 0, 1, 2
@@ -33,46 +44,76 @@ EQUAL, DIFFERENT, FAILED = 0, 1, 2
 def add_plan_parser(subparsers: argparse._SubParsersAction) -> None:
     """Add ``plan`` to the commands."""
     parser = subparsers.add_parser(
-        "plan", allow_abbrev=False, help="plan a model for any number of devices, or compare two plans",
+        "plan",
+        allow_abbrev=False,
+        help="plan a model for any number of devices, or compare two plans",
         description="Plan a model without running it, print what a step takes, and write the plan. Exit code 0: "
-                    "planned, 1: it cannot be planned, 2: there is nothing to plan. With diff: compare two plans that "
-                    "were written. Exit code 0: they are equal, 1: they differ, 2: one of them cannot be read.",
+        "planned, 1: it cannot be planned, 2: there is nothing to plan. With diff: compare two plans that "
+        "were written. Exit code 0: they are equal, 1: they differ, 2: one of them cannot be read.",
         usage="%(prog)s [options] script.py [script arguments]\n"
-              "       %(prog)s [options] module:function | file.py:function\n"
-              "       %(prog)s diff a.json b.json",
+        "       %(prog)s [options] module:function | file.py:function\n"
+        "       %(prog)s diff a.json b.json",
         epilog="Options may stand behind the target too; what is none of them, and all that stands behind --, is the "
-               "script's.")
+        "script's.",
+    )
     _add_options(parser)
-    parser.add_argument("target", help="a training script that calls an AutoParallel model; or a function without "
-                                       "arguments that returns the keyword arguments of shardwright.plan as a dict, or "
-                                       "(net, inputs, targets, loss_fn); or diff")
-    parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...",
-                        help="the script's arguments; with diff, the two plans")
+    parser.add_argument(
+        "target",
+        help="a training script that calls an AutoParallel model; or a function without "
+        "arguments that returns the keyword arguments of shardwright.plan as a dict, or "
+        "(net, inputs, targets, loss_fn); or diff",
+    )
+    parser.add_argument(
+        "script_args", nargs=argparse.REMAINDER, metavar="...", help="the script's arguments; with diff, the two plans"
+    )
     parser.set_defaults(func=plan, parser=parser)
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--devices", type=positive, metavar="N",
-                        help="how many devices (default: as the target says, else the cluster's)")
-    parser.add_argument("--cluster", metavar="FILE|PRESET",
-                        help='the devices and their links: a JSON file, or a preset such as "h100x8x128"')
+    parser.add_argument(
+        "--devices",
+        type=positive,
+        metavar="N",
+        help="how many devices (default: as the target says, else the cluster's)",
+    )
+    parser.add_argument(
+        "--cluster",
+        metavar="FILE|PRESET",
+        help='the devices and their links: a JSON file, or a preset such as "h100x8x128"',
+    )
     parser.add_argument("--mode", metavar="MODE", help="the parallel mode (default: as the target says)")
-    parser.add_argument("--memory", metavar="SIZE",
-                        help='what a device may hold, such as "70GB", or "cluster" for its own')
-    parser.add_argument("--search-memory", metavar="SIZE",
-                        help='by how much host memory the search may grow, such as "2GB" (default: half of what is free)')
+    parser.add_argument(
+        "--memory", metavar="SIZE", help='what a device may hold, such as "70GB", or "cluster" for its own'
+    )
+    parser.add_argument(
+        "--search-memory",
+        metavar="SIZE",
+        help='by how much host memory the search may grow, such as "2GB" (default: half of what is free)',
+    )
     parser.add_argument("--quiet", action="store_true", help="say nothing while it searches")
     parser.add_argument("--hsdp", choices=("level1", "level2", "level3"), help="optimizer parallel, by its level")
-    parser.add_argument("--pipeline", type=pipeline_of, metavar="STAGES[:MICRO[:SCHEDULER]]",
-                        help="into how many stages and micro-batches, and the schedule, such as 4:8:1f1b; which module is "
-                             "in which stage, the target says (default: as the target says)")
+    parser.add_argument(
+        "--pipeline",
+        type=pipeline_of,
+        metavar="STAGES[:MICRO[:SCHEDULER]]",
+        help="into how many stages and micro-batches, and the schedule, such as 4:8:1f1b; which module is "
+        "in which stage, the target says (default: as the target says)",
+    )
     parser.add_argument("--strategies", metavar="PLAN", help="a plan whose operators' strategies hold here too")
-    parser.add_argument("--output", type=Path, default=Path("plan.json"), metavar="FILE",
-                        help="the plan to write (default: plan.json)")
-    parser.add_argument("--with-weights", action="store_true",
-                        help="build the model with its weights, for a script that looks at them")
-    parser.add_argument("--import", action="append", default=[], dest="imports", metavar="MODULE",
-                        help="import a module first, which registers operators of yours (may be repeated)")
+    parser.add_argument(
+        "--output", type=Path, default=Path("plan.json"), metavar="FILE", help="the plan to write (default: plan.json)"
+    )
+    parser.add_argument(
+        "--with-weights", action="store_true", help="build the model with its weights, for a script that looks at them"
+    )
+    parser.add_argument(
+        "--import",
+        action="append",
+        default=[],
+        dest="imports",
+        metavar="MODULE",
+        help="import a module first, which registers operators of yours (may be repeated)",
+    )
 
 
 def pipeline_of(text: str) -> dict[str, Any]:
@@ -110,7 +151,7 @@ def _with_options_behind(arguments: argparse.Namespace) -> None:
     parser = type(arguments.parser)(prog=arguments.parser.prog, add_help=False, allow_abbrev=False)
     _add_options(parser)
     _, rest = parser.parse_known_args(given[:end], arguments)
-    arguments.script_args = rest + given[end + 1:]
+    arguments.script_args = rest + given[end + 1 :]
 
 
 def plan(arguments: argparse.Namespace) -> int:
@@ -133,8 +174,10 @@ def plan(arguments: argparse.Namespace) -> int:
         return 1
     except (NotImplementedError, RuntimeError) as error:  # as torch refuses what a tensor without values cannot give
         if "meta" in str(error) and not arguments.with_weights:
-            print("shardwright plan: the model was built without its weights; --with-weights builds it with them",
-                  file=sys.stderr)
+            print(
+                "shardwright plan: the model was built without its weights; --with-weights builds it with them",
+                file=sys.stderr,
+            )
         raise
     from ..report.tables import summary
 
@@ -145,9 +188,17 @@ def plan(arguments: argparse.Namespace) -> int:
 
 def planned(arguments: argparse.Namespace) -> Plan | PipelinePlan:
     """The plan of a script's first call, or of what a function returns."""
-    given = {key: value for key, value in (("cluster", arguments.cluster), ("parallel_mode", arguments.mode),
-                                           ("memory", arguments.memory), ("strategies", arguments.strategies),
-                                           ("search_memory", arguments.search_memory)) if value}
+    given = {
+        key: value
+        for key, value in (
+            ("cluster", arguments.cluster),
+            ("parallel_mode", arguments.mode),
+            ("memory", arguments.memory),
+            ("strategies", arguments.strategies),
+            ("search_memory", arguments.search_memory),
+        )
+        if value
+    }
     if arguments.quiet:
         given["search_progress"] = False
     if arguments.hsdp:
@@ -157,10 +208,12 @@ def planned(arguments: argparse.Namespace) -> Plan | PipelinePlan:
         if not arguments.with_weights:
             building.enter_context(without_weights())
         if os.path.isfile(arguments.target):
+
             def take(model: AutoParallel, args: tuple, kwargs: dict[str, Any]) -> Plan | PipelinePlan:
                 building.close()  # the model is there: capture works on modules of its own
                 piped = _piped(model.plan_settings()["pipeline"], arguments.pipeline)
                 return plan_call(model, args, kwargs, devices, **given | piped)
+
             return first_call(arguments.target, arguments.script_args, devices, take)
         found = arguments_of(arguments.target, arguments.script_args, "shardwright.plan")
     from .. import sharded_plan as make
@@ -169,8 +222,9 @@ def planned(arguments: argparse.Namespace) -> Plan | PipelinePlan:
     return make(**found | given | ({"devices": devices} if devices else {}))
 
 
-def plan_call(model: AutoParallel, args: tuple, kwargs: dict[str, Any] | None = None, devices: int | None = None,
-              **settings: Any) -> Plan | PipelinePlan:
+def plan_call(
+    model: AutoParallel, args: tuple, kwargs: dict[str, Any] | None = None, devices: int | None = None, **settings: Any
+) -> Plan | PipelinePlan:
     """Plan one call of a wrapped model, with its settings.
 
     Args:
@@ -189,6 +243,7 @@ def plan_call(model: AutoParallel, args: tuple, kwargs: dict[str, Any] | None = 
     devices = devices or current().devices
     if devices is None:
         from ..planning import implied_devices
+
         devices = implied_devices(model.net)
     if given["parallel_mode"] == "stand_alone":
         devices = 1
@@ -230,23 +285,35 @@ def _check_writable(path: Path) -> None:
         raise Nothing(f"--output={path} cannot be written to")
 
 
-
 # ----------------------------------------------------------------------------------------------------
 # ``shardwright explain``: what a plan costs, and why an operator is split as it is.
 # ----------------------------------------------------------------------------------------------------
 
+
 def add_explain_parser(subparsers: argparse._SubParsersAction) -> None:
     """Add ``explain`` to the commands."""
     parser = subparsers.add_parser(
-        "explain", allow_abbrev=False, help="what a plan costs, and why an operator is split as it is",
+        "explain",
+        allow_abbrev=False,
+        help="what a plan costs, and why an operator is split as it is",
         description="Of a plan that was written: what a step takes and where, its lower bound. Of one of its operators: what "
-                    "it costs, its best alternatives and what a step would take with each, and what holds it where it is. "
-                    "Exit code 0: explained, 2: the plan cannot be read, or has no such operator.")
+        "it costs, its best alternatives and what a step would take with each, and what holds it where it is. "
+        "Exit code 0: explained, 2: the plan cannot be read, or has no such operator.",
+    )
     parser.add_argument("--alternatives", type=int, default=3, metavar="N", help="how many alternatives (default: 3)")
-    parser.add_argument("--memory", metavar="SIZE", help='what a device may hold, such as "70GB", or "cluster" for its own '
-                                                         "(default: as the plan was searched for)")
-    parser.add_argument("--import", action="append", default=[], dest="imports", metavar="MODULE",
-                        help="import a module first, which registers operators of yours (may be repeated)")
+    parser.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help='what a device may hold, such as "70GB", or "cluster" for its own (default: as the plan was searched for)',
+    )
+    parser.add_argument(
+        "--import",
+        action="append",
+        default=[],
+        dest="imports",
+        metavar="MODULE",
+        help="import a module first, which registers operators of yours (may be repeated)",
+    )
     parser.add_argument("plan", help="a file that shardwright plan or Plan.save wrote")
     parser.add_argument("operator", nargs="?", help="an operator's name, or the path of a module that calls just one")
     parser.set_defaults(func=explain, parser=parser)
@@ -278,7 +345,6 @@ def explain(arguments: argparse.Namespace) -> int:
     return 0
 
 
-
 # ----------------------------------------------------------------------------------------------------
 # ``shardwright simulate``: a step of a plan in time, as text, as a trace and as a picture.
 # ----------------------------------------------------------------------------------------------------
@@ -290,14 +356,23 @@ OPERATORS = 200_000
 def add_simulate_parser(subparsers: argparse._SubParsersAction) -> None:
     """Add ``simulate`` to the commands."""
     parser = subparsers.add_parser(
-        "simulate", allow_abbrev=False, help="a step of a plan in time: bubbles, and memory on each group of ranks",
+        "simulate",
+        allow_abbrev=False,
+        help="a step of a plan in time: bubbles, and memory on each group of ranks",
         description="Of a plan that was written: what a step takes, for how much of it devices wait, the most memory "
-                    "that each group of ranks holds, and the schedule of a pipeline. "
-                    "Exit code 0: simulated, 2: the plan cannot be read, or a file cannot be written.")
+        "that each group of ranks holds, and the schedule of a pipeline. "
+        "Exit code 0: simulated, 2: the plan cannot be read, or a file cannot be written.",
+    )
     parser.add_argument("--trace", metavar="FILE", help="write the step for ui.perfetto.dev or chrome://tracing")
     parser.add_argument("--picture", metavar="FILE.svg", help="write the step as a picture")
-    parser.add_argument("--import", action="append", default=[], dest="imports", metavar="MODULE",
-                        help="import a module first, which registers operators of yours (may be repeated)")
+    parser.add_argument(
+        "--import",
+        action="append",
+        default=[],
+        dest="imports",
+        metavar="MODULE",
+        help="import a module first, which registers operators of yours (may be repeated)",
+    )
     parser.add_argument("plan", help="a file that shardwright plan or Plan.save wrote")
     parser.set_defaults(func=simulate, parser=parser)
 
@@ -342,29 +417,38 @@ def simulate(arguments: argparse.Namespace) -> int:
     return 0
 
 
-
 # ----------------------------------------------------------------------------------------------------
 # ``shardwright verify``: compare a plan with one device, for a training script as it stands or for a function's model.
 #
 # Of a script the first call of its `AutoParallel` model is verified, with its model, loss, settings and batch.
 # ----------------------------------------------------------------------------------------------------
 
+
 def add_verify_parser(subparsers: argparse._SubParsersAction) -> None:
     """Add ``verify`` to the commands."""
     parser = subparsers.add_parser(
-        "verify", allow_abbrev=False, help="compare a plan with one device: losses, gradients, parameters",
+        "verify",
+        allow_abbrev=False,
+        help="compare a plan with one device: losses, gradients, parameters",
         description="Compare a model under its plan with the same model on one device. Exit code 0: they agree, 1: "
-                    "they do not or the model cannot be planned, 2: there is nothing to verify. Where the plan cuts nothing "
-                    "or sends nothing, the report says that nothing was proved.",
+        "they do not or the model cannot be planned, 2: there is nothing to verify. Where the plan cuts nothing "
+        "or sends nothing, the report says that nothing was proved.",
         usage="%(prog)s [--devices N] [--steps K] [--cut] script.py [script arguments]\n"
-              "       %(prog)s [--devices N] [--steps K] [--cut] module:function | file.py:function")
+        "       %(prog)s [--devices N] [--steps K] [--cut] module:function | file.py:function",
+    )
     parser.add_argument("--devices", type=positive, metavar="N", help="how many devices (default: as the target says)")
     parser.add_argument("--steps", type=positive, metavar="K", help="steps of the optimizer (default: 3)")
-    parser.add_argument("--cut", action="store_true", help="plan on links that are next to free, so that searches cut whatever "
-                                                           "can be cut")
-    parser.add_argument("target", help="a training script that calls an AutoParallel model; or a function without "
-                                       "arguments that returns the keyword arguments of shardwright.verify as a dict, "
-                                       "or (net, inputs, targets, loss_fn)")
+    parser.add_argument(
+        "--cut",
+        action="store_true",
+        help="plan on links that are next to free, so that searches cut whatever can be cut",
+    )
+    parser.add_argument(
+        "target",
+        help="a training script that calls an AutoParallel model; or a function without "
+        "arguments that returns the keyword arguments of shardwright.verify as a dict, "
+        "or (net, inputs, targets, loss_fn)",
+    )
     parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help="the script's arguments")
     parser.set_defaults(func=verify, parser=parser)
 
@@ -376,9 +460,13 @@ def verify(arguments: argparse.Namespace) -> int:
     """
     try:
         if os.path.isfile(arguments.target):
-            report = verify_script(arguments.target, arguments.script_args, arguments.devices, arguments.steps, arguments.cut)
+            report = verify_script(
+                arguments.target, arguments.script_args, arguments.devices, arguments.steps, arguments.cut
+            )
         else:
-            report = verify_function(arguments.target, arguments.script_args, arguments.devices, arguments.steps, arguments.cut)
+            report = verify_function(
+                arguments.target, arguments.script_args, arguments.devices, arguments.steps, arguments.cut
+            )
     except Nothing as error:
         arguments.parser.error(str(error))
     except ShardwrightError as error:
@@ -388,8 +476,9 @@ def verify(arguments: argparse.Namespace) -> int:
     return 0 if report.ok else 1
 
 
-def verify_script(script: str, script_args: list[str], devices: int | None, steps: int | None,
-                  cut: bool = False) -> VerifyReport:
+def verify_script(
+    script: str, script_args: list[str], devices: int | None, steps: int | None, cut: bool = False
+) -> VerifyReport:
     """Run a script until it first calls an `AutoParallel` model, and verify that call.
 
     Raises:
@@ -397,12 +486,17 @@ def verify_script(script: str, script_args: list[str], devices: int | None, step
     """
     from ..verification.verify import verify_call
 
-    return first_call(script, script_args, devices, lambda model, args, kwargs: verify_call(
-        model, args, kwargs, devices=devices, steps=steps or 3, cut=cut))
+    return first_call(
+        script,
+        script_args,
+        devices,
+        lambda model, args, kwargs: verify_call(model, args, kwargs, devices=devices, steps=steps or 3, cut=cut),
+    )
 
 
-def verify_function(target: str, rest: list[str], devices: int | None, steps: int | None,
-                    cut: bool = False) -> VerifyReport:
+def verify_function(
+    target: str, rest: list[str], devices: int | None, steps: int | None, cut: bool = False
+) -> VerifyReport:
     """Verify what a function returns.
 
     Raises:

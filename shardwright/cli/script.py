@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Nothing", "arguments_of", "first_call", "import_modules", "positive", "without_weights"]
 
+
 class Nothing(Exception):
     """There is nothing to work on."""
 
@@ -37,8 +38,12 @@ class _Stop(BaseException):
         self.result, self.error = result, error
 
 
-def first_call(script: str, script_args: Sequence[str], devices: int | None,
-               take: Callable[[AutoParallel, tuple, dict[str, Any]], Any]) -> Any:
+def first_call(
+    script: str,
+    script_args: Sequence[str],
+    devices: int | None,
+    take: Callable[[AutoParallel, tuple, dict[str, Any]], Any],
+) -> Any:
     """Run a script until it first calls an `AutoParallel` model.
 
     Args:
@@ -102,8 +107,10 @@ def arguments_of(target: str, rest: Sequence[str], taker: str) -> dict[str, Any]
     if isinstance(given, tuple) and 2 <= len(given) <= 4:
         given = dict(zip(("net", "inputs", "targets", "loss_fn"), given))
     if not isinstance(given, dict):
-        raise SettingError(f"{target} returns {type(given).__name__}",
-                           legal=f"a dict of keyword arguments for {taker}, or (net, inputs, targets, loss_fn)")
+        raise SettingError(
+            f"{target} returns {type(given).__name__}",
+            legal=f"a dict of keyword arguments for {taker}, or (net, inputs, targets, loss_fn)",
+        )
     return given
 
 

@@ -21,20 +21,31 @@ from ..solver.problem import MemoryUsage, Problem
 
 __all__ = ["FORBIDDEN", "Contest", "add_solve_parser", "read_contest", "solve", "write_assignment"]
 
+
 def add_solve_parser(subparsers: argparse._SubParsersAction) -> None:
     """Add ``solve`` to the commands."""
     parser = subparsers.add_parser(
-        "solve", allow_abbrev=False, help="solve a sharding problem of the ASPLOS 2025 contest",
+        "solve",
+        allow_abbrev=False,
+        help="solve a sharding problem of the ASPLOS 2025 contest",
         description="Choose one strategy per node, of least total cost within the memory limit, and print the cost, a "
-                    "lower bound of every choice's cost, and the gap. Exit code 0: solved, 1: there is no choice or "
-                    "the file cannot be read.")
+        "lower bound of every choice's cost, and the gap. Exit code 0: solved, 1: there is no choice or "
+        "the file cannot be read.",
+    )
     parser.add_argument("problem", metavar="problem.json", help="the contest's format, plain or gzipped")
     parser.add_argument("--seconds", type=_seconds, default=60.0, metavar="N", help="to search (default: 60)")
     parser.add_argument("--output", metavar="FILE", help="write the choice: a JSON list of strategy numbers")
-    parser.add_argument("--solver", choices=("exact", "milp"), default="exact",
-                        help="exact: elimination, bounds and local search (default); milp: all of it by HiGHS")
-    parser.add_argument("--merge", action="store_true",
-                        help="take tables of equal values for one table, so that repeated blocks are computed once (exact)")
+    parser.add_argument(
+        "--solver",
+        choices=("exact", "milp"),
+        default="exact",
+        help="exact: elimination, bounds and local search (default); milp: all of it by HiGHS",
+    )
+    parser.add_argument(
+        "--merge",
+        action="store_true",
+        help="take tables of equal values for one table, so that repeated blocks are computed once (exact)",
+    )
     parser.set_defaults(func=solve, parser=parser)
 
 
@@ -68,12 +79,13 @@ def solve(arguments: argparse.Namespace) -> int:
     except OSError as error:
         print(f"shardwright solve: error: {arguments.output}: {error.strerror}", file=sys.stderr)
         return 1
-    print(f"cost {solution.cost:,.0f}\nbound {solution.bound:,.0f}\ngap {100 * solution.gap:.4g} %\n"
-          f"seconds {time.monotonic() - start:.1f}")
+    print(
+        f"cost {solution.cost:,.0f}\nbound {solution.bound:,.0f}\ngap {100 * solution.gap:.4g} %\n"
+        f"seconds {time.monotonic() - start:.1f}"
+    )
     for note in solution.notes:
         print(f"note: {note}")
     return 0
-
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -109,7 +121,7 @@ class Contest:
 
     def assignment(self, states: Sequence[int]) -> list[int]:
         """What the contest asks for, of the states of all nodes of the problem."""
-        return [int(state) for state in states[:self.count]]
+        return [int(state) for state in states[: self.count]]
 
 
 def read_contest(path: str | Path) -> Contest:
@@ -129,12 +141,16 @@ def read_contest(path: str | Path) -> Contest:
             raise PlanError(f"the file is damaged: {error}", source=str(path), legal="the whole file") from None
         raise PlanError(f"the file cannot be read: {error.strerror}", source=str(path)) from None
     except (EOFError, zlib.error):
-        raise PlanError(f"the compressed file is cut short after {len(data):,} bytes", source=str(path),
-                        legal="the whole file") from None
+        raise PlanError(
+            f"the compressed file is cut short after {len(data):,} bytes", source=str(path), legal="the whole file"
+        ) from None
     except json.JSONDecodeError as error:
         if error.pos >= len(error.doc.rstrip()) or error.msg.startswith("Unterminated"):
-            raise PlanError(f"the file is cut short: JSON ends after {len(text):,} bytes, in the midst of a value",
-                            source=str(path), legal="the whole file") from None
+            raise PlanError(
+                f"the file is cut short: JSON ends after {len(text):,} bytes, in the midst of a value",
+                source=str(path),
+                legal="the whole file",
+            ) from None
         raise PlanError(f"not JSON: {error}", source=str(path)) from None
     except UnicodeDecodeError as error:
         raise PlanError(f"not JSON: {error}", source=str(path)) from None
@@ -184,8 +200,10 @@ def _contest(given: Any) -> Contest:
     own, usages, intervals = (_field(nodes, name, list, of="nodes") for name in ("costs", "usages", "intervals"))
     named, paid = (_field(edges, name, list, of="edges") for name in ("nodes", "costs"))
     if not len(own) == len(usages) == len(intervals):
-        raise PlanError(f"nodes has {len(own):,} costs, {len(usages):,} usages and {len(intervals):,} intervals",
-                        legal="one of each a node")
+        raise PlanError(
+            f"nodes has {len(own):,} costs, {len(usages):,} usages and {len(intervals):,} intervals",
+            legal="one of each a node",
+        )
     if len(named) != len(paid):
         raise PlanError(f"edges has {len(named):,} nodes and {len(paid):,} costs", legal="one of each an edge")
     limit = given.get("usage_limit")

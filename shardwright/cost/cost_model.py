@@ -35,8 +35,8 @@ __all__ = ["CostModel", "Price", "PricedCollective"]
 
 Shapes = Sequence[tuple[int, ...]]
 
-# Bytes that gradients make up together before they are summed, and those, for each of the ranks, that are enough: the runtime's
-# own choice (`runtime.fusion`, where the figures are).
+# Bytes that gradients make up together before they are summed, and those, for each of the ranks, that are enough: the
+# runtime's own choice (`runtime.fusion`, where the figures are).
 BUCKET, PIECE = 16 << 20, 2 << 20
 
 
@@ -95,7 +95,7 @@ class _Sent:
 
     kind: str
     digits: Digits
-    fraction: float          # of the whole tensor, that a rank puts in
+    fraction: float  # of the whole tensor, that a rank puts in
     lines: tuple[Line, ...]
 
     def seconds(self, nbytes: float, bucket: float = 0.0) -> float:
@@ -222,7 +222,8 @@ class CostModel:
             forward, backward = work.local(*key[1:])
             found = self._computes[key] = (
                 self._roofline(work.dtype, *forward, launches=1) if work.launched[0] else 0.0,
-                self._roofline(work.dtype, *backward, launches=len(work.gradients)) if work.launched[1] else 0.0)
+                self._roofline(work.dtype, *backward, launches=len(work.gradients)) if work.launched[1] else 0.0,
+            )
         return found
 
     def _roofline(self, dtype: str, flops: float, nbytes: float, launches: int) -> float:
@@ -253,7 +254,9 @@ class CostModel:
             return self.forward(instruction.instruction, known)
         if instruction.backward is None:
             return 0.0
-        if isinstance(instruction, GlobalExtreme):  # ties are counted, as the maximum was found; then it is shared among them
+        if isinstance(
+            instruction, GlobalExtreme
+        ):  # ties are counted, as the maximum was found; then it is shared among them
             return self.conversion(instruction.forward, instruction.source.value.nbytes) + self._shared(instruction)
         priced = self.stored if instruction.cause == "parameter" else self.conversion
         return priced(instruction.backward, _moved(instruction, False)) + self._cast(instruction)
@@ -263,8 +266,8 @@ class CostModel:
         return self.cast(move.target.value, move.source.layout) if move.casts else 0.0
 
     def cast(self, value: Value, layout: Layout) -> float:
-        """Seconds in which a parameter that lies in `layout` goes from the type in which it is stored to the other, or its
-        gradient back; 0 where they are one."""
+        """Seconds in which a parameter that lies in `layout` goes from the type in which it is stored to the other, or
+        its gradient back; 0 where they are one."""
         if value.stored.dtype == value.dtype:
             return 0.0
         elements = math.prod(layout.local_shape(layout.padded(value.shape)))
@@ -273,8 +276,11 @@ class CostModel:
 
     def _called(self, instruction: LocalOp, known: Mapping[str, PlacedValue]) -> tuple[float, float]:
         read = tuple(leaf for leaf in leaves((instruction.args, instruction.kwargs)) if isinstance(leaf, Ref))
-        return self.compute(instruction.op, [known[a.name].local_shape for a in read],
-                            [o.local_shape for o in instruction.outputs if o is not None])
+        return self.compute(
+            instruction.op,
+            [known[a.name].local_shape for a in read],
+            [o.local_shape for o in instruction.outputs if o is not None],
+        )
 
     def _shared(self, instruction: GlobalExtreme) -> float:
         """The operand is read and its gradient written."""
@@ -300,7 +306,8 @@ class CostModel:
 
 
 def _bucket(gradient: Redistribution, sent: _Sent, nbytes: float) -> float:
-    """The bytes in which a parameter's gradient travels: a bucket's, if it is summed and no more, and not large; 0: its own."""
+    """The bytes in which a parameter's gradient travels: a bucket's, if it is summed and no more, and not large; 0: its
+    own."""
     full = min(BUCKET, digits_size(sent.digits) * PIECE)
     alone = nbytes * sent.fraction >= full
     return float(full) if not alone and [step.kind for step in gradient.steps] == ["all_reduce"] else 0.0
@@ -339,8 +346,9 @@ class _Pricing:
         seed = () if routed.seed is None else (routed.seed,)
         made = (o for i in routed.instructions for o in (i.outputs if isinstance(i, LocalOp) else (i.target,)))
         tables = (routed.parameters, routed.buffers, routed.constants)
-        self.known = {i.name: i for i in (*routed.inputs, *seed, *(i for t in tables for i in t.values()), *made)
-                      if i is not None}
+        self.known = {
+            i.name: i for i in (*routed.inputs, *seed, *(i for t in tables for i in t.values()), *made) if i is not None
+        }
         self.sums = {"forward": 0.0, "backward": 0.0, "compute": 0.0, "communication": 0.0, "once": 0.0}
         self.by_operator: dict[str, float] = {}
         self.collectives: list[PricedCollective] = []
@@ -365,16 +373,20 @@ class _Pricing:
             conversion = ran.forward if forwards else ran.backward
             if ran.cause == "parameter":
                 phase = "storage" if forwards else "gradient"
-        once = self.sums_once if phase == "gradient" else \
-            phase == "storage" and half == "forward" and not ran.again and ran.target.name not in self.dropped
+        once = (
+            self.sums_once
+            if phase == "gradient"
+            else phase == "storage" and half == "forward" and not ran.again and ran.target.name not in self.dropped
+        )
         times = 1 if once else self.micro_batches
         sent = 0.0
         for step in self.costs.sends(conversion) if conversion is not None else ():
             nbytes = _moved(ran, forwards) if isinstance(ran, Redistribute) else ran.source.value.nbytes
             price = step.seconds(nbytes, _bucket(conversion, step, nbytes) if phase == "gradient" else 0.0)
             operator = _causing(step, ran) if forwards else ran.operator
-            self.collectives.append(PricedCollective(step.kind, step.digits, nbytes * step.fraction, price * times,
-                                                     phase, operator))
+            self.collectives.append(
+                PricedCollective(step.kind, step.digits, nbytes * step.fraction, price * times, phase, operator)
+            )
             self.charge(operator, price * times)
             sent += price
         self.charge(ran.operator, (seconds - sent) * times)

@@ -133,7 +133,9 @@ class _Walk:
         self.saved = saved_by(routed)
         seed = () if routed.seed is None else (routed.seed,)
         tables = (routed.parameters, routed.buffers, routed.constants)
-        self.lives = LiveRanges((*routed.inputs, *seed, *(i for t in tables for i in t.values())), routed.instructions, self.saved)
+        self.lives = LiveRanges(
+            (*routed.inputs, *seed, *(i for t in tables for i in t.values())), routed.instructions, self.saved
+        )
         self.instances, self.root, self.read = self.lives.instances, self.lives.root, self.lives.read
         for o in (*(o for o in routed.outputs if isinstance(o, PlacedValue)), *routed.updates.values()):
             self.read[self.root[o.name]] = self.end - 1
@@ -141,8 +143,11 @@ class _Walk:
 
     def run(self) -> MemoryTimeline:
         self.standing()
-        self.places = {id(i): self.count + p for p, i in enumerate(self.backward)
-                       if not isinstance(i, (Regather, RecomputedInstruction))}
+        self.places = {
+            id(i): self.count + p
+            for p, i in enumerate(self.backward)
+            if not isinstance(i, (Regather, RecomputedInstruction))
+        }
         self.kept()
         self.gradients()
         names = [*(i.operator for i in self.instructions), *(i.operator for i in self.backward)]
@@ -168,8 +173,11 @@ class _Walk:
 
     def kept(self) -> None:
         """How long the backward keeps what the forward made, and what it makes again."""
-        begun = {id(r.region): self.count + p for p, r in reversed(list(enumerate(self.backward)))
-                 if isinstance(r, RecomputedInstruction)}
+        begun = {
+            id(r.region): self.count + p
+            for p, r in reversed(list(enumerate(self.backward)))
+            if isinstance(r, RecomputedInstruction)
+        }
         again = {b.move.target.name: self.count + p for p, b in enumerate(self.backward) if isinstance(b, Regather)}
         made_again = dict(again)
         own: dict[int, int] = {}
@@ -179,8 +187,8 @@ class _Walk:
                 continue
             made_again.update((name, place) for name in region.dropped)
             own.update((i, place) for i in region.own)
-        stays: dict[str, int] = {}                     # root -> up to when it is kept from the forward
-        returns: dict[str, list[int]] = {}             # root -> [from, up to] in the backward
+        stays: dict[str, int] = {}  # root -> up to when it is kept from the forward
+        returns: dict[str, list[int]] = {}  # root -> [from, up to] in the backward
 
         def needs(name: str, until: int) -> None:
             root = self.root[name]
@@ -217,8 +225,14 @@ class _Walk:
 
     def gradients(self) -> None:
         """Of the tensors in between: those that wait for their maker's backward, and those that are made."""
-        begin = {o.name: self.count for o in self.routed.outputs if isinstance(o, PlacedValue) and o.value.requires_grad}
-        backward = [(self.count + p, i) for p, i in enumerate(self.backward) if not isinstance(i, (Regather, RecomputedInstruction))]
+        begin = {
+            o.name: self.count for o in self.routed.outputs if isinstance(o, PlacedValue) and o.value.requires_grad
+        }
+        backward = [
+            (self.count + p, i)
+            for p, i in enumerate(self.backward)
+            if not isinstance(i, (Regather, RecomputedInstruction))
+        ]
 
         def grows(name: str) -> bool:  # a parameter's own gradient is always there
             return self.instances[name].value.requires_grad and self.root[name] not in self.lives.given

@@ -128,8 +128,13 @@ def _all_reduce(links: Sequence[LevelLink]) -> list[Line]:
     ring, rounds = _ring(links), _rounds(link.size)
     whole = (rounds * link.latency, rounds * link.each)
     halves = (2 * rounds * link.latency, 2 * (link.size - 1) / link.size * link.each)
-    return _least([(2 * ring[0], 2 * ring[1]), *((whole[0] + a, whole[1] + b) for a, b in outer),
-                   *((halves[0] + a, halves[1] + b / link.size) for a, b in outer)])
+    return _least(
+        [
+            (2 * ring[0], 2 * ring[1]),
+            *((whole[0] + a, whole[1] + b) for a, b in outer),
+            *((halves[0] + a, halves[1] + b / link.size) for a, b in outer),
+        ]
+    )
 
 
 def _all_to_all(links: Sequence[LevelLink]) -> list[Line]:
@@ -139,8 +144,10 @@ def _all_to_all(links: Sequence[LevelLink]) -> list[Line]:
         pairs = (pairs[0] + partners * link.latency, pairs[1] + partners / n * link.each)
         inside *= link.size
         rounds = _rounds(link.size)
-        own = [((link.size - 1) * link.latency, (link.size - 1) / link.size * link.each),
-               (rounds * link.latency, rounds / 2 * link.each)]
+        own = [
+            ((link.size - 1) * link.latency, (link.size - 1) / link.size * link.each),
+            (rounds * link.latency, rounds / 2 * link.each),
+        ]
         by_level = [(a + c, b + d) for a, b in by_level for c, d in own]
     return _least([pairs, *by_level])
 
@@ -150,8 +157,13 @@ def _permute(links: Sequence[LevelLink]) -> list[Line]:
 
 
 _LINES: dict[str, Callable[[Sequence[LevelLink]], list[Line]]] = {
-    "all_reduce": _all_reduce, "all_gather": _all_gather, "reduce_scatter": _reduce_scatter, "all_to_all": _all_to_all,
-    "permute": _permute, "send": _permute, "recv": _permute,
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+    "permute": _permute,
+    "send": _permute,
+    "recv": _permute,
 }
 
 #: What there is a time for. "permute": each rank's input goes to another rank, as in an all_to_all that permutes;
@@ -190,7 +202,6 @@ def _meet(first: Line, second: Line) -> float:
     return (second[0] - first[0]) / (first[1] - second[1])
 
 
-
 # ----------------------------------------------------------------------------------------------------
 # What one operator does: asked of torch, which calls it once on tensors without values and of whole shapes.
 #
@@ -198,10 +209,11 @@ def _meet(first: Line, second: Line) -> float:
 #     bytes forward   = inputs + outputs
 #     bytes backward  = gradients of outputs + what autograd saved of inputs and outputs + gradients of inputs
 #
-# Flops are those of torch's own registry (torch.utils.flop_counter), of whatever the operator dispatches to, forward and
-# backward; a product is linear in each of its factors, so what a cut leaves follows from the rule's notation. An operator
-# that launches nothing, such as a view, costs nothing. No operator is described here.
+# Flops are those of torch's own registry (torch.utils.flop_counter), of whatever the operator dispatches to, forward
+# and backward; a product is linear in each of its factors, so what a cut leaves follows from the rule's notation. An
+# operator that launches nothing, such as a view, costs nothing. No operator is described here.
 # ----------------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class OperatorWork:
@@ -229,8 +241,9 @@ class OperatorWork:
     gradients: tuple[int, ...]
     gradient_outputs: tuple[int, ...]
 
-    def local(self, in_shapes: Sequence[tuple[int, ...]], out_shapes: Sequence[tuple[int, ...]]
-              ) -> tuple[tuple[float, float], tuple[float, float]]:
+    def local(
+        self, in_shapes: Sequence[tuple[int, ...]], out_shapes: Sequence[tuple[int, ...]]
+    ) -> tuple[tuple[float, float], tuple[float, float]]:
         """((flops, bytes) forward, (flops, bytes) backward) on slices of these shapes.
 
         Args:
@@ -248,15 +261,20 @@ class OperatorWork:
         forward = sum(ins) + sum(outs) if self.launched[0] else 0
         backward = 0
         if self.launched[1]:
-            backward = sum(ins[i] for i in (*self.saved_inputs, *self.gradients) if i < len(ins)) + \
-                sum(outs[i] for i in (*self.saved_outputs, *self.gradient_outputs))
+            backward = sum(ins[i] for i in (*self.saved_inputs, *self.gradients) if i < len(ins)) + sum(
+                outs[i] for i in (*self.saved_outputs, *self.gradient_outputs)
+            )
         return (self.flops[0] * part, forward), (self.flops[1] * part, backward)
 
 
 def signature(op: Op) -> tuple:
     """What two operators have in common that do the same work."""
-    return op.target, str(map_values((op.args, op.kwargs), _described)), tuple(map(_described, op.inputs)), \
-        tuple(v and _described(v) for v in op.outputs)
+    return (
+        op.target,
+        str(map_values((op.args, op.kwargs), _described)),
+        tuple(map(_described, op.inputs)),
+        tuple(v and _described(v) for v in op.outputs),
+    )
 
 
 def _described(value: Value) -> tuple:
@@ -296,21 +314,26 @@ def work_of(op: Op) -> OperatorWork:
     if tried is None:  # it runs on tensors with values only: what it reads and makes is known all the same
         described, every = find_rule(op), tuple(range(len(op.inputs)))
         moves = bool(outputs) and not (described is not None and described.view)
-        return OperatorWork(name, (moves, moves and bool(gradients)), (0.0, 0.0), (), *sizes, every, (), gradients,
-                    from_outputs)
+        return OperatorWork(
+            name, (moves, moves and bool(gradients)), (0.0, 0.0), (), *sizes, every, (), gradients, from_outputs
+        )
     launched, flops, saved = tried
     return OperatorWork(name, launched, flops, _dims(op) if any(flops) else (), *sizes, *saved, gradients, from_outputs)
 
 
-#: An operator dispatched forward and backward: whether anything is launched, the flops, which inputs and outputs are saved.
+#: An operator dispatched forward and backward: whether anything is launched, the flops, which inputs and outputs are
+#: saved.
 _Dispatched = tuple[tuple[bool, bool], tuple[float, float], tuple[tuple[int, ...], tuple[int, ...]]]
 
-#: What was dispatched by operators that were tried lately, by signature: other plans have most of them too. None: it failed.
+#: What was dispatched by operators that were tried lately, by signature: other plans have most of them too. None: it
+#: failed.
 _LATELY: OrderedDict[tuple, _Dispatched | None] = OrderedDict()
 _MOST = 4096
 
 
-def _tried(op: Op, outputs: list[Value], gradients: tuple[int, ...], from_outputs: tuple[int, ...]) -> _Dispatched | None:
+def _tried(
+    op: Op, outputs: list[Value], gradients: tuple[int, ...], from_outputs: tuple[int, ...]
+) -> _Dispatched | None:
     """The operators that an operator dispatches; None where it does not run without values."""
     key = signature(op) if schema_of(op.target) is not None else None  # what is not of torch may hold a model
     if key in _LATELY:
@@ -318,7 +341,9 @@ def _tried(op: Op, outputs: list[Value], gradients: tuple[int, ...], from_output
         return _LATELY[key]
     try:
         found = _dispatched(op, outputs, gradients, from_outputs)
-    except Exception:  # of any kind, by an operator that needs values: `work_of` counts the bytes that it reads and makes
+    except (
+        Exception
+    ):  # of any kind, by an operator that needs values: `work_of` counts the bytes that it reads and makes
         found = None
     if key is not None:
         _LATELY[key] = found
@@ -329,8 +354,10 @@ def _tried(op: Op, outputs: list[Value], gradients: tuple[int, ...], from_output
 
 def _dispatched(op: Op, outputs: list[Value], gradients: tuple[int, ...], from_outputs: tuple[int, ...]) -> _Dispatched:
     """The operators that an operator dispatches when it is called on tensors without values."""
-    inputs = [torch.empty(v.shape, dtype=v.dtype, device="meta").requires_grad_(i in gradients)
-              for i, v in enumerate(op.inputs)]
+    inputs = [
+        torch.empty(v.shape, dtype=v.dtype, device="meta").requires_grad_(i in gradients)
+        for i, v in enumerate(op.inputs)
+    ]
     feed = iter(inputs)  # `inputs` are the values among the arguments, in the order of the call
     args, kwargs = map_values((op.args, op.kwargs), lambda _: next(feed))
     packed: list[Tensor] = []
@@ -342,7 +369,7 @@ def _dispatched(op: Op, outputs: list[Value], gradients: tuple[int, ...], from_o
     forward, backward = _Watch(), _Watch()
     with torch.enable_grad(), saved_tensors_hooks(pack, lambda x: x), forward:
         made = op.target(*args, **kwargs)
-    results = [x for x in pytree.tree_leaves(made) if isinstance(x, Tensor)][:len(outputs)]
+    results = [x for x in pytree.tree_leaves(made) if isinstance(x, Tensor)][: len(outputs)]
     if gradients:
         ends = [results[i] for i in from_outputs if results[i].requires_grad]
         grads = [torch.empty_like(x) for x in ends]

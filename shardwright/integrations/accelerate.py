@@ -22,20 +22,21 @@ from .feeding import check_feeding
 
 __all__ = ["Accelerator"]
 
-_CHECKPOINTS = "sw.save_checkpoint(model, optimizer, path, step=…) and sw.load_checkpoint; for weights " \
-               "model.save_pretrained(path)"
+_CHECKPOINTS = (
+    "sw.save_checkpoint(model, optimizer, path, step=…) and sw.load_checkpoint; for weights model.save_pretrained(path)"
+)
 
 
 class Accelerator(accelerate.Accelerator):
     """`accelerate.Accelerator` that takes an `AutoParallel` for a model that is distributed already.
 
     ``prepare``, ``backward``, ``accumulate``, ``no_sync``, ``clip_grad_norm_``, ``gather_for_metrics`` and
-    ``mixed_precision`` work as ever; ``save_state`` and ``load_state`` are errors that name what saves slices. Prepare the
-    model before its loaders, or with them.
+    ``mixed_precision`` work as ever; ``save_state`` and ``load_state`` are errors that name what saves slices. Prepare
+    the model before its loaders, or with them.
 
     Raises:
-        SettingError: a loader prepared before a model that every process feeds the whole batch; a pipeline whose processes
-            each feed their own part.
+        SettingError: a loader prepared before a model that every process feeds the whole batch; a pipeline whose
+            processes each feed their own part.
     """
 
     #: Every process is fed the whole batch; None: no parallel model has been prepared.
@@ -51,22 +52,29 @@ class Accelerator(accelerate.Accelerator):
         """Hand out batches as the model's ``dataset_strategy`` says, from now on.
 
         Raises:
-            SettingError: a loader that hands them out in another way was prepared before; a strategy by cuts; a pipeline that
-                is not fed the whole batch.
+            SettingError: a loader that hands them out in another way was prepared before; a strategy by cuts; a
+                pipeline that is not fed the whole batch.
         """
         strategy = model._dataset_strategy
         if self.num_processes > 1:
             check_feeding(model, "accelerate")
         if not isinstance(strategy, str):
-            raise SettingError(f"accelerate cannot hand out slices of batches as dataset_strategy({strategy!r}) has it",
-                               legal='"data_parallel" or "full_batch", or a loader of your own that is not prepared')
+            raise SettingError(
+                f"accelerate cannot hand out slices of batches as dataset_strategy({strategy!r}) has it",
+                legal='"data_parallel" or "full_batch", or a loader of your own that is not prepared',
+            )
         whole = strategy == "full_batch" and self.num_processes > 1
         if self._dataloaders and whole != bool(self._whole_batches):
-            raise SettingError("a loader was prepared before the model, and hands out batches in another way than its "
-                               f"dataset_strategy({strategy!r})", legal="accelerator.prepare(model, optimizer, loader)")
+            raise SettingError(
+                "a loader was prepared before the model, and hands out batches in another way than its "
+                f"dataset_strategy({strategy!r})",
+                legal="accelerator.prepare(model, optimizer, loader)",
+            )
         self._whole_batches = whole
 
-    def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> nn.Module:
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
         if not isinstance(model, AutoParallel):
             return super().prepare_model(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
@@ -79,23 +87,33 @@ class Accelerator(accelerate.Accelerator):
                     shard.num_processes, shard.process_index, shard.even_batches = 1, 0, False
                     break
             else:
-                raise SettingError(f"{type(made).__name__} does not hand out whole batches",
-                                   legal='dispatch_batches=False, or dataset_strategy("data_parallel")')
+                raise SettingError(
+                    f"{type(made).__name__} does not hand out whole batches",
+                    legal='dispatch_batches=False, or dataset_strategy("data_parallel")',
+                )
         return made
 
     def gather_for_metrics(self, input_data: Any, *args: Any, **kwargs: Any) -> Any:
         if not self._whole_batches:
             return super().gather_for_metrics(input_data, *args, **kwargs)
         state = self.gradient_state
-        last = state.remainder if state.end_of_dataloader and state.remainder > 0 else None  # rows of a last, smaller batch
+        last = (
+            state.remainder if state.end_of_dataloader and state.remainder > 0 else None
+        )  # rows of a last, smaller batch
         return pytree.tree_map_only(torch.Tensor, lambda x: x[:last], input_data)
 
     def get_state_dict(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(model, AutoParallel):
             return super().get_state_dict(model, *args, **kwargs)
         with model.whole(rank=0) as net, torch.no_grad():
-            return None if net is None else {k: v.detach().cpu().clone() if isinstance(v, torch.Tensor) else v
-                                             for k, v in net.state_dict().items()}
+            return (
+                None
+                if net is None
+                else {
+                    k: v.detach().cpu().clone() if isinstance(v, torch.Tensor) else v
+                    for k, v in net.state_dict().items()
+                }
+            )
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         self._refuse("save_state")
@@ -112,5 +130,7 @@ class Accelerator(accelerate.Accelerator):
 
     def _refuse(self, what: str) -> None:
         if any(isinstance(model, AutoParallel) for model in self._models) and self.num_processes > 1:
-            raise SettingError(f"accelerator.{what}() of a parallel model, whose parameters and optimizer state are slices",
-                               legal=_CHECKPOINTS)
+            raise SettingError(
+                f"accelerator.{what}() of a parallel model, whose parameters and optimizer state are slices",
+                legal=_CHECKPOINTS,
+            )

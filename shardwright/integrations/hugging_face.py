@@ -3,9 +3,10 @@
     from shardwright.integrations.hugging_face import Trainer
     Trainer(model=sw.AutoParallel(net), args=TrainingArguments(…), train_dataset=…).train(resume_from_checkpoint=…)
 
-It differs from `transformers.Trainer` in what an `AutoParallel` does by itself: it is not wrapped, its loss and gradients are
-those of the whole batch, parameters and the optimizer's state are slices. Checkpoints hold the model as ``from_pretrained``
-reads it, and in ``shardwright/`` each rank's part of the model and the optimizer, to go on from on any number of devices.
+It differs from `transformers.Trainer` in what an `AutoParallel` does by itself: it is not wrapped, its loss and
+gradients are those of the whole batch, parameters and the optimizer's state are slices. Checkpoints hold the model as
+``from_pretrained`` reads it, and in ``shardwright/`` each rank's part of the model and the optimizer, to go on from on
+any number of devices.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ class TrainerMixin:
 
     Args:
         model: an `AutoParallel` without ``loss_fn``: the model computes its loss from ``labels``. With
-            ``dataset_strategy("full_batch")`` each process feeds batches of ``per_device_train_batch_size`` rows, the same
-            ones, of which the last may be smaller; with "data_parallel" each its own, of which the last is filled up.
+            ``dataset_strategy("full_batch")`` each process feeds batches of ``per_device_train_batch_size`` rows, the
+            same ones, of which the last may be smaller; with "data_parallel" each its own, of which the last is filled
+            up.
 
     Raises:
         SettingError: another model, or a setting that a parallel model cannot follow.
@@ -47,13 +49,18 @@ class TrainerMixin:
         if not isinstance(model, AutoParallel):
             raise SettingError(f"Trainer(model={type(model).__name__})", legal="Trainer(model=sw.AutoParallel(net), …)")
         if model.loss_fn is not None:
-            raise SettingError("Trainer hands the labels to the model, by name, and the AutoParallel has a loss_fn",
-                               legal="sw.AutoParallel(net) of a model that computes its loss from labels")
+            raise SettingError(
+                "Trainer hands the labels to the model, by name, and the AutoParallel has a loss_fn",
+                legal="sw.AutoParallel(net) of a model that computes its loss from labels",
+            )
         super().__init__(model, args, *more, **kwargs)
         self._check()
         self.accelerator.feed(model)
-        net = transformers.trainer.unwrap_peft_model(model.net) if hasattr(transformers.trainer, "unwrap_peft_model") \
+        net = (
+            transformers.trainer.unwrap_peft_model(model.net)
+            if hasattr(transformers.trainer, "unwrap_peft_model")
             else model.net
+        )
         if self.args.label_names is None:
             self.label_names = find_labels(type(net))
         self.can_return_loss = can_return_loss(type(net))
@@ -61,11 +68,15 @@ class TrainerMixin:
     def _check(self) -> None:
         apart = self.model._dataset_strategy != "full_batch" and self.args.world_size > 1
         if apart and (self.compute_loss_func is not None or self.args.label_smoothing_factor):
-            raise SettingError("a loss outside of the model, of each rank's own part of the batch",
-                               legal='dataset_strategy("full_batch"), or a loss inside of the model')
+            raise SettingError(
+                "a loss outside of the model, of each rank's own part of the batch",
+                legal='dataset_strategy("full_batch"), or a loss inside of the model',
+            )
         if apart and self.model_accepts_loss_kwargs and not getattr(self.args, "average_tokens_across_devices", True):
-            raise SettingError("average_tokens_across_devices=False: the loss is that of the whole batch",
-                               legal="average_tokens_across_devices=True")
+            raise SettingError(
+                "average_tokens_across_devices=False: the loss is that of the whole batch",
+                legal="average_tokens_across_devices=True",
+            )
 
     @property
     def _whole_batches(self) -> bool:
@@ -87,15 +98,21 @@ class TrainerMixin:
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
         return False  # `clip_grad_norm_` takes gradients on several meshes
 
-    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False,
-                     num_items_in_batch: Any = None) -> Any:
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         """As ever; but the loss is that of the whole batch, and not scaled by the number of processes."""
-        if self.model_accepts_loss_kwargs and num_items_in_batch is not None and self.compute_loss_func is None \
-                and self.label_smoother is None:
+        if (
+            self.model_accepts_loss_kwargs
+            and num_items_in_batch is not None
+            and self.compute_loss_func is None
+            and self.label_smoother is None
+        ):
             inputs, num_items_in_batch = {**inputs, "num_items_in_batch": num_items_in_batch}, None
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
 
-    # -- checkpoints ----------------------------------------------------------------------------------------------------
+    # -- checkpoints
+    # ----------------------------------------------------------------------------------------------------
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         with self.model.whole(rank=None if self.args.save_on_each_node else 0) as net:
@@ -107,8 +124,14 @@ class TrainerMixin:
                     self.model = model
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        save_checkpoint(self.model, _plain(self.optimizer), Path(output_dir) / _PARTS, step=self.state.global_step,
-                        integrated_save=False, keep_checkpoint_max=None)
+        save_checkpoint(
+            self.model,
+            _plain(self.optimizer),
+            Path(output_dir) / _PARTS,
+            step=self.state.global_step,
+            integrated_save=False,
+            keep_checkpoint_max=None,
+        )
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULE)
 
@@ -132,8 +155,10 @@ class TrainerMixin:
         folder = Path(checkpoint) / _PARTS
         if not folder.exists():
             if any(hasattr(p, CUT) for p in self.model.parameters()) and (Path(checkpoint) / "optimizer.pt").exists():
-                raise SettingError(f"{checkpoint}: the optimizer's state of one device, for parameters that are cut already",
-                                   legal="train(resume_from_checkpoint=…) before the first call of the model")
+                raise SettingError(
+                    f"{checkpoint}: the optimizer's state of one device, for parameters that are cut already",
+                    legal="train(resume_from_checkpoint=…) before the first call of the model",
+                )
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         load_checkpoint(self.model, _plain(self.optimizer), folder)

@@ -11,8 +11,8 @@
 
     L.Trainer(strategy=ShardwrightStrategy(), accelerator="cpu", devices=2).fit(Task(), loader)
 
-Nothing is wrapped, and losses and gradients are those of the whole batch. Lightning's checkpoints hold whole tensors, of the
-model and the optimizer, and load on any number of devices.
+Nothing is wrapped, and losses and gradients are those of the whole batch. Lightning's checkpoints hold whole tensors,
+of the model and the optimizer, and load on any number of devices.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ from .feeding import check_feeding
 
 __all__ = ["ShardwrightStrategy"]
 
+
 class ShardwrightStrategy(DDPStrategy):
     """Processes that Lightning starts, or finds started, as for its own ``"ddp"``; parallel models in them.
 
     Batches: Lightning hands each process its own part (``dataset_strategy("data_parallel")``). With "full_batch" the
-    Trainer is given ``use_distributed_sampler=False``. ``accumulate_grad_batches``, ``gradient_clip_val``, validation and
-    ``ckpt_path`` work as ever. A checkpoint is loaded before the first call of the model, as ``fit(ckpt_path=…)`` does.
+    Trainer is given ``use_distributed_sampler=False``. ``accumulate_grad_batches``, ``gradient_clip_val``, validation
+    and ``ckpt_path`` work as ever. A checkpoint is loaded before the first call of the model, as ``fit(ckpt_path=…)``
+    does.
 
     Raises:
         SettingError: a module without an `AutoParallel`, or parameters trained outside of one.
@@ -67,27 +69,37 @@ class ShardwrightStrategy(DDPStrategy):
     def _check(self, trainer: Any) -> None:
         models = self._models
         if not models:
-            raise SettingError(f"{type(self.lightning_module).__name__} has no parallel model", legal="self.model = "
-                               "sw.AutoParallel(net, …) in its __init__")
+            raise SettingError(
+                f"{type(self.lightning_module).__name__} has no parallel model",
+                legal="self.model = sw.AutoParallel(net, …) in its __init__",
+            )
         inside = {id(p) for m in models for p in m.parameters()}
         inside |= {id(p) for m in models if isinstance(m.loss_fn, nn.Module) for p in m.loss_fn.parameters()}
         outside = [n for n, p in self.lightning_module.named_parameters() if p.requires_grad and id(p) not in inside]
         if outside and trainer.world_size > 1:
-            raise SettingError(f"the parameter {outside[0]!r} is trained and lies outside of the parallel model: its gradient "
-                               "would be each rank's own", legal="one AutoParallel around all that is trained")
+            raise SettingError(
+                f"the parameter {outside[0]!r} is trained and lies outside of the parallel model: its gradient "
+                "would be each rank's own",
+                legal="one AutoParallel around all that is trained",
+            )
         keeping = [c for c in trainer.checkpoint_callbacks if not getattr(c, "save_weights_only", True)]
         for model in models:
             if trainer.world_size > 1:
                 check_feeding(model, "Lightning")
                 if model._pipeline is not None and keeping and trainer.state.fn == TrainerFn.FITTING:
-                    raise SettingError(f"{type(keeping[0]).__name__} would save the state of an optimizer that lies in the stages of a "
-                                       "pipeline", legal="ModelCheckpoint(save_weights_only=True), and sw.save_checkpoint(model, "
-                                                         "optimizer, path, step=…) to go on from; or enable_checkpointing=False")
+                    raise SettingError(
+                        f"{type(keeping[0]).__name__} would save the state of an optimizer that lies in the stages of a "
+                        "pipeline",
+                        legal="ModelCheckpoint(save_weights_only=True), and sw.save_checkpoint(model, "
+                        "optimizer, path, step=…) to go on from; or enable_checkpointing=False",
+                    )
             whole = model._dataset_strategy == "full_batch"
             shards = trainer._accelerator_connector.use_distributed_sampler
             if whole and shards and trainer.world_size > 1:
-                raise SettingError("every rank is to feed the whole batch, and Lightning hands each its own part",
-                                   legal='Trainer(…, use_distributed_sampler=False), or dataset_strategy("data_parallel")')
+                raise SettingError(
+                    "every rank is to feed the whole batch, and Lightning hands each its own part",
+                    legal='Trainer(…, use_distributed_sampler=False), or dataset_strategy("data_parallel")',
+                )
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -103,7 +115,8 @@ class ShardwrightStrategy(DDPStrategy):
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
 
-    # -- checkpoints ----------------------------------------------------------------------------------------------------
+    # -- checkpoints
+    # ----------------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Whole tensors, on rank 0; nothing on the others, which save nothing."""
@@ -123,14 +136,19 @@ class ShardwrightStrategy(DDPStrategy):
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Whole tensors. In a pipeline there are none: `shardwright.save_checkpoint` saves what lies in stages."""
         if any(whole_shape(p) != p.shape for group in optimizer.param_groups for p in group["params"]):
-            raise SettingError("Lightning's checkpoint of an optimizer whose state lies in the stages of a pipeline",
-                               legal="sw.save_checkpoint(model, optimizer, path, step=…), or save_weights_only=True")
+            raise SettingError(
+                "Lightning's checkpoint of an optimizer whose state lies in the stages of a pipeline",
+                legal="sw.save_checkpoint(model, optimizer, path, step=…), or save_weights_only=True",
+            )
         from torch.distributed.tensor import DTensor
+
         state = super().optimizer_state(optimizer)
         return pytree.tree_map_only(DTensor, lambda x: x.full_tensor().cpu(), state)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         if any(hasattr(p, CUT) for model in self._models for p in model.parameters()):
-            raise SettingError("an optimizer's whole state, for parameters that are cut already",
-                               legal="fit(…, ckpt_path=…) before the first call of the model, or sw.load_checkpoint")
+            raise SettingError(
+                "an optimizer's whole state, for parameters that are cut already",
+                legal="fit(…, ckpt_path=…) before the first call of the model, or sw.load_checkpoint",
+            )
         super().load_optimizer_state_dict(checkpoint)

@@ -5,8 +5,8 @@ process group of its own, looks at them, and ends the others when one fails. `el
 no hold on it, so the agent is made here, as `elastic_launch` makes it, with what a run of ours adds:
 
 1. the process ids go to the `Watch`, which tells the first failure from those it causes;
-2. the others get `GRACE` seconds to end, and those of a run that is told to end its grace period, where the engine gives
-   30 however it is set;
+2. the others get `GRACE` seconds to end, and those of a run that is told to end its grace period, where the engine
+   gives 30 however it is set;
 3. nodes tell each other of failures, and the last barrier cannot outlast one;
 4. after a failure the workers of all nodes start again, if the run may: with an agent, a watch and logs of their own;
 5. a worker is told to end when the launcher is killed.
@@ -42,7 +42,8 @@ GRACE = 10  # seconds between asking a worker to end and killing it, where anoth
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """How a run, or one attempt at it, ended on this node. At most one of the first three is set; success is none of them.
+    """How a run, or one attempt at it, ended on this node. At most one of the first three is set; success is none of
+    them.
 
     Args:
         failure: the exit of the first worker that failed here.
@@ -81,8 +82,9 @@ class WorkerLogs(LogsSpecs):
             env["TORCHELASTIC_MAX_RESTARTS"] = str(self._settings.max_restarts)
         # Standard error stays unset here: the worker's command sends it after standard output. The engine would open
         # the file a second time, and the two would write over each other.
-        return LogsDest(stdouts=outputs, stderrs=dict.fromkeys(outputs, ""),
-                        error_files=dict.fromkeys(outputs, os.devnull))
+        return LogsDest(
+            stdouts=outputs, stderrs=dict.fromkeys(outputs, ""), error_files=dict.fromkeys(outputs, os.devnull)
+        )
 
 
 class Agent(LocalElasticAgent):
@@ -110,8 +112,9 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         pids = super()._start_workers(worker_group)
-        self._progress.started({worker.global_rank: pids[worker.local_rank] for worker in worker_group.workers},
-                               self._nodes.attempt)
+        self._progress.started(
+            {worker.global_rank: pids[worker.local_rank] for worker in worker_group.workers}, self._nodes.attempt
+        )
         for worker in worker_group.workers:
             self._watch.follow(worker.global_rank, worker_processes(self).subprocess_handlers[worker.local_rank].proc)
         return pids
@@ -144,8 +147,8 @@ class Agent(LocalElasticAgent):
 
 
 def launch(settings: RunSettings, progress: Progress, stop_signals: Sequence[signal.Signals]) -> RunOutcome:
-    """Run the workers of this node until all have finished, or one has failed and is not to be tried again. None is left
-    when it returns or raises.
+    """Run the workers of this node until all have finished, or one has failed and is not to be tried again. None is
+    left when it returns or raises.
 
     Args:
         settings: the run.
@@ -197,14 +200,21 @@ def _attempt(settings: RunSettings, nodes: Nodes, progress: Progress, note: Call
     Args:
         note: from then on signals are noted, and interrupt nothing.
     """
+
     def exited(exit: WorkerExit) -> None:
         logger.info("worker %d ended: %s", exit.rank, exit.cause)
         progress.exited(exit)
 
     watch = Watch(exited)
     # The engine hands the number of its own restarts to the workers.
-    spec = WorkerSpec(role="default_role", local_world_size=settings.local_worker_num, rdzv_handler=nodes,
-                      max_restarts=nodes.attempt, entrypoint="/bin/sh", args=_command(settings))
+    spec = WorkerSpec(
+        role="default_role",
+        local_world_size=settings.local_worker_num,
+        rdzv_handler=nodes,
+        max_restarts=nodes.attempt,
+        entrypoint="/bin/sh",
+        args=_command(settings),
+    )
     agent = Agent(spec, settings, nodes, watch, progress)
     stopped = None
     try:
@@ -228,15 +238,24 @@ def _command(settings: RunSettings) -> tuple[str, ...]:
     The shell is there for ``2>&1`` alone: one file, one position in it, lines in the order they were written. It is
     replaced by Python at once, so process ids and signals are the worker's own.
     """
-    command = ("-c", 'exec "$@" 2>&1', "sh", *_ends_with_its_parent(), sys.executable, "-u", settings.script,
-               *settings.script_args)
+    command = (
+        "-c",
+        'exec "$@" 2>&1',
+        "sh",
+        *_ends_with_its_parent(),
+        sys.executable,
+        "-u",
+        settings.script,
+        *settings.script_args,
+    )
     # The engine replaces ${local_rank} and the like in arguments; a script's arguments are its own.
     return tuple(part.replace("$", "$$") for part in command)
 
 
 def _ends_with_its_parent() -> tuple[str, ...]:
-    """What goes before a command that is to get SIGTERM when the launcher dies without a word (SIGKILL, say): util-linux's
-    ``setpriv``. Nothing, where there is none that can: the workers then go on until they fail by themselves."""
+    """What goes before a command that is to get SIGTERM when the launcher dies without a word (SIGKILL, say):
+    util-linux's ``setpriv``. Nothing, where there is none that can: the workers then go on until they fail by
+    themselves."""
     tool = shutil.which("setpriv")
     if tool is None:
         return ()

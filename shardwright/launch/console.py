@@ -83,7 +83,6 @@ def remove_restarts(settings: RunSettings) -> None:
             os.rmdir(settings.attempt_dir(attempt))
 
 
-
 # ----------------------------------------------------------------------------------------------------
 # Watch: which worker ended when, and with what.
 #
@@ -91,6 +90,7 @@ def remove_restarts(settings: RunSettings) -> None:
 # milliseconds, so that one look finds several dead and cannot say which was first. Here one sleeping thread a worker is
 # woken by the kernel the moment the worker ends; the order of those moments tells the cause from its consequences.
 # ----------------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class WorkerExit:
@@ -214,13 +214,13 @@ def _children() -> frozenset[int]:
         return frozenset()
 
 
-
 # ----------------------------------------------------------------------------------------------------
 # Progress: what the terminal shows while workers run.
 #
-# On a terminal one live line stays below the rest; otherwise there is a plain line for each change of state. The workers'
-# own output goes to their logs and never here.
+# On a terminal one live line stays below the rest; otherwise there is a plain line for each change of state. The
+# workers' own output goes to their logs and never here.
 # ----------------------------------------------------------------------------------------------------
+
 
 class Progress:
     """The lines of one run. Use it as a context: the live line is there inside.
@@ -249,8 +249,16 @@ class Progress:
             from rich.live import Live
 
             self._console = Console(file=self._out, highlight=False, markup=False)
-            self._stack.enter_context(Live(get_renderable=self._state, console=self._console, refresh_per_second=2,
-                                           transient=True, redirect_stdout=False, redirect_stderr=False))
+            self._stack.enter_context(
+                Live(
+                    get_renderable=self._state,
+                    console=self._console,
+                    refresh_per_second=2,
+                    transient=True,
+                    redirect_stdout=False,
+                    redirect_stderr=False,
+                )
+            )
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -278,8 +286,10 @@ class Progress:
         with self._lock:
             self._running, self._finished, self._failed = frozenset(pids), frozenset(), False
         first = min(pids)
-        self.say(f"started {_count(len(pids), 'worker')} (pids {', '.join(map(str, pids.values()))}), "
-                 f"worker {first} writes to {self._settings.worker_log(first, attempt)}")
+        self.say(
+            f"started {_count(len(pids), 'worker')} (pids {', '.join(map(str, pids.values()))}), "
+            f"worker {first} writes to {self._settings.worker_log(first, attempt)}"
+        )
 
     def exited(self, exit: WorkerExit) -> None:
         """One worker ended. After the first failure the others are ended, and only that failure is told."""

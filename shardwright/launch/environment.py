@@ -29,7 +29,19 @@ from typing import Any, NoReturn
 
 from ..errors import SettingError
 
-__all__ = ["LOOPBACK", "Claim", "RankInRun", "RankTable", "TableDevice", "expand", "find", "leading_to", "number", "scheduled", "torchrun"]
+__all__ = [
+    "LOOPBACK",
+    "Claim",
+    "RankInRun",
+    "RankTable",
+    "TableDevice",
+    "expand",
+    "find",
+    "leading_to",
+    "number",
+    "scheduled",
+    "torchrun",
+]
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -61,16 +73,19 @@ def expand(text: str, name: str) -> tuple[str, ...]:
         item = _ITEM.match(text, at)
         if item is None:
             break
-        pieces = [_ranges(piece[1], text, name) if piece[1] is not None else [piece[2]]
-                  for piece in _PIECE.finditer(item[0])]
+        pieces = [
+            _ranges(piece[1], text, name) if piece[1] is not None else [piece[2]] for piece in _PIECE.finditer(item[0])
+        ]
         hosts += map("".join, itertools.product(*pieces))
         at = item.end()
         if not text.startswith(",", at):
             break
         at += 1
     if at != len(text) or not hosts or text.endswith(","):
-        raise SettingError(f"{name}={text} cannot be read from its character {at + 1} on",
-                           legal="a list of hosts such as node[01-03,07],login1")
+        raise SettingError(
+            f"{name}={text} cannot be read from its character {at + 1} on",
+            legal="a list of hosts such as node[01-03,07],login1",
+        )
     return tuple(hosts)
 
 
@@ -79,12 +94,13 @@ def _ranges(inside: str, text: str, name: str) -> list[str]:
     for part in inside.split(","):
         found = _RANGE.fullmatch(part)
         if found is None or found[2] is not None and int(found[2]) < int(found[1]):
-            raise SettingError(f"{name}={text}: [{inside}] cannot be read at {part!r}",
-                               legal="numbers and ranges from low to high, such as [01-03,07]")
+            raise SettingError(
+                f"{name}={text}: [{inside}] cannot be read at {part!r}",
+                legal="numbers and ranges from low to high, such as [01-03,07]",
+            )
         low, high = found[1], found[2] or found[1]
         numbers += (str(number).zfill(len(low)) for number in range(int(low), int(high) + 1))
     return numbers
-
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -133,11 +149,15 @@ class Claim:
     job: str | None = None
 
     def __post_init__(self) -> None:
-        for rank, size, (rank_name, size_name) in ((self.rank, self.size, self.names),
-                                                   (self.local_rank, self.local_size, ("local rank", "local size"))):
+        for rank, size, (rank_name, size_name) in (
+            (self.rank, self.size, self.names),
+            (self.local_rank, self.local_size, ("local rank", "local size")),
+        ):
             if rank is not None and size is not None and rank >= size:
-                raise SettingError(f"{self.launcher}: {rank_name}={rank} is outside {size_name}={size}",
-                                   legal=f"0 to {size - 1}" if size else "at least one process")
+                raise SettingError(
+                    f"{self.launcher}: {rank_name}={rank} is outside {size_name}={size}",
+                    legal=f"0 to {size - 1}" if size else "at least one process",
+                )
 
     @property
     def whole(self) -> bool:
@@ -164,8 +184,14 @@ def torchrun(environ: Environment) -> Claim | None:
     rank, size = number(environ, "RANK"), number(environ, "WORLD_SIZE")
     if rank is None and size in (None, 1):
         return None
-    return Claim("torchrun", rank, size, ("RANK", "WORLD_SIZE"), number(environ, "LOCAL_RANK"),
-                 number(environ, "LOCAL_WORLD_SIZE"))
+    return Claim(
+        "torchrun",
+        rank,
+        size,
+        ("RANK", "WORLD_SIZE"),
+        number(environ, "LOCAL_RANK"),
+        number(environ, "LOCAL_WORLD_SIZE"),
+    )
 
 
 def scheduled(environ: Environment) -> Claim | None:
@@ -188,8 +214,10 @@ def _pair(environ: Environment, launcher: str, names: tuple[str, str]) -> tuple[
         return None
     if rank is None or size is None:
         there, lacks = names if size is None else names[::-1]
-        raise SettingError(f"{launcher}: {there}={environ[there]} is set, {lacks} is not",
-                           legal=f"both, as {launcher} sets them, or neither")
+        raise SettingError(
+            f"{launcher}: {there}={environ[there]} is set, {lacks} is not",
+            legal=f"both, as {launcher} sets them, or neither",
+        )
     return None if size == 1 and rank == 0 else (rank, size)
 
 
@@ -199,9 +227,15 @@ def _open_mpi(environ: Environment) -> Claim | None:
     if pair is None:
         return None
     local = number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE")
-    return Claim("Open MPI", *pair, names, number(environ, "OMPI_COMM_WORLD_LOCAL_RANK"), local,
-                 LOOPBACK if local == pair[1] else None,
-                 environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid"))
+    return Claim(
+        "Open MPI",
+        *pair,
+        names,
+        number(environ, "OMPI_COMM_WORLD_LOCAL_RANK"),
+        local,
+        LOOPBACK if local == pair[1] else None,
+        environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid"),
+    )
 
 
 def _pmi(environ: Environment) -> Claim | None:
@@ -231,9 +265,15 @@ def _slurm(environ: Environment) -> Claim | None:
     local = _tasks_here(environ, len(hosts), pair[1])
     alone = len(hosts) == 1 or local == pair[1]
     job = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID")
-    return Claim("Slurm", *pair, names, number(environ, "SLURM_LOCALID"), local,
-                 LOOPBACK if alone else hosts[0] if hosts else None,
-                 f"{job}.{environ.get('SLURM_STEP_ID', '')}" if job else None)
+    return Claim(
+        "Slurm",
+        *pair,
+        names,
+        number(environ, "SLURM_LOCALID"),
+        local,
+        LOOPBACK if alone else hosts[0] if hosts else None,
+        f"{job}.{environ.get('SLURM_STEP_ID', '')}" if job else None,
+    )
 
 
 def _tasks_here(environ: Environment, hosts: int, size: int) -> int | None:
@@ -254,7 +294,6 @@ def _tasks_here(environ: Environment, hosts: int, size: int) -> int | None:
 
 def _first_set(environ: Environment, *names: str) -> str | None:
     return next((name for name in names if environ.get(name)), None)
-
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -298,7 +337,6 @@ def _addresses(name: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]
     except OSError:
         pass
     return found
-
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -356,8 +394,9 @@ class RankTable:
                 text = file.read()
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not text"
-            raise SettingError(f"RANK_TABLE_FILE={path} cannot be read: {reason}",
-                               legal="the path of a rank table in JSON") from None
+            raise SettingError(
+                f"RANK_TABLE_FILE={path} cannot be read: {reason}", legal="the path of a rank table in JSON"
+            ) from None
         return cls(path, _Reading(path).devices(text), hashlib.sha256(text.encode()).hexdigest()[:16])
 
     @property
@@ -401,14 +440,20 @@ class _Reading:
         for rank in range(len(found)):
             if rank not in found:
                 highest, where = max(found), found[max(found)][1]
-                self._fault(where, f"rank_id {highest}, but no device has rank_id {rank}",
-                            f"each of 0 to {len(found) - 1} once, for {len(found)} devices")
+                self._fault(
+                    where,
+                    f"rank_id {highest}, but no device has rank_id {rank}",
+                    f"each of 0 to {len(found) - 1} once, for {len(found)} devices",
+                )
         devices = [found[rank] for rank in range(len(found))]
         for (before, _), (device, where) in zip(devices, devices[1:]):
             if device.server < before.server:
-                self._fault(where, f"rank_id {device.rank} comes after rank {before.rank} of server {before.server}, "
-                            f"whose id is the greater text", "ranks in the order of the server ids, compared as text: "
-                            f"{', '.join(sorted(ids))}")
+                self._fault(
+                    where,
+                    f"rank_id {device.rank} comes after rank {before.rank} of server {before.server}, "
+                    f"whose id is the greater text",
+                    f"ranks in the order of the server ids, compared as text: {', '.join(sorted(ids))}",
+                )
         return tuple(device for device, _ in devices)
 
     def _server(self, server: Any, where: str, ids: dict[str, str], found: dict[int, tuple[TableDevice, str]]) -> None:
@@ -417,8 +462,9 @@ class _Reading:
         name = self._text(server, where, "server_id", "the server's address, such as 10.0.0.1")
         where = f"{where} (server {name})"
         if name in ids:
-            self._fault(where, f"server_id {name} is that of {ids[name]} too",
-                        "one entry a server, each with its own id")
+            self._fault(
+                where, f"server_id {name} is that of {ids[name]} too", "one entry a server, each with its own id"
+            )
         ids[name] = where.split(" ")[0]
         indices: dict[int, str] = {}
         addresses: dict[str, str] = {}
@@ -426,18 +472,28 @@ class _Reading:
             here = f"{where}, device[{index}]"
             if not isinstance(entry, dict):
                 self._fault(here, _kind(entry), "an object with device_id, device_ip and rank_id")
-            device = TableDevice(rank=self._number(entry, here, "rank_id", "0"), server=name,
-                                 device=self._number(entry, here, "device_id", "0"),
-                                 ip=self._text(entry, here, "device_ip", "the address of the device's network"))
+            device = TableDevice(
+                rank=self._number(entry, here, "rank_id", "0"),
+                server=name,
+                device=self._number(entry, here, "device_id", "0"),
+                ip=self._text(entry, here, "device_ip", "the address of the device's network"),
+            )
             if device.device in indices:
-                self._fault(here, f"device_id {device.device} is that of {indices[device.device]} too",
-                            "each device of a server once")
+                self._fault(
+                    here,
+                    f"device_id {device.device} is that of {indices[device.device]} too",
+                    "each device of a server once",
+                )
             if device.ip in addresses:
-                self._fault(here, f"device_ip {device.ip} is that of {addresses[device.ip]} too",
-                            "an address of its own for each device of a server")
+                self._fault(
+                    here,
+                    f"device_ip {device.ip} is that of {addresses[device.ip]} too",
+                    "an address of its own for each device of a server",
+                )
             if device.rank in found:
-                self._fault(here, f"rank_id {device.rank} is that of {found[device.rank][1]} too",
-                            "each rank once, from 0")
+                self._fault(
+                    here, f"rank_id {device.rank} is that of {found[device.rank][1]} too", "each rank once, from 0"
+                )
             indices[device.device] = addresses[device.ip] = f"device[{index}]"
             found[device.rank] = (device, here)
 
@@ -445,8 +501,9 @@ class _Reading:
         known: dict[str, Any] = {}
         for name, value in pairs:
             if name in known:
-                self._fault(name, f"twice in one object: {json.dumps(known[name])} and {json.dumps(value)}",
-                            "each field once")
+                self._fault(
+                    name, f"twice in one object: {json.dumps(known[name])} and {json.dumps(value)}", "each field once"
+                )
             known[name] = value
         return known
 
@@ -556,8 +613,11 @@ def _ascend(environ: Mapping[str, str], table: RankTable | None) -> Claim | None
         return None if rank is None else Claim("rank table", rank, None, ("RANK_ID", "RANK_TABLE_FILE"))
     ranks = len(table.devices)
     if size is not None and size != ranks:
-        raise SettingError(f"RANK_SIZE={size}, but the rank table has {ranks} devices", source=table.path,
-                           legal=f"RANK_SIZE={ranks}, or none")
+        raise SettingError(
+            f"RANK_SIZE={size}, but the rank table has {ranks} devices",
+            source=table.path,
+            legal=f"RANK_SIZE={ranks}, or none",
+        )
     if rank is None:
         return Claim("rank table", None, ranks, ("RANK_ID", "the rank table's devices"))
     if rank >= ranks:
@@ -566,37 +626,48 @@ def _ascend(environ: Mapping[str, str], table: RankTable | None) -> Claim | None
 
 
 def _agree(one: Claim, other: Claim) -> None:
-    for name, other_name, value, other_value in zip(one.names, other.names, (one.rank, one.size),
-                                                    (other.rank, other.size)):
+    for name, other_name, value, other_value in zip(
+        one.names, other.names, (one.rank, one.size), (other.rank, other.size)
+    ):
         if value is not None and other_value is not None and value != other_value:
             raise SettingError(
                 f"{name}={value} ({one.launcher}) and {other_name}={other_value} ({other.launcher}) contradict one "
-                "another", legal="what one launcher sets; unset what is left over of the other")
+                "another",
+                legal="what one launcher sets; unset what is left over of the other",
+            )
 
 
 def _incomplete(claim: Claim, environ: Mapping[str, str]) -> SettingError:
     if claim.launcher == "torchrun":
         there, lacks = ("RANK", "WORLD_SIZE") if claim.size is None else ("WORLD_SIZE", "RANK")
-        return SettingError(f"{there}={environ[there]} is set, {lacks} is not",
-                            legal="both, as torchrun and shardwright run set them, or neither")
+        return SettingError(
+            f"{there}={environ[there]} is set, {lacks} is not",
+            legal="both, as torchrun and shardwright run set them, or neither",
+        )
     if claim.rank is None:
-        return SettingError(f"RANK_TABLE_FILE={environ['RANK_TABLE_FILE']} is set, RANK_ID is not",
-                            legal=f"RANK_ID from 0 to {claim.size - 1}, another launcher, or no RANK_TABLE_FILE")
-    return SettingError(f"RANK_ID={claim.rank} is set, RANK_TABLE_FILE is not",
-                        legal="the path of the rank table, or no RANK_ID")
+        return SettingError(
+            f"RANK_TABLE_FILE={environ['RANK_TABLE_FILE']} is set, RANK_ID is not",
+            legal=f"RANK_ID from 0 to {claim.size - 1}, another launcher, or no RANK_TABLE_FILE",
+        )
+    return SettingError(
+        f"RANK_ID={claim.rank} is set, RANK_TABLE_FILE is not", legal="the path of the rank table, or no RANK_ID"
+    )
 
 
-def _place(environ: Mapping[str, str], whole: Claim, claims: list[Claim], agent: bool,
-           table: RankTable | None) -> RankInRun:
+def _place(
+    environ: Mapping[str, str], whole: Claim, claims: list[Claim], agent: bool, table: RankTable | None
+) -> RankInRun:
     rank, size = whole.rank, whole.size
     if table is not None:
         beside = table.beside(rank)
         device, devices = table.devices[rank].device, 1 + max(entry.device for entry in beside)
         said = number(environ, "DEVICE_ID")
         if said is not None and said != device:
-            raise SettingError(f"DEVICE_ID={said}, but rank {rank} is device {device} of server "
-                               f"{table.devices[rank].server}", source=table.path,
-                               legal=f"DEVICE_ID={device}, or none")
+            raise SettingError(
+                f"DEVICE_ID={said}, but rank {rank} is device {device} of server {table.devices[rank].server}",
+                source=table.path,
+                legal=f"DEVICE_ID={device}, or none",
+            )
         known = LOOPBACK if len(table.servers) == 1 else table.servers[0]
     else:
         # One who binds each process to an accelerator of its own says LOCAL_RANK=0 to all: not a contradiction.
@@ -606,9 +677,11 @@ def _place(environ: Mapping[str, str], whole: Claim, claims: list[Claim], agent:
         known = next((claim.master for claim in claims if claim.master is not None), None)
     address = environ.get("MASTER_ADDR") or known
     if not address:
-        raise SettingError(f"{whole.launcher}: {whole.names[0]}={rank} of {whole.names[1]}={size} is set, MASTER_ADDR "
-                           "is not, and nothing else says where rank 0 is",
-                           legal="MASTER_ADDR, the address of rank 0's host (mpirun -x MASTER_ADDR=10.0.0.1)")
+        raise SettingError(
+            f"{whole.launcher}: {whole.names[0]}={rank} of {whole.names[1]}={size} is set, MASTER_ADDR "
+            "is not, and nothing else says where rank 0 is",
+            legal="MASTER_ADDR, the address of rank 0's host (mpirun -x MASTER_ADDR=10.0.0.1)",
+        )
     port = number(environ, "MASTER_PORT")
     if port is not None and not 0 < port < 65536:
         raise SettingError(f"MASTER_PORT={port}", legal="a port from 1 to 65535")

@@ -112,8 +112,12 @@ class Nodes(RendezvousHandler):
         if settings.nodes > 1:
             self._meet(self._news)
         port = int(self._news.get("port")) if attempt else self._server.port
-        return RendezvousInfo(PrefixStore(f"torchelastic/{attempt}", self._server), settings.node_rank, settings.nodes,
-                              RendezvousStoreInfo(settings.master_addr, port))
+        return RendezvousInfo(
+            PrefixStore(f"torchelastic/{attempt}", self._server),
+            settings.node_rank,
+            settings.nodes,
+            RendezvousStoreInfo(settings.master_addr, port),
+        )
 
     def _connect(self) -> TCPStore:
         settings, where = self._settings, f"{self._settings.master_addr}:{self._settings.master_port}"
@@ -123,11 +127,17 @@ class Nodes(RendezvousHandler):
         else:
             self._await_port()
         try:
-            store = TCPStore(settings.master_addr, settings.master_port, is_master=host, wait_for_workers=False,
-                             timeout=timedelta(seconds=min(30, settings.cluster_time_out)))
+            store = TCPStore(
+                settings.master_addr,
+                settings.master_port,
+                is_master=host,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=min(30, settings.cluster_time_out)),
+            )
         except RuntimeError as error:
-            raise LaunchError(f"the rendezvous at {where} cannot be {'opened' if host else 'reached'}: "
-                              f"{str(error).splitlines()[0]}") from error
+            raise LaunchError(
+                f"the rendezvous at {where} cannot be {'opened' if host else 'reached'}: {str(error).splitlines()[0]}"
+            ) from error
         store.set_timeout(timedelta(seconds=settings.cluster_time_out))
         return store
 
@@ -141,8 +151,9 @@ class Nodes(RendezvousHandler):
                 return
             except OSError as error:
                 if time.monotonic() > self._deadline:
-                    raise LaunchError(f"node 0 did not answer at {where} within {settings.cluster_time_out} s: "
-                                      f"{error}") from None
+                    raise LaunchError(
+                        f"node 0 did not answer at {where} within {settings.cluster_time_out} s: {error}"
+                    ) from None
             if not told:
                 self._say(f"node {settings.node_rank}: waiting for node 0 at {where}")
                 told = True
@@ -180,8 +191,10 @@ class Nodes(RendezvousHandler):
         missing = self._ask(lambda: [n for n in range(settings.nodes) if not news.check([f"node/{n}"])])
         more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
         here = settings.nodes - len(missing)
-        text = (f"node{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing[:NAMED]))}{more} did not come "
-                f"within {settings.cluster_time_out} s, {here} of {settings.nodes} did")
+        text = (
+            f"node{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing[:NAMED]))}{more} did not come "
+            f"within {settings.cluster_time_out} s, {here} of {settings.nodes} did"
+        )
         self.tell(1, text)
         self._part(news)
         return text
@@ -190,8 +203,11 @@ class Nodes(RendezvousHandler):
         """Leave a meeting that came to nothing. Node 0 keeps the store a moment: those that have come read why."""
         left = self._ask(lambda: news.add("left", 1))
         until = time.monotonic() + LEAVE
-        while (self._settings.node_rank == 0 and time.monotonic() < until
-               and left < self._ask(lambda: news.add("nodes", 0))):
+        while (
+            self._settings.node_rank == 0
+            and time.monotonic() < until
+            and left < self._ask(lambda: news.add("nodes", 0))
+        ):
             time.sleep(LOOK)
             left = self._ask(lambda: news.add("left", 0))
 
@@ -280,8 +296,11 @@ class Nodes(RendezvousHandler):
                     time.sleep(LOOK)
             self._ask(lambda: news.add("left", 1))
             until = time.monotonic() + LEAVE
-            while (self._settings.node_rank == 0 and time.monotonic() < until
-                   and self._ask(lambda: news.add("left", 0)) < nodes):
+            while (
+                self._settings.node_rank == 0
+                and time.monotonic() < until
+                and self._ask(lambda: news.add("left", 0)) < nodes
+            ):
                 time.sleep(LOOK)
         except _NoAnswer as error:
             return failure or NodeFailure(0, 1, str(error))
@@ -312,13 +331,12 @@ class Nodes(RendezvousHandler):
         return True
 
 
-
 # ----------------------------------------------------------------------------------------------------
 # How the ranks of a run meet that nobody's agent brings together: under a rank table, MPI, Slurm, or by hand.
 #
-# Rank 0 listens and holds torch's key-value store; each rank notes there that it has come, and the last one says that all
-# have. Whoever waits in vain can so name the ranks that are missing, and ranks of two runs, or with two rank tables, are
-# told apart before anything is sent between them.
+# Rank 0 listens and holds torch's key-value store; each rank notes there that it has come, and the last one says that
+# all have. Whoever waits in vain can so name the ranks that are missing, and ranks of two runs, or with two rank
+# tables, are told apart before anything is sent between them.
 # ----------------------------------------------------------------------------------------------------
 
 PATIENCE = timedelta(seconds=1)  # of one look at the store: Ctrl-C is heard between two
@@ -367,11 +385,18 @@ class _Meeting:
         else:
             self._await_rank_0()
         try:
-            return TCPStore(place.master_addr, place.master_port, is_master=place.rank == 0, wait_for_workers=False,
-                            timeout=timedelta(seconds=max(1.0, min(30.0, self._seconds))))
+            return TCPStore(
+                place.master_addr,
+                place.master_port,
+                is_master=place.rank == 0,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=max(1.0, min(30.0, self._seconds))),
+            )
         except RuntimeError as error:
-            raise self._fault(f"rank {place.rank} cannot {'open' if place.rank == 0 else 'reach'} the store at "
-                              f"{self._where}: {str(error).splitlines()[0]}") from error
+            raise self._fault(
+                f"rank {place.rank} cannot {'open' if place.rank == 0 else 'reach'} the store at "
+                f"{self._where}: {str(error).splitlines()[0]}"
+            ) from error
 
     def _await_rank_0(self) -> None:
         place = self._place
@@ -381,8 +406,9 @@ class _Meeting:
                 return
             except OSError as error:
                 if time.monotonic() > self._deadline:
-                    raise self._fault(f"{place.whereabouts(0)} did not answer at {self._where} within "
-                                      f"{self._seconds:g} s: {error}") from None
+                    raise self._fault(
+                        f"{place.whereabouts(0)} did not answer at {self._where} within {self._seconds:g} s: {error}"
+                    ) from None
             time.sleep(LOOK)
 
     def _meet(self, news: Store) -> None:
@@ -390,11 +416,15 @@ class _Meeting:
         told = f"{place.size} ranks" + (f" of rank table {place.table.digest}" if place.table else "")
         first = self._ask(lambda: news.compare_set("told", "", told)).decode()
         if first != told:
-            raise self._fault(f"rank {place.rank} was told of {told}, an earlier one of {first}",
-                              "the same number of ranks and the same rank table for all")
+            raise self._fault(
+                f"rank {place.rank} was told of {told}, an earlier one of {first}",
+                "the same number of ranks and the same rank table for all",
+            )
         if self._ask(lambda: news.add(f"rank/{place.rank}", 1)) > 1:
-            raise self._fault(f"two processes that are rank {place.rank} have come to {self._where}",
-                              "each rank once; another MASTER_PORT for each run on one host")
+            raise self._fault(
+                f"two processes that are rank {place.rank} have come to {self._where}",
+                "each rank once; another MASTER_PORT for each run on one host",
+            )
         if self._ask(lambda: news.add("come", 1)) == place.size:
             self._ask(lambda: news.set("end", ""))
         while not self._told(news):
@@ -432,5 +462,8 @@ class _Meeting:
             raise self._fault(f"rank 0 is gone from {self._where} while the ranks were meeting") from error
 
     def _fault(self, message: str, legal: str | None = None) -> SettingError:
-        return SettingError(message, legal=legal or "all ranks started, and MASTER_ADDR and MASTER_PORT an address of "
-                            "rank 0's host that the others reach")
+        return SettingError(
+            message,
+            legal=legal
+            or "all ranks started, and MASTER_ADDR and MASTER_PORT an address of rank 0's host that the others reach",
+        )

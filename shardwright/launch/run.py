@@ -19,16 +19,30 @@ __all__ = ["add_run_parser", "run"]
 # Ctrl-C, what kill and schedulers send, a closed terminal, Ctrl-\.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
-WORKER_OPTIONS = ("worker_num", "local_worker_num", "master_addr", "master_port", "node_rank", "log_dir", "join",
-                  "cluster_time_out", "threads", "max_restarts", "grace_period")
+WORKER_OPTIONS = (
+    "worker_num",
+    "local_worker_num",
+    "master_addr",
+    "master_port",
+    "node_rank",
+    "log_dir",
+    "join",
+    "cluster_time_out",
+    "threads",
+    "max_restarts",
+    "grace_period",
+)
 
 
 def add_run_parser(subparsers: argparse._SubParsersAction) -> None:
     """Add ``run`` to the commands."""
     parser = subparsers.add_parser(
-        "run", allow_abbrev=False, help="run a script on several workers, or on several devices in one process",
+        "run",
+        allow_abbrev=False,
+        help="run a script on several workers, or on several devices in one process",
         description="Run a script on several workers, one process each, or with --devices alone in this one process.",
-        usage="%(prog)s [options] script.py [script arguments]")
+        usage="%(prog)s [options] script.py [script arguments]",
+    )
 
     def option(name: str, help: str, **keywords: object) -> None:
         parser.add_argument(f"--{name}", help=help, **keywords)
@@ -43,10 +57,15 @@ def add_run_parser(subparsers: argparse._SubParsersAction) -> None:
     option("join", "False leaves the run in the background (default: True)", type=_flag, metavar="True|False")
     option("cluster_time_out", "how long to wait for all nodes (default: 600)", type=_positive, metavar="SECONDS")
     option("threads", "OMP_NUM_THREADS of each worker (default: as set, or 1)", type=_positive, metavar="N")
-    option("max_restarts", "start all workers again after a failure, up to N times (default: 0)", type=_count,
-           metavar="N")
-    option("grace_period", "how long workers may take to save and end after SIGTERM (default: 30)", type=_count,
-           metavar="SECONDS")
+    option(
+        "max_restarts", "start all workers again after a failure, up to N times (default: 0)", type=_count, metavar="N"
+    )
+    option(
+        "grace_period",
+        "how long workers may take to save and end after SIGTERM (default: 30)",
+        type=_count,
+        metavar="SECONDS",
+    )
     parser.add_argument("script", help="the Python file to run")
     # Everything after the script is the script's, options as well.
     rest = parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help="its arguments, untouched")
@@ -98,9 +117,11 @@ def run_behind(settings: RunSettings) -> int:
     with open(settings.scheduler_log, "ab") as log:
         command = [sys.executable, "-m", "shardwright", "run", "--join=True", *settings.command_line()]
         launcher = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
-    print(f"the launcher runs in the background with pid {launcher.pid} and writes to {settings.scheduler_log}, "
-          f"worker {settings.ranks[0]} to {settings.worker_log(settings.ranks[0])}; kill {launcher.pid} ends them all",
-          flush=True)
+    print(
+        f"the launcher runs in the background with pid {launcher.pid} and writes to {settings.scheduler_log}, "
+        f"worker {settings.ranks[0]} to {settings.worker_log(settings.ranks[0])}; kill {launcher.pid} ends them all",
+        flush=True,
+    )
     return 0
 
 
@@ -131,19 +152,30 @@ def run_workers(settings: RunSettings) -> int:
     if outcome.failure is not None:
         log = settings.worker_log(outcome.failure.rank, outcome.attempt)
         lines = last_lines(log) or ["(nothing was written)"]
-        print(f"worker {outcome.failure.rank} failed ({outcome.failure.cause}), last lines of {log}:", *lines,
-              f"all logs are in {settings.attempt_dir(outcome.attempt)}", sep="\n", file=sys.stderr)
+        print(
+            f"worker {outcome.failure.rank} failed ({outcome.failure.cause}), last lines of {log}:",
+            *lines,
+            f"all logs are in {settings.attempt_dir(outcome.attempt)}",
+            sep="\n",
+            file=sys.stderr,
+        )
         return outcome.failure.code
     if outcome.elsewhere is not None:
-        print(f"the run failed on node {outcome.elsewhere.node}: {outcome.elsewhere.text}; logs of this node are in "
-              f"{settings.log_dir}", file=sys.stderr)
+        print(
+            f"the run failed on node {outcome.elsewhere.node}: {outcome.elsewhere.text}; logs of this node are in "
+            f"{settings.log_dir}",
+            file=sys.stderr,
+        )
         return outcome.elsewhere.code
     if outcome.signal is not None:
-        print(f"ended by {outcome.signal.name}, and the workers with it; logs are in {settings.log_dir}",
-              file=sys.stderr)
+        print(
+            f"ended by {outcome.signal.name}, and the workers with it; logs are in {settings.log_dir}", file=sys.stderr
+        )
         return 128 + outcome.signal
-    progress.say(f"all {settings.worker_num} workers finished in {progress.seconds:.1f} s, logs in "
-                 f"{settings.attempt_dir(outcome.attempt)}")
+    progress.say(
+        f"all {settings.worker_num} workers finished in {progress.seconds:.1f} s, logs in "
+        f"{settings.attempt_dir(outcome.attempt)}"
+    )
     return 0
 
 

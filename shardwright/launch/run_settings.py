@@ -12,6 +12,7 @@ from ..errors import SettingError
 
 __all__ = ["RunSettings", "check_port"]
 
+
 @dataclass(frozen=True)
 class RunSettings:
     """The settings of one run of worker processes on this node.
@@ -54,18 +55,23 @@ class RunSettings:
         check_script(arguments.script)
         local = arguments.local_worker_num or arguments.worker_num
         if local is None:
-            raise SettingError("say how many workers to start: --worker_num or --local_worker_num; or --devices, for "
-                               "one process")
+            raise SettingError(
+                "say how many workers to start: --worker_num or --local_worker_num; or --devices, for one process"
+            )
         total = arguments.worker_num or local
         if total % local:
             raise SettingError(f"--worker_num={total} is not a whole number of nodes of --local_worker_num={local}")
         nodes, node_rank = total // local, arguments.node_rank or 0
         if node_rank >= nodes:
-            raise SettingError(f"--node_rank={node_rank} does not exist: {total} workers, {local} on a node, make "
-                               f"{nodes} node{'s' if nodes > 1 else ''}, counted from 0")
+            raise SettingError(
+                f"--node_rank={node_rank} does not exist: {total} workers, {local} on a node, make "
+                f"{nodes} node{'s' if nodes > 1 else ''}, counted from 0"
+            )
         if nodes > 1 and not (arguments.master_addr and arguments.master_port):
-            raise SettingError(f"{total} workers, {local} on a node, make {nodes} nodes: each needs the "
-                               "--master_addr and --master_port of node 0")
+            raise SettingError(
+                f"{total} workers, {local} on a node, make {nodes} nodes: each needs the "
+                "--master_addr and --master_port of node 0"
+            )
         log_dir = os.path.normpath(arguments.log_dir or "log_output")
         if os.path.exists(log_dir) and not os.path.isdir(log_dir):
             raise SettingError(f"--log_dir={log_dir} is a file")
@@ -110,8 +116,17 @@ class RunSettings:
 
     def command_line(self) -> list[str]:
         """The arguments of ``shardwright run`` that ask for these settings again."""
-        options = ["worker_num", "local_worker_num", "master_addr", "master_port", "node_rank", "log_dir",
-                   "cluster_time_out", "max_restarts", "grace_period"]
+        options = [
+            "worker_num",
+            "local_worker_num",
+            "master_addr",
+            "master_port",
+            "node_rank",
+            "log_dir",
+            "cluster_time_out",
+            "max_restarts",
+            "grace_period",
+        ]
         if self.threads is not None:
             options.append("threads")
         return [*(f"--{name}={getattr(self, name)}" for name in options), self.script, *self.script_args]
@@ -123,8 +138,9 @@ def check_script(path: str) -> None:
         raise SettingError(f"script {path} is {'not a file' if os.path.exists(path) else 'not found'}")
 
 
-def check_port(port: int, name: str = "--master_port",
-               other: str = "choose another, or 0, for any free one, on a single node") -> None:
+def check_port(
+    port: int, name: str = "--master_port", other: str = "choose another, or 0, for any free one, on a single node"
+) -> None:
     """Raise a SettingError if this machine cannot listen on the port. Any port is fine when it is 0.
 
     Both families are tried: the rendezvous listens on IPv6 and IPv4 together where the machine has both.

@@ -73,8 +73,8 @@ def observed(observer: Callable[[AutoParallel, tuple, dict[str, Any]], None] | N
 
 
 class RecaptureWarning(UserWarning):
-    """The model was called with inputs of another shape, or something that its forward reads was changed: a program is made for
-    it."""
+    """The model was called with inputs of another shape, or something that its forward reads was changed: a program is
+    made for it."""
 
 
 class AutoParallel(Settings, nn.Module):
@@ -87,39 +87,41 @@ class AutoParallel(Settings, nn.Module):
         net: the model, written for one device. Operators may be marked with `shardwright.shard`.
         loss_fn: if given, the model is called as ``model(*inputs, target)`` and returns the loss of the whole batch,
             the same on every rank.
-        parallel_mode: "stand_alone", "data_parallel", "semi_auto", or "hybrid_parallel": each rank runs the model as it is on
-            its own part of the batch, parameters marked with `layerwise_parallel` are its own, and `shardwright.ops` in the
-            model join the ranks. A loss outside is each rank's own, and gradients are those of their mean.
+        parallel_mode: "stand_alone", "data_parallel", "semi_auto", or "hybrid_parallel": each rank runs the model as it
+            is on its own part of the batch, parameters marked with `layerwise_parallel` are its own, and
+            `shardwright.ops` in the model join the ranks. A loss outside is each rank's own, and gradients are those of
+            their mean.
         on_missing_rule: "error", or "replicate": operators without a rule run whole on every device.
         save_graphs: a directory for the IR dumps of every rank; None: none are written.
-        sync_batch_norm: in data_parallel, whether batch norms train by the statistics of the whole batch; otherwise each
-            device's part has its own, and the running ones are averaged. In the other modes they always do.
+        sync_batch_norm: in data_parallel, whether batch norms train by the statistics of the whole batch; otherwise
+            each device's part has its own, and the running ones are averaged. In the other modes they always do.
         random: "exact": random operators give the numbers that one device gives for the same seed, under every plan.
             "fast": those of torch's own generators, others under each plan; replicas agree.
         recompute: which operators' results are dropped and computed again in the backward, besides what
-            `shardwright.capture.regions` marks: a function of an operator (its ``name``, ``kind``, ``module``, ``source``) that
-            says True, or "save" to keep its results in a recomputed module too, or None; or a list of the operators
-            that are saved, all others being recomputed.
-        parameter_broadcast: in processes, whether parameters and buffers begin with the values that they have on rank 0;
-            otherwise they must begin alike, and ranks that differ are named in an error.
+            `shardwright.capture.regions` marks: a function of an operator (its ``name``, ``kind``, ``module``,
+            ``source``) that says True, or "save" to keep its results in a recomputed module too, or None; or a list of
+            the operators that are saved, all others being recomputed.
+        parameter_broadcast: in processes, whether parameters and buffers begin with the values that they have on rank
+            0; otherwise they must begin alike, and ranks that differ are named in an error.
         uneven: whether cuts may be asked for that do not divide a dim: it is padded where it is cut so, into parts of
             one length, and the padding is left out of every sum. Otherwise such a cut is an error.
-        compile: whether ``torch.compile`` compiles the planned program, or the name of its backend; a process that plays
-            several devices runs it operator by operator all the same, and says so.
+        compile: whether ``torch.compile`` compiles the planned program, or the name of its backend; a process that
+            plays several devices runs it operator by operator all the same, and says so.
         cluster: the devices and their links, as costs are reckoned: a `Cluster`, the name of a preset, a JSON file;
             None: see `Cluster.of`.
         memory: how much a device may hold, in the modes that search: bytes, "70GB", or "cluster" for its own.
-        optimizer: what keeps state for each parameter, to reckon with its memory: "adam", "momentum", "sgd", or its bytes
-            an element.
-        max_programs: how many programs are kept, one for each shape of the inputs and state of the model. Beyond it the one
-            that was not used for the longest time is forgotten, and made anew when it is needed.
-        varying: dims of the inputs whose sizes will differ from call to call, such as (0, 1) for batch and sequence: the first
-            call captures the model with symbols for them too, which takes longer, and no later one has to. Otherwise the
-            second size does that. With several `buckets` they are dim 0 and that of the sequence.
-        mixed_precision: a `MixedPrecision`, or what `MixedPrecision.of` takes: parameters stay as they are for the optimizer
-            and checkpoints, the model computes in another type, gradients are summed in a third. None: as the model is.
-        search_memory: by how much host memory the process may grow while it searches: bytes or text such as "2GB"; None:
-            half of what is free.
+        optimizer: what keeps state for each parameter, to reckon with its memory: "adam", "momentum", "sgd", or its
+            bytes an element.
+        max_programs: how many programs are kept, one for each shape of the inputs and state of the model. Beyond it the
+            one that was not used for the longest time is forgotten, and made anew when it is needed.
+        varying: dims of the inputs whose sizes will differ from call to call, such as (0, 1) for batch and sequence:
+            the first call captures the model with symbols for them too, which takes longer, and no later one has to.
+            Otherwise the second size does that. With several `buckets` they are dim 0 and that of the sequence.
+        mixed_precision: a `MixedPrecision`, or what `MixedPrecision.of` takes: parameters stay as they are for the
+            optimizer and checkpoints, the model computes in another type, gradients are summed in a third. None: as the
+            model is.
+        search_memory: by how much host memory the process may grow while it searches: bytes or text such as "2GB";
+            None: half of what is free.
         search_progress: what a long search calls every few seconds; None: a line on a terminal, False: nothing; see
             `shardwright.plan`.
 
@@ -128,22 +130,58 @@ class AutoParallel(Settings, nn.Module):
     """
 
     #: What a wrapper holds besides its settings: `shardwright.verify` gives its copies everything else.
-    _NOT_SETTINGS = frozenset({*vars(nn.Module()), "net", "loss_fn", "save_graphs", "_programs", "_states", "_stored",
-                               "_used", "_warned", "_graphs", "_accumulation", "_kind", "_strategy_files", "_awaited",
-                               "_copies", "_whole", "_first_ranks"})
+    _NOT_SETTINGS = frozenset(
+        {
+            *vars(nn.Module()),
+            "net",
+            "loss_fn",
+            "save_graphs",
+            "_programs",
+            "_states",
+            "_stored",
+            "_used",
+            "_warned",
+            "_graphs",
+            "_accumulation",
+            "_kind",
+            "_strategy_files",
+            "_awaited",
+            "_copies",
+            "_whole",
+            "_first_ranks",
+        }
+    )
 
-    def __init__(self, net: nn.Module, loss_fn: Callable[..., Any] | None = None, parallel_mode: str = "semi_auto", *,
-                 on_missing_rule: str = "error", save_graphs: str | Path | None = None,
-                 sync_batch_norm: bool = False, random: str = "exact",
-                 parameter_broadcast: bool = False, recompute: Any = None, uneven: bool = False,
-                 compile: bool | str = False, cluster: Any = None, memory: Any = None, optimizer: Any = "adam",
-                 max_programs: int = 64, varying: Sequence[int] = (), mixed_precision: Any = None, search_memory: Any = None,
-                 search_progress: Any = None) -> None:
+    def __init__(
+        self,
+        net: nn.Module,
+        loss_fn: Callable[..., Any] | None = None,
+        parallel_mode: str = "semi_auto",
+        *,
+        on_missing_rule: str = "error",
+        save_graphs: str | Path | None = None,
+        sync_batch_norm: bool = False,
+        random: str = "exact",
+        parameter_broadcast: bool = False,
+        recompute: Any = None,
+        uneven: bool = False,
+        compile: bool | str = False,
+        cluster: Any = None,
+        memory: Any = None,
+        optimizer: Any = "adam",
+        max_programs: int = 64,
+        varying: Sequence[int] = (),
+        mixed_precision: Any = None,
+        search_memory: Any = None,
+        search_progress: Any = None,
+    ) -> None:
         super().__init__()
         if not isinstance(net, nn.Module):
             raise SettingError(f"{net!r} is not an nn.Module", legal="a model written for one device")
         if loss_fn is not None and not callable(loss_fn):
-            raise SettingError(f"the loss_fn {loss_fn!r} cannot be called", legal="nn.CrossEntropyLoss(), or a function")
+            raise SettingError(
+                f"the loss_fn {loss_fn!r} cannot be called", legal="nn.CrossEntropyLoss(), or a function"
+            )
         if parallel_mode not in MODES:
             raise SettingError(f"unknown parallel_mode {parallel_mode!r}", legal=", ".join(MODES))
         if on_missing_rule not in ("error", "replicate"):
@@ -155,7 +193,9 @@ class AutoParallel(Settings, nn.Module):
         if not isinstance(max_programs, int) or isinstance(max_programs, bool) or max_programs < 1:
             raise SettingError(f"max_programs={max_programs!r}", legal="a whole number of at least 1")
         if not isinstance(varying, (tuple, list)) or not all(type(d) is int and d >= 0 for d in varying):
-            raise SettingError(f"varying={varying!r}", legal="dims of the inputs, counted from 0, such as varying=(0, 1)")
+            raise SettingError(
+                f"varying={varying!r}", legal="dims of the inputs, counted from 0, such as varying=(0, 1)"
+            )
         self.max_programs, self.varying = max_programs, tuple(varying)
         # The wrapper has the model's own tables of parameters, buffers and submodules, hence its names and state.
         for table in MODULE_TABLES:
@@ -182,7 +222,9 @@ class AutoParallel(Settings, nn.Module):
         self._strategies: PlanDocument | None = None
         self._parameter_strategies: ParameterStrategies | None = None
         self.__dict__["_strategy_files"] = []
-        self.__dict__["_awaited"]: list[Callable[[], None]] = []  # what loads a checkpoint's values, once there are slices
+        self.__dict__["_awaited"]: list[
+            Callable[[], None]
+        ] = []  # what loads a checkpoint's values, once there are slices
         self.__dict__["_copies"], self.__dict__["_whole"], self.__dict__["_first_ranks"] = [], None, {}
         self._stored: dict[str, Layout] | None = None
         self._used: dict[str, Layout] | None = None
@@ -191,13 +233,15 @@ class AutoParallel(Settings, nn.Module):
     # -- running ----------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As of any module; hooks of all modules (`register_module_forward_hook`) run with the model itself, not with the
-        wrapper around it."""
+        """As of any module; hooks of all modules (`register_module_forward_hook`) run with the model itself, not with
+        the wrapper around it."""
         if not has_global_hooks():
             return super().__call__(*args, **kwargs)
         if hooks_of(self).backward or hooks_of(self).backward_pre:
-            raise SettingError("hooks in the backward of the model, beside forward hooks of all modules",
-                               legal="one of them, or forward hooks of the modules that are meant")
+            raise SettingError(
+                "hooks in the backward of the model, beside forward hooks of all modules",
+                legal="one of them, or forward hooks of the modules that are meant",
+            )
         return hooked(self, self._with_global_hooks, args, kwargs, forward=True)
 
     def _with_global_hooks(self, *args: Any, **kwargs: Any) -> Any:
@@ -224,6 +268,7 @@ class AutoParallel(Settings, nn.Module):
         if not runtime.processes or self._dataset_strategy == "full_batch" or self.parallel_mode == "stand_alone":
             return index
         from torch import distributed  # see runtime/run.py
+
         needed = torch.tensor(index, device=runtime.device)
         distributed.all_reduce(needed, distributed.ReduceOp.MAX)
         return int(needed)
@@ -244,10 +289,14 @@ class AutoParallel(Settings, nn.Module):
             leaves, spec = args, len(args)  # as most calls are; the tree takes longer than all the rest here
         else:
             leaves, spec = pytree.tree_flatten(opened((args, kwargs)))
-        fed = tuple((x.shape, x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else (type(x), x) for x in leaves)
+        fed = tuple(
+            (x.shape, x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else (type(x), x) for x in leaves
+        )
         if self._whole is not None:
-            raise SettingError("the parallel model is called inside of whole(), where it has whole parameters",
-                               legal="the plain model inside: net(…) with `model.whole() as net`; model(…) after it")
+            raise SettingError(
+                "the parallel model is called inside of whole(), where it has whole parameters",
+                legal="the plain model inside: net(…) with `model.whole() as net`; model(…) after it",
+            )
         feed = spec, autocast.current("cpu", self._kind), fed
         program = self._found(feed)
         if program is None:
@@ -311,18 +360,21 @@ class AutoParallel(Settings, nn.Module):
         return self
 
     def _announce(self, feed: tuple) -> str:
-        """Say that the model is captured anew: once for inputs of other shapes, in one line for each change of its state, which
-        is returned."""
+        """Say that the model is captured anew: once for inputs of other shapes, in one line for each change of its
+        state, which is returned."""
         if not self._programs:
             return ""
         known = [key for key in self._programs if _shapes(key) != _shapes(feed) and key[3].hold()]
         if known:
             if not self._warned and not self._varying():
                 self._warned = True
-                warnings.warn(f"inputs of shapes {_shapes(feed)} after {_shapes(known[0])}: a program is made for each shape, "
-                              "which takes longest for this second one; further ones are not announced. AutoParallel(…, "
-                              "varying=(0, 1)) prepares the first call for dims that vary", RecaptureWarning,
-                              stacklevel=8)
+                warnings.warn(
+                    f"inputs of shapes {_shapes(feed)} after {_shapes(known[0])}: a program is made for each shape, "
+                    "which takes longest for this second one; further ones are not announced. AutoParallel(…, "
+                    "varying=(0, 1)) prepares the first call for dims that vary",
+                    RecaptureWarning,
+                    stacklevel=8,
+                )
             return ""
         states = self._states.get(feed) or [key[3] for key in reversed(self._programs)]
         change = states[0].change()
@@ -330,7 +382,9 @@ class AutoParallel(Settings, nn.Module):
             warnings.warn(f"{change}: the model is captured and planned anew", RecaptureWarning, stacklevel=8)
         return change or ""
 
-    def _build(self, args: tuple, kwargs: dict[str, Any], why: str = "", hooks_around: bool = True) -> StepProgram | PipelineProgram:
+    def _build(
+        self, args: tuple, kwargs: dict[str, Any], why: str = "", hooks_around: bool = True
+    ) -> StepProgram | PipelineProgram:
         """Capture, plan and put a call on the runtime.
 
         Args:
@@ -347,14 +401,26 @@ class AutoParallel(Settings, nn.Module):
         recording = Recording(why)
         plan = self._planned(args, kwargs, module, before, recording=recording, hooks_around=hooks_around)
         followers = Followers(self) if before is None else None
-        program = make_program(plan, module, runtime, before=before, fusion=self._fusion,
-                               accumulation=self._accumulation, broadcast=self._broadcast, compiled=self.compiled,
-                               gradients_mean=self._gradients_mean and self.loss_fn is None)
+        program = make_program(
+            plan,
+            module,
+            runtime,
+            before=before,
+            fusion=self._fusion,
+            accumulation=self._accumulation,
+            broadcast=self._broadcast,
+            compiled=self.compiled,
+            gradients_mean=self._gradients_mean and self.loss_fn is None,
+        )
         program.exact = self.random == "exact"
         around = {id(self.net): HOOKS[:2] if self.loss_fn is None else HOOKS[:1]}
         program.effects = recording.effects
-        program.guards = recording.guards = Guards(recording.modules, recording.reads.values(), around,
-                                                   {place.identity for place in recording.effects.advanced()})
+        program.guards = recording.guards = Guards(
+            recording.modules,
+            recording.reads.values(),
+            around,
+            {place.identity for place in recording.effects.advanced()},
+        )
         if before is None:
             watch_steps(self.net)
             self._stored = {name: parameter.storage for name, parameter in plan.parameters.items()}
@@ -365,21 +431,31 @@ class AutoParallel(Settings, nn.Module):
             followers.follow()
         if self.save_graphs is not None:
             from ..report.ir_dump import write_dumps
+
             parts = runtime.processes and self.parallel_mode != "stand_alone"
             write_dumps(plan, self.save_graphs, [runtime.rank] if parts else range(plan.devices))
         return program
 
     def _before(self) -> StepProgram | PipelineProgram | None:
-        """The model's latest program, by which its parameters are stored; None: there is none, or, in one process, which has
-        them whole, parameters or submodules have been replaced since."""
+        """The model's latest program, by which its parameters are stored; None: there is none, or, in one process,
+        which has them whole, parameters or submodules have been replaced since."""
         before = next(reversed(self._programs.values()), None)
         if before is None or before.held is not None or not before.guards.parts_changed():
             return before
         self._stored = self._used = None
         return None
 
-    def _planned(self, args: tuple, kwargs: dict[str, Any], module: ModelAndLoss, before: StepProgram | None, *,
-                 runs: bool = True, recording: Recording | None = None, hooks_around: bool = True) -> Plan | PipelinePlan:
+    def _planned(
+        self,
+        args: tuple,
+        kwargs: dict[str, Any],
+        module: ModelAndLoss,
+        before: StepProgram | None,
+        *,
+        runs: bool = True,
+        recording: Recording | None = None,
+        hooks_around: bool = True,
+    ) -> Plan | PipelinePlan:
         """The plan of a call, on which all ranks agree. Nothing of the model changes.
 
         Args:
@@ -402,6 +478,7 @@ class AutoParallel(Settings, nn.Module):
                 Agreement,  # see runtime/run.py
                 begin_planning,  # likewise
             )
+
             begin_planning("" if recording is None else recording.why)
             ranks = Agreement(self.parallel_mode, fed)
         try:
@@ -410,6 +487,7 @@ class AutoParallel(Settings, nn.Module):
             stored = self._stored
             if before is None and parts and stored is None:
                 from ..runtime.distributed.parameters import held_layouts  # see runtime/run.py
+
                 stored = held_layouts(module)
             hybrid = self.parallel_mode == "hybrid_parallel"
             check_mode(module, self.parallel_mode)
@@ -418,50 +496,102 @@ class AutoParallel(Settings, nn.Module):
                 check_held(module, devices, runtime.processes)
                 whole_args, whole_kwargs = (args, kwargs) if parts else local_inputs(args, kwargs, devices, dataset)
             else:
-                whole_args, whole_kwargs = global_inputs(args, kwargs, devices // self._groups(devices), dataset) \
-                    if parts else (args, kwargs)
-            fed += [(tuple(x.shape), str(x.dtype)) for x in pytree.tree_leaves((whole_args, whole_kwargs))
-                    if isinstance(x, torch.Tensor)]
+                whole_args, whole_kwargs = (
+                    global_inputs(args, kwargs, devices // self._groups(devices), dataset) if parts else (args, kwargs)
+                )
+            fed += [
+                (tuple(x.shape), str(x.dtype))
+                for x in pytree.tree_leaves((whole_args, whole_kwargs))
+                if isinstance(x, torch.Tensor)
+            ]
             if self._loss_trains:
                 self.loss_fn.train(self.training)
             self._fusion.check(sum(p.requires_grad for p in module.parameters()))
             splits = is_split(whole_args, whole_kwargs)
 
-            how: dict[str, Any] = dict(loss_fn=self.loss_fn, device=runtime.device, hooks_around=hooks_around,
-                                       mixed_precision=self.mixed_precision)
+            how: dict[str, Any] = dict(
+                loss_fn=self.loss_fn,
+                device=runtime.device,
+                hooks_around=hooks_around,
+                mixed_precision=self.mixed_precision,
+            )
             recording = recording or Recording()
 
             def captured(count: int | None) -> tuple[Graph, Graph | None]:
                 with for_ranks(devices), one_slice(module):
-                    calls = [(whole_args, whole_kwargs)] if count is None else micro_calls(whole_args, whole_kwargs, count)
-                    graph, *wide = self._graphs.graphs(autocast.current("cpu", self._kind), calls, recording,
-                                                       partial(capture, self.net, **how),
-                                                       partial(capture_scalable, self.net, **how), self._varying())
+                    calls = (
+                        [(whole_args, whole_kwargs)] if count is None else micro_calls(whole_args, whole_kwargs, count)
+                    )
+                    graph, *wide = self._graphs.graphs(
+                        autocast.current("cpu", self._kind),
+                        calls,
+                        recording,
+                        partial(capture, self.net, **how),
+                        partial(capture_scalable, self.net, **how),
+                        self._varying(),
+                    )
                 return with_policy(graph, self.recompute), wide[0] if wide else None
 
-            automatic = None if self._pipeline is None else AutomaticStages.of(
-                self._pipeline, whole_args, whole_kwargs, captured, None if before is None else before.plan,
-                None if ranks is None else ranks.first, fed_apart=parts and dataset != "full_batch")
+            automatic = (
+                None
+                if self._pipeline is None
+                else AutomaticStages.of(
+                    self._pipeline,
+                    whole_args,
+                    whole_kwargs,
+                    captured,
+                    None if before is None else before.plan,
+                    None if ranks is None else ranks.first,
+                    fed_apart=parts and dataset != "full_batch",
+                )
+            )
             graph, wide = captured(None if automatic is None else automatic.count)
             files = [file for file in (self._strategies, self._parameter_strategies) if file is not None]
             devices = devices or (files[0].devices if files else implied_devices(self.net, graph) * self._groups(None))
             if self._parameter_strategies is not None and before is None:
                 groups = 1 if self._pipeline is None else self._pipeline.stages
                 stored = self._parameter_strategies.onto(graph, devices, groups, stored, self.uneven)
-            given = dict(on_missing_rule=self.on_missing_rule, stored=stored, used=self._used,
-                         sync_batch_norm=self.sync_batch_norm, hsdp=optimizer_parallel(self._hsdp, self.net, self.loss_fn),
-                         uneven=self.uneven, strategies=self._strategies, cluster=self._cluster, memory=self._memory,
-                         optimizer=self._optimizer, whole=stored_whole(self.net, self.loss_fn),
-                         search_memory=self._search_memory, search_progress=self._search_progress,
-                         searcher=None if ranks is None else ranks.search)
+            given = dict(
+                on_missing_rule=self.on_missing_rule,
+                stored=stored,
+                used=self._used,
+                sync_batch_norm=self.sync_batch_norm,
+                hsdp=optimizer_parallel(self._hsdp, self.net, self.loss_fn),
+                uneven=self.uneven,
+                strategies=self._strategies,
+                cluster=self._cluster,
+                memory=self._memory,
+                optimizer=self._optimizer,
+                whole=stored_whole(self.net, self.loss_fn),
+                search_memory=self._search_memory,
+                search_progress=self._search_progress,
+                searcher=None if ranks is None else ranks.search,
+            )
             if self._pipeline is not None:
-                plan = make_pipeline(graph, wide, devices, self.parallel_mode, dataset, self._pipeline,
-                                     staged_modules(self.net, dict(self._pipeline.stage_config)), splits,
-                                     automatic=automatic, earlier=self._earlier(PipelinePlan), **given)
+                plan = make_pipeline(
+                    graph,
+                    wide,
+                    devices,
+                    self.parallel_mode,
+                    dataset,
+                    self._pipeline,
+                    staged_modules(self.net, dict(self._pipeline.stage_config)),
+                    splits,
+                    automatic=automatic,
+                    earlier=self._earlier(PipelinePlan),
+                    **given,
+                )
             else:
                 own = OwnPrograms(own_parameters(module), self.loss_fn is not None) if hybrid else None
-                plan = make_plan(graph, devices, self.parallel_mode, dataset, own=own,
-                                 earlier=() if hybrid else self._earlier(Plan), **given)
+                plan = make_plan(
+                    graph,
+                    devices,
+                    self.parallel_mode,
+                    dataset,
+                    own=own,
+                    earlier=() if hybrid else self._earlier(Plan),
+                    **given,
+                )
             if self._parameter_strategies is not None and before is None:
                 self._parameter_strategies.check_kept(plan)
         except Exception as error:
@@ -470,8 +600,12 @@ class AutoParallel(Settings, nn.Module):
             raise
         if ranks is not None:
             begin = {} if before is not None or self._broadcast or self._awaited or not runs else beginnings(module)
-            ranks.agree(plan, {name: value for name, value in begin.items() if name not in own_parameters(module)},
-                        (*stream.upcoming(), self.random) if plan.draws and runs else None, (self._fusion, self._broadcast))
+            ranks.agree(
+                plan,
+                {name: value for name, value in begin.items() if name not in own_parameters(module)},
+                (*stream.upcoming(), self.random) if plan.draws and runs else None,
+                (self._fusion, self._broadcast),
+            )
         return plan
 
     def _earlier(self, kind: type[Earlier]) -> list[Earlier]:
@@ -501,13 +635,16 @@ class AutoParallel(Settings, nn.Module):
             SettingError: before the first call.
         """
         if not self._programs:
-            raise SettingError("there is no plan before the first call",
-                               legal="call the model once, or shardwright.plan(net, inputs, …)")
+            raise SettingError(
+                "there is no plan before the first call",
+                legal="call the model once, or shardwright.plan(net, inputs, …)",
+            )
         return list(self._programs.values())[-1].plan
 
     def infer_layout(self, *args: Any, **kwargs: Any) -> dict[str, ParameterPlan]:
-        """Where each parameter and buffer lies, by name, without a step: the call is planned and does not run. No parameter
-        is cut or made. Files that `save_operator_strategy_file` and `save_param_strategy_file` wait to write are written.
+        """Where each parameter and buffer lies, by name, without a step: the call is planned and does not run. No
+        parameter is cut or made. Files that `save_operator_strategy_file` and `save_param_strategy_file` wait to write
+        are written.
 
         Args:
             args, kwargs: what the model would be called with. In processes every rank calls it.
@@ -529,14 +666,16 @@ class AutoParallel(Settings, nn.Module):
         """The plain model, with whole parameters, for a while: ``with model.whole() as net: net.generate(…)``.
 
         In processes, parameters are slices (DTensors). Inside, `net` has ordinary parameters with whole values, for
-        generation, evaluation, export, ``save_pretrained``; after it the sharded parameters are back, the same objects, so
-        that optimizers go on. All ranks enter and leave together; in between each does what it likes. In one process
+        generation, evaluation, export, ``save_pretrained``; after it the sharded parameters are back, the same objects,
+        so that optimizers go on. All ranks enter and leave together; in between each does what it likes. In one process
         parameters are whole already. Parameters of other stages of a pipeline are there too.
 
-        Changed values of parameters and buffers, however they were changed, are written back at the end. A change that cannot
-        be is an error on every rank, and then nothing is written back: new, removed or reshaped parameters, gradients, other
-        values on other ranks. So is an error in the body, on any rank. The parallel model itself and steps of its optimizer
-        are refused inside.
+        Changed values of parameters and buffers, however they were changed, are written back at the end. A change that
+        cannot
+        be is an error on every rank, and then nothing is written back: new, removed or reshaped parameters, gradients,
+            other
+        values on other ranks. So is an error in the body, on any rank. The parallel model itself and steps of its
+        optimizer are refused inside.
 
         Args:
             rank: the rank that gets whole parameters, where memory or a file wants one alone; None: all ranks.
@@ -545,24 +684,27 @@ class AutoParallel(Settings, nn.Module):
             A context manager. Its value is the plain model, or None on ranks that have not got whole parameters.
 
         Raises:
-            SettingError: a rank that there is not; parameters that have no values yet, or of which each rank has its own
-                (`layerwise_parallel`).
+            SettingError: a rank that there is not; parameters that have no values yet, or of which each rank has its
+                own (`layerwise_parallel`).
         """
         return WholeModel(self, rank)
 
     def explain(self, name: str | None = None) -> None:
         """Print the plan as a table: every operator, where it is called, its strategy, layouts and conversions; or one
-        operator: what it costs, its three best alternatives and what a step would take with each, and what holds it there.
+        operator: what it costs, its three best alternatives and what a step would take with each, and what holds it
+            there.
 
         Args:
             name: of an operator, or the path of a module that calls just one.
         """
         from ..report.tables import explain
+
         if name is None:
             explain(self.plan)
             return
         from ..explain import explained
         from ..report.explanations import explanation
+
         explanation(explained(self.plan, name))
 
     compile = compile_instead

@@ -1,9 +1,11 @@
-"""Other libraries' wrappers around a parallel model, inside of it or in its place: an error that says what to do instead.
+"""Other libraries' wrappers around a parallel model, inside of it or in its place: an error that says what to do
+instead.
 
-    around     DDP(model), nn.DataParallel(model), FSDP(model), torch.compile(model): each registers the model as a submodule of
-               its own, which torch's hook for registrations sees; fully_shard(model) puts a hook on it, and changes its class
-    inside     AutoParallel(DDP(net)), torch.compile on a block, fully_shard(net), net.compile(): looked for when the model is
-               wrapped, and before each planning
+around     DDP(model), nn.DataParallel(model), FSDP(model), torch.compile(model): each registers the model as a submodule of
+           its own, which torch's hook for registrations sees; fully_shard(model) puts a hook on it, and changes its
+           class
+inside     AutoParallel(DDP(net)), torch.compile on a block, fully_shard(net), net.compile(): looked for when the model is
+           wrapped, and before each planning
 """
 
 from __future__ import annotations
@@ -20,17 +22,23 @@ from ..torch_private import COMPILER, is_compiled
 __all__ = ["check_inside", "compile_instead", "refuse_class", "watch_wrapping"]
 
 _COMPILE = "AutoParallel(net, …, compile=True) of the plain net: the planned program is compiled"
-_REPLICAS = "AutoParallel alone, of the plain net: parallel_mode=\"data_parallel\" has a replica on each rank and sums gradients"
-_SHARDS = "AutoParallel alone, of the plain net: model.hsdp(optimizer_level=\"level3\") stores parameters, gradients and the " \
-          "optimizer's state in parts"
+_REPLICAS = (
+    'AutoParallel alone, of the plain net: parallel_mode="data_parallel" has a replica on each rank and sums gradients'
+)
+_SHARDS = (
+    'AutoParallel alone, of the plain net: model.hsdp(optimizer_level="level3") stores parameters, gradients and the '
+    "optimizer's state in parts"
+)
 _ACCELERATE = "; in HF Trainer, accelerate or Lightning: see shardwright.integrations"
 
 #: The module in which a wrapper's class is made -> its name, and what to do instead.
-_KINDS = {COMPILER: ("torch.compile", _COMPILE),
-          "torch.nn.parallel.distributed": ("DistributedDataParallel", _REPLICAS + _ACCELERATE),
-          "torch.nn.parallel.data_parallel": ("nn.DataParallel", _REPLICAS + _ACCELERATE),
-          "torch.distributed.fsdp": ("FSDP", _SHARDS + _ACCELERATE),
-          "deepspeed": ("DeepSpeed", _SHARDS + _ACCELERATE)}
+_KINDS = {
+    COMPILER: ("torch.compile", _COMPILE),
+    "torch.nn.parallel.distributed": ("DistributedDataParallel", _REPLICAS + _ACCELERATE),
+    "torch.nn.parallel.data_parallel": ("nn.DataParallel", _REPLICAS + _ACCELERATE),
+    "torch.distributed.fsdp": ("FSDP", _SHARDS + _ACCELERATE),
+    "deepspeed": ("DeepSpeed", _SHARDS + _ACCELERATE),
+}
 
 
 def _kind(cls: type) -> tuple[str, str] | None:
@@ -86,15 +94,17 @@ _watching: list[Any] = []
 
 
 def watch_wrapping(kind: type[nn.Module]) -> None:
-    """From now on, another library's wrapper is an error around a module of this class, what holds one, or a model whose
-    parameters are slices."""
+    """From now on, another library's wrapper is an error around a module of this class, what holds one, or a model
+    whose parameters are slices."""
     if _watching:
         return
 
     def look(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
         wrapper = _kind(type(module)) if submodule is not None else None
-        if wrapper is not None and (any(isinstance(m, kind) for m in submodule.modules())
-                                    or any(hasattr(p, CUT) for p in submodule.parameters())):
+        if wrapper is not None and (
+            any(isinstance(m, kind) for m in submodule.modules())
+            or any(hasattr(p, CUT) for p in submodule.parameters())
+        ):
             raise SettingError(f"{wrapper[0]} around a parallel model", legal=wrapper[1])
 
     _watching.append(register_module_module_registration_hook(look))

@@ -4,13 +4,13 @@
     second sizes     a capture that scales (`scaling`), with symbols for the dims that differ from the first
     further sizes    the same graph, its formulas evaluated: milliseconds
 
-A pipeline needs two graphs a call, of one micro-batch and of more rows (`plan.micro`): two plain captures at the first call,
-both from the one that scales at later ones. Where the dims that will differ are said beforehand (`ahead`), the first call makes
-both captures.
+A pipeline needs two graphs a call, of one micro-batch and of more rows (`plan.micro`): two plain captures at the first
+call, both from the one that scales at later ones. Where the dims that will differ are said beforehand (`ahead`), the
+first call makes both captures.
 
 Sizes that no scalable capture covers (a guard that fails, another dim that differs, a size of 1) are captured anew. A
-scalable capture is used only once it has given the graphs of plain ones, operator by operator, at sizes that are not its
-own.
+scalable capture is used only once it has given the graphs of plain ones, operator by operator, at sizes that are not
+its own.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ __all__ = ["GraphCache"]
 
 Shapes = tuple[tuple[int, ...], ...]
 
-#: How many kinds of calls (types of inputs, say), and of each how many states of the model (training, evaluation), have their
-#: graphs kept.
+#: How many kinds of calls (types of inputs, say), and of each how many states of the model (training, evaluation), have
+#: their graphs kept.
 CALLS, STATES = 16, 4
 
 #: How often a scalable capture is tried for one state: models with more branches are captured at each size.
@@ -54,16 +54,19 @@ class _Inputs:
     @property
     def key(self) -> Hashable:
         """The properties of the inputs that decide the graph, besides the sizes of tensors."""
-        return self.spec, tuple((x.dtype, x.dim(), x.requires_grad) if isinstance(x, torch.Tensor) else (type(x), x)
-                                for x in self.leaves)
+        return self.spec, tuple(
+            (x.dtype, x.dim(), x.requires_grad) if isinstance(x, torch.Tensor) else (type(x), x) for x in self.leaves
+        )
 
     def resized(self, dims: Collection[int]) -> _Inputs:
         """Inputs of other sizes in some dims: half of each, twice of one below 4. What is equal stays so."""
+
         def other(x: Any) -> Any:
             if not isinstance(x, torch.Tensor):
                 return x
             shape = [s if d not in dims or s < 2 else s * 2 if s < 4 else s // 2 for d, s in enumerate(x.shape)]
             return torch.empty(shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
+
         return _Inputs(*pytree.tree_map(other, (self.args, self.kwargs)))
 
 
@@ -123,9 +126,15 @@ class GraphCache:
     def __deepcopy__(self, memo: dict) -> GraphCache:
         return GraphCache()  # a copied model is captured by itself
 
-    def graphs(self, casting: Hashable, calls: Sequence[tuple[tuple, dict[str, Any]]], recording: Recording,
-               capture: Callable[..., Graph], capture_scalable: Callable[..., ScalableGraph | None],
-               ahead: Collection[int] = ()) -> tuple[Graph, ...]:
+    def graphs(
+        self,
+        casting: Hashable,
+        calls: Sequence[tuple[tuple, dict[str, Any]]],
+        recording: Recording,
+        capture: Callable[..., Graph],
+        capture_scalable: Callable[..., ScalableGraph | None],
+        ahead: Collection[int] = (),
+    ) -> tuple[Graph, ...]:
         """The graphs of inputs that differ in their sizes alone, those with most rows last.
 
         Args:
@@ -133,8 +142,8 @@ class GraphCache:
             calls: (args, kwargs) of each.
             recording: takes what the captures have seen of the model besides operators.
             capture: ``capture(args, kwargs, recording=...)`` captures the model.
-            capture_scalable: ``capture_scalable(args, kwargs, vary=..., recording=...)`` captures it with the given dims of
-                each input as symbols.
+            capture_scalable: ``capture_scalable(args, kwargs, vary=..., recording=...)`` captures it with the given
+                dims of each input as symbols.
             ahead: the dims of the inputs whose sizes will differ, where that is known at the first call.
         """
         wanted = [_Inputs(*call) for call in calls]
@@ -143,8 +152,14 @@ class GraphCache:
         self._known.move_to_end(key)
         while len(self._known) > CALLS:
             self._known.popitem(last=False)
-        known = next((k for k in states if k.recording is recording or
-                      k.recording.guards is not None and k.recording.guards.hold()), None)
+        known = next(
+            (
+                k
+                for k in states
+                if k.recording is recording or k.recording.guards is not None and k.recording.guards.hold()
+            ),
+            None,
+        )
         if known is None:
             made = {x.shapes: capture(x.args, x.kwargs, recording=recording) for x in wanted}
             known = _Known(made, recording, [set() for _ in wanted[0].shapes])
@@ -164,8 +179,13 @@ class GraphCache:
             recording.take(known.recording)
         return tuple(found[x.shapes] or capture(x.args, x.kwargs, recording=recording) for x in wanted)
 
-    def _scaled(self, known: _Known, inputs: _Inputs, capture: Callable[..., Graph],
-                capture_scalable: Callable[..., ScalableGraph | None]) -> Graph | None:
+    def _scaled(
+        self,
+        known: _Known,
+        inputs: _Inputs,
+        capture: Callable[..., Graph],
+        capture_scalable: Callable[..., ScalableGraph | None],
+    ) -> Graph | None:
         """The graph at sizes that a known capture covers; None: none does."""
         shapes = inputs.shapes
         if shapes in known.graphs:
@@ -185,8 +205,9 @@ class GraphCache:
         made = self._scalable(known, inputs, capture_scalable)
         return made.graph.at(shapes) if made is not None and made.proven else None
 
-    def _scalable(self, known: _Known, inputs: _Inputs, capture_scalable: Callable[..., ScalableGraph | None]
-                  ) -> _Scalable | None:
+    def _scalable(
+        self, known: _Known, inputs: _Inputs, capture_scalable: Callable[..., ScalableGraph | None]
+    ) -> _Scalable | None:
         """A further capture that scales, at some sizes; None: there is none."""
         if known.tries == TRIES or any(shape[d] < 2 for shape, dims in zip(inputs.shapes, known.varying) for d in dims):
             return None

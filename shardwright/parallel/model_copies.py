@@ -27,9 +27,26 @@ from .settings import Settings
 __all__ = ["Followers", "copied"]
 
 #: Of a wrapper: settings and layouts, values that a copy may share.
-_SHARED = frozenset({"_dataset_strategy", "_gradients_mean", "_broadcast", "_cluster", "_memory", "_optimizer", "_fusion",
-                     "_hsdp", "_pipeline", "_strategies", "_parameter_strategies", "_warned", "_kind",
-                     "_search_memory", "_search_progress", "_handed"})
+_SHARED = frozenset(
+    {
+        "_dataset_strategy",
+        "_gradients_mean",
+        "_broadcast",
+        "_cluster",
+        "_memory",
+        "_optimizer",
+        "_fusion",
+        "_hsdp",
+        "_pipeline",
+        "_strategies",
+        "_parameter_strategies",
+        "_warned",
+        "_kind",
+        "_search_memory",
+        "_search_progress",
+        "_handed",
+    }
+)
 
 #: The tables that a wrapper has in common with its model.
 _TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
@@ -39,18 +56,24 @@ def copied(model: Settings, memo: dict[int, Any]) -> Settings:
     """A deep copy of a wrapper and its model.
 
     Raises:
-        SettingError: the model waits for its first call to take loaded values, has whole parameters on one rank alone, or
-            another ``forward``, which would go on calling the model itself.
+        SettingError: the model waits for its first call to take loaded values, has whole parameters on one rank alone,
+            or another ``forward``, which would go on calling the model itself.
     """
     if model._awaited:
-        raise SettingError("copy.deepcopy: the model waits for its first call to take the values that were loaded",
-                           legal="a copy after the first call of the model")
+        raise SettingError(
+            "copy.deepcopy: the model waits for its first call to take the values that were loaded",
+            legal="a copy after the first call of the model",
+        )
     if model._whole is not None and model._whole.rank is not None:
-        raise SettingError(f"copy.deepcopy of the parallel model inside of whole(rank={model._whole.rank})",
-                           legal="a copy of the plain model, or of the parallel one outside")
+        raise SettingError(
+            f"copy.deepcopy of the parallel model inside of whole(rank={model._whole.rank})",
+            legal="a copy of the plain model, or of the parallel one outside",
+        )
     if "forward" in vars(model):
-        raise SettingError("copy.deepcopy of a parallel model whose forward was replaced, as accelerate does for mixed precision",
-                           legal="a copy before it is prepared")
+        raise SettingError(
+            "copy.deepcopy of a parallel model whose forward was replaced, as accelerate does for mixed precision",
+            legal="a copy before it is prepared",
+        )
     cut = False
     for module in (model.net, model.loss_fn):
         for parameter in module.parameters() if isinstance(module, nn.Module) else ():
@@ -63,9 +86,18 @@ def copied(model: Settings, memo: dict[int, Any]) -> Settings:
     held["net"] = copy.deepcopy(model.net, memo)
     held["loss_fn"] = copy.deepcopy(model.loss_fn, memo)
     held |= {table: held["net"].__dict__[table] for table in _TABLES}
-    held |= {"_programs": OrderedDict(), "_states": {}, "_accumulation": Accumulation(), "_strategy_files": [], "_awaited": [],
-             "_copies": [], "_whole": None, "_first_ranks": dict(model._first_ranks),
-             "_stored": model._stored if cut else None, "_used": model._used if cut else None}
+    held |= {
+        "_programs": OrderedDict(),
+        "_states": {},
+        "_accumulation": Accumulation(),
+        "_strategy_files": [],
+        "_awaited": [],
+        "_copies": [],
+        "_whole": None,
+        "_first_ranks": dict(model._first_ranks),
+        "_stored": model._stored if cut else None,
+        "_used": model._used if cut else None,
+    }
     for key, value in vars(model).items():
         if key not in held:
             held[key] = value if key in _SHARED else copy.deepcopy(value, memo)
@@ -79,13 +111,22 @@ def with_slice(parameter: nn.Parameter) -> nn.Parameter:
     from torch.distributed.tensor import DTensor
 
     from ..runtime.distributed.dtensors import beginning, leaf_of
+
     with torch.no_grad():
         local = parameter.to_local()
         copied_local = beginning(leaf_of(parameter).clone(), local.shape) if local.numel() else local.clone()
-        held = DTensor.from_local(copied_local, parameter.device_mesh, parameter.placements, run_check=False,
-                                  shape=parameter.shape, stride=parameter.stride())
+        held = DTensor.from_local(
+            copied_local,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
     made = nn.Parameter(held, requires_grad=parameter.requires_grad)
-    vars(made).update((k, v) for k, v in vars(parameter).items() if k not in ("_shardwright_nothing", "_shardwright_closed"))
+    vars(made).update(
+        (k, v) for k, v in vars(parameter).items() if k not in ("_shardwright_nothing", "_shardwright_closed")
+    )
     return made
 
 
@@ -101,13 +142,18 @@ class Followers:
         self._copies: list[tuple[Settings, set[str]]] = []
         for ref in model._copies:
             made = ref()
-            if made is not None and not made._programs and made._stored is None \
-                    and made.plan_settings() == model.plan_settings():
+            if (
+                made is not None
+                and not made._programs
+                and made._stored is None
+                and made.plan_settings() == model.plan_settings()
+            ):
                 mine, theirs = _named(model), _named(made)
                 self._copies.append((made, {n for n in mine if n in theirs and _alike(mine[n], theirs[n])}))
 
     def follow(self) -> None:
-        """Cut the copies' parameters as the model's are now; give values to those that had none, as the model's have."""
+        """Cut the copies' parameters as the model's are now; give values to those that had none, as the model's
+        have."""
         self._model._copies.clear()
         for made, alike in self._copies:
             mine, theirs = _named(self._model), _named(made)
@@ -121,6 +167,7 @@ class Followers:
 
     def _cut(self, made: Settings, mine: dict[str, Tensor], theirs: dict[str, Tensor], alike: set[str]) -> None:
         from ..runtime.distributed.dtensors import with_values  # imports DTensor
+
         successors: dict[int, nn.Parameter] = {}
         for name, old in theirs.items():
             if not hasattr(mine.get(name), CUT) or not isinstance(old, nn.Parameter):

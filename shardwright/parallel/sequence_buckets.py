@@ -28,9 +28,17 @@ from ..torch_private import pytree
 
 __all__ = ["PaddedCall", "SequenceBuckets"]
 
-#: Inputs of language models whose padding is known, by name. `input_ids` take the pad token of the model's configuration.
-FILLS: dict[str, int] = {"input_ids": 0, "decoder_input_ids": 0, "attention_mask": 0, "decoder_attention_mask": 0,
-                         "token_type_ids": 0, "position_ids": 0, "labels": -100}
+#: Inputs of language models whose padding is known, by name. `input_ids` take the pad token of the model's
+#: configuration.
+FILLS: dict[str, int] = {
+    "input_ids": 0,
+    "decoder_input_ids": 0,
+    "attention_mask": 0,
+    "decoder_attention_mask": 0,
+    "token_type_ids": 0,
+    "position_ids": 0,
+    "labels": -100,
+}
 TOKENS = ("input_ids", "decoder_input_ids")
 
 
@@ -54,14 +62,25 @@ class SequenceBuckets:
     mask: str | None = "attention_mask"
 
     def __post_init__(self) -> None:
-        if not self.seq or any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in self.seq) or \
-                list(self.seq) != sorted(set(self.seq)):
+        if (
+            not self.seq
+            or any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in self.seq)
+            or list(self.seq) != sorted(set(self.seq))
+        ):
             raise SettingError(f"buckets(seq={list(self.seq)!r})", legal="ascending lengths, such as [512, 1024, 2048]")
         if not isinstance(self.dim, int) or isinstance(self.dim, bool) or self.dim < 0:
-            raise SettingError(f"buckets(dim={self.dim!r})", legal="the dim of the inputs that is the sequence, such as 1")
+            raise SettingError(
+                f"buckets(dim={self.dim!r})", legal="the dim of the inputs that is the sequence, such as 1"
+            )
 
-    def padded(self, net: nn.Module, loss_fn: Any, args: tuple, kwargs: dict[str, Any],
-               agree: Callable[[int], int] = lambda index: index) -> PaddedCall:
+    def padded(
+        self,
+        net: nn.Module,
+        loss_fn: Any,
+        args: tuple,
+        kwargs: dict[str, Any],
+        agree: Callable[[int], int] = lambda index: index,
+    ) -> PaddedCall:
         """A call with its sequences padded.
 
         Args:
@@ -69,8 +88,8 @@ class SequenceBuckets:
             agree: the index of the bucket that this process needs -> the one that all processes take.
 
         Raises:
-            SettingError: a sequence longer than the last bucket, an input whose padding is not known, a model that takes
-                no mask.
+            SettingError: a sequence longer than the last bucket, an input whose padding is not known, a model that
+                takes no mask.
         """
         parameters = inspect.signature(net.forward).parameters.values()
         names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -79,22 +98,29 @@ class SequenceBuckets:
         called += [] if loss_fn is None else ["target"]
         first = next((x for x in pytree.tree_leaves((given, kwargs)) if self._is_sequence(x)), None)
         if first is None:
-            raise SettingError(f"buckets: no input has a dim {self.dim}", legal="buckets(dim=…): the inputs' dim of the sequence")
+            raise SettingError(
+                f"buckets: no input has a dim {self.dim}", legal="buckets(dim=…): the inputs' dim of the sequence"
+            )
         length = first.shape[self.dim]
         taken = agree(next((i for i, n in enumerate(self.seq) if n >= length), len(self.seq)))
         if taken == len(self.seq):
-            raise SettingError(f"a sequence is longer than the longest bucket, {self.seq[-1]}",
-                               legal=f"sequences of at most {self.seq[-1]}, or a longer bucket")
+            raise SettingError(
+                f"a sequence is longer than the longest bucket, {self.seq[-1]}",
+                legal=f"sequences of at most {self.seq[-1]}, or a longer bucket",
+            )
         call = PaddedCall(args, dict(kwargs), self.dim, length, self.seq[taken])
         if self.mask is not None and call.kwargs.get(self.mask) is None and self.mask not in called:
             if not any(p.name == self.mask for p in parameters):
-                raise SettingError(f"buckets: {type(net).__name__}.forward takes no {self.mask!r} to mask padding with",
-                                   legal="mask= the name of the model's mask, or mask=None for a causal model, whose earlier "
-                                         "positions do not depend on later ones")
-            call.kwargs[self.mask] = torch.ones(first.shape[:self.dim + 1], dtype=torch.int64, device=first.device)
+                raise SettingError(
+                    f"buckets: {type(net).__name__}.forward takes no {self.mask!r} to mask padding with",
+                    legal="mask= the name of the model's mask, or mask=None for a causal model, whose earlier "
+                    "positions do not depend on later ones",
+                )
+            call.kwargs[self.mask] = torch.ones(first.shape[: self.dim + 1], dtype=torch.int64, device=first.device)
 
         def fill(name: str, value: Any) -> Any:
             return pytree.tree_map(lambda x: self._filled(x, name, call, net, loss_fn), value)
+
         call.args = tuple(map(fill, called, args))
         call.kwargs = {name: fill(name, value) for name, value in call.kwargs.items()}
         return call
@@ -107,8 +133,10 @@ class SequenceBuckets:
             return x
         value = self._fill_of(name, net, loss_fn)
         if value is None:
-            raise SettingError(f"buckets: how is the input {name!r} {list(x.shape)} filled up?",
-                               legal=f"buckets(seq=…, fill={{{name!r}: value}})")
+            raise SettingError(
+                f"buckets: how is the input {name!r} {list(x.shape)} filled up?",
+                legal=f"buckets(seq=…, fill={{{name!r}: value}})",
+            )
         return F.pad(x, (0, 0) * (x.dim() - 1 - self.dim) + (0, call.bucket - call.length), value=value)
 
     def _fill_of(self, name: str, net: nn.Module, loss_fn: Any) -> float | None:
@@ -140,4 +168,5 @@ class PaddedCall:
         def crop(x: Any) -> Any:
             sequence = isinstance(x, Tensor) and x.dim() > self.dim and x.shape[self.dim] == self.bucket
             return x.narrow(self.dim, 0, self.length) if sequence else x
+
         return pytree.tree_map(crop, result)

@@ -4,8 +4,10 @@
     body    the user's own model: generate, evaluation, export, save_pretrained
     exit    the sharded parameters come back, the same objects; a changed value is written into the slices
 
-A change is found by comparison with the slices, which are gathered again: `_version` does not count writes through ``.data``.
-The exit ends in an error, alike on every rank, where a change cannot be written back: a gradient, a parameter that is new or
+A change is found by comparison with the slices, which are gathered again: `_version` does not count writes through
+    ``.data``.
+The exit ends in an error, alike on every rank, where a change cannot be written back: a gradient, a parameter that is
+    new or
 of another shape, values that differ between the ranks. Then, and after an error in the body, nothing is written back.
 """
 
@@ -62,14 +64,19 @@ class WholeModel:
     def __enter__(self) -> nn.Module | None:
         model, runtime = self.model, current()
         parts = runtime.processes and model.parallel_mode != "stand_alone"
-        if self.rank is not None and (isinstance(self.rank, bool) or not isinstance(self.rank, int)
-                                      or not 0 <= self.rank < (runtime.devices or 1)):
-            raise SettingError(f"whole(rank={self.rank!r}) of {runtime.devices or 1} ranks", legal="a rank, or None for all")
+        if self.rank is not None and (
+            isinstance(self.rank, bool) or not isinstance(self.rank, int) or not 0 <= self.rank < (runtime.devices or 1)
+        ):
+            raise SettingError(
+                f"whole(rank={self.rank!r}) of {runtime.devices or 1} ranks", legal="a rank, or None for all"
+            )
         self._outer = model._whole
         if self._outer is not None:
             if self._outer.rank is not None and self.rank != self._outer.rank:
-                raise SettingError(f"whole(rank={self.rank}) inside of whole(rank={self._outer.rank}): other ranks have slices",
-                                   legal="whole() around both")
+                raise SettingError(
+                    f"whole(rank={self.rank}) inside of whole(rank={self._outer.rank}): other ranks have slices",
+                    legal="whole() around both",
+                )
             return self._net(parts, runtime.rank)
         _check(model)
         if parts and _is_cut(model):
@@ -98,19 +105,26 @@ def _check(model: Settings) -> None:
     holder = ModelAndLoss(model.net, model.loss_fn)
     own = sorted(own_parameters(holder))
     if own:
-        raise SettingError(f"the parameter {own[0]!r} is layerwise_parallel, a slice of each rank's own: there is no whole model",
-                           legal="sw.save_checkpoint, which stacks the ranks' slices")
+        raise SettingError(
+            f"the parameter {own[0]!r} is layerwise_parallel, a slice of each rank's own: there is no whole model",
+            legal="sw.save_checkpoint, which stacks the ranks' slices",
+        )
     unborn = next((n for n, t in [*holder.named_parameters(), *holder.named_buffers()] if t.is_meta), None)
     if unborn is not None:
         raise SettingError(f"whole(): {unborn!r} has no values yet", legal="whole() after the first call of the model")
     if model._awaited:
-        raise SettingError("whole(): the model waits for its first call to take the values that were loaded",
-                           legal="whole() after the first call of the model")
+        raise SettingError(
+            "whole(): the model waits for its first call to take the values that were loaded",
+            legal="whole() after the first call of the model",
+        )
 
 
 def _is_cut(model: Settings) -> bool:
-    return any(hasattr(p, CUT) for p in model.net.parameters()) or \
-        isinstance(model.loss_fn, nn.Module) and any(hasattr(p, CUT) for p in model.loss_fn.parameters())
+    return (
+        any(hasattr(p, CUT) for p in model.net.parameters())
+        or isinstance(model.loss_fn, nn.Module)
+        and any(hasattr(p, CUT) for p in model.loss_fn.parameters())
+    )
 
 
 class _Swapped:
@@ -125,13 +139,16 @@ class _Swapped:
         from ..runtime.distributed.coordination import (
             ranks_of_now,  # above this file's other needs, and of use to processes alone
         )
+
         self.holder = ModelAndLoss(model.net, model.loss_fn)
         self.rank, self.mine = rank, rank is None or rank == here
         self.ranks = ranks_of_now("whole models")
         asked = self.ranks.exchanged(rank)
         if len(set(asked)) > 1:
-            raise SettingError(f"whole() is asked for {', '.join(f'rank={r}' for r in asked)} on ranks 0 to {len(asked) - 1}",
-                               legal="the same on every rank")
+            raise SettingError(
+                f"whole() is asked for {', '.join(f'rank={r}' for r in asked)} on ranks 0 to {len(asked) - 1}",
+                legal="the same on every rank",
+            )
         #: Name -> the rank that broadcasts it, of what lies in one stage of a pipeline.
         self.stage: dict[str, int] = model._first_ranks
         named = {id(p): (n, p) for n, p in reversed(list(self.holder.named_parameters())) if hasattr(p, CUT)}
@@ -140,7 +157,9 @@ class _Swapped:
         for name, parameter in self.cut.items():
             value = self._gathered(name, parameter)
             if self.mine:
-                made = nn.Parameter(value if device is None else value.to(device), requires_grad=parameter.requires_grad)
+                made = nn.Parameter(
+                    value if device is None else value.to(device), requires_grad=parameter.requires_grad
+                )
                 vars(made).update((k, v) for k, v in vars(parameter).items() if not k.startswith("_shardwright"))
                 self.whole[name] = made
         self.buffers = dict(self.holder.named_buffers())
@@ -157,8 +176,11 @@ class _Swapped:
         for module in self.holder.modules():
             for table in (parameter_table(module), buffer_table(module)):
                 self.tables.append((table, dict(table)))
-                table.update((key, self.whole[names[id(tensor)]]) for key, tensor in self.tables[-1][1].items()
-                             if names.get(id(tensor)) in self.whole)
+                table.update(
+                    (key, self.whole[names[id(tensor)]])
+                    for key, tensor in self.tables[-1][1].items()
+                    if names.get(id(tensor)) in self.whole
+                )
         self.children = [(module._modules, dict(module._modules)) for module in self.holder.modules()]
         for parameter in self.cut.values():
             close_to_steps(parameter)
@@ -167,6 +189,7 @@ class _Swapped:
     def _gathered(self, name: str, parameter: DTensor) -> Tensor:
         """The whole value of a parameter, on every rank, in memory of its own."""
         from ..runtime.distributed.dtensors import gathered  # imports DTensor
+
         with torch.no_grad():
             if whole_shape(parameter) != parameter.shape:  # of another stage
                 value = torch.empty(whole_shape(parameter), dtype=parameter.dtype, device=parameter.device)
@@ -214,40 +237,69 @@ class _Swapped:
                 elif held is None:
                     wrong.append((f"{name!r} was removed", elsewhere))
                 elif whole_shape(held) != whole_shape(expected) or held.dtype != expected.dtype:
-                    wrong.append((f"{name!r} of shape {tuple(whole_shape(expected))} and {expected.dtype} became "
-                                  f"{tuple(whole_shape(held))} and {held.dtype}", elsewhere))
+                    wrong.append(
+                        (
+                            f"{name!r} of shape {tuple(whole_shape(expected))} and {expected.dtype} became "
+                            f"{tuple(whole_shape(held))} and {held.dtype}",
+                            elsewhere,
+                        )
+                    )
                 elif held is expected and held.requires_grad != tensor.requires_grad:
                     wrong.append((f"requires_grad of {name!r} was changed", "requires_grad_() outside of whole()"))
                 elif now.get(name, held) is not held:
-                    wrong.append((f"{name!r} is tied, and was replaced in one of its places", "the same tensor in all of them"))
+                    wrong.append(
+                        (f"{name!r} is tied, and was replaced in one of its places", "the same tensor in all of them")
+                    )
                 if name is not None and (self.mine or name in self.buffers):
                     now[name] = held if held is not None else expected
-            wrong += [(f"{key!r} of shape {tuple(table[key].shape)} is new", elsewhere) for key in table
-                      if key not in before and table[key] is not None and id(table[key]) not in back]
+            wrong += [
+                (f"{key!r} of shape {tuple(table[key].shape)} is new", elsewhere)
+                for key in table
+                if key not in before and table[key] is not None and id(table[key]) not in back
+            ]
             table.clear()
             table.update(before)
         known = {id(table) for table, _ in self.tables}
         for module in self.holder.modules():
             if id(module._parameters) not in known:
-                wrong += [(f"{type(module).__name__} has a new parameter {key!r} of shape {tuple(parameter.shape)}", elsewhere)
-                          for key, parameter in module._parameters.items() if parameter is not None and id(parameter) not in back]
+                wrong += [
+                    (
+                        f"{type(module).__name__} has a new parameter {key!r} of shape {tuple(parameter.shape)}",
+                        elsewhere,
+                    )
+                    for key, parameter in module._parameters.items()
+                    if parameter is not None and id(parameter) not in back
+                ]
         for name, parameter in self.whole.items():
             if parameter.grad is not None:
-                wrong.append((f"{name!r} has a gradient, of the whole tensor that goes now", "torch.no_grad(), or zero_grad() at "
-                              "the end of the body; model(…).backward() for gradients of the parallel model"))
+                wrong.append(
+                    (
+                        f"{name!r} has a gradient, of the whole tensor that goes now",
+                        "torch.no_grad(), or zero_grad() at "
+                        "the end of the body; model(…).backward() for gradients of the parallel model",
+                    )
+                )
                 break
         for name, parameter in self.cut.items():
             open_to_steps(parameter)
             if _versions(parameter) != self.versions[name]:
-                wrong.append((f"the slice of {name!r} was changed", "changes of the whole tensor, or outside of whole()"))
+                wrong.append(
+                    (f"the slice of {name!r} was changed", "changes of the whole tensor, or outside of whole()")
+                )
         if not wrong and [dict(table) for table, _ in self.children] != [children for _, children in self.children]:
-            wrong.append(("modules were added, removed or replaced",
-                          "the same in a copy: copy.deepcopy(net).merge_and_unload(), say"))
+            wrong.append(
+                (
+                    "modules were added, removed or replaced",
+                    "the same in a copy: copy.deepcopy(net).merge_and_unload(), say",
+                )
+            )
         if not wrong:
             return None, now
         more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        return SettingError(f"a change inside of whole() cannot be written back: {wrong[0][0]}{more}; nothing was written back",
-                            legal=wrong[0][1]), now
+        return SettingError(
+            f"a change inside of whole() cannot be written back: {wrong[0][0]}{more}; nothing was written back",
+            legal=wrong[0][1],
+        ), now
 
     def _undo(self) -> None:
         """Modules and buffers as they were."""
@@ -267,6 +319,7 @@ class _Swapped:
             SettingError: ranks that have changed different things.
         """
         from ..runtime.distributed.dtensors import with_values  # imports DTensor
+
         tensors = {**self.cut, **self.buffers}
         changed: list[str] = []
         for name, parameter in self.cut.items():
@@ -282,8 +335,10 @@ class _Swapped:
                 where = [str(r) for r, names in enumerate(said) if apart[0] in names]
                 raise _differ(apart, f"rank {', '.join(where)} alone changed it")
         elif any(set(names) - set(self.cut) for r, names in enumerate(said) if r != giver):
-            raise _differ(sorted({n for r, names in enumerate(said) if r != giver for n in names}),
-                          f"a rank other than {giver} changed it")
+            raise _differ(
+                sorted({n for r, names in enumerate(said) if r != giver for n in names}),
+                f"a rank other than {giver} changed it",
+            )
         values: dict[str, Tensor] = {}
         differ: list[str] = []
         with torch.no_grad():
@@ -308,8 +363,11 @@ class _Swapped:
 
 def _differ(names: list[str], how: str) -> SettingError:
     more = f", and {len(names) - 1} more," if len(names) > 1 else ""
-    return SettingError(f"a change inside of whole() cannot be written back: {names[0]!r}{more} was changed, and {how}; nothing "
-                        "was written back", legal="the same change on every rank, or whole(rank=0)")
+    return SettingError(
+        f"a change inside of whole() cannot be written back: {names[0]!r}{more} was changed, and {how}; nothing "
+        "was written back",
+        legal="the same change on every rank, or whole(rank=0)",
+    )
 
 
 def _versions(parameter: DTensor) -> tuple[int, int]:
@@ -349,20 +407,23 @@ def attribute_of_net(model: Settings, name: str) -> Any:
         outer = model._whole
         if outer is not None:
             if outer.rank not in (None, current().rank) and current().processes:
-                raise SettingError(f"{name}() inside of whole(rank={outer.rank}), on rank {current().rank}, which has slices",
-                                   legal=f"net.{name}() where `as net` is not None")
+                raise SettingError(
+                    f"{name}() inside of whole(rank={outer.rank}), on rank {current().rank}, which has slices",
+                    legal=f"net.{name}() where `as net` is not None",
+                )
             if name in _ON_FIRST and outer.rank is None and current().rank:
                 return None
             return getattr(model.net, name)(*args, **kwargs)
         first = name in _ON_FIRST and current().processes
         with WholeModel(model, 0 if first else None, torch.device("cpu") if first else None) as net:
             return getattr(net, name)(*args, **kwargs) if net is not None else None
+
     return called
 
 
 class signed_as_net:
-    """Decorator of the wrapper's ``forward``: `inspect.signature` says of it what it says of the wrapped model's, by which
-    trainers tell which columns of the data the model takes."""
+    """Decorator of the wrapper's ``forward``: `inspect.signature` says of it what it says of the wrapped model's, by
+    which trainers tell which columns of the data the model takes."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -387,7 +448,8 @@ _refusing: list[Any] = []
 
 
 def refuse_calls_of_parts() -> None:
-    """From now on, a module that is called by itself while its parameters are slices is an error that says what to do."""
+    """From now on, a module that is called by itself while its parameters are slices is an error that says what to
+    do."""
     if not _refusing:
         _refusing.append(register_module_forward_pre_hook(_refuse))
 
@@ -398,10 +460,15 @@ def _refuse(module: nn.Module, args: tuple) -> None:
     for key, parameter in module._parameters.items():
         if parameter is not None and CUT in vars(parameter):
             frames = [(f.filename, f.lineno or 0) for f in traceback.extract_stack()]
-            frames = [f for f in frames if "site-packages" not in f[0]] or frames  # a library's model is called by the user
-            raise SettingError(f"{type(module).__name__} is called by itself, and of its {key!r} (parameter "
-                               f"{getattr(parameter, CUT)!r}) this rank has a slice", source=user_frame(frames) or None,
-                               legal=_CALLS)
+            frames = [
+                f for f in frames if "site-packages" not in f[0]
+            ] or frames  # a library's model is called by the user
+            raise SettingError(
+                f"{type(module).__name__} is called by itself, and of its {key!r} (parameter "
+                f"{getattr(parameter, CUT)!r}) this rank has a slice",
+                source=user_frame(frames) or None,
+                legal=_CALLS,
+            )
 
 
 #: No hook of the user's: what runs the hooks of all modules around a program, or looks for them, leaves it out.

@@ -17,7 +17,28 @@ from ..redistribution import Redistribution
 from ..rules import Assignment, Bound, Rule, bound_rule, find_rule, whole_rule
 from .parameter_sharding import OptimizerParallel, ParameterSharding
 
-__all__ = ["MODES", "Decision", "Decisions", "GlobalExtreme", "InputPlacement", "Instruction", "LocalOp", "LocalProgram", "PlacedValue", "PortableDecisions", "Redistribute", "Ref", "SearchResult", "batch_dims", "graph_digest", "input_placement", "made_by", "read_by", "reads"]
+__all__ = [
+    "MODES",
+    "Decision",
+    "Decisions",
+    "GlobalExtreme",
+    "InputPlacement",
+    "Instruction",
+    "LocalOp",
+    "LocalProgram",
+    "PlacedValue",
+    "PortableDecisions",
+    "Redistribute",
+    "Ref",
+    "SearchResult",
+    "batch_dims",
+    "graph_digest",
+    "input_placement",
+    "made_by",
+    "read_by",
+    "reads",
+]
+
 
 @dataclass(frozen=True)
 class Ref:
@@ -53,7 +74,7 @@ class LocalOp:
     args: tuple
     kwargs: dict[str, Any]
     outputs: tuple[PlacedValue | None, ...]
-    operator: str          # the operator of the user's program that it works for
+    operator: str  # the operator of the user's program that it works for
 
 
 @dataclass(frozen=True)
@@ -78,8 +99,8 @@ class Redistribute:
 
     @property
     def casts(self) -> bool:
-        """Whether it goes from the type of the source to that of the target, before it moves anything; its backward moves the
-        gradient in the type `sums` and then brings it to the source's."""
+        """Whether it goes from the type of the source to that of the target, before it moves anything; its backward
+        moves the gradient in the type `sums` and then brings it to the source's."""
         return self.source.value.dtype != self.target.value.dtype
 
     @property
@@ -139,18 +160,21 @@ class LocalProgram:
     buffers: dict[str, PlacedValue]
     constants: dict[str, PlacedValue]
     instructions: tuple[Instruction, ...]
-    outputs: tuple[Any, ...]                 # an Instance, or a plain constant
+    outputs: tuple[Any, ...]  # an Instance, or a plain constant
     updates: dict[str, PlacedValue]
     notes: tuple[str, ...]
     stored: dict[str, ParameterSharding]
     used: dict[str, Layout]
-    seed: PlacedValue | None = None             # of the random numbers, if any are drawn
+    seed: PlacedValue | None = None  # of the random numbers, if any are drawn
 
 
 def made_by(instruction: Any) -> tuple[PlacedValue, ...]:
     """What an instruction makes."""
-    return tuple(o for o in instruction.outputs if o is not None) if isinstance(instruction, LocalOp) \
+    return (
+        tuple(o for o in instruction.outputs if o is not None)
+        if isinstance(instruction, LocalOp)
         else (instruction.target,)
+    )
 
 
 def read_by(instruction: Any) -> tuple[str, ...]:
@@ -167,14 +191,20 @@ def reads(instruction: Any) -> tuple[str, ...]:
     return (*read_by(instruction), *operand)
 
 
-
 # ----------------------------------------------------------------------------------------------------
 # What a planner decides: for each operator, which digits cut which factor; for each input, what a rank is fed.
 # ----------------------------------------------------------------------------------------------------
 
 #: All parallel modes.
-MODES = ("stand_alone", "hybrid_parallel", "data_parallel", "semi_auto", "sharding_propagation", "recursive_programming",
-         "dynamic_programming")
+MODES = (
+    "stand_alone",
+    "hybrid_parallel",
+    "data_parallel",
+    "semi_auto",
+    "sharding_propagation",
+    "recursive_programming",
+    "dynamic_programming",
+)
 
 
 @dataclass(frozen=True)
@@ -228,8 +258,11 @@ def description(op: Op, on_missing_rule: str, devices: int, uneven: bool = False
     found, note = find_rule(op), None
     if found is None and on_missing_rule == "replicate":
         if devices > 1 and (reason := unrepeatable(op)):
-            raise MissingRuleError(f"there is no rule for {op.target}, and run whole on {devices} devices it would "
-                                   f"{reason}", **op.where, legal='a model without it, or parallel_mode="stand_alone"')
+            raise MissingRuleError(
+                f"there is no rule for {op.target}, and run whole on {devices} devices it would {reason}",
+                **op.where,
+                legal='a model without it, or parallel_mode="stand_alone"',
+            )
         found, note = whole_rule(op), f"{op.kind} has no rule: it runs whole on every device"
     return (*_bound(op, found, uneven), note)
 
@@ -283,20 +316,34 @@ def input_placement(graph: Graph, devices: int, dataset_strategy: Any) -> InputP
     if dataset_strategy == "data_parallel":
         for value in graph.inputs:
             if value.shape and value.shape[0] % devices:
-                raise SettingError(f"the batch of input {value.name!r} has size {value.shape[0]}, which "
-                                   f"{devices} devices do not divide", strategy='dataset_strategy("data_parallel")',
-                                   legal='a batch that divides, or dataset_strategy("full_batch")')
-        return InputPlacement(tuple(Layout.from_cuts(devices, (devices,) + (1,) * (len(s) - 1)) if s
-                             else Layout.replicated(devices, 0) for s in shapes), True)
+                raise SettingError(
+                    f"the batch of input {value.name!r} has size {value.shape[0]}, which "
+                    f"{devices} devices do not divide",
+                    strategy='dataset_strategy("data_parallel")',
+                    legal='a batch that divides, or dataset_strategy("full_batch")',
+                )
+        return InputPlacement(
+            tuple(
+                Layout.from_cuts(devices, (devices,) + (1,) * (len(s) - 1)) if s else Layout.replicated(devices, 0)
+                for s in shapes
+            ),
+            True,
+        )
     if not isinstance(dataset_strategy, (tuple, list)):
-        raise SettingError(f"unknown dataset_strategy {dataset_strategy!r}",
-                           legal='"data_parallel", "full_batch", or a tuple with one entry per tensor input')
+        raise SettingError(
+            f"unknown dataset_strategy {dataset_strategy!r}",
+            legal='"data_parallel", "full_batch", or a tuple with one entry per tensor input',
+        )
     simple = tuple((math.gcd(s[0], devices), *[1] * (len(s) - 1)) if s else () for s in shapes)
     words = '"data_parallel", ' if all(not s or s[0] % devices == 0 for s in shapes) else ""
     legal = f'{words}"full_batch", or {simple}'
     if len(dataset_strategy) != len(shapes):
-        raise SettingError(f"the dataset_strategy has {len(dataset_strategy)} entries, the model is fed "
-                           f"{len(shapes)} tensors of shapes {shapes}", strategy=dataset_strategy, legal=legal)
+        raise SettingError(
+            f"the dataset_strategy has {len(dataset_strategy)} entries, the model is fed "
+            f"{len(shapes)} tensors of shapes {shapes}",
+            strategy=dataset_strategy,
+            legal=legal,
+        )
     layouts = []
     for value, entry in zip(graph.inputs, dataset_strategy):
         try:
@@ -304,12 +351,18 @@ def input_placement(graph: Graph, devices: int, dataset_strategy: Any) -> InputP
                 raise SettingError(f"the entry {entry!r} is neither a tuple of cuts nor a Layout")
             layout = entry if isinstance(entry, Layout) else Layout.from_cuts(devices, entry)
             if layout.devices != devices or layout.dims is None:
-                raise SettingError(f"its Layout must lay out the {len(value.shape)} dims of {value.shape} on {devices} "
-                                   f"devices, it has {layout.devices}")
+                raise SettingError(
+                    f"its Layout must lay out the {len(value.shape)} dims of {value.shape} on {devices} "
+                    f"devices, it has {layout.devices}"
+                )
             layout.local_shape(value.shape)
         except ShardwrightError as error:
-            raise type(error)(error.message, operator=f"dataset_strategy of input {value.name!r}",
-                              strategy=dataset_strategy, legal=legal) from None
+            raise type(error)(
+                error.message,
+                operator=f"dataset_strategy of input {value.name!r}",
+                strategy=dataset_strategy,
+                legal=legal,
+            ) from None
         layouts.append(layout)
     return InputPlacement(tuple(layouts), any(not layout.is_replicated for layout in layouts))
 
@@ -342,9 +395,11 @@ def batch_factor(op: Op, bound: Bound, carries: dict[str, int]) -> int | None:
     return None
 
 
-def output_layouts(values: Sequence[Any], devices: int, fed: InputPlacement, carries: dict[str, int]) -> list[Layout | None]:
-    """The layouts in which results are handed out: whole, or each rank's own part of what carries the batch. None: as it
-    is, for it goes on to another stage."""
+def output_layouts(
+    values: Sequence[Any], devices: int, fed: InputPlacement, carries: dict[str, int]
+) -> list[Layout | None]:
+    """The layouts in which results are handed out: whole, or each rank's own part of what carries the batch. None: as
+    it is, for it goes on to another stage."""
     layouts: list[Layout | None] = []
     for value in values:
         if value.name in fed.kept:
@@ -366,7 +421,8 @@ class SearchResult:
 
     Attributes:
         cost: seconds of a step, as the search prices it.
-        bound: no plan out of the strategies that were searched is priced below it by the search; None: nothing was proved.
+        bound: no plan out of the strategies that were searched is priced below it by the search; None: nothing was
+            proved.
             The search credits one use of a shared value as served once, of few that are tried: a program that serves
             more of them together takes less than its price.
         operators, strategies: how many were looked at.
@@ -383,14 +439,13 @@ class SearchResult:
 
 
 class Decisions(NamedTuple):
-    """A planner's result: decisions by operator, value name -> the dim that carries the batch; of a search, its report, and
-    the storage of parameters where the search decides that too."""
+    """A planner's result: decisions by operator, value name -> the dim that carries the batch; of a search, its report,
+    and the storage of parameters where the search decides that too."""
 
     decisions: dict[str, Decision]
     carries: dict[str, int]
     found: SearchResult | None = None
     hsdp: OptimizerParallel | None = None
-
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -401,6 +456,7 @@ class Decisions(NamedTuple):
 # A document (`document`) holds more, for those who have no model: the graph, and figures for its reader. What follows
 # from a graph, each operator's description and shapes, is never sent: each rank has it from its own.
 # ----------------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class _Operator:
@@ -433,9 +489,15 @@ class PortableDecisions:
     @classmethod
     def of(cls, decided: Decisions) -> PortableDecisions:
         """What was decided."""
-        return cls({name: _Operator(d.assignment.digits, d.out, d.cause, d.note, d.open, d.origin, d.via,
-                                    d.op.recompute) for name, d in decided.decisions.items()},
-                   decided.carries, decided.found, decided.hsdp)
+        return cls(
+            {
+                name: _Operator(d.assignment.digits, d.out, d.cause, d.note, d.open, d.origin, d.via, d.op.recompute)
+                for name, d in decided.decisions.items()
+            },
+            decided.carries,
+            decided.found,
+            decided.hsdp,
+        )
 
     def onto(self, graph: Graph, devices: int, *, on_missing_rule: str = "error", uneven: bool = False) -> Decisions:
         """The same decisions of another copy of the graph, equal to those that were handed in.
@@ -449,8 +511,18 @@ class PortableDecisions:
             said = self.operators[op.name]
             rule, bound, _ = description(op, on_missing_rule, devices, uneven)
             assignment = replace(bound.whole(devices), digits=said.digits)
-            decisions[op.name] = Decision(changed(op, recompute=said.recompute), rule, bound, assignment, said.out,
-                                          said.cause, said.note, said.open, said.origin, said.via)
+            decisions[op.name] = Decision(
+                changed(op, recompute=said.recompute),
+                rule,
+                bound,
+                assignment,
+                said.out,
+                said.cause,
+                said.note,
+                said.open,
+                said.origin,
+                said.via,
+            )
         return Decisions(decisions, self.carries, self.found, self.hsdp)
 
 

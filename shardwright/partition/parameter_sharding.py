@@ -66,8 +66,9 @@ class OptimizerParallel:
             return given
         known = ("shard_size", "threshold", "optimizer_level")
         if not isinstance(given, Mapping) or set(given) - set(known):
-            raise SettingError(f"hsdp: {given!r}",
-                               legal='{"shard_size": -1, "threshold": 64, "optimizer_level": "level1"}')
+            raise SettingError(
+                f"hsdp: {given!r}", legal='{"shard_size": -1, "threshold": 64, "optimizer_level": "level1"}'
+            )
         return cls(**given)
 
     @property
@@ -99,7 +100,9 @@ class ParameterSharding:
     told: bool = False
 
 
-def stored_layouts(used: Mapping[str, tuple[Value, Layout]], setting: OptimizerParallel) -> dict[str, ParameterSharding]:
+def stored_layouts(
+    used: Mapping[str, tuple[Value, Layout]], setting: OptimizerParallel
+) -> dict[str, ParameterSharding]:
     """How each parameter is stored.
 
     Args:
@@ -138,7 +141,9 @@ def _cut(value: Value, layout: Layout, size: int) -> ParameterSharding:
         return ParameterSharding(layout, "it has no dim to cut", True)
     rows = layout.local_shape(value.shape)[0]
     if rows % size:
-        return ParameterSharding(layout, f"dim 0 of its slices has size {rows}, which {size} replicas do not divide", True)
+        return ParameterSharding(
+            layout, f"dim 0 of its slices has size {rows}, which {size} replicas do not divide", True
+        )
     taken = _neighbours(layout.replicas, size)
     assert taken is not None and layout.dims is not None
     return ParameterSharding(Layout.of(layout.devices, ((*layout.dims[0], *taken), *layout.dims[1:])))
@@ -162,9 +167,12 @@ def _does_not_divide(refused: Iterable[tuple[str, Value, Layout]], setting: Opti
     for name, _, layout in refused:
         number = digits_size(layout.replicas)
         counts.setdefault(tuple(s for s in range(1, number + 1) if _neighbours(layout.replicas, s)), []).append(
-            f"{name!r} has {number}")
+            f"{name!r} has {number}"
+        )
     which = "; ".join(", ".join(names) for names in counts.values())
     legal = sorted(set.intersection(*(set(sizes) for sizes in counts)))
-    return SettingError(f"hsdp: shard_size={setting.shard_size} does not divide the replicas of all parameters: {which}",
-                        strategy=f"hsdp(shard_size={setting.shard_size})",
-                        legal=f"{', '.join(map(str, [*legal, -1]))} (all), or no_optimizer_parallel for these")
+    return SettingError(
+        f"hsdp: shard_size={setting.shard_size} does not divide the replicas of all parameters: {which}",
+        strategy=f"hsdp(shard_size={setting.shard_size})",
+        legal=f"{', '.join(map(str, [*legal, -1]))} (all), or no_optimizer_parallel for these",
+    )

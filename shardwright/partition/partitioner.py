@@ -36,7 +36,19 @@ from .local_program import (
 from .parameter_sharding import OptimizerParallel, ParameterSharding, stored_layouts
 from .uneven import Piece, pad
 
-__all__ = ["Partitioner", "Use", "arriving", "between", "brought", "completed_first", "handed_on", "neighbours", "partition", "sender", "wanted_in_two"]
+__all__ = [
+    "Partitioner",
+    "Use",
+    "arriving",
+    "between",
+    "brought",
+    "completed_first",
+    "handed_on",
+    "neighbours",
+    "partition",
+    "sender",
+    "wanted_in_two",
+]
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -47,6 +59,7 @@ __all__ = ["Partitioner", "Use", "arriving", "between", "brought", "completed_fi
 #     r·n to n devices        position q receives from r·q, once each r neighbours hold the same
 # ----------------------------------------------------------------------------------------------------
 
+
 def neighbours(source: int, target: int) -> int:
     """How many neighbouring ranks of a stage of `source` devices have to hold the same of what one of `target` is sent.
 
@@ -54,8 +67,10 @@ def neighbours(source: int, target: int) -> int:
         PlanError: neither number divides the other.
     """
     if source % target and target % source:
-        raise PlanError(f"a stage of {source} devices sends to one of {target}",
-                        legal="numbers of devices of which one divides the other")
+        raise PlanError(
+            f"a stage of {source} devices sends to one of {target}",
+            legal="numbers of devices of which one divides the other",
+        )
     return max(1, source // target)
 
 
@@ -68,7 +83,9 @@ def handed_on(layout: Layout, shape: tuple[int, ...], same: int) -> Layout:
     layout = layout.without_partial()
     if any(size % cut for size, cut in zip(shape, layout.cuts)):
         return Layout.replicated(layout.devices, len(shape))
-    return Layout.of(layout.devices, [[major for d in dim if (major := _above(d, same)) is not None] for dim in layout.dims])
+    return Layout.of(
+        layout.devices, [[major for d in dim if (major := _above(d, same)) is not None] for dim in layout.dims]
+    )
 
 
 def _above(digit: Digit, stride: int) -> Digit | None:
@@ -145,13 +162,23 @@ def wanted_in_two(parameter: Value, one: tuple[Layout, Op], other: tuple[Layout,
     marked = [op for op in (a, b) if op.mark is not None and op.mark.in_strategy is not None]
     return PlanError(
         f"the parameter {parameter.name!r} {parameter.shape} is wanted in two layouts: {a.name} ({a.source}) asks for "
-        f"cuts {first.cuts} [{first}], {b.name} ({b.source}) for {second.cuts} [{second}]", operator=b.name, source=b.source or None,
+        f"cuts {first.cuts} [{first}], {b.name} ({b.source}) for {second.cuts} [{second}]",
+        operator=b.name,
+        source=b.source or None,
         strategy=", ".join(f"{op.name} {op.mark.in_strategy!r}" for op in marked) or None,
-        legal=f"one layout on both, e.g. {first.cuts} for the parameter in {b.name}")
+        legal=f"one layout on both, e.g. {first.cuts} for the parameter in {b.name}",
+    )
 
 
-def partition(graph: Graph, decisions: dict[str, Decision], fed: InputPlacement, devices: int, carries: dict[str, int],
-          stored: dict[str, Layout] | None = None, hsdp: OptimizerParallel | None = None) -> LocalProgram:
+def partition(
+    graph: Graph,
+    decisions: dict[str, Decision],
+    fed: InputPlacement,
+    devices: int,
+    carries: dict[str, int],
+    stored: dict[str, Layout] | None = None,
+    hsdp: OptimizerParallel | None = None,
+) -> LocalProgram:
     """Work out the local program of a planned graph.
 
     Args:
@@ -171,26 +198,38 @@ def partition(graph: Graph, decisions: dict[str, Decision], fed: InputPlacement,
 class Partitioner:
     """Makes the instructions of a program, value by value."""
 
-    def __init__(self, graph: Graph, decisions: dict[str, Decision], fed: InputPlacement, devices: int,
-                 carries: dict[str, int], stored: dict[str, Layout], hsdp: OptimizerParallel | None) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        decisions: dict[str, Decision],
+        fed: InputPlacement,
+        devices: int,
+        carries: dict[str, int],
+        stored: dict[str, Layout],
+        hsdp: OptimizerParallel | None,
+    ) -> None:
         self.graph, self.decisions, self.fed, self.devices, self.carries = graph, decisions, fed, devices, carries
         self.stored, self.hsdp = stored, hsdp
         self.renamed: dict[str, Value] = {}
-        self.cast: dict[str, Value] = {}         # parameters that are stored in another type, as their operators read them
+        self.cast: dict[str, Value] = {}  # parameters that are stored in another type, as their operators read them
         self.made: dict[str, PlacedValue] = {}
         self.completed: dict[str, PlacedValue] = {}
         self.moves: dict[tuple, PlacedValue] = {}
         self.uses: dict[str, list[Use]] = {}
         self.out: list[Instruction] = []
-        self.producer: dict[str, str] = {}       # value name -> the operator of the user's program that made it
+        self.producer: dict[str, str] = {}  # value name -> the operator of the user's program that made it
         self.names: set[str] = set()
-        self.padded: dict[str, Value] = {}       # parameter -> the padded value that is stored
+        self.padded: dict[str, Value] = {}  # parameter -> the padded value that is stored
         self.notes: list[str] = []
 
     def run(self) -> LocalProgram:
         graph = self.graph
-        work = [(decision, *piece) for op in graph.ops for decision in (self.decisions[op.name],)
-                for piece in self.pieces(decision)]
+        work = [
+            (decision, *piece)
+            for op in graph.ops
+            for decision in (self.decisions[op.name],)
+            for piece in self.pieces(decision)
+        ]
         outputs = [self.now(v) if isinstance(v, Value) else v for v in graph.outputs]
         updated = {n: self.now(v) for n, v in graph.updates.items()}
         if any(decision.bound.uneven for decision in self.decisions.values()):
@@ -203,8 +242,10 @@ class Partitioner:
         stored = self.storage(used)
         parameters = {n: self.enter(self.padded.get(n, v), stored[n].layout) for n, v in graph.parameters.items()}
         buffers = {n: self.make(v, self.whole(v)) for n, v in graph.buffers.items()}
-        constants = {n: self.make(Value(n, tuple(t.shape), t.dtype), Layout.replicated(self.devices, t.dim()))
-                     for n, t in graph.constants.items()}
+        constants = {
+            n: self.make(Value(n, tuple(t.shape), t.dtype), Layout.replicated(self.devices, t.dim()))
+            for n, t in graph.constants.items()
+        }
         seed = self.make(SEED, Layout.replicated(self.devices, 1)) if SEED.name in self.uses else None
         for decision, op, rule, bound, assignment in work:
             self.compute(decision, op, rule, bound, assignment)
@@ -213,10 +254,25 @@ class Partitioner:
             given.append(self.obtain(v, Use(handed[id(v)], (), "output")) if isinstance(v, Value) else v)
         updates = {n: self.obtain(v, Use(self.whole(graph.updates[n]), (), n)) for n, v in updated.items()}
         notes = [d.note for d in self.decisions.values() if d.note] + self.notes
-        notes += [f"the parameter {n!r} {graph.parameters[n].shape} is not cut over its replicas: {s.note}"
-                  for n, s in stored.items() if s.told]
-        return LocalProgram(self.devices, inputs, parameters, buffers, constants, tuple(self.out), tuple(given), updates,
-                      tuple(notes), stored, used, seed)
+        notes += [
+            f"the parameter {n!r} {graph.parameters[n].shape} is not cut over its replicas: {s.note}"
+            for n, s in stored.items()
+            if s.told
+        ]
+        return LocalProgram(
+            self.devices,
+            inputs,
+            parameters,
+            buffers,
+            constants,
+            tuple(self.out),
+            tuple(given),
+            updates,
+            tuple(notes),
+            stored,
+            used,
+            seed,
+        )
 
     # -- preparing --
 
@@ -224,8 +280,12 @@ class Partitioner:
         """The operator, or those that do its work under this assignment."""
         op = decision.op
         if any(v.name in self.renamed for v in op.inputs):
-            op = replace(op, inputs=tuple(map(self.now, op.inputs)), args=map_values(op.args, self.now),
-                         kwargs=map_values(op.kwargs, self.now))
+            op = replace(
+                op,
+                inputs=tuple(map(self.now, op.inputs)),
+                args=map_values(op.args, self.now),
+                kwargs=map_values(op.kwargs, self.now),
+            )
         steps, renamed = expand(op, decision.rule, decision.bound, decision.assignment)
         self.renamed.update(renamed)
         return steps
@@ -255,12 +315,21 @@ class Partitioner:
 
     def handed(self, values: list[Value]) -> list[Layout]:
         """The layouts in which results are handed out."""
-        makers = {v.name: (d, k) for d in self.decisions.values()
-                  for k, v in enumerate(v for v in d.op.outputs if v is not None)} if self.fed.kept else {}
-        layouts = [layout or self.left(*makers[v.name], v) for v, layout in
-                   zip(values, output_layouts(values, self.devices, self.fed, self.carries))]
+        makers = (
+            {
+                v.name: (d, k)
+                for d in self.decisions.values()
+                for k, v in enumerate(v for v in d.op.outputs if v is not None)
+            }
+            if self.fed.kept
+            else {}
+        )
+        layouts = [
+            layout or self.left(*makers[v.name], v)
+            for v, layout in zip(values, output_layouts(values, self.devices, self.fed, self.carries))
+        ]
         changed = self.graph.changed  # an input that is changed in place comes back as it was fed
-        return layouts[:len(layouts) - len(changed)] + [self.fed.inputs[i] for i in changed]
+        return layouts[: len(layouts) - len(changed)] + [self.fed.inputs[i] for i in changed]
 
     def left(self, decision: Decision, k: int, value: Value) -> Layout:
         """The layout in which a value goes on to another stage."""
@@ -291,9 +360,15 @@ class Partitioner:
     def storage(self, used: dict[str, Layout]) -> dict[str, ParameterSharding]:
         """How each parameter is stored: as is settled already, or as its users ask for it, cut further if so set."""
         settled = {n: ParameterSharding(self.stored[n]) for n in used if n in self.stored}
-        settled |= {n: ParameterSharding(used[n], "it is padded" if self.hsdp is not None and used[n].replicas else None,
-                              self.hsdp is not None and bool(used[n].replicas))
-                    for n in self.padded if n not in settled}
+        settled |= {
+            n: ParameterSharding(
+                used[n],
+                "it is padded" if self.hsdp is not None and used[n].replicas else None,
+                self.hsdp is not None and bool(used[n].replicas),
+            )
+            for n in self.padded
+            if n not in settled
+        }
         others = {n: layout for n, layout in used.items() if n not in settled}
         if self.hsdp is None:
             return settled | {n: ParameterSharding(layout) for n, layout in others.items()}
@@ -326,7 +401,8 @@ class Partitioner:
         return instance
 
     def enter(self, value: Value, layout: Layout) -> PlacedValue:
-        """What is fed or stored: a parameter in the type in which it is stored; a conversion brings it to the operators'."""
+        """What is fed or stored: a parameter in the type in which it is stored; a conversion brings it to the
+        operators'."""
         if value.stored is not value:
             self.cast[value.name] = value
         return self.make(value.stored, layout)
@@ -377,8 +453,7 @@ class Partitioner:
         first = layouts[0].partial
         if not first or any(layout.partial != first or layout.reduction != "sum" for layout in layouts):
             return None
-        if any(v.name in self.completed for v in op.inputs) or \
-                not beside(self.devices, first + assignment.used):
+        if any(v.name in self.completed for v in op.inputs) or not beside(self.devices, first + assignment.used):
             return None
         return first
 
@@ -388,8 +463,17 @@ class Partitioner:
         target = PlacedValue(self.name(instance.name), instance.value, layout)
         kept = {dim for dim in bound.outputs[0]}
         dims = tuple(d for d, dim in enumerate(bound.inputs[0]) if dim not in kept or not dim)
-        self.out.append(GlobalExtreme(instance, target, redistribution(instance.layout, layout), operand, dims,
-                                instance.layout.partial if instance.value.requires_grad else None, operator))
+        self.out.append(
+            GlobalExtreme(
+                instance,
+                target,
+                redistribution(instance.layout, layout),
+                operand,
+                dims,
+                instance.layout.partial if instance.value.requires_grad else None,
+                operator,
+            )
+        )
         self.made[instance.value.name] = target
 
     def obtain(self, value: Value, use: Use) -> PlacedValue:
@@ -410,8 +494,11 @@ class Partitioner:
     def complete_first(self, value: Value, source: PlacedValue) -> bool:
         """Whether a sum is completed by an all-reduce before its uses convert it."""
         uses = self.uses.get(value.name, [])
-        return value.name in self.completed or any(u.operator == "output" for u in uses) or \
-            completed_first(source.layout, tuple(dict.fromkeys(u.want for u in uses)))
+        return (
+            value.name in self.completed
+            or any(u.operator == "output" for u in uses)
+            or completed_first(source.layout, tuple(dict.fromkeys(u.want for u in uses)))
+        )
 
     def convert(self, source: PlacedValue, use: Use, middle: Layout | None = None) -> PlacedValue:
         """Shared by (instance, layout, digits of the gradient's sum): q, k and v then need one sum in the backward."""
@@ -423,7 +510,9 @@ class Partitioner:
         key = (source.name, use.want, partial)
         if key in self.moves:
             return self.moves[key]
-        forward = redistribution(source.layout, use.want) if middle is None else through(source.layout, middle, use.want)
+        forward = (
+            redistribution(source.layout, use.want) if middle is None else through(source.layout, middle, use.want)
+        )
         backward = transpose(forward, partial) if source.value.requires_grad else None
         value = self.cast.get(source.value.name, source.value)
         if forward.is_identity and (backward is None or backward.is_identity) and value.dtype == source.value.dtype:
@@ -431,9 +520,23 @@ class Partitioner:
         else:
             target = PlacedValue(self.name(source.name), value, use.want)
             cause = "parameter" if source.value.name in self.graph.parameters else use.cause
-            again = cause == "parameter" and not forward.is_identity and \
-                self.hsdp is not None and self.hsdp.lets_go(source.value.name)
-            self.out.append(Redistribute(source, target, forward, backward, cause, use.operator,
-                                 self.producer.get(source.value.name, ""), again))
+            again = (
+                cause == "parameter"
+                and not forward.is_identity
+                and self.hsdp is not None
+                and self.hsdp.lets_go(source.value.name)
+            )
+            self.out.append(
+                Redistribute(
+                    source,
+                    target,
+                    forward,
+                    backward,
+                    cause,
+                    use.operator,
+                    self.producer.get(source.value.name, ""),
+                    again,
+                )
+            )
         self.moves[key] = target
         return target

@@ -66,10 +66,16 @@ def local_inputs(args: tuple, kwargs: dict[str, Any], devices: int, dataset: Any
     if dataset == "full_batch":
         return args, kwargs
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    values = tuple(Value(f"input {i}", tuple(x.shape), x.dtype) for i, x in enumerate(leaves) if isinstance(x, torch.Tensor))
+    values = tuple(
+        Value(f"input {i}", tuple(x.shape), x.dtype) for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)
+    )
     fed = iter(input_placement(Graph(values, {}, {}, {}, (), ()), devices, dataset).inputs)
-    made = [torch.empty(next(fed).local_shape(x.shape), dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
-            if isinstance(x, torch.Tensor) else x for x in leaves]
+    made = [
+        torch.empty(next(fed).local_shape(x.shape), dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
+        if isinstance(x, torch.Tensor)
+        else x
+        for x in leaves
+    ]
     return pytree.tree_unflatten(made, spec)
 
 
@@ -78,8 +84,15 @@ def fed_whole(graph: Graph, devices: int, dataset: Any) -> InputPlacement:
     if dataset == "full_batch":
         return input_placement(graph, devices, dataset)
     if dataset == "data_parallel":
-        return InputPlacement(tuple(Layout.from_cuts(devices, (devices,) + (1,) * (len(v.shape) - 1)) if v.shape
-                             else Layout.replicated(devices, 0) for v in graph.inputs), True)
+        return InputPlacement(
+            tuple(
+                Layout.from_cuts(devices, (devices,) + (1,) * (len(v.shape) - 1))
+                if v.shape
+                else Layout.replicated(devices, 0)
+                for v in graph.inputs
+            ),
+            True,
+        )
     if not isinstance(dataset, (tuple, list)) or len(dataset) != len(graph.inputs):
         return input_placement(graph, devices, dataset)  # which says what is wrong with it
     layouts = tuple(entry if isinstance(entry, Layout) else Layout.from_cuts(devices, entry) for entry in dataset)
@@ -88,8 +101,12 @@ def fed_whole(graph: Graph, devices: int, dataset: Any) -> InputPlacement:
 
 def with_stacked(graph: Graph, devices: int, own: OwnPrograms) -> Graph:
     """The graph with each rank's own parameters as they are held: those of all ranks, along a first dim."""
-    return replace(graph, parameters={n: replace(v, shape=(devices, *v.shape)) if n in own.parameters else v
-                                      for n, v in graph.parameters.items()})
+    return replace(
+        graph,
+        parameters={
+            n: replace(v, shape=(devices, *v.shape)) if n in own.parameters else v for n, v in graph.parameters.items()
+        },
+    )
 
 
 def decided(graph: Graph, devices: int) -> dict[str, Decision]:
@@ -111,7 +128,7 @@ class _Programs:
     def __init__(self, graph: Graph, devices: int, fed: InputPlacement, own: OwnPrograms) -> None:
         self.graph, self.devices, self.fed, self.own = graph, devices, fed, own
         self.all: Digits = (Digit(devices, 1),) if devices > 1 else ()
-        self.made: dict[str, PlacedValue] = {}       # value name -> it
+        self.made: dict[str, PlacedValue] = {}  # value name -> it
         self.renamed: dict[str, Value] = {}
         self.out: list[Any] = []
         self.seed: PlacedValue | None = None
@@ -121,8 +138,10 @@ class _Programs:
         inputs = tuple(self.fed_input(v, layout) for v, layout in zip(graph.inputs, self.fed.inputs))
         parameters = {n: self.parameter(v) for n, v in graph.parameters.items()}
         buffers = {n: self.enter(PlacedValue(n, v, self.whole(v))) for n, v in graph.buffers.items()}
-        constants = {n: self.enter(PlacedValue(n, Value(n, tuple(t.shape), t.dtype), Layout.replicated(self.devices, t.dim())))
-                     for n, t in graph.constants.items()}
+        constants = {
+            n: self.enter(PlacedValue(n, Value(n, tuple(t.shape), t.dtype), Layout.replicated(self.devices, t.dim())))
+            for n, t in graph.constants.items()
+        }
         for op in graph.ops:
             if op.target in COLLECTIVES:
                 self.collective(op)
@@ -131,8 +150,20 @@ class _Programs:
         outputs = tuple(self.handed(v) if isinstance(v, Value) else v for v in graph.outputs)
         updates = {n: self.updated(v) for n, v in graph.updates.items()}
         stored = {n: ParameterSharding(i.layout) for n, i in parameters.items()}
-        return LocalProgram(self.devices, inputs, parameters, buffers, constants, tuple(self.out), outputs, updates, (), stored,
-                      {n: i.layout for n, i in parameters.items()}, self.seed)
+        return LocalProgram(
+            self.devices,
+            inputs,
+            parameters,
+            buffers,
+            constants,
+            tuple(self.out),
+            outputs,
+            updates,
+            (),
+            stored,
+            {n: i.layout for n, i in parameters.items()},
+            self.seed,
+        )
 
     # -- layouts --
 
@@ -156,7 +187,9 @@ class _Programs:
 
     def fed_input(self, value: Value, layout: Layout) -> PlacedValue:
         shape = tuple(size * cut for size, cut in zip(value.shape, layout.cuts))
-        instance = self.enter(PlacedValue(value.name, Value(value.name, shape, value.dtype, value.requires_grad), layout))
+        instance = self.enter(
+            PlacedValue(value.name, Value(value.name, shape, value.dtype, value.requires_grad), layout)
+        )
         self.made[value.name] = PlacedValue(value.name, value, instance.layout)
         if value.requires_grad and layout.replicas:
             self.summed(instance, layout, value)
@@ -166,19 +199,41 @@ class _Programs:
         """Every rank uses its copy in its own way: what they owe to it is summed."""
         target = PlacedValue(f"{source.name}~own", value, self.apart(value))
         gradient = redistribution(layout.with_partial(layout.replicas), layout)
-        self.out.append(Redistribute(source, target, redistribution(layout, layout), gradient,
-                             "parameter" if source.name in self.graph.parameters else "conversion", source.name))
+        self.out.append(
+            Redistribute(
+                source,
+                target,
+                redistribution(layout, layout),
+                gradient,
+                "parameter" if source.name in self.graph.parameters else "conversion",
+                source.name,
+            )
+        )
         self.made[value.name] = target
 
     def parameter(self, value: Value) -> PlacedValue:
         if value.name in self.own.parameters:
-            instance = PlacedValue(value.name, value.stored,
-                                Layout.of(self.devices, (self.all,) + ((),) * (len(value.shape) - 1)))
+            instance = PlacedValue(
+                value.name, value.stored, Layout.of(self.devices, (self.all,) + ((),) * (len(value.shape) - 1))
+            )
             value = replace(value, shape=value.shape[1:])
-            made = self.call(aten.select.int, (Ref(value.name), 0, 0), f"{value.name}~own", value.stored, self.apart(value),
-                             (instance,))
+            made = self.call(
+                aten.select.int,
+                (Ref(value.name), 0, 0),
+                f"{value.name}~own",
+                value.stored,
+                self.apart(value),
+                (instance,),
+            )
             if value.stored is not value:
-                self.call(aten.to.dtype, (Ref(made.name), value.dtype), f"{value.name}~cast", value, self.apart(value), (made,))
+                self.call(
+                    aten.to.dtype,
+                    (Ref(made.name), value.dtype),
+                    f"{value.name}~cast",
+                    value,
+                    self.apart(value),
+                    (made,),
+                )
             return instance
         instance = self.enter(PlacedValue(value.name, value.stored, self.whole(value)))
         if value.requires_grad and self.all:
@@ -186,13 +241,23 @@ class _Programs:
         elif value.stored is not value:
             target = self.enter(PlacedValue(f"{value.name}~cast", value, instance.layout))
             same = redistribution(target.layout, target.layout)
-            self.out.append(Redistribute(instance, target, same, same if value.requires_grad else None, "parameter", value.name))
+            self.out.append(
+                Redistribute(instance, target, same, same if value.requires_grad else None, "parameter", value.name)
+            )
         return instance
 
     # -- operators --
 
-    def call(self, target: Any, args: tuple, name: str, value: Value, layout: Layout, reads: tuple[PlacedValue, ...],
-             operator: str = "") -> PlacedValue:
+    def call(
+        self,
+        target: Any,
+        args: tuple,
+        name: str,
+        value: Value,
+        layout: Layout,
+        reads: tuple[PlacedValue, ...],
+        operator: str = "",
+    ) -> PlacedValue:
         """An operator of ours; what it makes stands for `value` from here on."""
         made = PlacedValue(name, value, layout)
         op = Op(name, target, (), {}, tuple(i.value for i in reads), (value,), origin=operator or value.name)
@@ -212,11 +277,19 @@ class _Programs:
             if any(v.name == SEED.name for v in step.inputs) and self.seed is None:
                 self.seed = self.enter(PlacedValue(SEED.name, SEED, self.whole(SEED)))
             local = local_call(step, rule, bound, assignment) if rule is not None else step
-            args, kwargs = pytree.tree_map(lambda leaf: Ref(self.made[leaf.name].name) if isinstance(leaf, Value) else leaf,
-                                           (local.args, local.kwargs))
+            args, kwargs = pytree.tree_map(
+                lambda leaf: Ref(self.made[leaf.name].name) if isinstance(leaf, Value) else leaf,
+                (local.args, local.kwargs),
+            )
             alike = all(self.made[v.name].layout.is_replicated for v in step.inputs)
-            outputs = tuple(None if v is None else self.enter(PlacedValue(
-                v.name, v, self.whole(v) if alike and not v.requires_grad else self.apart(v))) for v in step.outputs)
+            outputs = tuple(
+                None
+                if v is None
+                else self.enter(
+                    PlacedValue(v.name, v, self.whole(v) if alike and not v.requires_grad else self.apart(v))
+                )
+                for v in step.outputs
+            )
             self.out.append(LocalOp(step, local.target, tuple(args), kwargs, outputs, op.name))
 
     def swapped(self, op: Op) -> Op:
@@ -232,12 +305,18 @@ class _Programs:
         assert value is not None
         group = tuple(Digit(size, stride) for size, stride in zip(op.args[-2], op.args[-1]))
         if any(self.devices % digit.span for digit in group):
-            raise SettingError(f"a group over {group} does not fit {self.devices} devices", **op.where,
-                               legal=f"a Layout of {self.devices} devices")
+            raise SettingError(
+                f"a group over {group} does not fit {self.devices} devices",
+                **op.where,
+                legal=f"a Layout of {self.devices} devices",
+            )
         before, after, terms = self.between(op, group, len(value.shape))
         forward = redistribution(before, after)
-        backward = redistribution(after.with_partial(group) if terms else after, before.without_partial()) \
-            if value.requires_grad else None
+        backward = (
+            redistribution(after.with_partial(group) if terms else after, before.without_partial())
+            if value.requires_grad
+            else None
+        )
         source = PlacedValue(x.name, _of_all(op.inputs[0], before), before)
         target = PlacedValue(value.name, value, self.apart(value))
         self.out.append(Redistribute(source, target, forward, backward, "operator", op.name, op.name))
@@ -245,8 +324,10 @@ class _Programs:
 
     def between(self, op: Op, group: Digits, dims: int) -> tuple[Layout, Layout, bool]:
         """The layouts that a collective goes between, and whether the gradients that come to it are terms of a sum."""
+
         def cut(dim: int) -> Layout:
             return Layout.of(self.devices, [group if d == dim else () for d in range(dims)])
+
         whole = Layout.replicated(self.devices, dims)
         kind = schema_of(op.target).name.split("::")[1]
         if kind == "all_reduce":
@@ -264,10 +345,26 @@ class _Programs:
         x = self.made[value.name]
         total = PlacedValue(f"{name}~sum", value, self.whole(value))
         back = redistribution(self.whole(value), self.whole(value)) if value.requires_grad else None
-        self.out.append(Redistribute(PlacedValue(x.name, value, self.apart(value)), total,
-                             redistribution(self.apart(value), self.whole(value)), back, "operator", name, name))
-        return self.call(aten.div.Scalar, (Ref(total.name), float(self.devices)), f"{name}~mean", value, self.whole(value),
-                         (total,), name)
+        self.out.append(
+            Redistribute(
+                PlacedValue(x.name, value, self.apart(value)),
+                total,
+                redistribution(self.apart(value), self.whole(value)),
+                back,
+                "operator",
+                name,
+                name,
+            )
+        )
+        return self.call(
+            aten.div.Scalar,
+            (Ref(total.name), float(self.devices)),
+            f"{name}~mean",
+            value,
+            self.whole(value),
+            (total,),
+            name,
+        )
 
     def handed(self, value: Value) -> PlacedValue:
         value = self.renamed.get(value.name, value)
@@ -288,8 +385,16 @@ class _Programs:
         if value.dtype.is_floating_point:
             return self.mean(value, value.name)
         target = PlacedValue(f"{value.name}~one", value, self.whole(value))  # a count, alike on all
-        self.out.append(Redistribute(PlacedValue(x.name, value, self.whole(value)), target, redistribution(target.layout, target.layout),
-                             None, "conversion", value.name))
+        self.out.append(
+            Redistribute(
+                PlacedValue(x.name, value, self.whole(value)),
+                target,
+                redistribution(target.layout, target.layout),
+                None,
+                "conversion",
+                value.name,
+            )
+        )
         return target
 
 
@@ -299,7 +404,6 @@ def _of_all(value: Value, layout: Layout) -> Value:
     return Value(value.name, shape, value.dtype, value.requires_grad)
 
 
-
 # ----------------------------------------------------------------------------------------------------
 # Data-parallel batch norms: each device normalises by the statistics of its own part of the batch.
 #
@@ -307,8 +411,8 @@ def _of_all(value: Value, layout: Layout) -> Value:
 #     running statistics: next = (1 − momentum) · old + momentum · mean over the parts of their statistics
 #
 # So running statistics stay equal on all devices, and are what each part's own would be on average (unbiased variances;
-# not the variance of the whole batch, which also holds how far the parts lie from each other). What all layers have seen
-# is averaged in one all-reduce at the end of the forward, instead of one per layer.
+# not the variance of the whole batch, which also holds how far the parts lie from each other). What all layers have
+# seen is averaged in one all-reduce at the end of the forward, instead of one per layer.
 # ----------------------------------------------------------------------------------------------------
 
 _Layer = tuple[Op, Value]  # the batch norm, and the sums over the parts that it leaves: [2, channels]
@@ -325,7 +429,7 @@ def with_own_statistics(graph: Graph, devices: int, on_missing_rule: str = "erro
     if devices == 1 or not any(map(_trains, graph.ops)):
         return graph
     carries = batch_dims(graph, {op.name: description(op, on_missing_rule, devices)[1] for op in graph.ops})
-    changed: dict[str, Value] = {}     # new running statistics as the plain operator names them -> as they are made now
+    changed: dict[str, Value] = {}  # new running statistics as the plain operator names them -> as they are made now
     read = {v.name for op in graph.ops for v in op.inputs}
     layers: list[_Layer] = []
     ops = []
@@ -343,8 +447,10 @@ def with_own_statistics(graph: Graph, devices: int, on_missing_rule: str = "erro
     counted = [layer for layer in layers if layer[0].argument("tracked") is not None]
     others = [layer for layer in layers if layer[0].argument("tracked") is None]
     groups = [[layer] for layer in counted]
-    groups += [[layer for layer in others if layer[1].dtype == dtype]
-               for dtype in dict.fromkeys(stats.dtype for _, stats in others)]
+    groups += [
+        [layer for layer in others if layer[1].dtype == dtype]
+        for dtype in dict.fromkeys(stats.dtype for _, stats in others)
+    ]
     for number, group in enumerate(groups):
         ops += _averaged(group, f"running_statistics{f'_{number}' if number else ''}", devices, changed)
     now = lambda tree: map_values(tree, lambda v: changed.get(v.name, v))  # noqa: E731
@@ -359,14 +465,23 @@ def _own(op: Op, devices: int) -> tuple[Op, Value]:
     """The operator on parts, and what it leaves of their statistics."""
     x, mean = op.inputs[0], op.argument("running_mean")
     if x.numel // x.shape[1] == devices:
-        raise StrategyError(f"on {devices} devices each would normalise by the statistics of one value a channel of "
-                            f"{x.shape}", **op.where, legal="a larger batch, or sync_batch_norm=True")
+        raise StrategyError(
+            f"on {devices} devices each would normalise by the statistics of one value a channel of {x.shape}",
+            **op.where,
+            legal="a larger batch, or sync_batch_norm=True",
+        )
     dtype = mean.dtype if mean is not None else torch.float64 if x.dtype == torch.float64 else torch.float32
     weight, bias, eps, cudnn = map(op.argument, ("weight", "bias", "eps", "cudnn_enabled"))
     stats = Value(f"{op.name}.statistics", (2, x.shape[1]), dtype)
     inputs = tuple(v for v in (x, weight, bias) if v is not None)
-    return replace(op, target=own_batch_norm, args=(x, weight, bias, devices, dtype, eps, cudnn), kwargs={},
-                   inputs=inputs, outputs=(op.outputs[0], stats)), stats
+    return replace(
+        op,
+        target=own_batch_norm,
+        args=(x, weight, bias, devices, dtype, eps, cudnn),
+        kwargs={},
+        inputs=inputs,
+        outputs=(op.outputs[0], stats),
+    ), stats
 
 
 def _swapped(op: Op, changed: dict[str, Value]) -> Op:
@@ -388,6 +503,7 @@ def _averaged(group: list[_Layer], name: str, devices: int, changed: dict[str, V
     momenta = [0.0 if math.isnan(op.argument("momentum")) else op.argument("momentum") for op, _ in group]
     new = tuple(Value(f"{name}.{i}", v.shape, v.dtype) for i, v in enumerate(old))
     changed.update((v.name, n) for v, n in zip((v for op, _ in group for v in op.outputs[1:]), new))
-    made.append(Op(name, running_averages, (seen, old, tracked, momenta, [1 / devices] * 2), {},
-                   (seen, *old, *tracked), new))
+    made.append(
+        Op(name, running_averages, (seen, old, tracked, momenta, [1 / devices] * 2), {}, (seen, *old, *tracked), new)
+    )
     return made

@@ -20,17 +20,33 @@ from ..graph import Graph, Recompute
 from ..torch_private import FakeTensorMode, pytree, schema_of, storage_id
 from .local_program import GlobalExtreme, LocalOp, LocalProgram, PlacedValue, Redistribute, Ref, made_by, read_by, reads
 
-__all__ = ["LiveRanges", "RecomputedInstruction", "Regather", "Region", "SavedTensors", "hands_on", "regions_of", "saved_by", "segments_of", "started", "waiting", "wanted_again", "with_recompute"]
+__all__ = [
+    "LiveRanges",
+    "RecomputedInstruction",
+    "Regather",
+    "Region",
+    "SavedTensors",
+    "hands_on",
+    "regions_of",
+    "saved_by",
+    "segments_of",
+    "started",
+    "waiting",
+    "wanted_again",
+    "with_recompute",
+]
 
 
 # ----------------------------------------------------------------------------------------------------
 # What the backward of each instruction needs of what the forward had: asked of autograd itself.
 #
 # Every instruction is called on tensors without values, of local shapes, and what autograd packs is told apart by
-# memory: an input, an output, or something of the operator's own. No operator is described here. Where there is something
+# memory: an input, an output, or something of the operator's own. No operator is described here. Where there is
+# something
 # of its own, the tensors then stand for those of a CPU: on the meta device attention works out all its scores, as no
 # device does. Calls of the same operator with equal arguments on equal tensors are made once (`Call`).
 # ----------------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class SavedTensors:
@@ -59,7 +75,8 @@ class Blank(NamedTuple):
 
     def made(self, device: str) -> Tensor:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device).requires_grad_(
-            self.requires_grad)
+            self.requires_grad
+        )
 
 
 class AutogradCall(NamedTuple):
@@ -83,9 +100,13 @@ class AutogradCall(NamedTuple):
     def of(cls, instruction: LocalOp, names: tuple[str, ...], env: dict[str, Blank]) -> AutogradCall:
         leaves, tree = pytree.tree_flatten((instruction.args, instruction.kwargs))
         number = {name: n for n, name in enumerate(names)}
-        return cls(instruction.target, tree,
-                   tuple((Ref, number[leaf.name]) if isinstance(leaf, Ref) else (type(leaf), leaf) for leaf in leaves),
-                   tuple(env[n] for n in names), tuple(o.local_shape for o in made_by(instruction)))
+        return cls(
+            instruction.target,
+            tree,
+            tuple((Ref, number[leaf.name]) if isinstance(leaf, Ref) else (type(leaf), leaf) for leaf in leaves),
+            tuple(env[n] for n in names),
+            tuple(o.local_shape for o in made_by(instruction)),
+        )
 
 
 class Answer(NamedTuple):
@@ -108,8 +129,12 @@ class Answer(NamedTuple):
 def saved_by(routed: LocalProgram) -> list[SavedTensors]:
     """What each instruction of a program saves, in their order."""
     env: dict[str, Blank] = {}
-    sources: list[Iterable[PlacedValue]] = [routed.inputs, routed.parameters.values(), routed.buffers.values(),
-                                         routed.constants.values()]
+    sources: list[Iterable[PlacedValue]] = [
+        routed.inputs,
+        routed.parameters.values(),
+        routed.buffers.values(),
+        routed.constants.values(),
+    ]
     for instance in (i for table in sources for i in table):
         env[instance.name] = _blank(instance)
     if routed.seed is not None:
@@ -120,8 +145,11 @@ def saved_by(routed: LocalProgram) -> list[SavedTensors]:
             out.append(_of_operator(instruction, env))
             continue
         env[instruction.target.name] = _blank(instruction.target)
-        names = (instruction.source.name, instruction.operand.name, instruction.target.name) \
-            if isinstance(instruction, GlobalExtreme) and instruction.backward is not None else ()
+        names = (
+            (instruction.source.name, instruction.operand.name, instruction.target.name)
+            if isinstance(instruction, GlobalExtreme) and instruction.backward is not None
+            else ()
+        )
         out.append(SavedTensors(frozenset(names)))
     return out
 
@@ -129,8 +157,9 @@ def saved_by(routed: LocalProgram) -> list[SavedTensors]:
 def _blank(instance: PlacedValue, stride: tuple[int, ...] | None = None) -> Blank:
     """A tensor that stands for an instance."""
     shape = instance.local_shape
-    return Blank(shape, _contiguous(shape) if stride is None else stride, instance.value.dtype,
-                 instance.value.requires_grad)
+    return Blank(
+        shape, _contiguous(shape) if stride is None else stride, instance.value.dtype, instance.value.requires_grad
+    )
 
 
 @lru_cache(maxsize=1 << 14)
@@ -152,8 +181,9 @@ def _of_operator(instruction: LocalOp, env: dict[str, Blank]) -> SavedTensors:
         return SavedTensors(frozenset(names), True) if any(env[n].requires_grad for n in names) else SavedTensors()
     env.update((o.name, _blank(o, stride)) for o, stride in zip(outputs, answer.strides))
     values = frozenset((*(names[n] for n in answer.reads), *(outputs[k].name for k in answer.outputs)))
-    return SavedTensors(values, answer.own is not None, tuple((outputs[k].name, names[n]) for k, n in answer.views),
-                 answer.own or 0)
+    return SavedTensors(
+        values, answer.own is not None, tuple((outputs[k].name, names[n]) for k, n in answer.views), answer.own or 0
+    )
 
 
 @lru_cache(maxsize=1 << 14)
@@ -186,10 +216,18 @@ def _called(call: AutogradCall, device: str) -> Answer:
     given = {_memory(x): n for n, x in enumerate(read)}
     new = {_memory(x): k for k, x in reversed(list(enumerate(results))) if _memory(x) not in given}
     saved = [_memory(x) for x in packed]
-    own = {place: x.untyped_storage().nbytes() for x, place in zip(packed, saved) if place not in given and place not in new}
-    return Answer(tuple({given[p]: None for p in saved if p in given}), tuple({new[p]: None for p in saved if p in new}),
-                  tuple((k, given[_memory(x)]) for k, x in enumerate(results) if _memory(x) in given),
-                  sum(own.values()) if own else None, tuple(x.stride() for x in results))
+    own = {
+        place: x.untyped_storage().nbytes()
+        for x, place in zip(packed, saved)
+        if place not in given and place not in new
+    }
+    return Answer(
+        tuple({given[p]: None for p in saved if p in given}),
+        tuple({new[p]: None for p in saved if p in new}),
+        tuple((k, given[_memory(x)]) for k, x in enumerate(results) if _memory(x) in given),
+        sum(own.values()) if own else None,
+        tuple(x.stride() for x in results),
+    )
 
 
 def _memory(x: Tensor) -> int:
@@ -212,7 +250,7 @@ def wanted_again(routed: LocalProgram) -> dict[int, tuple[Redistribute, ...]]:
     """For each operator, by its place among the instructions, the weights that it saves and that are not kept."""
     if not any(isinstance(i, Redistribute) and i.again for i in routed.instructions):
         return {}
-    held: dict[str, Redistribute] = {}     # the name of a gathered weight, or of a view of one -> what gathers it
+    held: dict[str, Redistribute] = {}  # the name of a gathered weight, or of a view of one -> what gathers it
     out: dict[int, tuple[Redistribute, ...]] = {}
     for place, (instruction, saved) in enumerate(zip(routed.instructions, saved_by(routed))):
         if isinstance(instruction, Redistribute):
@@ -228,7 +266,6 @@ def wanted_again(routed: LocalProgram) -> dict[int, tuple[Redistribute, ...]]:
     return out
 
 
-
 # ----------------------------------------------------------------------------------------------------
 # From when to when tensors of a local program are there: in its forward, and their gradients in its backward.
 #
@@ -237,6 +274,7 @@ def wanted_again(routed: LocalProgram) -> dict[int, tuple[Redistribute, ...]]:
 #     a gradient    of a tensor: from the backward of its last reader (of an output, from the first) to that of its maker.
 #                   Further terms of it are there while they are added.
 # ----------------------------------------------------------------------------------------------------
+
 
 class LiveRanges:
     """The tensors of a forward.
@@ -269,8 +307,12 @@ class LiveRanges:
                 self.read[root] = place
 
 
-def waiting(backward: Sequence[tuple[int, Any]], instances: Mapping[str, PlacedValue], begin: Mapping[str, int],
-            grows: Callable[[str], bool]) -> Iterator[tuple[str, int, int]]:
+def waiting(
+    backward: Sequence[tuple[int, Any]],
+    instances: Mapping[str, PlacedValue],
+    begin: Mapping[str, int],
+    grows: Callable[[str], bool],
+) -> Iterator[tuple[str, int, int]]:
     """The gradients of a backward: (of which tensor, from, up to), the last moment not included.
 
     Args:
@@ -284,14 +326,16 @@ def waiting(backward: Sequence[tuple[int, Any]], instances: Mapping[str, PlacedV
         for made in made_by(instruction):
             if made.name in waits:
                 yield made.name, waits.pop(made.name), at + 1
-        passes = isinstance(instruction, Redistribute) and not instruction.casts and \
-            not (instruction.backward is not None and instruction.backward.steps)
+        passes = (
+            isinstance(instruction, Redistribute)
+            and not instruction.casts
+            and not (instruction.backward is not None and instruction.backward.steps)
+        )
         for name in reads(instruction):
             if name in instances and grows(name):
                 if not passes:
                     yield name, at, at + 1
                 waits.setdefault(name, at + 1)
-
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -305,6 +349,7 @@ def waiting(backward: Sequence[tuple[int, Any]], instances: Mapping[str, PlacedV
 # Nothing of a region runs twice that no backward asks for, so a collective whose result nobody saves is not sent again.
 # A region hands its `inputs` to `again` when a backward first asks for something dropped.
 # ----------------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class Region:
@@ -345,7 +390,9 @@ class RecomputedInstruction:
     operator: str
 
 
-def started(place: int, operator: str, regions: tuple[Region, ...], done: set[int], instructions: tuple) -> list[RecomputedInstruction]:
+def started(
+    place: int, operator: str, regions: tuple[Region, ...], done: set[int], instructions: tuple
+) -> list[RecomputedInstruction]:
     """What runs again before the backward of the instruction at `place`; `done`: the regions that have, by number."""
     out: list[RecomputedInstruction] = []
 
@@ -372,22 +419,28 @@ class _Regions:
     def __init__(self, said: dict[str, Recompute], routed: LocalProgram) -> None:
         self.said, self.routed, self.instructions = said, routed, routed.instructions
         self.names = [(reads(i), tuple(o.name for o in made_by(i))) for i in self.instructions]
-        self.calls: dict[int, list[str]] = {}      # call -> its operators
+        self.calls: dict[int, list[str]] = {}  # call -> its operators
         for name, recompute in said.items():
             self.calls.setdefault(recompute.call, []).append(name)
         self.settings = {call: said[operators[0]] for call, operators in self.calls.items()}
         self.everywhere = {call for call in self.calls if self.settings[call].everywhere or self.single(call)}
-        self.inside: list[int | None] = []         # per instruction: the call whose operator it works for
-        self.member: list[int | None] = []         # ... and by which it is computed again
-        self.maker: dict[str, int] = {}            # name -> the instruction that makes it
+        self.inside: list[int | None] = []  # per instruction: the call whose operator it works for
+        self.member: list[int | None] = []  # ... and by which it is computed again
+        self.maker: dict[str, int] = {}  # name -> the instruction that makes it
         for i in range(len(self.instructions)):
             self.place(i)
         self.droppable = self.find_droppable()
 
     def single(self, call: int) -> bool:
         """Whether a region is one operator, views aside."""
-        computes = {i.operator for i in self.instructions if isinstance(i, LocalOp) and not hands_on(i.target)
-                    and i.operator in self.said and self.said[i.operator].call == call}
+        computes = {
+            i.operator
+            for i in self.instructions
+            if isinstance(i, LocalOp)
+            and not hands_on(i.target)
+            and i.operator in self.said
+            and self.said[i.operator].call == call
+        }
         return len(computes) == 1
 
     def place(self, i: int) -> None:
@@ -402,7 +455,9 @@ class _Regions:
             sends = bool(instruction.forward.collectives)
             if getattr(instruction, "cause", "operator") == "parameter":
                 member = call if sends and (said.parallel_optimizer_comm or instruction.again) else None
-            elif (sends and not said.mp_comm) or (said.keep and getattr(instruction, "cause", "operator") == "operator"):
+            elif (sends and not said.mp_comm) or (
+                said.keep and getattr(instruction, "cause", "operator") == "operator"
+            ):
                 member = None
         if call is None:
             member = self.follows(instruction, read)
@@ -411,7 +466,8 @@ class _Regions:
         self.maker.update((name, i) for name in makes)
 
     def follows(self, instruction: Any, read: tuple[str, ...]) -> int | None:
-        """The region whose results a conversion or a view hands on: dropped with them, where they are dropped everywhere."""
+        """The region whose results a conversion or a view hands on: dropped with them, where they are dropped
+        everywhere."""
         if isinstance(instruction, LocalOp) and not hands_on(instruction.target) or not read:
             return None
         calls = {self.member[self.maker[n]] if n in self.maker else None for n in read}
@@ -435,13 +491,18 @@ class _Regions:
 
     def run(self) -> tuple[Region, ...]:
         saved = saved_by(self.routed)
-        needed = {call: {n for s in saved for n in s.values & self.droppable if self.call_of(n) == call}
-                  for call in self.calls}
+        needed = {
+            call: {n for s in saved for n in s.values & self.droppable if self.call_of(n) == call}
+            for call in self.calls
+        }
         first = {call: self.inside.index(call) for call in self.calls if call in self.inside}
         out = []
         for call in sorted(first, key=first.__getitem__, reverse=True):
-            own = {i for i, s in enumerate(saved) if s.own and self.member[i] == call and
-                   isinstance(self.instructions[i], LocalOp)}
+            own = {
+                i
+                for i, s in enumerate(saved)
+                if s.own and self.member[i] == call and isinstance(self.instructions[i], LocalOp)
+            }
             again, inputs, waiting = set(own), set(), list(needed[call])
             waiting += [n for i in own for n in self.names[i][0]]
             while waiting:
@@ -458,9 +519,17 @@ class _Regions:
             if not again:
                 continue
             savers = tuple(i for i, s in enumerate(saved) if i in own or s.values & needed[call])
-            out.append(Region(self.settings[call].path or self.calls[call][0], tuple(self.calls[call]),
-                              tuple(sorted(again)), frozenset(own), tuple(sorted(inputs)), frozenset(needed[call]),
-                              savers))
+            out.append(
+                Region(
+                    self.settings[call].path or self.calls[call][0],
+                    tuple(self.calls[call]),
+                    tuple(sorted(again)),
+                    frozenset(own),
+                    tuple(sorted(inputs)),
+                    frozenset(needed[call]),
+                    savers,
+                )
+            )
         return tuple(reversed(out))
 
     def call_of(self, name: str) -> int:
@@ -475,10 +544,10 @@ def hands_on(target: Any) -> bool:
     return schema is not None and len(schema.returns) == 1 and schema.returns[0].alias_info is not None
 
 
-
 # ----------------------------------------------------------------------------------------------------
 # What a search lets run again in the backward: operators by name, neighbours of one segment of the program together.
 # ----------------------------------------------------------------------------------------------------
+
 
 def segments_of(graph: Graph) -> dict[str, int]:
     """Operator -> the segment of the program that it is in: numbered modules (such as "layers.3"), outermost, and what
@@ -488,7 +557,7 @@ def segments_of(graph: Graph) -> dict[str, int]:
     for op in graph.ops:
         parts = op.module.split(".")
         first = next((k for k, part in enumerate(parts) if part.isdigit()), None)
-        block = ".".join(parts[:first + 1]) if first is not None else ""
+        block = ".".join(parts[: first + 1]) if first is not None else ""
         if block != before and size >= least:
             number, size = number + 1, 0
         before, size = block, size + 1

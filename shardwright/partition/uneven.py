@@ -75,8 +75,13 @@ def is_stored_padded(layout: Layout, shape: Sequence[int]) -> bool:
     return all(size % cut == 0 or len(digits) == 1 for size, cut, digits in zip(shape, layout.cuts, layout.dims or ()))
 
 
-def pad(work: Sequence[Piece], sources: Mapping[str, Layout], parameters: Iterable[tuple[Value, Layout]],
-        wanted: Iterable[tuple[Value, Layout]], renamed: Mapping[str, Value]) -> Padded:
+def pad(
+    work: Sequence[Piece],
+    sources: Mapping[str, Layout],
+    parameters: Iterable[tuple[Value, Layout]],
+    wanted: Iterable[tuple[Value, Layout]],
+    renamed: Mapping[str, Value],
+) -> Padded:
     """Put the operators that pad, mask and trim into planned work.
 
     Args:
@@ -117,14 +122,15 @@ class _Made:
 
 
 class _Padder:
-    def __init__(self, sources: Mapping[str, Layout], parameters: Iterable[tuple[Value, Layout]],
-                 renamed: Mapping[str, Value]) -> None:
+    def __init__(
+        self, sources: Mapping[str, Layout], parameters: Iterable[tuple[Value, Layout]], renamed: Mapping[str, Value]
+    ) -> None:
         self.work: list[Piece] = []
         self.renamed, self.handed = renamed, {}
         self.notes: list[str] = []
         self.parameters: dict[str, Value] = {}
-        self.layouts = dict(sources)                                   # of what exists as it is
-        self.made: dict[str, _Made] = {}                               # of what operators leave padded
+        self.layouts = dict(sources)  # of what exists as it is
+        self.made: dict[str, _Made] = {}  # of what operators leave padded
         self.variants: dict[tuple, Value] = {}
         self.decision: Decision | None = None
         for value, layout in parameters:
@@ -133,16 +139,20 @@ class _Padder:
                 self.parameters[value.name] = replace(value, shape=shape)
                 self.made[value.name] = _Made(self.parameters[value.name], value.shape, layout, zeros=True)
             elif shape != value.shape:
-                self.notes.append(f"the parameter {value.name!r} {value.shape} is stored whole in the dims that its "
-                                  f"cuts {layout.cuts} do not divide: no single digit of the rank makes these")
+                self.notes.append(
+                    f"the parameter {value.name!r} {value.shape} is stored whole in the dims that its "
+                    f"cuts {layout.cuts} do not divide: no single digit of the rank makes these"
+                )
 
     # -- operators --
 
     def piece(self, decision: Decision, op: Op, rule: Rule, bound: Bound, assignment: Assignment) -> None:
         """An operator, on padded values where its cuts ask for them."""
         self.decision = decision
-        factors = tuple(replace(f, size=-(-f.size // digits_size(d)) * digits_size(d))
-                        for f, d in zip(bound.factors, assignment.digits))
+        factors = tuple(
+            replace(f, size=-(-f.size // digits_size(d)) * digits_size(d))
+            for f, d in zip(bound.factors, assignment.digits)
+        )
 
         def padded(dims: Sequence[tuple[int, ...]], shape: tuple[int, ...]) -> tuple[int, ...]:
             sizes = []
@@ -153,8 +163,10 @@ class _Padder:
                 sizes.append(length if dim else size)
             return tuple(sizes)
 
-        shapes = [[padded(dims, shape) for dims, shape in zip(*side)]
-                  for side in ((bound.inputs, bound.in_shapes), (bound.outputs, bound.out_shapes))]
+        shapes = [
+            [padded(dims, shape) for dims, shape in zip(*side)]
+            for side in ((bound.inputs, bound.in_shapes), (bound.outputs, bound.out_shapes))
+        ]
         operands = [*zip(bound.inputs, bound.in_shapes, shapes[0]), *zip(bound.outputs, bound.out_shapes, shapes[1])]
         uneven = {i for dims, true, wide in operands for dim, a, b in zip(dims, true, wide) if a != b for i in dim}
         met, contracted = _met(bound, uneven) if rule.reduction != "none" else (set(), set())
@@ -172,9 +184,12 @@ class _Padder:
             if meets(bound.inputs[i], contracted):
                 neutral = rule.filling(op)
                 if neutral is None:
-                    raise StrategyError(f"sums over a dim that its cut does not divide, and {op.kind} does not leave "
-                                        "padding out", strategy=bound.in_strategy(assignment), **op.where,
-                                        legal=f"cuts that divide, such as {bound.dividing(assignment)}")
+                    raise StrategyError(
+                        f"sums over a dim that its cut does not divide, and {op.kind} does not leave padding out",
+                        strategy=bound.in_strategy(assignment),
+                        **op.where,
+                        legal=f"cuts that divide, such as {bound.dividing(assignment)}",
+                    )
                 fill = filling(value.dtype, neutral)
             elif meets(bound.inputs[i], met):
                 fill = filling(value.dtype, 0)
@@ -192,9 +207,13 @@ class _Padder:
                     self.layouts[value.name] = layout.without_partial()
                 else:
                     made = replace(value, shape=shapes[1][k])
-                    self.made[value.name] = _Made(made, value.shape, layout.without_partial(),
-                                                  leaks=leaks or meets(bound.outputs[k], met),
-                                                  detached=held[0] if op.target is aten.detach.default else None)
+                    self.made[value.name] = _Made(
+                        made,
+                        value.shape,
+                        layout.without_partial(),
+                        leaks=leaks or meets(bound.outputs[k], met),
+                        detached=held[0] if op.target is aten.detach.default else None,
+                    )
                     value = made
                 k += 1
             outputs.append(value)
@@ -248,8 +267,9 @@ class _Padder:
             source = self.obtain(value, value.shape, _whole(want, dims))
             layout = _between(self.layouts.get(source.name), want, dims)
             builder = self.builder(value, {source.name: layout})
-            self.variants[key] = self.add(builder, builder.call(aten.constant_pad_nd.default, source,
-                                                                amounts(value.shape, shape), fill))
+            self.variants[key] = self.add(
+                builder, builder.call(aten.constant_pad_nd.default, source, amounts(value.shape, shape), fill)
+            )
         return self.variants[key]
 
     def trimmed(self, made: _Made, want: Layout) -> Value:
@@ -308,8 +328,10 @@ class _Padder:
 
 def _met(bound: Bound, uneven: set[int]) -> tuple[set[int], set[int]]:
     """Of some factors those that an operand lacks, and those that an output lacks."""
+
     def lacks(dims: Sequence[tuple[int, ...]]) -> set[int]:
         return {i for i in uneven if all(i not in dim for dim in dims)}
+
     contracted = set().union(*map(lacks, bound.outputs))
     return contracted.union(*map(lacks, bound.inputs)), contracted
 
@@ -322,8 +344,10 @@ def _between(source: Layout | None, want: Layout, dims: Sequence[int]) -> Layout
     """On the way from one layout to another, one in which some dims are whole: that in which least is sent."""
     if source is None:
         return _whole(want, dims)
-    return min((_whole(source, dims), _whole(want, dims)),
-               key=lambda middle: redistribution(source, middle).sent + redistribution(middle, want).sent)
+    return min(
+        (_whole(source, dims), _whole(want, dims)),
+        key=lambda middle: redistribution(source, middle).sent + redistribution(middle, want).sent,
+    )
 
 
 def _check(op: Op, rule: Rule, bound: Bound, assignment: Assignment) -> None:
@@ -331,8 +355,9 @@ def _check(op: Op, rule: Rule, bound: Bound, assignment: Assignment) -> None:
     local = local_call(op, rule, bound, assignment)
     shapes = iter([bound.input_layout(i, assignment).local_shape(v.shape) for i, v in enumerate(op.inputs)])
     wanted = [bound.output_layout(i, assignment).local_shape(shape) for i, shape in enumerate(bound.out_shapes)]
-    args, kwargs = map_values((local.args, local.kwargs),
-                              lambda v: torch.empty(next(shapes), dtype=v.dtype, device="meta"))
+    args, kwargs = map_values(
+        (local.args, local.kwargs), lambda v: torch.empty(next(shapes), dtype=v.dtype, device="meta")
+    )
     try:
         made = local.target(*args, **kwargs)
         made = made if isinstance(made, (tuple, list)) else (made,)
@@ -340,6 +365,9 @@ def _check(op: Op, rule: Rule, bound: Bound, assignment: Assignment) -> None:
     except (RuntimeError, ValueError) as error:
         got = str(error)
     if got != wanted:
-        raise StrategyError(f"cannot work on padded slices: {got} instead of {wanted}",
-                            strategy=bound.in_strategy(assignment), **op.where,
-                            legal=f"cuts that divide, such as {bound.dividing(assignment)}")
+        raise StrategyError(
+            f"cannot work on padded slices: {got} instead of {wanted}",
+            strategy=bound.in_strategy(assignment),
+            **op.where,
+            legal=f"cuts that divide, such as {bound.dividing(assignment)}",
+        )

@@ -26,7 +26,20 @@ from ..layout import Digit, Layout
 from ..rules import Assignment, Bound, Rule, expand
 from ..torch_private import overload_name
 
-__all__ = ["BatchDim", "NotSeparable", "ReducedOverBatch", "additive", "after_cut", "batch_place", "differences", "followed", "image", "lends", "pairs", "product"]
+__all__ = [
+    "BatchDim",
+    "NotSeparable",
+    "ReducedOverBatch",
+    "additive",
+    "after_cut",
+    "batch_place",
+    "differences",
+    "followed",
+    "image",
+    "lends",
+    "pairs",
+    "product",
+]
 
 aten = torch.ops.aten
 
@@ -35,8 +48,14 @@ _PRODUCTS = ("mul", "multiply")
 _QUOTIENTS = ("div", "divide", "true_divide")
 
 #: Operators of which an input lends its dtype or device alone: which input.
-_LENDS = {aten.type_as.default: 1, aten.to.other: 1, aten.new_zeros.default: 0, aten.new_ones.default: 0,
-          aten.new_full.default: 0, aten.new_empty.default: 0}
+_LENDS = {
+    aten.type_as.default: 1,
+    aten.to.other: 1,
+    aten.new_zeros.default: 0,
+    aten.new_ones.default: 0,
+    aten.new_full.default: 0,
+    aten.new_empty.default: 0,
+}
 
 
 @dataclass(frozen=True)
@@ -135,8 +154,14 @@ def _is_whole(layout: Layout | None) -> bool:
     return layout is not None and not any(layout.dims)
 
 
-def _follow_step(op: Op, described: Rule, bound: Bound, assignment: Assignment, kinds: dict[str, str],
-                 layouts: dict[str, Layout | None]) -> None:
+def _follow_step(
+    op: Op,
+    described: Rule,
+    bound: Bound,
+    assignment: Assignment,
+    kinds: dict[str, str],
+    layouts: dict[str, Layout | None],
+) -> None:
     """Note what one of the operators, that another was worked out into, makes of its inputs."""
     draws = any(v.name == SEED.name for v in op.inputs)  # a part begins elsewhere in the whole: see rules.generator
     read = []
@@ -152,8 +177,13 @@ def _follow_step(op: Op, described: Rule, bound: Bound, assignment: Assignment, 
             kinds[value.name] = "mixed"
         elif assignment.used:
             contracted = {"sum": "sum", "none": "same"}.get(bound.reduction, "mixed")
-            kinds[value.name] = "mixed" if {"sum", "mean", "ratio"} & set(read) else \
-                "cut" if not _is_whole(layouts[value.name]) else contracted
+            kinds[value.name] = (
+                "mixed"
+                if {"sum", "mean", "ratio"} & set(read)
+                else "cut"
+                if not _is_whole(layouts[value.name])
+                else contracted
+            )
         else:
             kinds[value.name] = _worked_out(op, described, read)
 
@@ -179,7 +209,9 @@ def _worked_out(op: Op, described: Rule, read: Sequence[str]) -> str:
 
 def additive(op: Op) -> bool:
     """True for a sum, a difference, or so much of one tensor and the rest of another."""
-    return (op.kind in _ADDITIVE or op.kind == "lerp" and overload_name(op.target) == "Scalar") and op.outputs[0] is not None
+    return (op.kind in _ADDITIVE or op.kind == "lerp" and overload_name(op.target) == "Scalar") and op.outputs[
+        0
+    ] is not None
 
 
 def product(op: Op) -> int:
@@ -204,7 +236,6 @@ def followed(op: Op, described: Rule, kinds: Sequence[str]) -> str | None:
     return None
 
 
-
 # ----------------------------------------------------------------------------------------------------
 # Two captures of one model, of batches of unlike sizes, operator by operator.
 #
@@ -222,8 +253,8 @@ _SIZES = ("size", "shape", "sizes", "repeats")
 def pairs(graph: Graph, wide: Graph, refused: Callable[[Op, str], Exception]) -> Iterator[tuple[Op, Op | None]]:
     """Each operator of the one with its twin of the other; None for one that is left out there.
 
-    Twins are called at the same line. Where the two captures were made by calls of the model at different lines of the user's
-    loop, the loss's operators have those lines: then lines are not compared.
+    Twins are called at the same line. Where the two captures were made by calls of the model at different lines of the
+    user's loop, the loss's operators have those lines: then lines are not compared.
 
     Args:
         refused: the error for an operator and what is wrong with it, raised where the two are not one program.
@@ -245,8 +276,9 @@ class _Unlike(Exception):
         self.error = error
 
 
-def _pairs(graph: Graph, wide: Graph, refused: Callable[[Op, str], Exception], alike: Callable[[Op, Op], bool]
-           ) -> Iterator[tuple[Op, Op | None]]:
+def _pairs(
+    graph: Graph, wide: Graph, refused: Callable[[Op, str], Exception], alike: Callable[[Op, Op], bool]
+) -> Iterator[tuple[Op, Op | None]]:
     twins = list(reversed(wide.ops))
     for op in graph.ops:
         while twins and not alike(op, twins[-1]) and twins[-1].target in _LEFT_OUT:

@@ -1,8 +1,8 @@
 """Making the plan of a pipeline: micro-batches, stages, and for each stage a plan on its own devices.
 
-    devices of a group      devices / groups, neighbouring ranks
-    inputs of a stage       those of the model as the dataset_strategy has them on the stage's devices; values and parameters
-                            of earlier stages in the layout in which those have them
+devices of a group      devices / groups, neighbouring ranks
+inputs of a stage       those of the model as the dataset_strategy has them on the stage's devices; values and parameters
+                        of earlier stages in the layout in which those have them
 """
 
 from __future__ import annotations
@@ -39,16 +39,38 @@ def schedule_of(setting: PipelineSettings, devices: int) -> Schedule:
     """
     groups = setting.stages
     if devices % groups:
-        raise SettingError(f"{groups} stages on {devices} devices", legal="a number of stages that divides the devices: "
-                           f"{', '.join(str(n) for n in range(1, devices + 1) if devices % n == 0)}")
-    return schedule(None if setting.csv else setting.scheduler, groups, setting.micro_batches, chunks=setting.chunks,
-                    csv=setting.csv)
+        raise SettingError(
+            f"{groups} stages on {devices} devices",
+            legal="a number of stages that divides the devices: "
+            f"{', '.join(str(n) for n in range(1, devices + 1) if devices % n == 0)}",
+        )
+    return schedule(
+        None if setting.csv else setting.scheduler,
+        groups,
+        setting.micro_batches,
+        chunks=setting.chunks,
+        csv=setting.csv,
+    )
 
 
-def pipeline_plan(graph: Graph, wide: Graph | None, devices: int, mode: str, dataset: Any, planned: Schedule, modules: Mapping[str, int],
-                  planner: Planner, *, splits: tuple[bool, ...], sizes: tuple[int, ...] | None = None,
-                  on_missing_rule: str = "error", uneven: bool = False, cluster: Any = None, optimizer: Any = "adam",
-                  chosen: PipelineSearchResult | None = None) -> PipelinePlan:
+def pipeline_plan(
+    graph: Graph,
+    wide: Graph | None,
+    devices: int,
+    mode: str,
+    dataset: Any,
+    planned: Schedule,
+    modules: Mapping[str, int],
+    planner: Planner,
+    *,
+    splits: tuple[bool, ...],
+    sizes: tuple[int, ...] | None = None,
+    on_missing_rule: str = "error",
+    uneven: bool = False,
+    cluster: Any = None,
+    optimizer: Any = "adam",
+    chosen: PipelineSearchResult | None = None,
+) -> PipelinePlan:
     """Plan a captured model as a pipeline.
 
     Args:
@@ -67,19 +89,30 @@ def pipeline_plan(graph: Graph, wide: Graph | None, devices: int, mode: str, dat
     fed = {n: input_placement(graph, n, dataset) for n in sorted(set(sizes))}
     parts = _parts(fed[sizes[0]])
     if len(set(sizes)) > 1 and fed[sizes[0]].own_part:
-        raise SettingError(f"stages of {', '.join(map(str, sizes))} devices, each rank feeding its own part",
-                           legal='dataset_strategy("full_batch"), or stages of one size')
+        raise SettingError(
+            f"stages of {', '.join(map(str, sizes))} devices, each rank feeding its own part",
+            legal='dataset_strategy("full_batch"), or stages of one size',
+        )
     micro = split(graph, planned.micro_batches, wide, parts)
     bounds = {op.name: description(op, on_missing_rule, devices, uneven)[1] for op in micro.graph.ops}
     graphs = cut(micro.graph, modules, planned.stages, batch_dims(micro.graph, bounds))
     made = planned_stages(graphs, graph.inputs, micro.counts, planned.placement, sizes, fed, planner)
-    return PipelinePlan(micro.graph, devices, mode, made, planned, micro, splits,
-                        Cluster.of(cluster, devices), optimizer, chosen=chosen)
+    return PipelinePlan(
+        micro.graph, devices, mode, made, planned, micro, splits, Cluster.of(cluster, devices), optimizer, chosen=chosen
+    )
 
 
-def planned_stages(graphs: Sequence[StageGraph], inputs: Sequence[Value], counting: Graph | None, placement: Sequence[int],
-                   sizes: Sequence[int], fed: Mapping[int, InputPlacement], planner: Planner) -> tuple[Stage, ...]:
-    """The stages, each planned on devices of its own, in order: in which layout a value leaves one, it comes to another.
+def planned_stages(
+    graphs: Sequence[StageGraph],
+    inputs: Sequence[Value],
+    counting: Graph | None,
+    placement: Sequence[int],
+    sizes: Sequence[int],
+    fed: Mapping[int, InputPlacement],
+    planner: Planner,
+) -> tuple[Stage, ...]:
+    """The stages, each planned on devices of its own, in order: in which layout a value leaves one, it comes to
+    another.
 
     Args:
         inputs: of the model, without totals.
@@ -92,8 +125,14 @@ def planned_stages(graphs: Sequence[StageGraph], inputs: Sequence[Value], counti
     stages: list[Stage] = []
     for number, part in enumerate(graphs):
         size = sizes[placement[number]]
-        targets = {name: [sizes[placement[t]] for t, other in enumerate(graphs)
-                          if StageInput("stage", number, name) in other.sources] for name in part.sent}
+        targets = {
+            name: [
+                sizes[placement[t]]
+                for t, other in enumerate(graphs)
+                if StageInput("stage", number, name) in other.sources
+            ]
+            for name in part.sent
+        }
         own = _feeding(part, fed[size], len(inputs), stages, size)
         kept = {f"{name}.sent": max(neighbours(size, n) for n in targets[name]) for name in part.sent}
         plan = planner(part.graph, size, replace(own, kept=kept), number)
@@ -116,20 +155,25 @@ def _feeding(part: StageGraph, fed: InputPlacement, inputs: int, stages: list[St
     layouts = []
     for value, source in zip(part.graph.inputs, part.sources):
         if source.kind == "input":
-            layouts.append(fed.inputs[source.index] if source.index < inputs else Layout.replicated(devices, len(value.shape)))
+            layouts.append(
+                fed.inputs[source.index] if source.index < inputs else Layout.replicated(devices, len(value.shape))
+            )
             continue
         maker = stages[source.index]
-        left = maker.outgoing(source.name).layout if source.kind == "stage" else \
-            maker.plan.routed.parameters[source.name].layout
+        left = (
+            maker.outgoing(source.name).layout
+            if source.kind == "stage"
+            else maker.plan.routed.parameters[source.name].layout
+        )
         layouts.append(arriving(left, maker.devices, devices))
     first = next((layout.dims[0] for layout in fed.inputs if layout.dims and layout.dims[0]), ())
     return InputPlacement(tuple(layouts), fed.own_part, first if fed.own_part else ())
 
 
-
 # ----------------------------------------------------------------------------------------------------
 # Stages that are alike are planned once: what was decided for one holds for the others, in the same places.
 # ----------------------------------------------------------------------------------------------------
+
 
 class PlanCache:
     """A planner of stages that knows what it has planned.
@@ -139,8 +183,9 @@ class PlanCache:
         whole: names of parameters that are never stored cut.
     """
 
-    def __init__(self, planner: Callable[[Graph, int, InputPlacement, int], Plan],
-                 whole: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self, planner: Callable[[Graph, int, InputPlacement, int], Plan], whole: frozenset[str] = frozenset()
+    ) -> None:
         self.planner, self.whole = planner, whole
         self.known: list[tuple[Any, Plan]] = []
 

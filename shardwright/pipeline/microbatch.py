@@ -75,19 +75,28 @@ class MicrobatchRewriter:
         self.names = {v.name for op in graph.ops for v in op.outputs if v is not None} | set(graph.constants)
         self.names |= {op.name for op in graph.ops} | {v.name for v in graph.sources()}
         self._sources()
-        for op, twin in pairs(graph, wide, lambda op, what: self.error(
-                op, f"{what}: the program depends on the size of the batch",
-                "micro_batches=1, or a model that does the same for any batch")):
+        for op, twin in pairs(
+            graph,
+            wide,
+            lambda op, what: self.error(
+                op,
+                f"{what}: the program depends on the size of the batch",
+                "micro_batches=1, or a model that does the same for any batch",
+            ),
+        ):
             self._take(op, twin)
 
     # -- where it begins
 
     def error(self, op: Op | None, reason: str, legal: str | None = None) -> SettingError:
         where = op.where if op is not None else {}
-        return SettingError(f"cannot be split into {self.count} micro-batches: {reason}", **where,
-                            strategy=f"micro_batches={self.count}",
-                            legal=legal or "micro_batches=1, or a model that returns a sum or a mean over the batch, "
-                                           "or a result for each row")
+        return SettingError(
+            f"cannot be split into {self.count} micro-batches: {reason}",
+            **where,
+            strategy=f"micro_batches={self.count}",
+            legal=legal
+            or "micro_batches=1, or a model that returns a sum or a mean over the batch, or a result for each row",
+        )
 
     def _sources(self) -> None:
         ratios = set()
@@ -104,17 +113,30 @@ class MicrobatchRewriter:
         self.kinds |= {v.name: SAME for v in self.graph.parameters.values()}
         for name, value in self.graph.buffers.items():
             if name in self.in_turn:
-                self.kinds[value.name] = NotSeparable(self.error(
-                    None, f"the result depends on the buffer {name!r}, which changes from one micro-batch to the next"))
+                self.kinds[value.name] = NotSeparable(
+                    self.error(
+                        None,
+                        f"the result depends on the buffer {name!r}, which changes from one micro-batch to the next",
+                    )
+                )
             else:
                 self.kinds[value.name] = SAME
                 self.free.add(value.name)
         for name, tensor in self.graph.constants.items():
             twin = self.wide.constants.get(name)
-            alike = twin is not None and twin.shape == tensor.shape and twin.dtype == tensor.dtype and (
-                tensor.is_meta or twin.is_meta or torch.equal(tensor, twin))
-            self.kinds[name] = SAME if alike else NotSeparable(self.error(
-                None, f"the constant {name!r}, made by the model, depends on the size of the batch"))
+            alike = (
+                twin is not None
+                and twin.shape == tensor.shape
+                and twin.dtype == tensor.dtype
+                and (tensor.is_meta or twin.is_meta or torch.equal(tensor, twin))
+            )
+            self.kinds[name] = (
+                SAME
+                if alike
+                else NotSeparable(
+                    self.error(None, f"the constant {name!r}, made by the model, depends on the size of the batch")
+                )
+            )
             self.free.add(name)
 
     # -- an operator
@@ -139,9 +161,17 @@ class MicrobatchRewriter:
             if not random and all(v.name in self.free for v in op.inputs):
                 self.free |= {v.name for v in outputs}
         for value, wider, kind in zip(outputs, (v for v in twin.outputs if v is not None), kinds, strict=True):
-            self.kinds[value.name] = kind if self._fits(value, wider, kind) else NotSeparable(self.error(
-                op, f"its result is {list(value.shape)} for a micro-batch and {list(wider.shape)} for {self.ratio} "
-                    "times the rows, of which it carries no more"))
+            self.kinds[value.name] = (
+                kind
+                if self._fits(value, wider, kind)
+                else NotSeparable(
+                    self.error(
+                        op,
+                        f"its result is {list(value.shape)} for a micro-batch and {list(wider.shape)} for {self.ratio} "
+                        "times the rows, of which it carries no more",
+                    )
+                )
+            )
 
     def _pieces(self, value: Value, rows: BatchDim) -> Pieces:
         """Where the numbers of a random operator lie in the whole batch. Where the dim has not the rows of each part
@@ -182,8 +212,11 @@ class MicrobatchRewriter:
     def _described(self, op: Op, twin: Op) -> tuple[Rule, Bound]:
         described = find_rule(twin)
         if described is None:
-            raise self.error(op, f"there is no rule for {op.target}, which says what it does with the batch",
-                              f'micro_batches=1, or sw.rule({op.target}, "…"), which describes it')
+            raise self.error(
+                op,
+                f"there is no rule for {op.target}, which says what it does with the batch",
+                f'micro_batches=1, or sw.rule({op.target}, "…"), which describes it',
+            )
         return described, bound_rule(twin, described)
 
     def _same_numbers(self, op: Op, twin: Op) -> None:
@@ -191,8 +224,11 @@ class MicrobatchRewriter:
             raise self._grows(op, *found)
 
     def _grows(self, op: Op, name: str, mine: Any, theirs: Any) -> SettingError:
-        return self.error(op, f"its argument {name} is {mine} in a micro-batch and {theirs} in one of {self.ratio} "
-                               "times the rows: it depends on the size of the batch")
+        return self.error(
+            op,
+            f"its argument {name} is {mine} in a micro-batch and {theirs} in one of {self.ratio} "
+            "times the rows: it depends on the size of the batch",
+        )
 
     def _normalised(self, op: Op, twin: Op, rows: BatchDim) -> tuple[Op, list[Kind]]:
         _, bound = self._described(op, twin)
@@ -251,14 +287,15 @@ class MicrobatchRewriter:
                 places.add(batch_place(bound, bound.inputs[i], kind))
         if None in places or len(places) > 1:
             raise self.error(op, "rows of the batch meet other rows")
-        place, = places
+        (place,) = places
         assert place is not None
         if bound.factors[place[0]].size % (place[1] * self.ratio):
             raise self.error(op, "it takes rows apart")
         for i, (value, kind) in enumerate(zip(op.inputs, inputs)):
             if not isinstance(kind, BatchDim) and not lends(op, i) and any(place[0] in dim for dim in bound.inputs[i]):
-                raise self.error(op, f"{value} {list(value.shape)} has a row for each of the batch and is not split "
-                                      "with it")
+                raise self.error(
+                    op, f"{value} {list(value.shape)} has a row for each of the batch and is not split with it"
+                )
         kinds: list[Kind] = []
         for dims, made in zip(bound.outputs, after_cut(twin, described, bound, place[0], self.ratio)):
             if made == "ratio" and isinstance(op.argument("target"), Value):
@@ -372,9 +409,12 @@ class MicrobatchRewriter:
         for name in ("target", "weight"):
             value = op.argument(name)
             if isinstance(value, Value) and value.name not in self.free:
-                raise self.error(op, f"its mean is over what counts of all micro-batches, and its {name} {value} does "
-                                      f"not come from the model's inputs alone", "micro_batches=1, a "
-                                  f"{name} made of inputs and buffers alone, or reduction=\"sum\"")
+                raise self.error(
+                    op,
+                    f"its mean is over what counts of all micro-batches, and its {name} {value} does "
+                    f"not come from the model's inputs alone",
+                    f'micro_batches=1, a {name} made of inputs and buffers alone, or reduction="sum"',
+                )
         out = op.outputs[0]
         assert out is not None
         counting = self._builder(op, "count", op.inputs)
@@ -401,7 +441,9 @@ def _statistics(graph: Graph) -> set[str]:
             made.update(values[1:] if op.target in _BATCH_NORMS else values)
     found = {name for name, value in graph.updates.items() if value.name in made}
     modules = {name.rpartition(".")[0] for name in found}
-    return found | {name for name in graph.updates if name.rpartition(".")[0] in modules and name.endswith("num_batches_tracked")}
+    return found | {
+        name for name in graph.updates if name.rpartition(".")[0] in modules and name.endswith("num_batches_tracked")
+    }
 
 
 def _form(op: Op) -> tuple:
@@ -417,8 +459,14 @@ def _form(op: Op) -> tuple:
         if isinstance(x, dict):
             return kind, tuple([(name, form(y)) for name, y in x.items()])
         return kind, x
-    return (op.target, form(op.args), form(op.kwargs), form(op.inputs),
-            tuple([None if v is None else (v.shape, v.dtype, v.requires_grad) for v in op.outputs]))
+
+    return (
+        op.target,
+        form(op.args),
+        form(op.kwargs),
+        form(op.inputs),
+        tuple([None if v is None else (v.shape, v.dtype, v.requires_grad) for v in op.outputs]),
+    )
 
 
 def _counts_off(op: Op) -> bool:
@@ -445,7 +493,6 @@ def _reading(op: Op, changes: dict[str, Value]) -> Op:
     return replace(op, args=args, kwargs=kwargs, inputs=tuple(changes.get(v.name, v) for v in op.inputs))
 
 
-
 # ----------------------------------------------------------------------------------------------------
 # Micro-batches: a batch of B rows runs as m parts of b = B/m rows, through one graph captured for b rows.
 #
@@ -461,17 +508,19 @@ def _reading(op: Op, changes: dict[str, Value]) -> Op:
 #
 #     Σ_k (Σ of the terms of part k) / total       total = Σ_k (what counts of part k)
 #
-# with the total a further input of the graph. What counts comes from the model's inputs alone, so that `counts` makes it
-# of each part before the first of them runs.
+# with the total a further input of the graph. What counts comes from the model's inputs alone, so that `counts` makes
+# it of each part before the first of them runs.
 #
-# The batch has to be read off more than the one graph, in which a number that a model makes of its batch size is a number
+# The batch has to be read off more than the one graph, in which a number that a model makes of its batch size is a
+# number
 # like any other: the same model captured with more rows a part (`wide`) tells them apart, and rows of which a part has
 # only one from dims of size 1.
 #
-# Buffers that change hold their old values in all parts, and get their new ones after the last, put together as outputs are:
-# what one device would give them. A batch norm that trains normalises each part by its own mean and variance; what it counts
-# is changed by each part in turn, as where parts are batches of their own.
+# Buffers that change hold their old values in all parts, and get their new ones after the last, put together as outputs
+# are: what one device would give them. A batch norm that trains normalises each part by its own mean and variance; what
+# it counts is changed by each part in turn, as where parts are batches of their own.
 # ----------------------------------------------------------------------------------------------------
+
 
 class Join(NamedTuple):
     """How an output of the parts makes that of the whole batch: "cat" along `dim`, "sum", "mean" or "same". A gradient
@@ -492,8 +541,8 @@ class MicrobatchPlan:
         totals: the names of its last inputs: sums over all micro-batches of the outputs of `counts`, in their order.
         counts: of those of the model's inputs (by their names) and buffers that it reads, what counts in one
             micro-batch; None where there are no totals.
-        updates: by the names of buffers that change once a step, how the parts' new values go together; those of batch norms,
-            which change in turn, are not among them.
+        updates: by the names of buffers that change once a step, how the parts' new values go together; those of batch
+            norms, which change in turn, are not among them.
     """
 
     graph: Graph
@@ -516,13 +565,16 @@ def is_split(args: tuple, kwargs: dict[str, Any] | None = None) -> tuple[bool, .
     """For each tensor among the inputs whether micro-batches get a part of it, along dim 0: those with as many rows as
     the first tensor that has dims. Every micro-batch gets all of the others."""
     rows = rows_of(args, kwargs or {})
-    return tuple(bool(x.dim()) and x.shape[0] == rows for x in pytree.tree_leaves((args, kwargs or {}))
-                 if isinstance(x, torch.Tensor))
+    return tuple(
+        bool(x.dim()) and x.shape[0] == rows
+        for x in pytree.tree_leaves((args, kwargs or {}))
+        if isinstance(x, torch.Tensor)
+    )
 
 
 def micro_calls(args: tuple, kwargs: dict[str, Any] | None, count: int) -> list[tuple[tuple, dict[str, Any]]]:
-    """Inputs of one micro-batch's shapes, on the meta device; where there are several micro-batches, also such with twice the
-    rows, with which `split` compares.
+    """Inputs of one micro-batch's shapes, on the meta device; where there are several micro-batches, also such with
+    twice the rows, with which `split` compares.
 
     Args:
         args, kwargs: those of the whole batch.
@@ -539,8 +591,11 @@ def micro_calls(args: tuple, kwargs: dict[str, Any] | None, count: int) -> list[
 def _resized(args: tuple, kwargs: dict[str, Any], count: int, times: int) -> tuple[tuple, dict[str, Any]]:
     rows = rows_of(args, kwargs)
     if rows is None:
-        raise SettingError("there is no batch to split: no input is a tensor with dims",
-                           strategy=f"micro_batches={count}", legal="micro_batches=1")
+        raise SettingError(
+            "there is no batch to split: no input is a tensor with dims",
+            strategy=f"micro_batches={count}",
+            legal="micro_batches=1",
+        )
     leaves, spec = pytree.tree_flatten_with_path((args, kwargs))
     made = []
     for path, x in leaves:
@@ -548,9 +603,11 @@ def _resized(args: tuple, kwargs: dict[str, Any], count: int, times: int) -> tup
             shape = tuple(x.shape)
             if shape and shape[0] == rows:
                 if rows % count or not rows:
-                    raise SettingError(f"the input {_called(path)} has {rows} rows, which {count} micro-batches do not "
-                                       "divide", strategy=f"micro_batches={count}",
-                                       legal=", ".join(str(d) for d in range(1, rows + 1) if rows % d == 0) or None)
+                    raise SettingError(
+                        f"the input {_called(path)} has {rows} rows, which {count} micro-batches do not divide",
+                        strategy=f"micro_batches={count}",
+                        legal=", ".join(str(d) for d in range(1, rows + 1) if rows % d == 0) or None,
+                    )
                 shape = (rows // count * times, *shape[1:])
             x = torch.empty(shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
         made.append(x)
@@ -577,8 +634,9 @@ def split(graph: Graph, count: int, wide: Graph | None = None, parts: int = 1) -
             piece of each, in their order.
 
     Raises:
-        SettingError: an output, or a buffer's new value, that mixes the rows of one micro-batch with those of another in
-            another way than a sum or a mean, with the operator that does; a program that is another one for more rows.
+        SettingError: an output, or a buffer's new value, that mixes the rows of one micro-batch with those of another
+            in another way than a sum or a mean, with the operator that does; a program that is another one for more
+            rows.
     """
     if count == 1:
         return MicrobatchPlan(graph, tuple(Join("same") if isinstance(x, Value) else None for x in graph.outputs))
@@ -600,9 +658,11 @@ def _join(found: MicrobatchRewriter, value: Value) -> Join:
     if kind.numbers:
         raise found.error(found.graph.producers().get(value.name), "it is a result, and counts the rows of the batch")
     if kind.outer != 1:
-        raise found.error(found.graph.producers().get(value.name),
-                          f"the rows of the batch lie apart in dim {kind.dim} of its result, {list(value.shape)}",
-                          "micro_batches=1, or a result with a dim for the batch alone")
+        raise found.error(
+            found.graph.producers().get(value.name),
+            f"the rows of the batch lie apart in dim {kind.dim} of its result, {list(value.shape)}",
+            "micro_batches=1, or a result with a dim for the batch alone",
+        )
     return Join("cat", kind.dim)
 
 
@@ -611,10 +671,16 @@ def _update(found: MicrobatchRewriter, name: str, value: Value) -> Join:
     kind = found.kinds[value.name]
     if isinstance(kind, ReducedOverBatch):
         return Join(kind.how)
-    reason = "it is of rows of the batch, of which each micro-batch has its own" if not isinstance(kind, NotSeparable) else \
-        f"it is no sum or mean over the batch ({kind.error.message})"
-    raise found.error(found.graph.producers().get(value.name), f"the new value of the buffer {name!r}: {reason}",
-                      "micro_batches=1, or a buffer that gets a sum or a mean over the batch")
+    reason = (
+        "it is of rows of the batch, of which each micro-batch has its own"
+        if not isinstance(kind, NotSeparable)
+        else f"it is no sum or mean over the batch ({kind.error.message})"
+    )
+    raise found.error(
+        found.graph.producers().get(value.name),
+        f"the new value of the buffer {name!r}: {reason}",
+        "micro_batches=1, or a buffer that gets a sum or a mean over the batch",
+    )
 
 
 def _counts(found: MicrobatchRewriter) -> Graph:
@@ -625,10 +691,15 @@ def _counts(found: MicrobatchRewriter) -> Graph:
         if any(v is not None and v.name in wanted for v in op.outputs):
             ops.append(op)
             wanted |= {v.name for v in op.inputs}
-    return Graph(tuple(v for v in graph.inputs if v.name in wanted), {},
-                 {name: v for name, v in graph.buffers.items() if v.name in wanted},
-                 {name: t for name, t in graph.constants.items() if name in wanted}, tuple(reversed(ops)), outputs,
-                 batch={name: dim for name, dim in found.batch.items() if name in wanted})
+    return Graph(
+        tuple(v for v in graph.inputs if v.name in wanted),
+        {},
+        {name: v for name, v in graph.buffers.items() if v.name in wanted},
+        {name: t for name, t in graph.constants.items() if name in wanted},
+        tuple(reversed(ops)),
+        outputs,
+        batch={name: dim for name, dim in found.batch.items() if name in wanted},
+    )
 
 
 def _alive(graph: Graph, ops: Sequence[Op]) -> tuple[Op, ...]:

@@ -37,12 +37,24 @@ from .schedules import Schedule, forward_only, schedule
 from .simulate import Profile, Simulation, simulate
 from .stages import StageInput
 
-__all__ = ["Moment", "PipelinePlan", "PipelineSearchResult", "PricedPipeline", "Stage", "StageChoice", "StageParameter", "Transfer", "moments", "timeline_of"]
+__all__ = [
+    "Moment",
+    "PipelinePlan",
+    "PipelineSearchResult",
+    "PricedPipeline",
+    "Stage",
+    "StageChoice",
+    "StageParameter",
+    "Transfer",
+    "moments",
+    "timeline_of",
+]
 
 
 # ----------------------------------------------------------------------------------------------------
 # The stages of a pipeline that a search has chosen, and what else it priced.
 # ----------------------------------------------------------------------------------------------------
+
 
 class StageChoice(NamedTuple):
     """A stage: units [first, last) on so many devices, computed again in the backward or not."""
@@ -100,8 +112,13 @@ class PipelineSearchResult:
     @property
     def modules(self) -> dict[str, int]:
         """Dotted path -> stage."""
-        return {path: s for s, stage in enumerate(self.stages) for paths in self.paths[stage.first:stage.last]
-                for path in paths if path}
+        return {
+            path: s
+            for s, stage in enumerate(self.stages)
+            for paths in self.paths[stage.first : stage.last]
+            for path in paths
+            if path
+        }
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -279,11 +296,17 @@ class PipelinePlan(SavedPlan):
                 if source.kind == "input":
                     continue
                 maker = self.stages[source.index]
-                left = maker.outgoing(source.name).layout if source.kind == "stage" else \
-                    maker.plan.routed.parameters[source.name].layout
+                left = (
+                    maker.outgoing(source.name).layout
+                    if source.kind == "stage"
+                    else maker.plan.routed.parameters[source.name].layout
+                )
                 kind = "value" if source.kind == "stage" else "parameter"
-                out.append(Transfer(kind, source.name, source.index, stage.number, left, layout, value.stored,
-                                    value.requires_grad))
+                out.append(
+                    Transfer(
+                        kind, source.name, source.index, stage.number, left, layout, value.stored, value.requires_grad
+                    )
+                )
         return tuple(sorted(out, key=lambda t: (t.source, t.target)))
 
     # -- looking -----------------------------------------------------------------------------------------------------
@@ -291,8 +314,12 @@ class PipelinePlan(SavedPlan):
     @cached_property
     def operators(self) -> tuple[OperatorPlan, ...]:
         """The operators of the user's program, stage by stage."""
-        return tuple(o for stage in self.stages for o, op in zip(stage.plan.operators, stage.plan.graph.ops)
-                     if op.target is not send)
+        return tuple(
+            o
+            for stage in self.stages
+            for o, op in zip(stage.plan.operators, stage.plan.graph.ops)
+            if op.target is not send
+        )
 
     def operator(self, name: str) -> OperatorPlan:
         """An operator, as `Plan.operator` finds it.
@@ -313,9 +340,12 @@ class PipelinePlan(SavedPlan):
                 return stage
         inside = [stage for stage in self.stages if any(o.module == name for o in stage.plan.operators)]
         if len(inside) != 1:
-            raise PlanError(f"no operator is called {name!r}" if not inside else
-                            f"the module {name!r} calls operators of {len(inside)} stages",
-                            legal=", ".join(o.name for o in self.operators))
+            raise PlanError(
+                f"no operator is called {name!r}"
+                if not inside
+                else f"the module {name!r} calls operators of {len(inside)} stages",
+                legal=", ".join(o.name for o in self.operators),
+            )
         return inside[0]
 
     @cached_property
@@ -324,8 +354,12 @@ class PipelinePlan(SavedPlan):
         out: dict[str, StageParameter] = {}
         for stage in self.stages:
             for name, p in stage.plan.parameters.items():
-                out.setdefault(name, StageParameter(p.name, p.shape, p.layout, p.storage, p.trainable, p.note,
-                                                    stage.number, stage.ranks))
+                out.setdefault(
+                    name,
+                    StageParameter(
+                        p.name, p.shape, p.layout, p.storage, p.trainable, p.note, stage.number, stage.ranks
+                    ),
+                )
         for alias, name in self.graph.aliases.items():
             if name in out:
                 out.setdefault(alias, out[name])
@@ -353,8 +387,11 @@ class PipelinePlan(SavedPlan):
         if back:
             source, target = target, source
         if rank in source.ranks:
-            return tuple(q for q in target.ranks if source.first + sender(
-                q - target.first, source.devices, target.devices) == rank)
+            return tuple(
+                q
+                for q in target.ranks
+                if source.first + sender(q - target.first, source.devices, target.devices) == rank
+            )
         return (source.first + sender(rank - target.first, source.devices, target.devices),)
 
     def collectives(self, rank: int) -> tuple[Collective, ...]:
@@ -432,26 +469,43 @@ class _Step:
         for t in shared:
             yield from self.moved(t, "storage")
         for stage in self.mine.values():
-            yield from self.of(stage, ((c, d) for i in stage.plan.routed.instructions if stage.plan.once(i)
-                                       for c, d in forward_collectives(i)))
+            yield from self.of(
+                stage,
+                (
+                    (c, d)
+                    for i in stage.plan.routed.instructions
+                    if stage.plan.once(i)
+                    for c, d in forward_collectives(i)
+                ),
+            )
         for action in plan.schedule.actions[plan.schedule.placement[next(iter(self.mine))]]:
             stage = self.mine[action.stage]
             if action.kind == "F":
                 yield from self.moved_of(stage, "forward", into=True)
-                yield from self.of(stage, ((c, d) for i in stage.plan.routed.instructions if not stage.plan.once(i)
-                                           for c, d in forward_collectives(i)))
+                yield from self.of(
+                    stage,
+                    (
+                        (c, d)
+                        for i in stage.plan.routed.instructions
+                        if not stage.plan.once(i)
+                        for c, d in forward_collectives(i)
+                    ),
+                )
                 yield from self.moved_of(stage, "forward", into=False)
             elif action.kind in "BI":
                 yield from self.moved_of(stage, "backward", into=True)
-                yield from self.of(stage, ((c, d) for i in stage.plan.backward if not stage.plan.once(i)
-                                           for c, d in backward_collectives(i)))
+                yield from self.of(
+                    stage,
+                    ((c, d) for i in stage.plan.backward if not stage.plan.once(i) for c, d in backward_collectives(i)),
+                )
                 yield from self.moved_of(stage, "backward", into=False)
         for t in shared:
             if t.gradient:
                 yield from self.moved(t, "gradient", back=True)
         for stage in self.mine.values():
-            yield from self.of(stage, ((c, d) for i in stage.plan.backward if stage.plan.once(i)
-                                       for c, d in backward_collectives(i)))
+            yield from self.of(
+                stage, ((c, d) for i in stage.plan.backward if stage.plan.once(i) for c, d in backward_collectives(i))
+            )
 
     def of(self, stage: Stage, given: Iterator[tuple[Collective, Any]]) -> Iterator[Collective]:
         for collective, digits in given:
@@ -468,21 +522,29 @@ class _Step:
 
     def moved(self, t: Transfer, phase: str, back: bool = False, at: Stage | None = None) -> Iterator[Collective]:
         """A transfer, if this rank takes part in it; `back`: of the gradient."""
-        for stage in ((at,) if at is not None else tuple(self.mine.values())):
+        for stage in (at,) if at is not None else tuple(self.mine.values()):
             if stage.number not in (t.source, t.target) or {t.source, t.target} <= set(self.mine):
                 continue
             sends = (stage.number == t.source) != back
             cause = "parameter" if t.kind == "parameter" else "conversion"
             for peer in self.plan.peers(t, self.rank, back):
                 ranks = (self.rank, peer) if sends else (peer, self.rank)
-                yield Collective("send" if sends else "recv", ranks, t.local_shape, t.nbytes, t.nbytes if sends else 0,
-                                 phase, cause, t.name)
+                yield Collective(
+                    "send" if sends else "recv",
+                    ranks,
+                    t.local_shape,
+                    t.nbytes,
+                    t.nbytes if sends else 0,
+                    phase,
+                    cause,
+                    t.name,
+                )
 
 
 # -- a step in time --------------------------------------------------------------------------------------------------
 #
-# A stage's forward and backward take what one more micro-batch adds to the stage's price. The rest of the price is spent once
-# a step. A transfer takes as long as the slowest of the ranks that send, each over its own links.
+# A stage's forward and backward take what one more micro-batch adds to the stage's price. The rest of the price is
+# spent once a step. A transfer takes as long as the slowest of the ranks that send, each over its own links.
 
 
 class Moment(NamedTuple):
@@ -500,8 +562,10 @@ def moments(plan: Plan) -> tuple[Moment, ...]:
     seed = () if routed.seed is None else (routed.seed,)
     made = (o for i in routed.instructions for o in made_by(i))
     known = {i.name: i for i in (*routed.inputs, *seed, *(i for table in tables for i in table.values()), *made)}
-    return (*(Moment(i.operator, "forward", costs.forward(i, known)) for i in routed.instructions),
-            *(Moment(i.operator, "backward", costs.backward(i, known)) for i in plan.backward))
+    return (
+        *(Moment(i.operator, "forward", costs.forward(i, known)) for i in routed.instructions),
+        *(Moment(i.operator, "backward", costs.backward(i, known)) for i in plan.backward),
+    )
 
 
 def timeline_of(plan: Plan | PipelinePlan) -> Simulation:
@@ -514,8 +578,15 @@ def _of_one(plan: Plan) -> Simulation:
     fixed, kept, held = _held(plan, together=False)
     seconds = [[m.seconds for m in moments(plan) if m.half == half] for half in ("forward", "backward")]
     one = schedule("gpipe", 1, 1) if plan.backward else forward_only((0,), 1)
-    return simulate(one, [sum(seconds[0])], [sum(seconds[1])], fixed=[fixed], kept=[kept], devices=[plan.devices],
-                    running=[tuple(_profile(*half) for half in zip(seconds, held))])
+    return simulate(
+        one,
+        [sum(seconds[0])],
+        [sum(seconds[1])],
+        fixed=[fixed],
+        kept=[kept],
+        devices=[plan.devices],
+        running=[tuple(_profile(*half) for half in zip(seconds, held))],
+    )
 
 
 def _profile(seconds: Sequence[float], held: Sequence[float]) -> Profile:
@@ -533,12 +604,18 @@ def _held(plan: Plan, together: bool) -> tuple[float, float, tuple[list[float], 
     """
     line = plan.timeline
     crosses = lambda h: h.start < line.forward < h.stop  # noqa: E731
-    standing = {id(h) for h in line.held if h.what in ("parameters", "gradients", "optimizer")
-                or together and h.what == "gathered" and crosses(h)}
+    standing = {
+        id(h)
+        for h in line.held
+        if h.what in ("parameters", "gradients", "optimizer") or together and h.what == "gathered" and crosses(h)
+    }
     own = replace(line, held=tuple(h for h in line.held if id(h) not in standing))
     totals = own.totals()
-    return (sum(h.bytes for h in line.held if id(h) in standing), sum(h.bytes for h in own.held if crosses(h)),
-            (totals[:line.forward], totals[line.forward:]))
+    return (
+        sum(h.bytes for h in line.held if id(h) in standing),
+        sum(h.bytes for h in own.held if crosses(h)),
+        (totals[: line.forward], totals[line.forward :]),
+    )
 
 
 def _of_stages(plan: PipelinePlan) -> Simulation:
@@ -551,8 +628,15 @@ def _of_stages(plan: PipelinePlan) -> Simulation:
         two = CostModel(Cluster.of(stage.plan.cluster, stage.devices), stage.devices).plan(stage.plan, 2)
         forward, backward = two.forward - one.forward, two.backward - one.backward
         fixed, kept, held = _held(stage.plan, together=True)
-        values = (forward, backward, max(0.0, one.forward - forward), max(0.0, one.backward - backward), fixed, kept,
-                  tuple(((0.0, max(half, default=0.0)),) for half in held))
+        values = (
+            forward,
+            backward,
+            max(0.0, one.forward - forward),
+            max(0.0, one.backward - backward),
+            fixed,
+            kept,
+            tuple(((0.0, max(half, default=0.0)),) for half in held),
+        )
         for entries, value in zip(each.values(), values):
             entries.append(value)
     sending: dict[tuple[int, int], float] = {}
@@ -563,11 +647,12 @@ def _of_stages(plan: PipelinePlan) -> Simulation:
             each["begin"][target] += seconds
             each["end"][source] += seconds * transfer.gradient
             continue
-        for pair in ((source, target), (target, source))[:1 + transfer.gradient]:
+        for pair in ((source, target), (target, source))[: 1 + transfer.gradient]:
             sending[pair] = sending.get(pair, 0.0) + seconds
     skips = {(source, target) for source, target in sending if target > source + 1}
-    return simulate(plan.schedule, **each, transfer=lambda *pair: sending.get(pair, 0.0), skips=sorted(skips),
-                    devices=devices)
+    return simulate(
+        plan.schedule, **each, transfer=lambda *pair: sending.get(pair, 0.0), skips=sorted(skips), devices=devices
+    )
 
 
 def _sends(plan: PipelinePlan, transfer: Transfer, costs: CostModel) -> float:
@@ -575,6 +660,7 @@ def _sends(plan: PipelinePlan, transfer: Transfer, costs: CostModel) -> float:
     most = 0.0
     for rank in plan.stages[transfer.source].ranks:
         peers = [peer for peer in plan.peers(transfer, rank) if peer != rank]
-        most = max(most, sum(costs.collective("send", between(costs.cluster, rank, peer), transfer.nbytes)
-                             for peer in peers))
+        most = max(
+            most, sum(costs.collective("send", between(costs.cluster, rank, peer), transfer.nbytes) for peer in peers)
+        )
     return most

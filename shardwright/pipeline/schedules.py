@@ -33,8 +33,10 @@ __all__ = ["SCHEDULES", "Action", "Schedule", "action_of", "check", "forward_onl
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1, "zbv": 2}
 
 #: What an action may be.
-LEGAL = "a computation: stage, kind and micro-batch, such as 2F3, of the kinds F (forward), B (backward), " \
-        "I (gradients of inputs) and W (of weights)"
+LEGAL = (
+    "a computation: stage, kind and micro-batch, such as 2F3, of the kinds F (forward), B (backward), "
+    "I (gradients of inputs) and W (of weights)"
+)
 
 
 class Action(NamedTuple):
@@ -115,8 +117,10 @@ class Schedule:
         at = {(step, self.placement[action.stage]): str(action) for action, step in self.steps.items()}
         count = 1 + max(self.steps.values(), default=-1)
         rows = [["", *(f"Group {g}" for g in range(self.groups))]]
-        rows += [[f"Step {step:0{len(str(count - 1))}}", *(at.get((step, g), "") for g in range(self.groups))]
-                 for step in range(count)]
+        rows += [
+            [f"Step {step:0{len(str(count - 1))}}", *(at.get((step, g), "") for g in range(self.groups))]
+            for step in range(count)
+        ]
         widths = [max(map(len, column)) for column in zip(*rows)]
         lines = ("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)) for row in rows)
         return "".join(f"{line.rstrip()}\n" for line in lines)
@@ -148,8 +152,9 @@ class Schedule:
         return self.grid()
 
 
-def schedule(name: str | None, groups: int, micro_batches: int, *, chunks: int | None = None,
-             csv: str | Path | None = None) -> Schedule:
+def schedule(
+    name: str | None, groups: int, micro_batches: int, *, chunks: int | None = None, csv: str | Path | None = None
+) -> Schedule:
     """A schedule by name, or that of a file.
 
     Args:
@@ -169,8 +174,10 @@ def schedule(name: str | None, groups: int, micro_batches: int, *, chunks: int |
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise SettingError(f"{what}={value!r}", legal="a whole number of at least 1")
     if micro_batches < groups:
-        raise SettingError(f"micro_batches={micro_batches} for {groups} stages: some would never work at the same time",
-                           legal=f"at least {groups} micro-batches")
+        raise SettingError(
+            f"micro_batches={micro_batches} for {groups} stages: some would never work at the same time",
+            legal=f"at least {groups} micro-batches",
+        )
     if csv is not None:
         return read(Path(csv), groups, micro_batches, chunks)
     if name not in SCHEDULES:
@@ -264,18 +271,28 @@ def check_placed(schedule: Schedule, where: Callable[[int, int], str], backward:
                 raise error(f"{forward} is missing", legal=f"it stands among the actions of group {group}")
             parts = [action for action in (inputs, weights) if action in at]
             if whole in at and parts:
-                raise error(f"{whole} is the whole backward, and {parts[0]} ({place(parts[0])}) a part of it", whole,
-                            legal=f"{whole}, or {inputs} and {weights}")
+                raise error(
+                    f"{whole} is the whole backward, and {parts[0]} ({place(parts[0])}) a part of it",
+                    whole,
+                    legal=f"{whole}, or {inputs} and {weights}",
+                )
             if backward and whole not in at and len(parts) < 2:
-                missing = f"{weights if inputs in at else inputs} is missing: " \
-                          f"{parts[0]} does a part of the backward" if parts else f"{whole} is missing"
-                raise error(missing, *parts, legal=f"{whole}, or {inputs} and {weights}, "
-                                                   f"among the actions of group {group}")
+                missing = (
+                    f"{weights if inputs in at else inputs} is missing: {parts[0]} does a part of the backward"
+                    if parts
+                    else f"{whole} is missing"
+                )
+                raise error(
+                    missing, *parts, legal=f"{whole}, or {inputs} and {weights}, among the actions of group {group}"
+                )
     for action in at:
         for need in schedule.needs(action):
             if at[need][0] == at[action][0] and at[need] > at[action]:
-                raise error(f"{action} comes before {need} ({place(need)}), which it needs", action,
-                            legal=f"{need} before {action}")
+                raise error(
+                    f"{action} comes before {need} ({place(need)}), which it needs",
+                    action,
+                    legal=f"{need} before {action}",
+                )
     _no_deadlock(schedule, at, error, place)
 
 
@@ -283,21 +300,32 @@ def _in_range(schedule: Schedule, action: Action, group: int, source: str, backw
     """That there is such an action, and that it belongs to the group."""
     if action.kind not in ("FBIW" if backward else "F"):
         why = "is of an unknown kind" if backward else "stands in a schedule of forwards alone"
-        raise SettingError(f"{action} {why}",
-                           source=source, legal=LEGAL if backward else "forwards, such as 2F3")
-    for what, value, count in (("stage", action.stage, schedule.stages),
-                               ("micro-batch", action.micro, schedule.micro_batches)):
+        raise SettingError(f"{action} {why}", source=source, legal=LEGAL if backward else "forwards, such as 2F3")
+    for what, value, count in (
+        ("stage", action.stage, schedule.stages),
+        ("micro-batch", action.micro, schedule.micro_batches),
+    ):
         if not 0 <= value < count:
-            raise SettingError(f"{action} is of {what} {value}, and there are {count}", source=source,
-                               legal=f"{what} 0 to {count - 1}" if count > 1 else f"{what} 0")
+            raise SettingError(
+                f"{action} is of {what} {value}, and there are {count}",
+                source=source,
+                legal=f"{what} 0 to {count - 1}" if count > 1 else f"{what} 0",
+            )
     home = schedule.placement[action.stage]
     if home != group:
-        raise SettingError(f"{action} is given to group {group}, but stage {action.stage} lies on group {home}",
-                           source=source, legal=f"all actions of stage {action.stage} on one group")
+        raise SettingError(
+            f"{action} is given to group {group}, but stage {action.stage} lies on group {home}",
+            source=source,
+            legal=f"all actions of stage {action.stage} on one group",
+        )
 
 
-def _no_deadlock(schedule: Schedule, at: dict[Action, tuple[int, int]], error: Callable[..., SettingError],
-                 place: Callable[[Action], str]) -> None:
+def _no_deadlock(
+    schedule: Schedule,
+    at: dict[Action, tuple[int, int]],
+    error: Callable[..., SettingError],
+    place: Callable[[Action], str],
+) -> None:
     """That every action is reached when each group does its own in order."""
     done = [0] * schedule.groups
     for group, number in _played(schedule):
@@ -318,12 +346,16 @@ def _no_deadlock(schedule: Schedule, at: dict[Action, tuple[int, int]], error: C
         chain.append((head, need))
         group = at[need][0]
     first, second = chain[0][0], chain[1][0]
-    links = [f"{head} ({place(head)}) needs {need}" +
-             (f", which comes after {then}" if need != then else "")
-             for (head, need), then in zip(chain, [*(a for a, _ in chain[1:]), first])]
+    links = [
+        f"{head} ({place(head)}) needs {need}" + (f", which comes after {then}" if need != then else "")
+        for (head, need), then in zip(chain, [*(a for a, _ in chain[1:]), first])
+    ]
     more = f" by way of {', '.join(str(a) for a, _ in chain[2:])}" if len(chain) > 2 else ""
-    raise error(f"deadlock: {first} and {second} wait for each other{more}: {'; '.join(links)}", first,
-                legal=f"{chain[0][1]} before {second}")
+    raise error(
+        f"deadlock: {first} and {second} wait for each other{more}: {'; '.join(links)}",
+        first,
+        legal=f"{chain[0][1]} before {second}",
+    )
 
 
 def _played(schedule: Schedule) -> Iterator[tuple[int, int]]:
@@ -360,16 +392,20 @@ def _one_forward_one_backward(stage: int, ahead: int, micro_batches: int) -> lis
 def _fits(name: str, groups: int, micro_batches: int, chunks: int) -> None:
     """That a schedule takes these numbers."""
     if name in ("gpipe", "1f1b", "zbv") and chunks != SCHEDULES[name]:
-        raise SettingError(f"chunks={chunks} for scheduler={name!r}",
-                           legal=f"chunks={SCHEDULES[name]}, or the scheduler 'interleaved' or 'zero_bubble'")
+        raise SettingError(
+            f"chunks={chunks} for scheduler={name!r}",
+            legal=f"chunks={SCHEDULES[name]}, or the scheduler 'interleaved' or 'zero_bubble'",
+        )
     if name in ("interleaved", "zero_bubble"):
         fits = lambda m: m % (m // groups) == 0  # noqa: E731  as many micro-batches in every round
         if not fits(micro_batches):
             less = next(m for m in range(micro_batches, 0, -1) if fits(m))
             more = next(m for m in range(micro_batches, 2 * micro_batches) if fits(m))
-            raise SettingError(f"micro_batches={micro_batches} for scheduler={name!r} and {groups} stages: they make "
-                               f"{micro_batches // groups} rounds, which would not be equal",
-                               legal=f"{less} or {more} micro-batches, or any multiple of {groups}")
+            raise SettingError(
+                f"micro_batches={micro_batches} for scheduler={name!r} and {groups} stages: they make "
+                f"{micro_batches // groups} rounds, which would not be equal",
+                legal=f"{less} or {more} micro-batches, or any multiple of {groups}",
+            )
 
 
 def _torch_order(name: str, groups: int, chunks: int, micro_batches: int) -> list[list[Action]]:
@@ -377,15 +413,28 @@ def _torch_order(name: str, groups: int, chunks: int, micro_batches: int) -> lis
     # gpipe and 1f1b are not asked for: torch 2.13 numbers the forwards of the last stage of 1f1b from 1.
     from torch.distributed.pipelining import schedules as theirs
 
-    base: Any = {"interleaved": theirs.ScheduleInterleaved1F1B, "zero_bubble": theirs.ScheduleInterleavedZeroBubble,
-                 "zbv": theirs.ScheduleZBVZeroBubble}[name]
+    base: Any = {
+        "interleaved": theirs.ScheduleInterleaved1F1B,
+        "zero_bubble": theirs.ScheduleInterleavedZeroBubble,
+        "zbv": theirs.ScheduleZBVZeroBubble,
+    }[name]
     order = schedule_without_transfers(base)
-    stages = [SimpleNamespace(stage_index=v * groups, num_stages=groups * chunks, group_size=groups, group_rank=0,
-                              submod=None, is_last=False) for v in range(chunks)]
+    stages = [
+        SimpleNamespace(
+            stage_index=v * groups,
+            num_stages=groups * chunks,
+            group_size=groups,
+            group_rank=0,
+            submod=None,
+            is_last=False,
+        )
+        for v in range(chunks)
+    ]
     made = order(stages, micro_batches).pipeline_order
-    return [[Action(a.stage_index, computation(a), a.microbatch_index) for a in made[g] if a is not None]
-            for g in range(groups)]
-
+    return [
+        [Action(a.stage_index, computation(a), a.microbatch_index) for a in made[g] if a is not None]
+        for g in range(groups)
+    ]
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -415,15 +464,23 @@ def read(path: Path, groups: int, micro_batches: int, chunks: int | None) -> Sch
         with path.open(encoding="utf-8-sig", newline="") as file:
             rows = [row for row in csv.reader(file) if row]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise SettingError(f"the schedule cannot be read: {getattr(error, 'strerror', None) or error}",
-                           source=str(path), legal="a CSV file with a row for each group of devices") from error
+        raise SettingError(
+            f"the schedule cannot be read: {getattr(error, 'strerror', None) or error}",
+            source=str(path),
+            legal="a CSV file with a row for each group of devices",
+        ) from error
     if len(rows) != groups:
-        raise SettingError(f"the schedule has {len(rows)} rows for {groups} stages", source=str(path),
-                           legal=f"{groups} rows, one for each group of devices")
+        raise SettingError(
+            f"the schedule has {len(rows)} rows for {groups} stages",
+            source=str(path),
+            legal=f"{groups} rows, one for each group of devices",
+        )
     cells = [[(number, text.strip()) for number, text in enumerate(row, 1) if text.strip()] for row in rows]
     where = lambda group, place: f"{path}, row {group + 1}, cell {cells[group][place][0]}"  # noqa: E731
-    actions = [tuple(action_of(text, where(group, place)) for place, (_, text) in enumerate(row))
-               for group, row in enumerate(cells)]
+    actions = [
+        tuple(action_of(text, where(group, place)) for place, (_, text) in enumerate(row))
+        for group, row in enumerate(cells)
+    ]
     counts: dict[int, Counter[int]] = {}  # of every stage, how many of its actions stand where: one may have strayed
     for group, row in enumerate(actions):
         for action in row:
@@ -431,13 +488,25 @@ def read(path: Path, groups: int, micro_batches: int, chunks: int | None) -> Sch
     stages = groups * chunks if chunks is not None else len(counts)
     missing = next((stage for stage in range(stages) if stage not in counts), None)
     if missing is not None:
-        past = next((where(group, place) for group, row in enumerate(actions) for place, action in enumerate(row)
-                     if action.stage > missing), str(path))
+        past = next(
+            (
+                where(group, place)
+                for group, row in enumerate(actions)
+                for place, action in enumerate(row)
+                if action.stage > missing
+            ),
+            str(path),
+        )
         last = max(counts, default=0)
-        raise SettingError(f"there is stage {last}, but no action of stage {missing}" if last > missing else
-                           f"there are {len(counts)} stages, and no action of stage {missing}", source=past,
-                           legal=f"every stage from 0 to {max(last, stages - 1)}" if chunks is None else
-                                 f"{stages} stages, chunks={chunks} for each of {groups}")
+        raise SettingError(
+            f"there is stage {last}, but no action of stage {missing}"
+            if last > missing
+            else f"there are {len(counts)} stages, and no action of stage {missing}",
+            source=past,
+            legal=f"every stage from 0 to {max(last, stages - 1)}"
+            if chunks is None
+            else f"{stages} stages, chunks={chunks} for each of {groups}",
+        )
     placement = tuple(counts[stage].most_common(1)[0][0] for stage in range(stages))
     out = Schedule(str(path), placement, micro_batches, tuple(actions))
     check_placed(out, where, True, str(path))

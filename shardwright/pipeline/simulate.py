@@ -118,12 +118,21 @@ class Simulation:
         return max(nbytes for _, nbytes in self.memory(group))
 
 
-def simulate(planned: Schedule, forward: Sequence[float], backward: Sequence[float], *,
-             weights: Sequence[float] | None = None, transfer: Callable[[int, int], float] | None = None,
-             skips: Iterable[tuple[int, int]] = (), begin: Sequence[float] = (), end: Sequence[float] = (),
-             fixed: Sequence[float] | None = None, kept: Sequence[float] | None = None,
-             running: Sequence[tuple[Profile, Profile]] | None = None,
-             devices: Sequence[int] | None = None) -> Simulation:
+def simulate(
+    planned: Schedule,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    *,
+    weights: Sequence[float] | None = None,
+    transfer: Callable[[int, int], float] | None = None,
+    skips: Iterable[tuple[int, int]] = (),
+    begin: Sequence[float] = (),
+    end: Sequence[float] = (),
+    fixed: Sequence[float] | None = None,
+    kept: Sequence[float] | None = None,
+    running: Sequence[tuple[Profile, Profile]] | None = None,
+    devices: Sequence[int] | None = None,
+) -> Simulation:
     """Play a schedule. Everything that there is of stages has an entry for each.
 
     Args:
@@ -143,10 +152,15 @@ def simulate(planned: Schedule, forward: Sequence[float], backward: Sequence[flo
             the backward; a schedule that `schedules.check` refuses.
     """
     count = planned.stages
-    seconds = {"forward": forward, "backward": backward,
-               "weights": [b / 2 for b in backward] if weights is None else weights,
-               "begin": begin or (0.0,) * count, "end": end or (0.0,) * count,
-               "fixed": (0.0,) * count if fixed is None else fixed, "kept": (0.0,) * count if kept is None else kept}
+    seconds = {
+        "forward": forward,
+        "backward": backward,
+        "weights": [b / 2 for b in backward] if weights is None else weights,
+        "begin": begin or (0.0,) * count,
+        "end": end or (0.0,) * count,
+        "fixed": (0.0,) * count if fixed is None else fixed,
+        "kept": (0.0,) * count if kept is None else kept,
+    }
     for name, given in seconds.items():
         _counted(name, given, count, "stages")
         for stage, value in enumerate(given):
@@ -154,8 +168,10 @@ def simulate(planned: Schedule, forward: Sequence[float], backward: Sequence[flo
                 raise SettingError(f"{name}={value!r} of stage {stage}", legal="a finite number that is not below 0")
     for stage, (part, whole) in enumerate(zip(seconds["weights"], backward)):
         if part > whole:
-            raise SettingError(f"weights={part!r} of stage {stage}: that is more than its backward={whole!r}",
-                               legal="a part of the backward")
+            raise SettingError(
+                f"weights={part!r} of stage {stage}: that is more than its backward={whole!r}",
+                legal="a part of the backward",
+            )
     sizes = (1,) * planned.groups if devices is None else tuple(devices)
     _counted("devices", sizes, planned.groups, "groups")
     held = tuple(map(float, seconds["kept"]))
@@ -171,8 +187,13 @@ def _counted(name: str, given: Sequence, count: int, of: str) -> None:
 
 
 class _Play:
-    def __init__(self, schedule: Schedule, seconds: dict[str, Sequence[float]],
-                 transfer: Callable[[int, int], float] | None, skips: Iterable[tuple[int, int]]) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        seconds: dict[str, Sequence[float]],
+        transfer: Callable[[int, int], float] | None,
+        skips: Iterable[tuple[int, int]],
+    ) -> None:
         self.schedule, self.seconds = schedule, seconds
         self.transfer = transfer
         self.crossing: dict[tuple[int, int], float] = {}

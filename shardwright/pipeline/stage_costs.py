@@ -27,7 +27,18 @@ from ..partition.partitioner import between
 from ..sharded_plan import Plan
 from .stages import Units
 
-__all__ = ["StageCut", "StageOption", "StageSpan", "UnitPrices", "all_recomputed", "balance", "least_memory", "recomputed", "unit_prices"]
+__all__ = [
+    "StageCut",
+    "StageOption",
+    "StageSpan",
+    "UnitPrices",
+    "all_recomputed",
+    "balance",
+    "least_memory",
+    "recomputed",
+    "unit_prices",
+]
+
 
 @dataclass(frozen=True)
 class StageOption:
@@ -71,9 +82,18 @@ class StageCut:
     peak: float
 
 
-def balance(ways: Sequence[StageOption], units: int, devices: int, micro_batches: int, memory: float, *,
-            stages: int | None = None, most: float = math.inf, near: float = 0.0,
-            stands: Callable[[int, int], bool] | None = None) -> StageCut | None:
+def balance(
+    ways: Sequence[StageOption],
+    units: int,
+    devices: int,
+    micro_batches: int,
+    memory: float,
+    *,
+    stages: int | None = None,
+    most: float = math.inf,
+    near: float = 0.0,
+    stands: Callable[[int, int], bool] | None = None,
+) -> StageCut | None:
     """The best stages.
 
     Args:
@@ -92,8 +112,15 @@ def balance(ways: Sequence[StageOption], units: int, devices: int, micro_batches
     return _Search(ways, units, devices, micro_batches, memory, stages, stands).run(most, near)
 
 
-def least_memory(ways: Sequence[StageOption], units: int, devices: int, micro_batches: int, *, stages: int | None = None,
-                 stands: Callable[[int, int], bool] | None = None) -> StageCut | None:
+def least_memory(
+    ways: Sequence[StageOption],
+    units: int,
+    devices: int,
+    micro_batches: int,
+    *,
+    stages: int | None = None,
+    stands: Callable[[int, int], bool] | None = None,
+) -> StageCut | None:
     """The best stages of those that need the least memory a device; None where there are none at all. Arguments are
     those of `balance`."""
     if not ways or units < 1:
@@ -106,27 +133,46 @@ def least_memory(ways: Sequence[StageOption], units: int, devices: int, micro_ba
 
 
 class _Search:
-    def __init__(self, ways: Sequence[StageOption], units: int, devices: int, micro_batches: int, memory: float,
-                 stages: int | None, stands: Callable[[int, int], bool] | None) -> None:
+    def __init__(
+        self,
+        ways: Sequence[StageOption],
+        units: int,
+        devices: int,
+        micro_batches: int,
+        memory: float,
+        stages: int | None,
+        stands: Callable[[int, int], bool] | None,
+    ) -> None:
         self.units, self.micro_batches, self.memory, self.count = units, micro_batches, memory, stages
         self.unit = math.gcd(devices, *(way.devices for way in ways))
         self.devices = devices // self.unit
         self.most = stages or min(units, micro_batches, devices // min(way.devices for way in ways))
         self.ways = ways
         self.sizes = [way.devices // self.unit for way in ways]
-        self.allowed = np.array([[stands is None or stands((self.devices - left) * self.unit, way.devices)
-                                  for left in range(self.devices + 1)] for way in ways])
+        self.allowed = np.array(
+            [
+                [
+                    stands is None or stands((self.devices - left) * self.unit, way.devices)
+                    for left in range(self.devices + 1)
+                ]
+                for way in ways
+            ]
+        )
         self.can = [np.triu(np.isfinite(way.seconds), 1) for way in ways]
-        self.paces = [np.where(can, (micro_batches - 1) * np.where(can, way.seconds, 0.0) + way.once, np.inf)
-                      for way, can in zip(ways, self.can)]
+        self.paces = [
+            np.where(can, (micro_batches - 1) * np.where(can, way.seconds, 0.0) + way.once, np.inf)
+            for way, can in zip(ways, self.can)
+        ]
         self.spent = self.least_spent()
 
     def least_spent(self) -> np.ndarray:
         """By unit, the least Σ over stages of the units before it of p times its `unit` devices. It does not fall."""
         out = np.zeros(self.units + 1)
         for last in range(1, self.units + 1):
-            out[last] = min(float((out[:last] + np.where(can[:last, last], size * pace[:last, last], np.inf)).min())
-                            for pace, size, can in zip(self.paces, self.sizes, self.can))
+            out[last] = min(
+                float((out[:last] + np.where(can[:last, last], size * pace[:last, last], np.inf)).min())
+                for pace, size, can in zip(self.paces, self.sizes, self.can)
+            )
         return np.minimum.accumulate(out[::-1])[::-1]
 
     def run(self, most: float, near: float) -> StageCut | None:
@@ -137,7 +183,7 @@ class _Search:
         if not len(times) or (loosest := self.least(times[-1])) is None:
             return None
         if most < math.inf:  # P cannot be more than what leaves the rest its least
-            times = times[:max(1, int(np.searchsorted(times, most - loosest[0], side="right")))]
+            times = times[: max(1, int(np.searchsorted(times, most - loosest[0], side="right")))]
         found: list[tuple[float, StageCut]] = []
 
         def best() -> float:
@@ -164,7 +210,7 @@ class _Search:
         waiting = [(low, len(times) - 1, loosest[0])]
         tried(times[low])
         while waiting:
-            low, high, total = waiting.pop()   # P in [low, high], F(high) is total
+            low, high, total = waiting.pop()  # P in [low, high], F(high) is total
             if low > high or total + times[low] >= best() * (1 - near):
                 continue
             middle = (low + high) // 2
@@ -175,8 +221,11 @@ class _Search:
 
     def peak(self, stages: tuple[StageSpan, ...]) -> float:
         """The most that a stage holds."""
-        return max(float(way.fixed[at] + min(self.micro_batches, len(stages) - s) * way.kept[at])
-                   for s, c in enumerate(stages) for way, at in ((self.ways[c.way], (c.first, c.last)),))
+        return max(
+            float(way.fixed[at] + min(self.micro_batches, len(stages) - s) * way.kept[at])
+            for s, c in enumerate(stages)
+            for way, at in ((self.ways[c.way], (c.first, c.last)),)
+        )
 
     def least(self, bound: float) -> tuple[float, tuple[StageSpan, ...]] | None:
         """The least Σ with no p above the bound, and its stages."""
@@ -248,7 +297,6 @@ class _Search:
         return tuple(out)
 
 
-
 # ----------------------------------------------------------------------------------------------------
 # What the units of a model take on a number of devices: seconds and bytes, read off one plan of their representatives.
 #
@@ -292,11 +340,11 @@ class UnitPrices:
         once, fixed = total(self.once), total(self.fixed)
         working = np.zeros((n + 1, n + 1))
         for first in range(n):
-            working[first, first + 1:] = np.maximum.accumulate(self.working[first:])
+            working[first, first + 1 :] = np.maximum.accumulate(self.working[first:])
         for home, unit, nbytes, takes in self.shared:
-            fixed[home + 1:unit + 1, unit + 1:] += nbytes   # a stage with the unit and without its home
-            once[:home + 1, home + 1:unit + 1] += takes     # the home's stage has its gradient back
-            once[home + 1:unit + 1, unit + 1:] += takes
+            fixed[home + 1 : unit + 1, unit + 1 :] += nbytes  # a stage with the unit and without its home
+            once[: home + 1, home + 1 : unit + 1] += takes  # the home's stage has its gradient back
+            once[home + 1 : unit + 1, unit + 1 :] += takes
         return StageOption(self.devices, self.recompute, seconds, once, fixed + working, total(self.kept))
 
 
@@ -306,9 +354,14 @@ def recomputed(graph: Graph, units: Units, which: Sequence[int]) -> Graph:
     which = [u for u in which if u not in units.last]
     first = 1 + max((op.recompute.call for op in graph.ops if op.recompute is not None), default=-1)
     calls = {u: Recompute(first + k, units.paths[u][0]) for k, u in enumerate(which)}
-    return graph.with_ops(tuple(
-        op if op.recompute is not None or units.of.get(op.name) not in calls
-        else replace(op, recompute=calls[units.of[op.name]]) for op in graph.ops))
+    return graph.with_ops(
+        tuple(
+            op
+            if op.recompute is not None or units.of.get(op.name) not in calls
+            else replace(op, recompute=calls[units.of[op.name]])
+            for op in graph.ops
+        )
+    )
 
 
 def all_recomputed(plan: Plan, units: Units) -> Plan:
@@ -352,8 +405,13 @@ def unit_prices(plan: Plan, units: Units, cluster: Cluster, recompute: bool = Fa
     for operator, total in zip(line.moments, replace(line, held=tuple(moving)).totals()):
         working[unit_of(operator)] = max(working[unit_of(operator)], total)
     of = np.array(units.representative)
-    return UnitPrices(plan.devices, recompute, *(each[of] for each in (seconds, once, fixed, kept, working)),
-                      _sends(plan, units, cluster), _shared(plan, units, cluster))
+    return UnitPrices(
+        plan.devices,
+        recompute,
+        *(each[of] for each in (seconds, once, fixed, kept, working)),
+        _sends(plan, units, cluster),
+        _shared(plan, units, cluster),
+    )
 
 
 def _sends(plan: Plan, units: Units, cluster: Cluster) -> np.ndarray:
@@ -382,8 +440,14 @@ def _shared(plan: Plan, units: Units, cluster: Cluster) -> tuple[tuple[int, int,
         name = instance.value.name
         for unit in units.readers.get(name, ())[1:]:
             nbytes = instance.local_bytes
-            out.append((units.homes[name], unit, float(nbytes * (1 + instance.value.requires_grad)),
-                        _sent(costs, plan.devices, nbytes) * instance.value.requires_grad))
+            out.append(
+                (
+                    units.homes[name],
+                    unit,
+                    float(nbytes * (1 + instance.value.requires_grad)),
+                    _sent(costs, plan.devices, nbytes) * instance.value.requires_grad,
+                )
+            )
     return tuple(out)
 
 

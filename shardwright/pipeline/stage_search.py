@@ -39,9 +39,10 @@ __all__ = ["UNITS_BY", "AutomaticStages", "StageSearch", "check_automatic", "fir
 #
 #     number(rows) = number(b) + (number(2b) - number(b)) · (rows - b) / b
 #
-# for every size and every number among the arguments of operators. It is what a program that takes as many steps for more
-# rows does, and so serves to reckon what others would cost; what is to run is captured for its own rows.
+# for every size and every number among the arguments of operators. It is what a program that takes as many steps for
+# more rows does, and so serves to reckon what others would cost; what is to run is captured for its own rows.
 # ----------------------------------------------------------------------------------------------------
+
 
 def with_rows(graph: Graph, wide: Graph, rows: int, wanted: int) -> Graph:
     """The graph for `wanted` rows.
@@ -70,8 +71,13 @@ class _Resizing:
         inputs = tuple(self.value(v, w, None) for v, w in zip(graph.inputs, wide.inputs))
         ops = tuple(map(self.operator, graph.ops, wide.ops))
         changed = lambda v: self.values.get(v.name, v) if isinstance(v, Value) else v  # noqa: E731
-        return replace(graph, inputs=inputs, ops=ops, outputs=tuple(map(changed, graph.outputs)),
-                       updates={n: changed(v) for n, v in graph.updates.items()})
+        return replace(
+            graph,
+            inputs=inputs,
+            ops=ops,
+            outputs=tuple(map(changed, graph.outputs)),
+            updates={n: changed(v) for n, v in graph.updates.items()},
+        )
 
     def operator(self, op: Op, other: Op) -> Op:
         leaves, spec = pytree.tree_flatten((op.args, op.kwargs))
@@ -79,9 +85,15 @@ class _Resizing:
         if op.target is not other.target or spec != its or len(op.outputs) != len(other.outputs):
             raise self.other(op)
         args, kwargs = pytree.tree_unflatten([self.leaf(a, b, op) for a, b in zip(leaves, others)], spec)
-        return replace(op, args=args, kwargs=kwargs, inputs=tuple(self.values.get(v.name, v) for v in op.inputs),
-                       outputs=tuple(None if v is None or w is None else self.value(v, w, op)
-                                     for v, w in zip(op.outputs, other.outputs)))
+        return replace(
+            op,
+            args=args,
+            kwargs=kwargs,
+            inputs=tuple(self.values.get(v.name, v) for v in op.inputs),
+            outputs=tuple(
+                None if v is None or w is None else self.value(v, w, op) for v, w in zip(op.outputs, other.outputs)
+            ),
+        )
 
     def leaf(self, one: Any, two: Any, op: Op) -> Any:
         if isinstance(one, Value):
@@ -106,9 +118,11 @@ class _Resizing:
         return one + more
 
     def other(self, op: Op | None) -> SettingError:
-        return SettingError("the program is another one for more rows: what it costs for other numbers of micro-"
-                            "batches cannot be told", **(op.where if op is not None else {}),
-                            legal="a number for micro_batches")
+        return SettingError(
+            "the program is another one for more rows: what it costs for other numbers of micro-batches cannot be told",
+            **(op.where if op is not None else {}),
+            legal="a number for micro_batches",
+        )
 
 
 #: Of S stages, up to how many times S micro-batches.
@@ -166,8 +180,19 @@ class StageSearch:
         micro_batches: how many, or "auto".
     """
 
-    def __init__(self, graph: Graph, wide: Graph | None, rows: int, count: int, devices: int, dataset: Any,
-                 cluster: Cluster, planner: Planner, *, micro_batches: int | str = "auto") -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        wide: Graph | None,
+        rows: int,
+        count: int,
+        devices: int,
+        dataset: Any,
+        cluster: Cluster,
+        planner: Planner,
+        *,
+        micro_batches: int | str = "auto",
+    ) -> None:
         self.rows, self.batch, self.devices = rows, rows * count, devices
         self.dataset, self.cluster, self.memory, self.planner = dataset, cluster, math.inf, planner
         self.units, self.wide = units_of(graph), wide
@@ -213,8 +238,13 @@ class StageSearch:
     def sizes(self) -> list[int]:
         """Devices of a stage, where all have as many."""
         most = min(len(self.units), max(self.counts))
-        return [d for d in range(1, self.devices + 1) if self.devices % d == 0 and self.devices // d <= most
-                and all(stands(self.cluster, first, d) for first in range(0, self.devices, d))]
+        return [
+            d
+            for d in range(1, self.devices + 1)
+            if self.devices % d == 0
+            and self.devices // d <= most
+            and all(stands(self.cluster, first, d) for first in range(0, self.devices, d))
+        ]
 
     def counts_for(self, devices: int) -> list[int]:
         """Numbers of micro-batches for stages of so many devices, the most first."""
@@ -270,8 +300,12 @@ class StageSearch:
             if pair[0] == devices and known.own:
                 handed = PortableDecisions.of(Decisions(known.plan.decisions, known.plan.carries))
                 decisions = handed.onto(graph, devices, on_missing_rule="replicate").decisions
-                if all(len(d.assignment.digits) == len(d.bound.factors) and d.bound.divides(d.assignment)
-                       and d.bound.is_consistent(d.assignment) for d in decisions.values()):
+                if all(
+                    len(d.assignment.digits) == len(d.bound.factors)
+                    and d.bound.divides(d.assignment)
+                    and d.bound.is_consistent(d.assignment)
+                    for d in decisions.values()
+                ):
                     try:
                         made = replace(known.plan, graph=graph, fed=fed, decisions=decisions)
                         made.routed
@@ -301,8 +335,16 @@ class StageSearch:
         most = self.least() * (1 - NEAR)
         for chain in _chains(sorted({d for d, m in self.priced if m == count})):
             ways = self.ways(*((d, count) for d in chain))
-            found = balance(ways, len(self.units), self.devices, count, self.memory, most=most, near=NEAR,
-                            stands=lambda first, d: stands(self.cluster, first, d))
+            found = balance(
+                ways,
+                len(self.units),
+                self.devices,
+                count,
+                self.memory,
+                most=most,
+                near=NEAR,
+                stands=lambda first, d: stands(self.cluster, first, d),
+            )
             if found is not None:
                 self.unequal[count], most = (ways, found), found.seconds
 
@@ -311,18 +353,23 @@ class StageSearch:
     def result(self) -> PipelineSearchResult:
         alternatives, best = [], None
         for pair, found in self.equal.items():
-            alternatives.append(self.alternative(self.ways(pair), found, pair[1]) if found is not None
-                                else self.too_large(pair))
+            alternatives.append(
+                self.alternative(self.ways(pair), found, pair[1]) if found is not None else self.too_large(pair)
+            )
             if found is not None and (best is None or found.seconds < best[1].seconds):
                 best = self.ways(pair), found, pair[1]
         for count, (ways, found) in self.unequal.items():
             alternatives.append(self.alternative(ways, found, count))
             if best is None or found.seconds < best[1].seconds:
                 best = ways, found, count
-        alternatives += [PricedPipeline((d,) * (self.devices // d), m, why=f"{type(error).__name__}: {error}")
-                         for (d, m), error in self.refused.items() if (d, m) not in self.equal]
-        alternatives.sort(key=lambda a: (a.seconds is None, a.seconds or 0.0, a.peak or math.inf, a.devices,
-                                         a.micro_batches))
+        alternatives += [
+            PricedPipeline((d,) * (self.devices // d), m, why=f"{type(error).__name__}: {error}")
+            for (d, m), error in self.refused.items()
+            if (d, m) not in self.equal
+        ]
+        alternatives.sort(
+            key=lambda a: (a.seconds is None, a.seconds or 0.0, a.peak or math.inf, a.devices, a.micro_batches)
+        )
         if best is None:
             raise self.nothing(alternatives)
         ways, found, count = best
@@ -331,8 +378,9 @@ class StageSearch:
 
     def alternative(self, ways: Sequence[StageOption], found: StageCut, count: int) -> PricedPipeline:
         used = [ways[c.way] for c in found.stages]
-        return PricedPipeline(tuple(way.devices for way in used), count, sum(way.recompute for way in used), found.seconds,
-                           found.peak)
+        return PricedPipeline(
+            tuple(way.devices for way in used), count, sum(way.recompute for way in used), found.seconds, found.peak
+        )
 
     def too_large(self, pair: Pair) -> PricedPipeline:
         """What says of a pair that does not fit how much it needs."""
@@ -341,24 +389,34 @@ class StageSearch:
         found = least_memory(ways, len(self.units), self.devices, count, stages=stages)
         if found is None:
             return PricedPipeline((devices,) * stages, count, why="there are no such stages")
-        return replace(self.alternative(ways, found, count), seconds=None,
-                       why=f"needs {format_bytes(found.peak)} a device, of {format_bytes(self.memory)}")
+        return replace(
+            self.alternative(ways, found, count),
+            seconds=None,
+            why=f"needs {format_bytes(found.peak)} a device, of {format_bytes(self.memory)}",
+        )
 
     def nothing(self, alternatives: Sequence[PricedPipeline]) -> Exception:
         """The error that nothing can be."""
         needs = [a for a in alternatives if a.peak is not None]
         if not needs:
             errors = list(self.refused.values())
-            return errors[0] if errors else SettingError(
-                f'stages="auto": no number of stages for {self.devices} devices, {len(self.units)} units and '
-                f"micro_batches={self.counts[0]}", legal="more micro-batches, or another number of devices")
+            return (
+                errors[0]
+                if errors
+                else SettingError(
+                    f'stages="auto": no number of stages for {self.devices} devices, {len(self.units)} units and '
+                    f"micro_batches={self.counts[0]}",
+                    legal="more micro-batches, or another number of devices",
+                )
+            )
         least = min(needs, key=lambda a: a.peak or 0.0)
         return PlanError(
             f'stages="auto": no pipeline fits in {format_bytes(self.memory)} a device: the least that was found is '
             f"{format_bytes(least.peak or 0.0)}, with {least.stages} stage{'s' * (least.stages > 1)} of {least.devices[0]} "
             f"devices, {least.micro_batches} micro-batch{'es' * (least.micro_batches > 1)} and {least.recomputed} of "
             "the stages computed again in the backward",
-            legal="more devices, smaller batches, optimizer parallel (hsdp), or more memory")
+            legal="more devices, smaller batches, optimizer parallel (hsdp), or more memory",
+        )
 
 
 def _chains(sizes: list[int]) -> list[tuple[int, ...]]:
@@ -372,18 +430,18 @@ def _chains(sizes: list[int]) -> list[tuple[int, ...]]:
                 grow((*chain, d), [r for r in nexts if r > d])
         if not nexts:
             out.append(chain)
+
     grow((), sizes)
     return out
-
 
 
 # ----------------------------------------------------------------------------------------------------
 # From stages="auto" to a plan: choose, make the pipeline of what was chosen, and see that it fits.
 #
 # The prices by which stages are chosen are read off a plan of other neighbours than they come to have. Where the
-# pipeline's own peak is above the limit, it is chosen again with so much less. Where stages of unequal numbers of devices,
-# whose borders have conversions of their own, turn out to be dearer than equal ones were priced, these are made
-# too and the cheaper pipeline is taken.
+# pipeline's own peak is above the limit, it is chosen again with so much less. Where stages of unequal numbers of
+# devices, whose borders have conversions of their own, turn out to be dearer than equal ones were priced, these are
+# made too and the cheaper pipeline is taken.
 # ----------------------------------------------------------------------------------------------------
 
 #: Mode -> that in which units are priced, where it is another one: what the recursion finds is near to the best.
@@ -401,15 +459,20 @@ def check_automatic(setting: PipelineSettings, modules: Mapping[str, int], strat
     """
     if modules:
         path, stage = next(iter(modules.items()))
-        raise SettingError(f'the module {path!r} is put into stage {stage}, and stages="auto" chooses stages itself',
-                           legal="no set_stage and no stage_config, or a number of stages")
+        raise SettingError(
+            f'the module {path!r} is put into stage {stage}, and stages="auto" chooses stages itself',
+            legal="no set_stage and no stage_config, or a number of stages",
+        )
     if setting.scheduler != "1f1b" or setting.chunks not in (None, 1):
         what = f"scheduler={setting.scheduler!r}" if setting.scheduler != "1f1b" else f"chunks={setting.chunks}"
-        raise SettingError(f'{what} with stages="auto", which are cut for 1f1b',
-                           legal='scheduler="1f1b", or a number of stages')
+        raise SettingError(
+            f'{what} with stages="auto", which are cut for 1f1b', legal='scheduler="1f1b", or a number of stages'
+        )
     if strategies is not None:
-        raise SettingError(f'{strategies.path} has strategies, and stages="auto" chooses them with the stages',
-                           legal="no strategies, or a number of stages")
+        raise SettingError(
+            f'{strategies.path} has strategies, and stages="auto" chooses them with the stages',
+            legal="no strategies, or a number of stages",
+        )
 
 
 @dataclass(frozen=True)
@@ -430,8 +493,16 @@ class AutomaticStages:
     first: Callable[[Graph, Any, Callable[[], PipelineSearchResult]], PipelineSearchResult] | None = None
 
     @classmethod
-    def of(cls, setting: PipelineSettings, args: tuple, kwargs: Mapping[str, Any], captured: Callable, before: Any = None,
-           first: Callable | None = None, fed_apart: bool = False) -> AutomaticStages:
+    def of(
+        cls,
+        setting: PipelineSettings,
+        args: tuple,
+        kwargs: Mapping[str, Any],
+        captured: Callable,
+        before: Any = None,
+        first: Callable | None = None,
+        fed_apart: bool = False,
+    ) -> AutomaticStages:
         """For a call of a model; where no stages are chosen, for as many micro-batches as are asked for.
 
         Args:
@@ -448,21 +519,36 @@ class AutomaticStages:
                 raise SettingError('micro_batches="auto" with a number of stages', legal='a number, or stages="auto"')
             return cls(setting.micro_batches, captured)
         if fed_apart:
-            raise SettingError('stages="auto" where each process feeds its own part of the batch: of how many parts '
-                               "the batch is depends on the stages", legal='dataset_strategy("full_batch")')
+            raise SettingError(
+                'stages="auto" where each process feeds its own part of the batch: of how many parts '
+                "the batch is depends on the stages",
+                legal='dataset_strategy("full_batch")',
+            )
         chosen, rows = getattr(before, "chosen", None), rows_of(args, dict(kwargs)) or 1
         if setting.micro_batches != "auto":
             count = setting.micro_batches
         elif chosen is None:
             count = first_count(rows)
         else:
-            count = max((c for c in counts_of(rows) if len(chosen.stages) <= c <= chosen.micro_batches),
-                        default=chosen.micro_batches)
+            count = max(
+                (c for c in counts_of(rows) if len(chosen.stages) <= c <= chosen.micro_batches),
+                default=chosen.micro_batches,
+            )
         return cls(count, captured, None if chosen is None else replace(chosen, micro_batches=count), first)
 
-    def run(self, graph: Graph, wide: Graph | None, splits: tuple[bool, ...], devices: int, dataset: Any,
-            cluster: Cluster, memory: float | None, planner: Planner, piped: Callable[[PipelineSearchResult], Any],
-            micro_batches: int | str) -> Any:
+    def run(
+        self,
+        graph: Graph,
+        wide: Graph | None,
+        splits: tuple[bool, ...],
+        devices: int,
+        dataset: Any,
+        cluster: Cluster,
+        memory: float | None,
+        planner: Planner,
+        piped: Callable[[PipelineSearchResult], Any],
+        micro_batches: int | str,
+    ) -> Any:
         """The pipeline.
 
         Args:
@@ -480,25 +566,35 @@ class AutomaticStages:
 
         def choose(target: float, unequal: bool) -> PipelineSearchResult:
             if not choosing:
-                choosing.append(StageSearch(graph, wide, rows, self.count, devices, dataset, cluster, planner,
-                                         micro_batches=micro_batches))
+                choosing.append(
+                    StageSearch(
+                        graph, wide, rows, self.count, devices, dataset, cluster, planner, micro_batches=micro_batches
+                    )
+                )
             return choosing[0].run(target, unequal)
 
         def made(target: float, unequal: bool = True) -> Any:
             settings = (devices, target, unequal, micro_batches, cluster)
-            return piped(choose(target, unequal) if self.first is None else
-                         self.first(graph, settings, lambda: choose(target, unequal)))
+            return piped(
+                choose(target, unequal)
+                if self.first is None
+                else self.first(graph, settings, lambda: choose(target, unequal))
+            )
 
         target, least = limit, float("inf")
         for _ in range(MOST_TRIES):
             found = made(target)
-            if found.chosen.unequal and found.cost > min((a.seconds for a in found.alternatives if a.seconds is not None
-                                                          and len(set(a.devices)) == 1), default=float("inf")):
+            if found.chosen.unequal and found.cost > min(
+                (a.seconds for a in found.alternatives if a.seconds is not None and len(set(a.devices)) == 1),
+                default=float("inf"),
+            ):
                 other = made(target, unequal=False)
                 found = other if other.cost <= found.cost and other.peak <= limit else found
             if found.peak <= limit:
                 return found
             least, target = min(least, found.peak), target * limit / found.peak * (1 - 1e-6)
-        raise PlanError(f'stages="auto": no pipeline that fits in {format_bytes(limit)} a device was found; the least that '
-                        f"one needs is {format_bytes(least)}",
-                        legal="more devices, smaller batches, optimizer parallel (hsdp), or more memory")
+        raise PlanError(
+            f'stages="auto": no pipeline that fits in {format_bytes(limit)} a device was found; the least that '
+            f"one needs is {format_bytes(least)}",
+            legal="more devices, smaller batches, optimizer parallel (hsdp), or more memory",
+        )

@@ -1,11 +1,11 @@
 """A graph cut into the stages of a pipeline.
 
-    stage of an operator    that of the innermost module around it that is in one; else the latest of what it reads;
-                            what reads nothing of any stage: the earliest of those that use it
-    crossing                a value that another stage uses: it leaves the stage that makes it by an operator `send`, and
-                            is an input of every stage that uses it
-    parameter               of the first stage that uses it; of further ones it is an input: they are sent it at the
-                            beginning of a step, and send its gradient back at the end
+stage of an operator    that of the innermost module around it that is in one; else the latest of what it reads;
+                        what reads nothing of any stage: the earliest of those that use it
+crossing                a value that another stage uses: it leaves the stage that makes it by an operator `send`, and
+                        is an input of every stage that uses it
+parameter               of the first stage that uses it; of further ones it is an input: they are sent it at the
+                        beginning of a step, and send its gradient back at the end
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ..rules.dims import send
 from ..torch_private import pytree
 
 __all__ = ["StageGraph", "StageInput", "Units", "cut", "placed", "units_of"]
+
 
 class StageInput(NamedTuple):
     """Where an input of a stage comes from.
@@ -41,8 +42,8 @@ class StageGraph:
     """The graph of one stage.
 
     Attributes:
-        graph: its inputs are those of the model, then parameters, then values of earlier stages; its outputs those of the
-            model that it makes, then what it sends.
+        graph: its inputs are those of the model, then parameters, then values of earlier stages; its outputs those of
+            the model that it makes, then what it sends.
         sources: one an input.
         results: of the model's outputs that are tensors, the indices of those that come first among its own.
         sent: the names of the values that follow.
@@ -68,7 +69,9 @@ def cut(graph: Graph, modules: Mapping[str, int], count: int, carries: Mapping[s
     """
     past = next(((path, s) for path, s in modules.items() if s >= count), None)
     if past is not None:
-        raise SettingError(f"the module {past[0]!r} is in stage {past[1]}, of {count}", legal=f"stages 0 to {count - 1}")
+        raise SettingError(
+            f"the module {past[0]!r} is in stage {past[1]}, of {count}", legal=f"stages 0 to {count - 1}"
+        )
     return _Cutter(graph, modules, count, carries).run()
 
 
@@ -87,7 +90,7 @@ class _Cutter:
         self.producers = graph.producers()
         self.stage = self.stages()
         self.parameters = {v.name: n for n, v in graph.parameters.items()}
-        self.used: dict[str, list[int]] = {}    # of what no operator makes: the stages that use it
+        self.used: dict[str, list[int]] = {}  # of what no operator makes: the stages that use it
         for op in graph.ops:
             for v in op.inputs:
                 if v.name not in self.producers and self.stage[op.name] not in self.used.setdefault(v.name, []):
@@ -109,21 +112,33 @@ class _Cutter:
         """By operator."""
         found: dict[str, int] = {}
         for op in self.graph.ops:
-            before = [(found[p.name], p) for v in op.inputs if (p := self.producers.get(v.name)) is not None
-                      and p.name in found]
+            before = [
+                (found[p.name], p)
+                for v in op.inputs
+                if (p := self.producers.get(v.name)) is not None and p.name in found
+            ]
             latest, maker = max(before, key=lambda entry: entry[0], default=(None, None))
             own = self.marked(op)
             if own is not None and latest is not None and latest > own:
-                raise PlanError(f"reads what {maker.name} makes in stage {latest}, and is in stage {own} itself: values flow "
-                                "to later stages only", **op.where, legal=f"stage {latest} or later for its module "
-                                f"{op.module!r}, or an earlier one for {maker.module!r}")
+                raise PlanError(
+                    f"reads what {maker.name} makes in stage {latest}, and is in stage {own} itself: values flow "
+                    "to later stages only",
+                    **op.where,
+                    legal=f"stage {latest} or later for its module "
+                    f"{op.module!r}, or an earlier one for {maker.module!r}",
+                )
             if own is not None or latest is not None:
                 found[op.name] = latest if own is None else own
         consumers = self.graph.consumers()
         for op in reversed(self.graph.ops):
             if op.name not in found:
-                after = [found[c.name] for v in op.outputs if v is not None for c, _ in consumers.get(v.name, ())
-                         if c.name in found]
+                after = [
+                    found[c.name]
+                    for v in op.outputs
+                    if v is not None
+                    for c, _ in consumers.get(v.name, ())
+                    if c.name in found
+                ]
                 found[op.name] = min(after, default=0)
         return found
 
@@ -131,14 +146,17 @@ class _Cutter:
         there = set(self.stage.values())
         missing = [s for s in range(self.count) if s not in there]
         if missing:
-            raise SettingError(f"no operator is in stage {missing[0]} of {self.count}; those that there are: {sorted(there)}",
-                               legal="sw.set_stage(module, number) or stage_config, with every number from 0 to "
-                               f"{self.count - 1}")
+            raise SettingError(
+                f"no operator is in stage {missing[0]} of {self.count}; those that there are: {sorted(there)}",
+                legal=f"sw.set_stage(module, number) or stage_config, with every number from 0 to {self.count - 1}",
+            )
         made = tuple(self.one(s) for s in range(self.count))
         for s, part in enumerate(made):
             if not any(v.requires_grad for v in part.graph.parameters.values()):
-                raise SettingError(f"stage {s} has no parameter that is trained and its own",
-                                   legal="stages that each have a trained parameter: other modules in them, or fewer stages")
+                raise SettingError(
+                    f"stage {s} has no parameter that is trained and its own",
+                    legal="stages that each have a trained parameter: other modules in them, or fewer stages",
+                )
         return made
 
     def one(self, stage: int) -> StageGraph:
@@ -179,13 +197,18 @@ class _Cutter:
                     sends.append(Op(f"send.{v.name}", send, (v,), {}, (v,), (out,), op.module, op.source))
                     sent.append(v.name)
         outputs = [graph.outputs[i] for i in results] + [op.outputs[0] for op in sends]
-        batch = {v.name: d for v in inputs for d in (self.carries.get(v.name),)
-                 if d is not None and v.name not in self.parameters}
+        batch = {
+            v.name: d
+            for v in inputs
+            for d in (self.carries.get(v.name),)
+            if d is not None and v.name not in self.parameters
+        }
         constants = {n: t for n, t in graph.constants.items() if n in read}
         spec = pytree.tree_flatten(tuple(range(len(outputs))))[1]
         aliases = {alias: n for alias, n in graph.aliases.items() if n in own or n in buffers}
-        part = Graph(tuple(inputs), own, buffers, constants, (*ops, *sends), tuple(outputs), None, spec, updates, aliases,
-                     batch)
+        part = Graph(
+            tuple(inputs), own, buffers, constants, (*ops, *sends), tuple(outputs), None, spec, updates, aliases, batch
+        )
         return StageGraph(part, tuple(sources), tuple(results), tuple(sent))
 
     def home(self, value: Value, buffer: str | None = None) -> int:
@@ -200,9 +223,10 @@ class _Cutter:
         for n in updates:
             others = [s for s in self.used.get(self.graph.buffers[n].name, ()) if s != stage]
             if others:
-                raise PlanError(f"the buffer {n!r} is changed in stage {stage} and used in stage {others[0]}",
-                                legal="one stage for all that uses it")
-
+                raise PlanError(
+                    f"the buffer {n!r} is changed in stage {stage} and used in stage {others[0]}",
+                    legal="one stage for all that uses it",
+                )
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -217,6 +241,7 @@ class _Cutter:
 #
 # A run of alike units is represented by its first: the graph without the others is searched in its place.
 # ----------------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class Units:
@@ -279,8 +304,9 @@ class Units:
     def last(self) -> frozenset[int]:
         """The units that make the model's outputs."""
         makers = self.graph.producers()
-        return frozenset(self.of[makers[v.name].name] for v in self.graph.outputs
-                         if isinstance(v, Value) and v.name in makers)
+        return frozenset(
+            self.of[makers[v.name].name] for v in self.graph.outputs if isinstance(v, Value) and v.name in makers
+        )
 
     @cached_property
     def representative(self) -> tuple[int, ...]:
@@ -307,16 +333,22 @@ class Units:
         """The graph with the representatives alone."""
         graph = self.graph
         change = lambda v: self.same.get(v.name, v)  # noqa: E731
-        ops = tuple(_changed(op, change) for op in graph.ops
-                    if self.representative[self.of[op.name]] == self.of[op.name])
+        ops = tuple(
+            _changed(op, change) for op in graph.ops if self.representative[self.of[op.name]] == self.of[op.name]
+        )
         read = {v.name for op in ops for v in op.inputs}
         held = lambda table: {n: v for n, v in table.items() if v.name in read}  # noqa: E731
         parameters, buffers = held(graph.parameters), held(graph.buffers)
-        return replace(graph, ops=ops, parameters=parameters, buffers=buffers,
-                       constants={n: t for n, t in graph.constants.items() if n in read},
-                       outputs=tuple(map_values(v, change) for v in graph.outputs),
-                       updates={n: change(v) for n, v in graph.updates.items() if n in buffers},
-                       aliases={a: n for a, n in graph.aliases.items() if n in parameters or n in buffers})
+        return replace(
+            graph,
+            ops=ops,
+            parameters=parameters,
+            buffers=buffers,
+            constants={n: t for n, t in graph.constants.items() if n in read},
+            outputs=tuple(map_values(v, change) for v in graph.outputs),
+            updates={n: change(v) for n, v in graph.updates.items() if n in buffers},
+            aliases={a: n for a, n in graph.aliases.items() if n in parameters or n in buffers},
+        )
 
 
 def _changed(op: Op, change: Any) -> Op:
@@ -332,7 +364,7 @@ def units_of(graph: Graph) -> Units:
         if pair is None:
             break
         first, last = pair
-        groups[first:last + 1] = [[path for group in groups[first:last + 1] for path in group]]
+        groups[first : last + 1] = [[path for group in groups[first : last + 1] for path in group]]
     of = placed(graph, _stage_of(groups), max(len(groups), 1))
     return Units(graph, tuple(map(tuple, groups)) or ((),), of)
 
@@ -345,15 +377,16 @@ def _module(path: str) -> tuple[str, bool]:
     """A module's path down to its first number, and whether it has one."""
     parts = path.split(".")
     first = next((k for k, part in enumerate(parts) if part.isdigit()), None)
-    return (path, False) if first is None else (".".join(parts[:first + 1]), True)
+    return (path, False) if first is None else (".".join(parts[: first + 1]), True)
 
 
 def _modules(graph: Graph) -> list[list[str]]:
     """The modules that read parameters, in the order of their first operators; one around numbered ones is none."""
     own = {v.name for v in graph.parameters.values()}
     reading = {_module(op.module) for op in graph.ops if any(v.name in own for v in op.inputs)}
-    around = {".".join(path.split(".")[:k]) for path, numbered in reading if numbered
-              for k in range(path.count(".") + 1)}
+    around = {
+        ".".join(path.split(".")[:k]) for path, numbered in reading if numbered for k in range(path.count(".") + 1)
+    }
     wanted = {path for path, numbered in reading if path and (numbered or path not in around)}
     order = dict.fromkeys(_module(op.module)[0] for op in graph.ops)
     return [[path] for path in order if path in wanted]
@@ -363,8 +396,10 @@ def _backwards(graph: Graph, groups: list[list[str]]) -> tuple[int, int] | None:
     """Two groups of which the first reads what the other makes, or None."""
     modules, makers, found = _stage_of(groups), graph.producers(), dict[str, int]()
     for op in graph.ops:
-        latest = max((found[makers[v.name].name] for v in op.inputs
-                      if v.name in makers and makers[v.name].name in found), default=None)
+        latest = max(
+            (found[makers[v.name].name] for v in op.inputs if v.name in makers and makers[v.name].name in found),
+            default=None,
+        )
         path: str | None = op.module
         while path and path not in modules:
             path = path.rpartition(".")[0]
@@ -391,11 +426,13 @@ class _Forms:
         self.units, self.places = units, {}
         for members in units.members:
             for k, op in enumerate(members):
-                self.places.update((v.name, (units.of[op.name], k, i)) for i, v in enumerate(op.outputs)
-                                   if v is not None)
+                self.places.update(
+                    (v.name, (units.of[op.name], k, i)) for i, v in enumerate(op.outputs) if v is not None
+                )
         graph = units.graph
-        self.held = {v.name: "parameter" for v in graph.parameters.values()} | \
-            {v.name: "buffer" for v in graph.buffers.values()}
+        self.held = {v.name: "parameter" for v in graph.parameters.values()} | {
+            v.name: "buffer" for v in graph.buffers.values()
+        }
         self.known: dict[int, tuple] = {}
 
     def of(self, unit: int) -> tuple:
@@ -410,8 +447,14 @@ class _Forms:
         mark = None if op.mark is None else (op.mark.in_strategy, op.mark.out_strategy)
         outputs = tuple(None if v is None else (v.shape, v.dtype, v.requires_grad) for v in op.outputs)
         again = None if op.recompute is None else replace(op.recompute, call=0, path="")
-        return (str(op.target), tuple(self.leaf(leaf, unit, seen) for leaf in leaves), str(spec), outputs, repr(mark),
-                again)
+        return (
+            str(op.target),
+            tuple(self.leaf(leaf, unit, seen) for leaf in leaves),
+            str(spec),
+            outputs,
+            repr(mark),
+            again,
+        )
 
     def leaf(self, leaf: Any, unit: int, seen: dict[str, int]) -> Any:
         if not isinstance(leaf, Value):

@@ -25,7 +25,24 @@ if TYPE_CHECKING:
     from ..pipeline.pipeline_plan import PipelinePlan, Stage
     from ..sharded_plan import Plan
 
-__all__ = ["PIPELINE_SCHEMA", "SCHEMA", "Parts", "dataset_strategy", "digest", "fed_by", "fed_of", "fields_of", "head_digest", "parts_of", "pipeline_dataset_strategy", "pipeline_words", "pipeline_written", "section", "whole_graph", "written"]
+__all__ = [
+    "PIPELINE_SCHEMA",
+    "SCHEMA",
+    "Parts",
+    "dataset_strategy",
+    "digest",
+    "fed_by",
+    "fed_of",
+    "fields_of",
+    "head_digest",
+    "parts_of",
+    "pipeline_dataset_strategy",
+    "pipeline_words",
+    "pipeline_written",
+    "section",
+    "whole_graph",
+    "written",
+]
 
 #: The version of the form. It rises when a document of the old form can no longer be read as what it meant.
 SCHEMA = 1
@@ -65,10 +82,14 @@ def parts_of(plan: Plan, word: bool = True) -> Parts:
     """
     setting = plan.hsdp
     head: dict[str, Any] = {
-        "graph": fingerprint(plan.graph), "devices": plan.devices, "mode": plan.mode,
+        "graph": fingerprint(plan.graph),
+        "devices": plan.devices,
+        "mode": plan.mode,
         "dataset_strategy": dataset_strategy(plan) if word else [*map(spell_layout, plan.fed.inputs)],
-        "hsdp": None if setting is None else {
-            key: sorted(value) if isinstance(value, frozenset) else value for key, value in asdict(setting).items()}}
+        "hsdp": None
+        if setting is None
+        else {key: sorted(value) if isinstance(value, frozenset) else value for key, value in asdict(setting).items()},
+    }
     if any(d.bound.uneven for d in plan.decisions.values()):
         head["uneven"] = True
     if any(d.open is not None for d in plan.decisions.values()):
@@ -80,18 +101,33 @@ def parts_of(plan: Plan, word: bool = True) -> Parts:
         limit = plan.found.limit
         head["memory"] = int(limit) if float(limit).is_integer() else limit
     head["cluster"] = None if plan.cluster is None else plan.cluster.to_dict()
-    head["total"] = {"seconds": plan.cost, "bound": plan.bound, "gap": plan.gap, "memory": plan.memory(0),
-                     "peak": plan.peak}
+    head["total"] = {
+        "seconds": plan.cost,
+        "bound": plan.bound,
+        "gap": plan.gap,
+        "memory": plan.memory(0),
+        "peak": plan.peak,
+    }
     seconds = plan.price.by_operator
-    operators = [_operator(op, plan.decisions[op.name], seconds.get(op.name, 0.0), "open" in head)
-                 for op in plan.graph.ops]
+    operators = [
+        _operator(op, plan.decisions[op.name], seconds.get(op.name, 0.0), "open" in head) for op in plan.graph.ops
+    ]
     parameters = list(_parameters(plan))
-    said = {"head": head_digest(head),
-            "operators": {op.name: digest(op, plan.decisions[op.name]) for op in plan.graph.ops},
-            "parameters": {line["name"]: line["storage"] for line in parameters}}
-    return Parts(head, operators, parameters, {
-        "graph": write_graph(plan.graph), "said": said,
-        "found": None if plan.found is None else asdict(plan.found) | {"seconds": plan.cost}})
+    said = {
+        "head": head_digest(head),
+        "operators": {op.name: digest(op, plan.decisions[op.name]) for op in plan.graph.ops},
+        "parameters": {line["name"]: line["storage"] for line in parameters},
+    }
+    return Parts(
+        head,
+        operators,
+        parameters,
+        {
+            "graph": write_graph(plan.graph),
+            "said": said,
+            "found": None if plan.found is None else asdict(plan.found) | {"seconds": plan.cost},
+        },
+    )
 
 
 def fields_of(head: Mapping[str, Any], indent: str) -> list[str]:
@@ -130,9 +166,17 @@ def _operator(op: Op, decision: Decision, seconds: float, closed: bool) -> dict[
     line |= {"cause": decision.cause, "shapes": types_of(op)}
     if op.recompute is not None:
         line["recompute"] = write_recompute(op.recompute)
-    line |= {key: value for key, value in (
-        ("origin", decision.origin), ("via", decision.via), ("module", op.module), ("source", op.source),
-        ("note", decision.note)) if value}
+    line |= {
+        key: value
+        for key, value in (
+            ("origin", decision.origin),
+            ("via", decision.via),
+            ("module", op.module),
+            ("source", op.source),
+            ("note", decision.note),
+        )
+        if value
+    }
     return line | {"seconds": float(f"{seconds:.4g}")}
 
 
@@ -140,8 +184,12 @@ def _parameters(plan: Plan) -> Iterator[dict[str, Any]]:
     values = plan.graph.parameters | plan.graph.buffers
     for name, value in values.items():
         held = plan.parameters[name]
-        line = {"name": name, "shape": list(value.shape), "dtype": str(value.stored.dtype).removeprefix("torch."),
-                "storage": spell_layout(held.storage)}
+        line = {
+            "name": name,
+            "shape": list(value.shape),
+            "dtype": str(value.stored.dtype).removeprefix("torch."),
+            "storage": spell_layout(held.storage),
+        }
         if held.layout != held.storage:
             line["used_as"] = spell_layout(held.layout)
         if plan.stored is not None and name in plan.stored:
@@ -153,7 +201,9 @@ def head_digest(head: Mapping[str, Any]) -> str:
     """Of what the head says that a search depended on."""
     keys = ("graph", "devices", "dataset_strategy", "hsdp", "uneven", "optimizer", "cluster")
     said = [head.get(key) for key in keys]
-    if head.get("memory") is not None:  # only then: documents from before there was such a field have this digest without
+    if (
+        head.get("memory") is not None
+    ):  # only then: documents from before there was such a field have this digest without
         said.append(head["memory"])
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:8]
 
@@ -164,25 +214,37 @@ def digest(op: Op, decision: Decision) -> str:
     return hashlib.sha256(repr(said).encode()).hexdigest()[:8]
 
 
-
 # ----------------------------------------------------------------------------------------------------
 # A pipeline's plan as the text of its document. What the form is, `document_pipeline` says, which reads it.
 # ----------------------------------------------------------------------------------------------------
+
 
 def pipeline_written(plan: PipelinePlan) -> str:
     """A plan as the text of its document: the same text for the same plan."""
     parts = [parts_of(stage.plan, word=False) for stage in plan.stages]
     head: dict[str, Any] = {
-        "schema": PIPELINE_SCHEMA, "graph": fingerprint(plan.graph), "devices": plan.devices, "mode": plan.mode,
-        "dataset_strategy": pipeline_dataset_strategy(plan), "optimizer": plan.optimizer,
-        "cluster": None if plan.cluster is None else plan.cluster.to_dict(), "pipeline": pipeline_words(plan),
-        "total": {"seconds": plan.cost, "bubble": plan.simulation.bubble, "peak": plan.peak}}
+        "schema": PIPELINE_SCHEMA,
+        "graph": fingerprint(plan.graph),
+        "devices": plan.devices,
+        "mode": plan.mode,
+        "dataset_strategy": pipeline_dataset_strategy(plan),
+        "optimizer": plan.optimizer,
+        "cluster": None if plan.cluster is None else plan.cluster.to_dict(),
+        "pipeline": pipeline_words(plan),
+        "total": {"seconds": plan.cost, "bubble": plan.simulation.bubble, "peak": plan.peak},
+    }
     if plan.notes_of_its_own:
         head["notes"] = list(plan.notes_of_its_own)
     micro, graphs = plan.micro, [part.held["graph"] for part in parts]
-    held = {"graph": _beside(write_graph(plan.graph), graphs), "joins": micro.joins, "totals": micro.totals,
-            "counts": None if micro.counts is None else write_graph(micro.counts), "micro_batches": plan.micro_batches,
-            "updates": micro.updates, "stages": [{"sources": s.sources, "results": s.results, "sent": s.sent} for s in plan.stages]}
+    held = {
+        "graph": _beside(write_graph(plan.graph), graphs),
+        "joins": micro.joins,
+        "totals": micro.totals,
+        "counts": None if micro.counts is None else write_graph(micro.counts),
+        "micro_batches": plan.micro_batches,
+        "updates": micro.updates,
+        "stages": [{"sources": s.sources, "results": s.results, "sent": s.sent} for s in plan.stages],
+    }
     captured = ",\n".join(f'    "{packed(x)}"' for x in (*(part.held for part in parts), held))
     stages = ",\n".join(_stage(plan, stage, part) for stage, part in zip(plan.stages, parts))
     body = [*fields_of(head, "  "), f'  "stages": [\n{stages}\n  ]', f'  "captured": [\n{captured}\n  ]']
@@ -194,17 +256,26 @@ def _stage(plan: PipelinePlan, stage: Stage, parts: Parts) -> str:
     head = {key: value for key, value in parts.head.items() if key != "dataset_strategy"}
     shared = {"optimizer": plan.optimizer, "cluster": Cluster.of(plan.cluster, stage.devices).to_dict()}
     head = {key: value for key, value in head.items() if key not in shared or value != shared[key]}
-    first = {"stage": stage.number, "ranks": f"{stage.ranks[0]}-{stage.ranks[-1]}",
-             "fed": [{"value": source.name, "from": _from(source), "layout": spell_layout(layout)}
-                     for source, layout in zip(stage.sources, stage.plan.fed.inputs)]}
-    body = [*fields_of(first | head, "      "), section("operators", parts.operators, "      "),
-            section("parameters", parts.parameters, "      ")]
+    first = {
+        "stage": stage.number,
+        "ranks": f"{stage.ranks[0]}-{stage.ranks[-1]}",
+        "fed": [
+            {"value": source.name, "from": _from(source), "layout": spell_layout(layout)}
+            for source, layout in zip(stage.sources, stage.plan.fed.inputs)
+        ],
+    }
+    body = [
+        *fields_of(first | head, "      "),
+        section("operators", parts.operators, "      "),
+        section("parameters", parts.parameters, "      "),
+    ]
     return "    {\n" + ",\n".join(body) + "\n    }"
 
 
 def _from(source: Any) -> str:
-    return {"input": "the batch", "stage": f"stage {source.index}",
-            "parameter": f"stage {source.index}, a parameter"}[source.kind]
+    return {"input": "the batch", "stage": f"stage {source.index}", "parameter": f"stage {source.index}, a parameter"}[
+        source.kind
+    ]
 
 
 def pipeline_words(plan: PipelinePlan) -> dict[str, Any]:
@@ -248,7 +319,7 @@ def fed_of(plan: PipelinePlan) -> dict[int, Layout]:
 
 def pipeline_dataset_strategy(plan: PipelinePlan) -> Any:
     """The dataset_strategy that feeds as the stages are fed; what none of them reads is whole."""
-    inputs = plan.graph.inputs[:len(plan.graph.inputs) - len(plan.micro.totals)]
+    inputs = plan.graph.inputs[: len(plan.graph.inputs) - len(plan.micro.totals)]
     alone, found = Graph(inputs, {}, {}, {}, (), ()), fed_of(plan)
     first = plan.stages[0]
     for word in ("full_batch", "data_parallel"):
@@ -265,8 +336,10 @@ def _fits(word: str, alone: Graph, stage: Stage) -> bool:
         return False
     own = stage.plan.fed
     return fed.own_part == own.own_part and all(
-        fed.inputs[source.index] == layout for source, layout in zip(stage.sources, own.inputs)
-        if source.kind == "input" and source.index < len(alone.inputs))
+        fed.inputs[source.index] == layout
+        for source, layout in zip(stage.sources, own.inputs)
+        if source.kind == "input" and source.index < len(alone.inputs)
+    )
 
 
 # -- the graph of a micro-batch, which is nearly that of its stages ----------------------------------------------------
@@ -276,19 +349,25 @@ def _beside(said: dict[str, Any], stages: Sequence[Mapping[str, Any]]) -> dict[s
     """What a written graph has that its stages' have not: of an operator that one of them has too, the name; of a value
     likewise, nothing."""
     ops, values = _of_stages(stages)
-    return said | {"ops": [op["name"] if ops.get(op["name"]) == op else op for op in said["ops"]],
-                   "values": {name: None if values.get(name) == value else value
-                              for name, value in said["values"].items()}}
+    return said | {
+        "ops": [op["name"] if ops.get(op["name"]) == op else op for op in said["ops"]],
+        "values": {name: None if values.get(name) == value else value for name, value in said["values"].items()},
+    }
 
 
 def whole_graph(said: Mapping[str, Any], stages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The written graph of which `said` is what its stages' have not."""
     ops, values = _of_stages(stages)
-    return {**said, "ops": [ops[op] if isinstance(op, str) else op for op in said["ops"]],
-            "values": {name: values[name] if value is None else value for name, value in said["values"].items()}}
+    return {
+        **said,
+        "ops": [ops[op] if isinstance(op, str) else op for op in said["ops"]],
+        "values": {name: values[name] if value is None else value for name, value in said["values"].items()},
+    }
 
 
 def _of_stages(stages: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Operators and values of all stages by name."""
-    return ({op["name"]: op for part in stages for op in part["ops"]},
-            {name: value for part in stages for name, value in part["values"].items()})
+    return (
+        {op["name"]: op for part in stages for op in part["ops"]},
+        {name: value for part in stages for name, value in part["values"].items()},
+    )

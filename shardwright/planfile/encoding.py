@@ -32,7 +32,21 @@ from ..layout import Digit, Digits, Layout, beside, merge
 from ..rules import Assignment, Bound, assignment_of
 from ..torch_private import pytree
 
-__all__ = ["fingerprint", "packed", "read_assignment", "read_digits", "read_graph", "read_layout", "recompute_of", "spell_assignment", "spell_digits", "spell_layout", "unpacked", "write_graph", "write_recompute"]
+__all__ = [
+    "fingerprint",
+    "packed",
+    "read_assignment",
+    "read_digits",
+    "read_graph",
+    "read_layout",
+    "recompute_of",
+    "spell_assignment",
+    "spell_digits",
+    "spell_layout",
+    "unpacked",
+    "write_graph",
+    "write_recompute",
+]
 
 #: Words of torch that stand among arguments -> their class.
 _WORDS = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
@@ -76,13 +90,20 @@ def _leaf(x: Any) -> Any:
 
 def _target(target: Any) -> Any:
     if isinstance(target, UnderAutocast):
-        return {"autocast": [[name, _leaf(dtype)] for name, dtype in target.state.dtypes], "shares": target.state.shares,
-                "target": _target(target.inner)}
+        return {
+            "autocast": [[name, _leaf(dtype)] for name, dtype in target.state.dtypes],
+            "shares": target.state.shares,
+            "target": _target(target.inner),
+        }
     if isinstance(target, Applied):
         function = target.described_as
-        return {"function": f"{function.__module__}:{function.__qualname__}",
-                "leaves": [_leaf(x) for x in target.leaves], "places": target.places, "spec": _spec(target.spec),
-                "differentiable": list(target.differentiable)}
+        return {
+            "function": f"{function.__module__}:{function.__qualname__}",
+            "leaves": [_leaf(x) for x in target.leaves],
+            "places": target.places,
+            "spec": _spec(target.spec),
+            "differentiable": list(target.differentiable),
+        }
     return str(target)
 
 
@@ -124,8 +145,12 @@ def _op(op: Op) -> dict[str, Any]:
 
 def write_graph(graph: Graph) -> dict[str, Any]:
     """A graph as lists, dicts, numbers and strings; without marks and recomputation, which a plan's lines have."""
-    values = {v.name: v for side in (graph.inputs, *(side for op in graph.ops for side in (op.inputs, op.outputs)))
-              for v in side if v is not None}
+    values = {
+        v.name: v
+        for side in (graph.inputs, *(side for op in graph.ops for side in (op.inputs, op.outputs)))
+        for v in side
+        if v is not None
+    }
     for v in (*values_in(graph.outputs), *graph.updates.values()):
         values.setdefault(v.name, v)
     batch = {} if graph.batch is None else {"batch": graph.batch}
@@ -139,8 +164,11 @@ def write_graph(graph: Graph) -> dict[str, Any]:
         "outputs": [_leaf(x) for x in graph.outputs],
         "updates": {name: v.name for name, v in graph.updates.items()},
         "aliases": graph.aliases,
-        "in_spec": _spec(graph.in_spec), "out_spec": _spec(graph.out_spec), **batch,
-        **({"changed": list(graph.changed)} if graph.changed else {})}
+        "in_spec": _spec(graph.in_spec),
+        "out_spec": _spec(graph.out_spec),
+        **batch,
+        **({"changed": list(graph.changed)} if graph.changed else {}),
+    }
 
 
 def fingerprint(graph: Graph) -> str:
@@ -176,7 +204,7 @@ def _leaf_of(x: Any, values: dict[str, Value]) -> Any:
         return [_leaf_of(y, values) for y in x]
     if not isinstance(x, dict):
         return x
-    (word, held), = x.items()
+    ((word, held),) = x.items()
     if word == "%":
         return values[held]
     if word == "tuple":
@@ -208,9 +236,12 @@ def _target_of(said: Any, name: str, source: str | None) -> Any:
     try:
         return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
     except AttributeError:
-        raise PlanError(f"there is no operator {said} in this process", operator=name, source=source,
-                        legal="import what registers it (torch.library.custom_op, sw.rule) before the plan is read"
-                        ) from None
+        raise PlanError(
+            f"there is no operator {said} in this process",
+            operator=name,
+            source=source,
+            legal="import what registers it (torch.library.custom_op, sw.rule) before the plan is read",
+        ) from None
 
 
 def _applied(said: dict[str, Any], name: str, source: str | None) -> Applied:
@@ -220,10 +251,15 @@ def _applied(said: dict[str, Any], name: str, source: str | None) -> Applied:
     for part in path.split("."):
         found = getattr(found, part, None)
     if not (isinstance(found, type) and issubclass(found, torch.autograd.Function)):
-        raise PlanError(f"there is no torch.autograd.Function {path} in the module {module}", operator=name,
-                        source=source, legal=f"import {module} before the plan is read")
-    leaves = [torch.empty(0, device="meta") if i in said["places"] else _leaf_of(x, {})
-              for i, x in enumerate(said["leaves"])]
+        raise PlanError(
+            f"there is no torch.autograd.Function {path} in the module {module}",
+            operator=name,
+            source=source,
+            legal=f"import {module} before the plan is read",
+        )
+    leaves = [
+        torch.empty(0, device="meta") if i in said["places"] else _leaf_of(x, {}) for i, x in enumerate(said["leaves"])
+    ]
     made = Applied(found, leaves, pytree.treespec_loads(said["spec"]) if said["spec"] else None)
     made.differentiable = tuple(said["differentiable"])
     return made
@@ -251,9 +287,16 @@ def read_graph(said: dict[str, Any]) -> Graph:
         PlanError: an operator that is not registered in this process, by name.
         KeyError, TypeError, ValueError: what no `write_graph` wrote.
     """
+
     def value(name: str, shape: list, dtype: str, grad: bool, master: list | None = None) -> Value:
-        return Value(name, tuple(shape), getattr(torch, dtype), grad,
-                     None if master is None else Master(*(getattr(torch, each) for each in master)))
+        return Value(
+            name,
+            tuple(shape),
+            getattr(torch, dtype),
+            grad,
+            None if master is None else Master(*(getattr(torch, each) for each in master)),
+        )
+
     values = {name: value(name, *rest) for name, rest in said["values"].items()}
     ops = []
     for op in said["ops"]:
@@ -262,26 +305,47 @@ def read_graph(said: dict[str, Any]) -> Graph:
         inputs = tuple(values[n] for n in op["inputs"]) if "inputs" in op else values_in((args, kwargs))
         outputs = tuple(None if n is None else values[n] for n in op["outputs"])
         source = op.get("source", "")
-        ops.append(Op(op["name"], _target_of(op["target"], op["name"], source or None), args, kwargs, inputs, outputs,
-                      op.get("module", ""), source, None, op.get("origin"), op.get("number", 0),
-                      micro=Pieces(*op["micro"]) if "micro" in op else None))
-    constants = {name: torch.empty(shape, dtype=_leaf_of(dtype, {}), device="meta")
-                 for name, (shape, dtype) in said["constants"].items()}
+        ops.append(
+            Op(
+                op["name"],
+                _target_of(op["target"], op["name"], source or None),
+                args,
+                kwargs,
+                inputs,
+                outputs,
+                op.get("module", ""),
+                source,
+                None,
+                op.get("origin"),
+                op.get("number", 0),
+                micro=Pieces(*op["micro"]) if "micro" in op else None,
+            )
+        )
+    constants = {
+        name: torch.empty(shape, dtype=_leaf_of(dtype, {}), device="meta")
+        for name, (shape, dtype) in said["constants"].items()
+    }
     specs = [None if said[which] is None else pytree.treespec_loads(said[which]) for which in ("in_spec", "out_spec")]
-    return Graph(tuple(values[n] for n in said["inputs"]),
-                 {name: value(*rest) for name, rest in said["parameters"].items()},
-                 {name: value(*rest) for name, rest in said["buffers"].items()}, constants, tuple(ops),
-                 tuple(_leaf_of(x, values) for x in said["outputs"]), *specs,
-                 {name: values[n] for name, n in said["updates"].items()}, dict(said["aliases"]), said.get("batch"),
-                 tuple(said.get("changed", ())))
-
+    return Graph(
+        tuple(values[n] for n in said["inputs"]),
+        {name: value(*rest) for name, rest in said["parameters"].items()},
+        {name: value(*rest) for name, rest in said["buffers"].items()},
+        constants,
+        tuple(ops),
+        tuple(_leaf_of(x, values) for x in said["outputs"]),
+        *specs,
+        {name: values[n] for name, n in said["updates"].items()},
+        dict(said["aliases"]),
+        said.get("batch"),
+        tuple(said.get("changed", ())),
+    )
 
 
 # ----------------------------------------------------------------------------------------------------
 # Strategies and layouts as JSON, in the words in which users write them.
 #
-# A tuple of cuts where that is the same strategy: ``[[2, 4], [4, 1]]``. Else a `Layout` spelled out: a device matrix, the
-# names of its axes, and one entry a dim:
+# A tuple of cuts where that is the same strategy: ``[[2, 4], [4, 1]]``. Else a `Layout` spelled out: a device matrix,
+# the names of its axes, and one entry a dim:
 #
 #     "device_matrix": [2, 2, 2], "alias_name": ["a", "b", "c"], "in_strategy": [["c", ["a", "b"]], [["a", "b"], "None"]]
 #
@@ -306,8 +370,12 @@ class _Axes:
 
     def entry(self, digits: Digits) -> str | list[str]:
         """A dim's digits by the names of their axes, major first."""
-        names = [name for digit in digits for axis, name in zip(self.axes, self.names)
-                 if digit.stride <= axis.stride < digit.span]
+        names = [
+            name
+            for digit in digits
+            for axis, name in zip(self.axes, self.names)
+            if digit.stride <= axis.stride < digit.span
+        ]
         return WHOLE if not names else names[0] if len(names) == 1 else names
 
 
@@ -324,6 +392,7 @@ def spell_assignment(bound: Bound, assignment: Assignment) -> dict[str, Any]:
 
     def written(sides: Sequence[Sequence[tuple[int, ...]]]) -> list[list]:
         return [[axes.entry(bound.dim_digits(dim, assignment) or ()) for dim in dims] for dims in sides]
+
     words = axes.words | {"in_strategy": written(bound.inputs)}
     seen = {factor for dims in bound.inputs for dim in dims for factor in dim}
     if any(digits and i not in seen for i, digits in enumerate(assignment.digits)):
@@ -346,22 +415,34 @@ def read_assignment(bound: Bound, words: Mapping[str, Any], devices: int) -> Ass
         return assignment
     leaves = words["leaves"]
     if matrix is None or not isinstance(leaves, list) or len(leaves) != len(bound.outputs):
-        raise StrategyError(f"leaves={leaves!r}", legal=f"with a device_matrix, one entry for each of the outputs "
-                                                         f"{list(bound.out_shapes)}")
+        raise StrategyError(
+            f"leaves={leaves!r}",
+            legal=f"with a device_matrix, one entry for each of the outputs {list(bound.out_shapes)}",
+        )
     layouts = {i: _entry(matrix, entry) for i, entry in enumerate(leaves)}
     for i, layout in layouts.items():
         if not isinstance(layout, Layout) or len(layout.dims or ()) != len(bound.out_shapes[i]):
-            raise StrategyError(f"leaves={leaves!r}", legal=f"an axis or {WHOLE!r} for each dim of "
-                                                            f"{bound.out_shapes[i]}")
+            raise StrategyError(
+                f"leaves={leaves!r}", legal=f"an axis or {WHOLE!r} for each dim of {bound.out_shapes[i]}"
+            )
     left = bound.follow(layouts, of_outputs=True)
     if left is None:
-        raise StrategyError(f"the outputs {list(bound.out_shapes)} cannot be cut so", strategy=leaves,
-                            legal=f"cuts that divide, of dims that may be split: {_splittable(bound)}")
+        raise StrategyError(
+            f"the outputs {list(bound.out_shapes)} cannot be cut so",
+            strategy=leaves,
+            legal=f"cuts that divide, of dims that may be split: {_splittable(bound)}",
+        )
     merged = bound.cut_by(devices, {i: a or b for i, (a, b) in enumerate(zip(assignment.digits, left.digits))})
-    if any(a and b and a != b for a, b in zip(assignment.digits, left.digits)) or \
-            not beside(devices, merged.used) or not bound.is_consistent(merged):
-        raise StrategyError("in_strategy and leaves do not agree", strategy=dict(words),
-                            legal="the same axes for dims that are cut alike, each axis once")
+    if (
+        any(a and b and a != b for a, b in zip(assignment.digits, left.digits))
+        or not beside(devices, merged.used)
+        or not bound.is_consistent(merged)
+    ):
+        raise StrategyError(
+            "in_strategy and leaves do not agree",
+            strategy=dict(words),
+            legal="the same axes for dims that are cut alike, each axis once",
+        )
     return merged
 
 
@@ -388,8 +469,10 @@ def _entry(matrix: Layout | None, entry: Any) -> Any:
     if not isinstance(entry, list) or not any(isinstance(part, (str, list)) for part in entry):
         return tuple(entry) if isinstance(entry, list) else entry
     if matrix is None:
-        raise LayoutError(f"{entry!r} names axes, and the line has no device_matrix",
-                          legal='"device_matrix": [2, 4], "alias_name": ["a", "b"], or cuts')
+        raise LayoutError(
+            f"{entry!r} names axes, and the line has no device_matrix",
+            legal='"device_matrix": [2, 4], "alias_name": ["a", "b"], or cuts',
+        )
     try:
         return matrix(*(tuple(part) if isinstance(part, list) else part for part in entry))
     except LayoutError as error:
@@ -424,8 +507,10 @@ def read_layout(words: Any, devices: int, shape: Sequence[int], padded: bool = F
     if not isinstance(layout, Layout) or layout.dims is None:
         raise LayoutError(f"{words!r} is no layout", legal=f"cuts, one for each dim of {tuple(shape)}")
     if layout.devices != devices:
-        raise LayoutError(f"the device matrix {words['device_matrix']} is of {layout.devices} devices, there are "
-                          f"{devices}", legal=f"a product of {devices}")
+        raise LayoutError(
+            f"the device matrix {words['device_matrix']} is of {layout.devices} devices, there are {devices}",
+            legal=f"a product of {devices}",
+        )
     layout.local_shape(layout.padded(shape) if padded and len(layout.dims) == len(shape) else shape)
     return layout
 
@@ -450,7 +535,9 @@ def read_digits(words: Any, devices: int) -> Digits:
     matrix = _matrix(words) if isinstance(words, Mapping) else None
     names = words.get("axes") if isinstance(words, Mapping) else None
     if matrix is None or matrix.devices != devices or not isinstance(names, list) or not names:
-        raise LayoutError(f"{words!r} names no axes of {devices} devices",
-                          legal='{"device_matrix": [2, 4], "alias_name": ["a", "b"], "axes": ["b"]}, or []')
+        raise LayoutError(
+            f"{words!r} names no axes of {devices} devices",
+            legal='{"device_matrix": [2, 4], "alias_name": ["a", "b"], "axes": ["b"]}, or []',
+        )
     layout = _entry(matrix, [names])
     return merge(sorted(layout.carried, key=lambda d: -d.stride))

@@ -1,8 +1,8 @@
 """Plans as files: reading and writing, whatever kind of plan it is.
 
-    save_plan(plan, path)    one device program, or a pipeline: `document_writing`
-    load_plan(path)          "pipeline" in the file: a `PipelinePlan`, otherwise a `Plan`
-    read_document(path)      the file's lines, before they are a plan: for a model that is to take their strategies
+save_plan(plan, path)    one device program, or a pipeline: `document_writing`
+load_plan(path)          "pipeline" in the file: a `PipelinePlan`, otherwise a `Plan`
+read_document(path)      the file's lines, before they are a plan: for a model that is to take their strategies
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from .pipeline_document import PipelineDocument
 from .plan_document import PlanDocument
 
 __all__ = ["as_document", "load_plan", "read_document", "save_plan"]
+
 
 def save_plan(plan: Plan | PipelinePlan, path: str | Path) -> None:
     """Write a plan as a file. See `Plan.save`."""
@@ -42,25 +43,34 @@ def read_document(path: str | Path) -> PlanDocument | PipelineDocument:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise PlanError(f"the plan cannot be read: {reason}", source=str(path),
-                        legal="a file that Plan.save wrote") from None
+        raise PlanError(
+            f"the plan cannot be read: {reason}", source=str(path), legal="a file that Plan.save wrote"
+        ) from None
     try:
         words = json.loads(text)
     except json.JSONDecodeError as error:
-        raise PlanError(f"not a plan, or cut short: {error.msg}", source=f"{path}:{error.lineno}",
-                        legal="a file that Plan.save wrote") from None
+        raise PlanError(
+            f"not a plan, or cut short: {error.msg}",
+            source=f"{path}:{error.lineno}",
+            legal="a file that Plan.save wrote",
+        ) from None
     if not isinstance(words, dict) or "schema" not in words:
         raise PlanError("not a plan: it has no schema", source=str(path), legal="a file that Plan.save wrote")
     schema = PIPELINE_SCHEMA if "pipeline" in words else SCHEMA
     if words["schema"] != schema or isinstance(words["schema"], bool):
-        raise PlanError(f"a plan of schema {words['schema']!r}", source=str(path),
-                        legal=f"schema {schema}, or the version of Shardwright that wrote it")
+        raise PlanError(
+            f"a plan of schema {words['schema']!r}",
+            source=str(path),
+            legal=f"schema {schema}, or the version of Shardwright that wrote it",
+        )
     if "pipeline" in words:
         return PipelineDocument.of(path, text, words)
     return PlanDocument.of(path, text, words)
 
 
-def as_document(given: PlanDocument | PipelineDocument | str | os.PathLike | None) -> PlanDocument | PipelineDocument | None:
+def as_document(
+    given: PlanDocument | PipelineDocument | str | os.PathLike | None,
+) -> PlanDocument | PipelineDocument | None:
     """A document, or that of a path.
 
     Raises:

@@ -1,10 +1,11 @@
-"""Where parameters lie, as a file of its own: a line for each, its whole shape, its type, and the layout of its storage.
+"""Where parameters lie, as a file of its own: a line for each, its whole shape, its type, and the layout of its
+storage.
 
     {"name": "up.weight", "shape": [4096, 1024], "dtype": "float32", "storage": [4, 1]}
 
-A layout is spelled as in a plan's document (`spelling`). Of a pipeline a line also says on which ranks the parameter lies,
-``"ranks": "4-7"``; its layout is one of these. Buffers have lines of their own. Where some cut does not divide its dim, the
-head says ``"uneven": true``.
+A layout is spelled as in a plan's document (`spelling`). Of a pipeline a line also says on which ranks the parameter
+lies, ``"ranks": "4-7"``; its layout is one of these. Buffers have lines of their own. Where some cut does not divide
+its dim, the head says ``"uneven": true``.
 
 A model that loads such a file stores its parameters so; a checkpoint is cut so without any model.
 """
@@ -81,14 +82,17 @@ class TensorStorage:
 
     @property
     def boxes(self) -> tuple[tuple[tuple[slice, ...], tuple[int, ...]], ...]:
-        """The different parts of it, none of them empty, each with the ranks that hold it, ascending. Of a tensor without
-        elements there is one."""
-        return tuple((box, tuple(self.first + rank for rank in ranks)) for box, ranks in _boxes(self.layout, self.shape))
+        """The different parts of it, none of them empty, each with the ranks that hold it, ascending. Of a tensor
+        without elements there is one."""
+        return tuple(
+            (box, tuple(self.first + rank for rank in ranks)) for box, ranks in _boxes(self.layout, self.shape)
+        )
 
 
 @lru_cache(maxsize=4096)
 def _boxes(layout: Layout, shape: tuple[int, ...]) -> tuple[tuple[tuple[slice, ...], tuple[int, ...]], ...]:
-    """As `Storage.boxes`, of the ranks from 0 on. Parameters and their optimizer's state share few layouts and shapes."""
+    """As `Storage.boxes`, of the ranks from 0 on. Parameters and their optimizer's state share few layouts and
+    shapes."""
     found: dict[tuple[tuple[int, int], ...], list[int]] = {}
     for rank in range(layout.devices):
         box = true_slice(layout, shape, rank)
@@ -117,14 +121,26 @@ class ParameterStrategies:
     @classmethod
     def of(cls, plan: Plan | PipelinePlan, path: Path | None = None) -> ParameterStrategies:
         """Those of a plan."""
+
         def stored(values: Mapping[str, Value]) -> Iterator[tuple[str, TensorStorage]]:
             for name, value in values.items():
                 held = plan.parameters.get(name)
                 if held is not None:
                     first = held.ranks.start if isinstance(held, StageParameter) else 0
-                    yield name, TensorStorage(tuple(value.shape), str(value.stored.dtype).removeprefix("torch."), held.storage, first,
-                                        str(path or ""))
-        return cls(plan.devices, dict(stored(plan.graph.parameters)), dict(stored(plan.graph.buffers)), path, plan.fingerprint)
+                    yield (
+                        name,
+                        TensorStorage(
+                            tuple(value.shape),
+                            str(value.stored.dtype).removeprefix("torch."),
+                            held.storage,
+                            first,
+                            str(path or ""),
+                        ),
+                    )
+
+        return cls(
+            plan.devices, dict(stored(plan.graph.parameters)), dict(stored(plan.graph.buffers)), path, plan.fingerprint
+        )
 
     @classmethod
     def read(cls, path: str | os.PathLike) -> ParameterStrategies:
@@ -141,8 +157,11 @@ class ParameterStrategies:
                 raise PlanError("neither parameters' strategies nor a plan", source=str(path), legal=_LEGAL)
             return cls.of(load_plan(path), path)
         if words.get("schema") != SCHEMA or isinstance(words["schema"], bool):
-            raise PlanError(f"parameters' strategies of schema {words.get('schema')!r}", source=str(path),
-                            legal=f"schema {SCHEMA}, or the version of Shardwright that wrote it")
+            raise PlanError(
+                f"parameters' strategies of schema {words.get('schema')!r}",
+                source=str(path),
+                legal=f"schema {SCHEMA}, or the version of Shardwright that wrote it",
+            )
         devices = words.get("devices")
         if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
             raise PlanError(f"devices: {devices!r}", source=str(path), legal="a whole number of at least 1")
@@ -192,8 +211,9 @@ class ParameterStrategies:
 
     # -- on a model --
 
-    def onto(self, graph: Graph, devices: int, groups: int | str, stored: Mapping[str, Layout] | None, uneven: bool = False
-             ) -> dict[str, Layout]:
+    def onto(
+        self, graph: Graph, devices: int, groups: int | str, stored: Mapping[str, Layout] | None, uneven: bool = False
+    ) -> dict[str, Layout]:
         """How a captured model's parameters are stored, where that is settled.
 
         Args:
@@ -208,40 +228,69 @@ class ParameterStrategies:
             SettingError: stages that are yet to be chosen.
         """
         if groups == "auto":
-            raise SettingError(f"{self.source} says where parameters lie, and stages=\"auto\" is to choose it",
-                               legal="stages=" + str(len({held.first for held in self.parameters.values()})))
+            raise SettingError(
+                f'{self.source} says where parameters lie, and stages="auto" is to choose it',
+                legal="stages=" + str(len({held.first for held in self.parameters.values()})),
+            )
         if self.devices != devices:
-            raise PlanError(f"the parameters' strategies are for {self.devices} devices, there are {devices}",
-                            source=self.source, legal=f"those of {devices} devices, or {self.devices} devices")
+            raise PlanError(
+                f"the parameters' strategies are for {self.devices} devices, there are {devices}",
+                source=self.source,
+                legal=f"those of {devices} devices, or {self.devices} devices",
+            )
         self.check_names(graph.parameters, graph.buffers)
         for name, held in self.all.items():
             value = graph.parameters.get(name) or graph.buffers[name]
             if len(held.ranks) * groups != devices:
-                raise PlanError(f"the line is of {len(held.ranks)} of {self.devices} devices, and the model is cut into "
-                                f"{groups} stage{'s' * (groups != 1)}", operator=f"the parameter {name!r}", source=held.where,
-                                legal=f"ranks of one stage: {devices // groups} devices")
+                raise PlanError(
+                    f"the line is of {len(held.ranks)} of {self.devices} devices, and the model is cut into "
+                    f"{groups} stage{'s' * (groups != 1)}",
+                    operator=f"the parameter {name!r}",
+                    source=held.where,
+                    legal=f"ranks of one stage: {devices // groups} devices",
+                )
             said = str(value.stored.dtype).removeprefix("torch.")
             if (tuple(value.shape), said) != (held.shape, held.dtype):
-                raise PlanError(f"the line is of {held.dtype}{list(held.shape)}, the model has {said}{list(value.shape)}: "
-                                "strategies of another model?", operator=f"the parameter {name!r}", source=held.where,
-                                legal="a file made for this model")
+                raise PlanError(
+                    f"the line is of {held.dtype}{list(held.shape)}, the model has {said}{list(value.shape)}: "
+                    "strategies of another model?",
+                    operator=f"the parameter {name!r}",
+                    source=held.where,
+                    legal="a file made for this model",
+                )
             if not uneven and held.layout.padded(held.shape) != held.shape:
-                raise LayoutError(f"cuts {held.layout.cuts} that do not divide {held.shape}",
-                                  operator=f"the parameter {name!r}", source=held.where,
-                                  legal="cuts that do, or AutoParallel(…, uneven=True)")
+                raise LayoutError(
+                    f"cuts {held.layout.cuts} that do not divide {held.shape}",
+                    operator=f"the parameter {name!r}",
+                    source=held.where,
+                    legal="cuts that do, or AutoParallel(…, uneven=True)",
+                )
             if not is_stored_padded(held.layout, held.shape):
-                raise LayoutError(f"cuts {held.layout.cuts} that do not divide {held.shape}, by several digits of the rank",
-                                  operator=f"the parameter {name!r}", source=held.where,
-                                  legal="cuts that divide, or neighbouring axes in their order")
+                raise LayoutError(
+                    f"cuts {held.layout.cuts} that do not divide {held.shape}, by several digits of the rank",
+                    operator=f"the parameter {name!r}",
+                    source=held.where,
+                    legal="cuts that divide, or neighbouring axes in their order",
+                )
             if name in self.buffers and not held.layout.is_replicated:
-                raise LayoutError(f"cuts {held.layout.cuts} of a buffer", operator=f"the buffer {name!r}", source=held.where,
-                                  legal=f"the whole of it: {[1] * len(held.shape)}")
+                raise LayoutError(
+                    f"cuts {held.layout.cuts} of a buffer",
+                    operator=f"the buffer {name!r}",
+                    source=held.where,
+                    legal=f"the whole of it: {[1] * len(held.shape)}",
+                )
             if (stored or {}).get(name, held.layout) != held.layout:
-                raise PlanError(f"it is stored as {stored[name]} already", operator=f"the parameter {name!r}",  # type: ignore[index]
-                                source=held.where, legal="the layout that it has, or a model that is not cut yet")
+                raise PlanError(
+                    f"it is stored as {stored[name]} already",
+                    operator=f"the parameter {name!r}",  # type: ignore[index]
+                    source=held.where,
+                    legal="the layout that it has, or a model that is not cut yet",
+                )
         return {**(stored or {}), **{name: held.layout for name, held in self.parameters.items()}}
 
-    def check_names(self, parameters: Sequence[str] | Mapping[str, Any], buffers: Sequence[str] | Mapping[str, Any]) -> None:
+    def check_names(
+        self, parameters: Sequence[str] | Mapping[str, Any], buffers: Sequence[str] | Mapping[str, Any]
+    ) -> None:
         """That every line is of what a model has.
 
         Raises:
@@ -251,8 +300,11 @@ class ParameterStrategies:
             for name, held in table.items():
                 if name not in names:
                     near = difflib.get_close_matches(name, list(names), 3, 0.0)
-                    raise PlanError(f"the model has no {what} {name!r}: strategies of another model?", source=held.where,
-                                    legal=", ".join(near) or "no such line")
+                    raise PlanError(
+                        f"the model has no {what} {name!r}: strategies of another model?",
+                        source=held.where,
+                        legal=", ".join(near) or "no such line",
+                    )
 
     def check_kept(self, plan: Plan | PipelinePlan) -> None:
         """That a plan stores every parameter as its line says.
@@ -265,8 +317,13 @@ class ParameterStrategies:
             if made[name] != held:
                 other = made[name]
                 on = f" on ranks {other.ranks[0]}-{other.ranks[-1]}" if len(other.ranks) != plan.devices else ""
-                raise PlanError(f"the plan cannot store it so, but as {other.layout}{on}", operator=f"the parameter {name!r}",
-                                source=held.where, strategy=str(held.layout), legal="that layout, or no line for it")
+                raise PlanError(
+                    f"the plan cannot store it so, but as {other.layout}{on}",
+                    operator=f"the parameter {name!r}",
+                    source=held.where,
+                    strategy=str(held.layout),
+                    legal="that layout, or no line for it",
+                )
 
 
 def as_parameter_strategies(given: ParameterStrategies | str | os.PathLike | None) -> ParameterStrategies | None:
@@ -283,7 +340,8 @@ def _by_rank(layout: Layout, shape: tuple[int, ...]) -> dict[int, tuple[tuple[sl
     """As `Storage.of_rank`, of the ranks from 0 on."""
     nothing: tuple[tuple[slice, ...], tuple[int, ...]] = ((slice(0, 0),) * len(shape), ())
     return dict.fromkeys(range(layout.devices), nothing) | {
-        rank: (box, ranks) for box, ranks in _boxes(layout, shape) for rank in ranks}
+        rank: (box, ranks) for box, ranks in _boxes(layout, shape) for rank in ranks
+    }
 
 
 def _object(path: Path) -> tuple[str, dict[str, Any]]:
@@ -296,7 +354,9 @@ def _object(path: Path) -> tuple[str, dict[str, Any]]:
     try:
         words = json.loads(text)
     except json.JSONDecodeError as error:
-        raise PlanError(f"no strategies, or cut short: {error.msg}", source=f"{path}:{error.lineno}", legal=_LEGAL) from None
+        raise PlanError(
+            f"no strategies, or cut short: {error.msg}", source=f"{path}:{error.lineno}", legal=_LEGAL
+        ) from None
     if not isinstance(words, dict):
         raise PlanError("neither parameters' strategies nor a plan", source=str(path), legal=_LEGAL)
     return text, words
@@ -317,11 +377,18 @@ def _storage(line: DocumentLine, devices: int, uneven: bool) -> TensorStorage:
     ranks = words.get("ranks", f"0-{devices - 1}")
     found = re.fullmatch(r"(\d+)-(\d+)", ranks) if isinstance(ranks, str) else None
     if not found or not int(found[1]) <= int(found[2]) < devices:
-        raise PlanError(f"ranks: {ranks!r}", operator=who, source=line.where, legal=f'"0-{devices - 1}", or some of these')
+        raise PlanError(
+            f"ranks: {ranks!r}", operator=who, source=line.where, legal=f'"0-{devices - 1}", or some of these'
+        )
     first, count = int(found[1]), int(found[2]) - int(found[1]) + 1
     try:
         layout = read_layout(words.get("storage"), count, shape, uneven)
     except ShardwrightError as error:
-        raise LayoutError(error.message, operator=who, source=line.where, strategy=words.get("storage"),
-                          legal=error.legal or f"cuts, one for each dim of {shape}") from None
+        raise LayoutError(
+            error.message,
+            operator=who,
+            source=line.where,
+            strategy=words.get("storage"),
+            legal=error.legal or f"cuts, one for each dim of {shape}",
+        ) from None
     return TensorStorage(tuple(shape), dtype, layout, first, line.where)

@@ -63,17 +63,24 @@ class PipelineDocument:
         stages, captured = words.pop("stages", None), words.pop("captured", None)
         if not isinstance(stages, list) or not stages or not all(isinstance(stage, dict) for stage in stages):
             raise PlanError("the plan has no stages", source=str(path), legal=legal)
-        if not isinstance(captured, list) or len(captured) != len(stages) + 1 or \
-                not all(isinstance(line, str) for line in captured):
-            raise PlanError(f"the plan has {len(stages)} stages, and not as many captured graphs and one line more",
-                            source=str(path), legal=legal)
+        if (
+            not isinstance(captured, list)
+            or len(captured) != len(stages) + 1
+            or not all(isinstance(line, str) for line in captured)
+        ):
+            raise PlanError(
+                f"the plan has {len(stages)} stages, and not as many captured graphs and one line more",
+                source=str(path),
+                legal=legal,
+            )
         head = PlanDocument(path, words, {}, {}, captured[-1])
         shared: dict[str, Any] = {"mode": words.get("mode"), "optimizer": words.get("optimizer", "adam")}
         documents = []
         for number, said in enumerate(stages):
             if said.get("stage") != number:
-                raise PlanError(f"stages[{number}] is stage {said.get('stage')!r}", source=str(path),
-                                legal="all stages, in order")
+                raise PlanError(
+                    f"stages[{number}] is stage {said.get('stage')!r}", source=str(path), legal="all stages, in order"
+                )
             part = PlanDocument.of(path, text, shared | said | {"captured": captured[number]}, number)
             if "cluster" not in said:
                 try:
@@ -111,12 +118,14 @@ class PipelineDocument:
         for key, kind in _KINDS.items():
             value = given.get(key) if isinstance(given, dict) else None
             if type(value) is not kind:
-                raise self.wrong(f"pipeline: {key}={value!r}",
-                                 ", ".join(f"{name}: {kind.__name__}" for name, kind in _KINDS.items()))
+                raise self.wrong(
+                    f"pipeline: {key}={value!r}", ", ".join(f"{name}: {kind.__name__}" for name, kind in _KINDS.items())
+                )
         if given["micro_batches"] != self.held["micro_batches"]:
-            raise self.wrong(f"{given['micro_batches']} micro-batches, and the graph is that of one of "
-                             f"{self.held['micro_batches']}",
-                             f"{self.held['micro_batches']}, or the model planned anew")
+            raise self.wrong(
+                f"{given['micro_batches']} micro-batches, and the graph is that of one of {self.held['micro_batches']}",
+                f"{self.held['micro_batches']}, or the model planned anew",
+            )
         return given
 
     def schedule(self) -> Schedule:
@@ -130,20 +139,34 @@ class PipelineDocument:
         try:
             if "actions" in given:
                 rows = [row.split(",") if isinstance(row, str) else row for row in given["actions"]]
-                made = Schedule(given["scheduler"], placement, count, tuple(tuple(
-                    action_of(cell, f"{self.line}, group {group}") for cell in row) for group, row in enumerate(rows)))
+                made = Schedule(
+                    given["scheduler"],
+                    placement,
+                    count,
+                    tuple(
+                        tuple(action_of(cell, f"{self.line}, group {group}") for cell in row)
+                        for group, row in enumerate(rows)
+                    ),
+                )
                 check(made)
             else:
                 made = schedule(given["scheduler"], groups, count, chunks=given.get("chunks"))
         except (ShardwrightError, TypeError) as error:
-            raise self.wrong(getattr(error, "message", f"actions={given.get('actions')!r}"),
-                             getattr(error, "legal", None) or "a row for each group, its actions with commas between them") from None
+            raise self.wrong(
+                getattr(error, "message", f"actions={given.get('actions')!r}"),
+                getattr(error, "legal", None) or "a row for each group, its actions with commas between them",
+            ) from None
         if made.placement != placement:
-            raise self.wrong(f"{made.name} on {groups} groups has its stages on {list(made.placement)}, the plan on "
-                             f"{list(placement)}", ", ".join(SCHEDULES) + ": one that has them there, or a new plan")
+            raise self.wrong(
+                f"{made.name} on {groups} groups has its stages on {list(made.placement)}, the plan on "
+                f"{list(placement)}",
+                ", ".join(SCHEDULES) + ": one that has them there, or a new plan",
+            )
         if made.stages != len(self.stages):
-            raise self.wrong(f"{made.name} has {made.stages} stages, the plan {len(self.stages)}",
-                             f"a schedule of {len(self.stages)} stages")
+            raise self.wrong(
+                f"{made.name} has {made.stages} stages, the plan {len(self.stages)}",
+                f"a schedule of {len(self.stages)} stages",
+            )
         return made
 
     def sizes(self, made: Schedule) -> tuple[int, ...]:
@@ -155,12 +178,16 @@ class PipelineDocument:
         sizes: dict[int, int] = {}
         for stage, group in zip(self.stages, made.placement):
             if sizes.setdefault(group, stage.devices) != stage.devices:
-                raise stage.wrong(f"{stage.devices} devices, and an earlier stage of group {group} has {sizes[group]}",
-                                  "as many for all stages of a group")
+                raise stage.wrong(
+                    f"{stage.devices} devices, and an earlier stage of group {group} has {sizes[group]}",
+                    "as many for all stages of a group",
+                )
         out = tuple(sizes[group] for group in range(made.groups))
         if sum(out) != self.devices:
-            raise self.head.wrong(f"the groups have {' + '.join(map(str, out))} devices, the plan has {self.devices}",
-                                  f"{sum(out)} devices")
+            raise self.head.wrong(
+                f"the groups have {' + '.join(map(str, out))} devices, the plan has {self.devices}",
+                f"{sum(out)} devices",
+            )
         return out
 
     # -- what the last line holds --
@@ -175,10 +202,13 @@ class PipelineDocument:
         try:
             # Files that were written before buffers were joined once a step have no "updates".
             held = {"updates": {}, **unpacked(self.head.captured)}
-            return {key: held[key] for key in ("graph", "joins", "totals", "counts", "micro_batches", "updates", "stages")}
+            return {
+                key: held[key] for key in ("graph", "joins", "totals", "counts", "micro_batches", "updates", "stages")
+            }
         except (ValueError, KeyError, TypeError) as error:
-            raise self.head.wrong(f"the captured graph cannot be read: {error}", "a file that PipelinePlan.save wrote"
-                                  ) from None
+            raise self.head.wrong(
+                f"the captured graph cannot be read: {error}", "a file that PipelinePlan.save wrote"
+            ) from None
 
     def graph(self, own: Sequence[Graph]) -> Graph:
         """The graph of one micro-batch, as its lines have it recomputed.
@@ -188,11 +218,14 @@ class PipelineDocument:
         """
         graph = read_graph(whole_graph(self.held["graph"], [stage.held["graph"] for stage in self.stages]))
         if fingerprint(graph) != self.head.words.get("graph"):
-            raise self.head.wrong(f"the captured graph is {fingerprint(graph)}, the plan is of "
-                                  f"{self.head.words.get('graph')!r}", "a file that PipelinePlan.save wrote")
+            raise self.head.wrong(
+                f"the captured graph is {fingerprint(graph)}, the plan is of {self.head.words.get('graph')!r}",
+                "a file that PipelinePlan.save wrote",
+            )
         again = {op.name: op.recompute for part in own for op in part.ops if op.recompute is not None}
-        return graph.with_ops(tuple(op if op.name not in again else replace(op, recompute=again[op.name])
-                                    for op in graph.ops))
+        return graph.with_ops(
+            tuple(op if op.name not in again else replace(op, recompute=again[op.name]) for op in graph.ops)
+        )
 
     # -- as a plan --
 
@@ -210,12 +243,21 @@ class PipelineDocument:
             counts = None if held["counts"] is None else read_graph(held["counts"])
             joins = tuple(None if join is None else Join(*join) for join in held["joins"])
             updates = {name: Join(*join) for name, join in held["updates"].items()}
-            parts = [StageGraph(part, tuple(StageInput(*source) for source in ends["sources"]), tuple(ends["results"]),
-                                tuple(ends["sent"])) for part, ends in zip(own, held["stages"], strict=True)]
+            parts = [
+                StageGraph(
+                    part,
+                    tuple(StageInput(*source) for source in ends["sources"]),
+                    tuple(ends["results"]),
+                    tuple(ends["sent"]),
+                )
+                for part, ends in zip(own, held["stages"], strict=True)
+            ]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise self.head.wrong(f"the captured graph cannot be read: {type(error).__name__}: {error}",
-                                  "a file that PipelinePlan.save wrote") from None
-        inputs = graph.inputs[:len(graph.inputs) - len(held["totals"])]
+            raise self.head.wrong(
+                f"the captured graph cannot be read: {type(error).__name__}: {error}",
+                "a file that PipelinePlan.save wrote",
+            ) from None
+        inputs = graph.inputs[: len(graph.inputs) - len(held["totals"])]
         splits = tuple(self.setting["split"])
         if len(splits) != len(inputs) or not all(isinstance(split, bool) for split in splits):
             raise self.wrong(f"split={list(splits)}", f"true or false for each of the {len(inputs)} inputs")
@@ -230,8 +272,18 @@ class PipelineDocument:
 
         stages = planned_stages(parts, inputs, counts, made.placement, sizes, fed, planner)
         micro = MicrobatchPlan(graph, joins, tuple(held["totals"]), counts, updates)
-        return PipelinePlan(graph, devices, self.head.mode, stages, made, micro, splits, cluster, self.head.optimizer,
-                            tuple(map(str, self.head.words.get("notes", ()))))
+        return PipelinePlan(
+            graph,
+            devices,
+            self.head.mode,
+            stages,
+            made,
+            micro,
+            splits,
+            cluster,
+            self.head.optimizer,
+            tuple(map(str, self.head.words.get("notes", ()))),
+        )
 
     # -- on a model --
 
@@ -242,12 +294,16 @@ class PipelineDocument:
             PlanError: another number of stages or devices.
         """
         if self.devices != devices:
-            raise self.head.wrong(f"the plan is for {self.devices} devices, there are {devices}",
-                                  f"a plan for {devices} devices, or {self.devices} devices")
+            raise self.head.wrong(
+                f"the plan is for {self.devices} devices, there are {devices}",
+                f"a plan for {devices} devices, or {self.devices} devices",
+            )
         mine = len(self.stages), self.setting["stages"]
         if mine != (planned.stages, planned.groups):
-            raise self.wrong(f"the plan has {_count(*mine)}, asked for are {_count(planned.stages, planned.groups)}",
-                             f"a plan of {_count(planned.stages, planned.groups)}")
+            raise self.wrong(
+                f"the plan has {_count(*mine)}, asked for are {_count(planned.stages, planned.groups)}",
+                f"a plan of {_count(planned.stages, planned.groups)}",
+            )
         return self.stages
 
     def onto(self, *_: Any, **__: Any) -> Any:
@@ -256,8 +312,10 @@ class PipelineDocument:
         Raises:
             PlanError: always.
         """
-        raise self.wrong(f"the plan is of a pipeline of {len(self.stages)} stages, and no pipeline is asked for",
-                         "a plan of no pipeline, or pipeline()")
+        raise self.wrong(
+            f"the plan is of a pipeline of {len(self.stages)} stages, and no pipeline is asked for",
+            "a plan of no pipeline, or pipeline()",
+        )
 
 
 def _count(stages: int, groups: int) -> str:

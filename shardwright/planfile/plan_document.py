@@ -52,6 +52,7 @@ __all__ = ["DocumentHead", "DocumentLine", "PlanDocument", "called", "field_line
 # The head of a plan's document: what its fields say of the whole plan, each checked as it is read.
 # ----------------------------------------------------------------------------------------------------
 
+
 @dataclass(frozen=True)
 class DocumentHead:
     """The fields of a document, but for its sections.
@@ -106,8 +107,10 @@ class DocumentHead:
         try:
             return OptimizerParallel(**{k: frozenset(v) if isinstance(v, list) else v for k, v in given.items()})
         except (TypeError, ShardwrightError) as error:
-            raise self.wrong(getattr(error, "message", f"hsdp: {given!r}"), getattr(error, "legal", None) or
-                             "the settings of AutoParallel.hsdp") from None
+            raise self.wrong(
+                getattr(error, "message", f"hsdp: {given!r}"),
+                getattr(error, "legal", None) or "the settings of AutoParallel.hsdp",
+            ) from None
 
     @property
     def own(self) -> OwnPrograms | None:
@@ -117,8 +120,11 @@ class DocumentHead:
             raise self.wrong(f"own: {given!r} in {self.mode}", "it goes with hybrid_parallel")
         if given is None:
             return None
-        if not isinstance(given, dict) or not isinstance(given.get("parameters"), list) or \
-                not all(isinstance(name, str) for name in given["parameters"]):
+        if (
+            not isinstance(given, dict)
+            or not isinstance(given.get("parameters"), list)
+            or not all(isinstance(name, str) for name in given["parameters"])
+        ):
             raise self.wrong(f"own: {given!r}", '{"parameters": [], "loss": true}')
         return OwnPrograms(frozenset(given["parameters"]), given.get("loss") is True)
 
@@ -139,8 +145,9 @@ class DocumentHead:
         if given is None:
             return None
         if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 < given < math.inf:
-            raise self.wrong(f"memory: {given!r}", "bytes that a device may hold, a number above 0, or no such field",
-                             "memory")
+            raise self.wrong(
+                f"memory: {given!r}", "bytes that a device may hold, a number above 0, or no such field", "memory"
+            )
         return float(given)
 
     @property
@@ -163,10 +170,10 @@ class DocumentHead:
         return PlanError(message, source=where, legal=legal)
 
 
-
 # ----------------------------------------------------------------------------------------------------
 # The lines of a plan's document: what each says of one operator or parameter, and where it stands.
 # ----------------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class DocumentLine:
@@ -196,13 +203,26 @@ class DocumentLine:
             rule, bound, note = description(op, on_missing_rule, devices, uneven)
         try:
             opened = None if self.words.get("open") is None else read_digits(self.words["open"], devices)
-            return Decision(op, rule, bound, read_assignment(bound, self.words, devices), self.out(bound, devices),
-                            str(self.words.get("cause", "mark")), note, opened)
+            return Decision(
+                op,
+                rule,
+                bound,
+                read_assignment(bound, self.words, devices),
+                self.out(bound, devices),
+                str(self.words.get("cause", "mark")),
+                note,
+                opened,
+            )
         except ShardwrightError as error:
             keys = ("in_strategy", "out_strategy", "leaves", "open")
             said = {key: self.words[key] for key in keys if key in self.words}
-            raise type(error)(error.message, operator=called(op), source=self.where,
-                              strategy=said.get("in_strategy") if len(said) == 1 else said, legal=error.legal) from None
+            raise type(error)(
+                error.message,
+                operator=called(op),
+                source=self.where,
+                strategy=said.get("in_strategy") if len(said) == 1 else said,
+                legal=error.legal,
+            ) from None
 
     def out(self, bound: Bound, devices: int) -> tuple[Layout, ...] | None:
         """The layouts that the outputs are brought to."""
@@ -221,8 +241,12 @@ class DocumentLine:
         """
         kind, shapes = self.words.get("op"), self.words.get("shapes")
         if kind != op.kind or shapes != types_of(op):
-            raise PlanError(f"the line is of {kind} {shapes}, the model's operator is {op.kind} {types_of(op)}",
-                            operator=self.name, source=self.where, legal="a plan made for this model and batch")
+            raise PlanError(
+                f"the line is of {kind} {shapes}, the model's operator is {op.kind} {types_of(op)}",
+                operator=self.name,
+                source=self.where,
+                legal="a plan made for this model and batch",
+            )
 
     def recomputed(self, op: Op) -> Op:
         """The operator, recomputed as the line says.
@@ -233,8 +257,12 @@ class DocumentLine:
         try:
             return replace(op, recompute=recompute_of(self.words.get("recompute")))
         except TypeError:
-            raise PlanError(f"recompute: {self.words['recompute']!r}", operator=called(op), source=self.where,
-                            legal='{"call": 0}: operators of one number are computed again together') from None
+            raise PlanError(
+                f"recompute: {self.words['recompute']!r}",
+                operator=called(op),
+                source=self.where,
+                legal='{"call": 0}: operators of one number are computed again together',
+            ) from None
 
 
 def called(op: Op) -> str | None:
@@ -314,8 +342,9 @@ class PlanDocument(DocumentHead):
         Raises:
             PlanError: a section that is not there, or two lines for one operator.
         """
-        operators, parameters = (read_lines(path, text, words.pop(section, None), section, number)
-                                 for section in ("operators", "parameters"))
+        operators, parameters = (
+            read_lines(path, text, words.pop(section, None), section, number) for section in ("operators", "parameters")
+        )
         for line in operators.values() if "open" in words else ():
             line.words.setdefault("open", words["open"])
         captured = words.pop("captured", None)
@@ -332,8 +361,15 @@ class PlanDocument(DocumentHead):
         try:
             held = unpacked(self.captured)
             said = held["said"]
-            return {"graph": held["graph"], "found": held["found"], "said": {
-                "head": said["head"], "operators": dict(said["operators"]), "parameters": dict(said["parameters"])}}
+            return {
+                "graph": held["graph"],
+                "found": held["found"],
+                "said": {
+                    "head": said["head"],
+                    "operators": dict(said["operators"]),
+                    "parameters": dict(said["parameters"]),
+                },
+            }
         except (ValueError, KeyError, TypeError) as error:
             raise self.wrong(f"the captured graph cannot be read: {error}", "a file that Plan.save wrote") from None
 
@@ -346,11 +382,14 @@ class PlanDocument(DocumentHead):
         try:
             graph = read_graph(self.held["graph"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise self.wrong(f"the captured graph cannot be read: {type(error).__name__}: {error}",
-                             "a file that Plan.save wrote") from None
+            raise self.wrong(
+                f"the captured graph cannot be read: {type(error).__name__}: {error}", "a file that Plan.save wrote"
+            ) from None
         if fingerprint(graph) != self.words.get("graph"):
-            raise self.wrong(f"the captured graph is {fingerprint(graph)}, the plan is of {self.words.get('graph')!r}",
-                             "a file that Plan.save wrote")
+            raise self.wrong(
+                f"the captured graph is {fingerprint(graph)}, the plan is of {self.words.get('graph')!r}",
+                "a file that Plan.save wrote",
+            )
         self.matched(graph, complete=True)
         return graph.with_ops(tuple(self.operators[op.name].recomputed(op) for op in graph.ops))
 
@@ -365,16 +404,25 @@ class PlanDocument(DocumentHead):
         for name, line in self.operators.items():
             if name not in names:
                 near = difflib.get_close_matches(name, names, 3, 0.4)
-                raise PlanError(f"{what} has no operator {name!r}: a plan for another model?", source=line.where,
-                                legal=", ".join(near or [*names][:8]))
+                raise PlanError(
+                    f"{what} has no operator {name!r}: a plan for another model?",
+                    source=line.where,
+                    legal=", ".join(near or [*names][:8]),
+                )
         for name, line in self.parameters.items():
             if name not in graph.parameters and name not in graph.buffers:
                 near = difflib.get_close_matches(name, [*graph.parameters, *graph.buffers], 3, 0.0)
-                raise PlanError(f"{what} has no parameter {name!r}: a plan for another model?", source=line.where,
-                                legal=", ".join(near) or "no such line")
+                raise PlanError(
+                    f"{what} has no parameter {name!r}: a plan for another model?",
+                    source=line.where,
+                    legal=", ".join(near) or "no such line",
+                )
         if complete and (missing := [name for name in names if name not in self.operators]):
-            raise PlanError(f"the plan has no line for {', '.join(missing[:8])}", source=self.where,
-                            legal="a line for each operator")
+            raise PlanError(
+                f"the plan has no line for {', '.join(missing[:8])}",
+                source=self.where,
+                legal="a line for each operator",
+            )
 
     def plan(self, graph: Graph | None = None, fed: InputPlacement | None = None) -> Plan:
         """The plan: every line checked, strategies that were edited as marks, everything else worked out anew.
@@ -398,8 +446,9 @@ class PlanDocument(DocumentHead):
         carries = {} if own is not None else batch_dims(graph, {n: d.bound for n, d in decisions.items()})
         settled = self.settled(graph, devices)
         memory, found = self.memory, self.found(fed)
-        made = Plan(graph, devices, mode, fed, decisions, carries, settled, hsdp, own, self.cluster,
-                    optimizer=self.optimizer)
+        made = Plan(
+            graph, devices, mode, fed, decisions, carries, settled, hsdp, own, self.cluster, optimizer=self.optimizer
+        )
         try:
             made.routed
         except ShardwrightError as error:
@@ -442,8 +491,9 @@ class PlanDocument(DocumentHead):
         strategy = self.words.get("dataset_strategy")
         try:
             if isinstance(strategy, list) and len(strategy) == len(graph.inputs):
-                strategy = tuple(read_layout(entry, devices, [0] * len(v.shape)) for entry, v in
-                                 zip(strategy, graph.inputs))
+                strategy = tuple(
+                    read_layout(entry, devices, [0] * len(v.shape)) for entry, v in zip(strategy, graph.inputs)
+                )
             return fed_by(graph, devices, mode, strategy)
         except ShardwrightError as error:
             raise error.located(operator="dataset_strategy", source=str(self.path), strategy=strategy) from None
@@ -463,8 +513,13 @@ class PlanDocument(DocumentHead):
             try:
                 out[name] = read_layout(said, devices, values[name].shape, self.uneven)
             except ShardwrightError as error:
-                raise LayoutError(error.message, operator=f"the parameter {name!r}", source=line.where, strategy=said,
-                                  legal=error.legal) from None
+                raise LayoutError(
+                    error.message,
+                    operator=f"the parameter {name!r}",
+                    source=line.where,
+                    strategy=said,
+                    legal=error.legal,
+                ) from None
         return out or None
 
     def unroutable(self, error: ShardwrightError, decisions: Mapping[str, Decision]) -> ShardwrightError:
@@ -473,13 +528,21 @@ class PlanDocument(DocumentHead):
         for name, decision in decisions.items():
             opened = set(decision.open or ())
             if any(not opened <= left.get(v.name, set()) for v in decision.op.inputs):
-                return PlanError(f"it lets a sum through, open over {decision.open}, that does not come to it so",
-                                 operator=called(decision.op), source=self.operators[name].where,
-                                 legal='the line without "open"')
+                return PlanError(
+                    f"it lets a sum through, open over {decision.open}, that does not come to it so",
+                    operator=called(decision.op),
+                    source=self.operators[name].where,
+                    legal='the line without "open"',
+                )
             for i, value in enumerate(v for v in decision.op.outputs if v is not None):
                 left[value.name] = set() if decision.out else set(decision.left(i).partial) | opened
-        return type(error)(error.message, operator=error.operator, source=f"{self.where}: {error.source}"
-                           if error.source else self.where, strategy=error.strategy, legal=error.legal)
+        return type(error)(
+            error.message,
+            operator=error.operator,
+            source=f"{self.where}: {error.source}" if error.source else self.where,
+            strategy=error.strategy,
+            legal=error.legal,
+        )
 
     # -- on a model --
 
@@ -489,8 +552,10 @@ class PlanDocument(DocumentHead):
         Raises:
             PlanError: always: it is a plan of none.
         """
-        raise self.wrong(f"the plan is of no pipeline, and {planned.groups} stages are asked for",
-                         "a plan of a pipeline, or no pipeline()")
+        raise self.wrong(
+            f"the plan is of no pipeline, and {planned.groups} stages are asked for",
+            "a plan of a pipeline, or no pipeline()",
+        )
 
     def renamed(self, graph: Graph) -> PlanDocument:
         """The document with operators called as in `graph`, where that has the same ones in the same order: a marked
@@ -504,9 +569,17 @@ class PlanDocument(DocumentHead):
         names = {old.name: new.name for old, new in zip(captured.ops, graph.ops)}
         return replace(self, operators={names.get(name, name): line for name, line in self.operators.items()})
 
-    def onto(self, graph: Graph, devices: int, planner: Planner, stored: Mapping[str, Layout] | None = None, *,
-             on_missing_rule: str = "error", uneven: bool = False, first: bool = True
-             ) -> tuple[Graph, Planner, dict[str, Layout] | None]:
+    def onto(
+        self,
+        graph: Graph,
+        devices: int,
+        planner: Planner,
+        stored: Mapping[str, Layout] | None = None,
+        *,
+        on_missing_rule: str = "error",
+        uneven: bool = False,
+        first: bool = True,
+    ) -> tuple[Graph, Planner, dict[str, Layout] | None]:
         """A model's graph with the lines as marks, the planner for it, and how parameters are stored, where that is
         settled.
 
@@ -520,8 +593,10 @@ class PlanDocument(DocumentHead):
             ShardwrightError: a plan for another model, other shapes or another number of devices, with the line.
         """
         if self.devices != devices:
-            raise self.wrong(f"the plan is for {self.devices} devices, there are {devices}",
-                             f"a plan for {devices} devices, or {self.devices} devices")
+            raise self.wrong(
+                f"the plan is for {self.devices} devices, there are {devices}",
+                f"a plan for {devices} devices, or {self.devices} devices",
+            )
         lines = self.renamed(graph)
         if first:
             lines.matched(graph, complete=False)

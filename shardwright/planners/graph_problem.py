@@ -132,10 +132,19 @@ class CostGraph:
         return self.problem.cost(self.states(chosen))
 
 
-def cost_graph(described: OperatorTable, options: Mapping[str, tuple[Strategy, ...]], fed: InputPlacement, carries: Mapping[str, int],
-           costs: Any, *, stored: Mapping[str, Layout] | None = None, hsdp: OptimizerParallel | None = None,
-           cut: OptimizerParallel | None = None, known: Sequence[Mapping[str, Strategy]] = (),
-           deliveries: EdgeCosts | None = None) -> CostGraph:
+def cost_graph(
+    described: OperatorTable,
+    options: Mapping[str, tuple[Strategy, ...]],
+    fed: InputPlacement,
+    carries: Mapping[str, int],
+    costs: Any,
+    *,
+    stored: Mapping[str, Layout] | None = None,
+    hsdp: OptimizerParallel | None = None,
+    cut: OptimizerParallel | None = None,
+    known: Sequence[Mapping[str, Strategy]] = (),
+    deliveries: EdgeCosts | None = None,
+) -> CostGraph:
     """The problem of choosing one of the options of every operator.
 
     Args:
@@ -156,10 +165,19 @@ def cost_graph(described: OperatorTable, options: Mapping[str, tuple[Strategy, .
 
 
 class _Builder:
-    def __init__(self, described: OperatorTable, options: Mapping[str, tuple[Strategy, ...]], fed: InputPlacement,
-                 carries: Mapping[str, int], costs: Any, stored: dict[str, Layout],
-                 hsdp: OptimizerParallel | None, cut: OptimizerParallel | None,
-                 known: Sequence[Mapping[str, Strategy]], deliveries: EdgeCosts | None) -> None:
+    def __init__(
+        self,
+        described: OperatorTable,
+        options: Mapping[str, tuple[Strategy, ...]],
+        fed: InputPlacement,
+        carries: Mapping[str, int],
+        costs: Any,
+        stored: dict[str, Layout],
+        hsdp: OptimizerParallel | None,
+        cut: OptimizerParallel | None,
+        known: Sequence[Mapping[str, Strategy]],
+        deliveries: EdgeCosts | None,
+    ) -> None:
         self.described, self.graph, self.costs = described, described.graph, costs
         self.given, self.stored, self.hsdp, self.cut, self.known = options, stored, hsdp, cut, known
         self.deliveries = EdgeCosts(costs) if deliveries is None else deliveries
@@ -181,7 +199,7 @@ class _Builder:
         self.tables: dict[Hashable, np.ndarray] = {}
         self.asked: dict[tuple[int, int], tuple[tuple[Uses, ...], np.ndarray]] = {}
         self.left: dict[tuple[int, int], tuple[tuple[Layout, ...], np.ndarray]] = {}
-        self.waiting: dict[str, list[tuple[int, np.ndarray]]] = {}   # by operator, edges from before its node is there
+        self.waiting: dict[str, list[tuple[int, np.ndarray]]] = {}  # by operator, edges from before its node is there
 
     # -- what is given --
 
@@ -227,8 +245,17 @@ class _Builder:
             for k, value in enumerate(v for v in op.outputs if v is not None):
                 self._makes(op, node, k, value)
         problem = Problem(tuple(self.node_costs), self.edges, tuple(self.names))
-        return CostGraph(problem, self.described, self.options, self.operators, self.parameters, self.shared,
-                      self.storages, self.shares, self.footprints)
+        return CostGraph(
+            problem,
+            self.described,
+            self.options,
+            self.operators,
+            self.parameters,
+            self.shared,
+            self.storages,
+            self.shares,
+            self.footprints,
+        )
 
     def _node(self, name: str, costs: np.ndarray) -> int:
         self.node_costs.append(costs)
@@ -281,13 +308,17 @@ class _Builder:
         states += [state._replace(use=use) for state in states for use in several if use.want == state.layout]
         self.storages[value.name] = tuple(states)
         price = self.deliveries.price
-        self.parameters[value.name] = self._node(value.name, np.array(
-            [0.0 if s.use is None else price(s.stored, (s.use,), value, parameter=True) for s in states]))
+        self.parameters[value.name] = self._node(
+            value.name,
+            np.array([0.0 if s.use is None else price(s.stored, (s.use,), value, parameter=True) for s in states]),
+        )
 
     def _storages(self, value: Value, layout: Layout) -> list[StorageState]:
         """How a parameter may lie that is used in `layout`."""
         if value.name in self.stored:
-            return [StorageState(layout, self.stored[value.name], self.hsdp is not None and self.hsdp.lets_go(value.name))]
+            return [
+                StorageState(layout, self.stored[value.name], self.hsdp is not None and self.hsdp.lets_go(value.name))
+            ]
         whole = [] if self.hsdp is not None else [StorageState(layout, layout)]
         setting = self.hsdp or self.cut
         if setting is None:
@@ -328,9 +359,10 @@ class _Builder:
         if value.name in parameters:
             states, settled = self.storages[value.name], value.name in self.stored
             saved = any(state.again for state in states) and index in saved_inputs(self._look_at(op)[1])
-            table = self._table(("parameter", states, uses, *_kind(value), saved, settled),
-                                lambda: np.array([[self._used(value, state, use, saved) for use in uses]
-                                                  for state in states]))
+            table = self._table(
+                ("parameter", states, uses, *_kind(value), saved, settled),
+                lambda: np.array([[self._used(value, state, use, saved) for use in uses] for state in states]),
+            )
             self._edge(self.parameters[value.name], node, self._spread(table, None, which))
         elif value.name in self.sources:
             source = self.sources[value.name]
@@ -358,23 +390,37 @@ class _Builder:
         if not readers:
             self.node_costs[node] = self.node_costs[node] + self.deliveries.table(left, (ends,), value)[which, 0]
         elif len(readers) == 1 and not ends:
-            (reader, i), = readers.values()
+            ((reader, i),) = readers.values()
             uses, asked = self._asks(reader, i)
             table = self.deliveries.table(left, uses, value)
             self._later(reader, node, self._spread(table, which, asked))
         else:
             self._share(node, value, left, which, list(readers.values())[::-1], ends)
 
-    def _share(self, node: int, value: Value, left: tuple[Layout, ...], which: np.ndarray,
-               readers: list[tuple[Op, int]], ends: Uses) -> None:
+    def _share(
+        self,
+        node: int,
+        value: Value,
+        left: tuple[Layout, ...],
+        which: np.ndarray,
+        readers: list[tuple[Op, int]],
+        ends: Uses,
+    ) -> None:
         """A node of its own for a value that several read."""
         asked = [self._asks(reader, i) for reader, i in readers]
-        several = {u for k, (uses, _) in enumerate(asked) for s in uses if len(s) == 1 for u in s
-                   if any(s in others for others, _ in asked[:k] + asked[k + 1:])}
+        several = {
+            u
+            for k, (uses, _) in enumerate(asked)
+            for s in uses
+            if len(s) == 1
+            for u in s
+            if any(s in others for others, _ in asked[:k] + asked[k + 1 :])
+        }
         used = frozenset(s for plan in self.known for s in self._shared_in(plan, value, readers))
         states: tuple[SharedState, ...] = self._table(
             ("states", left, frozenset(several), ends, used, *_kind(value)),
-            lambda: tuple(dict.fromkeys((*self._shared_states(value, left, several, ends), *sorted(used, key=str)))))
+            lambda: tuple(dict.fromkeys((*self._shared_states(value, left, several, ends), *sorted(used, key=str)))),
+        )
         firsts = self._table(("left", id(states)), lambda: self._left_costs(value, states, left, ends))
         self.shares[value.name] = states
         own = self.shared[value.name] = self._node(f"%{value.name}", np.zeros(len(states)))
@@ -383,7 +429,9 @@ class _Builder:
             table = self._table(("shared", id(states), uses), lambda: self._shared_costs(value, states, left, uses))
             self._later(reader, own, self._spread(table, None, taken))
 
-    def _shared_in(self, plan: Mapping[str, Strategy], value: Value, readers: list[tuple[Op, int]]) -> Iterator[SharedState]:
+    def _shared_in(
+        self, plan: Mapping[str, Strategy], value: Value, readers: list[tuple[Op, int]]
+    ) -> Iterator[SharedState]:
         """How a known plan shares a value, once its sum is completed: by each use that two of its readers make."""
         maker = self.makers[value.name]
         if any(plan.get(op.name) not in self._look_at(op)[0] for op in (maker, *(reader for reader, _ in readers))):
@@ -399,7 +447,9 @@ class _Builder:
         options, prints, _ = self._look_at(op)
         return prints[options.index(plan[op.name])]
 
-    def _shared_states(self, value: Value, left: tuple[Layout, ...], several: set[Use], ends: Uses) -> list[SharedState]:
+    def _shared_states(
+        self, value: Value, left: tuple[Layout, ...], several: set[Use], ends: Uses
+    ) -> list[SharedState]:
         """The states of a shared value: in every layout, the uses that are cheapest to serve once."""
         uses = sorted(several, key=lambda use: (str(use.want), use.partial))
         alone = tuple(frozenset((use,)) for use in uses)
@@ -413,10 +463,14 @@ class _Builder:
             out += [SharedState(layout, True, uses[k]) for k in order[:MOST_SHARED]]
             if layout.partial and not ends:
                 order = np.argsort(open_[i], kind="stable")
-                out += [SharedState(layout, False, uses[k]) for k in order[np.isfinite(open_[i, order])][:2 * MOST_SHARED]]
+                out += [
+                    SharedState(layout, False, uses[k]) for k in order[np.isfinite(open_[i, order])][: 2 * MOST_SHARED]
+                ]
         return out
 
-    def _left_costs(self, value: Value, states: Sequence[SharedState], left: tuple[Layout, ...], ends: Uses) -> np.ndarray:
+    def _left_costs(
+        self, value: Value, states: Sequence[SharedState], left: tuple[Layout, ...], ends: Uses
+    ) -> np.ndarray:
         """What serves the shared use, and completes the sum, by layout in which the value is left and state."""
         out = np.full((len(left), len(states)), np.inf)
         price = self.deliveries.price
@@ -432,8 +486,9 @@ class _Builder:
             out[left.index(layout), j] = total
         return out
 
-    def _shared_costs(self, value: Value, states: Sequence[SharedState], left: tuple[Layout, ...],
-                      uses: tuple[Uses, ...]) -> np.ndarray:
+    def _shared_costs(
+        self, value: Value, states: Sequence[SharedState], left: tuple[Layout, ...], uses: tuple[Uses, ...]
+    ) -> np.ndarray:
         """What serves a reader beyond what is shared, by state and set of uses. A use that keeps the sum open is served
         from where it is open."""
         rows = np.array([left.index(s.left) for s in states])
@@ -474,10 +529,10 @@ def _kind(value: Value) -> tuple[int, bool, Any]:
     return value.nbytes, value.requires_grad, value.master
 
 
-
 # ----------------------------------------------------------------------------------------------------
 # What the searching planners share: the operators, what marks decide of them, and how a solution becomes a plan.
 # ----------------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class Search:
@@ -498,9 +553,18 @@ class Search:
     hsdp: OptimizerParallel | None = None
 
     @classmethod
-    def of(cls, graph: Graph, devices: int, fed: InputPlacement, costs: Any, *, on_missing_rule: str = "error",
-           stored: Mapping[str, Layout] | None = None, uneven: bool = False,
-           hsdp: OptimizerParallel | None = None) -> Search:
+    def of(
+        cls,
+        graph: Graph,
+        devices: int,
+        fed: InputPlacement,
+        costs: Any,
+        *,
+        on_missing_rule: str = "error",
+        stored: Mapping[str, Layout] | None = None,
+        uneven: bool = False,
+        hsdp: OptimizerParallel | None = None,
+    ) -> Search:
         """Look the operators up.
 
         Raises:
@@ -512,8 +576,8 @@ class Search:
         """Itself, if there is anything to search.
 
         Raises:
-            PlanError: nothing of the model can be cut for so many devices, or two marks ask for a parameter in different
-                layouts.
+            PlanError: nothing of the model can be cut for so many devices, or two marks ask for a parameter in
+                different layouts.
         """
         own = {v.name for n, v in self.described.graph.parameters.items() if n not in (self.stored or {})}
         wants: dict[str, tuple[Layout, Op]] = {}
@@ -525,12 +589,19 @@ class Search:
         devices = self.described.devices
         factors = [f for _, bound, _ in self.described.rules.values() for f in bound.factors if f.splittable]
         sizes = {f.size for f in factors}
-        if devices > 1 and not self.fixed and not any(f.pads for f in factors) and \
-                all(math.gcd(size, devices) == 1 for size in sizes):
+        if (
+            devices > 1
+            and not self.fixed
+            and not any(f.pads for f in factors)
+            and all(math.gcd(size, devices) == 1 for size in sizes)
+        ):
             counts = [n for n in range(devices - 1, 1, -1) if any(math.gcd(size, n) > 1 for size in sizes)]
-            raise PlanError(f"no dim that may be cut divides by {devices} or a factor of it: all {devices} devices would "
-                            "repeat the same work", strategy=f"devices={devices}",
-                            legal=f"{', '.join(map(str, counts[:3]))} devices" if counts else "one device, or uneven=True")
+            raise PlanError(
+                f"no dim that may be cut divides by {devices} or a factor of it: all {devices} devices would "
+                "repeat the same work",
+                strategy=f"devices={devices}",
+                legal=f"{', '.join(map(str, counts[:3]))} devices" if counts else "one device, or uneven=True",
+            )
         return self
 
     @cached_property
@@ -556,8 +627,11 @@ class Search:
     @cached_property
     def outs(self) -> dict[str, tuple[Layout, ...]]:
         """The layouts to which marks bring outputs."""
-        return {op.name: marked_output(op, self.described.rules[op.name][1], self.described.devices)
-                for op in self.described.graph.ops if op.mark is not None and op.mark.out_strategy is not None}
+        return {
+            op.name: marked_output(op, self.described.rules[op.name][1], self.described.devices)
+            for op in self.described.graph.ops
+            if op.mark is not None and op.mark.out_strategy is not None
+        }
 
     @cached_property
     def atoms(self) -> Digits:
@@ -569,21 +643,36 @@ class Search:
         """Prices that all energies of the search share."""
         return EdgeCosts(self.costs)
 
-    def options(self, known: Iterable[Mapping[str, Decision]] = (), atoms: Digits | None = None
-                ) -> dict[str, tuple[Strategy, ...]]:
+    def options(
+        self, known: Iterable[Mapping[str, Decision]] = (), atoms: Digits | None = None
+    ) -> dict[str, tuple[Strategy, ...]]:
         """The strategies of every operator, those of known plans among them."""
         return options_of(self.described, self.atoms if atoms is None else atoms, self.fixed, self.outs, known)
 
-    def energy(self, options: Mapping[str, tuple[Strategy, ...]], known: Iterable[Mapping[str, Decision]] = (),
-               cut: OptimizerParallel | None = None) -> CostGraph:
+    def energy(
+        self,
+        options: Mapping[str, tuple[Strategy, ...]],
+        known: Iterable[Mapping[str, Decision]] = (),
+        cut: OptimizerParallel | None = None,
+    ) -> CostGraph:
         """The problem of choosing among them; no dearer than the known plans, whose strategies are among them.
 
         Args:
             cut: how else each parameter may be stored, where nothing says how.
         """
         plans = [{name: strategy_of(decision) for name, decision in plan.items()} for plan in known]
-        return cost_graph(self.described, options, self.fed, self.carries, self.costs, stored=self.stored, hsdp=self.hsdp,
-                      cut=cut, known=plans, deliveries=self.deliveries)
+        return cost_graph(
+            self.described,
+            options,
+            self.fed,
+            self.carries,
+            self.costs,
+            stored=self.stored,
+            hsdp=self.hsdp,
+            cut=cut,
+            known=plans,
+            deliveries=self.deliveries,
+        )
 
     def decided(self, made: CostGraph, solution: Solution, cause: str, proved: bool = True) -> Decisions:
         """A solution as a planner's result."""

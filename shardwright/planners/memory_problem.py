@@ -16,9 +16,9 @@
     sent        the other end of a conversion, where there is more of it than of what its reader makes or keeps alone
 
 What is a view of an input, a buffer or a constant takes no memory, but where it is converted. The estimate is that of
-`memory.timeline` where nothing is dropped, but that a view of what is kept may count once more. It is above where a value
-is dropped, for longer than need be, and where an inner one is sent that is not dropped after all, or sent twice on its
-way.
+`memory.timeline` where nothing is dropped, but that a view of what is kept may count once more. It is above where a
+value is dropped, for longer than need be, and where an inner one is sent that is not dropped after all, or sent twice
+on its way.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ __all__ = ["MemoryProblem", "holding"]
 # A search's energy with memory, and what its states say is stored cut and computed again.
 # ----------------------------------------------------------------------------------------------------
 
+
 @dataclass(frozen=True)
 class MemoryProblem:
     """An energy with memory.
@@ -67,8 +68,12 @@ class MemoryProblem:
 
     def recomputed(self, states: tuple[int, ...]) -> frozenset[str]:
         """The operators that run again."""
-        return frozenset(name for v, names in self.remade.items() for name in names
-                         if self.states[v][states[self.kept[v]]].how == DROPPED)
+        return frozenset(
+            name
+            for v, names in self.remade.items()
+            for name in names
+            if self.states[v][states[self.kept[v]]].how == DROPPED
+        )
 
     def storage(self, states: tuple[int, ...]) -> OptimizerParallel | None:
         """The setting that stores parameters as the states say."""
@@ -98,7 +103,9 @@ class MemoryProblem:
         return float(np.cumsum(changes).max(initial=0.0))
 
 
-def holding(energy: CostGraph, fed: InputPlacement, carries: Mapping[str, int], limit: float, state: float) -> MemoryProblem:
+def holding(
+    energy: CostGraph, fed: InputPlacement, carries: Mapping[str, int], limit: float, state: float
+) -> MemoryProblem:
     """The problem with memory.
 
     Args:
@@ -111,7 +118,9 @@ def holding(energy: CostGraph, fed: InputPlacement, carries: Mapping[str, int], 
 
 
 class _MemoryProblemBuilder:
-    def __init__(self, energy: CostGraph, fed: InputPlacement, carries: Mapping[str, int], limit: float, state: float) -> None:
+    def __init__(
+        self, energy: CostGraph, fed: InputPlacement, carries: Mapping[str, int], limit: float, state: float
+    ) -> None:
         self.energy, self.graph, self.fed, self.limit, self.state = energy, energy.described.graph, fed, limit, state
         self.memory = OperatorMemory(energy)
         self.place, self.grads, self.consumers = self.memory.place, self.memory.grads, self.memory.consumers
@@ -125,8 +134,9 @@ class _MemoryProblemBuilder:
         outputs = [v for v in self.graph.outputs if isinstance(v, Value)]
         devices = energy.described.devices
         self.ends = {v.name: Layout.replicated(devices, len(v.shape)) for v in self.graph.updates.values()}
-        self.ends |= {v.name: to for v, to in zip(outputs, output_layouts(outputs, devices, fed, dict(carries)))
-                      if to is not None}
+        self.ends |= {
+            v.name: to for v, to in zip(outputs, output_layouts(outputs, devices, fed, dict(carries))) if to is not None
+        }
         self.usages: list[tuple[tuple[Any, ...], int, int, np.ndarray, str]] = []
         self.keeping = RematStates(self.memory, self.segments)
         #: By operator, the value whose dropping makes it run again.
@@ -178,7 +188,9 @@ class _MemoryProblemBuilder:
         if value.requires_grad:
             stored = stored * (2 + self.state / value.stored.dtype.itemsize)
         self.use(node, 0, self.end, stored, "parameters")
-        cut = np.array([s.stored != s.layout or value.stored is not value for s in states])  # there is a copy for its use
+        cut = np.array(
+            [s.stored != s.layout or value.stored is not value for s in states]
+        )  # there is a copy for its use
         if not cut.any():
             return
         readers = self.consumers[value.name]
@@ -229,7 +241,9 @@ class _MemoryProblemBuilder:
                 if value.name not in self.memory.made_by and value.name not in self.energy.parameters:
                     self.given(op, index, value)
                 if grads and value.requires_grad and value.name in self.energy.shared:
-                    self.use(node, self.back(here), self.back(here) + 1, self.memory.wanted(op, index, value), "backward")
+                    self.use(
+                        node, self.back(here), self.back(here) + 1, self.memory.wanted(op, index, value), "backward"
+                    )
             return
         for value, index in {v.name: (v, i) for i, v in reversed(list(enumerate(op.inputs)))}.values():
             if value.name not in self.memory.made_by:
@@ -250,8 +264,13 @@ class _MemoryProblemBuilder:
         """An input of the program, a buffer or a constant: there is more of it where it is converted."""
         node, here, prints = self.energy.operators[op.name], self.place[op.name], self.memory.prints(op)
         at = dict(zip((v.name for v in self.graph.inputs), self.fed.inputs)).get(value.name)
-        amount = np.array([0 if all(use.want == at or at is None and use.want.is_replicated for use in p.asks[index])
-                           else w for p, w in zip(prints, self.memory.wanted(op, index, value))], dtype=np.float64)
+        amount = np.array(
+            [
+                0 if all(use.want == at or at is None and use.want.is_replicated for use in p.asks[index]) else w
+                for p, w in zip(prints, self.memory.wanted(op, index, value))
+            ],
+            dtype=np.float64,
+        )
         self.use(node, here, self.until(op, index) + 1, amount, "activations")
 
     def until(self, op: Op, index: int) -> int:
@@ -272,12 +291,22 @@ class _MemoryProblemBuilder:
             self.copies(value, shared, readers)
             states = self.energy.shares[value.name]
             served = np.array([float(self.keeping.shared_bytes(value, s)[1]) for s in states])
-            self.use(shared, min(self.place[reader.name] for reader, _ in readers),
-                     max(self.until(*reader) for reader in readers) + 1, served, "activations")
+            self.use(
+                shared,
+                min(self.place[reader.name] for reader, _ in readers),
+                max(self.until(*reader) for reader in readers) + 1,
+                served,
+                "activations",
+            )
         elif readers and value.name not in self.ends:
-            (reader, i), = readers
-            self.use((self.energy.operators[op.name], self.energy.operators[reader.name]), self.place[reader.name],
-                     self.until(reader, i) + 1, self.keeping.received(value), "activations")
+            ((reader, i),) = readers
+            self.use(
+                (self.energy.operators[op.name], self.energy.operators[reader.name]),
+                self.place[reader.name],
+                self.until(reader, i) + 1,
+                self.keeping.received(value),
+                "activations",
+            )
 
     def made(self, op: Op, k: int, value: Value) -> None:
         """A value that an operator makes: up to its last reader, and beyond where some backward wants it."""
@@ -288,8 +317,9 @@ class _MemoryProblemBuilder:
         shared = self.energy.shared.get(value.name)
         if ends:  # what is handed out is there to the end; where it is converted, for a while so is its source
             to = self.ends[value.name]
-            handed = np.array([float(self.memory.bytes_of(value, to) * (p.leaves[k] != to))
-                               for p in self.memory.prints(op)])
+            handed = np.array(
+                [float(self.memory.bytes_of(value, to) * (p.leaves[k] != to)) for p in self.memory.prints(op)]
+            )
             self.use(node, self.count, self.end, handed, "activations")
             if self.grads and value.requires_grad:
                 self.use(node, self.count + 1, self.count + 2, handed, "backward")
@@ -315,29 +345,41 @@ class _MemoryProblemBuilder:
             self.keep(op, k, value, readers)
         resent = self.keeping.resent(value)
         if resent is not None:  # what runs again begins with what was sent, and ends before its reader's backward
-            (reader, _), = readers
-            self.use((node, self.energy.operators[reader.name]), last + (not self.memory.is_view(reader)),
-                     self.back(last), resent, "activations")
+            ((reader, _),) = readers
+            self.use(
+                (node, self.energy.operators[reader.name]),
+                last + (not self.memory.is_view(reader)),
+                self.back(last),
+                resent,
+                "activations",
+            )
 
     def sent(self, op: Op, k: int, value: Value, reader: Op) -> None:
-        """What is converted for one reader is there twice on its way: in the forward before the reader makes anything, in
-        the backward when all that only the reader's needed is gone."""
+        """What is converted for one reader is there twice on its way: in the forward before the reader makes anything,
+        in the backward when all that only the reader's needed is gone."""
         nodes, at = (self.energy.operators[op.name], self.energy.operators[reader.name]), self.place[reader.name]
         # of several one is sent after the other
         first = next(v.name for v in reader.inputs if self.memory.reads_alone(v.name)) == value.name
 
         def beyond(table: np.ndarray, backward: bool) -> np.ndarray:
             room = self.memory.room(reader, backward)
-            return self.memory.once(("beyond", id(table), id(room)), lambda: (
-                np.ascontiguousarray(np.maximum(0.0, table - room) * (table > 0)), table, room))[0] if first else table
+            return (
+                self.memory.once(
+                    ("beyond", id(table), id(room)),
+                    lambda: (np.ascontiguousarray(np.maximum(0.0, table - room) * (table > 0)), table, room),
+                )[0]
+                if first
+                else table
+            )
+
         if not self.memory.saves_output(op, k):
             self.use(nodes, at, at + 1, beyond(self.keeping.sent(value), False), "activations")
         if self.grads and value.requires_grad:
             self.use(nodes, self.back(at), self.back(at) + 1, beyond(self.keeping.sent_back(value), True), "backward")
 
     def viewed(self, op: Op, k: int, value: Value, view: Op) -> None:
-        """What a view reads: both ends of a conversion to it are there while it is sent, and the gradient of what it reads
-        with that of what it makes, or with that of what was sent."""
+        """What a view reads: both ends of a conversion to it are there while it is sent, and the gradient of what it
+        reads with that of what it makes, or with that of what was sent."""
         nodes, at = (self.energy.operators[op.name], self.energy.operators[view.name]), self.place[view.name]
         if not self.memory.saves_output(op, k):
             self.use(nodes, at, at + 1, self.keeping.sent(value), "activations")
@@ -364,29 +406,38 @@ class _MemoryProblemBuilder:
         after = max(places) + 1
 
         def by_state(how: str, one: Any) -> np.ndarray:
-            return self.memory.once(("amounts", states, how, one is None), lambda: np.array(
-                [(s.size if one is None else s.layout is None) * (s.how == how) for s in states], dtype=np.float64))
+            return self.memory.once(
+                ("amounts", states, how, one is None),
+                lambda: np.array(
+                    [(s.size if one is None else s.layout is None) * (s.how == how) for s in states], dtype=np.float64
+                ),
+            )
 
         def together(amount: np.ndarray, how: str = KEPT) -> np.ndarray:
             """Of what is as another node has it: by state of the other and of what is kept."""
             some = by_state(how, amount)
-            return self.memory.once(("together", id(some), id(amount)),
-                                    lambda: (np.outer(amount, some), some, amount))[0]
+            return self.memory.once(("together", id(some), id(amount)), lambda: (np.outer(amount, some), some, amount))[
+                0
+            ]
 
         maker = self.energy.operators[op.name]
         if shared is not None:
             carrier = self.energy.shares[value.name]
-            amount = self.memory.once(("both", id(carrier), value.shape, value.dtype), lambda: np.array(
-                [float(sum(self.keeping.shared_bytes(value, s))) for s in carrier]))
+            amount = self.memory.once(
+                ("both", id(carrier), value.shape, value.dtype),
+                lambda: np.array([float(sum(self.keeping.shared_bytes(value, s))) for s in carrier]),
+            )
             self.use((shared, name), after, until, together(amount), "activations")
         else:
-            (reader, i), = readers
+            ((reader, i),) = readers
             self.use(name, here if mine else after, until, by_state(KEPT, None), "activations")
             if mine:
                 left = self.memory.left(op, k, value)
                 if value.name in self.keeping.as_left:  # where it is for its maker alone, and that does not want it
-                    left = self.memory.once(("left where wanted", id(left), id(self.memory.prints(op)), k),
-                                            lambda: left * self.memory.wants_output(op, k))
+                    left = self.memory.once(
+                        ("left where wanted", id(left), id(self.memory.prints(op)), k),
+                        lambda: left * self.memory.wants_output(op, k),
+                    )
                 self.use((maker, name), here, until, together(left), "activations")
             if savers or not mine:
                 wanted, at = self.memory.wanted(reader, i, value), self.energy.operators[reader.name]
@@ -418,6 +469,7 @@ class _MemoryProblemBuilder:
                     for want in wants:
                         sizes[layouts[want], column] = self.memory.bytes_of(value, want)
                 return np.ascontiguousarray((absent @ sizes)[:, which])
+
             amount = self.memory.once(("copies", id(states), id(prints), i, value.shape, value.dtype), count)
             stays = self.grads and (self.memory.saves_input(reader, i) or self.keeping.runs_again(reader))
             until = self.back(here) if stays else here
@@ -434,8 +486,12 @@ class _MemoryProblemBuilder:
             order.append((max(energy.operators[op.name], energy.shared.get(value, 0)) + 0.5, ("kept", value)))
         order.sort(key=lambda entry: entry[0])
         number = {node: k for k, (_, node) in enumerate(order)}
-        costs = [problem.costs[node] if isinstance(node, int) else self.memory.once(
-            ("zeros", len(kept[node[1]])), lambda: np.zeros(len(kept[node[1]]))) for _, node in order]
+        costs = [
+            problem.costs[node]
+            if isinstance(node, int)
+            else self.memory.once(("zeros", len(kept[node[1]])), lambda: np.zeros(len(kept[node[1]])))
+            for _, node in order
+        ]
         names = [problem.names[node] if isinstance(node, int) else f"kept %{node[1]}" for _, node in order]
         edges: dict[tuple[int, int], np.ndarray] = {}
         for (a, b), table in (*problem.edges.items(), *self.keeping.edges.items()):
@@ -451,8 +507,10 @@ class _MemoryProblemBuilder:
             if len(at) == 2 and (at[0], at[1]) not in edges:
                 edges[at[0], at[1]] = self.memory.once(("zeros", amount.shape), lambda: np.zeros(amount.shape))
             usages.append(MemoryUsage(at[0], start, stop, amount, what, at[1] if len(at) == 2 else None))
-        moved = {name: {v: number[node] for v, node in getattr(energy, name).items()}
-                 for name in ("operators", "parameters", "shared")}
+        moved = {
+            name: {v: number[node] for v, node in getattr(energy, name).items()}
+            for name in ("operators", "parameters", "shared")
+        }
         made = Problem(tuple(costs), edges, tuple(names), tuple(usages), self.limit)
         # a dropout of nothing gives back its input too, but no region takes it along: it has to be said
         views = {op.name for op in self.graph.ops if self.memory.is_view(op) and hands_on(op.target)}

@@ -47,7 +47,8 @@ __all__ = ["Demand", "demands_of", "path_from_mark", "ranking", "sharding_propag
 #     layout of a value -> factors of every operator that reads or makes it -> layouts of its other values
 #
 # and so on, forwards and backwards, until nothing new is found. The leading operand says how its dims are cut; what the
-# operator has of further factors, the others add (*basic*: they do not contradict one another). Where they do, each leads
+# operator has of further factors, the others add (*basic*: they do not contradict one another). Where they do, each
+# leads
 # once, and the operator is asked for several cuts: which of them it gets is decided elsewhere, by cost. *Aggressive* is
 # what goes beyond what was asked for:
 #
@@ -57,9 +58,9 @@ __all__ = ["Demand", "demands_of", "path_from_mark", "ranking", "sharding_propag
 # Marks come first, and are left alone. Those of the highest priority, the lowest number, are followed to the end before
 # the next are heard: what these ask of an operator that basic propagation has reached must leave it cut as it was asked
 # to be, or is outranked, and goes no further. Then comes what passes layouts through: pointwise operators and views,
-# which contract nothing, so that following sends nothing and decides nothing. Products and reductions so have heard both
-# sides when they are reached. For one operator, basic comes before aggressive. This order decides who is heard where an
-# operator is asked for more than `MOST` cuts, and whom a leading operand is joined by.
+# which contract nothing, so that following sends nothing and decides nothing. Products and reductions so have heard
+# both sides when they are reached. For one operator, basic comes before aggressive. This order decides who is heard
+# where an operator is asked for more than `MOST` cuts, and whom a leading operand is joined by.
 # ----------------------------------------------------------------------------------------------------
 
 #: How many cuts one operator is asked for at most, of those found by basic propagation, and as many by aggressive; not
@@ -133,20 +134,26 @@ def within(some: Assignment, all_: Assignment) -> bool:
 
 def _begins(digits: Digits, start: Digits) -> bool:
     """Whether `digits`, most major first, begin with `start`."""
-    if digits[:len(start)] == start:
+    if digits[: len(start)] == start:
         return True
     head, k = start[:-1], len(start) - 1
     if digits[:k] != head or len(digits) <= k:
         return False
-    mine, theirs = start[-1], digits[k]   # a longer digit begins with a shorter one where their major ends agree
+    mine, theirs = start[-1], digits[k]  # a longer digit begins with a shorter one where their major ends agree
     return theirs.span == mine.span and digits_size((theirs,)) % mine.size == 0
 
 
 def passes_through(bound: Bound) -> bool:
     """Whether an operator contracts nothing, so that what its inputs have its outputs can have."""
     kept = [{f for dim in dims for f in dim} for dims in bound.outputs]
-    return all(f in names for names in kept for dims in bound.inputs for dim in dims for f in dim
-               if bound.factors[f].splittable and bound.factors[f].size > 1)
+    return all(
+        f in names
+        for names in kept
+        for dims in bound.inputs
+        for dim in dims
+        for f in dim
+        if bound.factors[f].splittable and bound.factors[f].size > 1
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,8 +203,12 @@ class _Form:
             bound = self.bound
             wanted = [bound.input_layout(i, assignment) for i in range(len(bound.inputs))]
             left = [bound.output_layout(k, assignment) for k in range(len(bound.outputs))]
-            self.known[assignment] = _Cut(assignment, tuple(wanted), tuple(layout.without_partial() for layout in left),
-                                          tuple(map(tuple, map(_scattered, left, bound.out_shapes))))
+            self.known[assignment] = _Cut(
+                assignment,
+                tuple(wanted),
+                tuple(layout.without_partial() for layout in left),
+                tuple(map(tuple, map(_scattered, left, bound.out_shapes))),
+            )
         return self.known[assignment]
 
 
@@ -223,8 +234,8 @@ class _Propagation:
                 self.ports.setdefault(value.name, []).append(_Port(op, k, True))
         self.offers: dict[str, dict[Layout, _Offer]] = {}
         self.found: dict[str, dict[int, Demand]] = {}
-        self.outranked: dict[str, dict[str, Demand]] = {}   # by operator, then by mark
-        self.priority = 0                                   # of the marks that are followed now
+        self.outranked: dict[str, dict[str, Demand]] = {}  # by operator, then by mark
+        self.priority = 0  # of the marks that are followed now
         self.counts: dict[tuple[str, bool], int] = {}
         # offers on their way: (to one that contracts, aggressive, in the order in which they were sent, to whom, what)
         self.waves: list[tuple[bool, bool, int, _Port, _Offer]] = []
@@ -308,8 +319,11 @@ class _Propagation:
         op, form = port.op, self.forms[port.op.name]
         for output, values in ((False, op.inputs), (True, self.outputs[op.name])):
             for i, value in enumerate(values):
-                if (i, output) != (port.index, port.output) and value.name in self.offers and \
-                        not leading.issuperset(f for dim in form.dims(output, i) for f in dim):
+                if (
+                    (i, output) != (port.index, port.output)
+                    and value.name in self.offers
+                    and not leading.issuperset(f for dim in form.dims(output, i) for f in dim)
+                ):
                     for other in self.offers[value.name].values():
                         if other.aggressive <= offer.aggressive:
                             said = form.project(output, i, other.layout)
@@ -322,8 +336,9 @@ class _Propagation:
             return
         first = () if settled else ranking(found.values())
         if first and first[0].priority < self.priority and not any(within(d.assignment, cut.assignment) for d in first):
-            self.outranked.setdefault(op.name, {}).setdefault(offer.mark, Demand(
-                cut.assignment, offer.mark, offer.via, aggressive, self.priority, True))
+            self.outranked.setdefault(op.name, {}).setdefault(
+                offer.mark, Demand(cut.assignment, offer.mark, offer.via, aggressive, self.priority, True)
+            )
             return
         if self.heard_of(found.get(id(cut)), aggressive):
             return
@@ -397,9 +412,17 @@ NEAR = 0.9
 _BASIC, _AGGRESSIVE, _ALONG, _WHOLE = range(4)
 
 
-def sharding_propagation(graph: Graph, devices: int, fed: InputPlacement, *, costs: Any = None,
-                         on_missing_rule: str = "error", stored: dict[str, Layout] | None = None, uneven: bool = False,
-                         hsdp: OptimizerParallel | None = None) -> Decisions:
+def sharding_propagation(
+    graph: Graph,
+    devices: int,
+    fed: InputPlacement,
+    *,
+    costs: Any = None,
+    on_missing_rule: str = "error",
+    stored: dict[str, Layout] | None = None,
+    uneven: bool = False,
+    hsdp: OptimizerParallel | None = None,
+) -> Decisions:
     """Decide every operator.
 
     Args:
@@ -414,16 +437,19 @@ def sharding_propagation(graph: Graph, devices: int, fed: InputPlacement, *, cos
         StrategyError, LayoutError, MissingRuleError: as in `semi_auto`.
     """
     if not any(map(_marked, graph.ops)):
-        raise SettingError("sharding_propagation follows marks, and no operator of the model has one",
-                           legal='a mark on one operator, such as sw.shard(torch.matmul, ((2, 4), (4, 1))), or a '
-                                 'search: parallel_mode="dynamic_programming"')
+        raise SettingError(
+            "sharding_propagation follows marks, and no operator of the model has one",
+            legal="a mark on one operator, such as sw.shard(torch.matmul, ((2, 4), (4, 1))), or a "
+            'search: parallel_mode="dynamic_programming"',
+        )
     given = dict(on_missing_rule=on_missing_rule, stored=stored, uneven=uneven)
     along, carries = semi_auto(graph, devices, fed, **given)
     asked = demands_of(graph, along, devices)
     heard = {name: tuple(d for d in demands if not d.outranked) for name, demands in asked.items()}
     lowest = max(op.mark.priority for op in graph.ops if _marked(op))
-    bound_to = {name: first for name, demands in heard.items()
-                if (first := ranking(demands)) and first[0].priority < lowest}
+    bound_to = {
+        name: first for name, demands in heard.items() if (first := ranking(demands)) and first[0].priority < lowest
+    }
     search = Search.of(graph, devices, fed, costs or CostModel(Cluster.of(None, devices), devices), hsdp=hsdp, **given)
     made = search.energy(_options(search.described, along, heard, bound_to))
     try:
@@ -447,18 +473,25 @@ def sharding_propagation(graph: Graph, devices: int, fed: InputPlacement, *, cos
             return search.costs.plan(Plan(graph, devices, "semi_auto", fed, chosen, carries, stored, hsdp)).total
         except PlanError:  # a parameter in two layouts
             return math.inf
+
     ours, theirs = price(decisions), price(along)
     if theirs < ours:
-        said = f"no operator follows a mark: that would take {ours * 1e6:.4g} µs a step, along the batch it takes " \
-               f"{theirs * 1e6:.4g} µs"
+        said = (
+            f"no operator follows a mark: that would take {ours * 1e6:.4g} µs a step, along the batch it takes "
+            f"{theirs * 1e6:.4g} µs"
+        )
         first = next(decision for decision in along.values() if _marked(decision.op))
         along[first.op.name] = replace(first, note="; ".join(filter(None, (first.note, said))))
         return Decisions(along, carries, replace(found, cost=theirs))
     return Decisions(decisions, carries, found)
 
 
-def _options(described: OperatorTable, along: Mapping[str, Decision], asked: Mapping[str, tuple[Demand, ...]],
-             bound_to: Mapping[str, tuple[Demand, ...]]) -> dict[str, tuple[Strategy, ...]]:
+def _options(
+    described: OperatorTable,
+    along: Mapping[str, Decision],
+    asked: Mapping[str, tuple[Demand, ...]],
+    bound_to: Mapping[str, tuple[Demand, ...]],
+) -> dict[str, tuple[Strategy, ...]]:
     """The strategies of every operator, the preferred first: of those that cost the same the solver takes the first.
     Operators that are alike have the same tuple.
 
@@ -471,12 +504,17 @@ def _options(described: OperatorTable, along: Mapping[str, Decision], asked: Map
     several = {op.name for name in graph.parameters for op, _ in consumers.get(name, ()) if len(consumers[name]) > 1}
     settled = {name for name, decision in along.items() if _settled(decision.op)}
     outs = {name: decision.out for name, decision in along.items() if decision.out is not None}
-    ranks = {name: {decision.assignment: _ALONG} if _follows(decision.assignment, bound_to.get(name)) else {}
-             for name, decision in along.items()}
+    ranks = {
+        name: {decision.assignment: _ALONG} if _follows(decision.assignment, bound_to.get(name)) else {}
+        for name, decision in along.items()
+    }
     for name, demands in asked.items():
         first = bound_to.get(name)
-        ranks[name] |= {d.assignment: _WHOLE if not d.assignment.used else _AGGRESSIVE if d.aggressive else _BASIC
-                        for d in demands if d.settled or _follows(d.assignment, first)}
+        ranks[name] |= {
+            d.assignment: _WHOLE if not d.assignment.used else _AGGRESSIVE if d.aggressive else _BASIC
+            for d in demands
+            if d.settled or _follows(d.assignment, first)
+        }
     for name in several - settled - bound_to.keys():
         ranks[name].setdefault(along[name].bound.whole(described.devices), _WHOLE)
     same: dict[tuple[Strategy, ...], tuple[Strategy, ...]] = {}
@@ -515,17 +553,20 @@ def _plans(along: Mapping[str, Decision], asked: Mapping[str, tuple[Demand, ...]
     """The options of all operators, as plans: `semi_auto`'s, then what each operator is asked for first, second, …"""
     yield dict(along)
     for row in zip_longest(*(tuple((name, d.assignment) for d in demands) for name, demands in asked.items())):
-        yield {name: replace(along[name], assignment=assignment)
-               for name, assignment in (entry for entry in row if entry is not None)}
+        yield {
+            name: replace(along[name], assignment=assignment)
+            for name, assignment in (entry for entry in row if entry is not None)
+        }
 
 
 # -- who asked --
 
 
-def _labelled(graph: Graph, decisions: dict[str, Decision], along: Mapping[str, Decision],
-              asked: Mapping[str, tuple[Demand, ...]]) -> dict[str, Decision]:
-    """The decisions with the mark that each comes from: of the highest priority, the nearest from which values lie alike
-    up to there, those that lie wholly alike before those that do in part.
+def _labelled(
+    graph: Graph, decisions: dict[str, Decision], along: Mapping[str, Decision], asked: Mapping[str, tuple[Demand, ...]]
+) -> dict[str, Decision]:
+    """The decisions with the mark that each comes from: of the highest priority, the nearest from which values lie
+    alike up to there, those that lie wholly alike before those that do in part.
 
     Where no such chain is left, because those on the way went with another mark, it is the one that asked; an operator
     that is cut as none asked is as `semi_auto` has it.
@@ -537,8 +578,9 @@ def _labelled(graph: Graph, decisions: dict[str, Decision], along: Mapping[str, 
     by_name = {op.name: op for op in graph.ops}
     nearest: dict[str, tuple[str, str]] = {}
     # (priority, links where only some digits are alike, links, place in the program), operator, its mark, who told it
-    reached = [(op.mark.priority, 0, 0, place, op.name, op.name, "")
-               for place, op in enumerate(graph.ops) if _marked(op)]
+    reached = [
+        (op.mark.priority, 0, 0, place, op.name, op.name, "") for place, op in enumerate(graph.ops) if _marked(op)
+    ]
     heapq.heapify(reached)
     while reached:
         priority, partly, links, place, name, mark, via = heapq.heappop(reached)
@@ -585,16 +627,21 @@ def _layout(decision: Decision, index: int, output: bool) -> Layout:
 def _alike(one: Layout, other: Layout) -> bool:
     """Whether two layouts of a value have digits in common: on a dim, or of a sum that is left as slices of one."""
     assert one.dims is not None and other.dims is not None
-    return any(overlap(a, b) or overlap(one.partial, b) or overlap(a, other.partial)
-               for a, b in zip(one.dims, other.dims))
+    return any(
+        overlap(a, b) or overlap(one.partial, b) or overlap(a, other.partial) for a, b in zip(one.dims, other.dims)
+    )
 
 
 # -- who lost --
 
 
-def _with_losers(found: CostGraph, states: Sequence[int], decisions: dict[str, Decision],
-                 asked: Mapping[str, tuple[Demand, ...]], bound_to: Mapping[str, tuple[Demand, ...]]
-                 ) -> dict[str, Decision]:
+def _with_losers(
+    found: CostGraph,
+    states: Sequence[int],
+    decisions: dict[str, Decision],
+    asked: Mapping[str, tuple[Demand, ...]],
+    bound_to: Mapping[str, tuple[Demand, ...]],
+) -> dict[str, Decision]:
     """The decisions, with a note where marks that did not get their way asked for something else."""
     prices = _Prices(found, states)
     out = dict(decisions)
@@ -644,8 +691,10 @@ class _Prices:
         """The least price of the strategies with this assignment."""
         options = self.found.options[name]
         node = self.found.operators[name]
-        seconds = min((self.price(node, s) for s, strategy in enumerate(options) if strategy.assignment == assignment),
-                      default=float("inf"))
+        seconds = min(
+            (self.price(node, s) for s, strategy in enumerate(options) if strategy.assignment == assignment),
+            default=float("inf"),
+        )
         return f"{seconds * 1e6:.4g} µs" if seconds < float("inf") else "which its other users do not allow"
 
     def price(self, node: int, state: int) -> float:

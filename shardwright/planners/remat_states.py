@@ -38,9 +38,10 @@ __all__ = ["ABSENT", "DROPPED", "KEPT", "OperatorMemory", "RematStates", "SaveOr
 #     forward     what it makes on the way, from where it is made to where it is last read
 #     backward    gradients of that, from the backward of its reader to that of its maker
 #
-# It is the operator's part of a program alone (`footprint`): what it reads is taken to go where it is read last, and what
-# it keeps where that is used.
+# It is the operator's part of a program alone (`footprint`): what it reads is taken to go where it is read last, and
+# what it keeps where that is used.
 # ----------------------------------------------------------------------------------------------------
+
 
 def inside(footprint: OpCost, given: Set[int]) -> tuple[float, float]:
     """Bytes at the fullest moment, forward and backward.
@@ -78,8 +79,10 @@ class _Part:
     def forward(self) -> float:
         lives, end = self.lives, len(self.program)
         stays = self.kept.keys() | {lives.root[name] for name in self.left}
-        spans = [(born, end if name in stays else lives.read.get(name, 0) + 1, self.bytes_of([name]))
-                 for name, born in self.born.items()]
+        spans = [
+            (born, end if name in stays else lives.read.get(name, 0) + 1, self.bytes_of([name]))
+            for name, born in self.born.items()
+        ]
         spans += [(place, end, float(saved.own_bytes)) for place, saved in enumerate(self.saved)]
         return _beyond(spans, self.bytes_of((self.asked | stays) & self.born.keys()) + self.own)
 
@@ -92,8 +95,10 @@ class _Part:
                 backward.append((len(backward), instruction))
                 reached.update(name for name in reads(instruction) if name in lives.instances and self.grows(name))
             until[place] = len(backward)
-        spans = [(start, stop, self.bytes_of([name]))
-                 for name, start, stop in waiting(backward, lives.instances, begin, self.grows)]
+        spans = [
+            (start, stop, self.bytes_of([name]))
+            for name, start, stop in waiting(backward, lives.instances, begin, self.grows)
+        ]
         spans += [(0, until[place], self.bytes_of([name])) for name, place in self.kept.items()]
         spans += [(0, until[place], float(saved.own_bytes)) for place, saved in enumerate(self.saved)]
         asked = {name for name in self.asked if self.grows(name)}
@@ -110,7 +115,6 @@ def _beyond(spans: Iterable[tuple[int, int, float]], whole: float) -> float:
     return max(0.0, max(accumulate(changes)) - whole)
 
 
-
 # ----------------------------------------------------------------------------------------------------
 # What a graph's operators hold, strategy by strategy: bytes of what they read, leave and save.
 #
@@ -123,6 +127,7 @@ def _beyond(spans: Iterable[tuple[int, int, float]], whole: float) -> float:
 # (`wants_input`, `wants_output`) that is said for each. Everything is worked out once for operators that share their
 # footprints, and is then one object.
 # ----------------------------------------------------------------------------------------------------
+
 
 class OperatorMemory:
     """The operators of an energy.
@@ -140,10 +145,13 @@ class OperatorMemory:
         self.energy, self.graph = energy, energy.described.graph
         self.place = {op.name: k for k, op in enumerate(self.graph.ops)}
         self.grads = any(isinstance(v, Value) and v.requires_grad for v in self.graph.outputs)
-        self.consumers = {name: list({op.name: (op, i) for op, i in reversed(readers)}.values())[::-1]
-                          for name, readers in self.graph.consumers().items()}
-        self.made_by = {v.name: (op, k) for op in self.graph.ops
-                        for k, v in enumerate(v for v in op.outputs if v is not None)}
+        self.consumers = {
+            name: list({op.name: (op, i) for op, i in reversed(readers)}.values())[::-1]
+            for name, readers in self.graph.consumers().items()
+        }
+        self.made_by = {
+            v.name: (op, k) for op in self.graph.ops for k, v in enumerate(v for v in op.outputs if v is not None)
+        }
         self.ends = {v.name for v in self.graph.outputs if isinstance(v, Value)}
         self.ends |= {v.name for v in self.graph.updates.values()}
         self._known: dict[Hashable, Any] = {}
@@ -179,17 +187,19 @@ class OperatorMemory:
             plain = [len(p.program) == 1 for p in prints]
             none = not first.own and plain[0]
             return np.array([0 if none and one else keeps(p).own for p, one in zip(prints, plain)], dtype=np.float64)
+
         return self.once(("own", id(prints)), count)
 
     def inside(self, op: Op) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes that are there while it runs beyond what it reads, leaves and keeps, in the forward and in the backward: of
-        operators of several instructions, by strategy."""
+        """Bytes that are there while it runs beyond what it reads, leaves and keeps, in the forward and in the
+        backward: of operators of several instructions, by strategy."""
         prints = self.prints(op)
         given = frozenset(i for i, v in enumerate(op.inputs) if v.name not in self.made_by)
 
         def count() -> tuple[np.ndarray, np.ndarray]:
             found = np.array([inside(p, given) for p in prints], dtype=np.float64)
             return np.ascontiguousarray(found[:, 0]), np.ascontiguousarray(found[:, 1])
+
         return self.once(("inside", id(prints), given), count)
 
     def saves_input(self, op: Op, index: int) -> bool:
@@ -203,13 +213,19 @@ class OperatorMemory:
         """By strategy, whether its backward wants an input that that of the first strategy does not."""
         prints, first = self.prints(op), self.keeps(op)
         same = frozenset(i for i, v in enumerate(op.inputs) if v.name == op.inputs[index].name)
-        return self.once(("wants input", id(prints), same), lambda: np.array(
-            [len(p.program) > 1 and not same & first.inputs and bool(same & keeps(p).inputs) for p in prints]))
+        return self.once(
+            ("wants input", id(prints), same),
+            lambda: np.array(
+                [len(p.program) > 1 and not same & first.inputs and bool(same & keeps(p).inputs) for p in prints]
+            ),
+        )
 
     def wants_output(self, op: Op, index: int) -> np.ndarray:
         """By strategy, whether its backward wants an output."""
         prints = self.prints(op)
-        return self.once(("wants output", id(prints), index), lambda: np.array([index in keeps(p).outputs for p in prints]))
+        return self.once(
+            ("wants output", id(prints), index), lambda: np.array([index in keeps(p).outputs for p in prints])
+        )
 
     def is_view(self, op: Op) -> bool:
         outputs = sum(v is not None for v in op.outputs)
@@ -217,23 +233,31 @@ class OperatorMemory:
 
     def bytes_of(self, value: Value, layout: Layout) -> int:
         """Of a rank's part of a value, its sum completed."""
+
         def count() -> int:
             layout_ = layout.without_partial()
             return math.prod(layout_.local_shape(layout_.padded(value.shape))) * value.dtype.itemsize
+
         return self.once(("bytes", value.shape, value.dtype, layout), count)
 
     def left(self, op: Op, index: int, value: Value) -> np.ndarray:
         """Bytes of an output as it is left, by strategy."""
         prints = self.prints(op)
-        return self.once(("left", id(prints), index), lambda: np.array(
-            [self.bytes_of(value, p.leaves[index]) for p in prints], dtype=np.float64))
+        return self.once(
+            ("left", id(prints), index),
+            lambda: np.array([self.bytes_of(value, p.leaves[index]) for p in prints], dtype=np.float64),
+        )
 
     def wanted(self, op: Op, index: int, value: Value) -> np.ndarray:
         """Bytes of an input as it is asked for, by strategy."""
         prints = self.prints(op)
-        return self.once(("wanted", id(prints), index), lambda: np.array(
-            [sum(self.bytes_of(value, want) for want in {use.want for use in p.asks[index]}) for p in prints],
-            dtype=np.float64))
+        return self.once(
+            ("wanted", id(prints), index),
+            lambda: np.array(
+                [sum(self.bytes_of(value, want) for want in {use.want for use in p.asks[index]}) for p in prints],
+                dtype=np.float64,
+            ),
+        )
 
     def room(self, op: Op, backward: bool) -> np.ndarray:
         """Bytes that are there while an operator runs, but not while what it reads is sent before it; or not while the
@@ -241,11 +265,21 @@ class OperatorMemory:
         prints, outputs = self.prints(op), [v for v in op.outputs if v is not None]
         counted = tuple(k for k, v in enumerate(outputs) if v.requires_grad or not backward)
         places = {v.name: i for i, v in reversed(list(enumerate(op.inputs)))}
-        alone = tuple(i for name, i in places.items() if backward and self.reads_alone(name) and self.saves_input(op, i)
-                      and not self.saves_output(*self.made_by[name]))
-        return self.once(("room", id(prints), counted, alone), lambda: sum(
-            [*(self.left(op, k, outputs[k]) for k in counted), *(self.wanted(op, i, op.inputs[i]) for i in alone)],
-            self.own(op) if self.grads else np.zeros(len(prints))))
+        alone = tuple(
+            i
+            for name, i in places.items()
+            if backward
+            and self.reads_alone(name)
+            and self.saves_input(op, i)
+            and not self.saves_output(*self.made_by[name])
+        )
+        return self.once(
+            ("room", id(prints), counted, alone),
+            lambda: sum(
+                [*(self.left(op, k, outputs[k]) for k in counted), *(self.wanted(op, i, op.inputs[i]) for i in alone)],
+                self.own(op) if self.grads else np.zeros(len(prints)),
+            ),
+        )
 
     def reads_alone(self, name: str) -> bool:
         """Whether a value is made by an operator, for one reader, and no view of what comes in."""
@@ -310,8 +344,13 @@ class RematStates:
         self.as_left: set[str] = set()
         for op in memory.graph.ops:
             for k, value in enumerate(v for v in op.outputs if v is not None):
-                if memory.grads and value.name not in memory.ends and memory.consumers.get(value.name) and \
-                        value.name not in self._inner and value.name not in memory.of_given:
+                if (
+                    memory.grads
+                    and value.name not in memory.ends
+                    and memory.consumers.get(value.name)
+                    and value.name not in self._inner
+                    and value.name not in memory.of_given
+                ):
                     self._node(op, k, value)
         self._again = {op.name for ops in self.remade.values() for op in ops}
         for name in self.remade:
@@ -332,9 +371,17 @@ class RematStates:
         op, k = memory.made_by[name]
         value = [v for v in op.outputs if v is not None][k]
         readers = memory.consumers.get(name, ())
-        return memory.grads and len(readers) == 1 and name not in memory.ends and name not in self.energy.shared and \
-            name not in memory.of_given and not memory.saves_output(op, k) and not self.savers(value) and self.droppable(op) and \
-            self.segments[op.name] == self.segments[readers[0][0].name]
+        return (
+            memory.grads
+            and len(readers) == 1
+            and name not in memory.ends
+            and name not in self.energy.shared
+            and name not in memory.of_given
+            and not memory.saves_output(op, k)
+            and not self.savers(value)
+            and self.droppable(op)
+            and self.segments[op.name] == self.segments[readers[0][0].name]
+        )
 
     def droppable(self, op: Op) -> bool:
         """Whether an operator can be computed again by itself: it makes one thing, and its backward wants the weights
@@ -342,8 +389,10 @@ class RematStates:
         memory = self.memory
         if not memory.grads or memory.is_view(op):
             return memory.grads
-        weights = all(len(v.shape) < 2 or v.name not in self.energy.parameters or memory.saves_input(op, i)
-                      for i, v in enumerate(op.inputs))
+        weights = all(
+            len(v.shape) < 2 or v.name not in self.energy.parameters or memory.saves_input(op, i)
+            for i, v in enumerate(op.inputs)
+        )
         return weights and sum(v is not None for v in op.outputs) == 1
 
     def _remade(self, op: Op) -> tuple[Op, ...]:
@@ -371,20 +420,36 @@ class RematStates:
             inner = any(v.name in self._inner for other in self._remade(op) for v in other.inputs)
             states = self._states_of_shared(value, bool(mine or savers), droppable, inner)
             carrier = self.energy.shares[value.name]
-            self._edge(shared, name, memory.once(
-                ("kept-shared", states, id(carrier), value.shape, value.dtype), lambda: np.array(
-                    [[self._fits_shared(value, s, c) for s in states] for c in carrier])))
+            self._edge(
+                shared,
+                name,
+                memory.once(
+                    ("kept-shared", states, id(carrier), value.shape, value.dtype),
+                    lambda: np.array([[self._fits_shared(value, s, c) for s in states] for c in carrier]),
+                ),
+            )
         else:
-            (reader, i), = memory.consumers[value.name]
+            ((reader, i),) = memory.consumers[value.name]
             asks = memory.prints(reader)
             states = self._states_of_one(op, k, reader, i, value, mine, bool(savers), droppable)
             if mine and not savers:
                 self.as_left.add(value.name)
-            self._edge(node, name, memory.once(("kept-made", states, id(prints), k, value.shape), lambda: np.array(
-                [[self._fits_made(value, s, p.leaves[k]) for s in states] for p in prints])))
-            self._edge(name, self.energy.operators[reader.name], memory.once(
-                ("kept-read", states, id(asks), i, value.shape), lambda: np.array(
-                    [[self._fits_read(value, s, p.asks[i]) for p in asks] for s in states])))
+            self._edge(
+                node,
+                name,
+                memory.once(
+                    ("kept-made", states, id(prints), k, value.shape),
+                    lambda: np.array([[self._fits_made(value, s, p.leaves[k]) for s in states] for p in prints]),
+                ),
+            )
+            self._edge(
+                name,
+                self.energy.operators[reader.name],
+                memory.once(
+                    ("kept-read", states, id(asks), i, value.shape),
+                    lambda: np.array([[self._fits_read(value, s, p.asks[i]) for p in asks] for s in states]),
+                ),
+            )
         self.states[value.name] = states
         if any(s.how == DROPPED for s in states):
             self.remade[value.name] = self._remade(op)
@@ -397,8 +462,14 @@ class RematStates:
         prints = memory.prints(op)
         inner = tuple((i, v) for i, v in enumerate(op.inputs) if v.name in self._inner)
         outs = tuple((k, v) for k, v in enumerate(v for v in op.outputs if v is not None) if v.name in self._inner)
-        key = ("again", states, id(prints), value.nbytes, tuple((i, v.nbytes) for i, v in inner),
-               tuple((k, v.nbytes) for k, v in outs))
+        key = (
+            "again",
+            states,
+            id(prints),
+            value.nbytes,
+            tuple((i, v.nbytes) for i, v in inner),
+            tuple((k, v.nbytes) for k, v in outs),
+        )
 
         def make() -> np.ndarray:
             gone = [n for n, s in enumerate(states) if s.how == DROPPED]
@@ -409,6 +480,7 @@ class RematStates:
                 """Where an inner value has as many bytes as what is dropped, in proportion."""
                 unit = math.gcd(value.nbytes, v.nbytes) or 1
                 return np.array(there)[:, None] * (value.nbytes // unit) == sizes * (v.nbytes // unit)
+
             for k, v in outs:
                 fits &= np.array([not p.leaves[k].partial for p in prints])[:, None]
                 fits &= as_large(v, [memory.bytes_of(v, p.leaves[k]) for p in prints])
@@ -419,37 +491,43 @@ class RematStates:
             table = np.zeros((len(prints), len(states)))
             table[:, gone] = np.where(fits, np.array([p.forward for p in prints])[:, None], math.inf)
             return table
+
         self._edge(self.energy.operators[op.name], ("kept", value.name), memory.once(key, make))
 
     def resent(self, value: Value) -> np.ndarray | None:
-        """Bytes that are kept of an inner value because they were sent, by state of who makes and of who reads it; None:
-        it is no inner value of something that may be dropped."""
+        """Bytes that are kept of an inner value because they were sent, by state of who makes and of who reads it;
+        None: it is no inner value of something that may be dropped."""
         memory = self.memory
         if value.name not in self._inner or not self.runs_again(memory.made_by[value.name][0]):
             return None
 
-        return self._of_both(value, "resent", lambda ends: np.where(
-            (ends.want == ends.left) & ~(ends.several | ends.open | ends.same), ends.want, 0.0))
+        return self._of_both(
+            value,
+            "resent",
+            lambda ends: np.where((ends.want == ends.left) & ~(ends.several | ends.open | ends.same), ends.want, 0.0),
+        )
 
     def sent_back(self, value: Value) -> np.ndarray:
-        """Bytes of the gradient of a value that one operator reads, as its maker takes it, where the reader's is in another
+        """Bytes of the gradient of a value that one operator reads, as its maker takes it, where the reader's is in
+        another
         layout: by state of who makes and of who reads it."""
         return self._of_both(value, "sent back", lambda ends: np.where(ends.closed, 0.0, ends.left))
 
     def received(self, value: Value) -> np.ndarray:
         """Bytes of a value that one operator reads, as that reader asks for it, where it is sent to it: by state of who
         makes and of who reads it."""
-        return self._of_both(value, "received", lambda ends: np.where(
-            ends.same, 0.0, np.where(ends.several, ends.left, ends.want)))
+        return self._of_both(
+            value, "received", lambda ends: np.where(ends.same, 0.0, np.where(ends.several, ends.left, ends.want))
+        )
 
     def sent(self, value: Value) -> np.ndarray:
-        """Bytes of a value that one operator reads, as its maker leaves it, where it is sent to that reader: by state of
-        who makes and of who reads it."""
+        """Bytes of a value that one operator reads, as its maker leaves it, where it is sent to that reader: by state
+        of who makes and of who reads it."""
         return self._of_both(value, "sent", lambda ends: np.where(ends.same, 0.0, ends.left))
 
     def viewed_back(self, value: Value) -> np.ndarray:
-        """Bytes of the gradient of a value that a view reads, the larger one of its two ends where it is sent: by state of
-        who makes and of who reads it."""
+        """Bytes of the gradient of a value that a view reads, the larger one of its two ends where it is sent: by state
+        of who makes and of who reads it."""
         return self._of_both(value, "viewed back", lambda ends: np.maximum(ends.left, ends.want))
 
     def _of_both(self, value: Value, what: str, count: Callable[[_Ends], np.ndarray]) -> np.ndarray:
@@ -461,17 +539,30 @@ class RematStates:
         def ends() -> tuple[_Ends, np.ndarray, np.ndarray]:
             lefts, rows = _numbered(p.leaves[k] for p in prints)
             wants, columns = _numbered(_want(p.asks[i]) for p in asks)
-            same, closed = (np.array([[one == want for want in wants] for one in some])
-                            for some in (lefts, [left.without_partial() for left in lefts]))
+            same, closed = (
+                np.array([[one == want for want in wants] for one in some])
+                for some in (lefts, [left.without_partial() for left in lefts])
+            )
             left = np.array([float(memory.bytes_of(value, one)) for one in lefts])
             want = np.array([0.0 if one is None else memory.bytes_of(value, one) for one in wants])
-            return _Ends(left[:, None], want[None], same, closed, np.array([[one is None for one in wants]]),
-                         np.array([[bool(one.partial)] for one in lefts])), rows, columns
+            return (
+                _Ends(
+                    left[:, None],
+                    want[None],
+                    same,
+                    closed,
+                    np.array([[one is None for one in wants]]),
+                    np.array([[bool(one.partial)] for one in lefts]),
+                ),
+                rows,
+                columns,
+            )
 
         def make() -> np.ndarray:
             found, rows, columns = memory.once(("ends", *key), ends)
             table = np.broadcast_to(count(found), found.same.shape)
             return np.ascontiguousarray(table[rows][:, columns])
+
         key = id(prints), k, id(asks), i, value.shape, value.dtype
         return memory.once((what, *key), make)
 
@@ -489,15 +580,23 @@ class RematStates:
                     if b.how == DROPPED:
                         return near
                     return b.how == KEPT and not (sent and b.layout is None)
-                table = self.memory.once(("chain", before, after, near, sent), lambda: np.array(
-                    [[0.0 if a.how != DROPPED or there(b) else math.inf for a in after] for b in before]))
+
+                table = self.memory.once(
+                    ("chain", before, after, near, sent),
+                    lambda: np.array(
+                        [[0.0 if a.how != DROPPED or there(b) else math.inf for a in after] for b in before]
+                    ),
+                )
                 if table.any():
                     self._edge(("kept", value.name), ("kept", name), table)
 
     def _edge(self, i: Any, j: Any, table: np.ndarray) -> None:
         known = self.edges.get((i, j))
-        self.edges[i, j] = table if known is None else self.memory.once(
-            ("sum", id(known), id(table)), lambda: (known + table, known, table))[0]
+        self.edges[i, j] = (
+            table
+            if known is None
+            else self.memory.once(("sum", id(known), id(table)), lambda: (known + table, known, table))[0]
+        )
 
     # -- the states of a value that several read --
 
@@ -506,7 +605,9 @@ class RematStates:
         left = self.memory.bytes_of(value, state.left) if state.completed else 0
         return left, 0 if state.use is None else self.memory.bytes_of(value, state.use.want)
 
-    def _states_of_shared(self, value: Value, wanted: bool, droppable: bool, inner: bool) -> tuple[SaveOrRecompute, ...]:
+    def _states_of_shared(
+        self, value: Value, wanted: bool, droppable: bool, inner: bool
+    ) -> tuple[SaveOrRecompute, ...]:
         """
         Args:
             inner: whether inner values are made again with it, which have to have as many bytes.
@@ -515,8 +616,9 @@ class RematStates:
         if droppable and not inner:
             out.append(SaveOrRecompute(DROPPED))
         elif droppable:
-            sizes = dict.fromkeys(self.memory.bytes_of(value, s.left) for s in self.energy.shares[value.name]
-                                  if s.use is None)
+            sizes = dict.fromkeys(
+                self.memory.bytes_of(value, s.left) for s in self.energy.shares[value.name] if s.use is None
+            )
             out += [SaveOrRecompute(DROPPED, None, size) for size in sizes]
         return tuple(out)
 
@@ -528,8 +630,9 @@ class RematStates:
 
     # -- of a value that one reads --
 
-    def _states_of_one(self, op: Op, k: int, reader: Op, i: int, value: Value, mine: bool, theirs: bool,
-                       droppable: bool) -> tuple[SaveOrRecompute, ...]:
+    def _states_of_one(
+        self, op: Op, k: int, reader: Op, i: int, value: Value, mine: bool, theirs: bool, droppable: bool
+    ) -> tuple[SaveOrRecompute, ...]:
         memory = self.memory
         prints, asks = memory.prints(op), memory.prints(reader)
 
@@ -543,6 +646,7 @@ class RematStates:
             if droppable:
                 out += [SaveOrRecompute(DROPPED, layout, memory.bytes_of(value, layout)) for layout in both]
             return tuple(out)
+
         return memory.once(("states", id(prints), k, id(asks), i, mine, theirs, droppable), make)
 
     def _fits_made(self, value: Value, state: SaveOrRecompute, left: Layout) -> float:

@@ -33,15 +33,25 @@ from .propagation import sharding_propagation
 from .search_space import atoms_of, options_among
 from .semi_auto import semi_auto
 
-__all__ = ["CUT", "ENOUGH", "TooLittleMemoryError", "dynamic_programming", "fit", "fits", "limited", "recursive_programming"]
+__all__ = [
+    "CUT",
+    "ENOUGH",
+    "TooLittleMemoryError",
+    "dynamic_programming",
+    "fit",
+    "fits",
+    "limited",
+    "recursive_programming",
+]
 
 #: How parameters may be stored to save memory: cut over all replicas, gathered again in the backward or kept till then.
 CUT = OptimizerParallel(-1, 0, "level3")
 
-#: How often a problem is solved, with less because its plan's peak is above the limit, or with more because nothing keeps
-#: that; and how often the least limit is halved.
+#: How often a problem is solved, with less because its plan's peak is above the limit, or with more because nothing
+#: keeps that; and how often the least limit is halved.
 MOST_TRIES = 6
-#: By how much of the limit a peak may be above it for that much to be taken off; if by more, all is taken to be too little.
+#: By how much of the limit a peak may be above it for that much to be taken off; if by more, all is taken to be too
+#: little.
 SLIGHTLY = 0.1
 
 #: How near to its bound a plan within a limit is near enough: the proof of the rest takes most of the time.
@@ -70,8 +80,14 @@ class TooLittleMemoryError(PlanError):
         return out
 
 
-def fit(search: Search, made: CostGraph, limit: float, optimizer: Any = "adam", cause: str = "search",
-        solver: Solver | None = None) -> Decisions:
+def fit(
+    search: Search,
+    made: CostGraph,
+    limit: float,
+    optimizer: Any = "adam",
+    cause: str = "search",
+    solver: Solver | None = None,
+) -> Decisions:
     """The cheapest plan within a limit, of those that the search may choose from.
 
     Args:
@@ -94,8 +110,17 @@ def fit(search: Search, made: CostGraph, limit: float, optimizer: Any = "adam", 
 
 def fits(search: Search, decided: Decisions, limit: float, optimizer: Any = "adam") -> bool:
     """Whether a plan keeps a limit as it is."""
-    plan = Plan(search.described.graph, search.described.devices, "", search.fed, decided.decisions, decided.carries,
-                dict(search.stored) if search.stored else None, search.hsdp, optimizer=optimizer)
+    plan = Plan(
+        search.described.graph,
+        search.described.devices,
+        "",
+        search.fed,
+        decided.decisions,
+        decided.carries,
+        dict(search.stored) if search.stored else None,
+        search.hsdp,
+        optimizer=optimizer,
+    )
     return plan.peak <= limit
 
 
@@ -105,7 +130,9 @@ def limited(decided: Decisions, limit: float) -> Decisions:
 
 
 class _Fitting:
-    def __init__(self, search: Search, held: MemoryProblem, limit: float, optimizer: Any, cause: str, solver: Solver) -> None:
+    def __init__(
+        self, search: Search, held: MemoryProblem, limit: float, optimizer: Any, cause: str, solver: Solver
+    ) -> None:
         self.search, self.held, self.limit, self.optimizer = search, held, limit, optimizer
         self.cause, self.solver, self.bound = cause, solver, None
         self.problem = held.energy.problem
@@ -143,12 +170,17 @@ class _Fitting:
         states, said = getattr(error, "states", None), self.bound is None
         if said:
             self.bound = getattr(error, "bound", None)
-        solution = self.bisected(getattr(error, "least", None) or 0.0) if states is None else \
-            Solution(states, cost := self.problem.cost(states), cost)
+        solution = (
+            self.bisected(getattr(error, "least", None) or 0.0)
+            if states is None
+            else Solution(states, cost := self.problem.cost(states), cost)
+        )
         decided, walked = self.decided(solution)
         if walked.peak <= self.limit:
             return decided
-        none = said and getattr(error, "least", 0.0) > self.limit  # else the search reckons with less than the program holds
+        none = (
+            said and getattr(error, "least", 0.0) > self.limit
+        )  # else the search reckons with less than the program holds
         raise self.refused(walked, "fits" if none else "was found that fits")
 
     def bisected(self, low: float) -> Solution:
@@ -182,8 +214,17 @@ class _Fitting:
         made = search.decided(held.energy, bounded, self.cause, proved=self.bound is not None)
         decisions: dict[str, Decision] = {n: replace(d, op=ops[n]) for n, d in made.decisions.items()}
         hsdp = search.hsdp if search.hsdp is not None else held.storage(solution.states)
-        plan = Plan(graph, search.described.devices, "", search.fed, decisions, made.carries,
-                    dict(search.stored) if search.stored else None, hsdp, optimizer=self.optimizer)
+        plan = Plan(
+            graph,
+            search.described.devices,
+            "",
+            search.fed,
+            decisions,
+            made.carries,
+            dict(search.stored) if search.stored else None,
+            hsdp,
+            optimizer=self.optimizer,
+        )
         found = replace(made.found, limit=self.limit) if made.found is not None else None
         return made._replace(decisions=decisions, found=found, hsdp=hsdp), plan.timeline
 
@@ -200,10 +241,10 @@ class _Fitting:
         error = TooLittleMemoryError(
             f"no plan {fits} in {format_bytes(self.limit)} a device. The one that does with least holds more at "
             f"{len(over)} moments: {'; '.join(rows)}. At the first of these it holds {kinds}",
-            legal=f"memory={int(-(-walked.peak // 1))} ({format_bytes(walked.peak)}) or more, or more devices")
+            legal=f"memory={int(-(-walked.peak // 1))} ({format_bytes(walked.peak)}) or more, or more devices",
+        )
         error.least, error.bound = walked.peak, self.bound
         return error
-
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -214,7 +255,8 @@ class _Fitting:
 #         minimise the energy of `energy.py` over {strategy of level i - 1} × {factor, none}, exactly
 #
 # What was chosen on a level stays and shapes shrink by it; the digits of further levels are repeated until their turn
-# comes. An operator has a handful of states on a level, so the search is linear in operators and logarithmic in devices.
+# comes. An operator has a handful of states on a level, so the search is linear in operators and logarithmic in
+# devices.
 # To give a digit to none is always allowed: no level makes the plan dearer than the level before it left it.
 #
 # With a memory limit, what it finds without one is taken where it fits. Otherwise a level may hold as much more as the
@@ -224,14 +266,27 @@ class _Fitting:
 
 #: How much the levels below are counted on to cut, the most first; see `_Recursion.run`.
 HOPES = (1.0, 0.5, 0.0)
-#: How near to its bound a level within a limit is near enough: it is a step on the way to a plan of which nothing is proved.
+#: How near to its bound a level within a limit is near enough: it is a step on the way to a plan of which nothing is
+#: proved.
 NEAR_MARGINAL = 1e-2
 
 
-def recursive_programming(graph: Graph, devices: int, fed: InputPlacement, *, costs: Any, on_missing_rule: str = "error",
-                          stored: dict[str, Layout] | None = None, uneven: bool = False, memory: float | None = None,
-                          hsdp: OptimizerParallel | None = None, optimizer: Any = "adam",
-                          cut: OptimizerParallel = CUT, free: Decisions | None = None, search: Search | None = None) -> Decisions:
+def recursive_programming(
+    graph: Graph,
+    devices: int,
+    fed: InputPlacement,
+    *,
+    costs: Any,
+    on_missing_rule: str = "error",
+    stored: dict[str, Layout] | None = None,
+    uneven: bool = False,
+    memory: float | None = None,
+    hsdp: OptimizerParallel | None = None,
+    optimizer: Any = "adam",
+    cut: OptimizerParallel = CUT,
+    free: Decisions | None = None,
+    search: Search | None = None,
+) -> Decisions:
     """Decide every operator that no mark decides.
 
     Args:
@@ -248,8 +303,9 @@ def recursive_programming(graph: Graph, devices: int, fed: InputPlacement, *, co
         PlanError: marks that no plan can keep, or (`TooLittleMemoryError`) no plan within the memory.
     """
     if search is None:
-        search = Search.of(graph, devices, fed, costs, on_missing_rule=on_missing_rule, stored=stored, uneven=uneven,
-                           hsdp=hsdp).check()
+        search = Search.of(
+            graph, devices, fed, costs, on_missing_rule=on_missing_rule, stored=stored, uneven=uneven, hsdp=hsdp
+        ).check()
     recursion = _Recursion(search, optimizer, cut)
     if free is None:
         free = recursion.run()
@@ -288,14 +344,17 @@ class _Recursion:
         rest, strategies, gaps = self.described.devices, 0, {}
         for digit in levels:
             rest //= digit.size if digit is not None else 1
-            made = self.search.energy(self.options(assigned, digit), () if decided is None else (decided.decisions,),
-                                      cut=self.cut if memory is not None else None)
+            made = self.search.energy(
+                self.options(assigned, digit),
+                () if decided is None else (decided.decisions,),
+                cut=self.cut if memory is not None else None,
+            )
             if memory is not None and digit is levels[-1]:
                 decided = fit(self.search, made, memory, self.optimizer)
             else:
                 if memory is not None:
                     state = optimizer_bytes(self.optimizer)
-                    made = holding(made, self.search.fed, self.search.carries, memory * rest ** hope, state).energy
+                    made = holding(made, self.search.fed, self.search.carries, memory * rest**hope, state).energy
                 solution, kept = _nearest(made.problem)
                 self.hoped |= kept
                 decided = self.search.decided(made, solution, "search")
@@ -304,8 +363,14 @@ class _Recursion:
             assigned = {name: decision.assignment for name, decision in decided.decisions.items()}
             strategies += decided.found.strategies
         assert decided is not None and decided.found is not None
-        notes = (f"the levels of {', '.join(map(str, gaps))} may each be up to {max(gaps.values()):.2%} dearer than "
-                 "the best of its strategies",) if gaps else ()
+        notes = (
+            (
+                f"the levels of {', '.join(map(str, gaps))} may each be up to {max(gaps.values()):.2%} dearer than "
+                "the best of its strategies",
+            )
+            if gaps
+            else ()
+        )
         # What is best on each level need not be the best of all: nothing is proved of the whole.
         return decided._replace(found=replace(decided.found, bound=None, strategies=strategies, notes=notes))
 
@@ -339,18 +404,21 @@ class _Recursion:
 
     def options(self, assigned: dict[str, Assignment], digit: Digit | None) -> dict:
         """The strategies of every operator on a level."""
+
         def among(op: Op, bound: Bound) -> tuple[Assignment, ...]:
             before = assigned[op.name]
             key = (bound.factors, bound.inputs, bound.outputs, before, digit)
             if key not in self.grown:
                 self.grown[key] = (before,) if digit is None else (before, *_grown(bound, before, digit))
             return self.grown[key]
+
         return options_among(self.described, among, self.search.fixed, self.search.outs)
 
 
 def _nearest(problem: Problem) -> tuple[Solution, bool]:
     """The best that keeps the limit, to within `NEAR`, and whether there is one; where none does, the states of the
-    least memory known, or the best without a limit: the last level is the one that has to fit, and that says what does not.
+    least memory known, or the best without a limit: the last level is the one that has to fit, and that says what does
+        not.
 
     Raises:
         PlanError: nothing is allowed, whatever the memory.
@@ -378,30 +446,39 @@ def _grown(bound: Bound, before: Assignment, digit: Digit) -> Iterator[Assignmen
                 yield assignment
 
 
-
 # ----------------------------------------------------------------------------------------------------
 # dynamic_programming: the exact search.
 #
 #     minimise the energy of `energy.py` over all strategies of `candidates.py` and those that the quicker planners chose
 #
-# With a limit of memory, what is best without one is taken where it fits. Otherwise what is recomputed and how parameters
-# are stored is searched too (`fitting.py`), and the recursion's strategies within the limit are among the others. The
-# recursion's plan is taken where it is cheaper still: no other planner's is ever priced below this one's. But of networks
-# above `RECURSED` operators the recursion within a limit is not made: each of its levels is a problem as large as the
-# search's.
+# With a limit of memory, what is best without one is taken where it fits. Otherwise what is recomputed and how
+# parameters are stored is searched too (`fitting.py`), and the recursion's strategies within the limit are among the
+# others. The recursion's plan is taken where it is cheaper still: no other planner's is ever priced below this one's.
+# But of networks above `RECURSED` operators the recursion within a limit is not made: each of its levels is a problem
+# as large as the search's.
 #
-# The plan comes with the least price that any other of them has in this energy (`Found.bound`); where its own is that, it
-# is the best of them, as the energy prices plans.
+# The plan comes with the least price that any other of them has in this energy (`Found.bound`); where its own is that,
+# it is the best of them, as the energy prices plans.
 # ----------------------------------------------------------------------------------------------------
 
 #: Operators of a network up to which the recursion within a limit of memory is made besides.
 RECURSED = 600
 
 
-def dynamic_programming(graph: Graph, devices: int, fed: InputPlacement, *, costs: Any, on_missing_rule: str = "error",
-                        stored: dict[str, Layout] | None = None, uneven: bool = False, memory: float | None = None,
-                        hsdp: OptimizerParallel | None = None, optimizer: Any = "adam",
-                        cut: OptimizerParallel = CUT) -> Decisions:
+def dynamic_programming(
+    graph: Graph,
+    devices: int,
+    fed: InputPlacement,
+    *,
+    costs: Any,
+    on_missing_rule: str = "error",
+    stored: dict[str, Layout] | None = None,
+    uneven: bool = False,
+    memory: float | None = None,
+    hsdp: OptimizerParallel | None = None,
+    optimizer: Any = "adam",
+    cut: OptimizerParallel = CUT,
+) -> Decisions:
     """Decide every operator that no mark decides.
 
     Args:
@@ -415,8 +492,9 @@ def dynamic_programming(graph: Graph, devices: int, fed: InputPlacement, *, cost
         StrategyError, LayoutError, MissingRuleError: as `semi_auto`.
         PlanError: marks that no plan can keep, or no plan within the memory.
     """
-    search = Search.of(graph, devices, fed, costs, on_missing_rule=on_missing_rule, stored=stored, uneven=uneven,
-                       hsdp=hsdp).check()
+    search = Search.of(
+        graph, devices, fed, costs, on_missing_rule=on_missing_rule, stored=stored, uneven=uneven, hsdp=hsdp
+    ).check()
     given = dict(on_missing_rule=on_missing_rule, stored=stored, uneven=uneven)
     recursion = partial(recursive_programming, graph, devices, fed, costs=costs, hsdp=hsdp, search=search, **given)
     recursed = recursion()
@@ -464,5 +542,6 @@ def _cheaper(found: Decisions | TooLittleMemoryError, other: Decisions | TooLitt
     if isinstance(found, Decisions) and found.found.cost <= other.found.cost:
         return found
     note = "of the recursion over the device count: the search found nothing as cheap within the limit"
-    return other._replace(found=replace(other.found, bound=None if bound is None else min(bound, other.found.cost),
-                                        notes=(note,)))
+    return other._replace(
+        found=replace(other.found, bound=None if bound is None else min(bound, other.found.cost), notes=(note,))
+    )

@@ -39,7 +39,25 @@ from ..partition.rematerialization import LiveRanges, SavedTensors, saved_by
 from ..redistribution import Redistribution, transpose
 from ..rules import Assignment, Bound, Rule, expand
 
-__all__ = ["EdgeCosts", "KeptTensors", "OpCost", "OperatorTable", "Strategy", "assignments", "atoms_of", "conversions_of", "keeps", "kind_of_call", "op_cost", "options_among", "options_of", "prime_factors", "saved_inputs", "saved_inside", "strategy_of"]
+__all__ = [
+    "EdgeCosts",
+    "KeptTensors",
+    "OpCost",
+    "OperatorTable",
+    "Strategy",
+    "assignments",
+    "atoms_of",
+    "conversions_of",
+    "keeps",
+    "kind_of_call",
+    "op_cost",
+    "options_among",
+    "options_of",
+    "prime_factors",
+    "saved_inputs",
+    "saved_inside",
+    "strategy_of",
+]
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -47,6 +65,7 @@ __all__ = ["EdgeCosts", "KeptTensors", "OpCost", "OperatorTable", "Strategy", "a
 #
 # The conversions are those of the router, asked for by the same calls; nothing of them depends on the value's shape.
 # ----------------------------------------------------------------------------------------------------
+
 
 @lru_cache(maxsize=1 << 16)
 def casts_of(source: Layout, uses: frozenset[Use]) -> int:
@@ -58,8 +77,11 @@ def casts_of(source: Layout, uses: frozenset[Use]) -> int:
 
 
 @lru_cache(maxsize=1 << 20)
-def conversions_of(source: Layout, uses: frozenset[Use], gradient: bool) -> tuple[tuple[Redistribution, bool], ...] | None:
-    """The conversions that serve all uses of a value which lies in `source`, each with whether it is the gradient's; None where
+def conversions_of(
+    source: Layout, uses: frozenset[Use], gradient: bool
+) -> tuple[tuple[Redistribution, bool], ...] | None:
+    """The conversions that serve all uses of a value which lies in `source`, each with whether it is the gradient's;
+    None where
     one of them cannot be served: it would leave open a sum that is not."""
     if len(uses) == 1 and (use := next(iter(uses))).operator != "output":
         return _alone(*_sorted(source, use), gradient)
@@ -69,7 +91,11 @@ def conversions_of(source: Layout, uses: frozenset[Use], gradient: bool) -> tupl
         return None
     out: list[tuple[Redistribution, bool]] = []
     for move in router.out:
-        out += [(c, back) for c, back in ((move.forward, False), (move.backward, True)) if c is not None and not c.is_identity]
+        out += [
+            (c, back)
+            for c, back in ((move.forward, False), (move.backward, True))
+            if c is not None and not c.is_identity
+        ]
     return tuple(out)
 
 
@@ -81,7 +107,9 @@ def _router(source: Layout, uses: frozenset[Use], gradient: bool, master: Master
     """
     dims = len(source.dims or ())
     value = Value("value", (0,) * dims, torch.float32, gradient, master)
-    router = Partitioner(Graph((value,), {}, {}, {}, (), ()), {}, InputPlacement((), False), source.devices, {}, {}, None)
+    router = Partitioner(
+        Graph((value,), {}, {}, {}, (), ()), {}, InputPlacement((), False), source.devices, {}, {}, None
+    )
     router.enter(value, source)
     router.producer[value.name] = "producer"
     wanted = sorted(uses, key=lambda use: (str(use.want), use.partial))
@@ -101,8 +129,10 @@ def _sorted(source: Layout, use: Use) -> tuple[Layout, Use]:
     if devices & (devices - 1):
         return source, use
     pairs = sorted((pair for pair in zip(source.dims, want.dims) if pair[0] or pair[1]), key=_number)
-    return (Layout.of(devices, (a for a, _ in pairs), source.partial, source.reduction),
-            Use(Layout.of(devices, (b for _, b in pairs), want.partial, want.reduction), use.partial, use.operator))
+    return (
+        Layout.of(devices, (a for a, _ in pairs), source.partial, source.reduction),
+        Use(Layout.of(devices, (b for _, b in pairs), want.partial, want.reduction), use.partial, use.operator),
+    )
 
 
 @lru_cache(maxsize=1 << 16)
@@ -139,30 +169,40 @@ class EdgeCosts:
         """Of a value that lies in `source` and is used so; infinite where it cannot be."""
         return float(self.table((source,), (frozenset(uses),), value, parameter)[0, 0])
 
-    def table(self, sources: tuple[Layout, ...], uses: tuple[frozenset[Use], ...], value: Value, parameter: bool = False
-              ) -> np.ndarray:
+    def table(
+        self, sources: tuple[Layout, ...], uses: tuple[frozenset[Use], ...], value: Value, parameter: bool = False
+    ) -> np.ndarray:
         """The prices of a value in each of the layouts for each of the sets of uses, shape (layouts, sets).
 
         Args:
-            parameter: it is one, whose gradient is summed together with others; a set of its uses takes a cast, where it is
-                stored in another type.
+            parameter: it is one, whose gradient is summed together with others; a set of its uses takes a cast, where
+                it is stored in another type.
         """
         key = (sources, uses, value.nbytes, value.requires_grad, parameter, value.master)
         if key not in self.known:
             found, conversions, cells, forbidden = self._terms(sources, uses, value.requires_grad)
             price = self.costs.stored if parameter else self.costs.conversion
-            prices = np.array([price(c, value.numel * (value.sums if back else value.dtype).itemsize) for c, back in found])
-            out = np.bincount(cells, weights=prices[conversions], minlength=len(sources) * len(uses)) \
-                if len(cells) else np.zeros(len(sources) * len(uses))
+            prices = np.array(
+                [price(c, value.numel * (value.sums if back else value.dtype).itemsize) for c, back in found]
+            )
+            out = (
+                np.bincount(cells, weights=prices[conversions], minlength=len(sources) * len(uses))
+                if len(cells)
+                else np.zeros(len(sources) * len(uses))
+            )
             if parameter and value.master is not None:
-                out += [self.costs.cast(value, source) * (1 + value.requires_grad) * casts_of(source, some)
-                        for source in sources for some in uses]
+                out += [
+                    self.costs.cast(value, source) * (1 + value.requires_grad) * casts_of(source, some)
+                    for source in sources
+                    for some in uses
+                ]
             out[forbidden] = np.inf
             self.known[key] = out.reshape(len(sources), len(uses))
         return self.known[key]
 
-    def _terms(self, sources: tuple[Layout, ...], uses: tuple[frozenset[Use], ...], gradient: bool
-               ) -> tuple[list[tuple[Redistribution, bool]], np.ndarray, np.ndarray, np.ndarray]:
+    def _terms(
+        self, sources: tuple[Layout, ...], uses: tuple[frozenset[Use], ...], gradient: bool
+    ) -> tuple[list[tuple[Redistribution, bool]], np.ndarray, np.ndarray, np.ndarray]:
         """The different conversions, and which of them stand in which cell of the table: nothing of it depends on the
         value's size."""
         key = (sources, uses, gradient)
@@ -183,13 +223,13 @@ class EdgeCosts:
         return self.terms[key]
 
 
-
 # ----------------------------------------------------------------------------------------------------
 # What one operator under one strategy costs by itself, what it asks of its inputs, and what it leaves.
 #
 # It is routed alone, by the router that makes the program that runs: fed as it asks, its outputs read by nobody. What
 # brings inputs there is the business of the values, see `delivery`.
 # ----------------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class OpCost:
@@ -225,8 +265,12 @@ def kind_of_call(op: Op) -> Hashable:
     """What two calls have in common that cost alike: the operator, its plain arguments, its shapes and dtypes."""
     position = {v.name: i for i, v in reversed(list(enumerate(op.inputs)))}
     args = map_values((op.args, sorted(op.kwargs.items())), lambda v: f"#{position[v.name]}")
-    return (op.target, repr(args), tuple((v.shape, v.dtype, v.requires_grad) for v in op.inputs),
-            tuple(v and (v.shape, v.dtype, v.requires_grad) for v in op.outputs))
+    return (
+        op.target,
+        repr(args),
+        tuple((v.shape, v.dtype, v.requires_grad) for v in op.inputs),
+        tuple(v and (v.shape, v.dtype, v.requires_grad) for v in op.outputs),
+    )
 
 
 def op_cost(decision: Decision, costs: Any) -> OpCost:
@@ -241,8 +285,13 @@ def op_cost(decision: Decision, costs: Any) -> OpCost:
     router = Partitioner(graph, {op.name: decision}, InputPlacement((), False), devices, {}, {}, None)
     work = [(decision, *piece) for piece in router.pieces(decision)]
     router.collect(work, [])
-    asks = {name: frozenset(Use(u.want.with_partial(decision.open) if decision.open else u.want, u.partial, "")
-                            for u in router.uses.get(name, ())) for name in inputs}
+    asks = {
+        name: frozenset(
+            Use(u.want.with_partial(decision.open) if decision.open else u.want, u.partial, "")
+            for u in router.uses.get(name, ())
+        )
+        for name in inputs
+    }
     if SEED.name in router.uses:
         router.make(SEED, Layout.replicated(devices, 1))
     for name, value in inputs.items():
@@ -267,8 +316,16 @@ def op_cost(decision: Decision, costs: Any) -> OpCost:
             made += sum(o.local_bytes for o in results)
     left = tuple(_padded(router.made[router.now(v).name]) for v in op.outputs if v is not None)
     once: dict[str, frozenset[Use]] = dict(asks)
-    return OpCost(tuple(once.pop(v.name, frozenset()) for v in op.inputs), tuple(i.layout for i in left), forward,
-                     backward, made, instructions, tuple(given[v.name] for v in op.inputs), left)
+    return OpCost(
+        tuple(once.pop(v.name, frozenset()) for v in op.inputs),
+        tuple(i.layout for i in left),
+        forward,
+        backward,
+        made,
+        instructions,
+        tuple(given[v.name] for v in op.inputs),
+        left,
+    )
 
 
 def _padded(instance: PlacedValue) -> PlacedValue:
@@ -373,8 +430,12 @@ class OperatorTable:
         Raises:
             MissingRuleError: as `decision.description`.
         """
-        return cls(graph, devices, {op.name: description(op, on_missing_rule, devices, uneven) for op in graph.ops},
-                   {op.name: kind_of_call(op) for op in graph.ops})
+        return cls(
+            graph,
+            devices,
+            {op.name: description(op, on_missing_rule, devices, uneven) for op in graph.ops},
+            {op.name: kind_of_call(op) for op in graph.ops},
+        )
 
     def decided(self, op: Op, strategy: Strategy, cause: str) -> Decision:
         """The strategy of an operator as a decision."""
@@ -387,9 +448,13 @@ def strategy_of(decision: Decision) -> Strategy:
     return Strategy(decision.assignment, decision.open or (), decision.out)
 
 
-def options_of(described: OperatorTable, atoms: Digits, fixed: Mapping[str, Decision] = {},
-               outs: Mapping[str, tuple[Layout, ...]] = {}, known: Iterable[Mapping[str, Decision]] = ()
-               ) -> dict[str, tuple[Strategy, ...]]:
+def options_of(
+    described: OperatorTable,
+    atoms: Digits,
+    fixed: Mapping[str, Decision] = {},
+    outs: Mapping[str, tuple[Layout, ...]] = {},
+    known: Iterable[Mapping[str, Decision]] = (),
+) -> dict[str, tuple[Strategy, ...]]:
     """The strategies of every operator under these atoms. Operators that are alike have the same tuple.
 
     Args:
@@ -404,24 +469,32 @@ def options_of(described: OperatorTable, atoms: Digits, fixed: Mapping[str, Deci
         if form not in cuts:
             cuts[form] = tuple(assignments(bound, described.devices, atoms))
         return cuts[form]
+
     return options_among(described, all_of, fixed, outs, known)
 
 
-def options_among(described: OperatorTable, among: Callable[[Op, Bound], tuple[Assignment, ...]],
-                  fixed: Mapping[str, Decision] = {}, outs: Mapping[str, tuple[Layout, ...]] = {},
-                  known: Iterable[Mapping[str, Decision]] = ()) -> dict[str, tuple[Strategy, ...]]:
+def options_among(
+    described: OperatorTable,
+    among: Callable[[Op, Bound], tuple[Assignment, ...]],
+    fixed: Mapping[str, Decision] = {},
+    outs: Mapping[str, tuple[Layout, ...]] = {},
+    known: Iterable[Mapping[str, Decision]] = (),
+) -> dict[str, tuple[Strategy, ...]]:
     """As `options_of`, of the assignments that a function gives to an operator: those of operators that are to have
     the same strategies are one object."""
     known = tuple(known)
-    opened: dict[str, frozenset[Digits]] = {}    # value -> the digits of sums in which it may be left open
+    opened: dict[str, frozenset[Digits]] = {}  # value -> the digits of sums in which it may be left open
     alike: dict[tuple, tuple[tuple[Strategy, ...], tuple[frozenset[Digits], ...]]] = {}
-    kept: list[tuple[Assignment, ...]] = []      # so that no two of them have one id
+    kept: list[tuple[Assignment, ...]] = []  # so that no two of them have one id
     out: dict[str, tuple[Strategy, ...]] = {}
     for op in described.graph.ops:
         rule, bound, _ = described.rules[op.name]
         passing = frozenset() if op.name in fixed else _passing(op, rule, opened)
-        given = (strategy_of(fixed[op.name]),) if op.name in fixed else \
-            tuple(dict.fromkeys(strategy_of(plan[op.name]) for plan in known if op.name in plan))
+        given = (
+            (strategy_of(fixed[op.name]),)
+            if op.name in fixed
+            else tuple(dict.fromkeys(strategy_of(plan[op.name]) for plan in known if op.name in plan))
+        )
         brought = outs.get(op.name)
         mine_of = () if op.name in fixed else among(op, bound)
         kept.append(mine_of)
@@ -444,15 +517,21 @@ def _passing(op: Op, rule: Rule, opened: dict[str, frozenset[Digits]]) -> frozen
     return frozenset.intersection(*(opened.get(v.name, frozenset()) for v in op.inputs))
 
 
-def _with_passing(described: OperatorTable, op: Op, strategies: tuple[Strategy, ...], passing: frozenset[Digits]
-                  ) -> tuple[Strategy, ...]:
-    """The strategies, and those of them that let one of these sums through: which an operator can that runs as itself."""
+def _with_passing(
+    described: OperatorTable, op: Op, strategies: tuple[Strategy, ...], passing: frozenset[Digits]
+) -> tuple[Strategy, ...]:
+    """The strategies, and those of them that let one of these sums through: which an operator can that runs as
+    itself."""
     if not passing:
         return strategies
     rule, bound, _ = described.rules[op.name]
     plain = [s for s in strategies if not s.open and s.out is None and _is_plain(op, rule, bound, s.assignment)]
-    more = [s._replace(open=digits) for digits in sorted(passing, key=str) for s in plain
-            if beside(described.devices, digits + s.assignment.used)]
+    more = [
+        s._replace(open=digits)
+        for digits in sorted(passing, key=str)
+        for s in plain
+        if beside(described.devices, digits + s.assignment.used)
+    ]
     return tuple(dict.fromkeys((*strategies, *more)))
 
 
@@ -476,13 +555,13 @@ def _left(bound: Bound, strategy: Strategy, index: int) -> Digits:
     return layout.with_partial(strategy.open + layout.partial).partial
 
 
-
 # ----------------------------------------------------------------------------------------------------
 # What the backward of one operator under one strategy needs of what its forward had.
 #
 # Asked of autograd (`saved`), of the operator's part of a program alone (`footprint`): its inputs as they are given to
 # it, its outputs as they are left, and what else is made on the way.
 # ----------------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class KeptTensors:
@@ -543,8 +622,14 @@ def _saved(program: _Program) -> tuple[SavedTensors, ...]:
     footprint = program.footprint
     fed = {i.name: i for i in footprint.fed}
     made = {o.name for i in footprint.program for o in made_by(i)}
-    routed = SimpleNamespace(inputs=tuple(fed.values()), parameters={}, buffers={}, constants={},
-                             seed=_seed(footprint, {*fed, *made}), instructions=footprint.program)
+    routed = SimpleNamespace(
+        inputs=tuple(fed.values()),
+        parameters={},
+        buffers={},
+        constants={},
+        seed=_seed(footprint, {*fed, *made}),
+        instructions=footprint.program,
+    )
     return tuple(saved_by(routed))  # type: ignore[arg-type]
 
 
@@ -558,9 +643,12 @@ def _keeps(program: _Program) -> KeptTensors:
     places = [i.name for i in footprint.fed]
     own = sum(one.own_bytes for one in saved)
     own += sum(lives.instances[name].local_bytes for name in out - lives.given if name not in left)
-    return KeptTensors(frozenset(places.index(n) for n in out if n in places),
-                 frozenset(left.index(n) for n in out if n in left and n not in places), own,
-                 tuple((k, places.index(n)) for k, n in enumerate(left) if n in places))
+    return KeptTensors(
+        frozenset(places.index(n) for n in out if n in places),
+        frozenset(left.index(n) for n in out if n in left and n not in places),
+        own,
+        tuple((k, places.index(n)) for k, n in enumerate(left) if n in places),
+    )
 
 
 def _seed(footprint: OpCost, known: set[str]) -> PlacedValue | None:

@@ -1,7 +1,7 @@
 """semi_auto: marked operators as marked, the others along the batch.
 
-    unmarked operator:  batch dim cut by gcd(its size, devices), the rest repeated; everything else whole
-    unmarked view:      the layout that makes the least traffic with its input and its consumers
+unmarked operator:  batch dim cut by gcd(its size, devices), the rest repeated; everything else whole
+unmarked view:      the layout that makes the least traffic with its input and its consumers
 """
 
 from __future__ import annotations
@@ -18,9 +18,16 @@ from ..rules import Assignment, Bound, Rule, assignment_of, output_layouts_of
 
 __all__ = ["data_parallel", "marked_decision", "marked_output", "semi_auto"]
 
-def semi_auto(graph: Graph, devices: int, fed: InputPlacement, *, on_missing_rule: str = "error",
-              stored: dict[str, Layout] | None = None, uneven: bool = False
-              ) -> tuple[dict[str, Decision], dict[str, int]]:
+
+def semi_auto(
+    graph: Graph,
+    devices: int,
+    fed: InputPlacement,
+    *,
+    on_missing_rule: str = "error",
+    stored: dict[str, Layout] | None = None,
+    uneven: bool = False,
+) -> tuple[dict[str, Decision], dict[str, int]]:
     """Decide every operator.
 
     Args:
@@ -51,9 +58,15 @@ def semi_auto(graph: Graph, devices: int, fed: InputPlacement, *, on_missing_rul
     return {op.name: decisions[op.name] for op in graph.ops}, carries
 
 
-def data_parallel(graph: Graph, devices: int, fed: InputPlacement, *, on_missing_rule: str = "error",
-                  stored: dict[str, Layout] | None = None, uneven: bool = False
-                  ) -> tuple[dict[str, Decision], dict[str, int]]:
+def data_parallel(
+    graph: Graph,
+    devices: int,
+    fed: InputPlacement,
+    *,
+    on_missing_rule: str = "error",
+    stored: dict[str, Layout] | None = None,
+    uneven: bool = False,
+) -> tuple[dict[str, Decision], dict[str, int]]:
     """Every operator along the batch, parameters whole, marks not heeded.
 
     Raises:
@@ -61,8 +74,11 @@ def data_parallel(graph: Graph, devices: int, fed: InputPlacement, *, on_missing
     """
     for value in graph.inputs:
         if value.shape and value.shape[0] % devices:
-            raise StrategyError(f"the batch of input {value.name!r} has size {value.shape[0]}; data_parallel cuts it "
-                                f"into {devices} equal parts", legal=f"a batch that {devices} divides")
+            raise StrategyError(
+                f"the batch of input {value.name!r} has size {value.shape[0]}; data_parallel cuts it "
+                f"into {devices} equal parts",
+                legal=f"a batch that {devices} divides",
+            )
     plain = graph.with_ops(tuple(replace(op, mark=None) for op in graph.ops))
     return semi_auto(plain, devices, fed, on_missing_rule=on_missing_rule, stored=stored, uneven=uneven)
 
@@ -70,15 +86,20 @@ def data_parallel(graph: Graph, devices: int, fed: InputPlacement, *, on_missing
 def marked_decision(op: Op, rule: Rule, bound: Bound, devices: int) -> Decision:
     """A mark's in_strategy, which stands in the order of the user's call, checked and in normal form."""
     given, order = op.mark.in_strategy, op.mark.order
-    where = {"operator": op.name if op.kind in op.name else f"{op.name} ({op.kind})",
-             "source": op.source or op.mark.source}
+    where = {
+        "operator": op.name if op.kind in op.name else f"{op.name} ({op.kind})",
+        "source": op.source or op.mark.source,
+    }
     try:
         strategy = given
         if isinstance(given, (tuple, list)) and not isinstance(given, Layout) and len(given) <= len(order):
             placed = dict(zip(order, given))
             left_out = set(range(max(placed, default=-1) + 1)) - placed.keys()
-            strategy = tuple(map(placed.get, range(max(placed, default=-1) + 1))) \
-                if left_out <= bound.notation.optional else given
+            strategy = (
+                tuple(map(placed.get, range(max(placed, default=-1) + 1)))
+                if left_out <= bound.notation.optional
+                else given
+            )
         return Decision(op, rule, bound, assignment_of(bound, strategy, devices))
     except ShardwrightError as error:
         raise error.located(**where, strategy=given) from None
@@ -89,13 +110,14 @@ def marked_output(op: Op, bound: Bound, devices: int) -> tuple[Layout, ...]:
     try:
         return output_layouts_of(bound, op.mark.out_strategy, devices)
     except ShardwrightError as error:
-        raise error.located(operator=op.name if op.kind in op.name else f"{op.name} ({op.kind})",
-                            source=op.source or op.mark.source,
-                            strategy=f"out_strategy {op.mark.out_strategy}") from None
+        raise error.located(
+            operator=op.name if op.kind in op.name else f"{op.name} ({op.kind})",
+            source=op.source or op.mark.source,
+            strategy=f"out_strategy {op.mark.out_strategy}",
+        ) from None
 
 
-def _along_batch(op: Op, rule: Rule, bound: Bound, devices: int, carries: dict[str, int],
-                 note: str | None) -> Decision:
+def _along_batch(op: Op, rule: Rule, bound: Bound, devices: int, carries: dict[str, int], note: str | None) -> Decision:
     assignment, said = batch_assignment(op, bound, devices, carries)
     cause = "batch" if any(assignment.digits) else "whole"
     return Decision(op, rule, bound, assignment, cause=cause, note=note or said)
@@ -114,16 +136,26 @@ def batch_assignment(op: Op, bound: Bound, devices: int, carries: dict[str, int]
     if not bound.is_consistent(assignment):
         return bound.whole(devices), f"{op.name}: {op.kind} cannot be cut along the batch: it runs whole everywhere"
     if cut < devices:
-        return assignment, (f"{op.name}: the batch of {size} is cut {cut} ways on {devices} devices; "
-                            f"{devices // cut} devices repeat the same work")
+        return assignment, (
+            f"{op.name}: the batch of {size} is cut {cut} ways on {devices} devices; "
+            f"{devices // cut} devices repeat the same work"
+        )
     return assignment, None
 
 
 class _Views:
     """Views follow: each takes, among its neighbours' layouts, the one that sends least."""
 
-    def __init__(self, graph: Graph, devices: int, fed: InputPlacement, described: dict, decisions: dict[str, Decision],
-                 carries: dict[str, int], stored: dict[str, Layout]) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        devices: int,
+        fed: InputPlacement,
+        described: dict,
+        decisions: dict[str, Decision],
+        carries: dict[str, int],
+        stored: dict[str, Layout],
+    ) -> None:
         self.graph, self.devices, self.described, self.decisions = graph, devices, described, decisions
         self.carries = carries
         self.consumers = graph.consumers()
@@ -133,8 +165,13 @@ class _Views:
         self.layouts.update({n: Layout.replicated(devices, t.dim()) for n, t in graph.constants.items()})
         for name in graph.parameters:
             fixed = stored.get(name) or next(
-                (self.decisions[op.name].wanted(i) for op, i in self.consumers.get(name, ())
-                 if op.name in self.decisions), None)
+                (
+                    self.decisions[op.name].wanted(i)
+                    for op, i in self.consumers.get(name, ())
+                    if op.name in self.decisions
+                ),
+                None,
+            )
             if fixed is not None:
                 self.layouts[name] = fixed
 
@@ -156,8 +193,9 @@ class _Views:
         came = self.layouts.get(op.inputs[0].name)
         if came is None or not came.partial or not decision.rule.is_linear(op) or len(op.inputs) > 1:
             return ()
-        if decision.wanted(0) != came.without_partial() or not beside(self.devices,
-                                                                      came.partial + decision.assignment.used):
+        if decision.wanted(0) != came.without_partial() or not beside(
+            self.devices, came.partial + decision.assignment.used
+        ):
             return ()
         return came.partial
 

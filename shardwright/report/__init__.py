@@ -1,11 +1,11 @@
 """What a person reads of a plan.
 
-    tables               operators, traffic and parameters in a terminal
-    explanations         why a plan is as it is, in a terminal
-    ir_dump              the program of one rank as plain text, one operator a line
-    format               units, types, layouts and numbers in these texts
-    plan_diff            two plans compared
-    timeline             a simulated step: Perfetto's trace, a picture
+tables               operators, traffic and parameters in a terminal
+explanations         why a plan is as it is, in a terminal
+ir_dump              the program of one rank as plain text, one operator a line
+format               units, types, layouts and numbers in these texts
+plan_diff            two plans compared
+timeline             a simulated step: Perfetto's trace, a picture
 """
 
 from __future__ import annotations

@@ -33,29 +33,65 @@ def costs(plan: Plan | PipelinePlan, file: IO[str] | None = None) -> None:
     plans = {stage.number: stage.plan for stage in plan.stages} if staged else {0: plan}
     whole = sum(each.cost for each in plans.values())
     part = lambda seconds: f"{seconds / whole:.1%}" if whole else ""  # noqa: E731
-    spent = sorted(((seconds, stage, name) for stage, each in plans.items()
-                    for name, seconds in each.price.by_operator.items()), key=lambda entry: (-entry[0], entry[1:]))
-    table = _table("operator", *(("stage",) if staged else ()), "op", "strategy", "decided by", "seconds", "part",
-                   "called at", right=("stage", "seconds", "part"))
+    spent = sorted(
+        ((seconds, stage, name) for stage, each in plans.items() for name, seconds in each.price.by_operator.items()),
+        key=lambda entry: (-entry[0], entry[1:]),
+    )
+    table = _table(
+        "operator",
+        *(("stage",) if staged else ()),
+        "op",
+        "strategy",
+        "decided by",
+        "seconds",
+        "part",
+        "called at",
+        right=("stage", "seconds", "part"),
+    )
     for seconds, stage, name in spent[:DEAREST]:
         decision, number = plans[stage].decisions.get(name), (str(stage),) if staged else ()
         if decision is None:  # what outputs and buffers ask for
             table.add_row(name, *number, "", "", "", time_text(seconds), part(seconds), "")
         else:
-            table.add_row(*map(Text, (name, *number, decision.op.kind, strategy_text(decision), decision.cause,
-                                      time_text(seconds), part(seconds), decision.op.source)))
+            table.add_row(
+                *map(
+                    Text,
+                    (
+                        name,
+                        *number,
+                        decision.op.kind,
+                        strategy_text(decision),
+                        decision.cause,
+                        time_text(seconds),
+                        part(seconds),
+                        decision.op.source,
+                    ),
+                )
+            )
     if spent[DEAREST:]:
         seconds = sum(each for each, *_ in spent[DEAREST:])
-        table.add_row(f"{len(spent) - DEAREST} others", *(("",) if staged else ()), "", "", "", time_text(seconds),
-                      part(seconds), "")
+        table.add_row(
+            f"{len(spent) - DEAREST} others",
+            *(("",) if staged else ()),
+            "",
+            "",
+            "",
+            time_text(seconds),
+            part(seconds),
+            "",
+        )
     console = _console(file)
     for number, each in plans.items():
         limit = None if each.found is None else each.found.limit
         if limit is not None:
             over = row_above(each.timeline, limit)
             which, kept = f"stage {number}" if staged else "it", over is None
-            console.print(Text(f"{which} was searched within {size_text(limit)} a device" +
-                               ("" if kept else f", which it does not keep: {_row(over)}")))
+            console.print(
+                Text(
+                    f"{which} was searched within {size_text(limit)} a device"
+                    + ("" if kept else f", which it does not keep: {_row(over)}")
+                )
+            )
     console.print(table)
     if staged:
         console.print(Text("seconds are those of one micro-batch"))
@@ -66,15 +102,30 @@ def explanation(said: Explanation, file: IO[str] | None = None) -> None:
     console, decision, cost = _console(file), said.decision, said.plan.cost
     say = lambda text: console.print(Text(text))  # noqa: E731
     op = decision.op
-    say(f"{op.name} ({op.kind}){f', {op.module}' if op.module else ''}{f', {op.source}' if op.source else ''}: "
-        f"{strategy_text(decision)}")
+    say(
+        f"{op.name} ({op.kind}){f', {op.module}' if op.module else ''}{f', {op.source}' if op.source else ''}: "
+        f"{strategy_text(decision)}"
+    )
     say(_decided(said))
-    say(f"it costs {time_text(said.seconds)} of {time_text(cost)} " + (
-        "a step" if said.stage is None else f"that stage {said.stage} takes with one micro-batch"))
+    say(
+        f"it costs {time_text(said.seconds)} of {time_text(cost)} "
+        + ("a step" if said.stage is None else f"that stage {said.stage} takes with one micro-batch")
+    )
     table = _table("what", "value", "other end", "forward", "backward", "sends", right=("forward", "backward"))
     for share in said.shares:
-        table.add_row(*map(Text, (share.what, share.value, share.other, time_text(share.forward),
-                                  time_text(share.backward), ", ".join(share.sends))))
+        table.add_row(
+            *map(
+                Text,
+                (
+                    share.what,
+                    share.value,
+                    share.other,
+                    time_text(share.forward),
+                    time_text(share.backward),
+                    ", ".join(share.sends),
+                ),
+            )
+        )
     console.print(table)
     if said.over is not None:
         say(f"this plan itself does not fit: {_row(said.over)}")
@@ -93,8 +144,12 @@ def explanation(said: Explanation, file: IO[str] | None = None) -> None:
     total = "in all" if said.exact else "at least in all"
     table = _table("alternative", total, "more", "alone", "held by", right=(total, "more", "alone"))
     for other in said.alternatives:
-        table.add_row(*map(Text, (strategy_text(other.decision), _total(other), _more(other, said.cost), _alone(other),
-                                  _held(other))))
+        table.add_row(
+            *map(
+                Text,
+                (strategy_text(other.decision), _total(other), _more(other, said.cost), _alone(other), _held(other)),
+            )
+        )
     console.print(table)
     for other in said.alternatives:
         if other.refused:
@@ -103,8 +158,10 @@ def explanation(said: Explanation, file: IO[str] | None = None) -> None:
     anew = "chosen anew"
     if said.limit is not None:
         anew += f" within {size_text(said.limit)} a device, with what is recomputed and how parameters are stored"
-    say(f"in all: the whole {whole}, when everything else is {anew}; alone: when nothing else changes. "
-        f"Among {said.strategies} strategies, one line for each way to cut.")
+    say(
+        f"in all: the whole {whole}, when everything else is {anew}; alone: when nothing else changes. "
+        f"Among {said.strategies} strategies, one line for each way to cut."
+    )
     tried, others = said.tried
     if tried < others:
         say(f"Of {others} other ways to cut, the {tried} that cost least without the limit were searched within it.")
@@ -131,8 +188,13 @@ def _decided(said: Explanation) -> str:
     if decision.cause == "mark":
         where = f" at {op.mark.source}" if op.mark is not None and op.mark.source else ""
         return f"marked{where}: the mark holds it there, whatever it costs"
-    words = {"search": "the search decided", "batch": "along the batch", "follow": "it follows its input",
-             "whole": "whole on every device", "propagated": f"it follows the mark on {decision.origin}"}
+    words = {
+        "search": "the search decided",
+        "batch": "along the batch",
+        "follow": "it follows its input",
+        "whole": "whole on every device",
+        "propagated": f"it follows the mark on {decision.origin}",
+    }
     text = words.get(decision.cause, decision.cause)
     by = [] if said.held is None else [_memory(said.held)]
     by += [] if said.holder is None else [_holder(said.holder)]
@@ -142,8 +204,10 @@ def _decided(said: Explanation) -> str:
 def _memory(held: Alternative) -> str:
     """What keeps an operator from what it would be without the limit."""
     assert held.over is not None and held.aside is not None
-    return (f"memory: without the limit {strategy_text(held.decision)} would do, in all {time_text(held.aside)}, but "
-            f"then {_row(held.over)}")
+    return (
+        f"memory: without the limit {strategy_text(held.decision)} would do, in all {time_text(held.aside)}, but "
+        f"then {_row(held.over)}"
+    )
 
 
 def _held(other: Alternative) -> str:

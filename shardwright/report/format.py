@@ -16,7 +16,21 @@ from ..partition.uneven import true_slice
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..sharded_plan import Plan
 
-__all__ = ["ValueNumbers", "arguments", "header", "held_lines", "layout_text", "results_lines", "size_text", "sources", "time_text", "types_text", "where", "written_line"]
+__all__ = [
+    "ValueNumbers",
+    "arguments",
+    "header",
+    "held_lines",
+    "layout_text",
+    "results_lines",
+    "size_text",
+    "sources",
+    "time_text",
+    "types_text",
+    "where",
+    "written_line",
+]
+
 
 def header(plan: Plan | PipelinePlan, rank: int, title: str) -> Iterator[str]:
     """What a dump is of.
@@ -34,8 +48,12 @@ def header(plan: Plan | PipelinePlan, rank: int, title: str) -> Iterator[str]:
 def held_lines(plan: Plan, rank: int) -> Iterator[str]:
     """What a rank is fed and has stored, and the plan's notes."""
     routed = plan.routed
-    tables = [("input", {i.name: i for i in routed.inputs}), ("parameter", routed.parameters),
-              ("buffer", routed.buffers), ("constant", routed.constants)]
+    tables = [
+        ("input", {i.name: i for i in routed.inputs}),
+        ("parameter", routed.parameters),
+        ("buffer", routed.buffers),
+        ("constant", routed.constants),
+    ]
     for kind, table in tables:
         for instance in table.values():
             value, shape = plan.graph.parameters.get(instance.value.name, instance.value), instance.local_shape
@@ -43,10 +61,12 @@ def held_lines(plan: Plan, rank: int) -> Iterator[str]:
             own = tuple(s.stop - s.start for s in index)
             part = ", ".join(f"{s.start}:{s.stop}" for s in index)
             held = value.stored
-            yield (f"# {kind} %{value.name}  {_type(held, value.shape)}  layout {layout_text(instance.layout)}  "
-                   f"{'fed' if kind == 'input' else 'stored'} [{part}] = {_type(held, own)}"
-                   + (f", padded to {_type(held, shape)}" if own != shape else "")
-                   + _used(value, routed.used.get(value.name), instance.layout))
+            yield (
+                f"# {kind} %{value.name}  {_type(held, value.shape)}  layout {layout_text(instance.layout)}  "
+                f"{'fed' if kind == 'input' else 'stored'} [{part}] = {_type(held, own)}"
+                + (f", padded to {_type(held, shape)}" if own != shape else "")
+                + _used(value, routed.used.get(value.name), instance.layout)
+            )
     if routed.seed is not None:
         yield f"# seed %{routed.seed.value.name}  of the random numbers, drawn at each call, the same on every rank"
     for alias, name in plan.graph.aliases.items():
@@ -69,8 +89,9 @@ def sources(plan: Plan) -> Iterator[Value]:
         yield plan.routed.seed.value
 
 
-def written_line(made: Sequence[str], name: str, arguments: Sequence[str], attributes: str, types: str, comment: str
-                 ) -> str:
+def written_line(
+    made: Sequence[str], name: str, arguments: Sequence[str], attributes: str, types: str, comment: str
+) -> str:
     """``%3 = relu(%2)  {attributes}  types   # comment``."""
     """``%3 = relu(%2)  {attributes}  types   # comment``."""
     parts = [f"{', '.join(made)} = {name}({', '.join(arguments)})"]
@@ -134,17 +155,18 @@ def _argument(leaf: Any, names: dict[str, str]) -> str:
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(leaf))  # no addresses: the same plan gives the same bytes
 
 
-def results_lines(keys: Sequence[Any], outputs: Sequence[Any], updates: dict[str, str], names: dict[str, str]
-                  ) -> list[str]:
+def results_lines(
+    keys: Sequence[Any], outputs: Sequence[Any], updates: dict[str, str], names: dict[str, str]
+) -> list[str]:
     """What is handed out, and the new values of buffers."""
     shown = [names[k] if isinstance(o, (Value, PlacedValue)) else _argument(o, names) for k, o in zip(keys, outputs)]
     return [f"return {', '.join(shown)}"] + [f"update %{name} = {names[made]}" for name, made in updates.items()]
 
 
-
 # ----------------------------------------------------------------------------------------------------
 # Numbers with their units, as people read them.
 # ----------------------------------------------------------------------------------------------------
+
 
 def size_text(count: float) -> str:
     """Bytes: ``392 KiB``; below 10 of a unit with one decimal."""

@@ -38,6 +38,7 @@ from .format import (
 
 __all__ = ["BEGIN", "Execute", "begin_lines", "begin_text", "execute_text", "staged_texts", "write_dumps"]
 
+
 def write_dumps(plan: Plan | PipelinePlan, directory: str | Path, ranks: Iterable[int]) -> None:
     """Write ``rank_R/step_parallel_begin.ir`` and ``rank_R/execute.ir`` below a directory, which is made if need be.
 
@@ -51,8 +52,11 @@ def write_dumps(plan: Plan | PipelinePlan, directory: str | Path, ranks: Iterabl
     """
     for rank in ranks:
         folder = Path(directory) / f"rank_{rank}"
-        texts = {"step_parallel_begin.ir": begin_text(plan, rank), "execute.ir": execute_text(plan, rank)} \
-            if isinstance(plan, Plan) else staged_texts(plan, rank)
+        texts = (
+            {"step_parallel_begin.ir": begin_text(plan, rank), "execute.ir": execute_text(plan, rank)}
+            if isinstance(plan, Plan)
+            else staged_texts(plan, rank)
+        )
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
             (folder / name).write_bytes(text.encode())
@@ -64,8 +68,17 @@ def begin_text(plan: Plan, rank: int) -> str:
     Raises:
         PlanError: a rank outside the plan's devices.
     """
-    return "\n".join((*header(plan, rank, "the user's operators, global shapes"), *held_lines(plan, rank),
-                      BEGIN, *begin_lines(plan))) + "\n"
+    return (
+        "\n".join(
+            (
+                *header(plan, rank, "the user's operators, global shapes"),
+                *held_lines(plan, rank),
+                BEGIN,
+                *begin_lines(plan),
+            )
+        )
+        + "\n"
+    )
 
 
 #: What a reader of the user's operators has to know.
@@ -89,10 +102,22 @@ def begin_lines(plan: Plan) -> list[str]:
         comment = where(planned.name, planned.module, planned.source)
         if planned.cause != "mark":
             comment += f"  ({planned.cause})"
-        lines.append(written_line(made, planned.op, arguments(op.args, op.kwargs, names), ", ".join(asked),
-                                  types_text([(v, v.shape) for v in op.inputs], [(v, v.shape) for v in outs]), comment))
-    lines += results_lines([o.name if isinstance(o, Value) else o for o in graph.outputs], graph.outputs,
-                           {n: v.name for n, v in graph.updates.items()}, names)
+        lines.append(
+            written_line(
+                made,
+                planned.op,
+                arguments(op.args, op.kwargs, names),
+                ", ".join(asked),
+                types_text([(v, v.shape) for v in op.inputs], [(v, v.shape) for v in outs]),
+                comment,
+            )
+        )
+    lines += results_lines(
+        [o.name if isinstance(o, Value) else o for o in graph.outputs],
+        graph.outputs,
+        {n: v.name for n, v in graph.updates.items()},
+        names,
+    )
     return lines
 
 
@@ -102,8 +127,16 @@ def execute_text(plan: Plan, rank: int) -> str:
     Raises:
         PlanError: a rank outside the plan's devices.
     """
-    return "\n".join((*header(plan, rank, "the program of this rank, local shapes"), *held_lines(plan, rank),
-                      *Execute(plan, rank).run())) + "\n"
+    return (
+        "\n".join(
+            (
+                *header(plan, rank, "the program of this rank, local shapes"),
+                *held_lines(plan, rank),
+                *Execute(plan, rank).run(),
+            )
+        )
+        + "\n"
+    )
 
 
 # -- the program of a rank ---------------------------------------------------------------------------------------------
@@ -129,8 +162,8 @@ class Execute:
             self.known.update((o.name, o) for o in made_by(i))
         self.lines: list[str] = []
         self.gradients: dict[str, list[str]] = {}  # instance name -> what its uses have brought
-        self.again: dict[str, str] = {}            # instance name -> how it is written once it is computed again
-        self.region: Any = None                    # the region of which the latest line is
+        self.again: dict[str, str] = {}  # instance name -> how it is written once it is computed again
+        self.region: Any = None  # the region of which the latest line is
 
     def run(self) -> list[str]:
         self.forward(self.plan.routed.instructions)
@@ -152,16 +185,27 @@ class Execute:
 
     def results(self) -> None:
         routed = self.plan.routed
-        self.lines += results_lines([o.name if isinstance(o, PlacedValue) else o for o in routed.outputs], routed.outputs,
-                                    {n: i.name for n, i in routed.updates.items()}, self.names)
+        self.lines += results_lines(
+            [o.name if isinstance(o, PlacedValue) else o for o in routed.outputs],
+            routed.outputs,
+            {n: i.name for n, i in routed.updates.items()},
+            self.names,
+        )
 
     def compute(self, instruction: LocalOp) -> None:
         op, leaves = instruction.op, read_by(instruction)
         read = arguments(instruction.args, instruction.kwargs, self.names)
         made = [self.names.new(o.name) for o in made_by(instruction)] or ["_"]
-        self.lines.append(written_line(made, _kind(instruction), read, "",
-                                       self.types(leaves, [o.name for o in made_by(instruction)]),
-                                       where(instruction.operator, op.module, op.source)))
+        self.lines.append(
+            written_line(
+                made,
+                _kind(instruction),
+                read,
+                "",
+                self.types(leaves, [o.name for o in made_by(instruction)]),
+                where(instruction.operator, op.module, op.source),
+            )
+        )
 
     def convert(self, instruction: Redistribute | GlobalExtreme) -> None:
         source, written = instruction.source, self.names[instruction.source.name]
@@ -174,17 +218,26 @@ class Execute:
                 return given
             # An all-reduce leaves what the operator itself would have left; a reduce-scatter is for the next one.
             return f"completes {written}" if step.kind == "all_reduce" else f"completes {written} {given}"
+
         target = instruction.target.value
         written = self.cast(source.value, target, source.local_shape, written, given)
         self.names[instruction.target.name] = self.steps(
-            instruction.forward, target, source.local_shape, written, forward_collectives(instruction), comment)
+            instruction.forward, target, source.local_shape, written, forward_collectives(instruction), comment
+        )
 
     def types(self, before: Iterable[str], after: Iterable[str]) -> str:
         sides = [[(self.known[n].value, self.known[n].local_shape) for n in names] for names in (before, after)]
         return types_text(*sides)
 
-    def steps(self, steps: Redistribution, value: Value, shape: tuple[int, ...], written: str, collectives: Iterator,
-              comment: Callable[[RedistributionStep], str]) -> str:
+    def steps(
+        self,
+        steps: Redistribution,
+        value: Value,
+        shape: tuple[int, ...],
+        written: str,
+        collectives: Iterator,
+        comment: Callable[[RedistributionStep], str],
+    ) -> str:
         """A line for each step of a conversion; what its result is written as: itself where there are none."""
         shapes = steps.local_shapes(shape)
         for step, before, after in zip(steps.steps, shapes, shapes[1:]):
@@ -194,8 +247,16 @@ class Execute:
             else:
                 attributes = _index(step, before, self.rank)
             made = self.names.number()
-            self.lines.append(written_line([made], step.kind, [written], attributes,
-                                           types_text([(value, before)], [(value, after)]), comment(step)))
+            self.lines.append(
+                written_line(
+                    [made],
+                    step.kind,
+                    [written],
+                    attributes,
+                    types_text([(value, before)], [(value, after)]),
+                    comment(step),
+                )
+            )
             written = made
         return written
 
@@ -204,7 +265,9 @@ class Execute:
         if before.dtype == after.dtype:
             return written
         made = self.names.number()
-        self.lines.append(written_line([made], "to", [written], "", types_text([(before, shape)], [(after, shape)]), comment))
+        self.lines.append(
+            written_line([made], "to", [written], "", types_text([(before, shape)], [(after, shape)]), comment)
+        )
         return made
 
     def group(self, digits: Any) -> tuple[int, ...]:
@@ -225,8 +288,7 @@ class Execute:
                 seen.add(output.name)
                 made = self.names.number()
                 types = self.types((), [output.name])
-                self.lines.append(written_line([made], "gradient", [self.names[output.name]], "", types,
-                                               comment))
+                self.lines.append(written_line([made], "gradient", [self.names[output.name]], "", types, comment))
                 self.bring(output.name, made)
 
     def back(self, instructions: Iterable[Any]) -> None:
@@ -256,8 +318,16 @@ class Execute:
         parts = self.gradients[name]
         if len(parts) > 1:
             made = self.names.number()
-            self.lines.append(written_line([made], "add", parts, "", self.types([name] * len(parts), [name]),
-                                           f"gradient of {self.names[name]} from {len(parts)} uses"))
+            self.lines.append(
+                written_line(
+                    [made],
+                    "add",
+                    parts,
+                    "",
+                    self.types([name] * len(parts), [name]),
+                    f"gradient of {self.names[name]} from {len(parts)} uses",
+                )
+            )
             self.gradients[name] = parts = [made]
         return parts[0]
 
@@ -268,10 +338,17 @@ class Execute:
         made = [self.names.number() for _ in ins]
         for name, gradient in zip(ins, made):
             self.bring(name, gradient)
-        self.lines.append(written_line(
-            made, f"{_kind(instruction)}_backward", arguments, "", self.types(outs, ins),
-            f"gradient{'s' * (len(ins) > 1)} of {', '.join(self.names[n] for n in ins)}; "
-            + where(instruction.operator, instruction.op.module, instruction.op.source)))
+        self.lines.append(
+            written_line(
+                made,
+                f"{_kind(instruction)}_backward",
+                arguments,
+                "",
+                self.types(outs, ins),
+                f"gradient{'s' * (len(ins) > 1)} of {', '.join(self.names[n] for n in ins)}; "
+                + where(instruction.operator, instruction.op.module, instruction.op.source),
+            )
+        )
 
     def convert_backward(self, instruction: Redistribute) -> None:
         source, target = instruction.source, instruction.target
@@ -285,8 +362,14 @@ class Execute:
                 comment += f" for {instruction.operator}"
             moved = instruction.back if instruction.backward.steps else source.value
             gradient = self.cast(target.value, moved, target.local_shape, gradient, comment)
-            gradient = self.steps(instruction.backward, moved, target.local_shape, gradient,
-                                  backward_collectives(instruction), lambda step: comment)
+            gradient = self.steps(
+                instruction.backward,
+                moved,
+                target.local_shape,
+                gradient,
+                backward_collectives(instruction),
+                lambda step: comment,
+            )
             gradient = self.cast(moved, source.value, source.local_shape, gradient, comment)
         self.bring(source.name, gradient)
 
@@ -306,8 +389,14 @@ class Execute:
         source, target = instruction.move.source, instruction.move.target.value
         comment = f"{source.value.name} again, for the backward of {instruction.operator}"
         written = self.cast(source.value, target, source.local_shape, self.names[source.name], comment)
-        self.steps(instruction.move.forward, target, source.local_shape, written, backward_collectives(instruction),
-                   lambda step: comment)
+        self.steps(
+            instruction.move.forward,
+            target,
+            source.local_shape,
+            written,
+            backward_collectives(instruction),
+            lambda step: comment,
+        )
 
     def extreme_backward(self, instruction: GlobalExtreme) -> None:
         """Each rank gets the share of the gradient that its ties are of the ties of all ranks."""
@@ -315,16 +404,35 @@ class Execute:
         gradient = self.total(instruction.target.name)
         layout = source.layout
         made = self.names.number()
-        self.lines.append(written_line([made], "ties", [self.names[instruction.operand.name], reduced,
-                                                        self.names[instruction.target.name]], "",
-                                       self.types([instruction.operand.name, source.name, instruction.target.name],
-                                                  [source.name]), f"how many elements attain the {layout.reduction}"))
-        of_all = self.steps(redistribution(layout.without_partial().with_partial(layout.partial), layout.without_partial()),
-                            source.value, source.local_shape, made, backward_collectives(instruction),
-                            lambda step: f"gradient of {reduced}: the ties of all ranks")
+        self.lines.append(
+            written_line(
+                [made],
+                "ties",
+                [self.names[instruction.operand.name], reduced, self.names[instruction.target.name]],
+                "",
+                self.types([instruction.operand.name, source.name, instruction.target.name], [source.name]),
+                f"how many elements attain the {layout.reduction}",
+            )
+        )
+        of_all = self.steps(
+            redistribution(layout.without_partial().with_partial(layout.partial), layout.without_partial()),
+            source.value,
+            source.local_shape,
+            made,
+            backward_collectives(instruction),
+            lambda step: f"gradient of {reduced}: the ties of all ranks",
+        )
         shared = self.names.number()
-        self.lines.append(written_line([shared], f"{layout.reduction}_backward", [gradient, made, of_all], "",
-                                       self.types([source.name] * 3, [source.name]), f"gradient of {reduced}"))
+        self.lines.append(
+            written_line(
+                [shared],
+                f"{layout.reduction}_backward",
+                [gradient, made, of_all],
+                "",
+                self.types([source.name] * 3, [source.name]),
+                f"gradient of {reduced}",
+            )
+        )
         self.bring(source.name, shared)
 
 
@@ -361,16 +469,16 @@ def _index(step: RedistributionStep, shape: tuple[int, ...], rank: int) -> str:
     return f"index: [{', '.join(ranges)}]"
 
 
-
 # ----------------------------------------------------------------------------------------------------
 # The dumps of a pipeline: the schedule of a rank's group, and the program of each of its stages, for one micro-batch.
 #
 #     %relu_1 = recv()  {ranks: (1, 5), bytes: 128}  f64[1, 16]   # from stage 0
 #     send(%7)  {ranks: (5, 1), bytes: 128}  f64[1, 16]   # gradient of %relu_1, to stage 0
 #
-# Ranks are those of the world, sender first; parts and layouts are those of the stage's own devices. What is done once a
-# step, the sums of the gradients of parameters and what several stages share, stands by itself.
+# Ranks are those of the world, sender first; parts and layouts are those of the stage's own devices. What is done once
+# a step, the sums of the gradients of parameters and what several stages share, stands by itself.
 # ----------------------------------------------------------------------------------------------------
+
 
 def staged_texts(plan: PipelinePlan, rank: int) -> dict[str, str]:
     """The dumps of one rank by the names of their files.
@@ -378,8 +486,11 @@ def staged_texts(plan: PipelinePlan, rank: int) -> dict[str, str]:
     Raises:
         PlanError: a rank outside the plan's devices.
     """
-    begin = [*header(plan, rank, "the user's operators of this rank's stages, global shapes of one micro-batch"), BEGIN,
-             *_schedule(plan)]
+    begin = [
+        *header(plan, rank, "the user's operators of this rank's stages, global shapes of one micro-batch"),
+        BEGIN,
+        *_schedule(plan),
+    ]
     execute = [*header(plan, rank, "the program of this rank, local shapes of one micro-batch"), *_schedule(plan)]
     for stage in plan.of_rank(rank):
         title = f"# stage {stage.number} of {len(plan.stages)}, ranks {stage.ranks[0]} to {stage.ranks[-1]}"
@@ -392,8 +503,10 @@ def staged_texts(plan: PipelinePlan, rank: int) -> dict[str, str]:
 def _schedule(plan: PipelinePlan) -> Iterator[str]:
     """Who does what when."""
     made = plan.schedule
-    yield (f"# {made.name}: {made.stages} stages, {made.micro_batches} micro-batches; "
-           "an action is stage, kind, micro-batch")
+    yield (
+        f"# {made.name}: {made.stages} stages, {made.micro_batches} micro-batches; "
+        "an action is stage, kind, micro-batch"
+    )
     for group in range(made.groups):
         ranks = plan.stages[made.placement.index(group)].ranks
         yield f"# group {group}, ranks {ranks[0]} to {ranks[-1]}: {' '.join(map(str, made.actions[group]))}"
@@ -407,17 +520,24 @@ class _Staged(Execute):
         super().__init__(stage.plan, rank - stage.first, stage.first)
         self.whole, self.stage, self.world = plan, stage, rank
         inputs = [i.name for i in stage.plan.routed.inputs]
-        self.into = [(name, t) for name, source in zip(inputs, stage.sources) for t in plan.transfers
-                     if (t.kind, t.name, t.source, t.target) == (
-                         "value" if source.kind == "stage" else source.kind, source.name, source.index, stage.number)]
+        self.into = [
+            (name, t)
+            for name, source in zip(inputs, stage.sources)
+            for t in plan.transfers
+            if (t.kind, t.name, t.source, t.target)
+            == ("value" if source.kind == "stage" else source.kind, source.name, source.index, stage.number)
+        ]
         outputs = stage.plan.routed.outputs
-        self.results_of_model, self.sent = outputs[:len(stage.results)], outputs[len(stage.results):]
+        self.results_of_model, self.sent = outputs[: len(stage.results)], outputs[len(stage.results) :]
 
     def run(self) -> list[str]:
         """Its lines."""
         parameters = self.stage.plan.routed.parameters
-        shared = [(parameters[t.name].name, t) for t in self.whole.transfers
-                  if t.kind == "parameter" and t.source == self.stage.number]
+        shared = [
+            (parameters[t.name].name, t)
+            for t in self.whole.transfers
+            if t.kind == "parameter" and t.source == self.stage.number
+        ]
         shares = [(name, t) for name, t in self.into if t.kind == "parameter"]
         gathers = [i for i in self.plan.routed.instructions if self.plan.once(i)]
         if shared or shares or any(i.forward.collectives for i in gathers):
@@ -438,8 +558,12 @@ class _Staged(Execute):
         self.lines.append("# backward, in the order in which it runs")
         count = self.whole.micro_batches
         how = {self.whole.micro.joins[index].how for index in self.stage.results}
-        self.given(self.results_of_model, f"of a loss 1/{count}: its mean over micro-batches" if "mean" in how else
-                   "of a loss 1: its sum over micro-batches")
+        self.given(
+            self.results_of_model,
+            f"of a loss 1/{count}: its mean over micro-batches"
+            if "mean" in how
+            else "of a loss 1: its sum over micro-batches",
+        )
         for name, t in self.leaving():
             if t.gradient:
                 made = self.names.number()
@@ -480,8 +604,9 @@ class _Staged(Execute):
         """What of the model's results the stage has."""
         outputs = self.results_of_model
         if outputs or self.plan.routed.updates:
-            self.lines += results_lines([o.name for o in outputs], outputs,
-                                        {n: i.name for n, i in self.plan.routed.updates.items()}, self.names)
+            self.lines += results_lines(
+                [o.name for o in outputs], outputs, {n: i.name for n, i in self.plan.routed.updates.items()}, self.names
+            )
 
     def leaving(self) -> Iterator[tuple[str, Transfer]]:
         """What it sends with every micro-batch: by what name, and to whom."""
@@ -500,8 +625,9 @@ class _Staged(Execute):
             self.lines.append(written_line([made], "here", [], "", types, f"{comment}, which this rank runs too"))
             return
         for peer in self.whole.peers(t, self.world, back):
-            self.lines.append(written_line([made], "recv", [], f"ranks: {(peer, self.world)}, bytes: {t.nbytes}", types,
-                                           comment))
+            self.lines.append(
+                written_line([made], "recv", [], f"ranks: {(peer, self.world)}, bytes: {t.nbytes}", types, comment)
+            )
 
     def gives(self, t: Transfer, name: str, what: str, written: str | None = None) -> None:
         """A line that sends `written`, or the value of that name."""
@@ -513,8 +639,9 @@ class _Staged(Execute):
             self.lines.append(f"hand_on({written})  {types}   # {comment}, which this rank runs too")
             return
         for peer in self.whole.peers(t, self.world, back):
-            self.lines.append(f"send({written})  {{ranks: {(self.world, peer)}, bytes: {t.nbytes}}}  {types}   "
-                              f"# {comment}")
+            self.lines.append(
+                f"send({written})  {{ranks: {(self.world, peer)}, bytes: {t.nbytes}}}  {types}   # {comment}"
+            )
 
     def here(self, t: Transfer) -> bool:
         """Whether both of its stages are this rank's."""

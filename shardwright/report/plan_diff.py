@@ -19,6 +19,7 @@ from .format import size_text, time_text
 
 __all__ = ["Difference", "difference", "strategy_text"]
 
+
 @dataclass(frozen=True)
 class Difference:
     """How a plan differs from another.
@@ -47,33 +48,52 @@ class Difference:
         totals = f"a step: {time_text(self.before.cost)} -> {time_text(self.after.cost)}"
         if self.before.cost:
             totals += f" ({self.after.cost / self.before.cost - 1:+.2%})"
-        counts = f"{len(self.operators)} operators and {len(self.parameters)} parameters differ" \
-            if not self.equal else "equal"
-        return (*self.settings, *self.operators, *self.parameters,
-                f"{counts}; {totals}; "
-                f"at most on a device: {size_text(self.before.peak)} -> {size_text(self.after.peak)}")
+        counts = (
+            f"{len(self.operators)} operators and {len(self.parameters)} parameters differ"
+            if not self.equal
+            else "equal"
+        )
+        return (
+            *self.settings,
+            *self.operators,
+            *self.parameters,
+            f"{counts}; {totals}; at most on a device: {size_text(self.before.peak)} -> {size_text(self.after.peak)}",
+        )
 
 
 def difference(before: Plan | PipelinePlan, after: Plan | PipelinePlan) -> Difference:
     """Compare two plans, operators and parameters by their names. What operators of a pipeline take is that of one
     micro-batch."""
-    return Difference(before, after, tuple(_settings(before, after)), tuple(_operators(before, after)),
-                      tuple(_parameters(before, after)))
+    return Difference(
+        before,
+        after,
+        tuple(_settings(before, after)),
+        tuple(_operators(before, after)),
+        tuple(_parameters(before, after)),
+    )
 
 
 def _settings(before: Plan | PipelinePlan, after: Plan | PipelinePlan) -> Iterator[str]:
     def name(plan: Plan | PipelinePlan) -> str | None:
         return None if plan.cluster is None else plan.cluster.name
+
     for what, one, other in (
-            ("devices", before.devices, after.devices), ("mode", before.mode, after.mode),
-            ("dataset_strategy", *map(_fed, (before, after))), ("hsdp", *map(_hsdp, (before, after))),
-            ("optimizer", before.optimizer, after.optimizer),
-            ("memory", *map(_memory, (before, after))), *_pipeline(before, after)):
+        ("devices", before.devices, after.devices),
+        ("mode", before.mode, after.mode),
+        ("dataset_strategy", *map(_fed, (before, after))),
+        ("hsdp", *map(_hsdp, (before, after))),
+        ("optimizer", before.optimizer, after.optimizer),
+        ("memory", *map(_memory, (before, after))),
+        *_pipeline(before, after),
+    ):
         if one != other:
             yield f"{what}: {one} -> {other}"
     if _cluster(before) != _cluster(after):
-        yield f"cluster: {name(before)} -> {name(after)}" if name(before) != name(after) else \
-            f"cluster: {name(before)}, of other figures"
+        yield (
+            f"cluster: {name(before)} -> {name(after)}"
+            if name(before) != name(after)
+            else f"cluster: {name(before)}, of other figures"
+        )
 
 
 def _parts(plan: Plan | PipelinePlan) -> dict[int | None, Plan]:
@@ -101,8 +121,13 @@ def _memory(plan: Plan | PipelinePlan) -> str:
 def _pipeline(before: Plan | PipelinePlan, after: Plan | PipelinePlan) -> Iterator[tuple[str, Any, Any]]:
     """What is said of pipelines, of two plans."""
     one, other = ({} if isinstance(plan, Plan) else pipeline_words(plan) for plan in (before, after))
-    words = {"stages": "groups of devices", "scheduler": "schedule", "micro_batches": "micro-batches",
-             "placement": "groups of the stages", "split": "inputs that are split"}
+    words = {
+        "stages": "groups of devices",
+        "scheduler": "schedule",
+        "micro_batches": "micro-batches",
+        "placement": "groups of the stages",
+        "split": "inputs that are split",
+    }
     for key, what in words.items():
         yield what, one.get(key, "no pipeline"), other.get(key, "no pipeline")
     if one.get("actions") != other.get("actions") and one.get("scheduler") == other.get("scheduler"):
@@ -173,8 +198,11 @@ def _parameters(before: Plan | PipelinePlan, after: Plan | PipelinePlan) -> Iter
 
 
 def _stored(parameter: ParameterPlan) -> str:
-    on = f" in stage {parameter.stage}, on ranks {parameter.ranks[0]}-{parameter.ranks[-1]}" \
-        if isinstance(parameter, StageParameter) else ""
+    on = (
+        f" in stage {parameter.stage}, on ranks {parameter.ranks[0]}-{parameter.ranks[-1]}"
+        if isinstance(parameter, StageParameter)
+        else ""
+    )
     return f"{list(parameter.shape)} {_layout(spell_layout(parameter.storage))}{on}"
 
 
@@ -185,8 +213,11 @@ def _place(parameter: ParameterPlan) -> tuple[Any, ...]:
 
 
 def _layout(words: Any) -> str:
-    return str(tuple(words)) if isinstance(words, list) else \
-        f"Layout({tuple(words['device_matrix'])}, {tuple(words['alias_name'])}){_entries(words['layout'])}"
+    return (
+        str(tuple(words))
+        if isinstance(words, list)
+        else f"Layout({tuple(words['device_matrix'])}, {tuple(words['alias_name'])}){_entries(words['layout'])}"
+    )
 
 
 def _entries(entry: list) -> str:
@@ -197,8 +228,9 @@ def strategy_text(decision: Decision) -> str:
     """A strategy as one writes it, on a line: its in_strategy, and what else it says."""
     words = spell_assignment(decision.bound, decision.assignment)
     if "device_matrix" in words:
-        text = f"Layout({tuple(words['device_matrix'])}, {tuple(words['alias_name'])}): " + \
-            ", ".join(map(_entries, words["in_strategy"]))
+        text = f"Layout({tuple(words['device_matrix'])}, {tuple(words['alias_name'])}): " + ", ".join(
+            map(_entries, words["in_strategy"])
+        )
         if "leaves" in words:
             text += " -> " + ", ".join(map(_entries, words["leaves"]))
     else:

@@ -22,7 +22,25 @@ from ..sharded_plan import Collective, OperatorPlan, ParameterPlan, Plan
 from .format import layout_text, size_text, time_text
 from .timeline import COLUMNS, LINES, headline
 
-__all__ = ["LEGEND", "UNLIMITED", "alternatives_of", "cuts_of", "explain", "explain_pipeline", "grid", "memory_line", "narrow", "parameters", "ranks_text", "rows", "summary", "summary_of_pipeline", "table", "total", "wide"]
+__all__ = [
+    "LEGEND",
+    "UNLIMITED",
+    "alternatives_of",
+    "cuts_of",
+    "explain",
+    "explain_pipeline",
+    "grid",
+    "memory_line",
+    "narrow",
+    "parameters",
+    "ranks_text",
+    "rows",
+    "summary",
+    "summary_of_pipeline",
+    "table",
+    "total",
+    "wide",
+]
 
 #: Wide enough for everything: what a table is measured in, and as wide as it needs where no terminal limits it.
 UNLIMITED = 10_000
@@ -31,8 +49,8 @@ LEGEND = "layouts by dim: 4@2 cuts into 4 parts, of which rank r has number r //
 
 
 def explain(plan: Plan | PipelinePlan, file: IO[str] | None = None, width: int | None = None) -> None:
-    """Print a plan: every operator, where it is called, its strategy, layouts, local shapes and what is sent. Of a pipeline
-    stage by stage, with what crosses.
+    """Print a plan: every operator, where it is called, its strategy, layouts, local shapes and what is sent. Of a
+    pipeline stage by stage, with what crosses.
 
     All numbers are those of the plan's own collectives, for one rank; every rank sends as much.
 
@@ -100,8 +118,16 @@ def rows(plan: Plan, sent: Iterable[Collective], without: Collection[Any] = ()) 
             continue
         name = operator.name if operator.op in operator.name else f"{operator.name} ({operator.op})"
         where = " ".join(filter(None, (operator.module, operator.source, "recomputed" * (operator.name in again))))
-        out.append(_Row(name, where, _strategy(operator), _layouts(operator), _local(operator),
-                        *_traffic(of.pop(operator.name, []))))
+        out.append(
+            _Row(
+                name,
+                where,
+                _strategy(operator),
+                _layouts(operator),
+                _local(operator),
+                *_traffic(of.pop(operator.name, [])),
+            )
+        )
     for name, mine in of.items():  # what brings results into the layout in which they are handed out
         out.append(_Row(name, "", "", "", "", *_traffic(mine)))
     return out
@@ -117,11 +143,35 @@ def table(*columns: str, right: tuple[str, ...] = (), lines: bool = False) -> Ta
 
 def wide(lines: Iterable[_Row]) -> Table:
     """A line for each operator."""
-    made = table("operator", "where", "strategy", "layouts", "local shapes", "before", "after", "sent forward",
-                 "sent backward", right=("sent forward", "sent backward"))
+    made = table(
+        "operator",
+        "where",
+        "strategy",
+        "layouts",
+        "local shapes",
+        "before",
+        "after",
+        "sent forward",
+        "sent backward",
+        right=("sent forward", "sent backward"),
+    )
     for row in lines:
-        made.add_row(*map(Text, (row.operator, row.where, row.strategy, row.layouts, row.local, row.before, row.after,
-                                  row.forward, row.backward)))
+        made.add_row(
+            *map(
+                Text,
+                (
+                    row.operator,
+                    row.where,
+                    row.strategy,
+                    row.layouts,
+                    row.local,
+                    row.before,
+                    row.after,
+                    row.forward,
+                    row.backward,
+                ),
+            )
+        )
     return made
 
 
@@ -129,9 +179,12 @@ def narrow(lines: Iterable[_Row]) -> Table:
     """The same for a narrow terminal: a few lines for each operator."""
     made = table("operator, where", "strategy, layouts, local shapes", "before, after, sent", lines=True)
     for row in lines:
-        traffic = [f"before: {row.before}" if row.before else "", f"after: {row.after}" if row.after else "",
-                   f"forward {row.forward}" if row.forward != "-" else "",
-                   f"backward {row.backward}" if row.backward != "-" else ""]
+        traffic = [
+            f"before: {row.before}" if row.before else "",
+            f"after: {row.after}" if row.after else "",
+            f"forward {row.forward}" if row.forward != "-" else "",
+            f"backward {row.backward}" if row.backward != "-" else "",
+        ]
         cells = (row.operator, row.where), (row.strategy, row.layouts, row.local), traffic
         made.add_row(*(Text("\n".join(filter(None, cell))) for cell in cells))
     return made
@@ -162,8 +215,11 @@ def _traffic(collectives: list[Collective]) -> tuple[str, str, str, str]:
     backward = [c for c in collectives if c.phase not in ("forward", "storage") or c.again]
     before = [c for c in forward if c.cause != "operator"]
     after = [c for c in forward if c.cause == "operator"]
-    return (_names(before), _names(after), *(size_text(sum(c.sent for c in side)) if side else "-"
-                                                for side in (forward, backward)))
+    return (
+        _names(before),
+        _names(after),
+        *(size_text(sum(c.sent for c in side)) if side else "-" for side in (forward, backward)),
+    )
 
 
 def _names(collectives: list[Collective]) -> str:
@@ -187,8 +243,17 @@ def total(plan: Plan, sent: Iterable[Collective], when: str = "in a step") -> st
 def parameters(plan: Plan) -> Table:
     """Where parameters lie."""
     cut = plan.hsdp is not None or any(p.storage != p.layout for p in plan.parameters.values())
-    made = table("parameter", "shape", *(("used as",) if cut else ()), "local shape", "cuts", "layout", "stored on a device",
-                   *(("optimizer parallel",) if cut else ()), right=("stored on a device",))
+    made = table(
+        "parameter",
+        "shape",
+        *(("used as",) if cut else ()),
+        "local shape",
+        "cuts",
+        "layout",
+        "stored on a device",
+        *(("optimizer parallel",) if cut else ()),
+        right=("stored on a device",),
+    )
     dtypes = {v.name: v.stored.dtype for v in plan.graph.sources()}
     together = 0
     for name, parameter in plan.parameters.items():
@@ -198,9 +263,21 @@ def parameters(plan: Plan) -> Table:
             nbytes *= size
         together += nbytes if held is None else 0
         used = (_shape(parameter.layout.local_shape(parameter.layout.padded(parameter.shape))),) if cut else ()
-        made.add_row(*map(Text, (name, _shape(parameter.shape), *used, _shape(local), str(parameter.storage.cuts),
-                                  layout_text(parameter.storage), size_text(nbytes) if held is None else f"is {held}",
-                                  *((_cut(parameter),) if cut else ()))))
+        made.add_row(
+            *map(
+                Text,
+                (
+                    name,
+                    _shape(parameter.shape),
+                    *used,
+                    _shape(local),
+                    str(parameter.storage.cuts),
+                    layout_text(parameter.storage),
+                    size_text(nbytes) if held is None else f"is {held}",
+                    *((_cut(parameter),) if cut else ()),
+                ),
+            )
+        )
     made.add_row(*map(Text, ("together", "", *(("",) if cut else ()), "", "", "", size_text(together))), style="bold")
     return made
 
@@ -209,7 +286,6 @@ def _cut(parameter: ParameterPlan) -> str:
     """Over how many replicas it is stored in parts, or why not."""
     further = digits_size(parameter.storage.carried) // digits_size(parameter.layout.carried)
     return f"cut over {further}" if further > 1 else parameter.note or ""
-
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -229,15 +305,23 @@ def summary(plan: Plan | PipelinePlan, file: IO[str] | None = None) -> None:
     console = console if console.is_terminal else Console(file=file, highlight=False, width=200)
     price, cluster = plan.price, Cluster.of(plan.cluster, plan.devices)
     say = lambda text: console.print(Text(text))  # noqa: E731
-    say(f"{plan.mode} on {plan.devices} device{'s' * (plan.devices > 1)} of {cluster.name}: {len(plan.decisions)} "
-        f"operators, plan {plan.fingerprint}")
-    forward, backward, computing, sending = map(time_text, (price.forward, price.backward, price.compute,
-                                                            price.communication))
-    say(f"a step takes {time_text(price.total)}: forward {forward}, backward {backward}; computing {computing}, "
-        f"communication {sending}")
+    say(
+        f"{plan.mode} on {plan.devices} device{'s' * (plan.devices > 1)} of {cluster.name}: {len(plan.decisions)} "
+        f"operators, plan {plan.fingerprint}"
+    )
+    forward, backward, computing, sending = map(
+        time_text, (price.forward, price.backward, price.compute, price.communication)
+    )
+    say(
+        f"a step takes {time_text(price.total)}: forward {forward}, backward {backward}; computing {computing}, "
+        f"communication {sending}"
+    )
     if plan.bound is None:
-        say("no lower bound was proved" if plan.found is not None else
-            "nothing was searched, so there is no lower bound")
+        say(
+            "no lower bound was proved"
+            if plan.found is not None
+            else "nothing was searched, so there is no lower bound"
+        )
     else:
         say(f"cost {plan.cost:.6g} s, lower bound {plan.bound:.6g} s, gap {plan.gap:.3%}")
     console.print(_memory(plan.timeline.kinds, plan.peak, cluster))
@@ -275,22 +359,57 @@ def _dearest(collectives: Iterable[PricedCollective], together: float, cluster: 
     for c in collectives:
         alike.setdefault((c.kind, c.digits, c.bytes, c.phase), []).append(c)
     rows = sorted(alike.values(), key=lambda group: -sum(c.seconds for c in group))
-    table = _table("communication", "ranks", "over", "bytes", "times", "seconds", "part", "phase", "for",
-                   right=("ranks", "bytes", "times", "seconds", "part"))
+    table = _table(
+        "communication",
+        "ranks",
+        "over",
+        "bytes",
+        "times",
+        "seconds",
+        "part",
+        "phase",
+        "for",
+        right=("ranks", "bytes", "times", "seconds", "part"),
+    )
     for group in rows[:DEAREST]:
         first, seconds = group[0], sum(c.seconds for c in group)
         names = list(dict.fromkeys(c.operator for c in group))
         over = ", ".join(f"{units} by {level.name}" for level, units in cluster.crossed(first.digits))
-        table.add_row(*map(Text, (
-            first.kind, str(digits_size(first.digits)), over, size_text(first.bytes), str(len(group)),
-            time_text(seconds), f"{seconds / together:.0%}" if together else "", first.phase,
-            ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""))))
+        table.add_row(
+            *map(
+                Text,
+                (
+                    first.kind,
+                    str(digits_size(first.digits)),
+                    over,
+                    size_text(first.bytes),
+                    str(len(group)),
+                    time_text(seconds),
+                    f"{seconds / together:.0%}" if together else "",
+                    first.phase,
+                    ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""),
+                ),
+            )
+        )
     if len(rows) > DEAREST:
         seconds = sum(c.seconds for group in rows[DEAREST:] for c in group)
-        table.add_row(*map(Text, ("others", "", "", "", str(sum(map(len, rows[DEAREST:]))), time_text(seconds),
-                                  f"{seconds / together:.0%}" if together else "", "", "")))
+        table.add_row(
+            *map(
+                Text,
+                (
+                    "others",
+                    "",
+                    "",
+                    "",
+                    str(sum(map(len, rows[DEAREST:]))),
+                    time_text(seconds),
+                    f"{seconds / together:.0%}" if together else "",
+                    "",
+                    "",
+                ),
+            )
+        )
     return table
-
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -303,14 +422,35 @@ MOST = 24
 
 def alternatives_of(chosen: PipelineSearchResult) -> Table:
     """A line for each that was priced; the first is the one that was taken."""
-    made = table("priced", "devices a stage", "micro-batches", "recomputed", "a step", "more", "on a device", "",
-                 right=("priced", "micro-batches", "recomputed", "a step", "more", "on a device"))
+    made = table(
+        "priced",
+        "devices a stage",
+        "micro-batches",
+        "recomputed",
+        "a step",
+        "more",
+        "on a device",
+        "",
+        right=("priced", "micro-batches", "recomputed", "a step", "more", "on a device"),
+    )
     for a in chosen.alternatives[:MOST]:
         seconds = "" if a.seconds is None else time_text(a.seconds)
         more = "" if a.seconds is None or not chosen.seconds else f"{a.seconds / chosen.seconds - 1:+.1%}"
-        made.add_row(*map(Text, (f"{a.stages} stage{'s' * (a.stages > 1)}", _devices(a), str(a.micro_batches),
-                                 str(a.recomputed) if a.recomputed else "", seconds, more,
-                                 "" if a.peak is None else size_text(a.peak), a.why)))
+        made.add_row(
+            *map(
+                Text,
+                (
+                    f"{a.stages} stage{'s' * (a.stages > 1)}",
+                    _devices(a),
+                    str(a.micro_batches),
+                    str(a.recomputed) if a.recomputed else "",
+                    seconds,
+                    more,
+                    "" if a.peak is None else size_text(a.peak),
+                    a.why,
+                ),
+            )
+        )
     if len(chosen.alternatives) > MOST:
         made.add_row(f"and {len(chosen.alternatives) - MOST} more")
     return made
@@ -319,10 +459,11 @@ def alternatives_of(chosen: PipelineSearchResult) -> Table:
 def cuts_of(chosen: PipelineSearchResult) -> Iterator[str]:
     """A line for each stage: its modules, and whether they are computed again."""
     for s, stage in enumerate(chosen.stages):
-        modules = [path for paths in chosen.paths[stage.first:stage.last] for path in paths if path]
+        modules = [path for paths in chosen.paths[stage.first : stage.last] for path in paths if path]
         words = ", ".join(modules) if len(modules) <= 3 else f"{modules[0]} to {modules[-1]} ({len(modules)} modules)"
-        yield f"stage {s} on {stage.devices} device{'s' * (stage.devices > 1)}: {words or 'the whole model'}" + \
-            (", computed again in the backward" if stage.recompute else "")
+        yield f"stage {s} on {stage.devices} device{'s' * (stage.devices > 1)}: {words or 'the whole model'}" + (
+            ", computed again in the backward" if stage.recompute else ""
+        )
 
 
 def _devices(alternative: PricedPipeline) -> str:
@@ -331,10 +472,10 @@ def _devices(alternative: PricedPipeline) -> str:
     return ", ".join(f"{count} x {devices}" if count > 1 else str(devices) for count, devices in runs)
 
 
-
 # ----------------------------------------------------------------------------------------------------
 # What a terminal shows of a pipeline: its stages, what crosses between them, each stage's operators and parameters.
 # ----------------------------------------------------------------------------------------------------
+
 
 def ranks_text(ranks: range) -> str:
     """``0-3``: ranks of the world."""
@@ -362,8 +503,10 @@ def explain_pipeline(plan: PipelinePlan, file: IO[str] | None = None, width: int
     if width is None and not console.is_terminal:
         console = Console(file=file, width=max(*needed.values(), 100), highlight=False)
     say = lambda text: console.print(Text(text))  # noqa: E731
-    say(f"{plan.mode} on {plan.devices} devices: {_scheduled(plan)}, {len(plan.operators)} operators, plan "
-        f"{plan.fingerprint}")
+    say(
+        f"{plan.mode} on {plan.devices} devices: {_scheduled(plan)}, {len(plan.operators)} operators, plan "
+        f"{plan.fingerprint}"
+    )
     say_chosen(plan, console)
     say(LEGEND)
     for stage in plan.stages:
@@ -419,8 +562,21 @@ def _crossing(plan: PipelinePlan) -> Table:
     for t in plan.transfers:
         when = "each micro-batch" if t.kind == "value" else "once a step"
         shape = "x".join(map(str, t.value.shape)) or "scalar"
-        made.add_row(*map(Text, (t.name, f"stage {t.source}", f"stage {t.target}", shape, str(t.layout.cuts), _sent(plan, t),
-                                 when, "comes back" if t.gradient else "")))
+        made.add_row(
+            *map(
+                Text,
+                (
+                    t.name,
+                    f"stage {t.source}",
+                    f"stage {t.target}",
+                    shape,
+                    str(t.layout.cuts),
+                    _sent(plan, t),
+                    when,
+                    "comes back" if t.gradient else "",
+                ),
+            )
+        )
     return made
 
 
@@ -439,8 +595,10 @@ def summary_of_pipeline(plan: PipelinePlan, file: IO[str] | None = None) -> None
     console = console if console.is_terminal else Console(file=file, highlight=False, width=200)
     say = lambda text: console.print(Text(text))  # noqa: E731
     cluster, simulation = Cluster.of(plan.cluster, plan.devices), plan.simulation
-    say(f"{plan.mode} on {plan.devices} devices of {cluster.name}: {len(plan.operators)} operators, plan "
-        f"{plan.fingerprint}")
+    say(
+        f"{plan.mode} on {plan.devices} devices of {cluster.name}: {len(plan.operators)} operators, plan "
+        f"{plan.fingerprint}"
+    )
     say(headline(simulation))
     say("no lower bound was proved: stages are planned one by one")
     say_chosen(plan, console)
@@ -468,9 +626,16 @@ def _stages(plan: PipelinePlan, simulation: Simulation) -> Table:
         kept, held = plan.schedule.most_kept(stage.number), plan.memory_of(stage)
         operators = sum(op.target is not send for op in stage.plan.graph.ops)
         waits = 1 - simulation.busy(group) / simulation.total if simulation.total else 0.0
-        made.add_row(str(stage.number), ranks_text(stage.ranks), str(operators),
-                     *map(time_text, _seconds(simulation, stage)), f"{kept}x", *(size_text(held[kind]) if kind in held else "" for kind in kinds), f"{waits:.1%}",
-                     size_text(simulation.peak(group)))
+        made.add_row(
+            str(stage.number),
+            ranks_text(stage.ranks),
+            str(operators),
+            *map(time_text, _seconds(simulation, stage)),
+            f"{kept}x",
+            *(size_text(held[kind]) if kind in held else "" for kind in kinds),
+            f"{waits:.1%}",
+            size_text(simulation.peak(group)),
+        )
     return made
 
 
@@ -494,15 +659,38 @@ def _dearest_stage(spent: Iterable[tuple[PricedCollective, Stage]], cluster: Clu
         key = c.kind, c.digits, c.bytes, c.phase, stage.devices
         alike.setdefault(key, {}).setdefault(stage.number, []).append(c)
     seconds = lambda of: sum(c.seconds for c in of)  # noqa: E731
-    made = table("communication", "stages", "ranks", "over", "bytes", "times", "seconds", "phase", "for",
-                 right=("ranks", "bytes", "times", "seconds"))
+    made = table(
+        "communication",
+        "stages",
+        "ranks",
+        "over",
+        "bytes",
+        "times",
+        "seconds",
+        "phase",
+        "for",
+        right=("ranks", "bytes", "times", "seconds"),
+    )
     order = [(key, stages, max(stages.values(), key=seconds)) for key, stages in alike.items()]
     for (kind, digits, size, phase, devices), stages, most in sorted(order, key=lambda one: -seconds(one[2]))[:DEAREST]:
         names = list(dict.fromkeys(c.operator for c in most))
         over = ", ".join(f"{units} by {level.name}" for level, units in Cluster.of(cluster, devices).crossed(digits))
-        made.add_row(*map(Text, (
-            kind, _numbers(sorted(stages)), str(digits_size(digits)), over, size_text(size), str(len(most)),
-            time_text(seconds(most)), phase, ", ".join(names[:3]) + (f" and {len(names) - 3} more" * (len(names) > 3)))))
+        made.add_row(
+            *map(
+                Text,
+                (
+                    kind,
+                    _numbers(sorted(stages)),
+                    str(digits_size(digits)),
+                    over,
+                    size_text(size),
+                    str(len(most)),
+                    time_text(seconds(most)),
+                    phase,
+                    ", ".join(names[:3]) + (f" and {len(names) - 3} more" * (len(names) > 3)),
+                ),
+            )
+        )
     return made
 
 

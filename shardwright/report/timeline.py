@@ -24,8 +24,13 @@ from .format import size_text, time_text
 __all__ = ["KINDS", "headline", "picture", "simulated", "trace"]
 
 #: What a kind of span is called, and its colour: Okabe and Ito's, told apart by the colour-blind too.
-KINDS = {"F": ("forward", "#56b4e9"), "B": ("backward", "#e69f00"), "I": ("gradients of inputs", "#e69f00"),
-         "W": ("gradients of weights", "#009e73"), "once": ("once a step", "#a6a6a6")}
+KINDS = {
+    "F": ("forward", "#56b4e9"),
+    "B": ("backward", "#e69f00"),
+    "I": ("gradients of inputs", "#e69f00"),
+    "W": ("gradients of weights", "#009e73"),
+    "once": ("once a step", "#a6a6a6"),
+}
 
 
 def headline(simulation: Simulation) -> str:
@@ -33,9 +38,11 @@ def headline(simulation: Simulation) -> str:
     made = simulation.schedule
     if made.stages == 1:
         return f"{time_text(simulation.total)} a step, without a pipeline"
-    return f"{time_text(simulation.total)} a step, bubble {simulation.bubble:.1%}: {made.name}, {made.stages} " \
-           f"stages on {made.groups} group{'s' * (made.groups > 1)} of devices, " \
-           f"{made.micro_batches} micro-batch{'es' * (made.micro_batches > 1)}"
+    return (
+        f"{time_text(simulation.total)} a step, bubble {simulation.bubble:.1%}: {made.name}, {made.stages} "
+        f"stages on {made.groups} group{'s' * (made.groups > 1)} of devices, "
+        f"{made.micro_batches} micro-batch{'es' * (made.micro_batches > 1)}"
+    )
 
 
 def _kind(span: Span) -> str:
@@ -49,8 +56,12 @@ def _name(simulation: Simulation, group: int, names: Sequence[str] | None) -> st
 # -- traces ----------------------------------------------------------------------------------------------------------
 
 
-def trace(simulation: Simulation, names: Sequence[str] | None = None, ranks: Sequence[Sequence[int]] | None = None,
-          operators: Mapping[int, Sequence[Moment]] | None = None) -> dict[str, Any]:
+def trace(
+    simulation: Simulation,
+    names: Sequence[str] | None = None,
+    ranks: Sequence[Sequence[int]] | None = None,
+    operators: Mapping[int, Sequence[Moment]] | None = None,
+) -> dict[str, Any]:
     """A step in the Trace Event Format: complete events for what is done, counters for bytes.
 
     Args:
@@ -65,17 +76,30 @@ def trace(simulation: Simulation, names: Sequence[str] | None = None, ranks: Seq
         rows = [(0, "actions")] if ranks is None else [(rank, f"rank {rank}") for rank in ranks[group]]
         parts = [part for span in simulation.by_group[group] for part in _parts(span, operators or {})]
         below = max(row for row, _ in rows) + 1
-        events += [{"ph": "M", "name": "thread_name", "pid": group, "tid": row, "args": {"name": name}}
-                   for row, name in (*rows, *([(below, "operators")] if parts else ()))]
+        events += [
+            {"ph": "M", "name": "thread_name", "pid": group, "tid": row, "args": {"name": name}}
+            for row, name in (*rows, *([(below, "operators")] if parts else ()))
+        ]
         for row, _ in rows:
-            events += [_event(str(span.action), _kind(span), span.start, span.stop, group, row, span.action._asdict())
-                       for span in simulation.by_group[group]]
+            events += [
+                _event(str(span.action), _kind(span), span.start, span.stop, group, row, span.action._asdict())
+                for span in simulation.by_group[group]
+            ]
         events += [_event(*part, group, below, {}) for part in parts]
-        events += [{"ph": "C", "name": "memory", "pid": group, "ts": stamp, "args": {"bytes": nbytes}}
-                   for stamp, nbytes in _counts(simulation, group)]
-    return {"traceEvents": events, "displayTimeUnit": "ms",
-            "otherData": {"step seconds": simulation.total, "bubble": simulation.bubble,
-                          "schedule": simulation.schedule.name, "micro-batches": simulation.schedule.micro_batches}}
+        events += [
+            {"ph": "C", "name": "memory", "pid": group, "ts": stamp, "args": {"bytes": nbytes}}
+            for stamp, nbytes in _counts(simulation, group)
+        ]
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "step seconds": simulation.total,
+            "bubble": simulation.bubble,
+            "schedule": simulation.schedule.name,
+            "micro-batches": simulation.schedule.micro_batches,
+        },
+    }
 
 
 def _stamp(seconds: float) -> float:
@@ -99,11 +123,20 @@ def _counts(simulation: Simulation, group: int) -> Iterator[tuple[float, float]]
         yield end, held[stamps[-1]][-1]
 
 
-def _event(name: str, kind: str, start: float, stop: float, group: int, row: int, given: dict[str, Any]
-           ) -> dict[str, Any]:
+def _event(
+    name: str, kind: str, start: float, stop: float, group: int, row: int, given: dict[str, Any]
+) -> dict[str, Any]:
     begin = _stamp(start)
-    return {"ph": "X", "name": name, "cat": kind, "pid": group, "tid": row, "ts": begin,
-            "dur": round(_stamp(stop) - begin, 3), "args": given}
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": kind,
+        "pid": group,
+        "tid": row,
+        "ts": begin,
+        "dur": round(_stamp(stop) - begin, 3),
+        "args": given,
+    }
 
 
 def _parts(span: Span, operators: Mapping[int, Sequence[Moment]]) -> Iterator[tuple[str, str, float, float]]:
@@ -167,16 +200,19 @@ class _Picture:
         self.bottom = HEAD + self.pitch * made.groups
         self.height = self.bottom + 40
         # Of the stages of a group, by their order: later ones are paler.
-        self.depth = {stage: sum(home == made.placement[stage] for home in made.placement[:stage])
-                      for stage in range(made.stages)}
+        self.depth = {
+            stage: sum(home == made.placement[stage] for home in made.placement[:stage]) for stage in range(made.stages)
+        }
 
     def x(self, seconds: float) -> float:
         return self.left + self.span * seconds / (self.simulation.total or 1.0)
 
     def lines(self) -> Iterator[str]:
-        yield f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width:.0f}" height="{self.height:.0f}" ' \
-              f'viewBox="0 0 {self.width:.0f} {self.height:.0f}" font-family="Helvetica, Arial, sans-serif" ' \
-              f'font-size="{FONT:g}">'
+        yield (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width:.0f}" height="{self.height:.0f}" '
+            f'viewBox="0 0 {self.width:.0f} {self.height:.0f}" font-family="Helvetica, Arial, sans-serif" '
+            f'font-size="{FONT:g}">'
+        )
         yield f'<path d="M0 0H{self.width:.0f}V{self.height:.0f}H0Z" fill="#ffffff"/>'
         yield _text(MARGIN, 24, self.title, size=14, weight="bold")
         yield from self.legend()
@@ -192,8 +228,10 @@ class _Picture:
         if max(self.depth.values(), default=0):
             entries.append(("paler: further stages of the group", ""))
         if self.holds:
-            entries += [("memory of micro-batches", MEMORY),
-                        (f"always held; the full height is {size_text(self.most)}", ALWAYS)]
+            entries += [
+                ("memory of micro-batches", MEMORY),
+                (f"always held; the full height is {size_text(self.most)}", ALWAYS),
+            ]
         for text, colour in entries:
             if colour:
                 yield f'<path d="M{x:.1f} 38h12v12h-12z" fill="{colour}"/>'
@@ -235,8 +273,10 @@ class _Picture:
         colour = _paler(colour, 1 - (1 - 0.12 * odd) * 0.62 ** min(later, 3))
         edge = ' stroke="#ffffff" stroke-width="0.8"' if width >= 5 else ""
         said = f"{label}, {KINDS[_kind(span)][0]}: {time_text(span.stop - span.start)} from {time_text(span.start)}"
-        yield f'<rect class="span" x="{x:.2f}" y="{top}" width="{width:.2f}" height="{ROW}" fill="{colour}"{edge}>' \
-              f"<title>{escape(said)}</title></rect>"
+        yield (
+            f'<rect class="span" x="{x:.2f}" y="{top}" width="{width:.2f}" height="{ROW}" fill="{colour}"{edge}>'
+            f"<title>{escape(said)}</title></rect>"
+        )
         size = next((size for size in (FONT, SMALL) if width - 2 >= WIDE * size * len(label)), None)
         if size is not None:
             yield _text(x + width / 2, top + ROW / 2 + 0.36 * size, label, size=size, anchor="middle")
@@ -252,11 +292,15 @@ class _Picture:
             before = point
         always = self.memory[group][0][1]
         end = f"H{self.left + self.span:.1f}V{floor:.1f}Z"
-        said = f"memory of {self.names[group]}: peak {size_text(self.simulation.peak(group))}, of which " \
-               f"{size_text(always)} always"
-        return f'<g><title>{escape(said)}</title><path class="memory" d="{"".join(points)}{end}" fill="{MEMORY}"/>' \
-               f'<path d="M{self.left:.1f} {floor - always * scale:.1f}H{self.left + self.span:.1f}V{floor:.1f}' \
-               f'H{self.left:.1f}Z" fill="{ALWAYS}"/></g>'
+        said = (
+            f"memory of {self.names[group]}: peak {size_text(self.simulation.peak(group))}, of which "
+            f"{size_text(always)} always"
+        )
+        return (
+            f'<g><title>{escape(said)}</title><path class="memory" d="{"".join(points)}{end}" fill="{MEMORY}"/>'
+            f'<path d="M{self.left:.1f} {floor - always * scale:.1f}H{self.left + self.span:.1f}V{floor:.1f}'
+            f'H{self.left:.1f}Z" fill="{ALWAYS}"/></g>'
+        )
 
 
 #: Where a group waits; what it holds of micro-batches, and always.
@@ -265,7 +309,7 @@ WAITS, MEMORY, ALWAYS = "#f2f2f2", "#cc79a7", "#ecd3e1"
 
 def _paler(colour: str, part: float) -> str:
     """A colour mixed with so much white."""
-    return "#" + "".join(f"{round(int(colour[i:i + 2], 16) * (1 - part) + 255 * part):02x}" for i in (1, 3, 5))
+    return "#" + "".join(f"{round(int(colour[i : i + 2], 16) * (1 - part) + 255 * part):02x}" for i in (1, 3, 5))
 
 
 def _round_step(total: float, count: int) -> float:
@@ -275,14 +319,14 @@ def _round_step(total: float, count: int) -> float:
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least * (1 - 1e-9))
 
 
-def _text(x: float, y: float, text: str, *, size: float = FONT, anchor: str = "start", weight: str = "",
-          fill: str = "#111111") -> str:
+def _text(
+    x: float, y: float, text: str, *, size: float = FONT, anchor: str = "start", weight: str = "", fill: str = "#111111"
+) -> str:
     given = {"x": f"{x:.1f}", "y": f"{y:.1f}", "fill": fill}
     given |= {"font-size": f"{size:.3g}"} if size != FONT else {}
     given |= {"text-anchor": anchor} if anchor != "start" else {}
     given |= {"font-weight": weight} if weight else {}
     return f"<text {' '.join(f'{name}={quoteattr(value)}' for name, value in given.items())}>{escape(text)}</text>"
-
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -311,9 +355,14 @@ def simulated(simulation: Simulation, ranks: Sequence[range], memory: float, fil
     for group, each in enumerate(ranks):
         stages = [str(stage) for stage, home in enumerate(made.placement) if home == group]
         busy, total = simulation.busy(group), simulation.total
-        table.add_row(f"{each[0]}-{each[-1]}" if len(each) > 1 else f"{each[0]}", ", ".join(stages), time_text(busy),
-                      f"{1 - busy / total:.1%}" if total else "", size_text(simulation.memory(group)[0][1]),
-                      size_text(simulation.peak(group)))
+        table.add_row(
+            f"{each[0]}-{each[-1]}" if len(each) > 1 else f"{each[0]}",
+            ", ".join(stages),
+            time_text(busy),
+            f"{1 - busy / total:.1%}" if total else "",
+            size_text(simulation.memory(group)[0][1]),
+            size_text(simulation.peak(group)),
+        )
     console.print(table)
     most = max(simulation.peak(group) for group in range(made.groups))
     if most > memory:

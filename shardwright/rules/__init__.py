@@ -1,12 +1,12 @@
 """The rules: one description for each operator, from which strategies, redistributions and costs follow.
 
-    notation             the string of a rule, its factors and their assignment
-    registry             which rule describes which operator; operators made of simpler ones
-    user_strategy        cuts or Layouts that a user gave, as an assignment: or the error that says why not
-    dims                 names of dims, positions in a slice
-    pointwise, matmul, spatial, reduction, normalization, loss, attention, shape, indexing, recurrent, random
-                         the families of operators
-    counter_rng          the random numbers: a word for each position of the whole tensor
+notation             the string of a rule, its factors and their assignment
+registry             which rule describes which operator; operators made of simpler ones
+user_strategy        cuts or Layouts that a user gave, as an assignment: or the error that says why not
+dims                 names of dims, positions in a slice
+pointwise, matmul, spatial, reduction, normalization, loss, attention, shape, indexing, recurrent, random
+                     the families of operators
+counter_rng          the random numbers: a word for each position of the whole tensor
 """
 
 from __future__ import annotations
@@ -27,10 +27,24 @@ from . import (  # noqa: F401  (each family registers its operators)
     spatial,
 )
 from .notation import Assignment, Bound, Factor, bind, parse
-from .registry import (
-    Builder, Rule, bound_rule, expand, find_rule, has_rule, register, rule, whole_rule,
-)
+from .registry import Builder, Rule, bound_rule, expand, find_rule, has_rule, register, rule, whole_rule
 from .user_strategy import assignment_of, output_layouts_of
 
-__all__ = ["Assignment", "Bound", "Builder", "Factor", "Rule", "assignment_of", "bind", "bound_rule", "expand",
-           "find_rule", "has_rule", "output_layouts_of", "parse", "register", "rule", "whole_rule"]
+__all__ = [
+    "Assignment",
+    "Bound",
+    "Builder",
+    "Factor",
+    "Rule",
+    "assignment_of",
+    "bind",
+    "bound_rule",
+    "expand",
+    "find_rule",
+    "has_rule",
+    "output_layouts_of",
+    "parse",
+    "register",
+    "rule",
+    "whole_rule",
+]

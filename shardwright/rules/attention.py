@@ -49,16 +49,19 @@ def _text(op: Op) -> str | tuple[str, dict[str, int]]:
         batch[-1] = scores[-3] = GROUPED
 
     def dims(tensor: Value, *last: str) -> str:
-        mine = batch[len(batch) - len(tensor.shape) + 2:]
+        mine = batch[len(batch) - len(tensor.shape) + 2 :]
         if sizes:
             mine[-1] = {query.shape[-3]: GROUPED, heads: "h"}.get(tensor.shape[-3], "1")
         return operand([*mine, *last])
 
     both = "!" if mask is not None and op.argument("is_causal") else ""  # kernels differ in what they make of both
-    texts = {"query": dims(query, f"l{both}", f"d{both}"), "key": dims(key, f"s{both}", "d"),
-             "value": dims(value, "s", f"e{both}")}
+    texts = {
+        "query": dims(query, f"l{both}", f"d{both}"),
+        "key": dims(key, f"s{both}", "d"),
+        "value": dims(value, "s", f"e{both}"),
+    }
     if mask is not None:
-        mine = scores[len(scores) - len(mask.shape):]
+        mine = scores[len(scores) - len(mask.shape) :]
         texts["attn_mask"] = operand(["1" if size == 1 else name for name, size in zip(mine, mask.shape)])
     return f"{operands(op, **texts)} -> {operand([*batch, 'l', 'e'])}", sizes
 

@@ -9,8 +9,9 @@
 So a rank computes its own elements alone, and they are those of one device under every layout. SplitMix64 and the
 choice of steps are those of G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014
 (the SplittableRandom of Java; it passes DieHarder and BigCrush), the mixing function is D. Stafford's "Mix13". It takes
-nine vector operations a word; Philox-4x32-10 takes over a hundred. Where the seed says "fast", numbers come from torch's
-own generator instead, seeded by the operator and by where the rank's slice begins: replicas agree, slices differ.
+nine vector operations a word; Philox-4x32-10 takes over a hundred. Where the seed says "fast", numbers come from
+torch's own generator instead, seeded by the operator and by where the rank's slice begins: replicas agree, slices
+differ.
 
 The operators take the seed and the positions as tensors in host memory, for the program is the same on every rank:
 
@@ -91,8 +92,15 @@ class Slice:
         aligned: whether all rows begin in the same half of a word.
     """
 
-    def __init__(self, starts: Sequence[Tensor], dims: Sequence[int], size: Sequence[int], whole: Sequence[int],
-                 micro: Sequence[int] = (), k: int = 0) -> None:
+    def __init__(
+        self,
+        starts: Sequence[Tensor],
+        dims: Sequence[int],
+        size: Sequence[int],
+        whole: Sequence[int],
+        micro: Sequence[int] = (),
+        k: int = 0,
+    ) -> None:
         begin = {d: start.item() for d, start in zip(dims, starts)}
         self.first, self.run, stride = 0, 1, 1
         self.rows: list[np.ndarray] = []
@@ -178,8 +186,9 @@ def device_words(start: int, step: int, offsets: np.ndarray, count: int, device:
     return z
 
 
-def _filled(out: Tensor, at: Slice, stream: tuple[int, int], halves: bool, put: Callable[[Tensor, Tensor], Any]
-            ) -> Tensor:
+def _filled(
+    out: Tensor, at: Slice, stream: tuple[int, int], halves: bool, put: Callable[[Tensor, Tensor], Any]
+) -> Tensor:
     """Fill `out` with what ``put(words, into)`` makes of the words, (rows, elements) at a time.
 
     Args:
@@ -201,15 +210,15 @@ def _filled(out: Tensor, at: Slice, stream: tuple[int, int], halves: bool, put: 
     aligned = at.aligned
     for r in range(0, rows, many):
         for c in range(0, run, chunk):
-            into = flat if rows <= many and run <= chunk else flat[r:r + many, c:c + chunk]
-            here, width = offsets[r:r + many] + c, into.shape[1]
+            into = flat if rows <= many and run <= chunk else flat[r : r + many, c : c + chunk]
+            here, width = offsets[r : r + many] + c, into.shape[1]
             if not halves:
                 made = words(here, width)
             elif aligned:
                 begin = (at.first + c) % 2
                 made = words(here // 2, (begin + width + 1) // 2).view(torch.int32)
                 if begin or made.shape[1] != width:
-                    made = made[:, begin:begin + width]
+                    made = made[:, begin : begin + width]
             else:  # rows that begin in the one half and in the other
                 position = np.add.outer(here, np.arange(width))
                 made = words(position.ravel() // 2, 1).view(torch.int32)
@@ -219,8 +228,15 @@ def _filled(out: Tensor, at: Slice, stream: tuple[int, int], halves: bool, put: 
     return out
 
 
-def _state(seed: Tensor, starts: Sequence[Tensor], dims: Sequence[int], size: Sequence[int], whole: Sequence[int],
-           number: int, micro: Sequence[int]) -> tuple[Slice, tuple[int, int], int | None]:
+def _state(
+    seed: Tensor,
+    starts: Sequence[Tensor],
+    dims: Sequence[int],
+    size: Sequence[int],
+    whole: Sequence[int],
+    number: int,
+    micro: Sequence[int],
+) -> tuple[Slice, tuple[int, int], int | None]:
     """Where the slice lies, the stream of the operator, and for fast numbers the seed of torch's generator on it."""
     initial, call, exact, k = seed.tolist()
     at, stream = Slice(starts, dims, size, whole, micro, k), key(initial & _BITS, call, number)
@@ -233,17 +249,28 @@ def _made_on(seed: Tensor, like: Tensor | None, device: torch.device | None) -> 
     return like.device if like is not None else torch.device(device or "cpu")
 
 
-def _mask(seed: Tensor, starts: Sequence[Tensor], like: Tensor | None, dims: Sequence[int], size: Sequence[int],
-          whole: Sequence[int], number: int, p: float, value: float, dtype: torch.dtype,
-          device: torch.device | None, micro: Sequence[int] = ()) -> Tensor:
+def _mask(
+    seed: Tensor,
+    starts: Sequence[Tensor],
+    like: Tensor | None,
+    dims: Sequence[int],
+    size: Sequence[int],
+    whole: Sequence[int],
+    number: int,
+    p: float,
+    value: float,
+    dtype: torch.dtype,
+    device: torch.device | None,
+    micro: Sequence[int] = (),
+) -> Tensor:
     on = _made_on(seed, like, device)
     at, stream, fast = _state(seed, starts, dims, size, whole, number, micro)
-    below, number_type = round(p * 2 ** 32) - (1 << 31), _NUMPY.get(dtype) if on.type == "cpu" else None
+    below, number_type = round(p * 2**32) - (1 << 31), _NUMPY.get(dtype) if on.type == "cpu" else None
     simple = fast is None and number_type is not None and -1 << 31 < below < 1 << 31 and at.aligned
     if simple and 0 < math.prod(size) <= 2 * _CHUNK:
         begin = at.first % 2  # in one go, with the least around it: this is what a small dropout costs
         made = _words(*stream, at.offsets() // 2 if at.rows else at.first // 2, (begin + at.run + 1) // 2)
-        kept = made.view(np.int32)[..., begin:begin + at.run] < below
+        kept = made.view(np.int32)[..., begin : begin + at.run] < below
         return torch.from_numpy(np.multiply(kept, number_type(value))).view(size)
     out = torch.empty(size, dtype=dtype, device=on)
     if not out.numel():
@@ -260,12 +287,23 @@ def _mask(seed: Tensor, starts: Sequence[Tensor], like: Tensor | None, dims: Seq
             torch.lt(made, below, out=into)
             if value != 1:
                 into.mul_(value)
+
     return _filled(out, at, stream, True, put)
 
 
-def _draw(seed: Tensor, starts: Sequence[Tensor], like: Tensor | None, dims: Sequence[int], size: Sequence[int],
-          whole: Sequence[int], number: int, kind: str, dtype: torch.dtype, device: torch.device | None,
-          micro: Sequence[int] = ()) -> Tensor:
+def _draw(
+    seed: Tensor,
+    starts: Sequence[Tensor],
+    like: Tensor | None,
+    dims: Sequence[int],
+    size: Sequence[int],
+    whole: Sequence[int],
+    number: int,
+    kind: str,
+    dtype: torch.dtype,
+    device: torch.device | None,
+    micro: Sequence[int] = (),
+) -> Tensor:
     out = torch.empty(size, dtype=dtype, device=_made_on(seed, like, device))
     if not out.numel():
         return out
@@ -275,7 +313,8 @@ def _draw(seed: Tensor, starts: Sequence[Tensor], like: Tensor | None, dims: Seq
         if kind == "integer":
             return out.random_(generator=generator)
         return {"uniform": out.uniform_, "normal": out.normal_, "exponential": out.exponential_}[kind](
-            generator=generator)
+            generator=generator
+        )
     return _filled(out, at, stream, False, _PUT[kind])
 
 
@@ -286,12 +325,12 @@ def _upper(made: Tensor, bits: int) -> Tensor:
 
 def _put_uniform(made: Tensor, into: Tensor) -> None:
     bits = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}[into.dtype]
-    into.copy_(_upper(made, bits)).mul_(2.0 ** -bits)
+    into.copy_(_upper(made, bits)).mul_(2.0**-bits)
 
 
 def _between(made: Tensor) -> Tensor:
     """In (0, 1), in float64."""
-    return _upper(made, 53).to(torch.float64).add_(0.5).mul_(2.0 ** -53)
+    return _upper(made, 53).to(torch.float64).add_(0.5).mul_(2.0**-53)
 
 
 _PUT = {
@@ -307,18 +346,39 @@ def _permutation(seed: Tensor, number: int, count: int, dtype: torch.dtype, devi
     return drawn.argsort(stable=True).to(dtype)
 
 
-def _choose(seed: Tensor, starts: Sequence[Tensor], weights: Tensor, dims: Sequence[int], whole: Sequence[int],
-            number: int, count: int, replacement: bool, micro: Sequence[int] = ()) -> Tensor:
+def _choose(
+    seed: Tensor,
+    starts: Sequence[Tensor],
+    weights: Tensor,
+    dims: Sequence[int],
+    whole: Sequence[int],
+    number: int,
+    count: int,
+    replacement: bool,
+    micro: Sequence[int] = (),
+) -> Tensor:
     """With replacement: where a uniform number falls among the sums of weights. Without: the `count` largest of
     weight/e with e exponential, which is the order in which they would be drawn one by one."""
     wide = weights.double()
     rows, classes = list(weights.shape[:-1]), weights.shape[-1]
     if not replacement:
-        drawn = _draw(seed, starts, weights, dims, [*rows, classes], [*whole, classes], number, "exponential",
-                      torch.float64, None, micro)
+        drawn = _draw(
+            seed,
+            starts,
+            weights,
+            dims,
+            [*rows, classes],
+            [*whole, classes],
+            number,
+            "exponential",
+            torch.float64,
+            None,
+            micro,
+        )
         return (wide / drawn).topk(count, dim=-1).indices
-    drawn = _draw(seed, starts, weights, dims, [*rows, count], [*whole, count], number, "uniform", torch.float64, None,
-                  micro)
+    drawn = _draw(
+        seed, starts, weights, dims, [*rows, count], [*whole, count], number, "uniform", torch.float64, None, micro
+    )
     sums = wide.cumsum(-1)
     chosen = torch.searchsorted(sums, drawn * sums[..., -1:], right=True)
     last = (wide > 0).long().mul_(torch.arange(classes, device=wide.device)).amax(-1, keepdim=True)
@@ -342,6 +402,7 @@ def _define(name: str, arguments: str, run, fake) -> None:
 
     def plain(*args: Any) -> Tensor:
         return op(*args) if torch.compiler.is_compiling() else run(*args)
+
     plain.__name__ = plain.__qualname__ = name
     PLAIN[op] = plain
 
@@ -357,9 +418,18 @@ def _empty_draw(seed, starts, like, dims, size, whole, number, kind, dtype, devi
 _WHERE = "Tensor seed, Tensor[] starts, Tensor? like, int[] dims, int[] size, int[] whole, int number"
 _define("mask", f"{_WHERE}, float p, float value, ScalarType dtype, Device? device, int[] micro=[]", _mask, _empty_mask)
 _define("draw", f"{_WHERE}, str kind, ScalarType dtype, Device? device, int[] micro=[]", _draw, _empty_draw)
-_define("permutation", "Tensor seed, int number, int count, ScalarType dtype, Device? device", _permutation,
-        lambda seed, number, count, dtype, device: torch.empty(count, dtype=dtype, device=_made_on(seed, None, device)))
-_define("choose", "Tensor seed, Tensor[] starts, Tensor weights, int[] dims, int[] whole, int number, int count, "
-        "bool replacement, int[] micro=[]", _choose,
-        lambda seed, starts, weights, dims, whole, number, count, replacement, micro=():
-        weights.new_empty((*weights.shape[:-1], count), dtype=torch.int64))
+_define(
+    "permutation",
+    "Tensor seed, int number, int count, ScalarType dtype, Device? device",
+    _permutation,
+    lambda seed, number, count, dtype, device: torch.empty(count, dtype=dtype, device=_made_on(seed, None, device)),
+)
+_define(
+    "choose",
+    "Tensor seed, Tensor[] starts, Tensor weights, int[] dims, int[] whole, int number, int count, "
+    "bool replacement, int[] micro=[]",
+    _choose,
+    lambda seed, starts, weights, dims, whole, number, count, replacement, micro=(): weights.new_empty(
+        (*weights.shape[:-1], count), dtype=torch.int64
+    ),
+)

@@ -14,7 +14,25 @@ from ..torch_private import assert_async
 from .notation import Assignment, Bound
 from .registry import Local, Rule, register
 
-__all__ = ["all_whole", "compound", "cut_size", "dims_of", "filling", "lent", "listed", "named", "normal", "operand", "operands", "refine", "send", "unpadded", "whole", "wide"]
+__all__ = [
+    "all_whole",
+    "compound",
+    "cut_size",
+    "dims_of",
+    "filling",
+    "lent",
+    "listed",
+    "named",
+    "normal",
+    "operand",
+    "operands",
+    "refine",
+    "send",
+    "unpadded",
+    "whole",
+    "wide",
+]
+
 
 def named(count: int, prefix: str = "d") -> list[str]:
     """Factor names for `count` dims."""
@@ -64,8 +82,12 @@ def listed(op: Op, name: str = "dim") -> tuple[int, ...]:
 def cut_size(bound: Bound, assignment: Assignment, names: Iterable[str] | None = None) -> int:
     """Into how many parts the named factors are cut together; all factors where none are named."""
     wanted = None if names is None else set(names)
-    return math.prod(digit.size for factor, digits in zip(bound.factors, assignment.digits)
-                     if wanted is None or factor.name in wanted for digit in digits)
+    return math.prod(
+        digit.size
+        for factor, digits in zip(bound.factors, assignment.digits)
+        if wanted is None or factor.name in wanted
+        for digit in digits
+    )
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -75,8 +97,10 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def all_whole(op: Op) -> str:
     """The notation of a call of which nothing can be split."""
-    sides = [", ".join(operand(whole(named(len(v.shape), f"{side}{i}_"))) for i, v in enumerate(values))
-             for side, values in (("i", op.inputs), ("o", op.outputs))]
+    sides = [
+        ", ".join(operand(whole(named(len(v.shape), f"{side}{i}_"))) for i, v in enumerate(values))
+        for side, values in (("i", op.inputs), ("o", op.outputs))
+    ]
     return " -> ".join(sides)
 
 
@@ -135,7 +159,6 @@ def refine(before: Sequence[int], after: Sequence[int]) -> tuple[list[str], list
             rest[:] = [1, 1]
 
 
-
 # ----------------------------------------------------------------------------------------------------
 # Where a rank's slice of a dim lies, as data: the program is the same on all ranks, the numbers it works on are not.
 #
@@ -152,12 +175,13 @@ _LIBRARY = torch.library.Library("shardwright", "FRAGMENT")
 
 def local_operator(schema: str) -> Callable[[Callable], Any]:
     """An operator ``torch.ops.shardwright.…`` written in torch's own ones, from which its gradient follows."""
-    name = schema[:schema.index("(")]
+    name = schema[: schema.index("(")]
 
     def define(function: Callable) -> Any:
         _LIBRARY.define(schema)
         _LIBRARY.impl(name, function, "CompositeImplicitAutograd")
         return getattr(torch.ops.shardwright, name).default
+
     return define
 
 
@@ -185,7 +209,8 @@ def starts(b, like: Value, value: Value, dim: int) -> Value:
 
 
 def part_length(size: int, parts: int) -> int:
-    """The length of the parts of a dim: of all but the last, which are shorter, or empty, where they do not divide it."""
+    """The length of the parts of a dim: of all but the last, which are shorter, or empty, where they do not divide
+    it."""
     return -(-size // parts)
 
 
@@ -204,13 +229,13 @@ def within(index: torch.Tensor, starts: torch.Tensor, length: int, size: int) ->
 register((count,), Rule(_count_text, reduction="none", neutral=0))
 
 
-
 # ----------------------------------------------------------------------------------------------------
 # What stands in the padding of a dim, made to be what an operator needs there.
 #
-# A dim whose cut does not divide it is padded to parts of one length, of which the last are not full. Whatever operators
-# leave in the padding, `unpadded` puts one number there, and lets no gradient out of it.
+# A dim whose cut does not divide it is padded to parts of one length, of which the last are not full. Whatever
+# operators leave in the padding, `unpadded` puts one number there, and lets no gradient out of it.
 # ----------------------------------------------------------------------------------------------------
+
 
 @local_operator("unpadded(Tensor x, Tensor starts, int dim, int size, Scalar fill) -> Tensor")
 def unpadded(x: torch.Tensor, starts: torch.Tensor, dim: int, size: int, fill: float) -> torch.Tensor:
@@ -239,10 +264,10 @@ def _text(op: Op) -> tuple[str, dict[str, int]]:
 register((unpadded,), Rule(_text))
 
 
+# ----------------------------------------------------------------------------------------------------
+# The operator at which a value leaves a stage of a pipeline: an identity that moves nothing and takes no open sum
+# along. ----------------------------------------------------------------------------------------------------
 
-# ----------------------------------------------------------------------------------------------------
-# The operator at which a value leaves a stage of a pipeline: an identity that moves nothing and takes no open sum along.
-# ----------------------------------------------------------------------------------------------------
 
 @torch.library.custom_op("shardwright::send", mutates_args=())
 def _send(x: torch.Tensor) -> torch.Tensor:

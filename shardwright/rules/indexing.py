@@ -41,8 +41,9 @@ aten = torch.ops.aten
 
 
 @local_operator("embedding_part(Tensor weight, Tensor index, Tensor starts, int size, int padding_idx) -> Tensor")
-def embedding_part(weight: torch.Tensor, index: torch.Tensor, starts: torch.Tensor, size: int,
-                   padding_idx: int) -> torch.Tensor:
+def embedding_part(
+    weight: torch.Tensor, index: torch.Tensor, starts: torch.Tensor, size: int, padding_idx: int
+) -> torch.Tensor:
     """The rows of a table of `size` rows of which this rank holds some; zeros for the others."""
     inside, place = within(index, starts, weight.shape[0], size)
     rows = F.embedding(place, weight)
@@ -73,6 +74,7 @@ def _expand_embedding(op: Op, bound: Bound, assignment: Assignment) -> Expansion
     def work(b):
         begin = starts(b, index, weight, 0)
         return b.call(embedding_part, weight, index, begin, weight.shape[0], op.argument("padding_idx"))
+
     return work
 
 
@@ -142,6 +144,7 @@ def _expand_gather(op: Op, bound: Bound, assignment: Assignment) -> Expansion | 
             if op.kind == "gather" and d != dim and read < size:  # the index has a beginning of this dim alone
                 held = b.call(aten.narrow.default, held, d, 0, read)
         return gathered(b, held, dim, index)
+
     return work
 
 
@@ -162,8 +165,9 @@ def _gather_part(op: Op) -> tuple[str, dict[str, int]]:
 
 
 @local_operator("index_part(Tensor x, Tensor?[] indices, Tensor[] starts, int[] sizes) -> Tensor")
-def index_part(x: torch.Tensor, indices: list[torch.Tensor | None], starts: list[torch.Tensor],
-               sizes: list[int]) -> torch.Tensor:
+def index_part(
+    x: torch.Tensor, indices: list[torch.Tensor | None], starts: list[torch.Tensor], sizes: list[int]
+) -> torch.Tensor:
     """``x[indices]`` where this rank holds a part of each indexed dim; zeros for what lies elsewhere.
 
     Args:
@@ -176,8 +180,9 @@ def index_part(x: torch.Tensor, indices: list[torch.Tensor | None], starts: list
     return torch.where(inside, torch.ops.aten.index.Tensor(x, places), 0)
 
 
-def part_places(x: torch.Tensor, indices: list[torch.Tensor | None], starts: list[torch.Tensor], sizes: list[int]
-                ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+def part_places(
+    x: torch.Tensor, indices: list[torch.Tensor | None], starts: list[torch.Tensor], sizes: list[int]
+) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
     """Which elements of broadcast indices lie in this rank's parts, and the indices counted from where these begin.
     An index below 0 counts from the end."""
     places: list[torch.Tensor | None] = [None] * len(indices)
@@ -217,7 +222,7 @@ def indexed_dims(op: Op, indices: Sequence[Value | None]) -> tuple[list[str], li
 
 def index_texts(indices: Sequence[Value | None], shared: Sequence[str]) -> list[str]:
     """The text of each index that is not None; they broadcast, aligned on the right."""
-    return [operand(shared[len(shared) - len(i.shape):]) for i in indices if i is not None]
+    return [operand(shared[len(shared) - len(i.shape) :]) for i in indices if i is not None]
 
 
 def _indices(op: Op) -> list[Value | None]:
@@ -243,6 +248,7 @@ def _expand_index(op: Op, bound: Bound, assignment: Assignment) -> Expansion | N
     def work(b):
         begins = [starts(b, indices[d], x, d) for d in at]
         return b.call(index_part, x, indices, begins, [x.shape[d] for d in at])
+
     return work
 
 
@@ -289,8 +295,11 @@ def _sought(op: Op) -> str:
     if op.target is aten.searchsorted.Scalar:
         return "c -> "
     bounds, values = (len(v.shape) for v in op.inputs)
-    return "c, ... -> ..." if bounds == 1 else f"{operand(named(bounds - 1))} c, {operand(named(values - 1))} k -> " \
-        f"{operand(named(values - 1))} k"
+    return (
+        "c, ... -> ..."
+        if bounds == 1
+        else f"{operand(named(bounds - 1))} c, {operand(named(values - 1))} k -> {operand(named(values - 1))} k"
+    )
 
 
 register((aten.embedding.default,), Rule(_embedding, expand=_expand_embedding, neutral=0))
@@ -305,7 +314,6 @@ register((one_hot_part,), Rule("..., c -> ... c"))
 register((aten.bucketize.Tensor, aten.searchsorted.Tensor, aten.searchsorted.Scalar), Rule(_sought))
 
 
-
 # ----------------------------------------------------------------------------------------------------
 # Writing by index: scatter, index_add, index_copy, index_fill, index_put.
 #
@@ -315,6 +323,7 @@ register((aten.bucketize.Tensor, aten.searchsorted.Tensor, aten.searchsorted.Sca
 # A rank's part gets one spare place: what belongs to other parts is written there, and the place is taken off again. So
 # each operator stays what it is, its order of writing and its gradient too.
 # ----------------------------------------------------------------------------------------------------
+
 
 def _with_spare(x: torch.Tensor, dim: int) -> torch.Tensor:
     """One more place along a dim."""
@@ -333,11 +342,23 @@ def _place(index: torch.Tensor, begin: torch.Tensor, length: int, size: int) -> 
     return torch.where(inside, place, length)
 
 
-@local_operator("write_part(str target, Tensor x, int dim, Tensor index, Tensor? source, Scalar? value, str? reduce, "
-                "bool? include_self, Scalar? alpha, Tensor starts, int size) -> Tensor")
-def write_part(target: str, x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor | None, value: Any,
-               reduce: str | None, include_self: bool | None, alpha: Any, starts: torch.Tensor,
-               size: int) -> torch.Tensor:
+@local_operator(
+    "write_part(str target, Tensor x, int dim, Tensor index, Tensor? source, Scalar? value, str? reduce, "
+    "bool? include_self, Scalar? alpha, Tensor starts, int size) -> Tensor"
+)
+def write_part(
+    target: str,
+    x: torch.Tensor,
+    dim: int,
+    index: torch.Tensor,
+    source: torch.Tensor | None,
+    value: Any,
+    reduce: str | None,
+    include_self: bool | None,
+    alpha: Any,
+    starts: torch.Tensor,
+    size: int,
+) -> torch.Tensor:
     """``aten.<target>`` into a dim of `size` of which this rank holds a part.
 
     Args:
@@ -347,8 +368,12 @@ def write_part(target: str, x: torch.Tensor, dim: int, index: torch.Tensor, sour
     name, overload = target.split(".")
     more = {"reduce": reduce, "include_self": include_self, "alpha": alpha}
     made = getattr(getattr(torch.ops.aten, name), overload)(
-        _with_spare(x, dim), dim, _place(index, starts, x.shape[dim], size), value if source is None else source,
-        **{key: argument for key, argument in more.items() if argument is not None})
+        _with_spare(x, dim),
+        dim,
+        _place(index, starts, x.shape[dim], size),
+        value if source is None else source,
+        **{key: argument for key, argument in more.items() if argument is not None},
+    )
     return _without_spare(made, dim)
 
 
@@ -360,8 +385,14 @@ def _source(op: Op) -> Value | None:
 
 def _adds(op: Op) -> bool:
     """Whether what is written is added to what stands there, so that ranks may each add a part."""
-    return op.kind in ("scatter_add", "index_add") or op.kind == "scatter_reduce" and op.argument("reduce") == "sum" \
-        and op.argument("include_self", True) or op.kind == "index_put" and bool(op.argument("accumulate", False))
+    return (
+        op.kind in ("scatter_add", "index_add")
+        or op.kind == "scatter_reduce"
+        and op.argument("reduce") == "sum"
+        and op.argument("include_self", True)
+        or op.kind == "index_put"
+        and bool(op.argument("accumulate", False))
+    )
 
 
 def _write_names(op: Op, part: bool = False) -> tuple[list[str], list[str], list[str], int]:
@@ -398,8 +429,9 @@ def _write(op: Op) -> str:
         return all_whole(op)
     held, read, given, _ = _write_names(op)
     given = given if source is not None and source.shape else []
-    texts = operands(op, self=operand(held), index=operand(read), src=operand(given), source=operand(given),
-                     value=operand(given))
+    texts = operands(
+        op, self=operand(held), index=operand(read), src=operand(given), source=operand(given), value=operand(given)
+    )
     return f"{texts} -> {operand(held)}"
 
 
@@ -414,13 +446,25 @@ def _expand_write(op: Op, bound: Bound, assignment: Assignment) -> Expansion | N
         onto = b.call(aten.zeros_like.default, x) if shared else x
         if parted:
             value, source = op.argument("value"), _source(op)
-            more = [op.argument(name) if name in op.argument_names else None
-                    for name in ("reduce", "include_self", "alpha")]
-            made = b.call(write_part, f"{op.kind}.{overload_name(op.target)}", onto, dim, index, source,
-                          None if source is not None else value, *more, starts(b, index, x, dim), x.shape[dim])
+            more = [
+                op.argument(name) if name in op.argument_names else None for name in ("reduce", "include_self", "alpha")
+            ]
+            made = b.call(
+                write_part,
+                f"{op.kind}.{overload_name(op.target)}",
+                onto,
+                dim,
+                index,
+                source,
+                None if source is not None else value,
+                *more,
+                starts(b, index, x, dim),
+                x.shape[dim],
+            )
         else:
             made = b.call(op.target, onto, *op.args[1:], **op.kwargs)
         return b.call(aten.add.Tensor, x, made) if shared else made
+
     return work
 
 
@@ -436,10 +480,17 @@ def _write_part(op: Op) -> tuple[str, dict[str, int]]:
 # -- several indices ---------------------------------------------------------------------------------------------------
 
 
-@local_operator("put_part(Tensor x, Tensor?[] indices, Tensor values, bool accumulate, Tensor[] starts, int[] sizes) "
-                "-> Tensor")
-def put_part(x: torch.Tensor, indices: list[torch.Tensor | None], values: torch.Tensor, accumulate: bool,
-             starts: list[torch.Tensor], sizes: list[int]) -> torch.Tensor:
+@local_operator(
+    "put_part(Tensor x, Tensor?[] indices, Tensor values, bool accumulate, Tensor[] starts, int[] sizes) -> Tensor"
+)
+def put_part(
+    x: torch.Tensor,
+    indices: list[torch.Tensor | None],
+    values: torch.Tensor,
+    accumulate: bool,
+    starts: list[torch.Tensor],
+    sizes: list[int],
+) -> torch.Tensor:
     """`aten.index_put` where this rank holds a part of each indexed dim."""
     inside, places = part_places(x, indices, starts, sizes)
     first = next(d for d, index in enumerate(indices) if index is not None)
@@ -459,7 +510,7 @@ def _put(op: Op, part: bool = False) -> str:
     if not (_adds(op) or part):
         shared = [f"{n}!" for n in shared]
         out = [f"{n}!" if n.startswith("i") else n for n in out]
-    given = operand(out[len(out) - len(values.shape):])
+    given = operand(out[len(out) - len(values.shape) :])
     return f"{', '.join([operand(names), *index_texts(indices, shared), given])} -> {operand(names)}"
 
 
@@ -469,13 +520,16 @@ def _put_by_mask(op: Op, masks: list[Value]) -> str:
     if len(masks) > 1 or len(indices) > 1 or values.numel != 1:
         return all_whole(op)
     names = named(len(x.shape))
-    return f"{operand(names)}, {operand(names[:len(masks[0].shape)])}, {operand(['1'] * len(values.shape))} -> " \
+    return (
+        f"{operand(names)}, {operand(names[: len(masks[0].shape)])}, {operand(['1'] * len(values.shape))} -> "
         f"{operand(names)}"
+    )
 
 
 def _expand_put(op: Op, bound: Bound, assignment: Assignment) -> Expansion | None:
-    parted, shared = (cut_size(bound, assignment, [f.name for f in bound.factors if f.name.startswith(letter)]) > 1
-                      for letter in "vi")
+    parted, shared = (
+        cut_size(bound, assignment, [f.name for f in bound.factors if f.name.startswith(letter)]) > 1 for letter in "vi"
+    )
     if not parted and not shared:
         return None
     x, indices, values = op.inputs[0], op.argument("indices"), op.argument("values")
@@ -484,9 +538,11 @@ def _expand_put(op: Op, bound: Bound, assignment: Assignment) -> Expansion | Non
     def work(b):
         onto = b.call(aten.zeros_like.default, x) if shared else x
         begins = [starts(b, indices[d], x, d) for d in at]
-        made = b.call(put_part, onto, indices, values, op.argument("accumulate", False), begins,
-                      [x.shape[d] for d in at])
+        made = b.call(
+            put_part, onto, indices, values, op.argument("accumulate", False), begins, [x.shape[d] for d in at]
+        )
         return b.call(aten.add.Tensor, x, made) if shared else made
+
     return work
 
 
@@ -494,7 +550,7 @@ def _put_part(op: Op) -> tuple[str, dict[str, int]]:
     x, indices, values = op.inputs[0], op.argument("indices"), op.argument("values")
     names, shared, out, at = indexed_dims(op, indices)
     counts, sizes = part_names(x, names, at, op.argument("starts"))
-    given = operand(out[len(out) - len(values.shape):])
+    given = operand(out[len(out) - len(values.shape) :])
     texts = [operand(names), *index_texts(indices, shared), given, *counts]
     return f"{', '.join(texts)} -> {operand(names)}", sizes
 
@@ -546,15 +602,27 @@ def _put_beside(op: Op) -> str:
     else:
         at = [normal(op.argument("dim", 0), len(names))]
         there = ["part!"] if op.kind == "slice_scatter" else []
-        given = names[:at[0]] + there + names[at[0] + 1:]
+        given = names[: at[0]] + there + names[at[0] + 1 :]
     held = [f"{n}!" if d in at else n for d, n in enumerate(names)]
     return f"{operand(held)}, {operand(given)} -> {operand(held)}"
 
 
-register((aten.scatter.src, aten.scatter.value, aten.scatter.reduce, aten.scatter.value_reduce,
-          aten.scatter_add.default, aten.scatter_reduce.two, aten.index_add.default, aten.index_copy.default,
-          aten.index_reduce.default, aten.index_fill.int_Scalar, aten.index_fill.int_Tensor),
-         Rule(_write, expand=_expand_write))
+register(
+    (
+        aten.scatter.src,
+        aten.scatter.value,
+        aten.scatter.reduce,
+        aten.scatter.value_reduce,
+        aten.scatter_add.default,
+        aten.scatter_reduce.two,
+        aten.index_add.default,
+        aten.index_copy.default,
+        aten.index_reduce.default,
+        aten.index_fill.int_Scalar,
+        aten.index_fill.int_Tensor,
+    ),
+    Rule(_write, expand=_expand_write),
+)
 register((write_part,), Rule(_write_part))
 register((aten.index_put.default,), Rule(_put, expand=_expand_put))
 register((put_part,), Rule(_put_part))

@@ -51,9 +51,17 @@ def _rows_text(op: Op) -> str:
     """One loss a row: the last dim stays whole."""
     rows = operand(named(len(op.inputs[0].shape) - 1, "n"))
     row = f"{'' if rows == '...' else rows} d!"
-    texts = operands(op, self=row, input1=row, input2=row, anchor=row, positive=row, negative=row,
-                     target=row if op.kind == "multilabel_margin_loss" else rows,
-                     weight="d!")
+    texts = operands(
+        op,
+        self=row,
+        input1=row,
+        input2=row,
+        anchor=row,
+        positive=row,
+        negative=row,
+        target=row if op.kind == "multilabel_margin_loss" else rows,
+        weight="d!",
+    )
     return f"{texts} -> {rows if op.argument('reduction') == NONE else ''}"
 
 
@@ -89,15 +97,32 @@ def _of_zeros(op: Op) -> float | None:
 
 _ELEMENTWISE = Rule(_elementwise_text, expand=_expand_elementwise, neutral=_of_zeros)
 
-register((aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default,
-          aten.soft_margin_loss.default, aten.binary_cross_entropy.default,
-          aten.binary_cross_entropy_with_logits.default, aten.kl_div.default, aten.poisson_nll_loss.default,
-          aten.hinge_embedding_loss.default, aten.margin_ranking_loss.default), _ELEMENTWISE)
-register((aten.triplet_margin_loss.default, aten.cosine_embedding_loss.default, aten.multi_margin_loss.default,
-          aten.multilabel_margin_loss.default),
-         Rule(_rows_text, expand=_expand_rows))
+register(
+    (
+        aten.mse_loss.default,
+        aten.l1_loss.default,
+        aten.smooth_l1_loss.default,
+        aten.huber_loss.default,
+        aten.soft_margin_loss.default,
+        aten.binary_cross_entropy.default,
+        aten.binary_cross_entropy_with_logits.default,
+        aten.kl_div.default,
+        aten.poisson_nll_loss.default,
+        aten.hinge_embedding_loss.default,
+        aten.margin_ranking_loss.default,
+    ),
+    _ELEMENTWISE,
+)
+register(
+    (
+        aten.triplet_margin_loss.default,
+        aten.cosine_embedding_loss.default,
+        aten.multi_margin_loss.default,
+        aten.multilabel_margin_loss.default,
+    ),
+    Rule(_rows_text, expand=_expand_rows),
+)
 register((aten.take.default,), Rule(_take_text))
-
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -111,6 +136,7 @@ register((aten.take.default,), Rule(_take_text))
 #
 # In half precision the terms are summed in float32.
 # ----------------------------------------------------------------------------------------------------
+
 
 def _has_probabilities(op: Op) -> bool:
     """Whether the target holds a probability per class, not the index of one."""
@@ -141,6 +167,7 @@ def _expand(op: Op, bound: Bound, assignment: Assignment) -> Expansion | None:
     def work(b):
         total, count = _fused(b, op) or (summed(b, op), counted(b, op, wide(out)))
         return _ratio(b, op, total, count)
+
     return work
 
 
@@ -157,8 +184,14 @@ def _fused(b, op: Op) -> tuple[Value, Value] | None:
         return None
     if op.kind == "cross_entropy_loss":
         scores = b.call(aten.log_softmax.int, scores, 1)
-    return b.call(aten.nll_loss_forward.default, scores, op.argument("target"), op.argument("weight"), SUM,
-                  op.argument("ignore_index"))
+    return b.call(
+        aten.nll_loss_forward.default,
+        scores,
+        op.argument("target"),
+        op.argument("weight"),
+        SUM,
+        op.argument("ignore_index"),
+    )
 
 
 def _by_row(b, op: Op) -> tuple[Value, Value | None]:
@@ -274,9 +307,10 @@ def picked(x: torch.Tensor, target: torch.Tensor, starts: torch.Tensor, dim: int
 def _picked_text(op: Op) -> tuple[str, dict[str, int]]:
     x, target, begin = op.inputs
     rows = named(len(target.shape), "n")
-    held = ["(p c!)"] if len(x.shape) == 1 else [*rows[:op.argument("dim")], "(p c!)", *rows[op.argument("dim"):]]
-    return f"{operand(held)}, {operand(rows)}, p -> {operand(['one!', *rows])}", \
-        _part_sizes(x, op.argument("dim"), begin)
+    held = ["(p c!)"] if len(x.shape) == 1 else [*rows[: op.argument("dim")], "(p c!)", *rows[op.argument("dim") :]]
+    return f"{operand(held)}, {operand(rows)}, p -> {operand(['one!', *rows])}", _part_sizes(
+        x, op.argument("dim"), begin
+    )
 
 
 def _part_sizes(x: Value, dim: int, begin: Value) -> dict[str, int]:
@@ -287,8 +321,9 @@ def _part_sizes(x: Value, dim: int, begin: Value) -> dict[str, int]:
 
 
 @torch.library.custom_op("shardwright::class_sums", mutates_args=())
-def _class_sums(x: torch.Tensor, highest: torch.Tensor, target: torch.Tensor, starts: torch.Tensor, dim: int,
-                size: int) -> torch.Tensor:
+def _class_sums(
+    x: torch.Tensor, highest: torch.Tensor, target: torch.Tensor, starts: torch.Tensor, dim: int, size: int
+) -> torch.Tensor:
     """[2, rows…]: of y = x - highest, Σ exp y over this rank's classes, and y at the target, zero if another rank's."""
     inside, place = within(target, starts, x.shape[dim], size)
     dtype = wide(x.dtype)
@@ -328,12 +363,15 @@ def _class_sums_text(op: Op) -> tuple[str, dict[str, int]]:
     x, _, target, begin = op.inputs
     rows, dim = named(len(target.shape), "n"), op.argument("dim")
     held, high = ([*rows[:dim], c, *rows[dim:]] for c in ("(p c!)", "1"))
-    return f"{operand(held)}, {operand(high)}, {operand(rows)}, p -> {operand(['two!', *rows])}", \
-        _part_sizes(x, dim, begin)
+    return f"{operand(held)}, {operand(high)}, {operand(rows)}, p -> {operand(['two!', *rows])}", _part_sizes(
+        x, dim, begin
+    )
 
 
-register((aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss2d.default),
-         Rule(_text, expand=_expand, neutral=0))
+register(
+    (aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss2d.default),
+    Rule(_text, expand=_expand, neutral=0),
+)
 register((aten.nll_loss_forward.default,), Rule(_fused_text))
 register((picked,), Rule(_picked_text, neutral=0))
 register((class_sums,), Rule(_class_sums_text, neutral=-math.inf))

@@ -28,8 +28,8 @@ def _matmul(op: Op) -> str:
     a, b = (len(v.shape) for v in op.inputs)
     batch = named(max(a, b, 2) - 2, "b")
     rows, columns = ["m"] * (a > 1), ["n"] * (b > 1)
-    left = batch[len(batch) - max(a - 2, 0):] + rows + ["k"]
-    right = batch[len(batch) - max(b - 2, 0):] + ["k"] + columns
+    left = batch[len(batch) - max(a - 2, 0) :] + rows + ["k"]
+    right = batch[len(batch) - max(b - 2, 0) :] + ["k"] + columns
     return _product((left, right), batch + rows + columns, first=batch)
 
 
@@ -85,10 +85,12 @@ def _expand_bilinear(op: Op, bound: Bound, assignment: Assignment) -> Expansion 
 
 def _added(left: str, right: str, out: str):
     """addmm and its relatives: the added term broadcasts against the product, aligned on the right."""
+
     def notation(op: Op) -> str:
-        term = [f"{name}?" for name in out.split()[len(out.split()) - len(op.inputs[0].shape):]]
+        term = [f"{name}?" for name in out.split()[len(out.split()) - len(op.inputs[0].shape) :]]
         order = " ".join(dict.fromkeys((left + " " + right).split()))
         return f"{order}: {operand(term)}, {left}, {right} -> {out}"
+
     return notation
 
 
@@ -106,7 +108,9 @@ def _expand_added(product, contracted: str):
             if beta == 0:
                 return made  # what is added is not even read then: it may hold NaN
             return b.call(aten.add.Tensor, made, added if beta == 1 else b.call(aten.mul.Tensor, added, beta))
+
         return work
+
     return expand
 
 
@@ -152,7 +156,7 @@ def _kron(op: Op) -> tuple[str, dict[str, int]]:
     left, right = ((1,) * (rank - len(s)) + tuple(s) for s in (a, b))
     sizes = {f"a{i}": s for i, s in enumerate(left)} | {f"b{i}": s for i, s in enumerate(right)}
     out = [compound([f"a{i}", f"b{i}"]) for i in range(rank)]
-    return _product((named(rank, "a")[rank - len(a):], named(rank, "b")[rank - len(b):]), out), sizes
+    return _product((named(rank, "a")[rank - len(a) :], named(rank, "b")[rank - len(b) :]), out), sizes
 
 
 def _einsum(op: Op) -> str:
@@ -167,7 +171,7 @@ def _einsum(op: Op) -> str:
 
     def spelled(term: str, rank: int) -> list[str]:
         before, some, after = term.partition("...")
-        hidden = ellipsis[dots - (rank - len(before + after)):] if some else []
+        hidden = ellipsis[dots - (rank - len(before + after)) :] if some else []
         return [*before, *hidden, *after]
 
     inputs = [spelled(t, len(v.shape)) for t, v in zip(terms, op.inputs)]
@@ -200,17 +204,22 @@ register((aten.kron.default,), Rule(_kron))
 register((linear_part,), Rule(_linear_part, neutral=0))
 register((aten.linear.default,), Rule(_linear, expand=_expand_linear, neutral=0, product=True))
 register((aten.bilinear.default,), Rule(_bilinear, expand=_expand_bilinear, neutral=0))
-register((aten.addmm.default,),
-         Rule(_added("m k", "k n", "m n"), expand=_expand_added(_called(aten.mm.default), "k"), neutral=0))
-register((aten.baddbmm.default,),
-         Rule(_added("b m k", "b k n", "b m n"), expand=_expand_added(_called(aten.bmm.default), "k"), neutral=0))
-register((aten.addmv.default,),
-         Rule(_added("m k", "k", "m"), expand=_expand_added(_called(aten.mv.default), "k"), neutral=0))
+register(
+    (aten.addmm.default,),
+    Rule(_added("m k", "k n", "m n"), expand=_expand_added(_called(aten.mm.default), "k"), neutral=0),
+)
+register(
+    (aten.baddbmm.default,),
+    Rule(_added("b m k", "b k n", "b m n"), expand=_expand_added(_called(aten.bmm.default), "k"), neutral=0),
+)
+register(
+    (aten.addmv.default,), Rule(_added("m k", "k", "m"), expand=_expand_added(_called(aten.mv.default), "k"), neutral=0)
+)
 register((aten.addr.default,), Rule(_added("m", "n", "m n")))
-register((aten.addbmm.default,),
-         Rule(_added("b m k", "b k n", "m n"), expand=_expand_added(_summed_bmm, "bk"), neutral=0))
+register(
+    (aten.addbmm.default,), Rule(_added("b m k", "b k n", "m n"), expand=_expand_added(_summed_bmm, "bk"), neutral=0)
+)
 register((aten.einsum.default,), Rule(_einsum, neutral=0, product=_of_two))
-
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -218,16 +227,16 @@ register((aten.einsum.default,), Rule(_einsum, neutral=0, product=_of_two))
 #
 #     out[i, n] = Σk x[i, k] · w[group of i, k, n]          where each group ends is data, one number a group
 #
-# The widths k and n may be cut, k leaves a partial sum. Rows stay whole where groups are made of them, and so do groups.
-# ----------------------------------------------------------------------------------------------------
+# The widths k and n may be cut, k leaves a partial sum. Rows stay whole where groups are made of them, and so do
+# groups. ----------------------------------------------------------------------------------------------------
 
 #: Bytes that torch's kernel wants the strides of its operands to be multiples of.
 _ALIGNED = 16
 
 
 def _grouped(op: Op) -> str | tuple[str, dict[str, int]]:
-    """Groups are rows of the first operand, columns of the second, what is contracted, or matrices side by side. Widths are
-    cut into parts of whole units that the kernel's alignment allows."""
+    """Groups are rows of the first operand, columns of the second, what is contracted, or matrices side by side. Widths
+    are cut into parts of whole units that the kernel's alignment allows."""
     x, w = op.inputs[:2]
     if op.argument("bias") is not None:
         return all_whole(op)
@@ -242,14 +251,19 @@ def _grouped(op: Op) -> str | tuple[str, dict[str, int]]:
 
     k, n = width("k", x.shape[-1]), width("n", w.shape[-1])
     m = width("m", x.shape[-2]) if ranks == (2, 2) else "m"
-    text = {(2, 3): f"rows! {k}, e! {k} {n}, e! -> rows! {n}",
-            (3, 2): f"e! m {k}, {k} columns!, e! -> m columns!",
-            (2, 2): f"{m} rows!, rows! {n}, e! -> e! {m} {n}",
-            (3, 3): f"e {m} {k}, e {k} {n} -> e {m} {n}"}.get(ranks)
+    text = {
+        (2, 3): f"rows! {k}, e! {k} {n}, e! -> rows! {n}",
+        (3, 2): f"e! m {k}, {k} columns!, e! -> m columns!",
+        (2, 2): f"{m} rows!, rows! {n}, e! -> e! {m} {n}",
+        (3, 3): f"e {m} {k}, e {k} {n} -> e {m} {n}",
+    }.get(ranks)
     if text is None or text.count(",") + 1 != len(op.inputs):
         return all_whole(op)
-    return text, {name: size for name, size in sizes.items() if name in text.replace("(", " ").replace("!", " ")
-                  .replace(")", " ").split()}
+    return text, {
+        name: size
+        for name, size in sizes.items()
+        if name in text.replace("(", " ").replace("!", " ").replace(")", " ").split()
+    }
 
 
 def _flops(x: torch.Tensor, w: torch.Tensor, *args: object, **kwargs: object) -> int:
@@ -261,8 +275,11 @@ def _flops(x: torch.Tensor, w: torch.Tensor, *args: object, **kwargs: object) ->
 _FALLBACK = "transformers::grouped_mm_fallback"
 
 #: By an operator's name: its flops of its arguments, of which torch's own table does not know.
-FLOPS = {"aten::_grouped_mm": _flops, _FALLBACK: _flops,
-         f"{_FALLBACK}_backward": lambda *args, **kwargs: 2 * _flops(*args, **kwargs)}
+FLOPS = {
+    "aten::_grouped_mm": _flops,
+    _FALLBACK: _flops,
+    f"{_FALLBACK}_backward": lambda *args, **kwargs: 2 * _flops(*args, **kwargs),
+}
 
 register(operators("_grouped_mm"), Rule(_grouped, neutral=0))
 register((_FALLBACK,), Rule("rows! k, e! k n, e! -> rows! n", neutral=0))

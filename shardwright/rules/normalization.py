@@ -26,7 +26,18 @@ from .dims import compound, cut_size, named, operand, operands, whole, wide
 from .notation import Assignment, Bound
 from .registry import Expansion, Local, Rule, register
 
-__all__ = ["batch_norm", "batch_normalise", "combined_moments", "cumulative_momentum", "instance_norm", "moments", "normalise", "own_batch_norm", "running_averages", "without_side_effects"]
+__all__ = [
+    "batch_norm",
+    "batch_normalise",
+    "combined_moments",
+    "cumulative_momentum",
+    "instance_norm",
+    "moments",
+    "normalise",
+    "own_batch_norm",
+    "running_averages",
+    "without_side_effects",
+]
 
 aten = torch.ops.aten
 
@@ -35,21 +46,34 @@ _LIBRARY = torch.library.Library("shardwright", "FRAGMENT")
 
 def _operator(schema: str) -> Callable[[Callable], Any]:
     """Make a function an operator of that schema, differentiated through what it calls."""
+
     def make(function: Callable) -> Any:
         _LIBRARY.define(schema)
         name = schema.partition("(")[0]
         _LIBRARY.impl(name, function, "CompositeImplicitAutograd")
         return getattr(torch.ops.shardwright, name).default
+
     return make
 
 
 # -- with running statistics -------------------------------------------------------------------------------------------
 
 
-@_operator("batch_norm(Tensor input, Tensor? weight, Tensor? bias, Tensor running_mean, Tensor running_var, "
-           "Tensor? tracked, float momentum, float eps, bool cudnn_enabled) -> (Tensor, Tensor, Tensor)")
-def batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor,
-               tracked: Tensor | None, momentum: float, eps: float, cudnn: bool) -> tuple[Tensor, Tensor, Tensor]:
+@_operator(
+    "batch_norm(Tensor input, Tensor? weight, Tensor? bias, Tensor running_mean, Tensor running_var, "
+    "Tensor? tracked, float momentum, float eps, bool cudnn_enabled) -> (Tensor, Tensor, Tensor)"
+)
+def batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    var: Tensor,
+    tracked: Tensor | None,
+    momentum: float,
+    eps: float,
+    cudnn: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """In training: the result and the new running mean and variance; with `tracked`, averages over so many batches."""
     if tracked is None:
         mean, var = mean.detach().clone(), var.detach().clone()
@@ -59,37 +83,54 @@ def batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tens
     return out, *running_averages(torch.stack(seen), [mean, var], [tracked], [momentum], [1.0, 1.0])
 
 
-@_operator("instance_norm(Tensor input, Tensor? weight, Tensor? bias, Tensor running_mean, Tensor running_var, "
-           "float momentum, float eps, bool cudnn_enabled) -> (Tensor, Tensor, Tensor)")
-def instance_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, momentum: float,
-                  eps: float, cudnn: bool) -> tuple[Tensor, Tensor, Tensor]:
+@_operator(
+    "instance_norm(Tensor input, Tensor? weight, Tensor? bias, Tensor running_mean, Tensor running_var, "
+    "float momentum, float eps, bool cudnn_enabled) -> (Tensor, Tensor, Tensor)"
+)
+def instance_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    var: Tensor,
+    momentum: float,
+    eps: float,
+    cudnn: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """In training: the result and the new running mean and variance."""
     mean, var = mean.detach().clone(), var.detach().clone()
     return torch.instance_norm(x, weight, bias, mean, var, True, momentum, eps, cudnn), mean, var
 
 
-@_operator("own_batch_norm(Tensor input, Tensor? weight, Tensor? bias, int parts, ScalarType dtype, float eps, "
-           "bool cudnn_enabled) -> (Tensor, Tensor)")
-def own_batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, parts: int, dtype: torch.dtype, eps: float,
-                   cudnn: bool) -> tuple[Tensor, Tensor]:
+@_operator(
+    "own_batch_norm(Tensor input, Tensor? weight, Tensor? bias, int parts, ScalarType dtype, float eps, "
+    "bool cudnn_enabled) -> (Tensor, Tensor)"
+)
+def own_batch_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, parts: int, dtype: torch.dtype, eps: float, cudnn: bool
+) -> tuple[Tensor, Tensor]:
     """Each of `parts` equal parts of the batch by its own statistics.
 
     Returns:
         The result, and [2, channels] in `dtype`: the sums over the parts of their means and unbiased variances.
     """
+
     def one(part: Tensor) -> tuple[Tensor, Tensor]:
         seen = torch.zeros(2, x.shape[1], dtype=dtype, device=x.device)
         return torch.batch_norm(part, weight, bias, *seen.unbind(), True, 1.0, eps, cudnn), seen
+
     if parts == 1:
         return one(x)
     outs, seen = zip(*map(one, x.chunk(parts)))
     return torch.cat(outs), torch.stack(seen).sum(0)
 
 
-@_operator("running_averages(Tensor stats, Tensor[] old, Tensor[] tracked, float[] momenta, float[] scales) "
-           "-> Tensor[]")
-def running_averages(stats: Tensor, old: Sequence[Tensor], tracked: Sequence[Tensor], momenta: Sequence[float],
-                     scales: Sequence[float]) -> list[Tensor]:
+@_operator(
+    "running_averages(Tensor stats, Tensor[] old, Tensor[] tracked, float[] momenta, float[] scales) -> Tensor[]"
+)
+def running_averages(
+    stats: Tensor, old: Sequence[Tensor], tracked: Sequence[Tensor], momenta: Sequence[float], scales: Sequence[float]
+) -> list[Tensor]:
     """The next running means and variances of one layer or of several.
 
     Args:
@@ -145,8 +186,10 @@ class _Moments(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         x, mean = ctx.saved_tensors
         cut, inner = _in_parts(x, ctx.dims, ctx.parts)
-        of_mean, of_var = ((g.reshape(mean.shape) if cut is x else _parts_back(g, cut, inner))
-                           for g in (gradient / (x.numel() // mean.numel())).unbind(1))
+        of_mean, of_var = (
+            (g.reshape(mean.shape) if cut is x else _parts_back(g, cut, inner))
+            for g in (gradient / (x.numel() // mean.numel())).unbind(1)
+        )
         return torch.addcmul(of_mean, cut - mean, 2 * of_var).reshape(x.shape).to(x.dtype), None, None
 
 
@@ -212,27 +255,34 @@ class _BatchNormalise(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """With x̂ the normalised x: Σ g for the bias, Σ g·x̂ for the weight, and from these two
 
-            of the mean      −weight/√(var + eps) · Σ g
-            of the variance  −weight/2(var + eps) · Σ g·x̂
+        of the mean      −weight/√(var + eps) · Σ g
+        of the variance  −weight/2(var + eps) · Σ g·x̂
         """
         x, stats, weight = ctx.saved_tensors
         mean, var = stats.reshape(2, -1).unbind()
         scale = weight.to(stats.dtype) if weight is not None else None
         of_x, along, total = aten.native_batch_norm_backward(
-            gradient, x, scale, mean, var, None, None, False, ctx.eps, [ctx.needs_input_grad[0], True, True])
+            gradient, x, scale, mean, var, None, None, False, ctx.eps, [ctx.needs_input_grad[0], True, True]
+        )
         root = torch.rsqrt(var + ctx.eps)
         slope = -root if scale is None else -root * scale
         of_stats = torch.stack([slope * total, slope * root * along / 2]).reshape(stats.shape)
-        return (of_x if ctx.needs_input_grad[0] else None, of_stats,
-                along.to(weight.dtype) if weight is not None else None,
-                total.to(ctx.bias_type) if ctx.bias_type is not None else None, None)
+        return (
+            of_x if ctx.needs_input_grad[0] else None,
+            of_stats,
+            along.to(weight.dtype) if weight is not None else None,
+            total.to(ctx.bias_type) if ctx.bias_type is not None else None,
+            None,
+        )
 
 
 # -- for the capture ---------------------------------------------------------------------------------------------------
 
 #: Operators that change running statistics silently: which argument says that they do, and the one that returns them.
-_SILENT = {aten.batch_norm.default: ("training", batch_norm),
-           aten.instance_norm.default: ("use_input_stats", instance_norm)}
+_SILENT = {
+    aten.batch_norm.default: ("training", batch_norm),
+    aten.instance_norm.default: ("use_input_stats", instance_norm),
+}
 
 
 def without_side_effects(target: Any, arguments: dict[str, Any]) -> Any | None:
@@ -244,8 +294,15 @@ def without_side_effects(target: Any, arguments: dict[str, Any]) -> Any | None:
 @contextlib.contextmanager
 def cumulative_momentum(module: nn.Module) -> Iterator[None]:
     """While active, batch norms whose momentum is None pass on NaN: they would make a number of a tensor's value."""
-    changed = [m for m in module.modules() if isinstance(m, BatchNorm) and m.training
-               and m.momentum is None and m.track_running_stats and m.num_batches_tracked is not None]
+    changed = [
+        m
+        for m in module.modules()
+        if isinstance(m, BatchNorm)
+        and m.training
+        and m.momentum is None
+        and m.track_running_stats
+        and m.num_batches_tracked is not None
+    ]
     for norm in changed:
         norm.momentum = math.nan
     try:
@@ -255,17 +312,17 @@ def cumulative_momentum(module: nn.Module) -> Iterator[None]:
             norm.momentum = None
 
 
-
 # ----------------------------------------------------------------------------------------------------
 # Normalisation layers. Over a cut dim, by the mean and variance of each part, put together in one exchange:
 #
 #     out = (x − mean) / √(variance + eps) · weight + bias          rms: x / √(Σ x² / count + eps) · weight
 #
-# A batch norm that trains normalises by the whole batch, as on one device. Its running statistics are replicas: where the
-# channels are cut, each rank works out the new values of its own and they are gathered.
+# A batch norm that trains normalises by the whole batch, as on one device. Its running statistics are replicas: where
+# the channels are cut, each rank works out the new values of its own and they are gathered.
 #
 # The backward of all but rms is one sum over the ranks: of the gradients of mean and variance together.
 # ----------------------------------------------------------------------------------------------------
+
 
 def _dims(op: Op) -> list[str]:
     return named(len(op.inputs[0].shape))
@@ -304,8 +361,9 @@ def _expand_layer(op: Op, bound: Bound, assignment: Assignment) -> Expansion | N
     if math.prod(cuts) == 1:
         return None
     x = op.inputs[0]
-    return lambda b: b.call(normalise, x, _stats(b, x, dims, cuts), op.argument("weight"), op.argument("bias"),
-                            op.argument("eps"))
+    return lambda b: b.call(
+        normalise, x, _stats(b, x, dims, cuts), op.argument("weight"), op.argument("bias"), op.argument("eps")
+    )
 
 
 def _expand_rms(op: Op, bound: Bound, assignment: Assignment) -> Expansion | None:
@@ -318,10 +376,14 @@ def _expand_rms(op: Op, bound: Bound, assignment: Assignment) -> Expansion | Non
     def work(b):
         values = b.to(x, wide(x.dtype))
         total = b.call(aten.sum.dim_IntList, b.call(aten.square.default, values), dims, True)
-        size = b.call(aten.add.Scalar, b.call(aten.div.Tensor, total, count),
-                      torch.finfo(values.dtype).eps if eps is None else eps)
+        size = b.call(
+            aten.add.Scalar,
+            b.call(aten.div.Tensor, total, count),
+            torch.finfo(values.dtype).eps if eps is None else eps,
+        )
         made = b.call(aten.mul.Tensor, values, b.call(aten.rsqrt.default, size))
         return b.to(made if weight is None else b.call(aten.mul.Tensor, made, weight), op.outputs[0].dtype)
+
     return work
 
 
@@ -332,8 +394,10 @@ def _group_text(op: Op) -> tuple[str, dict[str, int]]:
     """Channels are groups, each of so many: cut by groups first."""
     shape, groups = op.inputs[0].shape, op.argument("num_groups")
     names = operand(["n", "(g k)", *named(len(shape) - 2, "s")])
-    return f"{operands(op, input=names, weight='(g k)', bias='(g k)')} -> {names}", \
-        {"g": groups, "k": shape[1] // groups}
+    return f"{operands(op, input=names, weight='(g k)', bias='(g k)')} -> {names}", {
+        "g": groups,
+        "k": shape[1] // groups,
+    }
 
 
 def _local_groups(op: Op, bound: Bound, assignment: Assignment) -> Local:
@@ -353,10 +417,18 @@ def _expand_group(op: Op, bound: Bound, assignment: Assignment) -> Expansion | N
     def work(b):
         def by_group(affine: Value | None) -> Value | None:
             return affine if affine is None else b.call(aten.view.default, affine, grouped + [1] * len(spatial))
+
         values = b.call(aten.reshape.default, x, [x.shape[0], *grouped, *spatial])
-        made = b.call(normalise, values, _stats(b, values, dims, cuts), by_group(op.argument("weight")),
-                      by_group(op.argument("bias")), op.argument("eps"))
+        made = b.call(
+            normalise,
+            values,
+            _stats(b, values, dims, cuts),
+            by_group(op.argument("weight")),
+            by_group(op.argument("bias")),
+            op.argument("eps"),
+        )
         return b.call(aten.reshape.default, made, list(x.shape))
+
     return work
 
 
@@ -374,9 +446,14 @@ def _channel_text(op: Op) -> str:
 def _updates(b, op: Op, stats: Value, count: int) -> Sequence[Value]:
     """The new running statistics of one layer; `count` values were looked at for each."""
     tracked = op.argument("tracked")
-    return b.call(running_averages, b.call(aten.detach.default, stats),
-                  [op.argument("running_mean"), op.argument("running_var")], [] if tracked is None else [tracked],
-                  [op.argument("momentum")], [1.0, count / (count - 1) if count > 1 else math.nan])
+    return b.call(
+        running_averages,
+        b.call(aten.detach.default, stats),
+        [op.argument("running_mean"), op.argument("running_var")],
+        [] if tracked is None else [tracked],
+        [op.argument("momentum")],
+        [1.0, count / (count - 1) if count > 1 else math.nan],
+    )
 
 
 def _expand_batch(op: Op, bound: Bound, assignment: Assignment) -> Expansion | None:
@@ -388,11 +465,11 @@ def _expand_batch(op: Op, bound: Bound, assignment: Assignment) -> Expansion | N
 
     def work(b):
         stats = _stats(b, x, dims, cuts)
-        made = b.call(batch_normalise, x, stats, op.argument("weight"), op.argument("bias"),
-                      op.argument("eps"))
+        made = b.call(batch_normalise, x, stats, op.argument("weight"), op.argument("bias"), op.argument("eps"))
         if len(op.outputs) == 1:
             return made
         return made, *_updates(b, op, stats, math.prod(x.shape[d] for d in dims))
+
     return work
 
 
@@ -408,14 +485,17 @@ def _expand_instance(op: Op, bound: Bound, assignment: Assignment) -> Expansion 
     def work(b):
         def by_channel(affine: Value | None) -> Value | None:
             return affine if affine is None else b.call(aten.view.default, affine, [-1] + [1] * len(dims))
+
         stats = _stats(b, x, dims, cuts)
-        made = b.call(normalise, x, stats, by_channel(op.argument("weight")), by_channel(op.argument("bias")),
-                      op.argument("eps"))
+        made = b.call(
+            normalise, x, stats, by_channel(op.argument("weight")), by_channel(op.argument("bias")), op.argument("eps")
+        )
         if not updates:
             return made
         total = b.call(aten.sum.dim_IntList, b.call(aten.detach.default, stats), [1])
         average = b.call(aten.div.Tensor, total, x.shape[0])
         return made, *_updates(b, op, average, math.prod(x.shape[d] for d in dims))
+
     return work
 
 
@@ -437,8 +517,9 @@ def _moments_text(op: Op) -> tuple[str, dict[str, int]]:
 
 
 def _local_moments(op: Op, bound: Bound, assignment: Assignment) -> Local:
-    parts = [count // cut_size(bound, assignment, [f"p{d}"])
-             for d, count in zip(op.argument("dims"), op.argument("parts"))]
+    parts = [
+        count // cut_size(bound, assignment, [f"p{d}"]) for d, count in zip(op.argument("dims"), op.argument("parts"))
+    ]
     args, kwargs = op.with_arguments(parts=parts)
     return Local(op.target, args, kwargs)
 

@@ -36,8 +36,10 @@ __all__ = ["Assignment", "Bound", "Factor", "Notation", "bind", "parse"]
 #: How many layouts a `Bound` remembers.
 LAYOUTS = 512
 
-_TOKEN = re.compile(r"\s*(?:(?P<open>\()|(?P<close>\))|(?P<dots>\.\.\.)(?P<dotmark>!?)"
-                    r"|(?P<one>1)(?![A-Za-z0-9_])|(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?P<mark>!?)(?P<opt>\??))")
+_TOKEN = re.compile(
+    r"\s*(?:(?P<open>\()|(?P<close>\))|(?P<dots>\.\.\.)(?P<dotmark>!?)"
+    r"|(?P<one>1)(?![A-Za-z0-9_])|(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?P<mark>!?)(?P<opt>\??))"
+)
 _ELLIPSIS = "..."
 
 
@@ -61,6 +63,7 @@ def parse(text: str) -> Notation:
     Raises:
         RuleError: what is wrong, with the place in the string.
     """
+
     def wrong(message: str, at: int) -> RuleError:
         return RuleError(f"{message}\n  {text}\n  {' ' * at}^", legal='a string such as "... m k, ... k n -> ... m n"')
 
@@ -69,7 +72,7 @@ def parse(text: str) -> Notation:
     arrow, body_at = text.index("->"), text.find(":") + 1
     if body_at > arrow:
         raise wrong("the order of factors stands before the inputs", body_at - 1)
-    order = {match.group(): match.start() for match in re.finditer(r"\S+", text[:max(body_at - 1, 0)])}
+    order = {match.group(): match.start() for match in re.finditer(r"\S+", text[: max(body_at - 1, 0)])}
     for name, at in order.items():
         if not name.isidentifier() and name != "*":
             raise wrong(f"{name!r} is not a factor name", at)
@@ -181,7 +184,7 @@ class Bound:
     in_shapes: tuple[tuple[int, ...], ...]
     out_shapes: tuple[tuple[int, ...], ...]
     reduction: str = "sum"
-    uneven: bool = False   # dims that their cuts do not divide are padded, where that can be
+    uneven: bool = False  # dims that their cuts do not divide are padded, where that can be
 
     def with_padding(self, contracted: bool) -> Bound:
         """The same call, with factors that may be padded: those that have their dims to themselves.
@@ -193,8 +196,13 @@ class Bound:
         beside = {i for dims in sides for dim in dims if len(dim) > 1 for i in dim}
         lacked = {i for i in range(len(self.factors)) for dims in self.outputs if all(i not in dim for dim in dims)}
         refused = beside if contracted else beside | lacked
-        return replace(self, uneven=True, factors=tuple(
-            replace(f, pads=f.splittable and f.size > 1 and i not in refused) for i, f in enumerate(self.factors)))
+        return replace(
+            self,
+            uneven=True,
+            factors=tuple(
+                replace(f, pads=f.splittable and f.size > 1 and i not in refused) for i, f in enumerate(self.factors)
+            ),
+        )
 
     def whole(self, devices: int) -> Assignment:
         """Nothing is cut: every rank does all the work."""
@@ -213,7 +221,8 @@ class Bound:
             digits = assignment.digits[index]
             out += digits
             if digits_size(digits) < self.factors[index].size and any(
-                    assignment.digits[later] for later in dim[position + 1:]):
+                assignment.digits[later] for later in dim[position + 1 :]
+            ):
                 return None
         return out
 
@@ -222,8 +231,11 @@ class Bound:
         if any(d is None for d in digits):
             return None
         named = {i for dim in dims for i in dim}
-        open_ = [d for i, ds in enumerate(assignment.digits) if i not in named for d in ds] \
-            if partial and self.reduction != "none" else ()
+        open_ = (
+            [d for i, ds in enumerate(assignment.digits) if i not in named for d in ds]
+            if partial and self.reduction != "none"
+            else ()
+        )
         return Layout.of(assignment.devices, digits, open_, self.reduction)
 
     @cached_property
@@ -272,8 +284,10 @@ class Bound:
 
     def dividing(self, assignment: Assignment) -> tuple[tuple[int, ...], ...]:
         """The nearest cuts below those of an assignment that divide the dims of each input."""
-        return tuple(tuple(math.gcd(size, cut) for size, cut in zip(shape, cuts))
-                     for shape, cuts in zip(self.in_shapes, self.in_strategy(assignment)))
+        return tuple(
+            tuple(math.gcd(size, cut) for size, cut in zip(shape, cuts))
+            for shape, cuts in zip(self.in_shapes, self.in_strategy(assignment))
+        )
 
     def gradient_partial(self, index: int, assignment: Assignment) -> Digits:
         """Over which digits the gradient of input `index` comes out as a partial sum."""
@@ -282,13 +296,13 @@ class Bound:
 
     def in_strategy(self, assignment: Assignment) -> tuple[tuple[int, ...], ...]:
         """The assignment as a tuple strategy: the cuts of each input."""
-        return tuple(tuple(digits_size(self.dim_digits(dim, assignment) or ()) for dim in dims)
-                     for dims in self.inputs)
+        return tuple(tuple(digits_size(self.dim_digits(dim, assignment) or ()) for dim in dims) for dims in self.inputs)
 
     def out_cuts(self, assignment: Assignment) -> tuple[tuple[int, ...], ...]:
         """The cuts of each output."""
-        return tuple(tuple(digits_size(self.dim_digits(dim, assignment) or ()) for dim in dims)
-                     for dims in self.outputs)
+        return tuple(
+            tuple(digits_size(self.dim_digits(dim, assignment) or ()) for dim in dims) for dims in self.outputs
+        )
 
     def spread(self, dim: tuple[int, ...], digits: Digits) -> dict[int, Digits] | None:
         """Digits of a dim, shared out to its factors, major first; None where they do not fit."""
@@ -316,8 +330,9 @@ class Bound:
                 break
         return None if todo else out
 
-    def follow(self, layouts: Mapping[int, Layout], of_outputs: bool = False, devices: int | None = None
-               ) -> Assignment | None:
+    def follow(
+        self, layouts: Mapping[int, Layout], of_outputs: bool = False, devices: int | None = None
+    ) -> Assignment | None:
         """The assignment under which inputs (or outputs) have exactly the given layouts, open sums aside.
 
         Returns None where none does: the layouts contradict one another, cut what may not be split, or do not fit.
@@ -344,8 +359,13 @@ class Bound:
         return assignment
 
 
-def bind(notation: Notation, in_shapes: Sequence[tuple[int, ...]], out_shapes: Sequence[tuple[int, ...]],
-         sizes: Mapping[str, int] | None = None, reduction: str = "sum") -> Bound:
+def bind(
+    notation: Notation,
+    in_shapes: Sequence[tuple[int, ...]],
+    out_shapes: Sequence[tuple[int, ...]],
+    sizes: Mapping[str, int] | None = None,
+    reduction: str = "sum",
+) -> Bound:
     """Fit a notation to the shapes of one call.
 
     Args:
@@ -354,9 +374,12 @@ def bind(notation: Notation, in_shapes: Sequence[tuple[int, ...]], out_shapes: S
     Raises:
         RuleError: the notation has another number of operands or dims, or a factor two sizes.
     """
+
     def wrong(message: str) -> RuleError:
-        return RuleError(f"the rule {notation.text!r} does not fit: {message}",
-                         legal=f"shapes {tuple(in_shapes)} -> {tuple(out_shapes)}")
+        return RuleError(
+            f"the rule {notation.text!r} does not fit: {message}",
+            legal=f"shapes {tuple(in_shapes)} -> {tuple(out_shapes)}",
+        )
 
     if len(notation.inputs) != len(in_shapes):
         raise wrong(f"it has {len(notation.inputs)} inputs, the operator {len(in_shapes)}")
@@ -372,7 +395,7 @@ def bind(notation: Notation, in_shapes: Sequence[tuple[int, ...]], out_shapes: S
             at, count = dims.index((_ELLIPSIS,)), len(shape) - (len(dims) - 1)
             if count < 0:
                 raise wrong(f"it needs at least {len(dims) - 1} dims, not {shape}")
-            names = [*dims[:at], *((f"...{ellipsis_rank - count + i}",) for i in range(count)), *dims[at + 1:]]
+            names = [*dims[:at], *((f"...{ellipsis_rank - count + i}",) for i in range(count)), *dims[at + 1 :]]
         if len(names) != len(shape):
             raise wrong(f"it has {len(names)} dims where the operator has {shape}")
         return names
@@ -382,7 +405,7 @@ def bind(notation: Notation, in_shapes: Sequence[tuple[int, ...]], out_shapes: S
     seen: dict[str, None] = dict.fromkeys(notation.order)
     for dims, _ in operands:  # the broadcast dims stand together, where the string first names them
         if (_ELLIPSIS,) in dims:
-            seen.update(dict.fromkeys(f for d in dims[:dims.index((_ELLIPSIS,))] for f in d))
+            seen.update(dict.fromkeys(f for d in dims[: dims.index((_ELLIPSIS,))] for f in d))
             seen.update(dict.fromkeys(f"...{i}" for i in range(ellipsis_rank)))
             break
         seen.update(dict.fromkeys(f for d in dims for f in d))
@@ -419,5 +442,12 @@ def bind(notation: Notation, in_shapes: Sequence[tuple[int, ...]], out_shapes: S
 
     factors = tuple(Factor(n, size_of.get(n, 1), splittable(n)) for n in names_in_order)
     k = len(in_shapes)
-    return Bound(notation, factors, tuple(dims[:k]), tuple(dims[k:]), tuple(map(tuple, in_shapes)),
-                 tuple(map(tuple, out_shapes)), reduction)
+    return Bound(
+        notation,
+        factors,
+        tuple(dims[:k]),
+        tuple(dims[k:]),
+        tuple(map(tuple, in_shapes)),
+        tuple(map(tuple, out_shapes)),
+        reduction,
+    )

@@ -81,11 +81,11 @@ register((aten.view_as_real.default,), Rule("... -> ... two!", linear=True, view
 register((aten.view_as_complex.default,), Rule("... two! -> ...", linear=True, view=True))
 
 
-
 # ----------------------------------------------------------------------------------------------------
 # Tensors made from nothing. Where the value is the same everywhere any dim may be split, and a rank makes its slice
 # alone; where it depends on the position the tensor is made whole. Triangles cut from a tensor.
 # ----------------------------------------------------------------------------------------------------
+
 
 def _even(op: Op) -> str:
     return f" -> {operand(named(len(op.outputs[0].shape)))}"
@@ -122,14 +122,31 @@ def _expand_triangle(op: Op, bound: Bound, assignment: Assignment) -> Expansion 
         right = b.call(aten.sub.Tensor, columns, b.call(aten.unsqueeze.default, rows, 1))
         dropped = b.call(beyond, right, op.argument("diagonal"))
         return b.call(aten.masked_fill.Scalar, x, dropped, 0)
+
     return work
 
 
-register((aten.zeros.default, aten.ones.default, aten.full.default, aten.empty.memory_format),
-         Rule(_even, localize=_local_even))
-register((aten.scalar_tensor.default, aten.arange.default, aten.arange.start, aten.arange.start_step,
-          aten.linspace.default, aten.logspace.default, aten.eye.default, aten.eye.m, aten.tril_indices.default,
-          aten.triu_indices.default), Rule(_placed))
-register((aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default),
-         Rule(_new, localize=_local_even))
+register(
+    (aten.zeros.default, aten.ones.default, aten.full.default, aten.empty.memory_format),
+    Rule(_even, localize=_local_even),
+)
+register(
+    (
+        aten.scalar_tensor.default,
+        aten.arange.default,
+        aten.arange.start,
+        aten.arange.start_step,
+        aten.linspace.default,
+        aten.logspace.default,
+        aten.eye.default,
+        aten.eye.m,
+        aten.tril_indices.default,
+        aten.triu_indices.default,
+    ),
+    Rule(_placed),
+)
+register(
+    (aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default),
+    Rule(_new, localize=_local_even),
+)
 register((aten.tril.default, aten.triu.default), Rule(_triangle, linear=True, expand=_expand_triangle))

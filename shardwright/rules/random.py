@@ -64,8 +64,9 @@ def _numbers_text(op: Op) -> tuple[str, dict[str, int]]:
     lent = []
     if like is not None:
         shape = op.outputs[0].shape
-        lent = [operand([text if size == like.shape[d] else f"l{d}"
-                         for d, (text, size) in enumerate(zip(texts, shape))])]
+        lent = [
+            operand([text if size == like.shape[d] else f"l{d}" for d, (text, size) in enumerate(zip(texts, shape))])
+        ]
     return f"{', '.join(['seed!', *starts, *lent])} -> {operand(texts)}", sizes
 
 
@@ -96,8 +97,15 @@ class _Place:
         like: lends its device; None: `device`.
     """
 
-    def __init__(self, b, op: Op, shape: Sequence[int], dims: Sequence[Digits], like: Value | None,
-                 device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        b,
+        op: Op,
+        shape: Sequence[int],
+        dims: Sequence[Digits],
+        like: Value | None,
+        device: torch.device | None = None,
+    ) -> None:
         self.b, self.op, self.shape, self.device = b, op, list(shape), device
         self.like = b.call(aten.detach.default, like) if like is not None and like.requires_grad else like
         self.dims = [d for d, digits in enumerate(dims) if digits]
@@ -166,10 +174,11 @@ def _expand_dropout(op: Op, bound: Bound, assignment: Assignment) -> Expansion |
             place = _Place(b, op, [*x.shape[:2], *[1] * further], [*layout[:2], *[()] * further], x)
         if "alpha" not in op.kind or p == 1:
             return b.call(aten.mul.Tensor, x, place.kept(1 - p, 1 / (1 - p) if p < 1 else 0.0, x.dtype))
-        a = 1 / math.sqrt((ALPHA ** 2 * p + 1) * (1 - p))
+        a = 1 / math.sqrt((ALPHA**2 * p + 1) * (1 - p))
         kept = place.kept(1 - p, 1.0, x.dtype)
         shift = b.call(aten.sub.Tensor, b.call(aten.mul.Tensor, kept, ALPHA * a), ALPHA * a * (1 - p))
         return b.call(aten.add.Tensor, b.call(aten.mul.Tensor, x, b.call(aten.mul.Tensor, kept, a)), shift)
+
     return work
 
 
@@ -179,10 +188,14 @@ def _expand_rrelu(op: Op, bound: Bound, assignment: Assignment) -> Expansion | N
     x, lower, upper = op.inputs[0], op.argument("lower"), op.argument("upper")
 
     def work(b):
-        slope = b.call(aten.add.Tensor, b.call(aten.mul.Tensor, _Place.of(b, op, x).numbers("uniform", x.dtype),
-                                               upper - lower), lower)
+        slope = b.call(
+            aten.add.Tensor,
+            b.call(aten.mul.Tensor, _Place.of(b, op, x).numbers("uniform", x.dtype), upper - lower),
+            lower,
+        )
         above = b.call(aten.gt.Scalar, b.call(aten.detach.default, x), 0)
         return b.call(aten.mul.Tensor, x, b.call(aten.where.ScalarSelf, above, 1, slope))
+
     return work
 
 
@@ -195,8 +208,10 @@ def _uniform(b, op: Op, place: _Place, dtype: torch.dtype) -> Value:
 
 
 def _normal(b, op: Op, place: _Place, dtype: torch.dtype) -> Value:
-    mean, std = (b.call(aten.detach.default, x) if isinstance(x, Value) and x.requires_grad else x  # as in torch
-                 for x in (op.argument("mean", 0.0), op.argument("std", 1.0)))
+    mean, std = (
+        b.call(aten.detach.default, x) if isinstance(x, Value) and x.requires_grad else x  # as in torch
+        for x in (op.argument("mean", 0.0), op.argument("std", 1.0))
+    )
     out = place.numbers("normal", dtype)
     if isinstance(std, Value) or std != 1:
         out = b.call(aten.mul.Tensor, out, std)
@@ -227,12 +242,17 @@ def _cauchy(b, op: Op, place: _Place, dtype: torch.dtype) -> Value:
 def _integers(b, op: Op, place: _Place, dtype: torch.dtype) -> Value:
     low, high = op.argument("low", 0), op.argument("high", op.argument("to"))
     if high is None:  # ``random_()``: whatever the type holds
-        high = 2 ** _WHOLE_NUMBERS[dtype] + 1 if dtype.is_floating_point else \
-            2 if dtype == torch.bool else torch.iinfo(dtype).max + 1
+        high = (
+            2 ** _WHOLE_NUMBERS[dtype] + 1
+            if dtype.is_floating_point
+            else 2
+            if dtype == torch.bool
+            else torch.iinfo(dtype).max + 1
+        )
     drawn = place.numbers("integer", torch.int64)
     if isinstance(high, Value):
         drawn = b.call(aten.remainder.Tensor, drawn, high)
-    elif high - low < 2 ** 63:
+    elif high - low < 2**63:
         drawn = b.call(aten.remainder.Scalar, drawn, high - low)
     return b.to(b.call(aten.add.Tensor, drawn, low) if low else drawn, dtype)
 
@@ -249,10 +269,14 @@ _Maker = Callable[[Any, Op, _Place, torch.dtype], Value]
 
 def _with_rule(text: Callable[[Op], str], make: _Maker) -> Rule:
     """The rule of an operator that makes one tensor: like its first input, or from nothing."""
+
     def of_real(op: Op) -> str:
         if op.outputs[0].dtype.is_complex:
-            raise MissingRuleError(f"there is no rule for complex random numbers, as {op.target} makes", **op.where,
-                                   legal="two real tensors, and torch.complex")
+            raise MissingRuleError(
+                f"there is no rule for complex random numbers, as {op.target} makes",
+                **op.where,
+                legal="two real tensors, and torch.complex",
+            )
         return text(op)
 
     def work_out(op: Op, bound: Bound, assignment: Assignment) -> Expansion:
@@ -262,7 +286,9 @@ def _with_rule(text: Callable[[Op], str], make: _Maker) -> Rule:
         def work(b):
             like = next((v for v in op.inputs if v.shape == out.shape), None)
             return make(b, op, _Place(b, op, out.shape, layout.dims, like, op.kwargs.get("device")), out.dtype)
+
         return work
+
     return Rule(of_real, expand=work_out)
 
 
@@ -271,8 +297,9 @@ def _from_nothing(op: Op) -> str:
 
 
 def _expand_permutation(op: Op, bound: Bound, assignment: Assignment) -> Expansion:
-    return lambda b: b.call(permutation, SEED, op.number, op.argument("n"), op.outputs[0].dtype,
-                            op.kwargs.get("device"))
+    return lambda b: b.call(
+        permutation, SEED, op.number, op.argument("n"), op.outputs[0].dtype, op.kwargs.get("device")
+    )
 
 
 def _multinomial_text(op: Op) -> str:
@@ -285,25 +312,63 @@ def _expand_multinomial(op: Op, bound: Bound, assignment: Assignment) -> Expansi
         weights = op.inputs[0]
         rows = b.layouts[weights.name].dims[:-1]
         place = _Place(b, op, weights.shape[:-1], rows, weights)
-        return b.call(choose, SEED, place.starts, place.like, place.dims, place.shape, op.number,
-                      op.argument("num_samples"), op.argument("replacement"), *place.micro)
+        return b.call(
+            choose,
+            SEED,
+            place.starts,
+            place.like,
+            place.dims,
+            place.shape,
+            op.number,
+            op.argument("num_samples"),
+            op.argument("replacement"),
+            *place.micro,
+        )
+
     return work
 
 
-register((aten.dropout.default, aten.native_dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default,
-          aten.feature_alpha_dropout.default), Rule(POINTWISE.notation, expand=_expand_dropout))
+register(
+    (
+        aten.dropout.default,
+        aten.native_dropout.default,
+        aten.feature_dropout.default,
+        aten.alpha_dropout.default,
+        aten.feature_alpha_dropout.default,
+    ),
+    Rule(POINTWISE.notation, expand=_expand_dropout),
+)
 register((aten.rrelu.default,), Rule(POINTWISE.notation, expand=_expand_rrelu))
 for makes, like_input, from_nothing in (
-        (_uniform, (aten.rand_like.default, aten.uniform.default), (aten.rand.default,)),
-        (_normal, (aten.randn_like.default, aten.normal_functional.default, aten.normal.Tensor_float,
-                   aten.normal.float_Tensor, aten.normal.Tensor_Tensor), (aten.randn.default, aten.normal.float_float)),
-        (_integers, (aten.randint_like.default, aten.randint_like.low_dtype, aten.randint_like.Tensor,
-                     aten.random.default, aten.random.to), (aten.randint.default, aten.randint.low)),
-        (_bernoulli, (aten.bernoulli.default, aten.bernoulli.p, aten.bernoulli.Tensor), ()),
-        (_exponential, (aten.exponential.default,), ()),
-        (_log_normal, (aten.log_normal.default,), ()),
-        (_geometric, (aten.geometric.default,), ()),
-        (_cauchy, (aten.cauchy.default,), ())):
+    (_uniform, (aten.rand_like.default, aten.uniform.default), (aten.rand.default,)),
+    (
+        _normal,
+        (
+            aten.randn_like.default,
+            aten.normal_functional.default,
+            aten.normal.Tensor_float,
+            aten.normal.float_Tensor,
+            aten.normal.Tensor_Tensor,
+        ),
+        (aten.randn.default, aten.normal.float_float),
+    ),
+    (
+        _integers,
+        (
+            aten.randint_like.default,
+            aten.randint_like.low_dtype,
+            aten.randint_like.Tensor,
+            aten.random.default,
+            aten.random.to,
+        ),
+        (aten.randint.default, aten.randint.low),
+    ),
+    (_bernoulli, (aten.bernoulli.default, aten.bernoulli.p, aten.bernoulli.Tensor), ()),
+    (_exponential, (aten.exponential.default,), ()),
+    (_log_normal, (aten.log_normal.default,), ()),
+    (_geometric, (aten.geometric.default,), ()),
+    (_cauchy, (aten.cauchy.default,), ()),
+):
     register(like_input, _with_rule(POINTWISE.notation, makes))
     register(from_nothing, _with_rule(_from_nothing, makes))
 register((aten.randperm.default,), Rule(" -> n!", expand=_expand_permutation))
@@ -324,6 +389,7 @@ def run_on_one(op: Op, values: Mapping[str, Tensor]) -> list[Tensor]:
     for step, *_ in steps:
         args, kwargs = map_values((step.args, step.kwargs), lambda v: held[v.name])
         made = step.target(*args, **kwargs)
-        held.update(zip((v.name for v in step.outputs if v is not None),
-                        made if isinstance(made, (tuple, list)) else (made,)))
+        held.update(
+            zip((v.name for v in step.outputs if v is not None), made if isinstance(made, (tuple, list)) else (made,))
+        )
     return [held[renamed.get(v.name, v).name] for v in op.outputs if v is not None]

@@ -1,7 +1,7 @@
 """nn.LSTM, nn.GRU, nn.RNN and their cells: the batch may be cut, steps and weights stay whole.
 
-torch's operators draw their dropout themselves. Here they are operators without one, and where a model drops between its
-layers, each layer is an operator by itself with a plain dropout behind it, which draws as every dropout does.
+torch's operators draw their dropout themselves. Here they are operators without one, and where a model drops between
+its layers, each layer is an operator by itself with a plain dropout behind it, which draws as every dropout does.
 """
 
 from __future__ import annotations
@@ -23,8 +23,15 @@ _ARGUMENTS = "Tensor[] params, bool has_biases, int num_layers, bool bidirection
 
 
 @local_operator(f"lstm(Tensor input, Tensor[] hx, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)")
-def lstm(x: torch.Tensor, hx: list[torch.Tensor], params: list[torch.Tensor], biases: bool, layers: int,
-         bidirectional: bool, batch_first: bool) -> tuple[torch.Tensor, ...]:
+def lstm(
+    x: torch.Tensor,
+    hx: list[torch.Tensor],
+    params: list[torch.Tensor],
+    biases: bool,
+    layers: int,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[torch.Tensor, ...]:
     """`aten.lstm` that drops nothing."""
     return aten.lstm.input(x, hx, params, biases, layers, 0.0, False, bidirectional, batch_first)
 
@@ -32,9 +39,17 @@ def lstm(x: torch.Tensor, hx: list[torch.Tensor], params: list[torch.Tensor], bi
 def _simple(name: str) -> Any:
     plain = getattr(aten, name).input
 
-    def run(x: torch.Tensor, hx: torch.Tensor, params: list[torch.Tensor], biases: bool, layers: int,
-            bidirectional: bool, batch_first: bool) -> tuple[torch.Tensor, ...]:
+    def run(
+        x: torch.Tensor,
+        hx: torch.Tensor,
+        params: list[torch.Tensor],
+        biases: bool,
+        layers: int,
+        bidirectional: bool,
+        batch_first: bool,
+    ) -> tuple[torch.Tensor, ...]:
         return plain(x, hx, params, biases, layers, 0.0, False, bidirectional, batch_first)
+
     return local_operator(f"{name}(Tensor input, Tensor hx, {_ARGUMENTS}) -> (Tensor, Tensor)")(run)
 
 
@@ -51,16 +66,28 @@ def without_dropout(target: Any, arguments: dict[str, Any]) -> tuple[Any, tuple,
     return _OURS[target], tuple(arguments[n] for n in names), drops
 
 
-def layer_by_layer(emit: Callable[[Any, tuple, dict], Sequence[Value]], target: Any, args: tuple, drops: float
-                   ) -> list[Value]:
+def layer_by_layer(
+    emit: Callable[[Any, tuple, dict], Sequence[Value]], target: Any, args: tuple, drops: float
+) -> list[Value]:
     """The layers of a recurrent operator as operators of their own, with a dropout between each two."""
     x, hx, params, biases, layers, bidirectional, batch_first = args
     states, directions = (hx if isinstance(hx, (list, tuple)) else [hx]), 2 if bidirectional else 1
     each, ends = len(params) // layers, []
     for i in range(layers):
         held = [emit(aten.slice.Tensor, (s, 0, i * directions, (i + 1) * directions), {})[0] for s in states]
-        x, *end = emit(target, (x, held if target is lstm else held[0], list(params[i * each:(i + 1) * each]), biases, 1,
-                                bidirectional, batch_first), {})
+        x, *end = emit(
+            target,
+            (
+                x,
+                held if target is lstm else held[0],
+                list(params[i * each : (i + 1) * each]),
+                biases,
+                1,
+                bidirectional,
+                batch_first,
+            ),
+            {},
+        )
         ends.append(end)
         if i + 1 < layers:
             x = emit(aten.dropout.default, (x, drops, True), {})[0]
@@ -90,5 +117,6 @@ def _cell(op: Op) -> str:
 
 
 register(tuple(_OURS.values()), Rule(_layers))
-register((aten.lstm_cell.default, aten.gru_cell.default, aten.rnn_tanh_cell.default, aten.rnn_relu_cell.default),
-         Rule(_cell))
+register(
+    (aten.lstm_cell.default, aten.gru_cell.default, aten.rnn_tanh_cell.default, aten.rnn_relu_cell.default), Rule(_cell)
+)

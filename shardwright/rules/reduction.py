@@ -57,6 +57,7 @@ def _expand_mean(op: Op, bound: Bound, assignment: Assignment) -> Expansion | No
     def work(b):
         total = b.call(aten.sum.dim_IntList, x, list(dims), op.argument("keepdim", False), dtype=wide(out.dtype))
         return b.to(b.call(aten.div.Tensor, total, count), out.dtype)
+
     return work
 
 
@@ -70,6 +71,7 @@ def _expand_truth(op: Op, bound: Bound, assignment: Assignment) -> Expansion | N
         hits = b.call(one, op.inputs[0], 0)
         count = b.call(aten.sum.dim_IntList, hits, list(reduced_dims(op)), op.argument("keepdim", False))
         return b.to(b.call(finished, count, 0), op.outputs[0].dtype)
+
     return work
 
 
@@ -93,7 +95,7 @@ def _diff(op: Op) -> str:
     shape = op.inputs[0].shape
     names = named(len(shape))
     at = normal(op.argument("dim"), len(shape))
-    sides = [operand([*names[:at], f"{what}!", *names[at + 1:]]) for what in ("held", "before", "after", "out")]
+    sides = [operand([*names[:at], f"{what}!", *names[at + 1 :]]) for what in ("held", "before", "after", "out")]
     texts = operands(op, self=sides[0], prepend=sides[1], append=sides[2])
     return f"{texts} -> {sides[3]}"
 
@@ -125,36 +127,55 @@ def _paired(op: Op) -> str:
     names = named(rank)
     out = [("1" if op.argument("keepdim", False) else None) if i == at else n for i, n in enumerate(names)]
     names[at] += "!"
-    texts = [operand(names[rank - len(s):]) for s in shapes]
+    texts = [operand(names[rank - len(s) :]) for s in shapes]
     return f"{', '.join(texts)} -> {operand([n for n in out if n])}"
 
 
 SUM = Rule(reduction_text, linear=True, neutral=0)
 
 register((aten.sum.default, aten.sum.dim_IntList), SUM)
-register((aten.nansum.default, aten.count_nonzero.default, aten.count_nonzero.dim_IntList),
-         Rule(reduction_text, neutral=0))
+register(
+    (aten.nansum.default, aten.count_nonzero.default, aten.count_nonzero.dim_IntList), Rule(reduction_text, neutral=0)
+)
 register((aten.mean.default, aten.mean.dim), Rule(reduction_text, linear=True, expand=_expand_mean, neutral=0))
 register((aten.amax.default, aten.max.default), Rule(reduction_text, reduction="max", neutral=-math.inf))
 register((aten.amin.default, aten.min.default), Rule(reduction_text, reduction="min", neutral=math.inf))
-register((aten.any.default, aten.any.dim, aten.any.dims, aten.all.default, aten.all.dim, aten.all.dims),
-         Rule(reduction_text, expand=_expand_truth, neutral=0))
-register((aten.prod.default, aten.prod.dim_int, aten.aminmax.default, aten.nanmean.default, aten.median.default),
-         Rule(_whole_reduction))
+register(
+    (aten.any.default, aten.any.dim, aten.any.dims, aten.all.default, aten.all.dim, aten.all.dims),
+    Rule(reduction_text, expand=_expand_truth, neutral=0),
+)
+register(
+    (aten.prod.default, aten.prod.dim_int, aten.aminmax.default, aten.nanmean.default, aten.median.default),
+    Rule(_whole_reduction),
+)
 register((aten.msort.default,), Rule("d! ... -> d! ..."))
 register((aten.diff.default,), Rule(_diff, linear=True))
 register((aten.quantile.scalar, aten.nanquantile.scalar), Rule(_quantile))
 register((aten.histc.default,), Rule("...! -> bins!"))
 register((aten.isin.Tensor_Tensor,), Rule(_among))
 register((aten.renorm.default,), Rule(_renorm))
-register((aten.median.dim, aten.nanmedian.dim, aten.mode.default, aten.kthvalue.default, aten.topk.default,
-          aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable, aten.cummax.default,
-          aten.cummin.default, aten.cumprod.default, aten.logcumsumexp.default), Rule(_along))
+register(
+    (
+        aten.median.dim,
+        aten.nanmedian.dim,
+        aten.mode.default,
+        aten.kthvalue.default,
+        aten.topk.default,
+        aten.sort.default,
+        aten.sort.stable,
+        aten.argsort.default,
+        aten.argsort.stable,
+        aten.cummax.default,
+        aten.cummin.default,
+        aten.cumprod.default,
+        aten.logcumsumexp.default,
+    ),
+    Rule(_along),
+)
 register((aten.cosine_similarity.default, aten.linalg_vecdot.default), Rule(_paired))
 register((aten.pairwise_distance.default,), Rule(_paired))
 register((aten.cdist.default,), Rule("... p d!, ... r d! -> ... p r"))
 register((aten.dist.default,), Rule("...!, ...! -> "))
-
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -166,6 +187,7 @@ register((aten.dist.default,), Rule("...!, ...! -> "))
 #
 # The root's gradient at zero is zero, as in torch.
 # ----------------------------------------------------------------------------------------------------
+
 
 def _moments_text(op: Op) -> str:
     return reduction_text(op, keep_whole=op.inputs[0].dtype.is_complex)
@@ -194,6 +216,7 @@ def _expand_moments(op: Op, bound: Bound, assignment: Assignment) -> Expansion |
         if not keepdim:
             mean = b.call(aten.squeeze.dims, mean, dims)
         return b.to(spread, out.dtype), b.to(mean, op.outputs[1].dtype)
+
     return work
 
 
@@ -223,8 +246,9 @@ def _order(op: Op) -> float | None:
 
 def _norm_text(op: Op) -> str:
     p = _order(op)
-    return reduction_text(op, keep_whole=p is None or -math.inf < p < 0 or math.isnan(p)
-                          or op.inputs[0].dtype.is_complex)
+    return reduction_text(
+        op, keep_whole=p is None or -math.inf < p < 0 or math.isnan(p) or op.inputs[0].dtype.is_complex
+    )
 
 
 def _expand_norm(op: Op, bound: Bound, assignment: Assignment) -> Expansion | None:
@@ -251,6 +275,7 @@ def _expand_norm(op: Op, bound: Bound, assignment: Assignment) -> Expansion | No
             else:
                 made = _root(b, total(b, _power(b, size, p)), p)
         return b.to(made, out.dtype)
+
     return work
 
 
@@ -288,18 +313,43 @@ def _expand_weight_norm(op: Op, bound: Bound, assignment: Assignment) -> Expansi
         squares = b.call(aten.square.default, v)
         length = b.call(aten.sqrt.default, b.call(aten.sum.dim_IntList, squares, dims, True))
         return b.call(aten.mul.Tensor, v, b.call(aten.div.Tensor, g, length))
+
     return work
 
 
 register(operators("_weight_norm"), Rule(_weight_norm_text, expand=_expand_weight_norm, neutral=0))
-register((aten.var.default, aten.var.dim, aten.var.correction, aten.std.default, aten.std.dim, aten.std.correction,
-          aten.var_mean.default, aten.var_mean.dim, aten.var_mean.correction, aten.std_mean.default,
-          aten.std_mean.dim, aten.std_mean.correction), Rule(_moments_text, expand=_expand_moments, neutral=0))
-register((aten.linalg_vector_norm.default, aten.norm.Scalar, aten.norm.ScalarOpt_dim, aten.norm.ScalarOpt_dtype,
-          aten.norm.ScalarOpt_dim_dtype, aten.frobenius_norm.dim, aten.linalg_norm.default, aten.linalg_norm.ord_str,
-          aten.linalg_matrix_norm.default, aten.linalg_matrix_norm.str_ord),
-         Rule(_norm_text, expand=_expand_norm, neutral=0))
-
+register(
+    (
+        aten.var.default,
+        aten.var.dim,
+        aten.var.correction,
+        aten.std.default,
+        aten.std.dim,
+        aten.std.correction,
+        aten.var_mean.default,
+        aten.var_mean.dim,
+        aten.var_mean.correction,
+        aten.std_mean.default,
+        aten.std_mean.dim,
+        aten.std_mean.correction,
+    ),
+    Rule(_moments_text, expand=_expand_moments, neutral=0),
+)
+register(
+    (
+        aten.linalg_vector_norm.default,
+        aten.norm.Scalar,
+        aten.norm.ScalarOpt_dim,
+        aten.norm.ScalarOpt_dtype,
+        aten.norm.ScalarOpt_dim_dtype,
+        aten.frobenius_norm.dim,
+        aten.linalg_norm.default,
+        aten.linalg_norm.ord_str,
+        aten.linalg_matrix_norm.default,
+        aten.linalg_matrix_norm.str_ord,
+    ),
+    Rule(_norm_text, expand=_expand_norm, neutral=0),
+)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -310,6 +360,7 @@ register((aten.linalg_vector_norm.default, aten.norm.Scalar, aten.norm.ScalarOpt
 #
 # The maximum carries no gradient: it is a constant that cancels.
 # ----------------------------------------------------------------------------------------------------
+
 
 def _text(op: Op) -> str:
     names = operand(named(len(op.inputs[0].shape)))
@@ -337,6 +388,7 @@ def _expand_softmax(op: Op, bound: Bound, assignment: Assignment) -> Expansion |
         else:
             made = b.call(aten.div.Tensor, raised, total)
         return b.to(made, out.dtype)
+
     return work
 
 
@@ -355,13 +407,21 @@ def _expand_logsumexp(op: Op, bound: Bound, assignment: Assignment) -> Expansion
         if not op.argument("keepdim", False):
             made = b.call(aten.squeeze.dims, made, dims)
         return b.to(made, out.dtype)
+
     return work
 
 
-register((aten.softmax.int, aten.special_softmax.default, aten.log_softmax.int, aten.special_log_softmax.default,
-          *operators("_softmax.default", "_log_softmax.default")), Rule(_text, expand=_expand_softmax))
+register(
+    (
+        aten.softmax.int,
+        aten.special_softmax.default,
+        aten.log_softmax.int,
+        aten.special_log_softmax.default,
+        *operators("_softmax.default", "_log_softmax.default"),
+    ),
+    Rule(_text, expand=_expand_softmax),
+)
 register((aten.logsumexp.default,), Rule(reduction_text, expand=_expand_logsumexp, neutral=0))
-
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -371,6 +431,7 @@ register((aten.logsumexp.default,), Rule(reduction_text, expand=_expand_logsumex
 #     argmax x      = min { i : x[i] = max x }                                      the first, as on one device
 #     max x along a dim = x[argmax x], which alone gets the gradient
 # ----------------------------------------------------------------------------------------------------
+
 
 def _scanned(op: Op) -> str:
     names = operand(named(len(op.inputs[0].shape)))
@@ -387,7 +448,7 @@ def _expand_cumsum(op: Op, bound: Bound, assignment: Assignment) -> Expansion | 
         values = b.to(x, wide(out.dtype))
         digits = b.layouts[values.name].dims[dim]
         parts, tail = digits_size(digits), [1] * (len(x.shape) - 1 - dim)
-        split = [*x.shape[:dim], parts, x.shape[dim] // parts, *x.shape[dim + 1:]]
+        split = [*x.shape[:dim], parts, x.shape[dim] // parts, *x.shape[dim + 1 :]]
         within = b.call(aten.cumsum.default, b.call(aten.view.default, values, split), dim + 1)
         total = b.call(aten.narrow.default, within, dim + 1, split[dim + 1] - 1, 1)
         total = b.call(aten.unsqueeze.default, total, dim + 1)
@@ -401,6 +462,7 @@ def _expand_cumsum(op: Op, bound: Bound, assignment: Assignment) -> Expansion | 
         made = b.call(aten.add.Tensor, within, b.lay(before, laid))
         made = b.call(aten.view.default, made, list(x.shape))
         return b.to(made, out.dtype)
+
     return work
 
 
@@ -437,6 +499,7 @@ def _expand_index(op: Op, bound: Bound, assignment: Assignment) -> Expansion | N
         line = b.call(aten.view.default, x, [x.numel]) if dim is None else x
         found = _first(b, line, normal(dim or 0, len(line.shape)), op.kind == "argmax")
         return b.call(aten.view.default, found, list(out.shape))
+
     return work
 
 
@@ -449,6 +512,7 @@ def _expand_extreme(op: Op, bound: Bound, assignment: Assignment) -> Expansion |
         found = _first(b, x, dim, op.kind == "max")
         pair = [gathered(b, x, dim, found), found]
         return pair if op.argument("keepdim") else [b.call(aten.squeeze.dim, part, dim) for part in pair]
+
     return work
 
 

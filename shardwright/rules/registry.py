@@ -21,7 +21,19 @@ from ..layout import Digits, Layout
 from ..torch_private import OpOverload, OpOverloadPacket, overload_of, pytree
 from .notation import Assignment, Bound, bind, parse
 
-__all__ = ["Builder", "Expansion", "Rule", "bound_rule", "expand", "find_rule", "has_rule", "register", "rule", "whole_rule"]
+__all__ = [
+    "Builder",
+    "Expansion",
+    "Rule",
+    "bound_rule",
+    "expand",
+    "find_rule",
+    "has_rule",
+    "register",
+    "rule",
+    "whole_rule",
+]
+
 
 @dataclass(frozen=True)
 class Local:
@@ -97,15 +109,18 @@ def _keys(target: Any) -> list[Any]:
         return [target]
     if isinstance(target, type) and issubclass(target, torch.autograd.Function):
         return [target]
-    raise RuleError(f"{target!r} is not an operator that a graph can hold",
-                    legal="a torch.ops overload, a function made with torch.library.custom_op, or a torch.autograd.Function")
+    raise RuleError(
+        f"{target!r} is not an operator that a graph can hold",
+        legal="a torch.ops overload, a function made with torch.library.custom_op, or a torch.autograd.Function",
+    )
 
 
 def register(targets: Sequence[Any], described: Rule) -> None:
     """Describe operators. A later description of the same operator replaces the earlier one.
 
     Args:
-        targets: operators, or names such as ``"library::operator"`` of those that a library registers when it is imported.
+        targets: operators, or names such as ``"library::operator"`` of those that a library registers when it is
+            imported.
 
     Raises:
         RuleError: a notation that cannot be read, or a target that is no operator.
@@ -117,8 +132,7 @@ def register(targets: Sequence[Any], described: Rule) -> None:
             _RULES[key] = described
 
 
-def rule(op: Any, notation: str, *, reduction: str = "sum", linear: bool = False,
-         neutral: float | None = None) -> None:
+def rule(op: Any, notation: str, *, reduction: str = "sum", linear: bool = False, neutral: float | None = None) -> None:
     """Describe an operator of your own, so that it can be split and planned.
 
     Args:
@@ -128,7 +142,8 @@ def rule(op: Any, notation: str, *, reduction: str = "sum", linear: bool = False
             name that the output lacks is contracted and leaves a partial sum, ``!`` keeps a dim whole.
         reduction: how the terms of a contracted dim go together: "sum", "max" or "min".
         linear: a partial sum may pass through it.
-        neutral: a number that adds nothing where all inputs hold it in a contracted dim; None: such a dim is not padded.
+        neutral: a number that adds nothing where all inputs hold it in a contracted dim; None: such a dim is not
+            padded.
 
     Raises:
         RuleError: a notation that cannot be read, with the place in it.
@@ -158,8 +173,11 @@ def find_rule(op: Op) -> Rule | None:
     found = _RULES.get(op.target)
     if found is None and isinstance(op.target, OpOverload):
         found = _RULES.get(op.target.name())
-    if found is None and torch.Tag.pointwise in getattr(op.target, "tags", ()) \
-            and torch.Tag.nondeterministic_seeded not in op.target.tags:
+    if (
+        found is None
+        and torch.Tag.pointwise in getattr(op.target, "tags", ())
+        and torch.Tag.nondeterministic_seeded not in op.target.tags
+    ):
         return POINTWISE
     return found
 
@@ -172,8 +190,10 @@ def has_rule(op: Op) -> bool:
 def whole_rule(op: Op) -> Rule:
     """A rule that keeps every dim whole: what an operator without a rule is taken for, when the user asks for it."""
     names = iter(f"d{i}!" for i in range(10_000))
-    sides = [", ".join(" ".join(next(names) for _ in v.shape) or "..." for v in side if v is not None)
-             for side in (op.inputs, op.outputs)]
+    sides = [
+        ", ".join(" ".join(next(names) for _ in v.shape) or "..." for v in side if v is not None)
+        for side in (op.inputs, op.outputs)
+    ]
     return Rule(f"{sides[0]} -> {sides[1]}")
 
 
@@ -197,15 +217,23 @@ def bound_rule(op: Op, described: Rule | None = None, uneven: bool = False) -> B
     described = described or find_rule(op)
     if described is None:
         raise MissingRuleError(
-            f"there is no rule for {op.target}, called on {[v.shape for v in op.inputs]}", **op.where,
+            f"there is no rule for {op.target}, called on {[v.shape for v in op.inputs]}",
+            **op.where,
             legal=f'sw.rule({op.target}, "…") describes it; '
-                  'AutoParallel(..., on_missing_rule="replicate") runs it whole on every device')
+            'AutoParallel(..., on_missing_rule="replicate") runs it whole on every device',
+        )
     text = described.notation if isinstance(described.notation, str) else described.notation(op)
     text, sizes = text if isinstance(text, tuple) else (text, {})
     try:
         pads = described.filling(op) is not None if uneven else None
-        return _bound(text, tuple(v.shape for v in op.inputs), tuple(v.shape for v in op.outputs if v is not None),
-                      tuple(sizes.items()), described.reduction, pads)
+        return _bound(
+            text,
+            tuple(v.shape for v in op.inputs),
+            tuple(v.shape for v in op.outputs if v is not None),
+            tuple(sizes.items()),
+            described.reduction,
+            pads,
+        )
     except RuleError as error:
         raise error.located(**op.where) from None
 
@@ -227,13 +255,13 @@ def local_output_shape(bound: Bound, assignment: Assignment, index: int = 0) -> 
     return layout.local_shape(bound.out_shapes[index])
 
 
-
 # ----------------------------------------------------------------------------------------------------
 # Working an operator out into simpler ones, where the cut it gets needs more than running it on slices.
 #
 # A softmax whose dim is cut is a maximum, a difference, an exponential, a sum and a quotient; each of these has a rule
 # of its own, so that the reductions over ranks, their transposes and their prices follow and are written nowhere else.
 # ----------------------------------------------------------------------------------------------------
+
 
 class _Like(NamedTuple):
     """A tensor but for its elements."""
@@ -250,8 +278,9 @@ def _results(target: Any, spec: Any, leaves: tuple, kinds: tuple[type, ...]) -> 
         leaves: the flattened arguments, tensors as `_Like`s.
         kinds: their types: 1, 1.0 and True are equal, but not to an operator.
     """
-    args, kwargs = pytree.tree_unflatten([torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, _Like)
-                                          else x for x in leaves], spec)
+    args, kwargs = pytree.tree_unflatten(
+        [torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, _Like) else x for x in leaves], spec
+    )
     result = target(*args, **kwargs)
     return tuple(_Like(tuple(r.shape), r.dtype) for r in (result if isinstance(result, (tuple, list)) else (result,)))
 
@@ -268,22 +297,35 @@ class Builder:
         """Record ``target(*args, **kwargs)``; returns its output value, or a tuple of them."""
         inputs = values_in((args, kwargs))
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        results = _results(target, spec, tuple(_Like(leaf.shape, leaf.dtype) if isinstance(leaf, Value) else leaf
-                                               for leaf in leaves), tuple(map(type, leaves)))
+        results = _results(
+            target,
+            spec,
+            tuple(_Like(leaf.shape, leaf.dtype) if isinstance(leaf, Value) else leaf for leaf in leaves),
+            tuple(map(type, leaves)),
+        )
         name = f"{self.op.name}.{len(self.steps)}"
         needs_grad = any(v.requires_grad for v in inputs) and target is not torch.ops.aten.detach.default
         outputs = tuple(
-            Value(name if len(results) == 1 else f"{name}.{i}", r.shape, r.dtype,
-                  needs_grad and (r.dtype.is_floating_point or r.dtype.is_complex))
-            for i, r in enumerate(results))
+            Value(
+                name if len(results) == 1 else f"{name}.{i}",
+                r.shape,
+                r.dtype,
+                needs_grad and (r.dtype.is_floating_point or r.dtype.is_complex),
+            )
+            for i, r in enumerate(results)
+        )
         op = Op(name, target, args, kwargs, inputs, outputs, self.op.module, self.op.source, origin=self.op.name)
         described = find_rule(op)
         bound = bound_rule(op, described, self.uneven)
-        assignment = bound.follow({i: self.layouts[v.name] for i, v in enumerate(inputs)},
-                                  devices=next(iter(self.layouts.values())).devices)
+        assignment = bound.follow(
+            {i: self.layouts[v.name] for i, v in enumerate(inputs)}, devices=next(iter(self.layouts.values())).devices
+        )
         if assignment is None:
-            raise StrategyError(f"cannot be worked out under this cut: {op.kind} cannot follow "
-                                f"{[str(self.layouts[v.name]) for v in inputs]}", **self.op.where)
+            raise StrategyError(
+                f"cannot be worked out under this cut: {op.kind} cannot follow "
+                f"{[str(self.layouts[v.name]) for v in inputs]}",
+                **self.op.where,
+            )
         for i, value in enumerate(outputs):
             layout = bound.output_layout(i, assignment)
             assert layout is not None
@@ -301,8 +343,9 @@ class Builder:
         return value if value.dtype == dtype else self.call(torch.ops.aten.to.dtype, value, dtype)
 
 
-def expand(op: Op, described: Rule, bound: Bound, assignment: Assignment
-           ) -> tuple[list[tuple[Op, Rule, Bound, Assignment]], dict[str, Value]]:
+def expand(
+    op: Op, described: Rule, bound: Bound, assignment: Assignment
+) -> tuple[list[tuple[Op, Rule, Bound, Assignment]], dict[str, Value]]:
     """An operator as it will run: itself, or the operators that do its work under this assignment.
 
     Returns:
@@ -316,17 +359,23 @@ def expand(op: Op, described: Rule, bound: Bound, assignment: Assignment
         layout = bound.input_layout(i, assignment)
         assert layout is not None
         if layouts.setdefault(value.name, layout) != layout:
-            raise StrategyError(f"takes {value} twice, cut as {layouts[value.name]} and as {layout}, and cannot be "
-                                "worked out so", **op.where, legal=f"one layout for {value}, or a clone of it")
+            raise StrategyError(
+                f"takes {value} twice, cut as {layouts[value.name]} and as {layout}, and cannot be worked out so",
+                **op.where,
+                legal=f"one layout for {value}, or a clone of it",
+            )
     builder = Builder(op, layouts, bound.uneven)
     try:
         results = worked_out(builder)
     except (ShardwrightError, RuntimeError) as error:
         if bound.divides(assignment):
             raise
-        raise StrategyError(f"cannot be worked out on dims that their cuts do not divide: {error}",
-                            strategy=bound.in_strategy(assignment), **op.where,
-                            legal=f"cuts that divide, such as {bound.dividing(assignment)}") from None
+        raise StrategyError(
+            f"cannot be worked out on dims that their cuts do not divide: {error}",
+            strategy=bound.in_strategy(assignment),
+            **op.where,
+            legal=f"cuts that divide, such as {bound.dividing(assignment)}",
+        ) from None
     results = results if isinstance(results, (tuple, list)) else (results,)
     renamed = {old.name: new for old, new in zip((v for v in op.outputs if v is not None), results, strict=True)}
     return builder.steps, renamed

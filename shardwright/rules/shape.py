@@ -49,7 +49,7 @@ def _one_dim(op: Op) -> tuple[list[str], int]:
 
 def _select(op: Op) -> str:
     names, at = _one_dim(op)
-    out = operand(names[:at] + names[at + 1:])
+    out = operand(names[:at] + names[at + 1 :])
     names[at] += "!"
     return f"{operand(names)} -> {', '.join([out] * len(op.outputs))}"
 
@@ -74,7 +74,7 @@ def _parted(op: Op) -> str:
     names, at = _one_dim(op)
     if "dim" not in op.argument_names:  # hsplit, vsplit, dsplit
         at = {"v": 0, "h": min(1, len(names) - 1), "d": 2}[op.kind[0]]
-    outs = [operand([*names[:at], f"part{i}!", *names[at + 1:]]) for i in range(len(op.outputs))]
+    outs = [operand([*names[:at], f"part{i}!", *names[at + 1 :]]) for i in range(len(op.outputs))]
     names[at] += "!"
     return f"{operand(names)} -> {', '.join(outs)}"
 
@@ -89,34 +89,79 @@ def _diagonal(op: Op) -> str:
 def _unfold(op: Op) -> str:
     names = named(len(op.inputs[0].shape))
     at = normal(op.argument("dimension"), len(names))
-    out = operand([*names[:at], "windows!", *names[at + 1:], "window!"])
+    out = operand([*names[:at], "windows!", *names[at + 1 :], "window!"])
     names[at] += "!"
     return f"{operand(names)} -> {out}"
 
 
 _RESHAPED = Rule(_reshape, linear=True, view=True, localize=_local_reshape)
 
-register((aten.view.default, aten.reshape.default, *operators("_unsafe_view.default", "_reshape_alias.default"),
-          aten.view_copy.default, aten.flatten.using_ints, aten.unflatten.int, aten.ravel.default,
-          aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default,
-          aten.atleast_1d.default, aten.atleast_2d.default, aten.atleast_3d.default), _RESHAPED)
+register(
+    (
+        aten.view.default,
+        aten.reshape.default,
+        *operators("_unsafe_view.default", "_reshape_alias.default"),
+        aten.view_copy.default,
+        aten.flatten.using_ints,
+        aten.unflatten.int,
+        aten.ravel.default,
+        aten.squeeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.unsqueeze.default,
+        aten.atleast_1d.default,
+        aten.atleast_2d.default,
+        aten.atleast_3d.default,
+    ),
+    _RESHAPED,
+)
 register((aten.view_as.default, aten.reshape_as.default), Rule(_reshape, localize=_local_reshape))
-register((aten.expand.default, aten.broadcast_to.default),
-         Rule(POINTWISE.notation, linear=True, view=True, localize=_local_expand))
+register(
+    (aten.expand.default, aten.broadcast_to.default),
+    Rule(POINTWISE.notation, linear=True, view=True, localize=_local_expand),
+)
 register((aten.expand_as.default, aten.broadcast_tensors.default), POINTWISE)
-register((aten.transpose.int, aten.permute.default, aten.t.default, aten.numpy_T.default, aten.mT.default,
-          aten.mH.default, aten.matrix_H.default, aten.adjoint.default, aten.movedim.int, aten.movedim.intlist,
-          aten.moveaxis.int, aten.moveaxis.intlist, aten.swapaxes.default, aten.swapdims.default),
-         Rule(_permuted, linear=True, view=True))
+register(
+    (
+        aten.transpose.int,
+        aten.permute.default,
+        aten.t.default,
+        aten.numpy_T.default,
+        aten.mT.default,
+        aten.mH.default,
+        aten.matrix_H.default,
+        aten.adjoint.default,
+        aten.movedim.int,
+        aten.movedim.intlist,
+        aten.moveaxis.int,
+        aten.moveaxis.intlist,
+        aten.swapaxes.default,
+        aten.swapdims.default,
+    ),
+    Rule(_permuted, linear=True, view=True),
+)
 register((aten.select.int,), Rule(_select, linear=True, view=True))
 register((aten.slice.Tensor, aten.narrow.default), Rule(_slice, linear=True, view=True, localize=_local_slice))
-register((aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default, aten.chunk.default,
-          aten.tensor_split.sections, aten.tensor_split.indices, aten.hsplit.int, aten.hsplit.array, aten.vsplit.int,
-          aten.vsplit.array, aten.dsplit.int, aten.dsplit.array), Rule(_parted, view=True))
+register(
+    (
+        aten.split.Tensor,
+        aten.split.sizes,
+        aten.split_with_sizes.default,
+        aten.chunk.default,
+        aten.tensor_split.sections,
+        aten.tensor_split.indices,
+        aten.hsplit.int,
+        aten.hsplit.array,
+        aten.vsplit.int,
+        aten.vsplit.array,
+        aten.dsplit.int,
+        aten.dsplit.array,
+    ),
+    Rule(_parted, view=True),
+)
 register((aten.unbind.int,), Rule(_select, view=True))
 register((aten.diagonal.default,), Rule(_diagonal, linear=True, view=True))
 register((aten.unfold.default,), Rule(_unfold, linear=True, view=True))
-
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -125,12 +170,13 @@ register((aten.unfold.default,), Rule(_unfold, linear=True, view=True))
 # The dim along which they move stays whole; a repetition is a factor of its own beside the dim that it repeats.
 # ----------------------------------------------------------------------------------------------------
 
+
 def _joined(op: Op, at: int) -> str:
     names = named(len(op.outputs[0].shape))
     texts = []
     for i, value in enumerate(op.inputs):
         empty = value.shape == (0,) and len(names) > 1  # torch lets such a tensor stand beside any other
-        texts.append("empty!" if empty else operand([*names[:at], f"part{i}!", *names[at + 1:]]))
+        texts.append("empty!" if empty else operand([*names[:at], f"part{i}!", *names[at + 1 :]]))
     names[at] = "joined!"
     return f"{', '.join(texts)} -> {operand(names)}"
 
@@ -147,7 +193,7 @@ def _hstack(op: Op) -> str:
 
 def _stacked(op: Op, at: int) -> str:
     names = named(len(op.outputs[0].shape))
-    texts = [operand(names[:at] + names[at + 1:])] * len(op.inputs)
+    texts = [operand(names[:at] + names[at + 1 :])] * len(op.inputs)
     names[at] = "stacked!"
     return f"{', '.join(texts)} -> {operand(names)}"
 
@@ -220,7 +266,7 @@ def _repeat(op: Op) -> tuple[str, dict[str, int]]:
         before.append("1" if size == 1 else f"d{i}")
         after.append(f"r{i}" if size == 1 else f"(r{i} d{i})")
         sizes |= {f"r{i}": times, f"d{i}": size}
-    return f"{operand(before[rank - len(op.inputs[0].shape):])} -> {operand(after)}", sizes
+    return f"{operand(before[rank - len(op.inputs[0].shape) :])} -> {operand(after)}", sizes
 
 
 def _local_repeat(op: Op, bound: Bound, assignment: Assignment) -> Local:

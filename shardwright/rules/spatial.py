@@ -29,8 +29,8 @@ __all__ = ["Texts", "per_dim", "spatial", "windowed", "windows_of"]
 #     window o of a dim has the elements  o·stride - padding + dilation·(0 … kernel-1)
 #
 # A dim falls into stretches of `stride` elements, and window o keeps within stretch o, where nothing is padded and
-# dilation·(kernel-1) < stride. If the stretches fill the dim, it is ``(o r!)``: it may be cut between stretches, and each
-# slice is windowed by the same call. Otherwise the dim stays whole.
+# dilation·(kernel-1) < stride. If the stretches fill the dim, it is ``(o r!)``: it may be cut between stretches, and
+# each slice is windowed by the same call. Otherwise the dim stays whole.
 # ----------------------------------------------------------------------------------------------------
 
 #: The texts of the dims that windows lie on, of the dims that count windows, and the sizes of their factors.
@@ -97,9 +97,12 @@ def _text(op: Op) -> tuple[str, dict[str, int]]:
     inward, outward = compound([*group, "ci"]), compound([*group, "co"])
     filters = [inward, "co"] if is_transposed else [outward, "ci"]
     batch = ["n"] * (len(x) - count - 1)
-    texts = operands(op, input=operand([*batch, inward, *before]),
-                     weight=operand([*filters, *(f"{k}!" for k in named(count, "k"))]),
-                     bias=compound([*group, "co?"]))
+    texts = operands(
+        op,
+        input=operand([*batch, inward, *before]),
+        weight=operand([*filters, *(f"{k}!" for k in named(count, "k"))]),
+        bias=compound([*group, "co?"]),
+    )
     channels = {"g": groups, "ci": x[-count - 1] // groups, "co": out[-count - 1] // groups}
     return f"{texts} -> {operand([*batch, outward, *after])}", channels | sizes
 
@@ -115,15 +118,26 @@ def _bias_after(op: Op, bound: Bound, assignment: Assignment) -> Expansion | Non
         return None
     args, kwargs = op.with_arguments(bias=None)
     beside = [*bias.shape, *(1 for _ in op.argument("weight").shape[2:])]
-    return lambda b: b.call(aten.add.Tensor, b.call(op.target, *args, **kwargs),
-                            b.call(aten.view.default, bias, beside))
+    return lambda b: b.call(
+        aten.add.Tensor, b.call(op.target, *args, **kwargs), b.call(aten.view.default, bias, beside)
+    )
 
 
-register((aten.conv1d.default, aten.conv1d.padding, aten.conv2d.default, aten.conv2d.padding, aten.conv3d.default,
-          aten.conv3d.padding, aten.conv_transpose1d.default, aten.conv_transpose2d.input,
-          aten.conv_transpose3d.input, aten.convolution.default),
-         Rule(_text, localize=_local, expand=_bias_after, neutral=0))
-
+register(
+    (
+        aten.conv1d.default,
+        aten.conv1d.padding,
+        aten.conv2d.default,
+        aten.conv2d.padding,
+        aten.conv3d.default,
+        aten.conv3d.padding,
+        aten.conv_transpose1d.default,
+        aten.conv_transpose2d.input,
+        aten.conv_transpose3d.input,
+        aten.convolution.default,
+    ),
+    Rule(_text, localize=_local, expand=_bias_after, neutral=0),
+)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -131,13 +145,16 @@ register((aten.conv1d.default, aten.conv1d.padding, aten.conv2d.default, aten.co
 # overlaps, so that open sums pass.
 # ----------------------------------------------------------------------------------------------------
 
+
 def _patches(op: Op) -> tuple[str, str, dict[str, int]]:
     """The texts of an image and of its patches ``n (c kernel) windows``, and the sizes of their factors."""
     is_image_made = op.kind == "col2im"
     image = (op.outputs if is_image_made else op.inputs)[0].shape
     kernel = op.argument("kernel_size")
-    counts = [(size + 2 * padding - extent) // stride + 1
-              for size, (stride, padding, extent) in zip(image[-2:], windows_of(op, kernel))]
+    counts = [
+        (size + 2 * padding - extent) // stride + 1
+        for size, (stride, padding, extent) in zip(image[-2:], windows_of(op, kernel))
+    ]
     planes, windows, sizes = windowed(op, image[-2:], counts, kernel)
     batch = ["n"] * (len(image) - 3)
     elements = compound(["c", *(f"{k}!" for k in named(2, "k"))])
@@ -182,7 +199,6 @@ register((aten.pixel_shuffle.default, aten.pixel_unshuffle.default), Rule(_shuff
 register((aten.channel_shuffle.default,), Rule(_channels, linear=True))
 
 
-
 # ----------------------------------------------------------------------------------------------------
 # Pooling. Batch and channels may be cut, spatial dims as `window` says.
 #
@@ -191,9 +207,10 @@ register((aten.channel_shuffle.default,), Rule(_channels, linear=True))
 # between stretches. Where indices come out, which count in the whole plane, spatial dims stay whole.
 # ----------------------------------------------------------------------------------------------------
 
+
 def _lead(op: Op) -> list[str]:
     """Names of the dims in front of the spatial ones."""
-    return ["n", "c"][2 - (len(op.inputs[0].shape) - spatial(op)):]
+    return ["n", "c"][2 - (len(op.inputs[0].shape) - spatial(op)) :]
 
 
 def _planes(op: Op) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -242,7 +259,7 @@ def _mean_text(op: Op) -> tuple[str, dict[str, int]]:
 
 
 def _local_adaptive(op: Op, bound: Bound, assignment: Assignment) -> Local:
-    plane = list(local_output_shape(bound, assignment)[-spatial(op):])
+    plane = list(local_output_shape(bound, assignment)[-spatial(op) :])
     return Local(op.target, (op.inputs[0], plane), {})
 
 
@@ -265,36 +282,56 @@ def _expand_mean(op: Op, bound: Bound, assignment: Assignment) -> Expansion | No
         strides = [stride for stride, _, _ in windows_of(op, kernel)]
         left = [[1 if i in covered else size for i, size in enumerate(sizes)] for sizes in (kernel, strides)]
         return b.call(op.target, mean, *left, *map(op.argument, ("padding", "ceil_mode", "count_include_pad")))
+
     return work
 
 
 def _plane_text(op: Op) -> str:
     """Planes stay whole; further inputs and outputs have the same batch and channels."""
     lead = _lead(op)
-    sides = [", ".join(operand([*lead, *whole(named(len(v.shape) - len(lead), f"{letter}{i}_"))])
-                       for i, v in enumerate(side)) for letter, side in (("s", op.inputs), ("o", op.outputs))]
+    sides = [
+        ", ".join(
+            operand([*lead, *whole(named(len(v.shape) - len(lead), f"{letter}{i}_"))]) for i, v in enumerate(side)
+        )
+        for letter, side in (("s", op.inputs), ("o", op.outputs))
+    ]
     return " -> ".join(sides)
 
 
 register((aten.max_pool1d.default, aten.max_pool2d.default, aten.max_pool3d.default), Rule(_maximum_text))
-register((aten.avg_pool1d.default, aten.avg_pool2d.default, aten.avg_pool3d.default),
-         Rule(_mean_text, linear=True, expand=_expand_mean))
-register((aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default, aten.adaptive_avg_pool3d.default),
-         Rule(_mean_text, linear=True, localize=_local_adaptive, expand=_expand_mean))
-register((aten.max_pool1d_with_indices.default, aten.max_pool2d_with_indices.default,
-          aten.max_pool3d_with_indices.default, aten.adaptive_max_pool1d.default, aten.adaptive_max_pool2d.default,
-          aten.adaptive_max_pool3d.default, aten.fractional_max_pool2d.default, aten.fractional_max_pool3d.default,
-          aten.max_unpool2d.default, aten.max_unpool3d.default), Rule(_plane_text))
-
+register(
+    (aten.avg_pool1d.default, aten.avg_pool2d.default, aten.avg_pool3d.default),
+    Rule(_mean_text, linear=True, expand=_expand_mean),
+)
+register(
+    (aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default, aten.adaptive_avg_pool3d.default),
+    Rule(_mean_text, linear=True, localize=_local_adaptive, expand=_expand_mean),
+)
+register(
+    (
+        aten.max_pool1d_with_indices.default,
+        aten.max_pool2d_with_indices.default,
+        aten.max_pool3d_with_indices.default,
+        aten.adaptive_max_pool1d.default,
+        aten.adaptive_max_pool2d.default,
+        aten.adaptive_max_pool3d.default,
+        aten.fractional_max_pool2d.default,
+        aten.fractional_max_pool3d.default,
+        aten.max_unpool2d.default,
+        aten.max_unpool3d.default,
+    ),
+    Rule(_plane_text),
+)
 
 
 # ----------------------------------------------------------------------------------------------------
 # Images resampled: interpolation, grids.
 #
 # Interpolation by sizes a·g and b·g takes stretches of a elements to b. Nearest neighbours keep within their stretch
-# (where a/b is a power of two, so that positions are exact), and a dim that keeps its size is left as it is: those may be
-# cut between stretches. Everything else reads its neighbours, and its spatial dims stay whole.
+# (where a/b is a power of two, so that positions are exact), and a dim that keeps its size is left as it is: those may
+# be cut between stretches. Everything else reads its neighbours, and its spatial dims stay whole.
 # ----------------------------------------------------------------------------------------------------
+
 
 def _keeps_apart(op: Op, before: int, after: int, scale: float | None) -> bool:
     """Whether interpolation of `before` to `after` elements reads within the stretches that both have in common."""
@@ -346,11 +383,30 @@ def _local_grid(op: Op, bound: Bound, assignment: Assignment) -> Local:
     return Local(op.target, (op.inputs[0], size, op.argument("align_corners")), {})
 
 
-register((aten.upsample_nearest1d.vec, aten.upsample_nearest2d.vec, aten.upsample_nearest3d.vec,
-          aten.upsample_linear1d.vec, aten.upsample_bilinear2d.vec, aten.upsample_trilinear3d.vec,
-          aten.upsample_bicubic2d.vec,
-          *operators(*(f"_upsample_{way}.vec" for way in ("nearest_exact1d", "nearest_exact2d", "nearest_exact3d",
-                                                          "bilinear2d_aa", "bicubic2d_aa", "lanczos2d_aa")))),
-         Rule(_interpolated, linear=True, localize=_local_interpolated))
+register(
+    (
+        aten.upsample_nearest1d.vec,
+        aten.upsample_nearest2d.vec,
+        aten.upsample_nearest3d.vec,
+        aten.upsample_linear1d.vec,
+        aten.upsample_bilinear2d.vec,
+        aten.upsample_trilinear3d.vec,
+        aten.upsample_bicubic2d.vec,
+        *operators(
+            *(
+                f"_upsample_{way}.vec"
+                for way in (
+                    "nearest_exact1d",
+                    "nearest_exact2d",
+                    "nearest_exact3d",
+                    "bilinear2d_aa",
+                    "bicubic2d_aa",
+                    "lanczos2d_aa",
+                )
+            )
+        ),
+    ),
+    Rule(_interpolated, linear=True, localize=_local_interpolated),
+)
 register((aten.grid_sampler.default,), Rule(_sampled))
 register((aten.affine_grid_generator.default,), Rule(_grid, linear=True, localize=_local_grid))

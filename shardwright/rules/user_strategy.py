@@ -13,6 +13,7 @@ from .notation import Assignment, Bound
 
 __all__ = ["assignment_of", "output_layouts_of"]
 
+
 def _nearest(bound: Bound, strategy: Sequence[Any], devices: int) -> str:
     """A legal tuple strategy close to the one asked for: its cuts, made to divide and to agree, the last ones reduced
     until they fit the devices. The cuts of one tensor by themselves are taken for the first input's."""
@@ -58,6 +59,7 @@ def assignment_of(bound: Bound, strategy: Any, devices: int) -> Assignment:
             may not be split, or need more devices than there are.
         LayoutError: a Layout of another device count.
     """
+
     def wrong(message: str, legal: str | None = "nearest") -> StrategyError:
         if legal == "nearest":
             entries = strategy if isinstance(strategy, (tuple, list)) else (strategy,)
@@ -65,7 +67,11 @@ def assignment_of(bound: Bound, strategy: Any, devices: int) -> Assignment:
         return StrategyError(message, strategy=strategy, legal=legal)
 
     if isinstance(strategy, Assignment):
-        if strategy.devices != devices or len(strategy.digits) != len(bound.factors) or not bound.is_consistent(strategy):
+        if (
+            strategy.devices != devices
+            or len(strategy.digits) != len(bound.factors)
+            or not bound.is_consistent(strategy)
+        ):
             raise wrong(f"{strategy} does not fit an operator of shapes {list(bound.in_shapes)} on {devices} devices")
         return strategy
     if not isinstance(strategy, (tuple, list)):
@@ -75,17 +81,20 @@ def assignment_of(bound: Bound, strategy: Any, devices: int) -> Assignment:
     if given > needed or not missing <= bound.notation.optional:
         raise wrong(f"{given} entries for an operator with {needed} tensor inputs of shapes {list(bound.in_shapes)}")
 
-    cuts: dict[int, tuple[int, int]] = {}          # factor -> (cut, the input that said so)
-    known: dict[int, tuple[Digits, int]] = {}      # factor -> (digits, the input that said so), from Layouts
+    cuts: dict[int, tuple[int, int]] = {}  # factor -> (cut, the input that said so)
+    known: dict[int, tuple[Digits, int]] = {}  # factor -> (digits, the input that said so), from Layouts
     for i, entry in enumerate(strategy):
         if i in missing:
             continue
         shape, dims = bound.in_shapes[i], bound.inputs[i]
         if isinstance(entry, Layout):
             if entry.devices != devices:
-                raise LayoutError(f"the Layout of input {i} has a device matrix of {entry.devices} devices "
-                                  f"{entry.device_matrix or ''}, there are {devices}", strategy=strategy,
-                                  legal=f"a device matrix whose product is {devices}")
+                raise LayoutError(
+                    f"the Layout of input {i} has a device matrix of {entry.devices} devices "
+                    f"{entry.device_matrix or ''}, there are {devices}",
+                    strategy=strategy,
+                    legal=f"a device matrix whose product is {devices}",
+                )
             if entry.dims is None:
                 raise wrong(f"the Layout of input {i} names no dims", legal="layout('dp', 'None')")
             per_dim: Sequence[Any] = entry.cuts
@@ -99,8 +108,10 @@ def assignment_of(bound: Bound, strategy: Any, devices: int) -> Assignment:
             if not isinstance(cut, int) or isinstance(cut, bool) or cut < 1:
                 raise wrong(f"input {i}, dim {d}: a cut must be a whole number of at least 1, not {cut!r}")
             if size % cut and not (len(dim) == 1 and bound.factors[dim[0]].pads):
-                raise wrong(f"input {i}, dim {d} has size {size}, which does not divide by {cut}"
-                            + (", and this operator does not leave padding out" if bound.uneven else ""))
+                raise wrong(
+                    f"input {i}, dim {d} has size {size}, which does not divide by {cut}"
+                    + (", and this operator does not leave padding out" if bound.uneven else "")
+                )
             if cut == 1 and not isinstance(entry, Layout):
                 shares = {f: 1 for f in dim}
             else:
@@ -113,8 +124,10 @@ def assignment_of(bound: Bound, strategy: Any, devices: int) -> Assignment:
                     raise wrong(f"input {i}, dim {d} (size {size}) may not be split by this operator, asked for {cut}")
                 before, who = cuts.setdefault(factor, (share, i))
                 if before != share:
-                    raise wrong(f"input {who} splits the shared factor {f.name!r} (size {f.size}) {before} ways, "
-                                f"input {i} splits it {share} ways")
+                    raise wrong(
+                        f"input {who} splits the shared factor {f.name!r} (size {f.size}) {before} ways, "
+                        f"input {i} splits it {share} ways"
+                    )
             if isinstance(entry, Layout):
                 spread = bound.spread(dim, entry.dims[d])
                 if spread is None:
@@ -123,18 +136,22 @@ def assignment_of(bound: Bound, strategy: Any, devices: int) -> Assignment:
                     digits = spread.get(factor, ())
                     before_digits, who = known.setdefault(factor, (digits, i))
                     if before_digits != digits:
-                        raise wrong(f"inputs {who} and {i} split the shared factor {bound.factors[factor].name!r} "
-                                    f"over different devices: digits {before_digits} and {digits}",
-                                    legal="the same axes in the same order on both")
+                        raise wrong(
+                            f"inputs {who} and {i} split the shared factor {bound.factors[factor].name!r} "
+                            f"over different devices: digits {before_digits} and {digits}",
+                            legal="the same axes in the same order on both",
+                        )
     try:
         assignment = _place(bound, {f: c for f, (c, _) in cuts.items()}, {f: d for f, (d, _) in known.items()}, devices)
     except LayoutError as error:
         raise wrong(error.message) from None
     for (f, (_, i)), (g, (_, j)) in combinations(known.items(), 2):
         if not beside(devices, assignment.digits[f] + assignment.digits[g]):
-            raise wrong(f"the factors {bound.factors[f].name!r} (input {i}) and {bound.factors[g].name!r} (input {j}) "
-                        f"are split over the same devices: digits {assignment.digits[f]} and {assignment.digits[g]}",
-                        legal="an axis for each of them")
+            raise wrong(
+                f"the factors {bound.factors[f].name!r} (input {i}) and {bound.factors[g].name!r} (input {j}) "
+                f"are split over the same devices: digits {assignment.digits[f]} and {assignment.digits[g]}",
+                legal="an axis for each of them",
+            )
     for i in range(needed):
         if bound.input_layout(i, assignment) is None:
             raise wrong(f"input {i} of shape {bound.in_shapes[i]} would be cut in the minor part of a dim only")
@@ -176,8 +193,9 @@ def _place(bound: Bound, cuts: dict[int, int], known: dict[int, Digits], devices
         free = complement(devices, tuple(d for ds in digits.values() for d in ds))
         digits[i] = _taken(free, cuts[i])
         if digits_size(digits[i]) != cuts[i]:
-            raise LayoutError(f"no axis is left that cuts the factor {bound.factors[i].name!r} {cuts[i]} ways; "
-                              f"free: {list(free)}")
+            raise LayoutError(
+                f"no axis is left that cuts the factor {bound.factors[i].name!r} {cuts[i]} ways; free: {list(free)}"
+            )
     return bound.cut_by(devices, digits)
 
 
@@ -203,21 +221,35 @@ def output_layouts_of(bound: Bound, strategy: Any, devices: int) -> tuple[Layout
     Raises:
         StrategyError, LayoutError: as `assignment_of`.
     """
-    simple = repr(tuple(tuple(math.gcd(devices, size) if d == 0 else 1 for d, size in enumerate(shape))
-                        for shape in bound.out_shapes))
+    simple = repr(
+        tuple(
+            tuple(math.gcd(devices, size) if d == 0 else 1 for d, size in enumerate(shape))
+            for shape in bound.out_shapes
+        )
+    )
     if not isinstance(strategy, (tuple, list)) or len(strategy) != len(bound.outputs):
-        raise StrategyError(f"an out_strategy is a tuple with one entry per output, here {len(bound.outputs)} of shapes "
-                            f"{list(bound.out_shapes)}", strategy=strategy, legal=simple)
+        raise StrategyError(
+            f"an out_strategy is a tuple with one entry per output, here {len(bound.outputs)} of shapes "
+            f"{list(bound.out_shapes)}",
+            strategy=strategy,
+            legal=simple,
+        )
     out = []
     for i, (entry, shape) in enumerate(zip(strategy, bound.out_shapes)):
         if isinstance(entry, Layout):
             if entry.devices != devices:
-                raise LayoutError(f"the Layout of output {i} must lay out {len(shape)} dims on {devices} devices, its "
-                                  f"device matrix is of {entry.devices}", strategy=strategy,
-                                  legal=f"a device matrix whose product is {devices}")
+                raise LayoutError(
+                    f"the Layout of output {i} must lay out {len(shape)} dims on {devices} devices, its "
+                    f"device matrix is of {entry.devices}",
+                    strategy=strategy,
+                    legal=f"a device matrix whose product is {devices}",
+                )
             if entry.dims is None:
-                raise LayoutError(f"the Layout of output {i} must lay out {len(shape)} dims on {devices} devices, it "
-                                  "names none", strategy=strategy, legal="layout('dp', 'None')")
+                raise LayoutError(
+                    f"the Layout of output {i} must lay out {len(shape)} dims on {devices} devices, it names none",
+                    strategy=strategy,
+                    legal="layout('dp', 'None')",
+                )
             layout = entry
         elif isinstance(entry, (tuple, list)):
             try:
@@ -227,8 +259,11 @@ def output_layouts_of(bound: Bound, strategy: Any, devices: int) -> tuple[Layout
         else:
             raise StrategyError(f"the entry of output {i} is {entry!r}", strategy=strategy, legal=simple)
         if len(layout.dims) != len(shape):
-            raise StrategyError(f"output {i} has shape {shape}, {len(shape)} dims; its entry has {len(layout.dims)}",
-                                strategy=strategy, legal=simple)
+            raise StrategyError(
+                f"output {i} has shape {shape}, {len(shape)} dims; its entry has {len(layout.dims)}",
+                strategy=strategy,
+                legal=simple,
+            )
         try:
             layout.local_shape(layout.padded(shape) if bound.uneven else shape)
         except LayoutError as error:

@@ -1,7 +1,9 @@
 """hybrid_parallel at the border: parameters and results that are each rank's own.
 
-A program has them stacked, a rank's along a first dim of size 1; users do not. Where all devices are in one process what
-the ranks return is put together: fed by parts, along the batch, and numbers as their mean; fed whole, all return the same.
+A program has them stacked, a rank's along a first dim of size 1; users do not. Where all devices are in one process
+what
+the ranks return is put together: fed by parts, along the batch, and numbers as their mean; fed whole, all return the
+    same.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from .parameter_hooks import call_after, called_before
 
 __all__ = ["handings", "kept_apart", "leaf_of_slice", "put_back", "with_rank_dim"]
 
+
 def leaf_of_slice(parameter: nn.Parameter) -> Tensor:
     """A leaf on the storage of a rank's own slice, with the dim of the ranks; its gradient comes to the parameter."""
     leaf = parameter.detach().unsqueeze(0)
@@ -33,6 +36,7 @@ def leaf_of_slice(parameter: nn.Parameter) -> Tensor:
         else:
             parameter.grad.add_(gradient)
         call_after(parameter)
+
     leaf.requires_grad_(True)
     leaf.register_post_accumulate_grad_hook(hand_over)
     return leaf
@@ -69,6 +73,7 @@ def _own(parts: int) -> Callable[[Tensor], Tensor]:
         if parts > 1 and x.requires_grad:
             x.register_hook(lambda gradient: gradient / parts)
         return x
+
     return handed
 
 
@@ -83,16 +88,19 @@ def _mean(x: Tensor) -> Tensor:
 def _same(x: Tensor) -> Tensor:
     detached = x.detach()
     if not torch.allclose(detached, detached[:1].expand_as(x), equal_nan=True):
-        raise SettingError("the ranks are fed the same batch and return different things: in one process there is no telling "
-                           "which of them is meant", legal="sw.ops.all_reduce or all_gather at the end of the model, "
-                                                           'dataset_strategy("data_parallel"), or a process a device')
+        raise SettingError(
+            "the ranks are fed the same batch and return different things: in one process there is no telling "
+            "which of them is meant",
+            legal="sw.ops.all_reduce or all_gather at the end of the model, "
+            'dataset_strategy("data_parallel"), or a process a device',
+        )
     return x.mean(0) if x.is_floating_point() or x.is_complex() else x[0]
-
 
 
 # ----------------------------------------------------------------------------------------------------
 # Inputs that the model changes in place: the caller's tensors are changed as on one device.
 # ----------------------------------------------------------------------------------------------------
+
 
 def kept_apart(tensors: list[Tensor], changed: Sequence[int]) -> list[Tensor]:
     """A call's inputs, copies of those that it changes: what a backward needs of them stays as it was."""
@@ -101,5 +109,5 @@ def kept_apart(tensors: list[Tensor], changed: Sequence[int]) -> list[Tensor]:
 
 def put_back(tensors: list[Tensor], outputs: list[Any], changed: Sequence[int]) -> None:
     """The caller's tensors that the model changed in place get their new elements, which are the last outputs."""
-    for i, value in zip(changed, outputs[len(outputs) - len(changed):]):
+    for i, value in zip(changed, outputs[len(outputs) - len(changed) :]):
         tensors[i].copy_(value)

@@ -88,8 +88,8 @@ class _Record(TorchDispatchMode):
 
 
 class _Construction(TorchFunctionMode):
-    """``torch.tensor([…])`` has values to keep: it stays real. What `torch.nn.init` leaves out for a meta tensor, since it
-    looks at values on the way (``trunc_normal_``, ``orthogonal_``), is written down as one call."""
+    """``torch.tensor([…])`` has values to keep: it stays real. What `torch.nn.init` leaves out for a meta tensor, since
+    it looks at values on the way (``trunc_normal_``, ``orthogonal_``), is written down as one call."""
 
     def __init__(self, tape: _Tape) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class _Construction(TorchFunctionMode):
         if function == _IS_META and result:
             frame = sys._getframe(1)
             if frame.f_code.co_filename == nn.init.__file__:
-                names = frame.f_code.co_varnames[:frame.f_code.co_argcount]
+                names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
                 given = {name: frame.f_locals[name] for name in names}
                 self.tape.note_seed()
                 self.tape.note(getattr(nn.init, frame.f_code.co_name), (), given, args[0])
@@ -129,8 +129,11 @@ def no_init_parameters() -> Iterator[None]:
         for tensor in [] if sub is None else [*sub.parameters(), *sub.buffers()]:
             remember(module, name, tensor)  # a deep copy registers its tensors nowhere
 
-    hooks = (register_module_parameter_registration_hook(remember), register_module_buffer_registration_hook(remember),
-             register_module_module_registration_hook(remember_copies))
+    hooks = (
+        register_module_parameter_registration_hook(remember),
+        register_module_buffer_registration_hook(remember),
+        register_module_module_registration_hook(remember_copies),
+    )
     try:
         with torch.device("meta"), _Construction(tape), _Record(tape):
             yield
@@ -161,8 +164,12 @@ def _storage(tensor: torch.Tensor) -> int:
     return storage_id(tensor.untyped_storage())
 
 
-def materialize(module: nn.Module, keep: Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor | None],
-                device: torch.device | str = "cpu", real: bool = True) -> None:
+def materialize(
+    module: nn.Module,
+    keep: Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor | None],
+    device: torch.device | str = "cpu",
+    real: bool = True,
+) -> None:
     """Give values to the parameters and buffers of `module` that have none.
 
     The tensor objects stay the same, so that an optimizer which holds them goes on holding the right ones.
@@ -183,8 +190,10 @@ def materialize(module: nn.Module, keep: Callable[[str, torch.Tensor, torch.Tens
         if tensor.is_meta:
             tape = getattr(tensor, _TAPE, None)
             if getattr(tensor, _VERSION, version_of(tensor)) != version_of(tensor):
-                raise SettingError(f"{name!r} was written to after `no_init_parameters`, when it had no values yet",
-                                   legal="initialise inside of the block, load values after the first call")
+                raise SettingError(
+                    f"{name!r} was written to after `no_init_parameters`, when it had no values yet",
+                    legal="initialise inside of the block, load values after the first call",
+                )
             if tape is not None:
                 tapes[id(tape)] = tape
             waiting.setdefault(_storage(tensor), []).append((name, tensor))
@@ -195,8 +204,10 @@ def materialize(module: nn.Module, keep: Callable[[str, torch.Tensor, torch.Tens
         _replay(tape, waiting, keep, torch.device(device))
     if waiting:
         names = ", ".join(name for entries in waiting.values() for name, _ in entries)
-        raise SettingError(f"parameters on the meta device that nothing initialises: {names}",
-                           legal="build the model, and convert it, inside `with sw.no_init_parameters():`")
+        raise SettingError(
+            f"parameters on the meta device that nothing initialises: {names}",
+            legal="build the model, and convert it, inside `with sw.no_init_parameters():`",
+        )
     for optimizer in _optimizers() if late else ():
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -204,8 +215,12 @@ def materialize(module: nn.Module, keep: Callable[[str, torch.Tensor, torch.Tens
                     optimizer.state[parameter] = _made_anew(optimizer, group, parameter)
 
 
-def _replay(tape: _Tape, waiting: dict[int, list[tuple[str, torch.Tensor]]],
-            keep: Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor | None], device: torch.device) -> None:
+def _replay(
+    tape: _Tape,
+    waiting: dict[int, list[tuple[str, torch.Tensor]]],
+    keep: Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor | None],
+    device: torch.device,
+) -> None:
     last: dict[int, int] = {}
     for i, (_, args, kwargs, result) in enumerate(tape.calls):
         for x in pytree.tree_leaves((args, kwargs, result)):
@@ -240,8 +255,10 @@ def _put(keep: Callable, name: str, tensor: torch.Tensor, whole: torch.Tensor) -
         if made is not None:
             put_in_place(tensor, made)
     except RuntimeError as error:
-        raise SettingError(f"{name!r} cannot come into being later: {error}",
-                           legal="a module that is built outside of `no_init_parameters`") from None
+        raise SettingError(
+            f"{name!r} cannot come into being later: {error}",
+            legal="a module that is built outside of `no_init_parameters`",
+        ) from None
 
 
 def put_in_place(old: torch.Tensor, new: torch.Tensor) -> None:
@@ -249,7 +266,9 @@ def put_in_place(old: torch.Tensor, new: torch.Tensor) -> None:
     if new is old:
         return
     wrapped = nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
-    vars(wrapped).update((k, v) for k, v in vars(old).items() if k not in (_TAPE, _VERSION))  # what users have noted on it
+    vars(wrapped).update(
+        (k, v) for k, v in vars(old).items() if k not in (_TAPE, _VERSION)
+    )  # what users have noted on it
     torch.utils.swap_tensors(old, wrapped)
     move_gradient_hooks(old, old)  # autograd has them by the memory, the object by itself
 
@@ -264,8 +283,11 @@ def _optimizers() -> list[torch.optim.Optimizer]:
     return [x for x in gc.get_referrers(*kinds) if type(x) in kinds]
 
 
-def substitute(module: nn.Module, successors: dict[int, nn.Parameter],
-               cut: Callable[[int, torch.Tensor], torch.Tensor] | None = None) -> None:
+def substitute(
+    module: nn.Module,
+    successors: dict[int, nn.Parameter],
+    cut: Callable[[int, torch.Tensor], torch.Tensor] | None = None,
+) -> None:
     """Put other parameter objects into the place of a model's own, there and in every optimizer that holds them.
 
     Args:
@@ -291,8 +313,13 @@ def substitute(module: nn.Module, successors: dict[int, nn.Parameter],
             group["params"] = [successors.get(id(p), p) for p in group["params"]]
 
 
-def _cut_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], old: torch.Tensor, new: nn.Parameter,
-               cut: Callable[[int, torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+def _cut_state(
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    old: torch.Tensor,
+    new: nn.Parameter,
+    cut: Callable[[int, torch.Tensor], torch.Tensor],
+) -> dict[str, Any]:
     """What an optimizer has noted for a parameter, cut as that is."""
     state = optimizer.state[old]
     if _is_unmade(state):
@@ -301,9 +328,11 @@ def _cut_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], old: tor
     for key, x in state.items():
         if isinstance(x, torch.Tensor) and x.dim():
             if x.shape != old.shape:
-                raise SettingError(f"{type(optimizer).__name__} has noted {key!r} of shape {tuple(x.shape)} for a "
-                                   f"parameter of shape {tuple(old.shape)}, which is cut now",
-                                   legal="an optimizer that is built, or loaded, after the first call")
+                raise SettingError(
+                    f"{type(optimizer).__name__} has noted {key!r} of shape {tuple(x.shape)} for a "
+                    f"parameter of shape {tuple(old.shape)}, which is cut now",
+                    legal="an optimizer that is built, or loaded, after the first call",
+                )
             out[key] = cut(id(old), x)
     return out
 

@@ -1,6 +1,7 @@
 """From a plan to the local program: an ordinary `torch.fx.Graph` of local operators and conversions.
 
-The same for all ranks: what depends on the rank (which slice, which group) stands in the conversions, and a runtime puts
+The same for all ranks: what depends on the rank (which slice, which group) stands in the conversions, and a runtime
+    puts
 it in. Both runtimes execute this program; nothing dispatches on tensor subclasses while it runs.
 
     placeholders:  parameters, buffers, constants, the seed if there is one, inputs (a rank's slices)
@@ -21,6 +22,7 @@ from ..sharded_plan import Plan
 from ..torch_private import schema_of
 
 __all__ = ["Lowered", "cast", "extreme", "lower", "move", "sum_of_gradient"]
+
 
 def move(x: torch.Tensor) -> torch.Tensor:
     """A conversion; a runtime replaces it by what it does on its ranks. The node's meta says which."""
@@ -81,13 +83,14 @@ def lower(plan: Plan) -> Lowered:
             _finish(env, node, instruction, instruction.target)
     results = [env[o.name] for o in routed.outputs if isinstance(o, PlacedValue)]
     graph.output(tuple(results + [env[i.name] for i in routed.updates.values()]))
-    return Lowered(graph, plan, tuple(routed.parameters), tuple(routed.buffers), tuple(routed.constants),
-                   tuple(routed.updates))
+    return Lowered(
+        graph, plan, tuple(routed.parameters), tuple(routed.buffers), tuple(routed.constants), tuple(routed.updates)
+    )
 
 
 def sum_of_gradient(placeholder: torch.fx.Node) -> torch.fx.Node | None:
-    """The one use of a parameter or input, if all it does is to sum the gradient over ranks: a runtime takes that sum when
-    the gradient is complete, and otherwise passes it by."""
+    """The one use of a parameter or input, if all it does is to sum the gradient over ranks: a runtime takes that sum
+    when the gradient is complete, and otherwise passes it by."""
     if len(placeholder.users) != 1:
         return None
     user = next(iter(placeholder.users))
@@ -116,14 +119,17 @@ def _identifier(name: str, taken: set[str]) -> str:
     return candidate
 
 
-def _finish(env: dict[str, torch.fx.Node], node: torch.fx.Node, instruction: Redistribute | GlobalExtreme, target: PlacedValue) -> None:
+def _finish(
+    env: dict[str, torch.fx.Node], node: torch.fx.Node, instruction: Redistribute | GlobalExtreme, target: PlacedValue
+) -> None:
     node.meta["instruction"], node.meta["instance"] = instruction, target
     env[target.name] = node
 
 
 def _compute(graph: torch.fx.Graph, env: dict[str, torch.fx.Node], instruction: LocalOp) -> None:
-    args, kwargs = map_leaves(lambda leaf: env[leaf.name] if isinstance(leaf, Ref) else leaf,
-                              (instruction.args, instruction.kwargs))
+    args, kwargs = map_leaves(
+        lambda leaf: env[leaf.name] if isinstance(leaf, Ref) else leaf, (instruction.args, instruction.kwargs)
+    )
     node = graph.call_function(instruction.target, args, kwargs)
     node.meta["instruction"] = instruction
     if _returns_one(instruction):

@@ -1,8 +1,8 @@
 """What would go wrong silently in an optimizer's step, seen before it.
 
 An optimizer that holds other parameter objects than the model finds no gradients there and does nothing; one that steps
-while gradients are not summed would take each rank elsewhere; one that steps while its state is copied for a checkpoint would
-mix two steps in it, and waits.
+while gradients are not summed would take each rank elsewhere; one that steps while its state is copied for a checkpoint
+would mix two steps in it, and waits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,16 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..errors import SettingError
 
-__all__ = ["before_next_step", "close_to_steps", "not_summed", "open_to_steps", "replace_noted", "says_when_it_steps", "set_empty_aside", "watch_steps"]
+__all__ = [
+    "before_next_step",
+    "close_to_steps",
+    "not_summed",
+    "open_to_steps",
+    "replace_noted",
+    "says_when_it_steps",
+    "set_empty_aside",
+    "watch_steps",
+]
 
 _REPLACED, _CLOSED = "_shardwright_replaced", "_shardwright_closed"
 
@@ -40,32 +49,36 @@ def open_to_steps(parameter: torch.Tensor) -> None:
 
 
 def watch_steps(net: nn.Module) -> None:
-    """See, before each step of any optimizer, that it is not one of a copy of `net`, nor of parameters that `net` no longer
-    has. Until `net` is gone."""
+    """See, before each step of any optimizer, that it is not one of a copy of `net`, nor of parameters that `net` no
+    longer has. Until `net` is gone."""
     _STEPS.look_at(net)
 
 
 def set_empty_aside(net: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-    """Let optimizers pass by parameters that are empty on this rank, in each step: of a pipeline's other stages there are
-    many, and each would take as long as one that is there. Their gradients are back after it. Until `net` is gone."""
+    """Let optimizers pass by parameters that are empty on this rank, in each step: of a pipeline's other stages there
+    are many, and each would take as long as one that is there. Their gradients are back after it. Until `net` is
+    gone."""
     _STEPS.put_aside(net, parameters)
 
 
 def before_next_step(work: Callable[[], None]) -> None:
-    """Let no optimizer step before this is done, by the thread that steps; where several do, each calls it. It takes the place
-    of what was given before."""
+    """Let no optimizer step before this is done, by the thread that steps; where several do, each calls it. It takes
+    the place of what was given before."""
     _STEPS.do_first(work)
 
 
 def says_when_it_steps(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether what is seen to around steps is seen to around those of this one: torch does so for its own class's heirs."""
+    """Whether what is seen to around steps is seen to around those of this one: torch does so for its own class's
+    heirs."""
     return isinstance(optimizer, torch.optim.Optimizer) and getattr(type(optimizer).step, "hooked", False)
 
 
 def not_summed(what: str) -> SettingError:
     """The error of `what`, wanted between a backward under `no_sync` and the one that sums."""
-    return SettingError(f"{what} while gradients of a backward under no_sync() are still each rank's own",
-                        legal="the last backward before it outside of no_sync(), or zero_grad()")
+    return SettingError(
+        f"{what} while gradients of a backward under no_sync() are still each rank's own",
+        legal="the last backward before it outside of no_sync(), or zero_grad()",
+    )
 
 
 class _Aside(threading.local):
@@ -78,9 +91,10 @@ class _Aside(threading.local):
 class _Steps:
     """What is seen to around the steps of all optimizers, for each model that is alive.
 
-    torch goes through its hooks of all optimizers while they run, and a model can be collected in the midst of one: a hook
-    a model, taken away with it, would end the step of another model with "OrderedDict mutated during iteration". So there
-    is one hook before a step and one after, for good, put in place by the first model or save.
+    torch goes through its hooks of all optimizers while they run, and a model can be collected in the midst of one: a
+        hook
+    a model, taken away with it, would end the step of another model with "OrderedDict mutated during iteration". So
+    there is one hook before a step and one after, for good, put in place by the first model or save.
     """
 
     def __init__(self) -> None:
@@ -155,13 +169,17 @@ def _look(optimizer: torch.optim.Optimizer, net: nn.Module) -> None:
     held = [p for group in optimizer.param_groups for p in group["params"]]
     for parameter in held:
         if hasattr(parameter, _REPLACED):
-            raise SettingError(f"{type(optimizer).__name__} holds the parameter {getattr(parameter, _REPLACED)!r} as it was "
-                               "before the first call of the model, which has slices in its place since",
-                               legal="an optimizer of net.parameters(), built before the first call or after it, but not of "
-                                     "a list made before and an optimizer after")
+            raise SettingError(
+                f"{type(optimizer).__name__} holds the parameter {getattr(parameter, _REPLACED)!r} as it was "
+                "before the first call of the model, which has slices in its place since",
+                legal="an optimizer of net.parameters(), built before the first call or after it, but not of "
+                "a list made before and an optimizer after",
+            )
         if hasattr(parameter, _CLOSED):
-            raise SettingError(f"{type(optimizer).__name__}.step() inside of whole(), where the model has whole tensors",
-                               legal="steps before it or after it")
+            raise SettingError(
+                f"{type(optimizer).__name__}.step() inside of whole(), where the model has whole tensors",
+                legal="steps before it or after it",
+            )
         if getattr(parameter.grad, "digits", None) is not None:
             raise not_summed(f"{type(optimizer).__name__}.step()")
     if any(p.grad is not None for p in held):
@@ -170,6 +188,8 @@ def _look(optimizer: torch.optim.Optimizer, net: nn.Module) -> None:
     if any(id(p) in ours for p in theirs) or not any(p.grad is not None for p in theirs):
         return
     if [p.shape for p in held] == [p.shape for p in theirs]:
-        raise SettingError(f"{type(optimizer).__name__} holds the parameters of a copy of the model: none of them has a "
-                           "gradient, those of the model that ran do",
-                           legal="an optimizer of the parameters of the model that is wrapped")
+        raise SettingError(
+            f"{type(optimizer).__name__} holds the parameters of a copy of the model: none of them has a "
+            "gradient, those of the model that ran do",
+            legal="an optimizer of the parameters of the model that is wrapped",
+        )

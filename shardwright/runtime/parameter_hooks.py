@@ -1,16 +1,17 @@
 """Hooks that users put on parameters, where autograd does not see the parameters.
 
-A program in processes computes on leaves of its own (`parameters`), of which autograd knows. The hooks of the parameters run
-where gradients are handed over, and mean what they mean on one device:
+A program in processes computes on leaves of its own (`parameters`), of which autograd knows. The hooks of the
+parameters run where gradients are handed over, and mean what they mean on one device:
 
     register_hook                         the whole gradient of this backward, a plain tensor; what is made of it is cut again
     register_post_accumulate_grad_hook    the parameter, after its gradient was added to ``grad``
 
-A gradient of which a rank has a part is gathered for its hook: one all-gather for each parameter with a hook. The ranks of a
+A gradient of which a rank has a part is gathered for its hook: one all-gather for each parameter with a hook. The ranks
+    of a
 parameter's stage call `register_hook`'s; all ranks call the others, for parameters that are empty there too.
 
-At the first call the parameters become other objects. Their hooks go with them, and what the hooks' functions hold of the old
-objects is exchanged, as in the loop that steps in the backward:
+At the first call the parameters become other objects. Their hooks go with them, and what the hooks' functions hold of
+the old objects is exchanged, as in the loop that steps in the backward:
 
     optimizers = {p: torch.optim.Adam([p]) for p in net.parameters()}
     def step(p): optimizers[p].step(); optimizers[p].zero_grad()     # the keys of `optimizers` are the new objects afterwards
@@ -40,21 +41,27 @@ def called_before(parameter: nn.Parameter, whole: Tensor) -> Tensor:
     """The gradient that ``register_hook``'s hooks make of a whole one.
 
     Raises:
-        SettingError: a hook that returns no gradient of its shape, or draws from torch's own random numbers, of which each rank
-            has others.
+        SettingError: a hook that returns no gradient of its shape, or draws from torch's own random numbers, of which
+            each rank has others.
     """
     for hook in list(gradient_hooks(parameter).before.values()):
         state = _random_state(whole.device)
         with torch.no_grad():
             made = hook(whole)
         if not torch.equal(state, _random_state(whole.device)):
-            raise SettingError(f"{_called(hook, parameter)} draws random numbers, which are others on each rank",
-                               legal="a torch.Generator of its own, seeded alike on every rank")
+            raise SettingError(
+                f"{_called(hook, parameter)} draws random numbers, which are others on each rank",
+                legal="a torch.Generator of its own, seeded alike on every rank",
+            )
         if made is not None:
             if not isinstance(made, Tensor) or made.shape != whole.shape:
-                what = f"a tensor of shape {list(made.shape)}" if isinstance(made, Tensor) else f"a {type(made).__name__}"
-                raise SettingError(f"{_called(hook, parameter)} returns {what}",
-                                   legal=f"a tensor of shape {list(whole.shape)}, or None")
+                what = (
+                    f"a tensor of shape {list(made.shape)}" if isinstance(made, Tensor) else f"a {type(made).__name__}"
+                )
+                raise SettingError(
+                    f"{_called(hook, parameter)} returns {what}",
+                    legal=f"a tensor of shape {list(whole.shape)}, or None",
+                )
             whole = made.to(whole.dtype)
     return whole
 
@@ -79,6 +86,7 @@ def seen_by_hooks(parameter: nn.Parameter, gradient: Tensor, rank: int) -> Tenso
         gathered_as,
         layout_of,  # DTensor takes a second to import
     )
+
     layout = layout_of(parameter)
     if layout is None or layout.is_replicated:
         return called_before(parameter, gradient)
@@ -93,8 +101,11 @@ def seen_by_hooks(parameter: nn.Parameter, gradient: Tensor, rank: int) -> Tenso
 
 def put_within(parameter: nn.Parameter) -> SettingError:
     """The error of a hook that came between backwards whose gradients are summed together."""
-    return SettingError(f"the parameter {getattr(parameter, CUT, '')!r} was given a hook after a backward under no_sync(): it would "
-                        "see the sum of several backwards", legal="hooks put on parameters before no_sync() is entered")
+    return SettingError(
+        f"the parameter {getattr(parameter, CUT, '')!r} was given a hook after a backward under no_sync(): it would "
+        "see the sum of several backwards",
+        legal="hooks put on parameters before no_sync() is entered",
+    )
 
 
 def _called(hook: Any, parameter: nn.Parameter) -> str:
@@ -128,7 +139,8 @@ def carry_over(olds: Sequence[nn.Parameter], successors: Mapping[int, nn.Paramet
 
 
 class _Exchange:
-    """Puts new objects in the place of old ones: in cells, globals, defaults, attributes, and containers of a function."""
+    """Puts new objects in the place of old ones: in cells, globals, defaults, attributes, and containers of a
+    function."""
 
     def __init__(self, successors: Mapping[int, nn.Parameter]) -> None:
         self._successors, self._seen = successors, set[int]()
@@ -164,7 +176,9 @@ class _Exchange:
         """The objects that an object refers to: each old one is exchanged."""
         if isinstance(value, functools.partial):
             func, args, kwargs = value.func, value.args, value.keywords
-            value.__setstate__((func, tuple(map(self._new, args)), {k: self._new(v) for k, v in kwargs.items()}, vars(value)))
+            value.__setstate__(
+                (func, tuple(map(self._new, args)), {k: self._new(v) for k, v in kwargs.items()}, vars(value))
+            )
             yield from (func, *args, *kwargs.values())
         elif isinstance(value, types.MethodType):
             yield from (value.__func__, value.__self__)
@@ -188,6 +202,9 @@ class _Exchange:
             yield from (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), value.__kwdefaults__ or {})
         elif isinstance(value, dict):
             yield from [each for each in value.values() if isinstance(each, (dict, list, set, types.FunctionType))]
-        elif not isinstance(value, (list, set, tuple, str, bytes, int, float)) and isinstance(getattr(value, "__dict__", None), dict) \
-                and not isinstance(value, torch.optim.Optimizer):
+        elif (
+            not isinstance(value, (list, set, tuple, str, bytes, int, float))
+            and isinstance(getattr(value, "__dict__", None), dict)
+            and not isinstance(value, torch.optim.Optimizer)
+        ):
             yield vars(value)

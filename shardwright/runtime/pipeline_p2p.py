@@ -67,17 +67,21 @@ class ProcessStageLink:
         joined: by output of the model, the shape in which this rank has it once micro-batches are put together.
     """
 
-    def __init__(self, plan: PipelinePlan, rank: int, device: torch.device, joined: list[tuple[int, ...] | None]) -> None:
+    def __init__(
+        self, plan: PipelinePlan, rank: int, device: torch.device, joined: list[tuple[int, ...] | None]
+    ) -> None:
         self.plan, self.rank, self.device, self.joined = plan, rank, device, joined
         self.mine = {stage.number for stage in plan.of_rank(rank)}
-        self._inside: dict[_Message, Tensor] = {}                    # from stage to stage on this rank
+        self._inside: dict[_Message, Tensor] = {}  # from stage to stage on this rank
         self._sent: list[_Posted] = []
-        self._coming: dict[int, deque[_Message]] = {}                # by rank, what it sends and is not posted yet
+        self._coming: dict[int, deque[_Message]] = {}  # by rank, what it sends and is not posted yet
         self._posted: dict[_Message, _Posted] = {}
-        self._of: dict[int, deque[_Message]] = {}                    # by rank, what is posted and not taken yet
+        self._of: dict[int, deque[_Message]] = {}  # by rank, what is posted and not taken yet
         self._expected: dict[Schedule, dict[int, tuple[_Message, ...]]] = {}
-        self._homes = [next((s for s in plan.stages if i in s.results), None) if isinstance(v, Value) else None
-                       for i, v in enumerate(plan.graph.outputs)]
+        self._homes = [
+            next((s for s in plan.stages if i in s.results), None) if isinstance(v, Value) else None
+            for i, v in enumerate(plan.graph.outputs)
+        ]
         self._serialises = dist.get_backend() not in ("gloo", "mpi")
         self._groups = self._directions()
         self._column = self._make_column() if self._serialises else None
@@ -86,9 +90,14 @@ class ProcessStageLink:
         """By (sender, receiver) the group of the two: all ranks make all of them, in one order."""
         if not self._serialises:
             return {}
-        pairs = {(rank, peer) for t in self.plan.transfers for back in (False, True)
-                 for rank in self.plan.stages[t.target if back else t.source].ranks
-                 for peer in self.plan.peers(t, rank, back) if rank != peer}
+        pairs = {
+            (rank, peer)
+            for t in self.plan.transfers
+            for back in (False, True)
+            for rank in self.plan.stages[t.target if back else t.source].ranks
+            for peer in self.plan.peers(t, rank, back)
+            if rank != peer
+        }
         return {pair: dist.new_group(list(pair)) for pair in sorted(pairs)}
 
     def _make_column(self) -> dist.ProcessGroup | None:
@@ -96,7 +105,7 @@ class ProcessStageLink:
         sizes = {stage.devices for stage in self.plan.stages}
         if len(sizes) > 1:
             return None
-        size, = sizes
+        (size,) = sizes
         made = [dist.new_group(list(range(p, self.plan.devices, size))) for p in range(size)]
         return made[self.rank % size]
 
@@ -142,7 +151,7 @@ class ProcessStageLink:
         message = _Message(transfer, micro, back)
         if transfer.source in self.mine and transfer.target in self.mine:
             return self._inside.pop(message)
-        peer, = self.plan.peers(transfer, self.rank, back)
+        (peer,) = self.plan.peers(transfer, self.rank, back)
         return self._taken(message, peer)
 
     def _taken(self, message: _Message, peer: int) -> Tensor:
@@ -165,8 +174,10 @@ class ProcessStageLink:
 
     def finish(self, results: list[Tensor | None]) -> list[Tensor | None]:
         tells = self._broadcast if self._serialises else self._told_or_heard
-        out = [None if home is None else tells(i, home, result)
-               for i, (home, result) in enumerate(zip(self._homes, results, strict=True))]
+        out = [
+            None if home is None else tells(i, home, result)
+            for i, (home, result) in enumerate(zip(self._homes, results, strict=True))
+        ]
         with waiting(WaitPoint("the end of a pipeline's step: what it has sent is to arrive")):
             for posted in self._sent:
                 posted.work.wait()
@@ -202,8 +213,11 @@ class ProcessStageLink:
         """What a message is received in."""
         t = message.transfer
         value = self.plan.graph.outputs[message.micro] if t is None else t.value
-        shape = self.joined[message.micro] if t is None else \
-            (t.layout if message.back else t.arriving).local_shape(t.value.shape)
+        shape = (
+            self.joined[message.micro]
+            if t is None
+            else (t.layout if message.back else t.arriving).local_shape(t.value.shape)
+        )
         return torch.empty(shape, dtype=value.dtype, device=self.device)
 
     # -- what comes --
@@ -216,7 +230,7 @@ class ProcessStageLink:
                 t = message.transfer
                 there, here = (t.target, t.source) if message.back else (t.source, t.target)
                 if here in self.mine and there not in self.mine:
-                    peer, = self.plan.peers(t, self.rank, message.back)
+                    (peer,) = self.plan.peers(t, self.rank, message.back)
                     out.setdefault(peer, []).append(message)
         if not self._serialises:
             for i, home in enumerate(self._homes):
@@ -233,19 +247,34 @@ class ProcessStageLink:
         for stage, kind, micro in schedule.actions[group]:
             if kind == "F":
                 for name in plan.stages[stage].sent:
-                    yield from (_Message(t, micro, False) for t in plan.transfers
-                                if (t.kind, t.name, t.source) == ("value", name, stage))
+                    yield from (
+                        _Message(t, micro, False)
+                        for t in plan.transfers
+                        if (t.kind, t.name, t.source) == ("value", name, stage)
+                    )
             elif kind in "BI":
                 for source in plan.stages[stage].sources:
-                    yield from (_Message(t, micro, True) for t in plan.transfers
-                                if (t.kind, t.name, t.source, t.target) == ("value", source.name, source.index, stage)
-                                and source.kind == "stage" and t.gradient)
+                    yield from (
+                        _Message(t, micro, True)
+                        for t in plan.transfers
+                        if (t.kind, t.name, t.source, t.target) == ("value", source.name, source.index, stage)
+                        and source.kind == "stage"
+                        and t.gradient
+                    )
         if schedule.name != "forward":
             yield from (_Message(t, -1, True) for t in shared if t.gradient and on(t.target))
 
 
-def process_pipeline(plan: PipelinePlan, holder: nn.Module, runtime: Runtime, before: Any, fusion: Fusion,
-                     accumulation: Accumulation, broadcast: bool, compiled: str | None) -> PipelineProgram:
+def process_pipeline(
+    plan: PipelinePlan,
+    holder: nn.Module,
+    runtime: Runtime,
+    before: Any,
+    fusion: Fusion,
+    accumulation: Accumulation,
+    broadcast: bool,
+    compiled: str | None,
+) -> PipelineProgram:
     """Put a plan on this rank; at the first time parameters come into being as slices.
 
     Args:
@@ -273,9 +302,16 @@ def process_pipeline(plan: PipelinePlan, holder: nn.Module, runtime: Runtime, be
         body.attach(parameters)
         counts = None if stage.counts is None else _counting(lower(stage.counts), held, runtime)
         bodies[stage.number] = StageBody(
-            stage, body, {n: leaves[n] for n in lowered.parameters}, {n: held.buffers[n] for n in lowered.buffers},
-            [stage.plan.graph.constants[n].to(runtime.device) for n in lowered.constants], lowered.updates, counts,
-            partial(_added, body, groups.rank), body.gathers)
+            stage,
+            body,
+            {n: leaves[n] for n in lowered.parameters},
+            {n: held.buffers[n] for n in lowered.buffers},
+            [stage.plan.graph.constants[n].to(runtime.device) for n in lowered.constants],
+            lowered.updates,
+            counts,
+            partial(_added, body, groups.rank),
+            body.gathers,
+        )
     _make_even(runtime)
     link = ProcessStageLink(plan, runtime.rank, runtime.device, _shapes(plan))
     return PipelineProgram(plan, bodies, link, held, runtime.device, _absent(plan, held))
@@ -291,8 +327,9 @@ def _make_even(runtime: Runtime) -> None:
             dist.new_group([runtime.rank], use_local_synchronization=True)
 
 
-def _state(plan: PipelinePlan, stages: tuple[Stage, ...], holder: nn.Module, runtime: Runtime, broadcast: bool
-           ) -> ShardedState:
+def _state(
+    plan: PipelinePlan, stages: tuple[Stage, ...], holder: nn.Module, runtime: Runtime, broadcast: bool
+) -> ShardedState:
     """The parameters of this rank's stages."""
     first, size = stages[0].first, stages[0].devices
     groups = ProcessGroups(size, runtime.rank - first, base=first)
@@ -316,8 +353,11 @@ def _state(plan: PipelinePlan, stages: tuple[Stage, ...], holder: nn.Module, run
 def _counting(lowered: Lowered, held: ShardedState, runtime: Runtime) -> Callable[..., list[Tensor]]:
     """What counts targets, of the inputs that it reads."""
     constants = lowered.plan.graph.constants
-    return partial(RankExecutor(lowered, held.groups), *(held.buffers[n] for n in lowered.buffers),
-                   *(constants[n].to(runtime.device) for n in lowered.constants))
+    return partial(
+        RankExecutor(lowered, held.groups),
+        *(held.buffers[n] for n in lowered.buffers),
+        *(constants[n].to(runtime.device) for n in lowered.constants),
+    )
 
 
 def _absent(plan: PipelinePlan, held: ShardedState) -> list[nn.Parameter]:
@@ -344,7 +384,8 @@ def _shapes(plan: PipelinePlan) -> list[tuple[int, ...] | None]:
 
 
 def _added(body: RankExecutor, rank: int, name: str, gradient: Tensor | None, part: Tensor) -> Tensor | None:
-    """What a later stage owes a parameter is complete: of ranks whose terms are still to be summed, the first adds it."""
+    """What a later stage owes a parameter is complete: of ranks whose terms are still to be summed, the first adds
+    it."""
     if digits_value(body.sums.get(name, ()), rank):
         return gradient
     return part if gradient is None else gradient + part

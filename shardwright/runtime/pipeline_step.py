@@ -28,7 +28,17 @@ from .freed import freed
 from .local.local_executor import LocalExecutor, SingleDeviceExecutor
 from .lower import Lowered, lower
 
-__all__ = ["LocalStageLink", "PipelineProgram", "PipelineStep", "StageBody", "StageLink", "local_pipeline", "parts_of", "pieces", "together"]
+__all__ = [
+    "LocalStageLink",
+    "PipelineProgram",
+    "PipelineStep",
+    "StageBody",
+    "StageLink",
+    "local_pipeline",
+    "parts_of",
+    "pieces",
+    "together",
+]
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -36,6 +46,7 @@ __all__ = ["LocalStageLink", "PipelineProgram", "PipelineStep", "StageBody", "St
 #
 #     micro-batch k of m      the k-th of m pieces of every part, one after the other
 # ----------------------------------------------------------------------------------------------------
+
 
 def parts_of(plan: PipelinePlan, fed: int) -> tuple[list[int], list[int]]:
     """Of how many parts of the batch this process has rows in each input, and in each output; `fed`: see
@@ -54,7 +65,8 @@ def parts_of(plan: PipelinePlan, fed: int) -> tuple[list[int], list[int]]:
 
 
 def pieces(x: Tensor, count: int, parts: int) -> tuple[Tensor, ...]:
-    """The micro-batches of a batch that this process feeds for so many: micro-batch k has the k-th piece of each part."""
+    """The micro-batches of a batch that this process feeds for so many: micro-batch k has the k-th piece of each
+    part."""
     if parts == 1:
         return x.chunk(count)
     return tuple(piece.flatten(0, 1) for piece in x.unflatten(0, (parts, count, -1)).unbind(1))
@@ -73,19 +85,23 @@ class PipelineStep:
     def __init__(self, program: PipelineProgram, tensors: Sequence[Tensor], trains: bool) -> None:
         self.program, self.plan, self.trains = program, program.plan, trains
         self.count = self.plan.micro_batches
-        self.fed = [pieces(x.detach(), self.count, parts) if split else (x.detach(),) * self.count
-                    for x, split, parts in zip(tensors, self.plan.split, program.fed_parts)]
+        self.fed = [
+            pieces(x.detach(), self.count, parts) if split else (x.detach(),) * self.count
+            for x, split, parts in zip(tensors, self.plan.split, program.fed_parts)
+        ]
         self.wanted = [x.requires_grad and trains for x in tensors]
-        self.gathered: dict[tuple[int, str], Tensor] = {}     # by stage and name, as stored
-        self.owed: dict[tuple[int, str], Tensor] = {}         # gradients of these so far, as used, in the type as stored
-        self.leaves = {s: {n: self._leaf(s, n, p) for n, p in body.parameters.items()} for s, body in program.bodies.items()}
+        self.gathered: dict[tuple[int, str], Tensor] = {}  # by stage and name, as stored
+        self.owed: dict[tuple[int, str], Tensor] = {}  # gradients of these so far, as used, in the type as stored
+        self.leaves = {
+            s: {n: self._leaf(s, n, p) for n, p in body.parameters.items()} for s, body in program.bodies.items()
+        }
         self.seeds = self._seeds()
-        self.shared: dict[tuple[int, str], Tensor] = {}       # parameters of earlier stages, by stage and name
+        self.shared: dict[tuple[int, str], Tensor] = {}  # parameters of earlier stages, by stage and name
         self.inputs: dict[tuple[int, int], list[Tensor]] = {}
         self.outputs: dict[tuple[int, int], list[Tensor]] = {}
-        self.results: dict[int, list[Tensor]] = {}            # of the model's outputs, by index
-        self.updated: dict[tuple[int, str], Tensor] = {}      # new values of buffers that change once a step, so far
-        self.weights: dict[tuple[int, int], Any] = {}         # what is left of a backward in two
+        self.results: dict[int, list[Tensor]] = {}  # of the model's outputs, by index
+        self.updated: dict[tuple[int, str], Tensor] = {}  # new values of buffers that change once a step, so far
+        self.weights: dict[tuple[int, int], Any] = {}  # what is left of a backward in two
         self.fed_gradients: dict[tuple[int, int], Tensor] = {}
         self.given = False
 
@@ -183,7 +199,11 @@ class PipelineStep:
         inputs = []
         for i, (value, source, transfer) in enumerate(zip(graph.inputs, body.stage.sources, program.incoming[s])):
             if transfer is None:
-                x = self.fed[source.index][k] if source.index < len(self.fed) else self.totals[s][source.index - len(self.fed)]
+                x = (
+                    self.fed[source.index][k]
+                    if source.index < len(self.fed)
+                    else self.totals[s][source.index - len(self.fed)]
+                )
                 wants = source.index < len(self.fed) and self.wanted[source.index]
             elif transfer.kind == "parameter":
                 inputs.append(self.shared[s, transfer.name])
@@ -197,13 +217,13 @@ class PipelineStep:
         seed = [self.seeds[k]] if body.stage.plan.routed.seed is not None else []
         with torch.set_grad_enabled(self.trains):
             made = body.run(*self.leaves[s].values(), *buffers, *body.constants, *seed, *inputs)
-        outputs, updates = made[:len(graph.outputs)], made[len(graph.outputs):]
+        outputs, updates = made[: len(graph.outputs)], made[len(graph.outputs) :]
         with torch.no_grad():
             for name, value in zip(body.updates, updates, strict=True):
                 self._update(s, name, value)
         for index, out in zip(body.stage.results, outputs):
             self.results.setdefault(index, []).append(out.detach())
-        for name, out in zip(body.stage.sent, outputs[len(body.stage.results):]):
+        for name, out in zip(body.stage.sent, outputs[len(body.stage.results) :]):
             for transfer in program.outgoing[s][name]:
                 program.link.send(transfer, k, False, out.detach())
         if self.trains:
@@ -237,7 +257,7 @@ class PipelineStep:
                 outputs.append(out)
                 share = 1 if self.plan.micro.joins[index].how == "sum" else self.count
                 gradients.append(torch.full_like(out, 1 / share))
-        for name, out in zip(body.stage.sent, made[len(body.stage.results):]):
+        for name, out in zip(body.stage.sent, made[len(body.stage.results) :]):
             came = [program.link.receive(t, k, True) for t in program.outgoing[s][name] if t.gradient]
             if came and out.requires_grad:
                 outputs.append(out)
@@ -246,8 +266,11 @@ class PipelineStep:
 
     def _trained(self, s: int) -> list[Tensor]:
         """What gathers gradients over all micro-batches."""
-        return [x for x in (*self.leaves[s].values(), *(x for (stage, _), x in self.shared.items() if stage == s))
-                if x.requires_grad]
+        return [
+            x
+            for x in (*self.leaves[s].values(), *(x for (stage, _), x in self.shared.items() if stage == s))
+            if x.requires_grad
+        ]
 
     def _read(self, s: int, k: int) -> list[Tensor]:
         """What gathers them in this one."""
@@ -263,7 +286,8 @@ class PipelineStep:
     def _backward_to_inputs(self, s: int, k: int) -> None:
         outputs, gradients = self._owed(s, k)
         read = self._read(s, k)
-        # Recomputed values are there once, and some versions of torch cannot start at weights: weights have their turn now.
+        # Recomputed values are there once, and some versions of torch cannot start at weights: weights have their turn
+        # now.
         if self.program.bodies[s].stage.plan.regions or not torch_private.backward_can_start_at_functions():
             torch.autograd.backward(outputs, gradients, inputs=[*read, *self._trained(s)])
         elif read and outputs:
@@ -325,21 +349,25 @@ class PipelineStep:
     def taken(self, gradient: Tensor) -> list[Tensor | None]:
         """The gradients of all leaves and of the inputs that want one, times that of the loss; once."""
         if self.given:
-            raise SettingError("the backward of a pipeline's loss for a second time: its gradients have been handed over",
-                               legal="one backward for each call of the model")
+            raise SettingError(
+                "the backward of a pipeline's loss for a second time: its gradients have been handed over",
+                legal="one backward for each call of the model",
+            )
         self.given = True
         out: list[Tensor | None] = [p.grad for s in self.leaves for p in self.leaves[s].values() if p.requires_grad]
         for i, wanted in enumerate(self.wanted):
             if wanted:
                 parts = [self.fed_gradients.get((i, k)) for k in range(self.count)]
                 parts = [torch.zeros_like(self.fed[i][k]) if g is None else g for k, g in enumerate(parts)]
-                out.append(together(parts, 0, self.program.fed_parts[i]) if self.plan.split[i] else
-                           sum(parts[1:], parts[0]))
+                out.append(
+                    together(parts, 0, self.program.fed_parts[i]) if self.plan.split[i] else sum(parts[1:], parts[0])
+                )
         self.leaves.clear()
         if self.program.absent:
             from .distributed.gradients import (
                 hand_nothing,  # imports DTensor, which is loaded where parameters are absent
             )
+
             for parameter in self.program.absent:
                 hand_nothing(parameter)
         if gradient.device.type == "cpu" and gradient.item() == 1:  # as most are; elsewhere to ask takes longer
@@ -348,17 +376,17 @@ class PipelineStep:
             return [None if g is None else g.mul_(gradient) for g in out]
 
 
-
 # ----------------------------------------------------------------------------------------------------
 # A pipeline at work: the actions of its schedule, played on the stages of this process.
 #
 #     model(...)          every forward and backward of every micro-batch; the loss, put together
 #     loss.backward()     hands over the gradients that are there already, times the gradient of the loss
 #
-# A stage's program computes on leaves that share the memory of the parameters: gradients of all micro-batches gather there.
-# Who sends, and how, is the `Link`'s: in one process all stages are here (`Here`), in processes the ranks of other groups
-# are written to (`pipeline_link`).
+# A stage's program computes on leaves that share the memory of the parameters: gradients of all micro-batches gather
+# there. Who sends, and how, is the `Link`'s: in one process all stages are here (`Here`), in processes the ranks of
+# other groups are written to (`pipeline_link`).
 # ----------------------------------------------------------------------------------------------------
+
 
 @dataclass
 class StageBody:
@@ -371,8 +399,10 @@ class StageBody:
         buffers, constants: likewise.
         updates: which of the buffers get new values.
         counts: what counts targets, of the inputs of the model that it reads; or None.
-        shared: adds what a further stage owes a parameter to the gradient of its leaf: (name, gradient so far, part) -> sum.
-        gathers: parameter -> what brings it to its use, for those that micro-batches of a step share (`Plan.gathered_once`).
+        shared: adds what a further stage owes a parameter to the gradient of its leaf: (name, gradient so far, part) ->
+            sum.
+        gathers: parameter -> what brings it to its use, for those that micro-batches of a step share
+            (`Plan.gathered_once`).
     """
 
     stage: Stage
@@ -451,9 +481,16 @@ class PipelineProgram:
         exact, begin, guards, effects: as of `Program`.
     """
 
-    def __init__(self, plan: PipelinePlan, bodies: dict[int, StageBody], link: StageLink, held: Any = None,
-                 device: torch.device | None = None, absent: Sequence[nn.Parameter] = (),
-                 parts: int = 1) -> None:
+    def __init__(
+        self,
+        plan: PipelinePlan,
+        bodies: dict[int, StageBody],
+        link: StageLink,
+        held: Any = None,
+        device: torch.device | None = None,
+        absent: Sequence[nn.Parameter] = (),
+        parts: int = 1,
+    ) -> None:
         if any(action.kind == "I" for actions in plan.schedule.actions for action in actions):
             demand("stage_backward_input", "stage_backward_weight")
         self.plan, self.bodies, self.link, self.held, self.device = plan, bodies, link, held, device
@@ -467,13 +504,21 @@ class PipelineProgram:
         self._objects = holds_objects(plan.graph.out_spec)
         self._constants = [None if isinstance(v, Value) else v for v in outputs]
         # What each stage sends and receives, in the order of its outputs and inputs.
-        self.outgoing = {s: {name: [t for t in plan.transfers if (t.kind, t.name, t.source) == ("value", name, s)]
-                             for name in body.stage.sent} for s, body in bodies.items()}
+        self.outgoing = {
+            s: {
+                name: [t for t in plan.transfers if (t.kind, t.name, t.source) == ("value", name, s)]
+                for name in body.stage.sent
+            }
+            for s, body in bodies.items()
+        }
         self.incoming = {s: [_transfer(plan, s, source) for source in body.stage.sources] for s, body in bodies.items()}
         groups = {plan.schedule.placement[s] for s in bodies}
-        self.orders = {sched: tuple(a for a in sched.order if plan.schedule.placement[a.stage] in groups)
-                       if len(groups) > 1 else sched.actions[next(iter(groups))]
-                       for sched in (plan.schedule, self.forwards)}
+        self.orders = {
+            sched: tuple(a for a in sched.order if plan.schedule.placement[a.stage] in groups)
+            if len(groups) > 1
+            else sched.actions[next(iter(groups))]
+            for sched in (plan.schedule, self.forwards)
+        }
 
     def __call__(self, *leaves: Any) -> Any:
         if self.begin is not None:
@@ -505,9 +550,10 @@ class PipelineProgram:
             SettingError: it returns no loss, or several.
         """
         if self.why is not None:
-            raise SettingError(f"a pipeline runs the backward with the forward: {self.why}",
-                               legal="loss_fn in AutoParallel, or a model that returns one loss; for outputs alone, "
-                                     "torch.no_grad()")
+            raise SettingError(
+                f"a pipeline runs the backward with the forward: {self.why}",
+                legal="loss_fn in AutoParallel, or a model that returns one loss; for outputs alone, torch.no_grad()",
+            )
 
 
 def _loss(plan: PipelinePlan) -> tuple[int | None, str | None]:
@@ -524,13 +570,15 @@ def _transfer(plan: PipelinePlan, stage: int, source: Any) -> Transfer | None:
     if source.kind == "input":
         return None
     kind = "value" if source.kind == "stage" else "parameter"
-    return next(t for t in plan.transfers if (t.kind, t.name, t.source, t.target) == (kind, source.name, source.index, stage))
-
+    return next(
+        t for t in plan.transfers if (t.kind, t.name, t.source, t.target) == (kind, source.name, source.index, stage)
+    )
 
 
 # ----------------------------------------------------------------------------------------------------
 # A pipeline in one process: every stage's devices in lockstep, the stages in the order of the schedule.
 # ----------------------------------------------------------------------------------------------------
+
 
 def local_pipeline(plan: PipelinePlan, holder: nn.Module, device: torch.device, first: bool) -> PipelineProgram:
     """Put a plan on this process.
@@ -546,9 +594,15 @@ def local_pipeline(plan: PipelinePlan, holder: nn.Module, device: torch.device, 
     for stage in plan.stages:
         lowered = lower(stage.plan)
         bodies[stage.number] = StageBody(
-            stage, _body(lowered), {n: parameters[n] for n in lowered.parameters},
-            {n: buffers[n] for n in lowered.buffers}, [stage.plan.graph.constants[n] for n in lowered.constants],
-            lowered.updates, None if stage.counts is None else _counting(stage.counts, buffers), _added)
+            stage,
+            _body(lowered),
+            {n: parameters[n] for n in lowered.parameters},
+            {n: buffers[n] for n in lowered.buffers},
+            [stage.plan.graph.constants[n] for n in lowered.constants],
+            lowered.updates,
+            None if stage.counts is None else _counting(stage.counts, buffers),
+            _added,
+        )
     return PipelineProgram(plan, bodies, LocalStageLink(), parts=plan.parts)
 
 
@@ -560,8 +614,9 @@ def _body(lowered: Lowered) -> SingleDeviceExecutor | LocalExecutor:
 def _counting(plan: Plan, buffers: dict[str, Tensor]) -> Callable[..., list[Tensor]]:
     """What counts targets, of the inputs that it reads."""
     lowered = lower(plan)
-    return partial(_body(lowered), *(buffers[n] for n in lowered.buffers),
-                   *(plan.graph.constants[n] for n in lowered.constants))
+    return partial(
+        _body(lowered), *(buffers[n] for n in lowered.buffers), *(plan.graph.constants[n] for n in lowered.constants)
+    )
 
 
 def _added(name: str, gradient: Tensor | None, part: Tensor) -> Tensor:

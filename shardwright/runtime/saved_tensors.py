@@ -1,9 +1,9 @@
 """Recomputation while a program runs: what a region drops is computed again when a backward first asks for it.
 
-Autograd saves tensors through hooks around the nodes that save something dropped. In the place of a tensor in whose memory
-a dropped value lies stands a `Dropped`; what the region reads and does not make is kept. The first `Dropped` that is asked
-for runs the region's nodes once more, as they ran in the forward, and fills all that wait: each goes when its own
-backward is done. Both runtimes run it: a value is one tensor, or a list of the ranks' shards.
+Autograd saves tensors through hooks around the nodes that save something dropped. In the place of a tensor in whose
+memory a dropped value lies stands a `Dropped`; what the region reads and does not make is kept. The first `Dropped`
+that is asked for runs the region's nodes once more, as they ran in the forward, and fills all that wait: each goes when
+its own backward is done. Both runtimes run it: a value is one tensor, or a list of the ranks' shards.
 
 Private name of torch used here: ``_top_saved_tensors_default_hooks``, the hooks around a node (those of a user, or of
 weights that are not kept), which see what stays.
@@ -114,8 +114,10 @@ class RegionRun:
         for key, value in self.kept.items():
             env[key] = value.get() if isinstance(value, Dropped) else value
             if key in self.versions and [version_of(x) for x in _tensors(value)] != self.versions[key]:
-                raise RuntimeError(f"{key}, of which a part of the model is to be computed again, has been changed in place "
-                                   "after the forward")
+                raise RuntimeError(
+                    f"{key}, of which a part of the model is to be computed again, has been changed in place "
+                    "after the forward"
+                )
         values, own = self.again(env)
         with torch.no_grad():
             for dropped in list(self.waiting):
@@ -192,7 +194,9 @@ def _by_memory(values: Any) -> dict[int, tuple[int, Hashable, int | None, Tensor
     return out
 
 
-def _drop(dropped: Dropped, runs: Sequence[RegionRun], region: int, key: Hashable, rank: int | None, base: Tensor) -> bool:
+def _drop(
+    dropped: Dropped, runs: Sequence[RegionRun], region: int, key: Hashable, rank: int | None, base: Tensor
+) -> bool:
     """Let go of a tensor that lies in the memory of `base`; False: it is no plain view of that, and stays."""
     x = dropped.tensor
     assert x is not None
@@ -205,6 +209,7 @@ def _drop(dropped: Dropped, runs: Sequence[RegionRun], region: int, key: Hashabl
     def take(values: Mapping, _: Mapping) -> Tensor:
         again = (values[key] if rank is None else values[key][rank]).detach()
         return again if view is None else again.as_strided(view[0], view[1], again.storage_offset() + view[2])
+
     dropped.drop(runs[region], take)
     return True
 
@@ -223,10 +228,12 @@ def _tensors(value: Any) -> list[Tensor]:
 
 def _leaves(value: Any, memo: dict[int, Tensor]) -> Any:
     """The same tensors without the graph that made them; what is one object stays one."""
+
     def leaf(x: Tensor) -> Tensor:
         if id(x) not in memo:
             memo[id(x)] = x.detach().requires_grad_(x.requires_grad)
         return memo[id(x)]
+
     return _mapped(value, leaf)
 
 
@@ -249,8 +256,8 @@ class LoweredRegions:
         if not self.regions:
             return
         number = {id(i): k for k, i in enumerate(instructions)}
-        self.values: dict[str, torch.fx.Node] = {}              # name of an instance -> its node
-        self.nodes: dict[int, list[torch.fx.Node]] = {}         # instruction -> its nodes
+        self.values: dict[str, torch.fx.Node] = {}  # name of an instance -> its node
+        self.nodes: dict[int, list[torch.fx.Node]] = {}  # instruction -> its nodes
         for node in lowered.graph.nodes:
             if node.op == "output":
                 continue
@@ -268,11 +275,16 @@ class LoweredRegions:
     def _saver(self, i: int) -> Saver:
         node, *items = self.nodes[i]
         reads = dict.fromkeys(a.meta["instance"].name for a in node.all_input_nodes)
-        makes = [(n.meta["instance"].name, n, None if n is node else n.args[1]) for n in (node, *items)
-                 if "instance" in n.meta]
-        return Saver(tuple((self.owner[n], self.key(self.values[n])) for n in reads if n in self.owner),
-                     tuple((self.owner[n], self.key(made), which) for n, made, which in makes if n in self.owner),
-                     next(((k, self.key(node)) for k, region in enumerate(self.regions) if i in region.own), None))
+        makes = [
+            (n.meta["instance"].name, n, None if n is node else n.args[1])
+            for n in (node, *items)
+            if "instance" in n.meta
+        ]
+        return Saver(
+            tuple((self.owner[n], self.key(self.values[n])) for n in reads if n in self.owner),
+            tuple((self.owner[n], self.key(made), which) for n, made, which in makes if n in self.owner),
+            next(((k, self.key(node)) for k, region in enumerate(self.regions) if i in region.own), None),
+        )
 
     def _keep(self, k: int, region: Any, plan: Any) -> None:
         changed = {plan.routed.buffers[name].name for name in plan.routed.updates}
@@ -304,16 +316,26 @@ class LoweredRegions:
         made = []
         for region in self.regions:
             nodes = [n for i in region.again for n in self.nodes[i]]
-            made.append(_Again(tuple((self.key(n), step(n)) for n in nodes),
-                               frozenset(self.key(self.nodes[i][0]) for i in region.own)))
-        lent = [(k, self.key(self.values[n]), other) for k, region in enumerate(self.regions) for n in region.inputs
-                for other in [self.another(k, n)] if other is not None]
+            made.append(
+                _Again(
+                    tuple((self.key(n), step(n)) for n in nodes),
+                    frozenset(self.key(self.nodes[i][0]) for i in region.own),
+                )
+            )
+        lent = [
+            (k, self.key(self.values[n]), other)
+            for k, region in enumerate(self.regions)
+            for n in region.inputs
+            for other in [self.another(k, n)]
+            if other is not None
+        ]
 
         def begin() -> list[RegionRun]:
             runs = [RegionRun(again) for again in made]
             for k, key, other in lent:
                 runs[k].kept[key] = Dropped(None).drop(runs[other], lambda values, _, key=key: values[key])
             return runs
+
         return begin
 
 
@@ -321,7 +343,6 @@ def keep(runs: list[RegionRun] | None, region: int, key: Hashable, value: Any, c
     """Keep a value for a region, unless another region lends it."""
     if runs is not None and key not in runs[region].kept:
         runs[region].keep(key, value, copy)
-
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -353,9 +374,11 @@ class _Weight:
     def again(self, index: int) -> Tensor:
         """For one of the saved: what is gathered on the rank of that index."""
         if any(version_of(x) != version for x, version in self._stored):
-            raise SettingError(f"the parameter {self.name!r} has been changed between a forward and its backward, "
-                               "which gathers it again",
-                               legal='optimizer.step() after backward(), or optimizer_level="level2"')
+            raise SettingError(
+                f"the parameter {self.name!r} has been changed between a forward and its backward, "
+                "which gathers it again",
+                legal='optimizer.step() after backward(), or optimizer_level="level2"',
+            )
         if self._gathered is None:
             with torch.no_grad():
                 self._gathered = self._gather()
@@ -382,8 +405,9 @@ class RegatheredWeights:
         self._hooks.__exit__(*error)
         self._places = {}
 
-    def note(self, name: str, stored: Sequence[Tensor], gathered: Sequence[Tensor],
-             gather: Callable[[], Sequence[Tensor]]) -> None:
+    def note(
+        self, name: str, stored: Sequence[Tensor], gathered: Sequence[Tensor], gather: Callable[[], Sequence[Tensor]]
+    ) -> None:
         """A weight has been gathered.
 
         Args:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["StepProgram", "make_program"]
 
+
 class StepProgram:
     """A planned model on a runtime: flattened inputs in, the user's outputs back.
 
@@ -43,8 +44,16 @@ class StepProgram:
         guards, effects: the state of the model that it stands for, and what a call does besides its result.
     """
 
-    def __init__(self, plan: Plan, body: Callable[..., list[Tensor]], state: list[Tensor], updated: list[Tensor],
-                 held: ShardedState | None = None, device: torch.device | None = None, mean: bool = False) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        body: Callable[..., list[Tensor]],
+        state: list[Tensor],
+        updated: list[Tensor],
+        held: ShardedState | None = None,
+        device: torch.device | None = None,
+        mean: bool = False,
+    ) -> None:
         self.plan, self.body, self.held, self.exact = plan, body, held, True
         self.begin: Callable[[], None] | None = None
         self.guards, self.effects = Guards((), ()), Effects()
@@ -52,12 +61,16 @@ class StepProgram:
         self._state, self._updated, self._device = state, updated, device
         self._outputs = plan.graph.outputs
         self._objects = holds_objects(plan.graph.out_spec)
-        self._sole = plan.graph.out_spec.is_leaf() and isinstance(plan.graph.outputs[0], Value) and not plan.graph.changed
+        self._sole = (
+            plan.graph.out_spec.is_leaf() and isinstance(plan.graph.outputs[0], Value) and not plan.graph.changed
+        )
         if plan.own is not None:
             self._handings = handings(plan, held is not None, mean)
         else:
-            parts = [i.layout.cuts[0] if mean and isinstance(o, Value) and i.layout.dims else 1
-                     for o, i in zip(plan.graph.outputs, plan.routed.outputs)]
+            parts = [
+                i.layout.cuts[0] if mean and isinstance(o, Value) and i.layout.dims else 1
+                for o, i in zip(plan.graph.outputs, plan.routed.outputs)
+            ]
             self._handings = [partial(_share, parts=n) if n > 1 else None for n in parts]
 
     def __call__(self, *leaves: Any) -> Any:
@@ -75,8 +88,10 @@ class StepProgram:
         if self._sole and not self._updated:
             return _handed(made[0], self._handings[0])  # the loss, most of the time: no tree to build
         results = iter(made)
-        outputs = [_handed(next(results), handing) if isinstance(o, Value) else o
-                   for o, handing in zip(self._outputs, self._handings)]
+        outputs = [
+            _handed(next(results), handing) if isinstance(o, Value) else o
+            for o, handing in zip(self._outputs, self._handings)
+        ]
         if self._updated:
             with torch.no_grad():
                 for buffer, value in zip(self._updated, results, strict=True):
@@ -97,9 +112,18 @@ def _share(output: Tensor, parts: int) -> Tensor:
     return output
 
 
-def make_program(plan: Plan | PipelinePlan, holder: nn.Module, runtime: Runtime, *, gradients_mean: bool, before: StepProgram | None,
-                 fusion: Fusion, accumulation: Accumulation, broadcast: bool = False, compiled: str | None = None
-                 ) -> StepProgram | PipelineProgram:
+def make_program(
+    plan: Plan | PipelinePlan,
+    holder: nn.Module,
+    runtime: Runtime,
+    *,
+    gradients_mean: bool,
+    before: StepProgram | None,
+    fusion: Fusion,
+    accumulation: Accumulation,
+    broadcast: bool = False,
+    compiled: str | None = None,
+) -> StepProgram | PipelineProgram:
     """Lower a plan and put it on the runtime; at the first time parameters come into being as slices.
 
     Args:
@@ -109,22 +133,28 @@ def make_program(plan: Plan | PipelinePlan, holder: nn.Module, runtime: Runtime,
         before: the model's earlier program, if there is one.
         fusion, accumulation: how gradients are summed in processes.
         broadcast: in processes, whether parameters and buffers begin with the values of rank 0.
-        compiled: the backend by which ``torch.compile`` compiles the program: not where one process plays several devices.
+        compiled: the backend by which ``torch.compile`` compiles the program: not where one process plays several
+            devices.
     """
     freed.planned()
     if isinstance(plan, PipelinePlan):
         if runtime.processes:
             from .distributed.agreement import counted
             from .pipeline_p2p import process_pipeline  # see `_on_processes`
+
             piped = process_pipeline(plan, holder, runtime, before, fusion, accumulation, broadcast, compiled)
             piped.begin = counted(plan)
             return piped
         if compiled:
-            warnings.warn("compile=True: one process plays all devices, operator by operator, and is not compiled", stacklevel=7)
+            warnings.warn(
+                "compile=True: one process plays all devices, operator by operator, and is not compiled", stacklevel=7
+            )
         return local_pipeline(plan, holder, runtime.device, before is None)
     lowered = lower(plan)
     if runtime.processes and plan.devices > 1:
-        return _on_processes(lowered, holder, runtime, gradients_mean, before, fusion, accumulation, broadcast, compiled)
+        return _on_processes(
+            lowered, holder, runtime, gradients_mean, before, fusion, accumulation, broadcast, compiled
+        )
     if before is None:
         materialize(holder, lambda name, old, whole: whole, runtime.device, real=False)
     named = dict(holder.named_parameters()) | dict(holder.named_buffers())
@@ -132,13 +162,24 @@ def make_program(plan: Plan | PipelinePlan, holder: nn.Module, runtime: Runtime,
     state += [plan.graph.constants[n] for n in lowered.constants]
     single = plan.devices == 1 and (compiled or not plan.regions)
     if compiled and not single:
-        warnings.warn("compile=True: one process plays all devices, operator by operator, and is not compiled", stacklevel=7)
+        warnings.warn(
+            "compile=True: one process plays all devices, operator by operator, and is not compiled", stacklevel=7
+        )
     body = SingleDeviceExecutor(lowered, compiled) if single else LocalExecutor(lowered)
     return StepProgram(plan, body, state, [named[n] for n in lowered.updates])
 
 
-def _on_processes(lowered: Lowered, holder: nn.Module, runtime: Runtime, gradients_mean: bool, before: StepProgram | None,
-                  fusion: Fusion, accumulation: Accumulation, broadcast: bool, compiled: str | None) -> StepProgram:
+def _on_processes(
+    lowered: Lowered,
+    holder: nn.Module,
+    runtime: Runtime,
+    gradients_mean: bool,
+    before: StepProgram | None,
+    fusion: Fusion,
+    accumulation: Accumulation,
+    broadcast: bool,
+    compiled: str | None,
+) -> StepProgram:
     # DTensor and the rest take a second to import: a program that runs in one process does without.
     from .distributed.agreement import counted
     from .distributed.buckets import GradientSums
@@ -151,17 +192,30 @@ def _on_processes(lowered: Lowered, holder: nn.Module, runtime: Runtime, gradien
     if held is None:
         groups = ProcessGroups(plan.devices, runtime.rank)
         stored = {name: parameter.storage for name, parameter in plan.parameters.items()}
-        held = ShardedState(lambda name, whole: Place(stored.get(name) or Layout.replicated(plan.devices, whole.dim()), groups),
-                            holder, groups, runtime.device, broadcast)
+        held = ShardedState(
+            lambda name, whole: Place(stored.get(name) or Layout.replicated(plan.devices, whole.dim()), groups),
+            holder,
+            groups,
+            runtime.device,
+            broadcast,
+        )
     else:
         held.take_buffers(holder, runtime.device)
     body = ProcessProgram(lowered, held.groups, compiled)
-    leaves = held.leaves(holder, GradientSums(body.sums, body.types, held.groups, fusion, accumulation,
-                                               body.scattered, body.followed))
+    leaves = held.leaves(
+        holder, GradientSums(body.sums, body.types, held.groups, fusion, accumulation, body.scattered, body.followed)
+    )
     body.attach(dict(holder.named_parameters()))
     state = [leaves[n] for n in lowered.parameters] + [held.buffers[n] for n in lowered.buffers]
     state += [plan.graph.constants[n].to(runtime.device) for n in lowered.constants]
-    program = StepProgram(plan, body, state, [held.buffers[n] for n in lowered.updates], held, runtime.device,
-                      gradients_mean and (plan.fed.own_part or plan.own is not None))
+    program = StepProgram(
+        plan,
+        body,
+        state,
+        [held.buffers[n] for n in lowered.updates],
+        held,
+        runtime.device,
+        gradients_mean and (plan.fed.own_part or plan.own is not None),
+    )
     program.begin = counted(plan)
     return program

@@ -1,5 +1,5 @@
-"""The solver: one state for each node of a `problem.Problem`, so that the sum of costs is least. No module of it knows of
-operators, layouts or devices.
+"""The solver: one state for each node of a `problem.Problem`, so that the sum of costs is least. No module of it knows
+of operators, layouts or devices.
 
     problem              nodes, states, costs of pairs; a limit of memory at every moment
     solve                the way in, without and with a limit

@@ -33,7 +33,8 @@ __all__ = ["bounded", "descend", "eliminated", "wide", "within"]
 # Better states from given ones: a few nodes are held, all others chosen anew at once by elimination.
 #
 # Which nodes are held is drawn anew in each pass, among those that keep the others' joints small; the others are
-# minimised exactly, so a pass never makes the cost higher. It ends when several in a row have found nothing. From states
+# minimised exactly, so a pass never makes the cost higher. It ends when several in a row have found nothing. From
+# states
 # that are forbidden it goes towards allowed ones: what is forbidden then costs more than all that is allowed can.
 # ----------------------------------------------------------------------------------------------------
 
@@ -49,8 +50,11 @@ def _allowed(problem: Problem) -> Problem:
     most = {key: float(np.abs(table[np.isfinite(table)]).max(initial=0.0)) for key, table in known.items()}
     price = 1.0 + 2.0 * sum(most[id(table)] for table in tables)
     finite = {key: np.where(np.isfinite(table), table, price) for key, table in known.items()}
-    return Problem(tuple(finite[id(own)] for own in problem.costs),
-                   {pair: finite[id(table)] for pair, table in problem.edges.items()}, problem.names)
+    return Problem(
+        tuple(finite[id(own)] for own in problem.costs),
+        {pair: finite[id(table)] for pair, table in problem.edges.items()},
+        problem.names,
+    )
 
 
 def _distances(near: Sequence[Sequence[int]], start: int) -> np.ndarray:
@@ -69,8 +73,15 @@ def _distances(near: Sequence[Sequence[int]], start: int) -> np.ndarray:
     return out
 
 
-def descend(problem: Problem, states: Sequence[int], *, patience: int = len(SPREADS), most: int = MOST_HERE,
-            until: float | None = None, seed: int = 0) -> list[int]:
+def descend(
+    problem: Problem,
+    states: Sequence[int],
+    *,
+    patience: int = len(SPREADS),
+    most: int = MOST_HERE,
+    until: float | None = None,
+    seed: int = 0,
+) -> list[int]:
     """States that cost no more than the given ones. The memory limit is not looked at.
 
     Args:
@@ -133,12 +144,18 @@ SHRUNK = 0.9  # of the states: what has to be left at most for the core to be re
 MILP_ENTRIES = 300_000  # entries of a core's edges up to which HiGHS is asked
 
 
-def eliminated(problem: Problem, made: Tables, until: float | None = None,
-               work: int | None = WORK) -> Eliminated | None:
+def eliminated(
+    problem: Problem, made: Tables, until: float | None = None, work: int | None = WORK
+) -> Eliminated | None:
     """Every node eliminated; None where that is too large: one joint, the entries of all of them, or the time."""
     facts = made.facts
-    order = elimination_order([len(own) for own in problem.costs], problem.edges, most=LARGEST,
-                              allowed=facts.sparse(problem.edges), few=facts.few(problem.edges))
+    order = elimination_order(
+        [len(own) for own in problem.costs],
+        problem.edges,
+        most=LARGEST,
+        allowed=facts.sparse(problem.edges),
+        few=facts.few(problem.edges),
+    )
     if order.left:
         return None
     if work is not None and order.work > work and shared_work(problem.costs, problem.edges, order, facts) > work:
@@ -200,7 +217,9 @@ class _Search:
         messages = Messages(self.core)
         looks = 0
         while not (self.late or self.proved):
-            current().watch("bounds", None if self.cost == np.inf else self.cost, None if self.bound == -np.inf else self.bound)
+            current().watch(
+                "bounds", None if self.cost == np.inf else self.cost, None if self.bound == -np.inf else self.bound
+            )
             messages.best = self.cost - self.constant
             before, left = messages.bound, sum(map(len, self.core.costs))
             found, least = messages.states, np.inf
@@ -287,7 +306,6 @@ def bounded(problem: Problem, made: Tables, until: float) -> Solution | None:
     return search.solution(note)
 
 
-
 # ----------------------------------------------------------------------------------------------------
 # Better states from given ones, where the problem is too large to be solved at once.
 #
@@ -296,6 +314,7 @@ def bounded(problem: Problem, made: Tables, until: float) -> Solution | None:
 #
 # within: each node may take one of a few states only; what is left is small enough for HiGHS, with the memory rows.
 # ----------------------------------------------------------------------------------------------------
+
 
 def wide(problem: Problem, states: Sequence[int], *, most: int = 2**12, seed: int = 0) -> list[int]:
     """States that cost no more than the given ones. The memory limit is not looked at.
@@ -325,8 +344,14 @@ def wide(problem: Problem, states: Sequence[int], *, most: int = 2**12, seed: in
     return gone.complete(out) if np.isfinite(gone.constant) else out
 
 
-def within(problem: Problem, alive: Sequence[np.ndarray], *, entries: int, until: float | None = None,
-           work: float | None = None) -> list[int] | None:
+def within(
+    problem: Problem,
+    alive: Sequence[np.ndarray],
+    *,
+    entries: int,
+    until: float | None = None,
+    work: float | None = None,
+) -> list[int] | None:
     """The best of the states that are marked alive (bool, by node), within the memory limit.
 
     Args:

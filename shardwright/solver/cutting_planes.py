@@ -25,7 +25,19 @@ from .problem import Problem, Solution
 from .search_memory import OutOfBudgetError, current
 from .splicing import Splicer
 
-__all__ = ["APART", "LeastMemory", "Part", "Prices", "Searched", "ascend", "cheapest", "costless", "leanest_by_prices", "priced_search", "swept_leanest"]
+__all__ = [
+    "APART",
+    "LeastMemory",
+    "Part",
+    "Prices",
+    "Searched",
+    "ascend",
+    "cheapest",
+    "costless",
+    "leanest_by_prices",
+    "priced_search",
+    "swept_leanest",
+]
 
 BETWEEN = 0.6  # how far it goes from the best λ towards the program's
 
@@ -52,6 +64,7 @@ class Prices:
 def cheapest(cuts: Sequence[Cut], limit: float, most: float) -> tuple[np.ndarray, float]:
     """λ and θ of the linear program; the price of the limit's worth of memory is at most `most`."""
     import highspy  # see `milp`
+
     over = np.array([(cut.used - limit) / max(limit, 1.0) for cut in cuts])
     active = np.flatnonzero((over > 0).any(axis=0))
     out = np.zeros(over.shape[1])
@@ -118,15 +131,14 @@ def ascend(pricing: Any, prices: Prices, *, cap: float, gap: float, most: int) -
     return value
 
 
-
 # ----------------------------------------------------------------------------------------------------
 # The states that hold least at their fullest moment, by prices of memory.
 #
 #     least limit = min_s max_t used_t(s) >= max_λ min_s Σ_t λ_t used_t(s),   λ >= 0, Σ λ = 1
 #
-# The best λ is found by cutting planes (ascent.py). It gives the lower end; the upper end is held by the states that were
-# least at some λ, spliced with one another (splicing.py). Of a part of a problem's states (`Part`) the lower end is the
-# part's alone.
+# The best λ is found by cutting planes (ascent.py). It gives the lower end; the upper end is held by the states that
+# were least at some λ, spliced with one another (splicing.py). Of a part of a problem's states (`Part`) the lower end
+# is the part's alone.
 # ----------------------------------------------------------------------------------------------------
 
 EVALUATIONS = 20  # at prices, at most
@@ -160,9 +172,14 @@ class LeastMemory:
 def costless(problem: Problem) -> Problem:
     """The problem with the same states allowed, all of them for nothing."""
     given = (*problem.costs, *problem.edges.values())
-    free = {id(table): np.where(np.isfinite(table), 0.0, np.inf) for table in {id(table): table for table in given}.values()}
-    return replace(problem, costs=tuple(free[id(own)] for own in problem.costs),
-                   edges={pair: free[id(table)] for pair, table in problem.edges.items()})
+    free = {
+        id(table): np.where(np.isfinite(table), 0.0, np.inf) for table in {id(table): table for table in given}.values()
+    }
+    return replace(
+        problem,
+        costs=tuple(free[id(own)] for own in problem.costs),
+        edges={pair: free[id(table)] for pair, table in problem.edges.items()},
+    )
 
 
 def leanest_by_prices(problem: Problem, rows: Rows, pricing: _Priced, low: float) -> LeastMemory:
@@ -184,8 +201,15 @@ def leanest_by_prices(problem: Problem, rows: Rows, pricing: _Priced, low: float
     while enough > (1.0 + APART) * least:
         trial = (least + enough) / 2
         splicer = Splicer(problem, replace(rows, limit=trial))
-        found = next((spliced for one in near for other in near if one is not other
-                      and (spliced := splicer.splice(one.states, other.states, np.inf)) is not None), None)
+        found = next(
+            (
+                spliced
+                for one in near
+                for other in near
+                if one is not other and (spliced := splicer.splice(one.states, other.states, np.inf)) is not None
+            ),
+            None,
+        )
         if found is None:
             break
         states, enough = tuple(found[0]), float(rows.used(found[0]).max())
@@ -202,7 +226,6 @@ class _InUnits:
         value, cut = self.pricing.least(multipliers)
         # The pricing takes its own limit off, which is another one.
         return value + float(multipliers.sum()) * (self.pricing.rows.limit - self.unit), cut
-
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -317,7 +340,7 @@ class _PricedSearch:
             self.tell()
             known = Prices(self.rows.count, self.rows.limit)
             known.cuts, known.multipliers = list(self.known.values()), self.prices.multipliers
-            near = self.gap / 4 if direct else max(self.gap / 4, ROUGH * 0.1 ** turn)
+            near = self.gap / 4 if direct else max(self.gap / 4, ROUGH * 0.1**turn)
             value = ascend(part, known, cap=cap, gap=near, most=EVALUATIONS_of_priced_search)
             for cut in known.cuts:
                 self.offer(cut)
@@ -354,9 +377,15 @@ class _PricedSearch:
             self.windows()
         if not self.near and len(self.problem.costs) <= MIXED:
             self.mix()
-        return None if self.states is None else self.solution(
-            "prices of memory, each minimised exactly, then splicing" if isinstance(self.pricing, Pricing) else
-            "prices of memory, bounded by sweeps, then splicing")
+        return (
+            None
+            if self.states is None
+            else self.solution(
+                "prices of memory, each minimised exactly, then splicing"
+                if isinstance(self.pricing, Pricing)
+                else "prices of memory, bounded by sweeps, then splicing"
+            )
+        )
 
     def lean(self) -> bool:
         """Ask for the states of the least memory. False: none of them keeps the limit."""
@@ -439,8 +468,10 @@ class _PricedSearch:
             if self.looks:
                 mark |= self.looks[v]
         whole = {size: np.ones(size, bool) for size in {len(own) for own in problem.costs}}
-        return [whole[len(own)] if len(own) <= FEW or neighbours[v] <= 1 or follows[v] else alike[which[v]]
-                for v, own in enumerate(problem.costs)]
+        return [
+            whole[len(own)] if len(own) <= FEW or neighbours[v] <= 1 or follows[v] else alike[which[v]]
+            for v, own in enumerate(problem.costs)
+        ]
 
     def splice(self) -> None:
         """Known states that keep the limit with known ones that do not."""
@@ -475,14 +506,17 @@ class _PricedSearch:
             self.tell()
             length = int(random.integers(LENGTH // 8, LENGTH))
             begin = int(random.integers(-length // 2, max(count - length // 2, 1)))
-            self.take(self.splicer.window(self.states, max(begin, 0), min(begin + length, count), alive,
-                                          self.prices.multipliers, self.cost))
+            self.take(
+                self.splicer.window(
+                    self.states, max(begin, 0), min(begin + length, count), alive, self.prices.multipliers, self.cost
+                )
+            )
             if self.near:
                 break
 
     def mix(self) -> None:
         """The best out of the states of the nearest that are known, by HiGHS, where that is little to ask of it."""
-        nearest = [*self.order()[:2 * NEAREST], *(() if self.states is None else (self.cut(self.states),))]
+        nearest = [*self.order()[: 2 * NEAREST], *(() if self.states is None else (self.cut(self.states),))]
         alive = [np.zeros(len(own), bool) for own in self.problem.costs]
         for cut in nearest:
             for mark, state in zip(alive, cut.states):
@@ -508,7 +542,8 @@ class _PricedSearch:
 
 
 def swept_leanest(problem: Problem, rows: Rows, alive: Sequence[np.ndarray], low: float) -> LeastMemory:
-    """The states of the least memory of a problem without costs that elimination cannot do, among those that look best to
+    """The states of the least memory of a problem without costs that elimination cannot do, among those that look best
+    to
     sweeps where a few moments have a price: with one at each, no two layers would be equal.
 
     Args:

@@ -26,14 +26,29 @@ import numpy as np
 
 from .search_memory import current
 
-__all__ = ["FEW", "MOST", "SPARSE", "Eliminated", "Facts", "Order", "Scope", "Script", "Shapes", "Tables", "eliminate", "elimination_order", "shared_work", "slices"]
+__all__ = [
+    "FEW",
+    "MOST",
+    "SPARSE",
+    "Eliminated",
+    "Facts",
+    "Order",
+    "Scope",
+    "Script",
+    "Shapes",
+    "Tables",
+    "eliminate",
+    "elimination_order",
+    "shared_work",
+    "slices",
+]
 
 
 # ----------------------------------------------------------------------------------------------------
 # What is known of single tables: what share of a table is allowed, and which of its columns are equal.
 #
-# A layout says which strategy left it, and of what is kept only whether it is: such tables are mostly forbidden, or have
-# few different columns. Elimination then has less to do than the number of states says.
+# A layout says which strategy left it, and of what is kept only whether it is: such tables are mostly forbidden, or
+# have few different columns. Elimination then has less to do than the number of states says.
 # ----------------------------------------------------------------------------------------------------
 
 FEW = 0.5  # the share of different columns up to which a table is worth going through by these
@@ -42,8 +57,8 @@ SAMPLE = 8  # entries along each further dim that are looked at first, to tell s
 
 
 def slices(table: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """A table with each different slice along a dim once, and which of these each one was; the table itself and None where
-    few are equal. Nothing is remembered: it is for large tables that are made and gone."""
+    """A table with each different slice along a dim once, and which of these each one was; the table itself and None
+    where few are equal. Nothing is remembered: it is for large tables that are made and gone."""
     rows = np.moveaxis(table, axis, 0)
     some = rows[(slice(None), *(slice(None, None, max(1, size // SAMPLE)) for size in rows.shape[1:]))]
     alike: dict[bytes, list[int]] = {}
@@ -105,7 +120,6 @@ class Facts:
         return out
 
 
-
 # ----------------------------------------------------------------------------------------------------
 # In which order nodes are eliminated.
 #
@@ -140,9 +154,17 @@ class Order:
 class _Rest:
     """What is left of the graph while an order is made."""
 
-    def __init__(self, sizes: Sequence[int], pairs: Iterable[tuple[int, int]], most: int, degree: int | None,
-                 keep: Collection[int], allowed: Mapping[tuple[int, int], float],
-                 few: Mapping[tuple[int, int], int], room: int) -> None:
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        pairs: Iterable[tuple[int, int]],
+        most: int,
+        degree: int | None,
+        keep: Collection[int],
+        allowed: Mapping[tuple[int, int], float],
+        few: Mapping[tuple[int, int], int],
+        room: int,
+    ) -> None:
         self.sizes, self.most, self.degree = sizes, most, math.inf if degree is None else degree
         self.near: list[set[int]] = [set() for _ in sizes]
         self.allowed: list[list[tuple[int, float]]] = [[] for _ in sizes]  # by node: (neighbour, share), least first
@@ -214,7 +236,7 @@ class _Rest:
         stale = set(around)
         for position, a in enumerate(around):
             self._level[a] = max(self._level[a], self._level[v] + 1)
-            for b in around[position + 1:]:
+            for b in around[position + 1 :]:
                 if self.few:
                     self.few.pop((a, b), None)
                     self.few.pop((b, a), None)
@@ -225,11 +247,18 @@ class _Rest:
         return stale
 
 
-def elimination_order(sizes: Sequence[int], pairs: Iterable[tuple[int, int]], *, most: int = MOST,
-                      degree: int | None = None, keep: Collection[int] = (),
-                      hold: Sequence[float] | None = None,
-                      allowed: Mapping[tuple[int, int], float] | None = None,
-                      few: Mapping[tuple[int, int], int] | None = None, room: int = 0) -> Order:
+def elimination_order(
+    sizes: Sequence[int],
+    pairs: Iterable[tuple[int, int]],
+    *,
+    most: int = MOST,
+    degree: int | None = None,
+    keep: Collection[int] = (),
+    hold: Sequence[float] | None = None,
+    allowed: Mapping[tuple[int, int], float] | None = None,
+    few: Mapping[tuple[int, int], int] | None = None,
+    room: int = 0,
+) -> Order:
     """A min-fill order of the nodes.
 
     Args:
@@ -281,7 +310,6 @@ def elimination_order(sizes: Sequence[int], pairs: Iterable[tuple[int, int]], *,
         out = frozenset(held)
         steps = [(v, tuple(u for u in around if u not in out)) for v, around in steps]
     return Order(tuple(steps), tuple(v for v in range(len(sizes)) if v not in done), tuple(held), largest, work)
-
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -486,8 +514,9 @@ WATCHED = 512  # steps between two looks at how much memory there is
 Seen = tuple[int, Scope, Scope]
 
 
-def shared_work(costs: Sequence[np.ndarray], edges: Mapping[tuple[int, int], np.ndarray], order: Order,
-                facts: Facts | None = None) -> int:
+def shared_work(
+    costs: Sequence[np.ndarray], edges: Mapping[tuple[int, int], np.ndarray], order: Order, facts: Facts | None = None
+) -> int:
     """Entries of the joints that eliminate makes, each of them once."""
     shapes = Shapes(facts)
     eliminate(costs, edges, order, made=shapes)
@@ -555,14 +584,16 @@ class Script:
                 if u != v:
                     del self._at[u][scope]
         self._at[v] = {}
-        self._back.append((v, tuple((number, scope[:(at := scope.index(v))], scope[at + 1:]) for scope, number in tables)))
+        self._back.append(
+            (v, tuple((number, scope[: (at := scope.index(v))], scope[at + 1 :]) for scope, number in tables))
+        )
         if size == 1:
             for scope, number in tables:
                 if len(scope) == 1:
                     self._work.append((CONSTANT, number, 0))
                 else:
                     axis = scope.index(v)
-                    self._put(scope[:axis] + scope[axis + 1:], self._made(SLICE, number, axis))
+                    self._put(scope[:axis] + scope[axis + 1 :], self._made(SLICE, number, axis))
             return
         dim = {u: n for n, u in enumerate(around)} | {v: -1}
         where = tuple(tuple([dim[u] for u in scope]) for scope, _ in tables)
@@ -584,8 +615,14 @@ class Script:
         for u in scope:
             self._at[u][scope] = number
 
-    def run(self, costs: Sequence[np.ndarray], edges: Mapping[tuple[int, int], np.ndarray], *,
-            made: Tables | None = None, until: float | None = None) -> Eliminated | None:
+    def run(
+        self,
+        costs: Sequence[np.ndarray],
+        edges: Mapping[tuple[int, int], np.ndarray],
+        *,
+        made: Tables | None = None,
+        until: float | None = None,
+    ) -> Eliminated | None:
         """The nodes eliminated.
 
         Args:
@@ -613,7 +650,13 @@ class Script:
         return Eliminated(constant, {scope: tables[n] for scope, n in self._left.items()}, tables, self._back)
 
 
-def eliminate(costs: Sequence[np.ndarray], edges: Mapping[tuple[int, int], np.ndarray], order: Order, *,
-              made: Tables | None = None, until: float | None = None) -> Eliminated | None:
+def eliminate(
+    costs: Sequence[np.ndarray],
+    edges: Mapping[tuple[int, int], np.ndarray],
+    order: Order,
+    *,
+    made: Tables | None = None,
+    until: float | None = None,
+) -> Eliminated | None:
     """The nodes eliminated in that order, see `Script`."""
     return Script([len(own) for own in costs], edges, order).run(costs, edges, made=made, until=until)

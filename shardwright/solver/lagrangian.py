@@ -81,8 +81,14 @@ class Pricing:
                 break
             step = merged(problem, into)
             edges = step.problem.edges
-            order = elimination_order([len(own) for own in step.problem.costs], edges, most=most,
-                                      allowed=facts.sparse(edges), few=facts.few(edges), room=ROOM)
+            order = elimination_order(
+                [len(own) for own in step.problem.costs],
+                edges,
+                most=most,
+                allowed=facts.sparse(edges),
+                few=facts.few(edges),
+                room=ROOM,
+            )
             if not order.left and (best is None or order.work < best[0]):
                 best = order.work, step, order
         if best is None:
@@ -114,15 +120,14 @@ class Pricing:
         return Cut(states, self.problem.cost(states), self.rows.used(states))
 
 
-
 # ----------------------------------------------------------------------------------------------------
 # A bound of a problem whose memory is paid for, where elimination is too large (pricing.py): by sweeps (trws.py).
 #
 #     L(λ) >= Σ_v min θ_v + Σ_(u,v) min e'_uv      θ_v = c_v + Σ_u m_uv,   e'_uv(s, t) = e_uv(s, t) - m_vu(s) - m_uv(t)
 #
 # for any messages m. They are those that sweeps over a shorter problem of few equal layers end with (repeats.py); where
-# such layers are many, most of θ and e' are the same then, and are worked out once. So a bound of the whole costs what a
-# few layers cost, in time and in memory, and it is as true as if all had been swept.
+# such layers are many, most of θ and e' are the same then, and are worked out once. So a bound of the whole costs what
+# a few layers cost, in time and in memory, and it is as true as if all had been swept.
 # ----------------------------------------------------------------------------------------------------
 
 SWEEPS = 48  # of the shorter problem at most
@@ -161,7 +166,9 @@ class SweptPricing:
         try:
             messages = Messages(inner)
         except OutOfBudgetError:
-            return self._unswept(costs, edges, short) - float(multipliers.sum()) * self.rows.limit, self._nearest(inner, short)
+            return self._unswept(costs, edges, short) - float(multipliers.sum()) * self.rows.limit, self._nearest(
+                inner, short
+            )
         budget = current()
         if self._last is not None:
             messages.resume(self._last)
@@ -215,8 +222,9 @@ class SweptPricing:
         return mark
 
 
-def bound_of(costs: Sequence[np.ndarray], edges: Mapping[Pair, np.ndarray], short: Shorter,
-             sent: Mapping[Pair, np.ndarray]) -> float:
+def bound_of(
+    costs: Sequence[np.ndarray], edges: Mapping[Pair, np.ndarray], short: Shorter, sent: Mapping[Pair, np.ndarray]
+) -> float:
     """The bound that messages give.
 
     Args:
@@ -243,7 +251,6 @@ def bound_of(costs: Sequence[np.ndarray], edges: Mapping[Pair, np.ndarray], shor
             sums[key] = float(sum(mine, own).min())
         total += sums[key]
     return total
-
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -337,8 +344,11 @@ class Batched:
         self._tables = {shape: given.copy() for shape, given in self._given.items()}
         left = set(order.left)
         number = {v: n for n, v in enumerate(order.left)}
-        self._pairs = [((number[a], number[b]), (sizes[a], sizes[b]), at) for (a, b), at in sorted(slots.items())
-                       if a in left and b in left]
+        self._pairs = [
+            ((number[a], number[b]), (sizes[a], sizes[b]), at)
+            for (a, b), at in sorted(slots.items())
+            if a in left and b in left
+        ]
 
     def _step(self, found: dict, level_of: dict, slot, v: int, around: tuple[int, ...]) -> None:
         """Put one step where it belongs."""
@@ -349,8 +359,9 @@ class Batched:
         if out is not None:
             level_of[out] = max(level_of.get(out, 0), level)
         key = (level, sizes[v], tuple(sizes[u] for u in around), tuple(v > u for u in around))
-        found.setdefault(key, []).append((v, around, [slot(*pair) for pair in pairs],
-                                          slot(*around) if len(around) == 2 else -1))
+        found.setdefault(key, []).append(
+            (v, around, [slot(*pair) for pair in pairs], slot(*around) if len(around) == 2 else -1)
+        )
 
     def _packed(self, key: tuple, mine: list) -> _Steps:
         _, size, around, turned = key
@@ -358,8 +369,15 @@ class Batched:
         near = []
         for n, (other, turn) in enumerate(zip(around, turned)):
             them = np.array([step[1][n] for step in mine])
-            near.append((them, self._at[them], (other, size) if turn else (size, other),
-                         np.array([step[2][n] for step in mine]), turn))
+            near.append(
+                (
+                    them,
+                    self._at[them],
+                    (other, size) if turn else (size, other),
+                    np.array([step[2][n] for step in mine]),
+                    turn,
+                )
+            )
         out = (around, np.array([step[3] for step in mine])) if len(around) == 2 else None
         written = out[1] if out else near[0][0] if near else nodes
         return _Steps(size, around, nodes, self._at[nodes], near, out, len(np.unique(written)) == len(written))
@@ -394,8 +412,10 @@ class Batched:
             else:
                 np.add.at(target, where, least)
         self.constant = constant
-        return Problem(tuple(own[self.sizes[v]][self._at[v]] for v in self.order.left),
-                       {pair: tables[shape][at] for pair, shape, at in self._pairs})
+        return Problem(
+            tuple(own[self.sizes[v]][self._at[v]] for v in self.order.left),
+            {pair: tables[shape][at] for pair, shape, at in self._pairs},
+        )
 
     def _between(self, near: tuple) -> np.ndarray:
         """The tables of a step's nodes and one neighbour each: (steps, own states, its states)."""
@@ -492,8 +512,9 @@ class PricedProblem:
 class Ascent:
     """Multipliers made better step by step.
 
-    They start where they are said to, or where the least that every plan holds comes nearest to the limit. A step has two halves: one that is
-    added, in all so large a part of the multipliers' sum, and one by which each is multiplied. After steps that have
+    They start where they are said to, or where the least that every plan holds comes nearest to the limit. A step has
+    two halves: one that is added, in all so large a part of the multipliers' sum, and one by which each is multiplied.
+        After steps that have
     brought nothing it goes back to the best multipliers, and the steps are shorter.
     """
 

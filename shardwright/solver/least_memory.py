@@ -40,7 +40,9 @@ SMALL = 10_000  # entries of the edges up to which the two ends meet
 NEAR = 2e-3  # of the limit: how near the two ends come otherwise
 QUICK = 2**25  # entries of all joints up to which prices narrow a smaller one down before HiGHS is asked
 ROUNDING = 1e-9  # relative, of a bound by prices
-MOST_WORK = 2**28  # entries of all joints above which a large one is not priced at every moment: no two tables are equal then
+MOST_WORK = (
+    2**28
+)  # entries of all joints above which a large one is not priced at every moment: no two tables are equal then
 CLOSE = 1e-6  # of the limit: how near the two ends of a small problem come where amounts are not whole numbers
 
 
@@ -136,14 +138,21 @@ def least_memory(problem: Problem, *, seconds: float | None = None, near: float 
     return LeastMemory(low, high, tuple(inner.lift(states)) if states is not None else None)
 
 
-def infeasible(problem: Problem, *, seconds: float | None = None, known: Sequence[int] | None = None,
-               least: float | None = None, near: float = 0.0) -> InfeasibleMemoryError:
+def infeasible(
+    problem: Problem,
+    *,
+    seconds: float | None = None,
+    known: Sequence[int] | None = None,
+    least: float | None = None,
+    near: float = 0.0,
+) -> InfeasibleMemoryError:
     """The error for a problem whose limit nothing keeps.
 
     Args:
         seconds: to look for the least limit at most; None: no clock decides.
         known: states that hold little.
-        least: a limit below which no plan is, if these states are near enough to the leanest; None: others are looked for.
+        least: a limit below which no plan is, if these states are near enough to the leanest; None: others are looked
+            for.
         near: how near to its bound the least limit is named, relative to it.
     """
     found = LeastMemory(least, None, None) if least is not None else least_memory(problem, seconds=seconds, near=near)
@@ -155,13 +164,16 @@ def infeasible(problem: Problem, *, seconds: float | None = None, known: Sequenc
     bound, times = binding(replace(problem, limit=-1.0))
     rows = Rows.of(bound, len(times))
     held = rows.least()
-    if not (held > problem.limit).any() and found.states is not None and near < APART:  # each can be met, but not all at once
+    if (
+        not (held > problem.limit).any() and found.states is not None and near < APART
+    ):  # each can be met, but not all at once
         held = rows.used((*_lean(problem, found), 0))
     over = np.flatnonzero(held > problem.limit)
     moments = tuple(int(times[row]) for row in over)
     worst = over[np.argsort(-held[over], kind="stable")][:SHOWN]
-    shown = ", ".join(f"moment {times[row]} ({_who(problem, int(times[row]))}): at least {held[row]:,.0f}"
-                      for row in worst)
+    shown = ", ".join(
+        f"moment {times[row]} ({_who(problem, int(times[row]))}): at least {held[row]:,.0f}" for row in worst
+    )
     more = f" and {len(over) - len(worst):,} more" if len(over) > len(worst) else ""
     if found.enough is None:
         legal = f"a limit of more than {found.least:,.0f}; no plan that keeps one was found in the time given"
@@ -169,8 +181,11 @@ def infeasible(problem: Problem, *, seconds: float | None = None, known: Sequenc
         legal = f"a limit of at least {found.enough:,.0f}"
     else:
         legal = f"a limit of {found.enough:,.0f}; none below {found.least:,.0f} can be kept"
-    error = InfeasibleMemoryError(f"no plan keeps the memory limit of {problem.limit:,.0f}" +
-                                  (f"; it cannot be met at {shown}{more}" if shown else ""), legal=legal)
+    error = InfeasibleMemoryError(
+        f"no plan keeps the memory limit of {problem.limit:,.0f}"
+        + (f"; it cannot be met at {shown}{more}" if shown else ""),
+        legal=legal,
+    )
     error.moments, error.least, error.enough, error.states = moments, found.least, found.enough, found.states
     return error
 
@@ -183,8 +198,9 @@ def _lean(problem: Problem, found: LeastMemory) -> tuple[int, ...]:
     bound, times = binding(replace(inner.problem, limit=-1.0))
     rows, ones = Rows.of(bound, len(times)), np.ones(len(times))
     costs = rows.priced([np.zeros(len(own)) for own in bound.costs], ones)[:-1]
-    edges = rows.priced_edges({pair: np.where(np.isfinite(table), 0.0, np.inf)
-                               for pair, table in inner.problem.edges.items()}, ones)
+    edges = rows.priced_edges(
+        {pair: np.where(np.isfinite(table), 0.0, np.inf) for pair, table in inner.problem.edges.items()}, ones
+    )
     try:
         return tuple(inner.lift(_fits(replace(inner.problem, costs=tuple(costs), edges=edges), found.enough, None)))
     except PlanError:  # not in the time: those that are known

@@ -17,6 +17,7 @@ from .search_memory import current
 
 __all__ = ["Rows", "Shorter", "binding", "kinds", "period", "shorter"]
 
+
 def _latest(first: np.ndarray, stop: np.ndarray) -> np.ndarray:
     """The moments at which as much as possible lives: something begins at one or since the last, and then something
     ends."""
@@ -53,8 +54,13 @@ def binding(problem: Problem) -> tuple[Problem, np.ndarray]:
         if a >= b:
             continue
         key = (use.node, use.other, a, b) if moves else (fixed, None, a, b)
-        amount = np.array([low]) if not moves else \
-            use.amount if use.amount.dtype == np.float64 else np.asarray(use.amount, float)
+        amount = (
+            np.array([low])
+            if not moves
+            else use.amount
+            if use.amount.dtype == np.float64
+            else np.asarray(use.amount, float)
+        )
         known = merged.get(key)
         if known is not None:
             pair = (id(known), id(amount))
@@ -64,8 +70,13 @@ def binding(problem: Problem) -> tuple[Problem, np.ndarray]:
         merged[key] = amount
     usages = tuple(MemoryUsage(v, a, b, amount, other=other) for (v, other, a, b), amount in merged.items())
     names = (*problem.names, "what every plan holds") if problem.names else ()
-    return replace(problem, costs=(*problem.costs, np.zeros(1)), names=names, usages=usages,
-                   limit=problem.limit if usages else None), times
+    return replace(
+        problem,
+        costs=(*problem.costs, np.zeros(1)),
+        names=names,
+        usages=usages,
+        limit=problem.limit if usages else None,
+    ), times
 
 
 class _Extremes:
@@ -137,14 +148,26 @@ class Rows:
                 arrays.append(use.amount)
             which.append(place[id(use.amount)])
         sizes = np.array([array.size for array in arrays], np.int64)
-        node, first, last = (np.array([getattr(use, name) for use in uses], np.int64)
-                             for name in ("node", "start", "stop"))
+        node, first, last = (
+            np.array([getattr(use, name) for use in uses], np.int64) for name in ("node", "start", "stop")
+        )
         other = np.array([use.node if use.other is None else use.other for use in uses], np.int64)
         step = np.array([0 if use.other is None else use.amount.shape[1] for use in uses], np.int64)
         amounts = np.concatenate([np.asarray(array, float).ravel() for array in arrays]) if uses else np.empty(0)
         array = np.array(which, np.int64)
-        return cls(count, problem.limit, node, first, last, other, step, amounts, array,
-                   (np.cumsum(sizes) - sizes)[array], tuple(arrays))
+        return cls(
+            count,
+            problem.limit,
+            node,
+            first,
+            last,
+            other,
+            step,
+            amounts,
+            array,
+            (np.cumsum(sizes) - sizes)[array],
+            tuple(arrays),
+        )
 
     def used(self, states: Sequence[int]) -> np.ndarray:
         """What the states hold at each moment."""
@@ -199,8 +222,9 @@ class Rows:
         """Whether two nodes decide any of it."""
         return bool(self.step.any())
 
-    def priced_edges(self, edges: Mapping[tuple[int, int], np.ndarray], multipliers: np.ndarray
-                     ) -> dict[tuple[int, int], np.ndarray]:
+    def priced_edges(
+        self, edges: Mapping[tuple[int, int], np.ndarray], multipliers: np.ndarray
+    ) -> dict[tuple[int, int], np.ndarray]:
         """The edges with the memory paid for that two nodes decide; of equal tables and prices one table is made."""
         price, out = self.prices(multipliers), dict(edges)
         paid: dict[tuple[int, int, float], tuple[np.ndarray, np.ndarray]] = {}
@@ -216,7 +240,6 @@ class Rows:
                 paid[key] = table + key[2] * self.arrays[key[1]], table
             out[pair] = paid[key][0]
         return out
-
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -34,8 +34,10 @@ class NoAssignmentError(PlanError):
 def moments(problem: Problem) -> list[tuple[int, ...]]:
     """The sets of usages (their numbers, ascending) that live at once and lie in no other such set."""
     uses = problem.usages
-    events = sorted([(use.start, 1, n) for n, use in enumerate(uses) if use.start < use.stop] +
-                    [(use.stop, 0, n) for n, use in enumerate(uses) if use.start < use.stop])
+    events = sorted(
+        [(use.start, 1, n) for n, use in enumerate(uses) if use.start < use.stop]
+        + [(use.stop, 0, n) for n, use in enumerate(uses) if use.start < use.stop]
+    )
     living: set[int] = set()
     found, grew = [], False
     for _, starts, n in events:
@@ -59,8 +61,9 @@ def _classes(table: np.ndarray, amounts: Sequence[np.ndarray] = ()) -> tuple[np.
     # to 12 digits of the table's own size: what rounding tells apart is one class all the same
     digits = float(np.abs(table[finite]).max(initial=0.0)) * 1e-12 or 1.0
     level = np.where(finite, np.round((np.where(finite, table, 0.0) - shift[:, None]) / digits), np.inf)
-    _, first, number = np.unique(np.concatenate([level, *amounts], axis=1), axis=0, return_index=True,
-                                 return_inverse=True)
+    _, first, number = np.unique(
+        np.concatenate([level, *amounts], axis=1), axis=0, return_index=True, return_inverse=True
+    )
     return number.reshape(-1), shift, first
 
 
@@ -95,6 +98,7 @@ def milp(problem: Problem, *, seconds: float | None = None, work: float | None =
         PlanError: where none was found in time, or the matrix is too large for `FEWEST` nodes.
     """
     import highspy  # 4 MiB of each process that trains, and most plans need no linear program
+
     costs = [np.where(np.isfinite(own), own, 0.0).astype(float) for own in problem.costs]
     column: list[np.ndarray] = []  # by node and state: the number of its x, -1 where forbidden
     count = 0
@@ -153,12 +157,17 @@ def milp(problem: Problem, *, seconds: float | None = None, work: float | None =
             pairs = [(int(c), float(m)) for v, amount in held.items() for c, m in zip(column[v], amount) if c >= 0]
             for pair, amount in shared.items():
                 number, first, second = chosen[pair]
-                pairs += [(int(c), float(m)) for c, m in zip(number.ravel(), amount[np.ix_(first, second)].ravel())
-                          if c >= 0 and m]
+                pairs += [
+                    (int(c), float(m))
+                    for c, m in zip(number.ravel(), amount[np.ix_(first, second)].ravel())
+                    if c >= 0 and m
+                ]
             unit = max(abs(problem.limit), 1.0)
             rows.add(-highspy.kHighsInf, problem.limit / unit, [c for c, _ in pairs], [m / unit for _, m in pairs])
     if work is not None and FEWEST * len(rows.columns) > work:
-        raise PlanError(f"no assignment was found: a matrix of {len(rows.columns):,} entries is more than HiGHS is asked")
+        raise PlanError(
+            f"no assignment was found: a matrix of {len(rows.columns):,} entries is more than HiGHS is asked"
+        )
     objective = np.concatenate([*(own[where >= 0] for own, where in zip(costs, column)), np.array(paid, float)])
     scale = float(np.abs(objective).max(initial=0.0)) or 1.0
     scale = 1e3 / scale  # HiGHS's tolerances are absolute
@@ -166,7 +175,7 @@ def milp(problem: Problem, *, seconds: float | None = None, work: float | None =
     model.num_col_, model.num_row_ = len(objective), len(rows.lower)
     model.col_cost_ = objective * scale
     model.col_lower_, model.col_upper_ = np.zeros(len(objective)), np.ones(len(objective))
-    model.integrality_ = ([highspy.HighsVarType.kInteger] * count + [highspy.HighsVarType.kContinuous] * len(paid))
+    model.integrality_ = [highspy.HighsVarType.kInteger] * count + [highspy.HighsVarType.kContinuous] * len(paid)
     model.row_lower_, model.row_upper_ = np.array(rows.lower), np.array(rows.upper)
     model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
     model.a_matrix_.start_ = np.array([*rows.starts, len(rows.columns)])
@@ -182,8 +191,9 @@ def milp(problem: Problem, *, seconds: float | None = None, work: float | None =
     highs.run()
     status, info = highs.getModelStatus(), highs.getInfo()
     if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
-        raise NoAssignmentError("no assignment of strategies is allowed" +
-                                (" within the memory limit" if problem.limit is not None else ""))
+        raise NoAssignmentError(
+            "no assignment of strategies is allowed" + (" within the memory limit" if problem.limit is not None else "")
+        )
     if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
         raise PlanError(f"no assignment was found: {highs.modelStatusToString(status)}")
     x = np.array(highs.getSolution().col_value)

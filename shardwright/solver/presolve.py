@@ -25,7 +25,23 @@ from ..errors import PlanError
 from .elimination import Eliminated, Tables, eliminate, elimination_order
 from .problem import MemoryUsage, Problem
 
-__all__ = ["Core", "Merged", "ReducedProblem", "RestrictedProblem", "Wiped", "arcs", "candidates", "consistent", "contradiction", "core", "interned", "merged", "reduced", "restrict", "undominated"]
+__all__ = [
+    "Core",
+    "Merged",
+    "ReducedProblem",
+    "RestrictedProblem",
+    "Wiped",
+    "arcs",
+    "candidates",
+    "consistent",
+    "contradiction",
+    "core",
+    "interned",
+    "merged",
+    "reduced",
+    "restrict",
+    "undominated",
+]
 
 MOST_COMPARED = 2**26  # differences that comparing a node's states over one edge may take; about 0.2 s
 MOST_STATES = 512  # of a node whose states are compared, each with each
@@ -60,8 +76,11 @@ def interned(problem: Problem) -> Problem:
             by_id[id(table)] = known.setdefault((table.shape, table.dtype.str, table.tobytes()), table)
         return by_id[id(table)]
 
-    return replace(problem, costs=tuple(one(own) for own in problem.costs),
-                   edges={pair: one(table) for pair, table in problem.edges.items()})
+    return replace(
+        problem,
+        costs=tuple(one(own) for own in problem.costs),
+        edges={pair: one(table) for pair, table in problem.edges.items()},
+    )
 
 
 def restrict(problem: Problem, alive: Sequence[np.ndarray]) -> RestrictedProblem:
@@ -96,10 +115,15 @@ def restrict(problem: Problem, alive: Sequence[np.ndarray]) -> RestrictedProblem
             cut[key] = _among(np.asarray(use.amount), [numbers[marks[v]] for v in use.nodes])
         return cut[key]
 
-    usages = tuple(use if full[use.node] and (use.other is None or full[use.other]) else
-                   MemoryUsage(use.node, use.start, use.stop, one_of(use), use.what, use.other) for use in problem.usages)
-    return RestrictedProblem(replace(problem, costs=tuple(costs), edges=edges, usages=usages),
-                      tuple(numbers[text] for text in marks))
+    usages = tuple(
+        use
+        if full[use.node] and (use.other is None or full[use.other])
+        else MemoryUsage(use.node, use.start, use.stop, one_of(use), use.what, use.other)
+        for use in problem.usages
+    )
+    return RestrictedProblem(
+        replace(problem, costs=tuple(costs), edges=edges, usages=usages), tuple(numbers[text] for text in marks)
+    )
 
 
 def _among(table: np.ndarray, numbers: Sequence[np.ndarray]) -> np.ndarray:
@@ -194,7 +218,7 @@ def _stay(own: np.ndarray, tables: Sequence[np.ndarray], amounts: Sequence[np.nd
         larger = [np.maximum if np.isfinite(table).all() else np.fmax for table in tables]
         for table, most in zip(tables, larger):
             some = np.full(gain.shape, -np.inf)
-            for column in np.ascontiguousarray(table.T[::-(-table.shape[1] // COLUMNS)]):
+            for column in np.ascontiguousarray(table.T[:: -(-table.shape[1] // COLUMNS)]):
                 most(some, column[:, None] - column, out=some)
             least += some
         possible = least <= 0
@@ -251,8 +275,11 @@ def undominated(problem: Problem, *, rounds: int = 3) -> RestrictedProblem:
             for amount, axis, other in uses[v]:
                 mine = amount.T[total.kept[v]] if axis else amount[total.kept[v]]
                 amounts += [mine] if other is None else list(mine[:, total.kept[other]].T)
-            key = (own.tobytes(), tuple((id(table), axis) for table, axis in tables),
-                   *(amount.tobytes() for amount in amounts))
+            key = (
+                own.tobytes(),
+                tuple((id(table), axis) for table, axis in tables),
+                *(amount.tobytes() for amount in amounts),
+            )
             if key not in known:
                 known[key] = _stay(own, [table.T if axis else table for table, axis in tables], amounts)
                 held.append(tables)
@@ -300,8 +327,11 @@ def core(problem: Problem, *, made: Tables | None = None) -> Core:
     number = {v: n for n, v in enumerate(order.left)}
     edges = {(number[scope[0]], number[scope[1]]): table for scope, table in gone.tables.items() if len(scope) == 2}
     names = tuple(problem.names[v] for v in order.left) if problem.names else tuple(str(v) for v in order.left)
-    usages = tuple(replace(use, node=number[use.node], other=None if use.other is None else number[use.other])
-                   for use in problem.usages if use.node in number)
+    usages = tuple(
+        replace(use, node=number[use.node], other=None if use.other is None else number[use.other])
+        for use in problem.usages
+        if use.node in number
+    )
     inner = Problem(tuple(gone.tables[v,] for v in order.left), edges, names, usages, problem.limit)
     return Core(inner, order.left, gone.constant, gone, len(sizes))
 
@@ -342,14 +372,13 @@ def reduced(problem: Problem, *, made: Tables | None = None, compare: bool = Tru
     while True:
         before = sum(len(own) for own in problem.costs)
         # without a node its neighbours may forbid each other more than they did: hence once more
-        for step in (consistent, lambda now: core(now, made=made), consistent, undominated)[:4 if compare else 3]:
+        for step in (consistent, lambda now: core(now, made=made), consistent, undominated)[: 4 if compare else 3]:
             found = step(problem)
             lifts.append(found)
             problem = found.problem
             constant += getattr(found, "constant", 0.0)
         if not compare or not problem.costs or sum(len(own) for own in problem.costs) > 0.9 * before:
             return ReducedProblem(problem, constant, tuple(lifts))
-
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -382,7 +411,7 @@ def _needed(problem: Problem, given: list[int], changed: bool, nodes: list[int])
         return []
     if len(nodes) == 1:
         return nodes
-    first, second = nodes[:len(nodes) // 2], nodes[len(nodes) // 2:]
+    first, second = nodes[: len(nodes) // 2], nodes[len(nodes) // 2 :]
     of_second = _needed(problem, given + first, True, second)
     of_first = _needed(problem, given + of_second, bool(of_second), first)
     return of_first + of_second
@@ -403,27 +432,36 @@ def contradiction(problem: Problem, among: Sequence[int] | None = None) -> PlanE
     names = [problem.names[v] if problem.names else f"node {v}" for v in found]
     listed = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
     if len(found) == 1:
-        return PlanError(f"each of its {len(problem.costs[found[0]])} strategies is forbidden", operator=names[0],
-                         legal="at least one strategy of finite cost")
+        return PlanError(
+            f"each of its {len(problem.costs[found[0]])} strategies is forbidden",
+            operator=names[0],
+            legal="at least one strategy of finite cost",
+        )
     pairs = [f"{names[a]} and {names[b]}" for a, b in _pairs(problem, found)]
-    return PlanError(f"no strategies of {listed} fit one another, whatever the rest of the network does; "
-                     f"what is forbidden between: {'; '.join(pairs[:NAMED])}", operator=names[0],
-                     legal="other strategies (or fewer marks) for one of them")
+    return PlanError(
+        f"no strategies of {listed} fit one another, whatever the rest of the network does; "
+        f"what is forbidden between: {'; '.join(pairs[:NAMED])}",
+        operator=names[0],
+        legal="other strategies (or fewer marks) for one of them",
+    )
 
 
 def _pairs(problem: Problem, nodes: Sequence[int]) -> list[tuple[int, int]]:
     """The positions of those two that forbid each other something."""
     number = {v: n for n, v in enumerate(nodes)}
-    return [(number[i], number[j]) for (i, j), table in problem.edges.items()
-            if i in number and j in number and not np.isfinite(table).all()]
-
+    return [
+        (number[i], number[j])
+        for (i, j), table in problem.edges.items()
+        if i in number and j in number and not np.isfinite(table).all()
+    ]
 
 
 # ----------------------------------------------------------------------------------------------------
 # Nodes made one with a neighbour that leaves them few states: an equal problem, in which elimination has less to do.
 #
-# A node a whose edge to b allows few pairs, as where a says of b's state only whether something of it is kept, makes the
-# joints that both are part of larger by all of its states. Merged, the states of the two are the pairs that are allowed:
+# A node a whose edge to b allows few pairs, as where a says of b's state only whether something of it is kept, makes
+# the joints that both are part of larger by all of its states. Merged, the states of the two are the pairs that are
+# allowed:
 #
 #     c_ab(s, t) = c_a(s) + c_b(t) + e_ab(s, t)       (s, t) with e_ab(s, t) < inf
 # ----------------------------------------------------------------------------------------------------
@@ -498,8 +536,12 @@ def merged(problem: Problem, into: Mapping[int, int]) -> Merged:
         index[pair[0]], index[pair[1]] = both
         target[a] = b
         own = problem.costs[a], problem.costs[b]
-        costs[b] = once((id(table), id(own[0]), id(own[1])), lambda: table[both] + problem.costs[pair[0]][both[0]] +
-                        problem.costs[pair[1]][both[1]], table, *own)
+        costs[b] = once(
+            (id(table), id(own[0]), id(own[1])),
+            lambda: table[both] + problem.costs[pair[0]][both[0]] + problem.costs[pair[1]][both[1]],
+            table,
+            *own,
+        )
         costs[a] = np.zeros(1)
 
     def spread(table: np.ndarray, nodes: Sequence[int]) -> np.ndarray:
@@ -513,6 +555,7 @@ def merged(problem: Problem, into: Mapping[int, int]) -> Merged:
             for axis, rows in enumerate(chosen):
                 out = out if rows is None else np.take(out, rows, axis=axis)
             return np.ascontiguousarray(out)
+
         return once((id(table), *map(id, chosen)), make, table, *chosen)
 
     edges: dict[tuple[int, int], np.ndarray] = {}
@@ -538,13 +581,19 @@ def merged(problem: Problem, into: Mapping[int, int]) -> Merged:
         amount = np.asarray(use.amount)
         if len(nodes) == 2 and nodes[0] == nodes[1]:
             rows = [index[v] for v in use.nodes]
-            amount = once(("both", id(use.amount), *map(id, rows)), lambda: np.asarray(use.amount)[rows[0], rows[1]],
-                          use.amount, *rows)
+            amount = once(
+                ("both", id(use.amount), *map(id, rows)),
+                lambda: np.asarray(use.amount)[rows[0], rows[1]],
+                use.amount,
+                *rows,
+            )
             nodes = nodes[:1]
         else:
             amount = spread(use.amount, use.nodes)
             if len(nodes) == 2 and nodes[0] > nodes[1]:
                 amount = once(("turned", id(amount)), lambda: np.ascontiguousarray(amount.T), amount)
                 nodes = nodes[::-1]
-        usages.append(MemoryUsage(nodes[0], use.start, use.stop, amount, use.what, nodes[1] if len(nodes) == 2 else None))
+        usages.append(
+            MemoryUsage(nodes[0], use.start, use.stop, amount, use.what, nodes[1] if len(nodes) == 2 else None)
+        )
     return Merged(replace(problem, costs=tuple(costs), edges=edges, usages=tuple(usages)), into, index)

@@ -16,6 +16,7 @@ import numpy as np
 
 __all__ = ["MemoryUsage", "Problem", "Solution"]
 
+
 @dataclass(frozen=True)
 class MemoryUsage:
     """Memory that a node holds from one moment to another.
@@ -66,8 +67,10 @@ class Problem:
 
     def cost(self, states: Sequence[int]) -> float:
         """The cost of an assignment; infinite where it is forbidden. The limit is not looked at."""
-        return float(sum(c[s] for c, s in zip(self.costs, states)) +
-                     sum(e[states[i], states[j]] for (i, j), e in self.edges.items()))
+        return float(
+            sum(c[s] for c, s in zip(self.costs, states))
+            + sum(e[states[i], states[j]] for (i, j), e in self.edges.items())
+        )
 
 
 @dataclass(frozen=True)

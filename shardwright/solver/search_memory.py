@@ -33,8 +33,8 @@ logger = logging.getLogger("shardwright.search")
 
 
 class OutOfBudgetError(Exception):
-    """A search that would take more host memory than it may. It never leaves the search: no `ShardwrightError`, lest it be
-    taken for a problem without a solution."""
+    """A search that would take more host memory than it may. It never leaves the search: no `ShardwrightError`, lest it
+    be taken for a problem without a solution."""
 
 
 class SearchProgress(NamedTuple):
@@ -65,12 +65,13 @@ class SearchBudget:
 
     Args:
         allowed: bytes; None: half of what is free.
-        progress: called with a `SearchProgress` every few seconds, once a search takes longer than `SILENT`; None: a line
-            to the log `shardwright.search`, and to stderr where that is a terminal; False: nothing.
+        progress: called with a `SearchProgress` every few seconds, once a search takes longer than `SILENT`; None: a
+            line to the log `shardwright.search`, and to stderr where that is a terminal; False: nothing.
     """
 
-    def __init__(self, allowed: float | None = None, progress: Callable[[SearchProgress], None] | bool | None = None
-                 ) -> None:
+    def __init__(
+        self, allowed: float | None = None, progress: Callable[[SearchProgress], None] | bool | None = None
+    ) -> None:
         self.allowed = SHARE * free_memory() if allowed is None else float(allowed)
         self.progress = progress
         self._began = self._said = time.monotonic()
@@ -93,7 +94,9 @@ class SearchBudget:
             OutOfBudgetError: the process would grow past what is allowed.
         """
         if size > SMALL and size > self.room():
-            raise OutOfBudgetError(f"the search may take {self.allowed / 1e6:,.0f} MB of host memory, and would take more")
+            raise OutOfBudgetError(
+                f"the search may take {self.allowed / 1e6:,.0f} MB of host memory, and would take more"
+            )
 
     def watch(self, phase: str | None = None, best: float | None = None, bound: float | None = None) -> None:
         """Between two steps.
@@ -122,7 +125,12 @@ class SearchBudget:
 
     def _say(self) -> None:
         now = time.monotonic()
-        if self.progress is False or now - self._began < SILENT or now - self._said < EVERY and self._said > self._began:
+        if (
+            self.progress is False
+            or now - self._began < SILENT
+            or now - self._said < EVERY
+            and self._said > self._began
+        ):
             return
         self._said = now
         made = SearchProgress(self.phase, now - self._began, self.best, self.bound, self.grown)
@@ -191,7 +199,9 @@ def _of_groups() -> Iterator[float]:
         if controllers not in ("", "memory"):
             continue
         base = Path("/sys/fs/cgroup") / controllers
-        most, used = ("memory.max", "memory.current") if not controllers else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        most, used = (
+            ("memory.max", "memory.current") if not controllers else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        )
         folder = base / path.lstrip("/")
         for place in (folder, *folder.parents):
             if not place.is_relative_to(base):

@@ -36,11 +36,13 @@ __all__ = ["InfeasibleMemoryError", "Marginals", "marginals", "milp", "min_margi
 # ----------------------------------------------------------------------------------------------------
 # The assignment of least cost that keeps a memory limit at every moment.
 #
-# 1. States that cannot be chosen go, and so do the moments at which the limit cannot be broken (moments.py). Without any
+# 1. States that cannot be chosen go, and so do the moments at which the limit cannot be broken (moments.py). Without
+# any
 #    left the problem has no limit.
 # 2. Where elimination can do the problem at any prices, they are found exactly (priced_search.py). Otherwise:
 # 3. The limit gets a price at each moment (multipliers.py): that gives a bound, and states that nearly keep the limit.
-# 4. Of the states that were seen, HiGHS or a local search at those prices (local_search.py) makes the best that keep it.
+# 4. Of the states that were seen, HiGHS or a local search at those prices (local_search.py) makes the best that keep
+# it.
 # 5. A problem that is small enough goes to HiGHS as a whole, without the states that the bound excludes.
 # ----------------------------------------------------------------------------------------------------
 
@@ -88,7 +90,9 @@ def solve_limited(problem: Problem, *, seconds: float | None = None, gap: float 
     if pricing is None and seconds is None and large:
         pricing = SweptPricing(bound, rows)
     try:
-        found, leanest, least, priced, prices = Searched() if pricing is None else priced_search(bound, rows, pricing, gap)
+        found, leanest, least, priced, prices = (
+            Searched() if pricing is None else priced_search(bound, rows, pricing, gap)
+        )
     except OutOfBudgetError:
         pricing = None  # what it made goes first
         found, leanest, least, priced, prices = priced_search(bound, rows, SweptPricing(bound, rows), gap)
@@ -128,8 +132,10 @@ def swept(problem: Problem, gap: float) -> Solution:
     rows = Rows.of(free, 0)
     found = priced_search(free, rows, SweptPricing(free, rows), gap).found
     if found is None:
-        raise PlanError("no allowed assignment of strategies was found in the host's memory that the search may take",
-                        legal="a larger search_memory")
+        raise PlanError(
+            "no allowed assignment of strategies was found in the host's memory that the search may take",
+            legal="a larger search_memory",
+        )
     return replace(found, states=found.states[:-1])
 
 
@@ -147,7 +153,9 @@ def _leanest(problem: Problem, error: InfeasibleMemoryError, bound: float | None
         raise error
     cost = problem.cost(error.states)
     if bound is None:
-        bound = sum(float(own.min()) for own in problem.costs) + sum(float(table.min()) for table in problem.edges.values())
+        bound = sum(float(own.min()) for own in problem.costs) + sum(
+            float(table.min()) for table in problem.edges.values()
+        )
     return Solution(error.states, cost, min(cost, bound), ("the plan of the least memory known",))
 
 
@@ -198,7 +206,9 @@ def _searched(problem: Problem, rows: Rows, until: float, gap: float, prices: np
         return _search(problem, rows, until, gap, prices)
     less = reduced(problem)
     found = _search(less.problem, Rows.of(less.problem, rows.count), until, gap, prices)
-    return replace(found, states=less.lift(found.states), cost=found.cost + less.constant, bound=found.bound + less.constant)
+    return replace(
+        found, states=less.lift(found.states), cost=found.cost + less.constant, bound=found.bound + less.constant
+    )
 
 
 def _search(problem: Problem, rows: Rows, until: float, gap: float, prices: np.ndarray | None = None) -> Solution:
@@ -222,8 +232,9 @@ def _search(problem: Problem, rows: Rows, until: float, gap: float, prices: np.n
         if best.states is not None and best.cost - priced.bound <= 1e-9 * abs(best.cost):
             return Solution(tuple(best.states), best.cost, best.cost, ("exact: the bound meets the cost",))
         if best.states is not None and best.cost - priced.bound <= gap * abs(best.cost):
-            return Solution(tuple(best.states), best.cost, priced.bound,
-                            ("multipliers: as near to the bound as asked for",))
+            return Solution(
+                tuple(best.states), best.cost, priced.bound, ("multipliers: as near to the bound as asked for",)
+            )
         if turn >= (TURNS if prices is None else FEW) and (not large or until == math.inf):
             break
     if large:
@@ -237,14 +248,21 @@ def _search(problem: Problem, rows: Rows, until: float, gap: float, prices: np.n
         step = restrict(problem, alive)
         try:
             whole = reduced(step.problem)
-            found = milp(whole.problem, seconds=None if until == math.inf else max(0.1, until - time.monotonic()),
-                         work=WORK if until == math.inf else None)
+            found = milp(
+                whole.problem,
+                seconds=None if until == math.inf else max(0.1, until - time.monotonic()),
+                work=WORK if until == math.inf else None,
+            )
             best.see(step.lift(whole.lift(found.states)))
             least = found.bound + whole.constant
             if found.gap == 0:
                 return replace(proved, states=tuple(best.states), cost=best.cost, bound=best.cost)
-            return Solution(tuple(best.states), best.cost, min(best.cost, max(priced.bound, least)),
-                            ("bounds and HiGHS; not proved",))
+            return Solution(
+                tuple(best.states),
+                best.cost,
+                min(best.cost, max(priced.bound, least)),
+                ("bounds and HiGHS; not proved",),
+            )
         except NoAssignmentError:
             if best.states is None:
                 raise
@@ -257,8 +275,9 @@ def _search(problem: Problem, rows: Rows, until: float, gap: float, prices: np.n
         _merge(best, until)
     if best.states is None:
         raise PlanError(NOTHING, legal="more seconds")
-    return Solution(tuple(best.states), best.cost, min(best.cost, priced.bound),
-                    ("multipliers and search; not proved",))
+    return Solution(
+        tuple(best.states), best.cost, min(best.cost, priced.bound), ("multipliers and search; not proved",)
+    )
 
 
 def _merge(best: _Best, until: float) -> None:
@@ -266,8 +285,13 @@ def _merge(best: _Best, until: float) -> None:
     many = 10
     while time.monotonic() < until:
         forever = until == math.inf
-        found = within(best.problem, best.lately(many), entries=WHOLE, until=None if forever else until,
-                       work=WORK / 10 if forever else None)
+        found = within(
+            best.problem,
+            best.lately(many),
+            entries=WHOLE,
+            until=None if forever else until,
+            work=WORK / 10 if forever else None,
+        )
         if found is not None:
             best.see(found)
         if many >= len(best.taken):
@@ -316,8 +340,8 @@ def _polish(best: _Best, priced: PricedProblem, until: float) -> None:
 
 
 def _dear(best: _Best, priced: PricedProblem, until: float) -> None:
-    """See what is cheapest where memory is dearer than at the best multipliers, up to the first that keeps the limit: states
-    far from the best, but some, in the time of a few sweeps. They are looked for even where the time is over."""
+    """See what is cheapest where memory is dearer than at the best multipliers, up to the first that keeps the limit:
+    states far from the best, but some, in the time of a few sweeps. They are looked for even where the time is over."""
     rows = best.rows
     multipliers = priced.best
     if not multipliers.any():  # there was no time for any: as much at each moment, and together what all else costs

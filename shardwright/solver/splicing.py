@@ -76,12 +76,20 @@ class Splicer:
             mine, theirs = x[rows.node[live]], y[rows.other[live]]
             step = rows.step[live]
             return rows.amounts[rows.offset[live] + np.where(step > 0, mine * step + theirs, mine)]
+
         return _along(low, high, held(a, a), held(a, b), held(b, b), len(a))
 
     # -- windows --
 
-    def window(self, states: Sequence[int], begin: int, end: int, alive: Sequence[np.ndarray], multipliers: np.ndarray,
-               below: float) -> tuple[list[int], float] | None:
+    def window(
+        self,
+        states: Sequence[int],
+        begin: int,
+        end: int,
+        alive: Sequence[np.ndarray],
+        multipliers: np.ndarray,
+        below: float,
+    ) -> tuple[list[int], float] | None:
         """The nodes from `begin` to `end` anew, out of the states that are alive (bool, by node).
 
         Returns:
@@ -90,8 +98,10 @@ class Splicer:
         problem, inside = self.problem, range(begin, end)
         numbers = [np.flatnonzero(alive[v]) for v in inside]
         price = self.rows.prices(multipliers)
-        mine = np.flatnonzero(((self.rows.node >= begin) & (self.rows.node < end)) |
-                              ((self.rows.other >= begin) & (self.rows.other < end)))
+        mine = np.flatnonzero(
+            ((self.rows.node >= begin) & (self.rows.node < end))
+            | ((self.rows.other >= begin) & (self.rows.other < end))
+        )
         best: tuple[list[int], float] | None = None
         order = None
         for part in PARTS:
@@ -111,8 +121,11 @@ class Splicer:
                 add(pair, problem.edges[pair])
             for n in mine.tolist() if part else ():
                 if price[n] > 0:
-                    nodes = (int(self.rows.node[n]),) if not self.rows.step[n] else \
-                        (int(self.rows.node[n]), int(self.rows.other[n]))
+                    nodes = (
+                        (int(self.rows.node[n]),)
+                        if not self.rows.step[n]
+                        else (int(self.rows.node[n]), int(self.rows.other[n]))
+                    )
                     add(nodes, self.rows.arrays[self.rows.array[n]], part * float(price[n]))
             if order is None:
                 order = elimination_order([len(own) for own in costs], edges, most=JOINT)
@@ -158,13 +171,17 @@ class _Flat:
         return _along(self.low, self.high, self.at(a, a), self.at(a, b), self.at(b, b), len(a))
 
 
-def _along(low: np.ndarray, high: np.ndarray, before: np.ndarray, across: np.ndarray, after: np.ndarray, count: int
-           ) -> np.ndarray:
+def _along(
+    low: np.ndarray, high: np.ndarray, before: np.ndarray, across: np.ndarray, after: np.ndarray, count: int
+) -> np.ndarray:
     """By place k in 0..count: Σ before (of what has both nodes below k) + across (the lower one) + after (neither)."""
     change = np.zeros((2, count + 2))
     none = np.zeros(len(low), np.int64)
-    for start, stop, values in ((high + 1, np.full(len(low), count + 1), before), (low + 1, high + 1, across),
-                                (none, low + 1, after)):
+    for start, stop, values in (
+        (high + 1, np.full(len(low), count + 1), before),
+        (low + 1, high + 1, across),
+        (none, low + 1, after),
+    ):
         finite = np.isfinite(values)
         for n, amounts in enumerate((np.where(finite, values, 0.0), (~finite).astype(float))):
             np.add.at(change[n], start, amounts)

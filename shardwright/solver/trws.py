@@ -110,17 +110,32 @@ class Messages:
                 key = tuple((table.__array_interface__["data"][0], table.shape, table.strides) for _, table in arcs)
                 if key not in stacked:
                     budget.ask(8 * len(problem.costs[v]) * int(counts.sum()))
-                    stacked[key] = (np.concatenate([table for _, table in arcs], axis=1) if arcs else
-                                    np.empty((len(problem.costs[v]), 0)))
-                made.append(_Side(np.array([u for u, _ in arcs], np.int64), [row[u][v] for u, _ in arcs],
-                                  ends - counts, ends.tolist(), counts, stacked[key],
-                                  *np.zeros((2, len(arcs), len(problem.costs[v])))))
+                    stacked[key] = (
+                        np.concatenate([table for _, table in arcs], axis=1)
+                        if arcs
+                        else np.empty((len(problem.costs[v]), 0))
+                    )
+                made.append(
+                    _Side(
+                        np.array([u for u, _ in arcs], np.int64),
+                        [row[u][v] for u, _ in arcs],
+                        ends - counts,
+                        ends.tolist(),
+                        counts,
+                        stacked[key],
+                        *np.zeros((2, len(arcs), len(problem.costs[v]))),
+                    )
+                )
             self._sides.append(made)
 
     def resume(self, other: Messages) -> bool:
-        """Begin with the messages of another problem of the same nodes and edges, with other costs; whether it is one."""
-        if self.order != other.order or self.problem.edges.keys() != other.problem.edges.keys() or \
-                any(len(a) != len(b) for a, b in zip(self.problem.costs, other.problem.costs)):
+        """Begin with the messages of another problem of the same nodes and edges, with other costs; whether it is
+        one."""
+        if (
+            self.order != other.order
+            or self.problem.edges.keys() != other.problem.edges.keys()
+            or any(len(a) != len(b) for a, b in zip(self.problem.costs, other.problem.costs))
+        ):
             return False
         for mine, theirs in zip(self._sides, other._sides):
             for a, b in zip(mine, theirs):
@@ -191,8 +206,10 @@ class Messages:
 
     def thetas(self) -> list[np.ndarray]:
         """By node, its costs and all that it was sent: what its states come to, next to one another."""
-        return [c + two[0].incoming.sum(axis=0) + two[1].incoming.sum(axis=0)
-                for c, two in zip(self.problem.costs, self._sides)]
+        return [
+            c + two[0].incoming.sum(axis=0) + two[1].incoming.sum(axis=0)
+            for c, two in zip(self.problem.costs, self._sides)
+        ]
 
     def sent(self) -> dict[tuple[int, int], np.ndarray]:
         """After a whole sweep, by (from, to): what the edge gives the latter's states, what these gave it taken off."""
@@ -206,13 +223,15 @@ class Messages:
     def costs(self) -> tuple[list[np.ndarray], dict[tuple[int, int], np.ndarray]]:
         """The energy as the last sweep, a backward one, leaves it: costs r by node; edges, not below 0."""
         own, edges = [], {}
-        thetas = [c + two[0].incoming.sum(axis=0) + two[1].incoming.sum(axis=0)
-                  for c, two in zip(self.problem.costs, self._sides)]
+        thetas = [
+            c + two[0].incoming.sum(axis=0) + two[1].incoming.sum(axis=0)
+            for c, two in zip(self.problem.costs, self._sides)
+        ]
         for v, (before, after) in enumerate(self._sides):
             share = 1.0 / max(len(before.nodes), len(after.nodes), 1)
             own.append((1.0 - len(before.nodes) * share) * thetas[v])
             for n, u in enumerate(before.nodes.tolist()):
-                table = before.tables[:, before.starts[n]:before.ends[n]]
+                table = before.tables[:, before.starts[n] : before.ends[n]]
                 left = (share * thetas[v] - before.incoming[n])[:, None] + table
                 left = left - self._sides[u][1].incoming[before.rows[n]][None, :]
                 edges[(u, v) if u < v else (v, u)] = left.T if u < v else left
@@ -284,7 +303,6 @@ def trws(problem: Problem, iterations: int, *, best: float = np.inf) -> Swept:
         full[np.ix_(inner.kept[i], inner.kept[j])] = between[i, j]
         edges[i, j] = full
     return Swept(tuple(inner.lift(states)), cost, messages.bound, tuple(costs), edges, tuple(alive))
-
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -365,7 +383,7 @@ class Sweeps:
         self._starts = [np.cumsum(sizes[mine]) - sizes[mine] for mine in self._nodes]
         self._sizes = [sizes[mine] for mine in self._nodes]
         groups: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-        for (i, j) in problem.edges:
+        for i, j in problem.edges:
             turned = colour[i] > colour[j]
             a, b = (j, i) if turned else (i, j)
             groups.setdefault((colour[a], colour[b], sizes[a], sizes[b], turned), []).append((i, j))
@@ -416,8 +434,10 @@ class Sweeps:
             np.copyto(group.tables, tables.transpose((2, 1, 0) if group.turned else (1, 2, 0)))
         self.bound, self._swept = -np.inf, 0
         self.alive = [np.ones(len(own), bool) for own in self.alive]
-        finite = (np.abs(array[np.isfinite(array)]).max(initial=0.0)
-                  for array in (*self._own, *(group.tables for group in self._groups)))
+        finite = (
+            np.abs(array[np.isfinite(array)]).max(initial=0.0)
+            for array in (*self._own, *(group.tables for group in self._groups))
+        )
         self._slack = UNIT * float(max(finite, default=0.0))
 
     def sweep(self) -> float:
@@ -449,15 +469,15 @@ class Sweeps:
         """A colour's costs and all that its nodes were sent."""
         theta = self._own[c].copy()
         for side, messages in zip(self._sides[c], self._messages):
-            theta += np.bincount(side.at, messages[side.begin:side.end], len(theta))
+            theta += np.bincount(side.at, messages[side.begin : side.end], len(theta))
         return theta
 
     def _send(self, c: int, to: int, theta: np.ndarray) -> float:
         """The messages of a colour to those above (`to` 1) or below; what they bring those at least, all in all."""
         side = self._sides[c][to]
-        given = self._given[to][side.begin:side.end]
+        given = self._given[to][side.begin : side.end]
         with np.errstate(invalid="ignore"):
-            np.subtract((side.share * theta)[side.at], self._messages[to][side.begin:side.end], out=given)
+            np.subtract((side.share * theta)[side.at], self._messages[to][side.begin : side.end], out=given)
         given[np.isnan(given)] = np.inf  # a state that all neighbours forbid: inf - inf
         total = 0.0
         for group in self._sources[c][to]:
@@ -472,23 +492,23 @@ class Sweeps:
     def _part(self, flat: np.ndarray, group: _Between, end: int) -> np.ndarray:
         """What is for the nodes at one end of the edges: (states, edges)."""
         begin, shape = group.at[end], (group.sizes[end], len(group.pairs))
-        return flat[begin:begin + shape[0] * shape[1]].reshape(shape)
+        return flat[begin : begin + shape[0] * shape[1]].reshape(shape)
 
     def _fix(self, c: int, stays: np.ndarray) -> None:
         if not stays.all():
             for v, start, size in zip(self._nodes[c].tolist(), self._starts[c].tolist(), self._sizes[c].tolist()):
-                self.alive[v] &= stays[start:start + size]
+                self.alive[v] &= stays[start : start + size]
 
     def states(self) -> np.ndarray:
         """States: each colour's are the best given those of lower colours and what those of higher ones send."""
         out = np.zeros(len(self.alive), np.int64)
         for c, mine in enumerate(self._nodes):
             above = self._sides[c][1]
-            choice = self._own[c] + np.bincount(above.at, self._messages[1][above.begin:above.end], len(self._own[c]))
+            choice = self._own[c] + np.bincount(above.at, self._messages[1][above.begin : above.end], len(self._own[c]))
             forbidden = np.zeros(len(choice))
             for group in self._sources[c][0]:
                 taken = group.tables[out[group.ends[0]], :, np.arange(len(group.pairs))].T.ravel()
-                at = self._sides[c][0].at[group.at[1] - self._sides[c][0].begin:][:len(taken)]
+                at = self._sides[c][0].at[group.at[1] - self._sides[c][0].begin :][: len(taken)]
                 finite = np.isfinite(taken)
                 choice += np.bincount(at, np.where(finite, taken, 0.0), len(choice))
                 forbidden += np.bincount(at, ~finite, len(choice))

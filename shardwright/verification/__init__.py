@@ -1,9 +1,9 @@
 """A plan beside one device.
 
-    verify               the same model, batch and optimizer, run both ways
-    verify_report        the numbers, and the text that a person reads
-    first_difference     the first operator whose result differs
-    value_precision      the coarsest floating type on the way to each value
+verify               the same model, batch and optimizer, run both ways
+verify_report        the numbers, and the text that a person reads
+first_difference     the first operator whose result differs
+value_precision      the coarsest floating type on the way to each value
 """
 
 from __future__ import annotations

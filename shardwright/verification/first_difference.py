@@ -1,7 +1,7 @@
 """A plan's program beside the captured graph, node by node: what either makes, and the gradients that come to it.
 
-    reference   the captured graph on whole tensors, operator by operator, in plain torch
-    program     the plan's local program on all ranks; after each node the ranks' slices are put together and compared
+reference   the captured graph on whole tensors, operator by operator, in plain torch
+program     the plan's local program on all ranks; after each node the ranks' slices are put together and compared
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from .verify_report import FirstDifference, Worst
 
 __all__ = ["Comparison", "Reference", "call", "difference", "find_first_difference", "largest", "worst"]
 
+
 def largest(x: Tensor) -> float:
     """The largest finite magnitude in a tensor; 0 where there is none."""
     if x.numel() == 0:
@@ -61,10 +62,15 @@ def difference(reference: Tensor, other: Tensor, floor: float = 0.0) -> float:
     return apart / max(largest(a), largest(b), floor)
 
 
-def worst(reference: Mapping[str, Tensor | None], other: Mapping[str, Tensor | None],
-          precision: Callable[[str], Precision | None], allowed: Allowed, floor: float = 0.0) -> Worst:
-    """The pair of tensors of one name that differs most, measured by what is allowed of it. A gradient that is not there
-    is zero.
+def worst(
+    reference: Mapping[str, Tensor | None],
+    other: Mapping[str, Tensor | None],
+    precision: Callable[[str], Precision | None],
+    allowed: Allowed,
+    floor: float = 0.0,
+) -> Worst:
+    """The pair of tensors of one name that differs most, measured by what is allowed of it. A gradient that is not
+    there is zero.
 
     Args:
         precision: of the tensor of a name; None: nothing is rounded.
@@ -92,7 +98,9 @@ class Reference:
         self.values: dict[str, Tensor] = {}
         self.scales: dict[str, float] = {}  # value name -> what a difference of it is measured by
         for name, value in (*graph.parameters.items(), *graph.buffers.items()):
-            self.values[value.name] = state[name].detach().to(value.dtype, copy=True).requires_grad_(value.requires_grad)
+            self.values[value.name] = (
+                state[name].detach().to(value.dtype, copy=True).requires_grad_(value.requires_grad)
+            )
         self.values.update((name, t) for name, t in graph.constants.items())
         self.values.update((v.name, t) for v, t in zip(graph.inputs, inputs, strict=True))
         self.values[SEED.name] = seed
@@ -111,12 +119,15 @@ class Reference:
         self.outputs = [self.values[o.name] if isinstance(o, Value) else o for o in graph.outputs]
 
     def terms(self, op: Op) -> float:
-        """The size of the terms of an operator, which rounding is a part of: of a product Σ |x| |w|, of others their inputs."""
+        """The size of the terms of an operator, which rounding is a part of: of a product Σ |x| |w|, of others their
+        inputs."""
         rule, floating = find_rule(op), [v for v in dict.fromkeys(op.inputs) if v.dtype.is_floating_point]
         if rule is None or not rule.is_product(op):
             return max((largest(self.values[v.name]) for v in floating), default=0.0)
         with torch.no_grad():
-            return max(map(largest, call(op, self.values | {v.name: self.values[v.name].abs() for v in floating})), default=0.0)
+            return max(
+                map(largest, call(op, self.values | {v.name: self.values[v.name].abs() for v in floating})), default=0.0
+            )
 
     def gradient(self, name: str) -> Tensor | None:
         return self.values[name].grad
@@ -145,15 +156,24 @@ class Comparison:
         last: the last node that ran.
     """
 
-    def __init__(self, plan: Plan, reference: Reference, allowed: Allowed, dtype: torch.dtype,
-                 plans: Mapping[str, Plan] | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        reference: Reference,
+        allowed: Allowed,
+        dtype: torch.dtype,
+        plans: Mapping[str, Plan] | None = None,
+    ) -> None:
         self.plan, self.graph, self.reference = plan, reference.graph, reference
         self.allowed, self.dtype = allowed, dtype
         self.plans = dict.fromkeys(plan.decisions, plan) if plans is None else plans
         self.ops = {op.name: op for op in self.graph.ops}
         self.original = _originals(plan)
-        self.padded = {self.original[i.value.name]: torch.Size(i.value.shape) for i in _instances(plan)
-                       if i.value.name in self.original}
+        self.padded = {
+            self.original[i.value.name]: torch.Size(i.value.shape)
+            for i in _instances(plan)
+            if i.value.name in self.original
+        }
         self.found: FirstDifference | None = None
         self.last: torch.fx.Node | None = None
         self.made: dict[str, tuple[Sequence[Tensor], Layout]] = {}  # value name -> its shards, whose gradients are kept
@@ -166,18 +186,27 @@ class Comparison:
         if at >= len(nodes):
             return None
         instruction, _ = _of(nodes[at])
-        return self.at(instruction, "forward", math.inf, self.ops.get(instruction.operator),
-                       f"{type(error).__name__}: {error}")
+        return self.at(
+            instruction, "forward", math.inf, self.ops.get(instruction.operator), f"{type(error).__name__}: {error}"
+        )
 
-    def at(self, instruction: Any, phase: str, apart: float, op: Op | None, message: str = "",
-           precision: Precision | None = None) -> FirstDifference:
+    def at(
+        self,
+        instruction: Any,
+        phase: str,
+        apart: float,
+        op: Op | None,
+        message: str = "",
+        precision: Precision | None = None,
+    ) -> FirstDifference:
         part = "conversion" if isinstance(instruction, Redistribute) else "operator"
         if op is None:  # a conversion to the layout in which a result is handed out: after the operator that made it
             op = self.ops.get(getattr(instruction, "producer", ""))
         made = instruction.target.value.name if not isinstance(instruction, LocalOp) else instruction.op.name
         who = (op.name, op.kind, op.source) if op is not None else (instruction.operator, "", "")
-        return FirstDifference(*who, phase, part, self.original.get(made, made), apart, self.dtype, message,
-                               *self.decided(precision))
+        return FirstDifference(
+            *who, phase, part, self.original.get(made, made), apart, self.dtype, message, *self.decided(precision)
+        )
 
     def decided(self, precision: Precision | None) -> tuple[float, Precision | None]:
         """The largest difference that is allowed of a tensor of this precision, and the precision."""
@@ -201,7 +230,9 @@ class Comparison:
             apart, message = self.compare(name, shards, instance.layout)
             precision = self.allowed.value(name)
             if self.differs(apart, precision):
-                self.found = self.at(instruction, "forward", apart, self.ops.get(instruction.operator), message, precision)
+                self.found = self.at(
+                    instruction, "forward", apart, self.ops.get(instruction.operator), message, precision
+                )
         self.keep(name, shards, instruction, instance)
 
     def compare(self, name: str, shards: Sequence[Tensor], layout: Layout) -> tuple[float, str]:
@@ -213,13 +244,18 @@ class Comparison:
             return math.inf, f"the slices do not fit together: {error}"
         reference = self.reference.values[name]
         whole = self.true(name, whole)
-        message = "" if whole.shape == reference.shape else \
-            f"it has the shape {tuple(whole.shape)} instead of {tuple(reference.shape)}"
+        message = (
+            ""
+            if whole.shape == reference.shape
+            else f"it has the shape {tuple(whole.shape)} instead of {tuple(reference.shape)}"
+        )
         return difference(reference, whole, self.reference.scales.get(name, 0.0)), message
 
     def keep(self, name: str, shards: Sequence[Tensor], instruction: Any, instance: PlacedValue) -> None:
         """Have the shards of what an operator makes keep their gradients."""
-        if isinstance(instruction, Redistribute) or (isinstance(instruction, LocalOp) and instance.layout.reduction != "sum"):
+        if isinstance(instruction, Redistribute) or (
+            isinstance(instruction, LocalOp) and instance.layout.reduction != "sum"
+        ):
             return  # the gradient of an open maximum is shared out among ranks: the finished one is looked at
         if not shards[0].requires_grad or id(shards[0]) in self.seen:
             return
@@ -256,8 +292,10 @@ class Comparison:
         Args:
             state: parameters by the graph's names, with the gradients of the program.
         """
-        position = {name: max((self.graph.ops.index(op) for op, _ in uses), default=-1)
-                    for name, uses in self.graph.consumers().items()}
+        position = {
+            name: max((self.graph.ops.index(op) for op, _ in uses), default=-1)
+            for name, uses in self.graph.consumers().items()
+        }
         for name, value in sorted(self.graph.parameters.items(), key=lambda item: -position.get(item[1].name, -1)):
             if value.requires_grad:
                 whole = Layout.replicated(1, len(value.shape))
@@ -266,7 +304,9 @@ class Comparison:
                     return self.blame(value.name, apart, why or message)
         return None
 
-    def buffers(self, state: Mapping[str, Tensor], after_step: Mapping[str, Tensor] | None = None) -> FirstDifference | None:
+    def buffers(
+        self, state: Mapping[str, Tensor], after_step: Mapping[str, Tensor] | None = None
+    ) -> FirstDifference | None:
         """A buffer that the step leaves with another value; its first user is named.
 
         Args:
@@ -279,8 +319,18 @@ class Comparison:
             precision = self.allowed.value(self.graph.updates.get(name, value).name)
             if self.differs(apart, precision):
                 op = self.graph.consumers()[value.name][0][0]
-                return FirstDifference(op.name, op.kind, op.source, "forward", "operator", name, apart, self.dtype,
-                                       "a buffer, after the step", *self.decided(precision))
+                return FirstDifference(
+                    op.name,
+                    op.kind,
+                    op.source,
+                    "forward",
+                    "operator",
+                    name,
+                    apart,
+                    self.dtype,
+                    "a buffer, after the step",
+                    *self.decided(precision),
+                )
         return None
 
     def compare_gradient(self, name: str, gradients: list[Tensor | None], layout: Layout) -> tuple[float, str]:
@@ -294,8 +344,12 @@ class Comparison:
             return math.inf, str(error)
         whole = self.true(name, whole)
         # What cancels to nothing in a gradient is as large as the gradients that it is made of.
-        made_of = [self.reference.gradient(v.name) for op, _ in self.graph.consumers().get(name, ())
-                   for v in op.outputs if v is not None]
+        made_of = [
+            self.reference.gradient(v.name)
+            for op, _ in self.graph.consumers().get(name, ())
+            for v in op.outputs
+            if v is not None
+        ]
         floor = max((largest(g) for g in made_of if g is not None), default=0.0)
         return difference(torch.zeros_like(whole) if expected is None else expected, whole, floor), ""
 
@@ -305,15 +359,31 @@ class Comparison:
         assert users, f"a gradient of {name}, which nothing uses"
         guilty = next((op for op in users if self.differs(self.alone(op), self.allowed.alone(op))), None)
         if guilty is None:
-            converted = {i.operator for plan in {id(p): p for p in self.plans.values()}.values() for i in plan.backward
-                         if isinstance(i, Redistribute) and i.backward is not None and i.backward.steps
-                         and self.original.get(i.source.value.name, i.source.value.name) == name}
+            converted = {
+                i.operator
+                for plan in {id(p): p for p in self.plans.values()}.values()
+                for i in plan.backward
+                if isinstance(i, Redistribute)
+                and i.backward is not None
+                and i.backward.steps
+                and self.original.get(i.source.value.name, i.source.value.name) == name
+            }
             users = [op for op in users if op.name in converted] or users
             if len(users) > 1:
                 message = "; ".join(filter(None, (message, "or for " + ", ".join(o.name for o in users[1:]))))
         op = guilty or users[0]
-        return FirstDifference(op.name, op.kind, op.source, "gradient", "operator" if guilty else "conversion", name,
-                               apart, self.dtype, message, *self.decided(self.allowed.gradient(name)))
+        return FirstDifference(
+            op.name,
+            op.kind,
+            op.source,
+            "gradient",
+            "operator" if guilty else "conversion",
+            name,
+            apart,
+            self.dtype,
+            message,
+            *self.decided(self.allowed.gradient(name)),
+        )
 
     def alone(self, op: Op) -> float:
         """How far off the gradients of one operator's inputs are when it is given the right ones of its outputs."""
@@ -322,14 +392,22 @@ class Comparison:
         outputs = tuple(v for v in op.outputs if v is not None)
         graph = Graph(inputs, {}, {}, {}, (op,), outputs)
         wanted = [decision.wanted(op.inputs.index(v)) for v in inputs]
-        fed = InputPlacement(tuple(w if w.padded(v.shape) == v.shape else Layout.replicated(w.devices, len(v.shape))
-                            for w, v in zip(wanted, inputs)), False)
+        fed = InputPlacement(
+            tuple(
+                w if w.padded(v.shape) == v.shape else Layout.replicated(w.devices, len(v.shape))
+                for w, v in zip(wanted, inputs)
+            ),
+            False,
+        )
         planned = Plan(graph, plan.devices, plan.mode, fed, {op.name: decision}, {})
 
         def gradients(run: Callable[[list[Tensor]], Sequence[Tensor]]) -> list[Tensor | None]:
             given = [self.reference.values[v.name].detach().clone().requires_grad_(v.requires_grad) for v in inputs]
-            pairs = [(out, self.reference.gradient(v.name)) for v, out in zip(outputs, run(given))
-                     if out.requires_grad and self.reference.gradient(v.name) is not None]
+            pairs = [
+                (out, self.reference.gradient(v.name))
+                for v, out in zip(outputs, run(given))
+                if out.requires_grad and self.reference.gradient(v.name) is not None
+            ]
             if pairs:
                 torch.autograd.backward([out for out, _ in pairs], [g for _, g in pairs])
             return [x.grad for x in given]
@@ -347,8 +425,14 @@ class Comparison:
             return math.inf
         arrived = [self.reference.gradient(v.name) for v in outputs]
         floor = max((largest(g) for g in arrived if g is not None), default=0.0)
-        return max((difference(a, torch.zeros_like(a) if b is None else b, floor)
-                    for a, b in zip(expected, got) if a is not None), default=0.0)
+        return max(
+            (
+                difference(a, torch.zeros_like(a) if b is None else b, floor)
+                for a, b in zip(expected, got)
+                if a is not None
+            ),
+            default=0.0,
+        )
 
 
 def _of(node: torch.fx.Node) -> tuple[Any, PlacedValue | None]:
@@ -376,7 +460,6 @@ def _originals(plan: Plan) -> dict[str, str]:
     return out
 
 
-
 # ----------------------------------------------------------------------------------------------------
 # Where a plan leaves the one-device program: the first operator, in program order, whose result is not the same.
 #
@@ -391,9 +474,15 @@ def _originals(plan: Plan) -> dict[str, str]:
 #     parameter : Σ_k of its gradients
 # ----------------------------------------------------------------------------------------------------
 
-def find_first_difference(program: StepProgram | PipelineProgram, state: dict[str, Tensor], inputs: Sequence[Tensor],
-                          plain: Any, loss_of: Callable[[Any], Tensor | None], allowed: Allowed
-                          ) -> FirstDifference | None:
+
+def find_first_difference(
+    program: StepProgram | PipelineProgram,
+    state: dict[str, Tensor],
+    inputs: Sequence[Tensor],
+    plain: Any,
+    loss_of: Callable[[Any], Tensor | None],
+    allowed: Allowed,
+) -> FirstDifference | None:
     """Search the first step of a plan for the first thing that is not as on one device.
 
     Args:
@@ -412,15 +501,22 @@ def find_first_difference(program: StepProgram | PipelineProgram, state: dict[st
 
 
 class _Search:
-    def __init__(self, program: Any, state: dict[str, Tensor], inputs: Sequence[Tensor],
-                 loss_of: Callable[[Any], Tensor | None], allowed: Allowed) -> None:
+    def __init__(
+        self,
+        program: Any,
+        state: dict[str, Tensor],
+        inputs: Sequence[Tensor],
+        loss_of: Callable[[Any], Tensor | None],
+        allowed: Allowed,
+    ) -> None:
         self.program, self.plan, self.graph = program, program.plan, program.plan.graph
         self.inputs, self.state, self.loss_of, self.allowed = inputs, state, loss_of, allowed
         before, random = stream.state_dict(), torch.get_rng_state()
         self.seed = stream.draw(program.exact)  # the one that the program will draw
         stream.load_state_dict(before), torch.set_rng_state(random)
-        self.dtype = next((t.dtype for t in (*state.values(), *inputs) if t.is_floating_point()),
-                          torch.get_default_dtype())
+        self.dtype = next(
+            (t.dtype for t in (*state.values(), *inputs) if t.is_floating_point()), torch.get_default_dtype()
+        )
 
     def run(self, plain: Any) -> FirstDifference | None:
         self.reference = Reference(self.graph, self.state, self.inputs, self.seed)
@@ -445,8 +541,19 @@ class _Search:
             precision, apart = self.allowed.value(output.name), difference(given, value)
             if apart > self.allowed.tolerance(precision):
                 how = "run in micro-batches" if isinstance(self.program, PipelineProgram) else ""
-                return FirstDifference("", "", "", "forward", "capture", output.name, apart, self.dtype, how,
-                                       self.allowed.tolerance(precision), precision)
+                return FirstDifference(
+                    "",
+                    "",
+                    "",
+                    "forward",
+                    "capture",
+                    output.name,
+                    apart,
+                    self.dtype,
+                    how,
+                    self.allowed.tolerance(precision),
+                    precision,
+                )
         return None
 
     def backward(self, made: Comparison, result: Any) -> FirstDifference | None:
@@ -475,18 +582,26 @@ class _OfStages(_Search):
     def run(self, plain: Any) -> FirstDifference | None:
         plan = self.plan
         self.references, after = self.micro_references()
-        joined = [None if join is None else _joined([r.outputs[i] for r in self.references], *join)
-                  for i, join in enumerate(plan.micro.joins)]
+        joined = [
+            None if join is None else _joined([r.outputs[i] for r in self.references], *join)
+            for i, join in enumerate(plan.micro.joins)
+        ]
         if (found := self.captured(joined, plain)) is not None:
             return found
         plans = {name: stage.plan for stage in plan.stages for name in stage.plan.decisions}
-        self.made = {(stage.number, k): _Stage(stage.plan, reference, self.allowed, self.dtype, plans)
-                     for stage in plan.stages for k, reference in enumerate(self.references)}
+        self.made = {
+            (stage.number, k): _Stage(stage.plan, reference, self.allowed, self.dtype, plans)
+            for stage in plan.stages
+            for k, reference in enumerate(self.references)
+        }
         self.played: list[tuple[int, int]] = []
         self.bodies: dict[int, LocalExecutor] = {}
         # A backward in two is one here: what is computed is the same.
-        program = PipelineProgram(replace(plan, schedule=_whole_backwards(plan.schedule)), {
-            s: replace(body, run=_Recorded(self, body.stage)) for s, body in self.program.bodies.items()}, LocalStageLink())
+        program = PipelineProgram(
+            replace(plan, schedule=_whole_backwards(plan.schedule)),
+            {s: replace(body, run=_Recorded(self, body.stage)) for s, body in self.program.bodies.items()},
+            LocalStageLink(),
+        )
         program.exact = self.program.exact
         try:
             result = program(*self.inputs)
@@ -499,22 +614,29 @@ class _OfStages(_Search):
         return self.forwards() or last.buffers(self.state, after) or self.backwards(program, result)
 
     def micro_references(self) -> tuple[list[Reference], dict[str, Tensor]]:
-        """The captured graph on each micro-batch, with buffers as the one before it left them, or as the step began; and the new
-        values of those that change once a step."""
+        """The captured graph on each micro-batch, with buffers as the one before it left them, or as the step began;
+        and the new values of those that change once a step."""
         plan, count = self.plan, self.plan.micro_batches
-        parts = [[x.detach().chunk(count)[k] if split else x.detach() for x, split in zip(self.inputs, plan.split)]
-                 for k in range(count)]
+        parts = [
+            [x.detach().chunk(count)[k] if split else x.detach() for x, split in zip(self.inputs, plan.split)]
+            for k in range(count)
+        ]
         state, totals, made = dict(self.state), [], []
         if plan.micro.counts is not None:
             each = [_counted(plan.micro.counts, self.graph, self.state, part) for part in parts]
             totals = [sum(counts[1:], counts[0]) for counts in zip(*each)]
         for k, part in enumerate(parts):
             reference = Reference(self.graph, state, [*part, *totals], of_micro_batch(self.seed, k))
-            state |= {name: reference.values[v.name].detach() for name, v in self.graph.updates.items()
-                      if name not in plan.micro.updates}
+            state |= {
+                name: reference.values[v.name].detach()
+                for name, v in self.graph.updates.items()
+                if name not in plan.micro.updates
+            }
             made.append(reference)
-        after = {name: _joined([r.values[self.graph.updates[name].name] for r in made], *join)
-                 for name, join in plan.micro.updates.items()}
+        after = {
+            name: _joined([r.values[self.graph.updates[name].name] for r in made], *join)
+            for name, join in plan.micro.updates.items()
+        }
         return made, after
 
     def forwards(self) -> FirstDifference | None:
@@ -550,8 +672,18 @@ class _Stage(Comparison):
             precision = self.allowed.value(value.name)
             if source.kind != "input" and self.found is None and self.differs(apart, precision):
                 op = stage.plan.graph.consumers()[value.name][0][0]
-                self.found = FirstDifference(op.name, op.kind, op.source, "forward", "conversion", value.name, apart,
-                                             self.dtype, f"as it came from stage {source.index}", *self.decided(precision))
+                self.found = FirstDifference(
+                    op.name,
+                    op.kind,
+                    op.source,
+                    "forward",
+                    "conversion",
+                    value.name,
+                    apart,
+                    self.dtype,
+                    f"as it came from stage {source.index}",
+                    *self.decided(precision),
+                )
 
 
 class _Recorded:
@@ -560,14 +692,19 @@ class _Recorded:
     def __init__(self, search: _OfStages, stage: Stage) -> None:
         schedule = search.plan.schedule
         self.search, self.stage, self.body = search, stage, LocalExecutor(lower(stage.plan))
-        self.micros = iter([a.micro for a in schedule.actions[schedule.placement[stage.number]]
-                            if a.stage == stage.number and a.kind == "F"])
+        self.micros = iter(
+            [
+                a.micro
+                for a in schedule.actions[schedule.placement[stage.number]]
+                if a.stage == stage.number and a.kind == "F"
+            ]
+        )
         search.bodies[stage.number] = self.body
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
         key = self.stage.number, next(self.micros)
         self.search.played.append(key)
-        self.search.made[key].arrived(self.stage, tensors[len(tensors) - len(self.stage.sources):])
+        self.search.made[key].arrived(self.stage, tensors[len(tensors) - len(self.stage.sources) :])
         self.body.record = self.search.made[key].record
         try:
             return self.body(*tensors)
@@ -577,8 +714,13 @@ class _Recorded:
 
 def _whole_backwards(schedule: Schedule) -> Schedule:
     """A schedule with each backward in one, at the place of its first part."""
-    return replace(schedule, actions=tuple(tuple(
-        a._replace(kind="B") if a.kind == "I" else a for a in row if a.kind != "W") for row in schedule.actions))
+    return replace(
+        schedule,
+        actions=tuple(
+            tuple(a._replace(kind="B") if a.kind == "I" else a for a in row if a.kind != "W")
+            for row in schedule.actions
+        ),
+    )
 
 
 def _counted(counts: Graph, whole: Graph, state: dict[str, Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:

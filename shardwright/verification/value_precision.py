@@ -20,6 +20,7 @@ from ..graph import Graph, Op, Value
 
 __all__ = ["Allowed", "Precision", "Precisions", "coarsest", "precisions"]
 
+
 @dataclass(frozen=True)
 class Precision:
     """A floating type, and which operator brought it in.
@@ -75,9 +76,14 @@ def precisions(graph: Graph, steps: int = 1) -> Precisions:
         values = _forward(graph, state)
         gradients = _backward(graph, values)
         first = gradients if first is None else first
-        after = {name: coarsest((p, gradients.get(graph.parameters[name].name))) if name in graph.parameters else
-                 coarsest((p, values[graph.updates[name].name])) if name in graph.updates else p
-                 for name, p in state.items()}
+        after = {
+            name: coarsest((p, gradients.get(graph.parameters[name].name)))
+            if name in graph.parameters
+            else coarsest((p, values[graph.updates[name].name]))
+            if name in graph.updates
+            else p
+            for name, p in state.items()
+        }
         if after == state:
             break
         state = after
@@ -94,13 +100,16 @@ class Allowed:
         steps: how many steps of an optimizer.
     """
 
-    def __init__(self, graph: Graph, dtype: torch.dtype, tolerances: Mapping[torch.dtype, float], steps: int = 1) -> None:
+    def __init__(
+        self, graph: Graph, dtype: torch.dtype, tolerances: Mapping[torch.dtype, float], steps: int = 1
+    ) -> None:
         self.graph, self.dtype, self.tolerances = graph, dtype, tolerances
         self.run = precisions(graph, steps)
         self.step = self.run if steps == 1 else precisions(graph)
 
     def tolerance(self, precision: Precision | None) -> float:
-        """The largest difference allowed of a value of this precision: not less than what is allowed in the run's own type."""
+        """The largest difference allowed of a value of this precision: not less than what is allowed in the run's own
+        type."""
         own = self._of(self.dtype)
         return own if precision is None else max(own, self._of(precision.dtype))
 
@@ -118,7 +127,7 @@ class Allowed:
     def result(self, index: int) -> Precision | None:
         """The precision of the model's tensor output at `index`, in the last step."""
         outputs = [o for o in self.graph.outputs if isinstance(o, Value)]
-        found = outputs[index:index + 1] or outputs
+        found = outputs[index : index + 1] or outputs
         return coarsest(self.run.values.get(o.name) for o in found)
 
     def of_parameter(self, name: str) -> Precision | None:
@@ -161,8 +170,13 @@ def _backward(graph: Graph, values: Mapping[str, Precision | None]) -> dict[str,
         made = [v for v in op.outputs if v is not None and v.name in gradients]
         if not made:
             continue
-        arrived = coarsest((*(gradients[v.name] for v in made), *(values.get(v.name) for v in made),
-                            *(values.get(v.name) for v in op.inputs)))
+        arrived = coarsest(
+            (
+                *(gradients[v.name] for v in made),
+                *(values.get(v.name) for v in made),
+                *(values.get(v.name) for v in op.inputs),
+            )
+        )
         for value in dict.fromkeys(v for v in op.inputs if v.requires_grad):
             gradients[value.name] = coarsest((gradients.get(value.name), arrived, _of(value.dtype)))
     return gradients

@@ -6,7 +6,8 @@
     difference of two tensors = max |a − b| / max(|a|, |b|)
 
 It is done in float64, where anything beyond rounding shows, and in float32. What a model computes in a coarser type all
-the same, and whatever is computed from that, is compared with the tolerance of that type: see `precision`. Where the two
+the same, and whatever is computed from that, is compared with the tolerance of that type: see `precision`. Where the
+    two
 differ, the first operator that does is looked for: see `first_difference`.
 """
 
@@ -54,13 +55,28 @@ _OWN_STATISTICS = ("batch_norm", "instance_norm")
 _OWN_NOTE = "a batch norm that trains normalises each micro-batch by itself, which is not what one device computes"
 
 
-def verify(net: nn.Module, inputs: tuple | Tensor, targets: Any = None, *, loss_fn: Callable[..., Any] | None = None,
-           devices: int = 8, parallel_mode: str = "semi_auto", steps: int = 3, dataset_strategy: Any = "full_batch",
-           optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
-           dtypes: Sequence[torch.dtype] = (torch.float64, torch.float32),
-           tolerances: Mapping[torch.dtype, float] | None = None, on_missing_rule: str = "error",
-           kwargs: dict[str, Any] | None = None, uneven: bool = False, cluster: Any = None, memory: Any = None,
-           pipeline: Mapping[str, Any] | None = None, mixed_precision: Any = None, cut: bool = False) -> VerifyReport:
+def verify(
+    net: nn.Module,
+    inputs: tuple | Tensor,
+    targets: Any = None,
+    *,
+    loss_fn: Callable[..., Any] | None = None,
+    devices: int = 8,
+    parallel_mode: str = "semi_auto",
+    steps: int = 3,
+    dataset_strategy: Any = "full_batch",
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    dtypes: Sequence[torch.dtype] = (torch.float64, torch.float32),
+    tolerances: Mapping[torch.dtype, float] | None = None,
+    on_missing_rule: str = "error",
+    kwargs: dict[str, Any] | None = None,
+    uneven: bool = False,
+    cluster: Any = None,
+    memory: Any = None,
+    pipeline: Mapping[str, Any] | None = None,
+    mixed_precision: Any = None,
+    cut: bool = False,
+) -> VerifyReport:
     """Compare a model under a plan with the same model on one device.
 
     Copies of the model train for a few steps on one batch, in each type: in plain PyTorch, and planned for `devices`
@@ -84,11 +100,12 @@ def verify(net: nn.Module, inputs: tuple | Tensor, targets: Any = None, *, loss_
             float32. A value that an operator of a coarser type has a part in, such as a norm that the model computes in
             float32, is allowed that type's; the report says which operator decided.
         kwargs: further inputs, by name.
-        pipeline: the arguments of `AutoParallel.pipeline` as a dict; None: no pipeline. The backward then starts from the
-            one loss of what the model returns.
-        mixed_precision: as for `AutoParallel`. Both sides compute in its types, from parameters of each of `dtypes`; the largest
-            difference that is allowed is at least the root of their precision.
-        cut: plan on links that are next to free, so that a search cuts whatever can be cut. A plan that cuts nothing, or
+        pipeline: the arguments of `AutoParallel.pipeline` as a dict; None: no pipeline. The backward then starts from
+            the one loss of what the model returns.
+        mixed_precision: as for `AutoParallel`. Both sides compute in its types, from parameters of each of `dtypes`;
+            the largest difference that is allowed is at least the root of their precision.
+        cut: plan on links that are next to free, so that a search cuts whatever can be cut. A plan that cuts nothing,
+            or
             sends nothing, proves nothing: `VerifyReport.unproved` says so.
 
     Returns:
@@ -111,15 +128,35 @@ def verify(net: nn.Module, inputs: tuple | Tensor, targets: Any = None, *, loss_
     policy = MixedPrecision.of(mixed_precision)
 
     def wrap(twin: nn.Module, loss: Any, runtime: Runtime) -> AutoParallel:
-        wrapped = _OnOneMachine(twin, loss, parallel_mode, on_missing_rule=on_missing_rule, sync_batch_norm=True,
-                                uneven=uneven, cluster=cluster, memory=memory, runtime=runtime, mixed_precision=policy)
+        wrapped = _OnOneMachine(
+            twin,
+            loss,
+            parallel_mode,
+            on_missing_rule=on_missing_rule,
+            sync_batch_norm=True,
+            uneven=uneven,
+            cluster=cluster,
+            memory=memory,
+            runtime=runtime,
+            mixed_precision=policy,
+        )
         wrapped.dataset_strategy(dataset_strategy)
         return wrapped if pipeline is None else wrapped.pipeline(**pipeline)
-    return _Verification(net, loss_fn, args, kwargs or {}, wrap, devices, steps, optimizer, dtypes, tolerances, policy).report()
+
+    return _Verification(
+        net, loss_fn, args, kwargs or {}, wrap, devices, steps, optimizer, dtypes, tolerances, policy
+    ).report()
 
 
-def verify_call(model: AutoParallel, args: tuple, kwargs: dict[str, Any] | None = None, *, devices: int | None = None,
-                steps: int = 3, cut: bool = False) -> VerifyReport:
+def verify_call(
+    model: AutoParallel,
+    args: tuple,
+    kwargs: dict[str, Any] | None = None,
+    *,
+    devices: int | None = None,
+    steps: int = 3,
+    cut: bool = False,
+) -> VerifyReport:
     """Verify one call of a wrapped model, with its settings; the model itself is left as it is.
 
     Args:
@@ -142,8 +179,20 @@ def verify_call(model: AutoParallel, args: tuple, kwargs: dict[str, Any] | None 
         if cut:
             wrapped._cluster = Cluster.of(wrapped._cluster, runtime.devices).with_free_links()
         return wrapped
-    return _Verification(model.net, model.loss_fn, args, kwargs or {}, wrap, devices, steps, None, tuple(TOLERANCES),
-                         None, model.mixed_precision).report()
+
+    return _Verification(
+        model.net,
+        model.loss_fn,
+        args,
+        kwargs or {},
+        wrap,
+        devices,
+        steps,
+        None,
+        tuple(TOLERANCES),
+        None,
+        model.mixed_precision,
+    ).report()
 
 
 class _OnOneMachine(AutoParallel):
@@ -175,8 +224,10 @@ class _Twin:
     def named(self) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
         """Parameters and buffers by the names that a plan has for them."""
         parts = [("", self.net)] + ([("loss_fn.", self.loss_fn)] if isinstance(self.loss_fn, nn.Module) else [])
-        return ({prefix + name: p for prefix, part in parts for name, p in part.named_parameters()},
-                {prefix + name: b for prefix, part in parts for name, b in part.named_buffers()})
+        return (
+            {prefix + name: p for prefix, part in parts for name, p in part.named_parameters()},
+            {prefix + name: b for prefix, part in parts for name, b in part.named_buffers()},
+        )
 
 
 @dataclass
@@ -191,10 +242,20 @@ class _Run:
 
 
 class _Verification:
-    def __init__(self, net: nn.Module, loss_fn: Any, args: tuple, kwargs: dict[str, Any],
-                 wrap: Callable[[nn.Module, Any, Runtime], AutoParallel], devices: int, steps: int,
-                 optimizer: Callable | None, dtypes: Sequence[torch.dtype],
-                 tolerances: Mapping[torch.dtype, float] | None, policy: MixedPrecision | None) -> None:
+    def __init__(
+        self,
+        net: nn.Module,
+        loss_fn: Any,
+        args: tuple,
+        kwargs: dict[str, Any],
+        wrap: Callable[[nn.Module, Any, Runtime], AutoParallel],
+        devices: int,
+        steps: int,
+        optimizer: Callable | None,
+        dtypes: Sequence[torch.dtype],
+        tolerances: Mapping[torch.dtype, float] | None,
+        policy: MixedPrecision | None,
+    ) -> None:
         if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
             raise SettingError(f"verify(steps={steps!r})", legal="a whole number of at least 1")
         self.dtypes = tuple(dtypes)
@@ -203,7 +264,9 @@ class _Verification:
         self.net, self.loss_fn, self.args, self.kwargs, self.wrap = net, loss_fn, args, kwargs, wrap
         self.steps, self.policy = steps, policy
         self.optimizer = optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=1e-2))
-        rounded = [torch.finfo(d).eps ** 0.5 for d in (policy.types if policy is not None else ()) if d != torch.float64]
+        rounded = [
+            torch.finfo(d).eps ** 0.5 for d in (policy.types if policy is not None else ()) if d != torch.float64
+        ]
         self.tolerances = {d: torch.finfo(d).eps ** 0.5 for d in self.dtypes} | TOLERANCES
         self.tolerances = {d: max([t, *rounded]) for d, t in self.tolerances.items()} | dict(tolerances or {})
         leaves = [x for x in pytree.tree_leaves(opened((args, kwargs))) if isinstance(x, Tensor)]
@@ -230,6 +293,7 @@ class _Verification:
 
     def twin(self, dtype: torch.dtype) -> _Twin:
         """Fresh copies. What is one tensor in the model is one in its copy."""
+
         def cast(x: Any) -> Any:
             if not isinstance(x, Tensor):
                 return x
@@ -245,8 +309,9 @@ class _Verification:
         try:
             net, loss_fn = copy.deepcopy((self.net, self.loss_fn), memo)
         except (TypeError, RuntimeError) as error:
-            raise SettingError(f"the model cannot be copied: {error}",
-                               legal="a model that copy.deepcopy copies") from error
+            raise SettingError(
+                f"the model cannot be copied: {error}", legal="a model that copy.deepcopy copies"
+            ) from error
         return _Twin(net, loss_fn, *closed(pytree.tree_map(cast, opened((self.args, self.kwargs)))), self.policy)
 
     def compare(self, dtype: torch.dtype, notes: dict[str, None]) -> tuple[Differences, Plan | PipelinePlan]:
@@ -268,12 +333,19 @@ class _Verification:
         allowed = Allowed(plan.graph, dtype, self.tolerances, self.steps)
         losses = Worst(math.inf, self.tolerances[dtype])
         if len(plain.results) == len(parallel.results):
-            here, there = ({f"{step}.{i}": x for step, results in enumerate(run.results) for i, x in enumerate(results)}
-                           for run in (plain, parallel))
+            here, there = (
+                {f"{step}.{i}": x for step, results in enumerate(run.results) for i, x in enumerate(results)}
+                for run in (plain, parallel)
+            )
             losses = worst(here, there, lambda name: allowed.result(int(name.rpartition(".")[2])), allowed)
         gradients = worst(plain.gradients, parallel.gradients, allowed.of_parameter, allowed, FLOOR)
-        parameters = max((worst(getattr(plain, kind), getattr(parallel, kind), allowed.state, allowed, FLOOR)
-                          for kind in ("parameters", "buffers")), key=Worst.excess)
+        parameters = max(
+            (
+                worst(getattr(plain, kind), getattr(parallel, kind), allowed.state, allowed, FLOOR)
+                for kind in ("parameters", "buffers")
+            ),
+            key=Worst.excess,
+        )
         return Differences(dtype, losses, gradients, parameters, self.tolerances[dtype], parallel.failure), plan
 
     def program(self, twin: _Twin) -> StepProgram | PipelineProgram:
@@ -281,11 +353,13 @@ class _Verification:
         return self.wrap(twin.net, twin.loss_fn, self.runtime)._build(twin.args, twin.kwargs, hooks_around=False)
 
     def on_one_device(self, one: _Twin, program: StepProgram | PipelineProgram) -> Callable[[], Any]:
-        """The call on one device: in plain PyTorch, or where it draws random numbers, which are ours, planned for one."""
+        """The call on one device: in plain PyTorch, or where it draws random numbers, which are ours, planned for
+        one."""
         if not program.plan.draws:
             return one.plain
-        alone = _OnOneMachine(one.net, one.loss_fn, "stand_alone", runtime=replace(self.runtime, devices=1),
-                              mixed_precision=self.policy)
+        alone = _OnOneMachine(
+            one.net, one.loss_fn, "stand_alone", runtime=replace(self.runtime, devices=1), mixed_precision=self.policy
+        )
         return lambda: alone(*one.args, **one.kwargs)
 
     def rewind(self) -> None:
@@ -327,8 +401,14 @@ class _Verification:
         parameters, buffers = twin.named()
         inputs = [x for x in pytree.tree_leaves(opened((twin.args, twin.kwargs))) if isinstance(x, Tensor)]
         self.rewind()
-        return find_first_difference(program, parameters | buffers, inputs, plain, self.loss_of,
-                                     Allowed(program.plan.graph, dtype, self.tolerances))
+        return find_first_difference(
+            program,
+            parameters | buffers,
+            inputs,
+            plain,
+            self.loss_of,
+            Allowed(program.plan.graph, dtype, self.tolerances),
+        )
 
 
 def _values(net: nn.Module, loss_fn: Any, device: torch.device) -> list[tuple[Tensor, Tensor]]:
@@ -340,6 +420,7 @@ def _values(net: nn.Module, loss_fn: Any, device: torch.device) -> list[tuple[Te
 
         def take(name: str, tensor: Tensor, whole: Tensor) -> None:
             values[id(tensor)] = tensor, whole.detach().clone()  # the model keeps what it has
+
         materialize(part, take, device)
         for module in part.modules():
             for tensor in vars(module).values():

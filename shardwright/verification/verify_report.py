@@ -13,6 +13,7 @@ from .value_precision import Precision
 
 __all__ = ["Differences", "FirstDifference", "VerifyReport", "Worst"]
 
+
 @dataclass(frozen=True)
 class FirstDifference:
     """The first thing that a plan does differently.
@@ -25,8 +26,8 @@ class FirstDifference:
         part: "operator": what it computes on slices; "conversion": how a tensor came to it, or its gradient back;
             "capture": the graph that was captured is not the model.
         tensor: the value (or, for a gradient, the value or parameter) that differs.
-        difference: the largest difference, relative to the largest value of the operator's output and of its terms: Σ |x| |w|
-            of a product, the inputs of others;
+        difference: the largest difference, relative to the largest value of the operator's output and of its terms: Σ
+            |x| |w| of a product, the inputs of others;
             infinite where the shapes or the replicas differ, or where it could not run at all.
         dtype: the type in which it was found.
         tolerance: what was allowed.
@@ -140,7 +141,9 @@ class Differences:
     def coarser(self) -> tuple[tuple[str, Precision], ...]:
         """The results that have the tolerance of a coarser type than the run's, and the operator that decided it."""
         each = (("loss", self.losses), ("gradients", self.gradients), ("parameters", self.parameters))
-        return tuple((what, w.precision) for what, w in each if w.precision is not None and w.precision.dtype != self.dtype)
+        return tuple(
+            (what, w.precision) for what, w in each if w.precision is not None and w.precision.dtype != self.dtype
+        )
 
 
 @dataclass(frozen=True)
@@ -164,7 +167,8 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """True where the plan computes what one device computes, in every type, and no operator of the first step differs."""
+        """True where the plan computes what one device computes, in every type, and no operator of the first step
+        differs."""
         return all(d.ok for d in self.differences) and self.first_difference is None
 
     @property
@@ -189,8 +193,8 @@ class VerifyReport:
 
     @property
     def unproved(self) -> str:
-        """Why the comparison proves nothing of the plan: it cuts no operator, or it sends nothing; "" where it does both.
-        The stages of a pipeline are cuts, and so are the ranks' own programs of hybrid_parallel."""
+        """Why the comparison proves nothing of the plan: it cuts no operator, or it sends nothing; "" where it does
+        both. The stages of a pipeline are cuts, and so are the ranks' own programs of hybrid_parallel."""
         if self.plan is None:
             return ""
         cut, operators = self.cut
@@ -218,13 +222,23 @@ class VerifyReport:
     def summary(self) -> str:
         """The report as text."""
         verdict = "NOT OK" if not self.ok else "ok, but nothing was proved" if self.unproved else "ok"
-        head = (f"{verdict}: {self.parallel_mode} on {self.devices} "
-                f"device{'s' * (self.devices > 1)}{self._stages} against one device, "
-                f"{self.steps} step{'s' * (self.steps > 1)}")
+        head = (
+            f"{verdict}: {self.parallel_mode} on {self.devices} "
+            f"device{'s' * (self.devices > 1)}{self._stages} against one device, "
+            f"{self.steps} step{'s' * (self.steps > 1)}"
+        )
         rows = [("relative differences", "loss", "gradients", "parameters", "allowed", "")]
         for d in self.differences:
-            rows.append((_type(d.dtype), f"{d.loss:.1e}", _named(d.gradient, d.worst_gradient),
-                         _named(d.parameter, d.worst_parameter), _allowed(d), "" if d.ok else "not ok"))
+            rows.append(
+                (
+                    _type(d.dtype),
+                    f"{d.loss:.1e}",
+                    _named(d.gradient, d.worst_gradient),
+                    _named(d.parameter, d.worst_parameter),
+                    _allowed(d),
+                    "" if d.ok else "not ok",
+                )
+            )
         widths = [max(map(len, column)) for column in zip(*rows)]
         lines = [head, *("  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows)]
         for d in self.differences:
@@ -255,9 +269,11 @@ class VerifyReport:
 
 
 #: What to verify instead of a plan that proves nothing.
-_INSTEAD = ("verify(..., cut=True) or `shardwright verify --cut` plans on links that are free, where searches cut whatever "
-            "can be cut; parallel_mode=\"data_parallel\" cuts the batch; with a loss and trained parameters gradients are "
-            "sent; more than one device")
+_INSTEAD = (
+    "verify(..., cut=True) or `shardwright verify --cut` plans on links that are free, where searches cut whatever "
+    'can be cut; parallel_mode="data_parallel" cuts the batch; with a loss and trained parameters gradients are '
+    "sent; more than one device"
+)
 
 
 def _type(dtype: torch.dtype) -> str:

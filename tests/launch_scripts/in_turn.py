@@ -10,7 +10,7 @@ gc.disable()  # each worker imports torch, and captures: all that lives would be
 
 def main() -> None:
     end = sys.argv.index("--")
-    scripts, arguments = sys.argv[1:end], sys.argv[end + 1:]
+    scripts, arguments = sys.argv[1:end], sys.argv[end + 1 :]
     for script in scripts:
         sys.argv, sys.path[0] = [script, *arguments], os.path.dirname(script)
         runpy.run_path(script, run_name="__main__")

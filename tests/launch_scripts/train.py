@@ -57,10 +57,16 @@ def main(folder: str, forever: bool) -> None:
     model = sw.AutoParallel(net, nn.CrossEntropyLoss()).dataset_strategy("full_batch")
     losses = [train(net, model, step) for step in range(STEPS)]
     weight = net[2].weight
-    facts = {"pid": os.getpid(), "rank": runtime.rank, "size": runtime.devices, "processes": runtime.processes,
-             "losses": losses, "weight": getattr(weight, "full_tensor", lambda: weight)().tolist(),
-             "local": list(getattr(net[0].weight, "to_local", lambda: net[0].weight)().shape),
-             "interface": os.environ.get("GLOO_SOCKET_IFNAME")}
+    facts = {
+        "pid": os.getpid(),
+        "rank": runtime.rank,
+        "size": runtime.devices,
+        "processes": runtime.processes,
+        "losses": losses,
+        "weight": getattr(weight, "full_tensor", lambda: weight)().tolist(),
+        "local": list(getattr(net[0].weight, "to_local", lambda: net[0].weight)().shape),
+        "interface": os.environ.get("GLOO_SOCKET_IFNAME"),
+    }
     written = Path(folder, f"rank_{runtime.rank}.json")
     written.with_suffix(".part").write_text(json.dumps(facts))
     written.with_suffix(".part").rename(written)  # a reader finds all of it or nothing

@@ -11,8 +11,9 @@ import shardwright as sw
 runtime = sw.init()
 torch.manual_seed(0)
 with sw.no_init_parameters():
-    net = nn.Sequential(sw.shard(nn.Linear(12, 12), ((1, runtime.devices), (1, runtime.devices), (1,))), nn.ReLU(),
-                        nn.Linear(12, 6))
+    net = nn.Sequential(
+        sw.shard(nn.Linear(12, 12), ((1, runtime.devices), (1, runtime.devices), (1,))), nn.ReLU(), nn.Linear(12, 6)
+    )
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 model = sw.AutoParallel(net, nn.CrossEntropyLoss()).dataset_strategy("full_batch")
 for step in range(1000):

@@ -1,5 +1,5 @@
-"""Trains from the last checkpoint on, with a checkpoint after every fourth step: rank 1 of the first attempt dies in the
-eighth; later ones train for ever."""
+"""Trains from the last checkpoint on, with a checkpoint after every fourth step: rank 1 of the first attempt dies in
+the eighth; later ones train for ever."""
 
 import os
 import signal
@@ -13,8 +13,12 @@ import shardwright as sw
 
 runtime = sw.init()
 torch.manual_seed(0)
-net = nn.Sequential(sw.shard(nn.Linear(12, 12), ((1, runtime.devices), (1, runtime.devices), (1,))), nn.ReLU(),
-                    nn.Dropout(0.2), nn.Linear(12, 6))
+net = nn.Sequential(
+    sw.shard(nn.Linear(12, 12), ((1, runtime.devices), (1, runtime.devices), (1,))),
+    nn.ReLU(),
+    nn.Dropout(0.2),
+    nn.Linear(12, 6),
+)
 optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
 model = sw.AutoParallel(net, nn.CrossEntropyLoss()).dataset_strategy("full_batch")
 callback = sw.CheckpointCallback(sw.CheckpointConfig(sys.argv[1], every_n_steps=4), model, optimizer)

@@ -12,8 +12,16 @@ import signal
 import sys
 import time
 
-NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS",
-         "SHARDWRIGHT_DEVICES")
+NAMES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "OMP_NUM_THREADS",
+    "SHARDWRIGHT_DEVICES",
+)
 
 
 def main() -> None:
@@ -22,8 +30,16 @@ def main() -> None:
     if action == "stubborn":
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    print(json.dumps({"pid": os.getpid(), "argv": sys.argv, "path": sys.path[0],
-                      "env": {name: os.environ[name] for name in NAMES if name in os.environ}}))
+    print(
+        json.dumps(
+            {
+                "pid": os.getpid(),
+                "argv": sys.argv,
+                "path": sys.path[0],
+                "env": {name: os.environ[name] for name in NAMES if name in os.environ},
+            }
+        )
+    )
     print("to the error stream", file=sys.stderr)
     print("to the output stream")
     if action == "fail" and rank == rest[0]:

@@ -68,11 +68,13 @@ def library(name: str) -> Any:
 
 def model(library: str, note: str = "", slow: bool = False) -> Callable[[Callable[[], Built]], Callable[[], Built]]:
     """Enter a builder by its name."""
+
     def enter(build: Callable[[], Built]) -> Callable[[], Built]:
         name = build.__name__.strip("_")
         assert name not in MODELS, name
         MODELS[name] = Model(name, library, build, note, slow)
         return build
+
     return enter
 
 
@@ -106,20 +108,41 @@ def class_of(output: Any, target: Tensor) -> Tensor:
 
 def squares(output: Any, target: Any = None) -> Tensor:
     """Of everything that comes out, each element with a weight of its own."""
-    leaves = [x for x in pytree.tree_leaves(dict(output) if hasattr(output, "keys") else output)
-              if isinstance(x, Tensor) and x.is_floating_point()]
+    leaves = [
+        x
+        for x in pytree.tree_leaves(dict(output) if hasattr(output, "keys") else output)
+        if isinstance(x, Tensor) and x.is_floating_point()
+    ]
     return sum(((x + 0.1) ** 2).mean() * (i + 1) for i, x in enumerate(leaves))
 
 
 # -- transformers ------------------------------------------------------------------------------------------------------
 
 
-DECODER = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
-           "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32, "bos_token_id": 1,
-           "eos_token_id": 2, "pad_token_id": 0, "use_cache": False}
+DECODER = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "use_cache": False,
+}
 EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
-MAMBA = {"vocab_size": VOCABULARY, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 2, "bos_token_id": 1,
-         "eos_token_id": 2, "pad_token_id": 0, "use_cache": False}
+MAMBA = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "state_size": 4,
+    "num_hidden_layers": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "use_cache": False,
+}
 
 
 def causal(name: str, loss: Callable = next_token, **settings: Any) -> Built:
@@ -133,9 +156,21 @@ def causal(name: str, loss: Callable = next_token, **settings: Any) -> Built:
 @model("transformers")
 def gpt2() -> Built:
     hf = library("transformers")
-    net = hf.GPT2LMHeadModel(hf.GPT2Config(
-        vocab_size=VOCABULARY, n_positions=16, n_embd=16, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0,
-        attn_pdrop=0.0, bos_token_id=1, eos_token_id=2, use_cache=False)).double()
+    net = hf.GPT2LMHeadModel(
+        hf.GPT2Config(
+            vocab_size=VOCABULARY,
+            n_positions=16,
+            n_embd=16,
+            n_layer=2,
+            n_head=4,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=1,
+            eos_token_id=2,
+            use_cache=False,
+        )
+    ).double()
     return Built(net, (tokens(),), next_token, tokens(seed=1))
 
 
@@ -167,7 +202,9 @@ def gemma2() -> Built:
 @model("transformers")
 def gemma3() -> Built:
     hf = library("transformers")
-    config = hf.Gemma3TextConfig(**DECODER, head_dim=8, sliding_window=4, layer_types=["sliding_attention", "full_attention"])
+    config = hf.Gemma3TextConfig(
+        **DECODER, head_dim=8, sliding_window=4, layer_types=["sliding_attention", "full_attention"]
+    )
     return Built(hf.Gemma3ForCausalLM(config).double(), (tokens(),), next_token, tokens(seed=1))
 
 
@@ -178,14 +215,34 @@ def phi3() -> Built:
 
 @model("transformers")
 def falcon() -> Built:
-    return causal("Falcon", vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2, num_attention_heads=4,
-                  bos_token_id=1, eos_token_id=2, use_cache=False, new_decoder_architecture=True, num_kv_heads=2)
+    return causal(
+        "Falcon",
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        bos_token_id=1,
+        eos_token_id=2,
+        use_cache=False,
+        new_decoder_architecture=True,
+        num_kv_heads=2,
+    )
 
 
 @model("transformers")
 def opt() -> Built:
-    return causal("OPT", vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2, ffn_dim=32, num_attention_heads=4,
-                  max_position_embeddings=32, dropout=0.0, word_embed_proj_dim=16, use_cache=False)
+    return causal(
+        "OPT",
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        num_hidden_layers=2,
+        ffn_dim=32,
+        num_attention_heads=4,
+        max_position_embeddings=32,
+        dropout=0.0,
+        word_embed_proj_dim=16,
+        use_cache=False,
+    )
 
 
 @model("transformers")
@@ -203,7 +260,7 @@ def granite() -> Built:
     return causal("Granite", **DECODER)
 
 
-BATCHED = "experts_implementation=\"batched_mm\": each token's experts are gathered"
+BATCHED = 'experts_implementation="batched_mm": each token\'s experts are gathered'
 GROUPED = "experts in one grouped product, which takes float32 at most"
 
 
@@ -218,9 +275,20 @@ def mixtral_settings() -> dict[str, Any]:
 
 
 def deepseek_settings() -> dict[str, Any]:
-    return {"num_key_value_heads": 4, **EXPERTS, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "n_shared_experts": 1,
-            "first_k_dense_replace": 1, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
-            "v_head_dim": 8}
+    return {
+        "num_key_value_heads": 4,
+        **EXPERTS,
+        "n_routed_experts": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+    }
 
 
 @model("transformers", GROUPED)
@@ -255,8 +323,15 @@ def qwen3_moe_batched() -> Built:
 
 @model("transformers", BATCHED)
 def gpt_oss() -> Built:
-    return mixture("GptOss", "batched_mm", head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=4,
-                   attn_implementation="eager")
+    return mixture(
+        "GptOss",
+        "batched_mm",
+        head_dim=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=4,
+        attn_implementation="eager",
+    )
 
 
 @model("transformers")
@@ -272,28 +347,65 @@ def mamba2() -> Built:
 @model("transformers")
 def t5() -> Built:
     hf = library("transformers")
-    net = hf.T5ForConditionalGeneration(hf.T5Config(
-        vocab_size=VOCABULARY, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4, dropout_rate=0.0, use_cache=False,
-        decoder_start_token_id=0, pad_token_id=0, eos_token_id=2, feed_forward_proj="gated-gelu")).double()
+    net = hf.T5ForConditionalGeneration(
+        hf.T5Config(
+            vocab_size=VOCABULARY,
+            d_model=16,
+            d_kv=4,
+            d_ff=32,
+            num_layers=2,
+            num_heads=4,
+            dropout_rate=0.0,
+            use_cache=False,
+            decoder_start_token_id=0,
+            pad_token_id=0,
+            eos_token_id=2,
+            feed_forward_proj="gated-gelu",
+        )
+    ).double()
     return Built(net, (tokens(),), same_token, tokens(seed=1), {"decoder_input_ids": tokens(seed=2)})
 
 
 @model("transformers")
 def bart() -> Built:
     hf = library("transformers")
-    net = hf.BartForConditionalGeneration(hf.BartConfig(
-        vocab_size=VOCABULARY, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
-        decoder_attention_heads=4, encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=16, dropout=0.0,
-        use_cache=False, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=2)).double()
+    net = hf.BartForConditionalGeneration(
+        hf.BartConfig(
+            vocab_size=VOCABULARY,
+            d_model=16,
+            encoder_layers=1,
+            decoder_layers=1,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=32,
+            decoder_ffn_dim=32,
+            max_position_embeddings=16,
+            dropout=0.0,
+            use_cache=False,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            decoder_start_token_id=2,
+        )
+    ).double()
     return Built(net, (tokens(),), same_token, tokens(seed=1), {"decoder_input_ids": tokens(seed=2)})
 
 
 @model("transformers")
 def bert() -> Built:
     hf = library("transformers")
-    net = hf.BertForMaskedLM(hf.BertConfig(
-        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)).double()
+    net = hf.BertForMaskedLM(
+        hf.BertConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=16,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+    ).double()
     mask = (torch.arange(LENGTH) < torch.tensor([8, 5, 8, 3, 8, 8, 6, 8])[:, None]).long()
     return Built(net, (tokens(),), same_token, tokens(seed=1), {"attention_mask": mask})
 
@@ -301,97 +413,201 @@ def bert() -> Built:
 @model("transformers")
 def distilbert() -> Built:
     hf = library("transformers")
-    net = hf.DistilBertForSequenceClassification(hf.DistilBertConfig(
-        vocab_size=VOCABULARY, dim=16, hidden_dim=32, n_layers=2, n_heads=4, max_position_embeddings=16, dropout=0.0,
-        attention_dropout=0.0, seq_classif_dropout=0.0, num_labels=4)).double()
+    net = hf.DistilBertForSequenceClassification(
+        hf.DistilBertConfig(
+            vocab_size=VOCABULARY,
+            dim=16,
+            hidden_dim=32,
+            n_layers=2,
+            n_heads=4,
+            max_position_embeddings=16,
+            dropout=0.0,
+            attention_dropout=0.0,
+            seq_classif_dropout=0.0,
+            num_labels=4,
+        )
+    ).double()
     return Built(net, (tokens(),), class_of, classes(4))
 
 
 @model("transformers")
 def modernbert() -> Built:
     hf = library("transformers")
-    net = hf.ModernBertForMaskedLM(hf.ModernBertConfig(
-        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=16, local_attention=4, pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1,
-        sep_token_id=2, global_attn_every_n_layers=2)).double()
+    net = hf.ModernBertForMaskedLM(
+        hf.ModernBertConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=16,
+            local_attention=4,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            cls_token_id=1,
+            sep_token_id=2,
+            global_attn_every_n_layers=2,
+        )
+    ).double()
     return Built(net, (tokens(),), same_token, tokens(seed=1))
 
 
 @model("transformers")
 def deberta_v2() -> Built:
     hf = library("transformers")
-    net = hf.DebertaV2ForMaskedLM(hf.DebertaV2Config(
-        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
-        max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, relative_attention=True,
-        pos_att_type=["p2c", "c2p"], position_buckets=4)).double()
+    net = hf.DebertaV2ForMaskedLM(
+        hf.DebertaV2Config(
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            max_position_embeddings=16,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+            relative_attention=True,
+            pos_att_type=["p2c", "c2p"],
+            position_buckets=4,
+        )
+    ).double()
     return Built(net, (tokens(),), same_token, tokens(seed=1))
 
 
 @model("transformers")
 def whisper() -> Built:
     hf = library("transformers")
-    net = hf.WhisperForConditionalGeneration(hf.WhisperConfig(
-        vocab_size=VOCABULARY, num_mel_bins=8, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
-        decoder_attention_heads=4, encoder_ffn_dim=32, decoder_ffn_dim=32, max_source_positions=8,
-        max_target_positions=16, dropout=0.0, use_cache=False, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-        decoder_start_token_id=1, suppress_tokens=None, begin_suppress_tokens=None)).double()
+    net = hf.WhisperForConditionalGeneration(
+        hf.WhisperConfig(
+            vocab_size=VOCABULARY,
+            num_mel_bins=8,
+            d_model=16,
+            encoder_layers=1,
+            decoder_layers=1,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=32,
+            decoder_ffn_dim=32,
+            max_source_positions=8,
+            max_target_positions=16,
+            dropout=0.0,
+            use_cache=False,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            decoder_start_token_id=1,
+            suppress_tokens=None,
+            begin_suppress_tokens=None,
+        )
+    ).double()
     return Built(net, (draw(ROWS, 8, 16),), same_token, tokens(seed=1), {"decoder_input_ids": tokens(seed=2)})
 
 
 @model("transformers")
 def wav2vec2() -> Built:
     hf = library("transformers")
-    net = hf.Wav2Vec2Model(hf.Wav2Vec2Config(
-        hidden_size=16, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32, conv_dim=(8, 8),
-        conv_stride=(4, 2), conv_kernel=(8, 4), num_feat_extract_layers=2, num_conv_pos_embeddings=8,
-        num_conv_pos_embedding_groups=2, hidden_dropout=0.0, attention_dropout=0.0, feat_proj_dropout=0.0, layerdrop=0.0,
-        activation_dropout=0.0, mask_time_prob=0.0, mask_feature_prob=0.0)).double()
+    net = hf.Wav2Vec2Model(
+        hf.Wav2Vec2Config(
+            hidden_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            intermediate_size=32,
+            conv_dim=(8, 8),
+            conv_stride=(4, 2),
+            conv_kernel=(8, 4),
+            num_feat_extract_layers=2,
+            num_conv_pos_embeddings=8,
+            num_conv_pos_embedding_groups=2,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            feat_proj_dropout=0.0,
+            layerdrop=0.0,
+            activation_dropout=0.0,
+            mask_time_prob=0.0,
+            mask_feature_prob=0.0,
+        )
+    ).double()
     return Built(net, (draw(ROWS, 136),), squares)
 
 
-VISION = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 16,
-          "patch_size": 4}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 16,
+    "patch_size": 4,
+}
 
 
 @model("transformers")
 def vit() -> Built:
     hf = library("transformers")
-    net = hf.ViTForImageClassification(hf.ViTConfig(
-        **VISION, num_labels=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)).double()
+    net = hf.ViTForImageClassification(
+        hf.ViTConfig(**VISION, num_labels=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    ).double()
     return Built(net, (draw(ROWS, 3, 16, 16),), class_of, classes(4))
 
 
 @model("transformers")
 def clip() -> Built:
     hf = library("transformers")
-    text = {k: DECODER[k] for k in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-                                    "num_attention_heads", "bos_token_id", "pad_token_id")}
-    net = hf.CLIPModel(hf.CLIPConfig(
-        text_config=text | {"max_position_embeddings": 16, "eos_token_id": 2}, vision_config=VISION,
-        projection_dim=16)).double()
+    text = {
+        k: DECODER[k]
+        for k in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "bos_token_id",
+            "pad_token_id",
+        )
+    }
+    net = hf.CLIPModel(
+        hf.CLIPConfig(
+            text_config=text | {"max_position_embeddings": 16, "eos_token_id": 2},
+            vision_config=VISION,
+            projection_dim=16,
+        )
+    ).double()
     words = tokens()
     words[:, -1] = 2
 
     def contrastive(output: Any, target: Tensor) -> Tensor:
         return (F.cross_entropy(output.logits_per_text, target) + F.cross_entropy(output.logits_per_image, target)) / 2
+
     return Built(net, (words, draw(ROWS, 3, 16, 16)), contrastive, torch.arange(ROWS))
 
 
 @model("transformers")
 def dinov2() -> Built:
     hf = library("transformers")
-    net = hf.Dinov2ForImageClassification(hf.Dinov2Config(
-        **{k: v for k, v in VISION.items() if k != "intermediate_size"}, mlp_ratio=2, num_labels=4)).double()
+    net = hf.Dinov2ForImageClassification(
+        hf.Dinov2Config(**{k: v for k, v in VISION.items() if k != "intermediate_size"}, mlp_ratio=2, num_labels=4)
+    ).double()
     return Built(net, (draw(ROWS, 3, 16, 16),), class_of, classes(4))
 
 
 @model("transformers")
 def segformer() -> Built:
     hf = library("transformers")
-    net = hf.SegformerForSemanticSegmentation(hf.SegformerConfig(
-        num_encoder_blocks=2, depths=[1, 1], sr_ratios=[2, 1], hidden_sizes=[8, 16], patch_sizes=[7, 3], strides=[4, 2],
-        num_attention_heads=[1, 2], mlp_ratios=[2, 2], decoder_hidden_size=16, num_labels=4, drop_path_rate=0.0,
-        classifier_dropout_prob=0.0)).double()
+    net = hf.SegformerForSemanticSegmentation(
+        hf.SegformerConfig(
+            num_encoder_blocks=2,
+            depths=[1, 1],
+            sr_ratios=[2, 1],
+            hidden_sizes=[8, 16],
+            patch_sizes=[7, 3],
+            strides=[4, 2],
+            num_attention_heads=[1, 2],
+            mlp_ratios=[2, 2],
+            decoder_hidden_size=16,
+            num_labels=4,
+            drop_path_rate=0.0,
+            classifier_dropout_prob=0.0,
+        )
+    ).double()
     return Built(net, (draw(ROWS, 3, 16, 16),), squares)
 
 
@@ -419,16 +635,27 @@ def convnext() -> Built:
 def efficientnet() -> Built:
     tv = library("torchvision")
     block = tv.models.efficientnet
-    return vision(block.EfficientNet(
-        [block.MBConvConfig(1, 3, 1, 8, 8, 1), block.FusedMBConvConfig(2, 3, 2, 8, 16, 1),
-         block.MBConvConfig(2, 5, 2, 16, 16, 2)], dropout=0.0, stochastic_depth_prob=0.0, num_classes=4, last_channel=32))
+    return vision(
+        block.EfficientNet(
+            [
+                block.MBConvConfig(1, 3, 1, 8, 8, 1),
+                block.FusedMBConvConfig(2, 3, 2, 8, 16, 1),
+                block.MBConvConfig(2, 5, 2, 16, 16, 2),
+            ],
+            dropout=0.0,
+            stochastic_depth_prob=0.0,
+            num_classes=4,
+            last_channel=32,
+        )
+    )
 
 
 @model("torchvision")
 def swin() -> Built:
     tv = library("torchvision")
-    return vision(tv.models.SwinTransformer([2, 2], 16, [2, 2], [2, 4], [4, 4], num_classes=4,
-                                            stochastic_depth_prob=0.0), size=16)
+    return vision(
+        tv.models.SwinTransformer([2, 2], 16, [2, 2], [2, 4], [4, 4], num_classes=4, stochastic_depth_prob=0.0), size=16
+    )
 
 
 @model("torchvision")
@@ -441,8 +668,14 @@ def vision_transformer() -> Built:
 def mobilenet_v3() -> Built:
     tv = library("torchvision")
     block = tv.models.mobilenetv3.InvertedResidualConfig
-    return vision(tv.models.MobileNetV3([block(8, 3, 16, 8, True, "RE", 2, 1, 1.0), block(8, 5, 32, 16, False, "HS", 1, 1, 1.0)],
-                                        32, num_classes=4, dropout=0.0))
+    return vision(
+        tv.models.MobileNetV3(
+            [block(8, 3, 16, 8, True, "RE", 2, 1, 1.0), block(8, 5, 32, 16, False, "HS", 1, 1, 1.0)],
+            32,
+            num_classes=4,
+            dropout=0.0,
+        )
+    )
 
 
 @model("torchvision")
@@ -460,7 +693,9 @@ def shufflenet() -> Built:
 @model("torchvision")
 def regnet() -> Built:
     tv = library("torchvision")
-    params = tv.models.regnet.BlockParams.from_init_params(depth=4, w_0=8, w_a=4.0, w_m=2.0, group_width=8, se_ratio=0.25)
+    params = tv.models.regnet.BlockParams.from_init_params(
+        depth=4, w_0=8, w_a=4.0, w_m=2.0, group_width=8, se_ratio=0.25
+    )
     return vision(tv.models.RegNet(params, num_classes=4, stem_width=8))
 
 
@@ -480,8 +715,19 @@ def timm_mixer() -> Built:
 @model("timm")
 def timm_gmlp() -> Built:
     mixer = library("timm").models.mlp_mixer
-    return vision(mixer.MlpMixer(num_classes=4, img_size=16, patch_size=4, num_blocks=2, embed_dim=16, mlp_ratio=4,
-                                 block_layer=mixer.SpatialGatingBlock, mlp_layer=library("timm").layers.GatedMlp), 16)
+    return vision(
+        mixer.MlpMixer(
+            num_classes=4,
+            img_size=16,
+            patch_size=4,
+            num_blocks=2,
+            embed_dim=16,
+            mlp_ratio=4,
+            block_layer=mixer.SpatialGatingBlock,
+            mlp_layer=library("timm").layers.GatedMlp,
+        ),
+        16,
+    )
 
 
 @model("timm")
@@ -496,35 +742,64 @@ def timm_levit() -> Built:
 
 @model("timm")
 def timm_vit() -> Built:
-    return timm("vit_tiny_patch16_224", 16, img_size=16, patch_size=4, depth=2, embed_dim=16, num_heads=4,
-                class_token=False, global_pool="avg", qk_norm=True)
+    return timm(
+        "vit_tiny_patch16_224",
+        16,
+        img_size=16,
+        patch_size=4,
+        depth=2,
+        embed_dim=16,
+        num_heads=4,
+        class_token=False,
+        global_pool="avg",
+        qk_norm=True,
+    )
 
 
 @model("timm")
 def timm_ghostnet() -> Built:
-    return vision(library("timm").models.ghostnet.GhostNet(cfgs=[[[3, 8, 8, 0, 1]], [[3, 16, 16, 0.25, 2]]],
-                                                           num_classes=4, drop_rate=0.0))
+    return vision(
+        library("timm").models.ghostnet.GhostNet(
+            cfgs=[[[3, 8, 8, 0, 1]], [[3, 16, 16, 0.25, 2]]], num_classes=4, drop_rate=0.0
+        )
+    )
 
 
 @model("timm")
 def timm_resnest() -> Built:
     models = library("timm").models
-    return vision(models.resnet.ResNet(
-        models.resnest.ResNestBottleneck, (1, 1, 1, 1), num_classes=4, stem_width=4, channels=(8, 8, 8, 8), cardinality=1,
-        block_args={"radix": 2, "avd": True, "avd_first": False}))
+    return vision(
+        models.resnet.ResNet(
+            models.resnest.ResNestBottleneck,
+            (1, 1, 1, 1),
+            num_classes=4,
+            stem_width=4,
+            channels=(8, 8, 8, 8),
+            cardinality=1,
+            block_args={"radix": 2, "avd": True, "avd_first": False},
+        )
+    )
 
 
 @model("timm")
 def timm_xcit() -> Built:
-    return vision(library("timm").models.xcit.Xcit(img_size=16, patch_size=8, num_classes=4, embed_dim=16, depth=1,
-                                                   num_heads=2, cls_attn_layers=1, eta=1.0), 16)
+    return vision(
+        library("timm").models.xcit.Xcit(
+            img_size=16, patch_size=8, num_classes=4, embed_dim=16, depth=1, num_heads=2, cls_attn_layers=1, eta=1.0
+        ),
+        16,
+    )
 
 
 @model("timm")
 def timm_coatnet() -> Built:
     cfg = library("timm").models.maxxvit.MaxxVitCfg
-    return vision(library("timm").models.maxxvit.MaxxVit(
-        cfg((32, 32), (1, 1), ("C", "T"), stem_width=8, head_hidden_size=16), img_size=32, num_classes=4), 32)
+    return vision(
+        library("timm").models.maxxvit.MaxxVit(
+            cfg((32, 32), (1, 1), ("C", "T"), stem_width=8, head_hidden_size=16), img_size=32, num_classes=4
+        ),
+        32,
+    )
 
 
 # -- diffusers ---------------------------------------------------------------------------------------------------------
@@ -532,10 +807,21 @@ def timm_coatnet() -> Built:
 
 @model("diffusers", slow=True)
 def unet2d() -> Built:
-    net = library("diffusers").UNet2DModel(
-        sample_size=8, in_channels=3, out_channels=3, block_out_channels=(8, 16), layers_per_block=1, norm_num_groups=4,
-        down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-        attention_head_dim=4).double()
+    net = (
+        library("diffusers")
+        .UNet2DModel(
+            sample_size=8,
+            in_channels=3,
+            out_channels=3,
+            block_out_channels=(8, 16),
+            layers_per_block=1,
+            norm_num_groups=4,
+            down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+            up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+            attention_head_dim=4,
+        )
+        .double()
+    )
     return Built(net, (draw(ROWS, 3, 8, 8), torch.arange(ROWS)), noise, draw(ROWS, 3, 8, 8, seed=1))
 
 
@@ -545,28 +831,70 @@ def noise(output: Any, target: Tensor) -> Tensor:
 
 @model("diffusers", slow=True)
 def unet2d_condition() -> Built:
-    net = library("diffusers").UNet2DConditionModel(
-        sample_size=8, in_channels=4, out_channels=4, block_out_channels=(8, 16), layers_per_block=1, norm_num_groups=4,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-        cross_attention_dim=16, attention_head_dim=4).double()
-    return Built(net, (draw(ROWS, 4, 8, 8), torch.arange(ROWS), draw(ROWS, 4, 16, seed=2)), noise,
-                 draw(ROWS, 4, 8, 8, seed=1))
+    net = (
+        library("diffusers")
+        .UNet2DConditionModel(
+            sample_size=8,
+            in_channels=4,
+            out_channels=4,
+            block_out_channels=(8, 16),
+            layers_per_block=1,
+            norm_num_groups=4,
+            down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+            cross_attention_dim=16,
+            attention_head_dim=4,
+        )
+        .double()
+    )
+    return Built(
+        net, (draw(ROWS, 4, 8, 8), torch.arange(ROWS), draw(ROWS, 4, 16, seed=2)), noise, draw(ROWS, 4, 8, 8, seed=1)
+    )
 
 
 @model("diffusers")
 def dit() -> Built:
-    net = library("diffusers").DiTTransformer2DModel(
-        num_attention_heads=4, attention_head_dim=4, in_channels=4, out_channels=4, num_layers=2, sample_size=8,
-        patch_size=2, num_embeds_ada_norm=8, dropout=0.0).double().eval()
-    return Built(net, (draw(ROWS, 4, 8, 8),), noise, draw(ROWS, 4, 8, 8, seed=1),
-                 {"timestep": torch.arange(ROWS), "class_labels": classes(8)})
+    net = (
+        library("diffusers")
+        .DiTTransformer2DModel(
+            num_attention_heads=4,
+            attention_head_dim=4,
+            in_channels=4,
+            out_channels=4,
+            num_layers=2,
+            sample_size=8,
+            patch_size=2,
+            num_embeds_ada_norm=8,
+            dropout=0.0,
+        )
+        .double()
+        .eval()
+    )
+    return Built(
+        net,
+        (draw(ROWS, 4, 8, 8),),
+        noise,
+        draw(ROWS, 4, 8, 8, seed=1),
+        {"timestep": torch.arange(ROWS), "class_labels": classes(8)},
+    )
 
 
 @model("diffusers")
 def vae() -> Built:
-    net = library("diffusers").AutoencoderKL(
-        in_channels=3, out_channels=3, block_out_channels=(8, 16), down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2, latent_channels=4, norm_num_groups=4, layers_per_block=1).double()
+    net = (
+        library("diffusers")
+        .AutoencoderKL(
+            in_channels=3,
+            out_channels=3,
+            block_out_channels=(8, 16),
+            down_block_types=("DownEncoderBlock2D",) * 2,
+            up_block_types=("UpDecoderBlock2D",) * 2,
+            latent_channels=4,
+            norm_num_groups=4,
+            layers_per_block=1,
+        )
+        .double()
+    )
     return Built(net, (draw(ROWS, 3, 8, 8),), noise, draw(ROWS, 3, 8, 8, seed=1))
 
 
@@ -661,6 +989,7 @@ def gru() -> Built:
 @model("torch")
 def transformer() -> Built:
     """torch's own, encoder and decoder."""
+
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -671,12 +1000,14 @@ def transformer() -> Built:
         def forward(self, words: Tensor, following: Tensor) -> Tensor:
             mask = nn.Transformer.generate_square_subsequent_mask(following.shape[1])
             return self.head(self.body(self.table(words), self.table(following), tgt_mask=mask, tgt_is_causal=True))
+
     return Built(Net().double(), (tokens(), tokens(seed=2)), each_token, tokens(seed=1))
 
 
 @model("torch")
 def unet() -> Built:
     """A U-Net of plain layers: strides down, transposed convolutions up, what was before joined again."""
+
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -688,4 +1019,5 @@ def unet() -> Built:
         def forward(self, x: Tensor) -> Tensor:
             x = self.first(x)
             return self.last(torch.cat([x, self.up(self.down(x))], 1))
+
     return Built(Net().double(), (draw(ROWS, 1, 8, 8),), F.mse_loss, draw(ROWS, 1, 8, 8, seed=1))

@@ -35,7 +35,8 @@ __all__ = ["DEVICES", "MODES", "Outcome", "Zoo"]
 DEVICES, STEPS = 4, 2
 
 MODES = ("semi_auto", "sharding_propagation", "recursive_programming", "dynamic_programming")
-#: The modes that follow marks: every operator is marked, or every fourth of those that multiply or read a weight. See `marked`.
+#: The modes that follow marks: every operator is marked, or every fourth of those that multiply or read a weight. See
+#: `marked`.
 MARKED = {"semi_auto": 1, "sharding_propagation": 4}
 
 #: Links that cost nothing: a search cuts whatever can be cut.
@@ -83,7 +84,9 @@ class Zoo:
         self.model = model
         self.built: Built = model.build()
         with torch.no_grad():
-            for parameter in self.built.net.parameters():  # a head of zeros would leave no gradient to anything before it
+            for (
+                parameter
+            ) in self.built.net.parameters():  # a head of zeros would leave no gradient to anything before it
                 if not parameter.any():
                     parameter.normal_(0.0, 0.1)
         built = self.built
@@ -103,17 +106,34 @@ class Zoo:
     def run(self, mode: str) -> Outcome:
         """The outcome of a mode: the plan's run against that on one device."""
         plan, net = self.plan(mode), copy.deepcopy(self.built.net)
-        program = make_program(plan, net, Runtime(False, DEVICES, 0, torch.device("cpu")), gradients_mean=False, before=None,
-                               fusion=Fusion(), accumulation=Accumulation())
+        program = make_program(
+            plan,
+            net,
+            Runtime(False, DEVICES, 0, torch.device("cpu")),
+            gradients_mean=False,
+            before=None,
+            fusion=Fusion(),
+            accumulation=Accumulation(),
+        )
         leaves = pytree.tree_leaves(opened(((*self.built.inputs, self.built.target), self.built.kwargs)))
         many = train(net, lambda: program(*leaves))
-        found = max((worst(self.one.losses, many.losses, lambda name: self.allowed.result(0), self.allowed),
-                     worst(self.one.gradients, many.gradients, self.allowed.of_parameter, self.allowed, FLOOR),
-                     worst(self.one.state, many.state, self.allowed.state, self.allowed, FLOOR)), key=Worst.excess)
+        found = max(
+            (
+                worst(self.one.losses, many.losses, lambda name: self.allowed.result(0), self.allowed),
+                worst(self.one.gradients, many.gradients, self.allowed.of_parameter, self.allowed, FLOOR),
+                worst(self.one.state, many.state, self.allowed.state, self.allowed, FLOOR),
+            ),
+            key=Worst.excess,
+        )
         cut = [name for name, p in plan.parameters.items() if p.trainable and p.layout.cuts != (1,) * len(p.shape)]
         could = [d for d in plan.decisions.values() if any(f.splittable and f.size % 2 == 0 for f in d.bound.factors)]
-        return Outcome(sum(bool(d.assignment.used) for d in could), len(could),
-                       (len(cut), sum(p.trainable for p in plan.parameters.values())), len(plan.collectives(0)), found)
+        return Outcome(
+            sum(bool(d.assignment.used) for d in could),
+            len(could),
+            (len(cut), sum(p.trainable for p in plan.parameters.values())),
+            len(plan.collectives(0)),
+            found,
+        )
 
 
 def train(net: torch.nn.Module, call: Any) -> Trained:

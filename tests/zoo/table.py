@@ -16,8 +16,12 @@ PATH = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 #: The libraries that say what the models are.
 LIBRARIES = ("torch", "transformers", "torchvision", "timm", "diffusers", "torch_geometric")
 
-HEADS = {"semi_auto": "semi_auto, each operator marked at random", "sharding_propagation": "sharding_propagation of a few marks",
-         "recursive_programming": "recursive_programming", "dynamic_programming": "dynamic_programming"}
+HEADS = {
+    "semi_auto": "semi_auto, each operator marked at random",
+    "sharding_propagation": "sharding_propagation of a few marks",
+    "recursive_programming": "recursive_programming",
+    "dynamic_programming": "dynamic_programming",
+}
 
 
 def _version(name: str) -> str:
@@ -54,15 +58,20 @@ def text(outcomes: Mapping[tuple[str, str], Outcome], precision: Mapping[str, st
         waits: models that are not tested yet, and why.
     """
     equal = [m for m in MODELS.values() if m.name not in waits]
-    lines = [HEAD, f"{len(equal)} of {len(MODELS)} models are equal in all modes." + (
-        f" {len(waits)} wait." if waits else ""), ""]
+    lines = [
+        HEAD,
+        f"{len(equal)} of {len(MODELS)} models are equal in all modes." + (f" {len(waits)} wait." if waits else ""),
+        "",
+    ]
     lines.append("| model | library | " + " | ".join(HEADS[mode] for mode in MODES) + " | precision | note |")
     lines.append("|---" * (len(MODES) + 4) + "|")
     lines += [_row(m, outcomes, precision, waits) for m in MODELS.values()]
     return "\n".join(lines) + "\n"
 
 
-def _row(m: Model, outcomes: Mapping[tuple[str, str], Outcome], precision: Mapping[str, str], waits: Mapping[str, str]) -> str:
+def _row(
+    m: Model, outcomes: Mapping[tuple[str, str], Outcome], precision: Mapping[str, str], waits: Mapping[str, str]
+) -> str:
     if m.name in waits:
         cells, precise, note = ["waits"] * len(MODES), "", f"{m.note}; waits for {waits[m.name]}".removeprefix("; ")
     else:

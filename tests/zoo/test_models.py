@@ -27,16 +27,29 @@ PRECISION: dict[str, str] = {}
 def zoo(name: str) -> Zoo:
     made = Zoo(MODELS[name])
     decided = made.precision
-    PRECISION[name] = "" if decided is None else str(decided.dtype).removeprefix("torch.") + (
-        f" by {decided.source}" if decided.dtype != torch.float64 and decided.source else "")
+    PRECISION[name] = (
+        ""
+        if decided is None
+        else str(decided.dtype).removeprefix("torch.")
+        + (f" by {decided.source}" if decided.dtype != torch.float64 and decided.source else "")
+    )
     return made
 
 
 def _params() -> list:
-    return [pytest.param(name, mode, marks=[
-        *([pytest.mark.long] if model.slow or mode == "dynamic_programming" else []),
-        *([pytest.mark.skip(reason=f"waits for {WAITS[name]}")] if name in WAITS else [])], id=f"{name}-{mode}")
-        for name, model in MODELS.items() for mode in MODES]
+    return [
+        pytest.param(
+            name,
+            mode,
+            marks=[
+                *([pytest.mark.long] if model.slow or mode == "dynamic_programming" else []),
+                *([pytest.mark.skip(reason=f"waits for {WAITS[name]}")] if name in WAITS else []),
+            ],
+            id=f"{name}-{mode}",
+        )
+        for name, model in MODELS.items()
+        for mode in MODES
+    ]
 
 
 @pytest.mark.parametrize(("name", "mode"), _params())
@@ -48,7 +61,9 @@ def test_as_on_one_device(name: str, mode: str) -> None:
     assert all(loss.isfinite() for loss in one.losses.values()) and sum(moved) > len(moved) / 2
     outcome = zoo(name).run(mode)
     worst = outcome.worst
-    assert worst.ok, f"{worst.tensor} differs by {worst.difference:.1e}, more than {worst.tolerance:.0e} ({worst.precision})"
+    assert worst.ok, (
+        f"{worst.tensor} differs by {worst.difference:.1e}, more than {worst.tolerance:.0e} ({worst.precision})"
+    )
     assert outcome.share >= LEAST[mode] and outcome.parameters[0] > 0 and outcome.collectives > 0, outcome
     OUTCOMES[name, mode] = outcome
 
@@ -59,7 +74,9 @@ def test_the_zoo_is_large() -> None:
 
 def test_the_table_in_the_docs_is_that_of_this_run() -> None:
     """With WRITE_MODELS=1 it is written."""
-    missing = [f"{name}-{mode}" for name in MODELS if name not in WAITS for mode in MODES if (name, mode) not in OUTCOMES]
+    missing = [
+        f"{name}-{mode}" for name in MODELS if name not in WAITS for mode in MODES if (name, mode) not in OUTCOMES
+    ]
     if missing:
         pytest.skip(f"{len(missing)} results are not of this run, such as {missing[0]}")
     made = table.text(OUTCOMES, PRECISION, WAITS)

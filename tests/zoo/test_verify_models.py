@@ -1,4 +1,5 @@
-"""`sw.verify` of real models: no false alarm, though most of them compute a part in float32, and an alarm for a real fault."""
+"""`sw.verify` of real models: no false alarm, though most of them compute a part in float32, and an alarm for a real
+fault."""
 
 from __future__ import annotations
 
@@ -14,16 +15,49 @@ import shardwright.runtime.local.local_executor as local
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 #: Model -> the mode in which it is verified: the searches take turns.
-VERIFIED = {name: ("recursive_programming", "semi_auto")[i % 2] for i, name in enumerate((
-    "gpt2", "llama", "qwen3", "gemma2", "gemma3", "phi3", "t5", "bert", "whisper", "vit", "clip", "mamba", "mamba2", "resnet",
-    "convnext", "timm_mixer", "unet", "dit", "gcn", "dlrm"))}
+VERIFIED = {
+    name: ("recursive_programming", "semi_auto")[i % 2]
+    for i, name in enumerate(
+        (
+            "gpt2",
+            "llama",
+            "qwen3",
+            "gemma2",
+            "gemma3",
+            "phi3",
+            "t5",
+            "bert",
+            "whisper",
+            "vit",
+            "clip",
+            "mamba",
+            "mamba2",
+            "resnet",
+            "convnext",
+            "timm_mixer",
+            "unet",
+            "dit",
+            "gcn",
+            "dlrm",
+        )
+    )
+}
 
 
 def verified(name: str, mode: str, **given) -> sw.VerifyReport:
     torch.manual_seed(0)
     built = MODELS[name].build()
-    return sw.verify(built.net, built.inputs, built.target, loss_fn=built.loss, kwargs=built.kwargs, devices=4,
-                     parallel_mode=mode, cut=True, **given)
+    return sw.verify(
+        built.net,
+        built.inputs,
+        built.target,
+        loss_fn=built.loss,
+        kwargs=built.kwargs,
+        devices=4,
+        parallel_mode=mode,
+        cut=True,
+        **given,
+    )
 
 
 @pytest.mark.long
@@ -35,12 +69,17 @@ def test_no_false_alarm(name: str, mode: str) -> None:
     assert report.proved and report.first_difference is None, report.summary()
     double, single = report.differences
     assert double.tolerance == 1e-10 and single.tolerance == 1e-4
-    for what, precision in double.coarser:  # an operator is named, be it one that a gradient went through in the first step
+    for (
+        what,
+        precision,
+    ) in double.coarser:  # an operator is named, be it one that a gradient went through in the first step
         assert precision.dtype == torch.float32 and precision.operator and precision.source, (what, precision)
 
 
 @pytest.mark.parametrize("part", ["forward", "backward"])
-def test_an_error_of_a_thousandth_is_found_in_a_model_with_parts_in_float32(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_a_thousandth_is_found_in_a_model_with_parts_in_float32(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("transformers")
     right, wrongs = local.convert_shards, []
 

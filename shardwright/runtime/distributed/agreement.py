@@ -67,8 +67,9 @@ class Agreement:
         self.mode, self.fed = mode, fed
         self._known = False  # whether every rank is about to raise what this one will
 
-    def search(self, graph: Graph, settings: Any, find: Callable[[], Decisions],
-               take: Callable[[PortableDecisions], Decisions]) -> Decisions:
+    def search(
+        self, graph: Graph, settings: Any, find: Callable[[], Decisions], take: Callable[[PortableDecisions], Decisions]
+    ) -> Decisions:
         """What rank 0 finds, on every rank. There may be several searches, the same ones on every rank.
 
         Args:
@@ -85,6 +86,7 @@ class Agreement:
         def handed() -> PortableDecisions:
             found.append(find())
             return PortableDecisions.of(found[0])
+
         given = self.first(graph, settings, handed)
         return found[0] if found else take(given)
 
@@ -126,8 +128,9 @@ class Agreement:
         if not self._known:
             _exchanged(_Said(self.mode, self.fed, _words(error)))
 
-    def agree(self, plan: Any, started: dict[str, Any], seed: tuple[int, int, str] | None = None,
-              settings: Any = None) -> None:
+    def agree(
+        self, plan: Any, started: dict[str, Any], seed: tuple[int, int, str] | None = None, settings: Any = None
+    ) -> None:
         """See, before anything runs, that all ranks have made the same plan from the same parameters.
 
         Args:
@@ -144,19 +147,23 @@ class Agreement:
         if settled:
             raise RuntimeMismatchError(
                 f"ranks {settled} have other settings than rank 0: {everyone[settled[0]].settings} against "
-                f"{first.settings}", legal="the same comm_fusion and parameter_broadcast on every rank")
+                f"{first.settings}",
+                legal="the same comm_fusion and parameter_broadcast on every rank",
+            )
         seeds = _others(everyone, "seed")
         if seeds:
             raise RuntimeMismatchError(
                 f"ranks {seeds} would draw other random numbers than rank 0: seed, calls so far and setting are "
                 f"{everyone[seeds[0]].seed} against {first.seed}",
-                legal="torch.manual_seed with the same number on every rank, and the same calls and setting")
+                legal="torch.manual_seed with the same number on every rank, and the same calls and setting",
+            )
         for name, value in first.started.items():
             other = [r for r, e in enumerate(everyone) if not _same(e.started.get(name), value)]
             if other:
                 raise RuntimeMismatchError(
                     f"the parameter {name!r} starts from other values on ranks {other} than on rank 0",
-                    legal="the same seed on every rank before the model is built")
+                    legal="the same seed on every rank before the model is built",
+                )
 
 
 def _exchanged(mine: _Said) -> list[_Said]:
@@ -170,20 +177,23 @@ def _exchanged(mine: _Said) -> list[_Said]:
     first = everyone[0]
     modes = _others(everyone, "mode")
     if modes:
-        raise RuntimeMismatchError(f"ranks {modes} plan in another parallel_mode than rank 0: "
-                                   f"{everyone[modes[0]].mode} against {first.mode}",
-                                   legal="the same parallel_mode on every rank")
+        raise RuntimeMismatchError(
+            f"ranks {modes} plan in another parallel_mode than rank 0: {everyone[modes[0]].mode} against {first.mode}",
+            legal="the same parallel_mode on every rank",
+        )
     inputs = [r for r, other in enumerate(everyone) if other.fed != first.fed and other.fed and first.fed]
     if inputs:
         raise RuntimeMismatchError(
             f"ranks {inputs} feed other inputs than rank 0: {everyone[inputs[0]].fed} against {first.fed} "
             "(whole batch)",
-            legal="the same shapes and types on every rank")
+            legal="the same shapes and types on every rank",
+        )
     failures = [r for r, other in enumerate(everyone) if other.failed]
     if failures and len(failures) < len(everyone):
         raise RuntimeMismatchError(
             f"ranks {failures} cannot plan what the others can: {everyone[failures[0]].failed}",
-            legal="the same model, marks and settings on every rank")
+            legal="the same model, marks and settings on every rank",
+        )
     return everyone
 
 
@@ -213,8 +223,9 @@ def _portable(error: Exception) -> Exception:
     """An error as it can be sent: itself, or what it says."""
     if isinstance(error, ShardwrightError):
         strategy = error.strategy if error.strategy is None or isinstance(error.strategy, str) else repr(error.strategy)
-        return type(error)(error.message, operator=error.operator, source=error.source, strategy=strategy,
-                           legal=error.legal)
+        return type(error)(
+            error.message, operator=error.operator, source=error.source, strategy=strategy, legal=error.legal
+        )
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # whatever an error of another library holds
@@ -226,28 +237,31 @@ def _same(a: Any, b: Any) -> bool:
     return a == b or (a is not None and a != a and b != b)
 
 
-
 # ----------------------------------------------------------------------------------------------------
 # All ranks call the same program at the same step, or an error says who does not.
 #
-# Two programs that differ send different things in a different order; ranks that run one each hang, or end in the depth of
-# a collective. So a rank meets the others before it runs what it did not run in its last call:
+# Two programs that differ send different things in a different order; ranks that run one each hang, or end in the depth
+# of a collective. So a rank meets the others before it runs what it did not run in its last call:
 #
 #     every rank:   call n runs what call n-1 ran    nothing is sent: two numbers are compared
 #                   another program, or planning     meet: (n, program) is counted in the store until all have come
 #
-# Induction: at a meeting all agree on (n, program), and until the next one each repeats its program. If some rank turns to
-# another at call n and some rank does not, the first waits at the meeting, outside of any collective, and cannot be waited
-# for by mistake: nothing of call n is computed from it. After a look it asks where the others are (`peers`). One that has
+# Induction: at a meeting all agree on (n, program), and until the next one each repeats its program. If some rank turns
+# to another at call n and some rank does not, the first waits at the meeting, outside of any collective, and cannot be
+# waited
+# for by mistake: nothing of call n is computed from it. After a look it asks where the others are (`peers`). One that
+# has
 # begun call n, or is at another meeting, has not come and never will: that is the error, on every rank.
 #
-# A program is known by the number of its planning, which all ranks did together and alike (`agreement`). Calls of one are told
-# apart by whether a gradient is recorded, and by whether a backward came before: a rank that made none waits at its next call,
-# and not in the middle of the others' backward. A program without any collective, as an evaluation in data_parallel, is not
+# A program is known by the number of its planning, which all ranks did together and alike (`agreement`). Calls of one
+# are told
+# apart by whether a gradient is recorded, and by whether a backward came before: a rank that made none waits at its
+# next call, and not in the middle of the others' backward. A program without any collective, as an evaluation in
+# data_parallel, is not
 # counted: ranks may make unequal numbers of such calls.
 #
-# Measured with 4 Gloo processes of one thread on 2 cores: a call that repeats its program 0.4 us; a meeting 0.4 ms when all
-# come at once, where an all-gather of one number by Gloo takes 2.7. With 8 processes 0.8, and 17.
+# Measured with 4 Gloo processes of one thread on 2 cores: a call that repeats its program 0.4 us; a meeting 0.4 ms when
+# all come at once, where an all-gather of one number by Gloo takes 2.7. With 8 processes 0.8, and 17.
 # ----------------------------------------------------------------------------------------------------
 
 #: What a call runs: the number of the program, whether a gradient is recorded, whether a backward came before.
@@ -265,9 +279,9 @@ class Steps:
 
     def __init__(self, ranks: Peers) -> None:
         self.ranks = ranks
-        self._made = 0                                  # programs
-        self._runs: Runs | None = None                  # what the latest call runs
-        self._fresh = False                             # it was planned in this call
+        self._made = 0  # programs
+        self._runs: Runs | None = None  # what the latest call runs
+        self._fresh = False  # it was planned in this call
         self._meetings = 0
         self._last = ""
 
@@ -336,10 +350,13 @@ def _mismatch(seen: Mapping[int, Seen], rank: int) -> RuntimeMismatchError | Non
     groups: dict[tuple[int, str], list[int]] = {}
     for each, at in sorted(seen.items()):
         groups.setdefault((at.call, at.program), []).append(each)
-    told = "; ".join(f"call {call} of {spelled(rs)} is {program or 'none yet'}"
-                     for (call, program), rs in groups.items())
-    return RuntimeMismatchError(f"ranks do not call the same programs in the same order: {told}",
-                                legal="as many calls of each model on every rank, in one order, with the same shapes")
+    told = "; ".join(
+        f"call {call} of {spelled(rs)} is {program or 'none yet'}" for (call, program), rs in groups.items()
+    )
+    return RuntimeMismatchError(
+        f"ranks do not call the same programs in the same order: {told}",
+        legal="as many calls of each model on every rank, in one order, with the same shapes",
+    )
 
 
 #: Of the process group's peers: at most one.
@@ -377,8 +394,11 @@ def counted(plan: Any) -> Callable[[], None] | None:
     number = steps.made()
     what = f"program {number} ({_call_text(plan)})"
     stages = [stage.plan for stage in plan.stages] if hasattr(plan, "stages") else []
-    talks = bool(stages) or plan.own is not None or any(
-        getattr(i, "forward", None) is not None and i.forward.collectives for i in plan.routed.instructions)
+    talks = (
+        bool(stages)
+        or plan.own is not None
+        or any(getattr(i, "forward", None) is not None and i.forward.collectives for i in plan.routed.instructions)
+    )
     return lambda: steps.begin(number, what, talks, not stages)
 
 

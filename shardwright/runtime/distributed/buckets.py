@@ -41,6 +41,7 @@ __all__ = ["GradientSums", "Scatter", "SumInTurns"]
 # nothing is kept: terms are always scattered.)
 # ----------------------------------------------------------------------------------------------------
 
+
 class Scatter:
     """What becomes of the gradient of one parameter, on this rank: called with a term, it gives the part.
 
@@ -52,8 +53,15 @@ class Scatter:
         sums: the type in which they are summed.
     """
 
-    def __init__(self, name: str, scatter: Redistribution, shape: tuple[int, ...], groups: ProcessGroups, held: torch.dtype,
-                 sums: torch.dtype) -> None:
+    def __init__(
+        self,
+        name: str,
+        scatter: Redistribution,
+        shape: tuple[int, ...],
+        groups: ProcessGroups,
+        held: torch.dtype,
+        sums: torch.dtype,
+    ) -> None:
         self.name, self.scatter, self._rank = name, scatter, groups.rank
         self._held, self._sums_in = held, sums
         whole, part = scatter.source.without_partial(), scatter.target
@@ -129,7 +137,6 @@ def common(some: Digits, others: Digits) -> Digits:
     return tuple(out)
 
 
-
 # ----------------------------------------------------------------------------------------------------
 # Sums of gradients that travel while the backward goes on.
 #
@@ -137,25 +144,27 @@ def common(some: Digits, others: Digits) -> Digits:
 #     next(turns)          None: it has come, and another one is under way; else the sum
 # ----------------------------------------------------------------------------------------------------
 
+
 class SumInTurns:
-    """Sums over the ranks that differ in `digits`, one after the other, each in turns: between two of them a collective is
-    under way. Ranks that share groups take the turns of all their sums in one order.
+    """Sums over the ranks that differ in `digits`, one after the other, each in turns: between two of them a collective
+    is under way. Ranks that share groups take the turns of all their sums in one order.
     """
 
     def __init__(self, digits: Digits, groups: ProcessGroups) -> None:
         self._group, self._scratch = groups.seen(digits), groups.scratch
 
     def __call__(self, x: Tensor, rides: bool = False) -> Iterator[Tensor | None]:
-        """The sum of everybody's `x`, flat and not complex: None for each turn, and the sum at the end. `x` is written to, and
-        may be the sum.
+        """The sum of everybody's `x`, flat and not complex: None for each turn, and the sum at the end. `x` is written
+        to, and may be the sum.
 
         Args:
-            rides: an all-gather over the same ranks is likely to come before the next turn: a short sum travels with it.
+            rides: an all-gather over the same ranks is likely to come before the next turn: a short sum travels with
+                it.
         """
         group, n, numel = self._group, self._group.size, len(x)
         host = group.through_memory(x)
         if host is not None:
-            yield   # others need not have come here yet
+            yield  # others need not have come here yet
             yield host.all_reduce(x, "sum", x)
         elif not group.exchanges or rings(n, x):
             work = dist.all_reduce(x, group=group.group, async_op=True)
@@ -189,7 +198,7 @@ class SumInTurns:
             group.riders.remove(rider)
         copies = torch.cat((x,) * n)
         memory = self._scratch.take(len(copies), x)
-        terms = memory[:len(copies)]
+        terms = memory[: len(copies)]
         work = group.group.alltoall_base(terms, copies, [], [])
         yield
         work.wait()
@@ -202,7 +211,7 @@ class SumInTurns:
         group, n, numel = self._group, self._group.size, len(x)
         whole = torch.cat((x, x.new_zeros(-numel % n))) if numel % n else x
         memory = self._scratch.take(len(whole), x)
-        terms = memory[:len(whole)]
+        terms = memory[: len(whole)]
         work = group.group.alltoall_base(terms, whole, [], [])
         yield
         work.wait()
@@ -233,8 +242,15 @@ class _Bucket:
         dtype: the type of the sum.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], digits: Digits, groups: ProcessGroups, place: WaitPoint, rides: bool,
-                 dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        parameters: list[nn.Parameter],
+        digits: Digits,
+        groups: ProcessGroups,
+        place: WaitPoint,
+        rides: bool,
+        dtype: torch.dtype,
+    ) -> None:
         self.parameters, self.digits, self.place, self.rides, self.dtype = parameters, digits, place, rides, dtype
         self.shapes = [local_tensor(p).shape for p in parameters]
         self.sums = SumInTurns(digits, groups)
@@ -255,8 +271,15 @@ class _Sum:
         rides: as `SumInTurns` has it.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], sums: SumInTurns, place: WaitPoint,
-                 dtype: torch.dtype, rides: bool = False) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        gradients: Sequence[Tensor],
+        sums: SumInTurns,
+        place: WaitPoint,
+        dtype: torch.dtype,
+        rides: bool = False,
+    ) -> None:
         self.parameters, self.place, self.held = parameters, place, gradients[0].dtype
         gradients = [g.to(dtype) for g in gradients]
         self.shapes = [g.shape for g in gradients]
@@ -288,8 +311,8 @@ class GradientSums:
     """The leaves of one program, and what becomes of their gradients.
 
     Args:
-        digits: parameter -> over which its gradient is summed once it is complete, in the order in which gradients come;
-            those that are not named need no sum.
+        digits: parameter -> over which its gradient is summed once it is complete, in the order in which gradients
+            come; those that are not named need no sum.
         groups: the process groups. All ranks must make the sums of a program at the same place.
         types: parameter -> the type of its sum, where that is not its own.
         fusion: which gradients travel together.
@@ -298,13 +321,21 @@ class GradientSums:
         followed: parameters after whose gradient the backward's next conversion gathers over the ranks of its sum.
     """
 
-    def __init__(self, digits: dict[str, Digits], types: Mapping[str, torch.dtype], groups: ProcessGroups, fusion: Fusion,
-                 accumulation: Accumulation, scattered: Sequence[Scatter] = (), followed: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        digits: dict[str, Digits],
+        types: Mapping[str, torch.dtype],
+        groups: ProcessGroups,
+        fusion: Fusion,
+        accumulation: Accumulation,
+        scattered: Sequence[Scatter] = (),
+        followed: Collection[str] = (),
+    ) -> None:
         self._digits, self._groups, self._fusion, self._accumulation = digits, groups, fusion, accumulation
-        self._types, self._type_of = types, dict[int, torch.dtype]()    # by name; by the parameter's id
+        self._types, self._type_of = types, dict[int, torch.dtype]()  # by name; by the parameter's id
         self._scattered, self._followed = scattered, followed
         self._buckets: list[_Bucket] = []
-        self._next = 0                    # the bucket that is to start next
+        self._next = 0  # the bucket that is to start next
         self._backward = -1
         self._travelling: list[_Sum] = []
         for over in dict.fromkeys(digits.values()):
@@ -326,8 +357,14 @@ class GradientSums:
                 due.append(Due(name, nbytes, (digits, held, dtype), trained[name], digits_size(digits)))
         for names in self._fusion.buckets(due):
             digits = self._digits[names[0]]
-            bucket = _Bucket([parameters[n] for n in names], digits, self._groups, self._place(names, digits),
-                             names[-1] in self._followed, self._type_of[id(parameters[names[0]])])
+            bucket = _Bucket(
+                [parameters[n] for n in names],
+                digits,
+                self._groups,
+                self._place(names, digits),
+                names[-1] in self._followed,
+                self._type_of[id(parameters[names[0]])],
+            )
             self._buckets.append(bucket)
             for place, name in enumerate(names):
                 out[name].register_post_accumulate_grad_hook(partial(self._came, bucket, place))
@@ -385,7 +422,7 @@ class GradientSums:
             for bucket in self._buckets:
                 self._keep(bucket)
             return
-        for bucket in self._buckets[self._next:]:
+        for bucket in self._buckets[self._next :]:
             if bucket.missing < len(bucket.parameters):
                 self._start(bucket)
         for started in self._travelling:
@@ -403,8 +440,9 @@ class GradientSums:
             parameters = [p for p, g in zip(parameters, gradients) if g is not None]
             gradients = [g for g in gradients if g is not None]
         if self._accumulation.kept:
-            gradients = [g + take_unsummed(p) if unsummed_over(p) == bucket.digits else g
-                         for p, g in zip(parameters, gradients)]
+            gradients = [
+                g + take_unsummed(p) if unsummed_over(p) == bucket.digits else g for p, g in zip(parameters, gradients)
+            ]
         self._travelling.append(_Sum(parameters, gradients, bucket.sums, bucket.place, bucket.dtype, bucket.rides))
         bucket.clear()
         bucket.missing = 0
@@ -428,9 +466,13 @@ class GradientSums:
             place = self._place(["of a backward under no_sync"], digits)
             dtype = self._type_of.get(id(parameter), parameter.dtype)
             _Sum([parameter], [take_unsummed(parameter)], SumInTurns(digits, self._groups), place, dtype).finish(
-                self._groups.rank)
+                self._groups.rank
+            )
 
     def _place(self, names: Sequence[str], digits: Digits) -> WaitPoint:
         more = f" and {len(names) - 2} more" if len(names) > 2 else ""
-        return WaitPoint(f"the sum of gradients, {', '.join(names[:2])}{more}",
-                     tuple(self._groups.base + r for r in group_of(self._groups.rank, digits)), True)
+        return WaitPoint(
+            f"the sum of gradients, {', '.join(names[:2])}{more}",
+            tuple(self._groups.base + r for r in group_of(self._groups.rank, digits)),
+            True,
+        )

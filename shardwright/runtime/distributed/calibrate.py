@@ -4,8 +4,8 @@
     (latency, 1 / bandwidth) of a level = argmin Σ over its conversions of (seconds - measured)² / (seconds · measured)
 
 Conversions are measured as steps run them, on whatever transport: all groups of a level at once, all kinds of
-collectives, groups and messages from small to large. Each number is the median of rounds in which tasks take turns, each
-round as long as its slowest rank took. The levels are the ranks of one host, and the hosts.
+collectives, groups and messages from small to large. Each number is the median of rounds in which tasks take turns,
+each round as long as its slowest rank took. The levels are the ranks of one host, and the hosts.
 
 On an accelerator every task ends with a synchronisation, so that queued kernels are counted.
 """
@@ -82,8 +82,14 @@ def calibrate(runtime: Runtime, name: str | None = None, rounds: int = ROUNDS) -
     groups, stride = ProcessGroups(len(hosts), runtime.rank), 1
     for place, level in enumerate(levels):
         timings = _conversions(watch, groups, level.size, stride)
-        cluster = _with_level(cluster, place, *fit(timings, lambda latency, bandwidth: CostModel(
-            _with_level(cluster, place, latency, bandwidth), len(hosts))))
+        cluster = _with_level(
+            cluster,
+            place,
+            *fit(
+                timings,
+                lambda latency, bandwidth: CostModel(_with_level(cluster, place, latency, bandwidth), len(hosts)),
+            ),
+        )
         stride *= level.size
     return cluster
 
@@ -98,8 +104,10 @@ def levels_of(hosts: Sequence[str]) -> tuple[int, int]:
     inner = len(hosts) // len(names)
     if list(hosts) != [name for name in names for _ in range(inner)]:
         counts = ", ".join(f"{name}: ranks {[r for r, host in enumerate(hosts) if host == name]}" for name in names)
-        raise SettingError(f"the ranks do not make levels of links: {counts}",
-                           legal="as many ranks on every host, with neighbouring numbers")
+        raise SettingError(
+            f"the ranks do not make levels of links: {counts}",
+            legal="as many ranks on every host, with neighbouring numbers",
+        )
     return inner, len(names)
 
 
@@ -133,9 +141,11 @@ def _least_squares(rows: np.ndarray, wanted: np.ndarray, before: np.ndarray) -> 
     return found
 
 
-def _linear(timings: Sequence[Timing], costs: Callable[[float, float], CostModel], at: np.ndarray
-            ) -> tuple[np.ndarray, np.ndarray]:
+def _linear(
+    timings: Sequence[Timing], costs: Callable[[float, float], CostModel], at: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """The price of each timing at (latency, 1 / bandwidth), and its two slopes there."""
+
     def seconds(latency: float, inverse: float) -> np.ndarray:
         priced = costs(float(latency), float(1 / inverse))
         return np.array([priced.conversion(t.conversion, t.nbytes) for t in timings])
@@ -199,7 +209,7 @@ def _conversions(watch: _Watch, groups: ProcessGroups, size: int, stride: int) -
             made = _conversion(kind, groups.devices, Digit(n, stride))
             for nbytes in MESSAGES:
                 numel = nbytes // 4 // (n * n) * (n * n)
-                shape = (n, numel // n)                   # of the whole tensor: n rows
+                shape = (n, numel // n)  # of the whole tensor: n rows
                 x = torch.zeros(made.source.local_shape(shape), device=watch.device)
                 tasks.append(_task(bind_all(made, tuple(x.shape), groups.rank, groups), x))
                 found.append((made, 4 * numel))
@@ -211,8 +221,14 @@ def _conversion(kind: str, devices: int, digit: Digit) -> Redistribution:
     whole = Layout.replicated(devices, 2)
     rows, columns = Layout.of(devices, ((digit,), ())), Layout.of(devices, ((), (digit,)))
     terms = whole.with_partial((digit,))
-    made = redistribution(*{"all_reduce": (terms, whole), "all_gather": (rows, whole), "reduce_scatter": (terms, rows),
-                        "all_to_all": (rows, columns)}[kind])
+    made = redistribution(
+        *{
+            "all_reduce": (terms, whole),
+            "all_gather": (rows, whole),
+            "reduce_scatter": (terms, rows),
+            "all_to_all": (rows, columns),
+        }[kind]
+    )
     assert [step.kind for step in made.steps] == [kind]
     return made
 
@@ -222,6 +238,7 @@ def _task(steps: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> Callable[[]
         y = x
         for step in steps:
             y = step(y)
+
     return run
 
 
@@ -235,12 +252,13 @@ def _matmul_rate(watch: _Watch, dtype: torch.dtype) -> float:
 
         def task() -> object:
             return torch.autograd.grad(a @ b, (a, b), gradient)
+
         try:
             task()
         except RuntimeError:  # on every rank alike
             return best
         seconds = watch([task])[0]
-        best = max(best, 3 * 2 * size ** 3 / seconds)
+        best = max(best, 3 * 2 * size**3 / seconds)
         if seconds > LONG_ENOUGH or size == 16384:
             return best
         size *= 2
@@ -263,6 +281,7 @@ def _overhead(watch: _Watch) -> float:
         for _ in range(length):
             y = y * 1.0
         torch.autograd.grad(y.sum(), x)
+
     return watch([chain])[0] / (2 * length)
 
 

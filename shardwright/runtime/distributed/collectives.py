@@ -1,7 +1,7 @@
 """The processes runtime's executor: one rank's part of a step, through torch.distributed.
 
-    bound = bind(step, x.shape, rank, groups)      once: plain ints, and the process group; `bind_all`: several steps
-    x = bound(x)                                   every time; no autograd here
+bound = bind(step, x.shape, rank, groups)      once: plain ints, and the process group; `bind_all`: several steps
+x = bound(x)                                   every time; no autograd here
 """
 
 from __future__ import annotations
@@ -30,7 +30,25 @@ from ...torch_private import (
 from ..local.shards import reduce_terms
 from .shared_memory import SameHost, sharing
 
-__all__ = ["Bound", "Group", "ProcessGroups", "Rider", "Scratch", "all_reduce", "bind", "bind_all", "exchange", "exchanged_and_gathered", "gather", "joined_digits", "reduce_scatter", "reduced", "reduced_slice", "rings", "routed"]
+__all__ = [
+    "Bound",
+    "Group",
+    "ProcessGroups",
+    "Rider",
+    "Scratch",
+    "all_reduce",
+    "bind",
+    "bind_all",
+    "exchange",
+    "exchanged_and_gathered",
+    "gather",
+    "joined_digits",
+    "reduce_scatter",
+    "reduced",
+    "reduced_slice",
+    "rings",
+    "routed",
+]
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -43,8 +61,15 @@ __all__ = ["Bound", "Group", "ProcessGroups", "Rider", "Scratch", "all_reduce", 
 Exchange = Callable[[Tensor], Tensor]
 
 
-def reduced_slice(slices: Callable[[Tensor], Sequence[Tensor]], mine: Exchange, ranks: int,
-                  reduce_scatter: Exchange, after: tuple[int, ...], whole: Exchange, limit: Callable[[], float]) -> Exchange:
+def reduced_slice(
+    slices: Callable[[Tensor], Sequence[Tensor]],
+    mine: Exchange,
+    ranks: int,
+    reduce_scatter: Exchange,
+    after: tuple[int, ...],
+    whole: Exchange,
+    limit: Callable[[], float],
+) -> Exchange:
     """An all-reduce and a slice.
 
     Args:
@@ -61,6 +86,7 @@ def reduced_slice(slices: Callable[[Tensor], Sequence[Tensor]], mine: Exchange, 
         if numel * x.element_size() > limit():
             return mine(whole(x))
         return reduce_scatter(torch.cat(slices(x))).view(after)
+
     return run
 
 
@@ -71,8 +97,14 @@ def joined_digits(first: RedistributionStep, second: RedistributionStep) -> Digi
     return tuple(sorted(first.moved + second.moved, key=lambda d: -d.stride))
 
 
-def exchanged_and_gathered(first: RedistributionStep, second: RedistributionStep, shape: tuple[int, ...], exchange: Exchange,
-                           apart: Sequence[Exchange], limit: Callable[[], int]) -> Exchange:
+def exchanged_and_gathered(
+    first: RedistributionStep,
+    second: RedistributionStep,
+    shape: tuple[int, ...],
+    exchange: Exchange,
+    apart: Sequence[Exchange],
+    limit: Callable[[], int],
+) -> Exchange:
     """An all-to-all and the all-gather after it.
 
     Args:
@@ -99,15 +131,18 @@ def exchanged_and_gathered(first: RedistributionStep, second: RedistributionStep
             x = x.reshape(one.pre_view).permute(one.pre_perm)
         received = exchange(x.reshape(sent).expand(*sizes, piece).reshape(-1))
         return arrange(received)
+
     return run
 
 
 def _arranged(view: tuple[int, ...], perm: tuple[int, ...], copies: int, one: Geometry, two: Geometry) -> Exchange:
-    """How the received pieces, of shape `view`, become the result: brought by `perm` into the order in which `copies` ranks
-    have what the all-to-all gives each, then arranged as this arranges it, then as the all-gather does."""
+    """How the received pieces, of shape `view`, become the result: brought by `perm` into the order in which `copies`
+    ranks have what the all-to-all gives each, then arranged as this arranges it, then as the all-gather does."""
     moves = [(view, perm)]
-    for after in ((copies, *one.post_view), (0, *(1 + k for k in one.post_perm))) if one.post_perm else None, \
-            (two.post_view, two.post_perm) if two.post_perm else None:
+    for after in (
+        ((copies, *one.post_view), (0, *(1 + k for k in one.post_perm))) if one.post_perm else None,
+        (two.post_view, two.post_perm) if two.post_perm else None,
+    ):
         if after is not None:
             once = _composed(*moves[-1], *after)
             moves[-1:] = [moves[-1], after] if once is None else [once]
@@ -120,6 +155,7 @@ def _arranged(view: tuple[int, ...], perm: tuple[int, ...], copies: int, one: Ge
         for arrangement in before:
             x = arrangement(x)
         return last(x)
+
     return arrange
 
 
@@ -128,8 +164,9 @@ def _arrangement(view: tuple[int, ...], perm: tuple[int, ...], shape: tuple[int,
     return lambda x: x.reshape(view).permute(perm).reshape(shape)
 
 
-def _composed(view: tuple[int, ...], perm: tuple[int, ...], second: tuple[int, ...], order: tuple[int, ...]
-              ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+def _composed(
+    view: tuple[int, ...], perm: tuple[int, ...], second: tuple[int, ...], order: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Two arrangements as one: (view, perm). None where they divide the axes between them in ways that do not nest."""
     permuted = tuple(view[k] for k in perm)
     ends = sorted({*accumulate(permuted, mul), *accumulate(second, mul)})
@@ -154,13 +191,14 @@ def _runs(sizes: Sequence[int], shape: Sequence[int]) -> list[list[int]]:
     return out
 
 
-
 # ----------------------------------------------------------------------------------------------------
 # Memory that several sums use one after the other.
 # ----------------------------------------------------------------------------------------------------
 
+
 class Scratch:
-    """Memory into which ranks receive. What is freed and allocated anew in each step costs its pages, and sums that come one
+    """Memory into which ranks receive. What is freed and allocated anew in each step costs its pages, and sums that
+    come one
     after the other can share it: it is kept, the largest that was asked for, for whoever asks next."""
 
     def __init__(self) -> None:
@@ -182,10 +220,10 @@ class Scratch:
         self._free.append(x)
 
 
-
 # ----------------------------------------------------------------------------------------------------
 # The process groups of one rank: the ranks that differ from it in some digits alone.
 # ----------------------------------------------------------------------------------------------------
+
 
 class ProcessGroups:
     """The process groups of one rank, made when first asked for: all ranks must ask for the same ones in one order.
@@ -203,8 +241,15 @@ class ProcessGroups:
         scratch: what sums receive into.
     """
 
-    def __init__(self, devices: int, rank: int, base: int = 0, timeout: timedelta | None = None,
-                 exchanges: bool | None = None, share: bool | None = None) -> None:
+    def __init__(
+        self,
+        devices: int,
+        rank: int,
+        base: int = 0,
+        timeout: timedelta | None = None,
+        exchanges: bool | None = None,
+        share: bool | None = None,
+    ) -> None:
         self.devices, self.rank, self.base, self.timeout = devices, rank, base, timeout
         self.exchanges = dist.get_backend() == "gloo" if exchanges is None else exchanges
         self.share = sharing() if share is None else share
@@ -234,8 +279,10 @@ class ProcessGroups:
         if dist.get_backend() != "mpi":
             # Only the members meet: other pipeline stages need not know of the group.
             return dist.new_group(mine, timeout=self.timeout, use_local_synchronization=True)
-        made = {ranks: dist.new_group(tuple(self.base + r for r in ranks), timeout=self.timeout)
-                for ranks in groups(self.devices, digits)}  # with MPI the whole world makes every group
+        made = {
+            ranks: dist.new_group(tuple(self.base + r for r in ranks), timeout=self.timeout)
+            for ranks in groups(self.devices, digits)
+        }  # with MPI the whole world makes every group
         return made[group_of(self.rank, digits)]
 
 
@@ -251,7 +298,9 @@ class Group:
         riders: sums that wait for an exchange of the group to travel with.
     """
 
-    def __init__(self, group: dist.ProcessGroup, size: int, position: int, exchanges: bool, host: SameHost | None = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, size: int, position: int, exchanges: bool, host: SameHost | None = None
+    ) -> None:
         self.group, self.size, self.position, self.exchanges, self.host = group, size, position, exchanges, host
         self.name = group.group_name
         self.riders: list[Rider] = []
@@ -274,16 +323,16 @@ class Rider:
         self.x, self.terms = x, None
 
 
-
 # ----------------------------------------------------------------------------------------------------
 # How collectives travel. All take and give flat tensors, but an all-reduce, which keeps the shape.
 #
-# Where collectives are a library's (NCCL, HCCL, MPI) they are the functional ones, which torch.compile traces. Where they would
-# be Gloo's, ranks of one host do them through memory that they share (`same_host`). What is left to Gloo, groups of several
-# hosts, what torch.compile has traced, hosts without such memory, is made of all-to-alls: a reduce-scatter is one and a local
-# sum, an all-gather one that sends everybody the same, an all-reduce of something small a gather and a local sum, of something
-# larger a reduce-scatter and a gather, of several MiB Gloo's own ring. Two ranks swap what they have. Of an all-reduce that a
-# slice follows every rank is sent the terms of its slice alone. Sums are then taken in ascending order of the ranks, as in the
+# Where collectives are a library's (NCCL, HCCL, MPI) they are the functional ones, which torch.compile traces. Where
+# they would be Gloo's, ranks of one host do them through memory that they share (`same_host`). What is left to Gloo,
+# groups of several hosts, what torch.compile has traced, hosts without such memory, is made of all-to-alls: a
+# reduce-scatter is one and a local sum, an all-gather one that sends everybody the same, an all-reduce of something
+# small a gather and a local sum, of something larger a reduce-scatter and a gather, of several MiB Gloo's own ring. Two
+# ranks swap what they have. Of an all-reduce that a slice follows every rank is sent the terms of its slice alone. Sums
+# are then taken in ascending order of the ranks, as in the
 # local runtime, but in the ring: all replicas have the same bits everywhere.
 #
 # Why, measured with 8, 4 and 2 Gloo processes of one thread on 2 cores, ms (all_to_all through the group's own method
@@ -308,12 +357,12 @@ SWAPPED = 32 << 10
 GATHERED_TERMS = 1 << 20
 # Received bytes up to which an all-gather on Gloo is an all-to-all; past it the n copies to send cost more (8 x 1 MiB).
 GATHERED_COPIES = 8 << 20
-# Received bytes up to which an all-to-all and an all-gather on Gloo are one exchange: eight processes, of 4 and of 2, take 0.7
-# of the two at 16 KiB, 0.6 at 256 KiB, 0.9 at 2 and at 8 MiB.
+# Received bytes up to which an all-to-all and an all-gather on Gloo are one exchange: eight processes, of 4 and of 2,
+# take 0.7 of the two at 16 KiB, 0.6 at 256 KiB, 0.9 at 2 and at 8 MiB.
 GATHERED_PIECES = 8 << 20
-# Bytes, for each of the ranks and each of them again, of numbers of 32 or 64 bits, from which more than two ranks on Gloo leave
-# an all-reduce to its own, a ring: its turns are many, but each has a part of the bytes. Eight processes on 2 loaded cores,
-# all together and in fours, ms, as a reduce-scatter and a gather and as a ring:
+# Bytes, for each of the ranks and each of them again, of numbers of 32 or 64 bits, from which more than two ranks on
+# Gloo leave an all-reduce to its own, a ring: its turns are many, but each has a part of the bytes. Eight processes on
+# 2 loaded cores, all together and in fours, ms, as a reduce-scatter and a gather and as a ring:
 #     MiB a rank     8 ranks        4 ranks
 #              1     18.4  25.6     21.6  17.1
 #              2     29.6  34.2     35.0  24.6
@@ -361,6 +410,7 @@ def routed(group: Group, step: RedistributionStep, pieces: int, piece: int, rank
     def run(x: Tensor) -> Tensor:
         host = group.through_memory(x)
         return exchange(group, x, sends, receives) if host is None else host.exchange(x, pieces, sources)
+
     return run
 
 
@@ -389,6 +439,7 @@ def gather(group: Group) -> Callable[[Tensor], Tensor]:
         if exchanges and n * size <= GATHERED_COPIES:
             return exchange(group, torch.cat((x,) * n))  # a quarter of what `repeat` takes
         return functional_wait(functional_all_gather(x, n, group.name))
+
     return run
 
 
@@ -405,6 +456,7 @@ def reduce_scatter(group: Group, reduction: str) -> Callable[[Tensor], Tensor]:
         if n == 2 and x.nbytes >= 2 * SWAPPED:
             return _both(_swap(group, x[1 - position]), x[position], reduction)
         return reduced(exchange(group, x), reduction)
+
     return run
 
 
@@ -449,7 +501,8 @@ def all_reduce(group: Group, reduction: str) -> Callable[[Tensor], Tensor]:
             return functional_wait(functional_all_reduce(x, reduction, group.name)).view(shape)
         short = -len(x) % n
         whole = torch.cat((x, x.new_zeros(short))) if short else x
-        return gathered(scattered(whole))[:len(x)].view(shape)
+        return gathered(scattered(whole))[: len(x)].view(shape)
+
     return run
 
 
@@ -493,7 +546,9 @@ def bind_all(steps: Redistribution, shape: tuple[int, ...], rank: int, groups: P
         after = steps.local_shapes(tuple(shape))[-1]
         return (lambda x: x.new_empty(after),)
     out: list[Bound] = []
-    last: tuple[RedistributionStep, tuple[int, ...]] | None = None    # the step before, and the shape before it, where they may be joined
+    last: tuple[RedistributionStep, tuple[int, ...]] | None = (
+        None  # the step before, and the shape before it, where they may be joined
+    )
     for step, before in zip(steps.steps, steps.local_shapes(tuple(shape))):
         joined = _joined(*last, step, before, rank, groups, out[-1]) if last is not None and groups.exchanges else None
         if joined is not None:
@@ -504,21 +559,40 @@ def bind_all(steps: Redistribution, shape: tuple[int, ...], rank: int, groups: P
     return tuple(out)
 
 
-def _joined(first: RedistributionStep, shape: tuple[int, ...], second: RedistributionStep, between: tuple[int, ...], rank: int, groups: ProcessGroups,
-            bound: Bound) -> Bound | None:
+def _joined(
+    first: RedistributionStep,
+    shape: tuple[int, ...],
+    second: RedistributionStep,
+    between: tuple[int, ...],
+    rank: int,
+    groups: ProcessGroups,
+    bound: Bound,
+) -> Bound | None:
     """Two steps as one exchange, if they can be; `bound`: the first of them."""
     geometry = second.geometry(between)
     if first.kind == "all_reduce" and second.kind == "slice":
         group = groups.seen(first.digits)
-        return reduced_slice(_slices(geometry, group_of(rank, first.digits)), _slice(geometry, rank), group.size,
-                             reduce_scatter(group, first.reduction), geometry.after, bound,
-                             lambda: GATHERED_TERMS if group.host is None else math.inf)
+        return reduced_slice(
+            _slices(geometry, group_of(rank, first.digits)),
+            _slice(geometry, rank),
+            group.size,
+            reduce_scatter(group, first.reduction),
+            geometry.after,
+            bound,
+            lambda: GATHERED_TERMS if group.host is None else math.inf,
+        )
     digits = joined_digits(first, second)
     if digits is None:
         return None
     group = groups.seen(digits)
-    return exchanged_and_gathered(first, second, shape, partial(exchange, group),
-                                  (bound, bind(second, between, rank, groups)), lambda: GATHERED_PIECES)
+    return exchanged_and_gathered(
+        first,
+        second,
+        shape,
+        partial(exchange, group),
+        (bound, bind(second, between, rank, groups)),
+        lambda: GATHERED_PIECES,
+    )
 
 
 def _slice(geometry: Geometry, rank: int) -> Bound:
@@ -531,6 +605,7 @@ def _slice(geometry: Geometry, rank: int) -> Bound:
             for axis, i in index:
                 x = x.select(axis, i)
             return x.reshape(after)
+
         return select
     ranges = [(dim, length * digits_value(digits, rank), length) for dim, length, digits in geometry.cuts]
 
@@ -538,6 +613,7 @@ def _slice(geometry: Geometry, rank: int) -> Bound:
         for dim, start, length in ranges:
             x = x.narrow(dim, start, length)
         return x
+
     return narrow
 
 
@@ -564,6 +640,7 @@ def _slices(geometry: Geometry, ranks: Sequence[int]) -> Callable[[Tensor], list
             x = x.reshape(view).permute(permuted)
         pieces = x.reshape(count, -1).unbind(0)
         return [pieces[row] for row in rows]
+
     return slices
 
 
@@ -581,4 +658,5 @@ def _shaped(geometry: Geometry, run: Bound) -> Bound:
         if post_perm is not None:
             x = x.view(post_view).permute(post_perm)
         return x.reshape(after)
+
     return shaped

@@ -1,5 +1,6 @@
-"""What ranks tell one another of a checkpoint, over a group of their own: a save in the background does not get between the
-collectives of the training. Ranks of one host do so through memory that they share, which takes a tenth of the time.
+"""What ranks tell one another of a checkpoint, over a group of their own: a save in the background does not get between
+the collectives of the training. Ranks of one host do so through memory that they share, which takes a tenth of the
+time.
 
 Whatever one rank cannot do, none has done: each step of a save or a load ends in `Ranks.agreed`, which raises the same
 error on all.
@@ -66,8 +67,13 @@ class SingleRank:
         if failed:
             rank, first = failed[0]
             if len(failed) < self.world and isinstance(first, ShardwrightError):
-                first = type(first)(f"{first.message} (on rank {rank})", operator=first.operator, source=first.source,
-                                    strategy=first.strategy, legal=first.legal)
+                first = type(first)(
+                    f"{first.message} (on rank {rank})",
+                    operator=first.operator,
+                    source=first.source,
+                    strategy=first.strategy,
+                    legal=first.legal,
+                )
             raise first
         return [held for _, held in said]
 
@@ -105,19 +111,20 @@ class ProcessRanks(SingleRank):
         return held[0]
 
     def _words(self, mine: Any) -> list[bytes] | None:
-        """What each rank says, through memory; None on all of them where there is none, or what one says does not fit."""
+        """What each rank says, through memory; None on all of them where there is none, or what one says does not
+        fit."""
         if self._memory is None:
             return None
         word = pickle.dumps(mine)
         row = self._memory.rows[self._memory.round, self.rank].numpy()
         row[:_LENGTH] = np.frombuffer(len(word).to_bytes(_LENGTH, "little"), np.uint8)
         if len(word) <= _ROW - _LENGTH:
-            row[_LENGTH:_LENGTH + len(word)] = np.frombuffer(word, np.uint8)
+            row[_LENGTH : _LENGTH + len(word)] = np.frombuffer(word, np.uint8)
         rows = self._memory.rows[self._talked(self._memory.meet, "all-gather", 0)].numpy()
         lengths = [int.from_bytes(row[:_LENGTH].tobytes(), "little") for row in rows]
         if max(lengths) > _ROW - _LENGTH:
             return None
-        return [row[_LENGTH:_LENGTH + length].tobytes() for row, length in zip(rows, lengths)]
+        return [row[_LENGTH : _LENGTH + length].tobytes() for row, length in zip(rows, lengths)]
 
     def remote(self, rank: int) -> bool:
         return self._hosts[rank] != self._hosts[0]
@@ -131,8 +138,8 @@ class ProcessRanks(SingleRank):
         self._talked(dist.recv, tensor, src=rank, group=self.group)
 
     def rows(self) -> HostMemory | None:
-        """Memory that all ranks share for what is long, with rows of `row_bytes`; None on all of them where there is none.
-        Every rank asks for it at the same time."""
+        """Memory that all ranks share for what is long, with rows of `row_bytes`; None on all of them where there is
+        none. Every rank asks for it at the same time."""
         if self._rows is None:
             made = HostMemory.of(self.group, self.world, self.rank, self.row_bytes, _TIMEOUT, sharing())
             self._rows = (made,)
@@ -153,14 +160,17 @@ class ProcessRanks(SingleRank):
             with torch.device("cpu"):  # Gloo's own tensors, whatever the default device is
                 return collective(*args, **kwargs)
         except RuntimeError as error:
-            raise CheckpointError(f"a rank does not answer: {error}", legal="all ranks save and load together") from error
+            raise CheckpointError(
+                f"a rank does not answer: {error}", legal="all ranks save and load together"
+            ) from error
 
 
 _ranks: dict[str, ProcessRanks] = {}
 
 
 def ranks_of_now(purpose: str = "saves and loads") -> SingleRank:
-    """The ranks that save and load together: this process, or all of the process group. Every rank asks at the same time.
+    """The ranks that save and load together: this process, or all of the process group. Every rank asks at the same
+    time.
 
     Args:
         purpose: what they speak of: what goes on at the same time, in different threads, has ranks of its own.
@@ -184,7 +194,9 @@ def portable(error: Exception) -> Exception:
     """An error as it can be sent to other ranks."""
     if isinstance(error, ShardwrightError):
         strategy = error.strategy if error.strategy is None or isinstance(error.strategy, str) else repr(error.strategy)
-        return type(error)(error.message, operator=error.operator, source=error.source, strategy=strategy, legal=error.legal)
+        return type(error)(
+            error.message, operator=error.operator, source=error.source, strategy=strategy, legal=error.legal
+        )
     if isinstance(error, OSError):
         return CheckpointError(error.strerror or str(error), source=error.filename and str(error.filename))
     return RuntimeError(f"{type(error).__name__}: {error}")

@@ -16,7 +16,16 @@ from ...layout import Digit, Layout
 from ...partition.uneven import true_slice
 from .collectives import ProcessGroups
 
-__all__ = ["beginning", "gathered", "gathered_as", "layout_of", "leaf_of", "slice_in_buffer", "to_dtensor", "with_values"]
+__all__ = [
+    "beginning",
+    "gathered",
+    "gathered_as",
+    "layout_of",
+    "leaf_of",
+    "slice_in_buffer",
+    "to_dtensor",
+    "with_values",
+]
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -26,6 +35,7 @@ __all__ = ["beginning", "gathered", "gathered_as", "layout_of", "leaf_of", "slic
 #     DTensor     a view of the buffer's beginning: this rank's part of the parameter, which may be empty
 #     leaf        the whole buffer; of its gradient the DTensor gets the same beginning
 # ----------------------------------------------------------------------------------------------------
+
 
 def slice_in_buffer(whole: Tensor, layout: Layout, rank: int, device: torch.device) -> Tensor:
     """A rank's slice of a tensor, at the beginning of memory that holds a padded one."""
@@ -68,16 +78,20 @@ def to_dtensor(local: Tensor, layout: Layout, shape: tuple[int, ...], groups: Pr
     names = tuple(f"{digit}" for digit, _ in digits)
     own = [groups.of((digit,)) for digit, _ in digits]
     kind = local.device.type
-    mesh = DeviceMesh.from_group(own[0], kind, mesh_dim_names=names) if len(own) == 1 else \
-        DeviceMesh.from_group(own, kind, mesh=ranks, mesh_dim_names=names)
+    mesh = (
+        DeviceMesh.from_group(own[0], kind, mesh_dim_names=names)
+        if len(own) == 1
+        else DeviceMesh.from_group(own, kind, mesh=ranks, mesh_dim_names=names)
+    )
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, mesh, [p for _, p in digits], run_check=False, shape=torch.Size(shape),
-                              stride=stride)
+    return DTensor.from_local(
+        local, mesh, [p for _, p in digits], run_check=False, shape=torch.Size(shape), stride=stride
+    )
 
 
 def layout_of(tensor: DTensor) -> Layout | None:
-    """The layout in which `to_dtensor` made a DTensor of slices, or an operator a result in their manner, on the ranks of its
-    mesh; None: somebody else's."""
+    """The layout in which `to_dtensor` made a DTensor of slices, or an operator a result in their manner, on the ranks
+    of its mesh; None: somebody else's."""
     digits = [re.fullmatch(r"(\d+)@(\d+)", axis) for axis in tensor.device_mesh.mesh_dim_names or ()]
     if not digits or not all(digits):
         return None
@@ -91,8 +105,8 @@ def layout_of(tensor: DTensor) -> Layout | None:
 
 
 def gathered(parameter: DTensor) -> Tensor:
-    """The whole value of a parameter, on every rank of its mesh, in contiguous memory of its own. Those ranks call it together.
-    (`full_tensor` does the same, and logs a warning where several digits cut one dim.)"""
+    """The whole value of a parameter, on every rank of its mesh, in contiguous memory of its own. Those ranks call it
+    together. (`full_tensor` does the same, and logs a warning where several digits cut one dim.)"""
     return gathered_as(parameter, leaf_of(parameter).detach().clone())
 
 

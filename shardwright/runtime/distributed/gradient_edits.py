@@ -26,19 +26,69 @@ from .dtensors import layout_of
 __all__ = ["RANDOM", "VIEWS", "changes", "drawn_like", "is_copy", "lost", "part_of", "put"]
 
 #: Functions that give a view of a tensor on one device.
-VIEWS = frozenset({
-    Tensor.__getitem__, Tensor.select, Tensor.narrow, Tensor.view, Tensor.reshape, Tensor.flatten, Tensor.ravel,
-    Tensor.unflatten, Tensor.unbind, Tensor.split, Tensor.chunk, Tensor.squeeze, Tensor.unsqueeze, Tensor.transpose,
-    Tensor.t, Tensor.permute, Tensor.movedim, Tensor.diagonal, Tensor.unfold, Tensor.expand, Tensor.view_as,
-    Tensor.T.__get__, Tensor.mT.__get__, Tensor.data.__get__, torch.select, torch.narrow, torch.reshape,
-    torch.flatten, torch.ravel, torch.unbind, torch.split, torch.chunk, torch.squeeze, torch.unsqueeze,
-    torch.transpose, torch.t, torch.permute, torch.movedim, torch.diagonal})
+VIEWS = frozenset(
+    {
+        Tensor.__getitem__,
+        Tensor.select,
+        Tensor.narrow,
+        Tensor.view,
+        Tensor.reshape,
+        Tensor.flatten,
+        Tensor.ravel,
+        Tensor.unflatten,
+        Tensor.unbind,
+        Tensor.split,
+        Tensor.chunk,
+        Tensor.squeeze,
+        Tensor.unsqueeze,
+        Tensor.transpose,
+        Tensor.t,
+        Tensor.permute,
+        Tensor.movedim,
+        Tensor.diagonal,
+        Tensor.unfold,
+        Tensor.expand,
+        Tensor.view_as,
+        Tensor.T.__get__,
+        Tensor.mT.__get__,
+        Tensor.data.__get__,
+        torch.select,
+        torch.narrow,
+        torch.reshape,
+        torch.flatten,
+        torch.ravel,
+        torch.unbind,
+        torch.split,
+        torch.chunk,
+        torch.squeeze,
+        torch.unsqueeze,
+        torch.transpose,
+        torch.t,
+        torch.permute,
+        torch.movedim,
+        torch.diagonal,
+    }
+)
 
 #: Functions that draw numbers of a tensor's shape.
 RANDOM = frozenset({torch.randn_like, torch.rand_like})
 
-_OPERATORS = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__",
-                        "__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__"})
+_OPERATORS = frozenset(
+    {
+        "__setitem__",
+        "__iadd__",
+        "__isub__",
+        "__imul__",
+        "__itruediv__",
+        "__idiv__",
+        "__ifloordiv__",
+        "__imod__",
+        "__ipow__",
+        "__iand__",
+        "__ior__",
+        "__ixor__",
+    }
+)
 
 
 def changes(function: Any) -> bool:
@@ -49,10 +99,12 @@ def changes(function: Any) -> bool:
 
 def lost(function: Any) -> SettingError:
     """The error of a change that would be one of a copy."""
-    return SettingError(f"{function.__name__} of a part of a gradient that is cut over several ranks: the part is a copy, "
-                        "and the gradient would stay as it is",
-                        legal="p.grad[:2] = p.grad[:2] * 2, p.grad[:2] = 0, or p.grad.mul_(mask) with a mask of the "
-                              "gradient's whole shape")
+    return SettingError(
+        f"{function.__name__} of a part of a gradient that is cut over several ranks: the part is a copy, "
+        "and the gradient would stay as it is",
+        legal="p.grad[:2] = p.grad[:2] * 2, p.grad[:2] = 0, or p.grad.mul_(mask) with a mask of the "
+        "gradient's whole shape",
+    )
 
 
 def is_copy(gradient: DTensor, part: DTensor, function: Any, args: tuple) -> bool:
@@ -61,8 +113,9 @@ def is_copy(gradient: DTensor, part: DTensor, function: Any, args: tuple) -> boo
     Args:
         args: of the function.
     """
-    if function is Tensor.__getitem__ and any(isinstance(i, (Tensor, list)) for i in pytree.tree_leaves(
-            args[1], is_leaf=lambda i: isinstance(i, list))):
+    if function is Tensor.__getitem__ and any(
+        isinstance(i, (Tensor, list)) for i in pytree.tree_leaves(args[1], is_leaf=lambda i: isinstance(i, list))
+    ):
         return False  # it is a copy on one device, too
     mine, whole = (storage_id(local_tensor(x).untyped_storage()) for x in (part, gradient))
     return mine != whole
@@ -74,14 +127,16 @@ def _here(gradient: DTensor) -> tuple[slice, ...] | None:
         return None
     layout = layout_of(gradient)
     if layout is None:
-        raise SettingError("a change of a part of a gradient that lies in no layout of the model's parameters",
-                           legal="a change of the parameter's own gradient, p.grad")
+        raise SettingError(
+            "a change of a part of a gradient that lies in no layout of the model's parameters",
+            legal="a change of the parameter's own gradient, p.grad",
+        )
     return true_slice(layout, tuple(gradient.shape), dist.get_rank() - int(gradient.device_mesh.mesh.min()))
 
 
 def part_of(gradient: DTensor, whole: Tensor) -> Tensor | None:
-    """This rank's part of a plain tensor that stands beside the whole gradient, broadcast as torch does; None: it does not
-    fit."""
+    """This rank's part of a plain tensor that stands beside the whole gradient, broadcast as torch does; None: it does
+    not fit."""
     here = _here(gradient)
     if here is None:
         return whole
@@ -95,8 +150,12 @@ def put(gradient: DTensor, index: Any, value: Any) -> None:
     """``gradient[index] = value``, of the whole gradient."""
     spec, local = spec_of(gradient), local_tensor(gradient)
     value = _whole(value.detach()) if isinstance(value, Tensor) else value
-    if isinstance(index, DTensor) and (index.device_mesh, index.placements) == (spec.mesh, spec.placements) and \
-            index.shape == gradient.shape and not (isinstance(value, Tensor) and value.dim()):
+    if (
+        isinstance(index, DTensor)
+        and (index.device_mesh, index.placements) == (spec.mesh, spec.placements)
+        and index.shape == gradient.shape
+        and not (isinstance(value, Tensor) and value.dim())
+    ):
         local[local_tensor(index)] = value
         return
     index = pytree.tree_map_only(DTensor, _whole, index)

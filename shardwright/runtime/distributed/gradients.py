@@ -33,7 +33,22 @@ from ..optimizer_guard import not_summed
 from ..parameter_hooks import call_after, put_within, seen_by_hooks
 from .gradient_edits import RANDOM, VIEWS, changes, drawn_like, is_copy, lost, part_of, put
 
-__all__ = ["Accumulation", "Due", "Fusion", "Gradient", "StageGradient", "Unsummed", "copy_of_gradient", "fusion_of", "hand_nothing", "hand_over", "keep_unsummed", "of_stage", "take_unsummed", "unsummed_over"]
+__all__ = [
+    "Accumulation",
+    "Due",
+    "Fusion",
+    "Gradient",
+    "StageGradient",
+    "Unsummed",
+    "copy_of_gradient",
+    "fusion_of",
+    "hand_nothing",
+    "hand_over",
+    "keep_unsummed",
+    "of_stage",
+    "take_unsummed",
+    "unsummed_over",
+]
 
 #: Attribute of a parameter that belongs to a stage of a pipeline.
 _OF_STAGE = "_shardwright_of_stage"
@@ -42,9 +57,23 @@ _OF_STAGE = "_shardwright_of_stage"
 _NOTHING = "_shardwright_nothing"
 
 #: What optimizers do to a parameter or their state element by element with a gradient, in place.
-_ELEMENTWISE = frozenset({Tensor.add_, Tensor.sub_, Tensor.mul_, Tensor.div_, Tensor.lerp_, Tensor.addcmul_,
-                          Tensor.addcdiv_, Tensor.copy_, Tensor.masked_fill_, Tensor.__iadd__, Tensor.__isub__,
-                          Tensor.__imul__, Tensor.__itruediv__})
+_ELEMENTWISE = frozenset(
+    {
+        Tensor.add_,
+        Tensor.sub_,
+        Tensor.mul_,
+        Tensor.div_,
+        Tensor.lerp_,
+        Tensor.addcmul_,
+        Tensor.addcdiv_,
+        Tensor.copy_,
+        Tensor.masked_fill_,
+        Tensor.__iadd__,
+        Tensor.__isub__,
+        Tensor.__imul__,
+        Tensor.__itruediv__,
+    }
+)
 
 #: Norms of a whole tensor.
 _NORMS = frozenset({torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm})
@@ -55,8 +84,8 @@ _FUSED = fused_optimizers()
 
 
 class Gradient(DTensor):
-    """The gradient of a parameter. Its norm is a plain number, so that ``clip_grad_norm_`` can put together the norms of
-    gradients which lie on different meshes."""
+    """The gradient of a parameter. Its norm is a plain number, so that ``clip_grad_norm_`` can put together the norms
+    of gradients which lie on different meshes."""
 
     __slots__ = ()
     is_sparse = False  # optimizers ask it of every gradient, which took a dispatch
@@ -76,7 +105,9 @@ class Gradient(DTensor):
                 if local[0].numel():
                     function(*local, **(kwargs or {}))
                 return args[0]
-        if function is Tensor.detach:  # DTensor's makes a plain DTensor, which torch 2.9 does not take for a view of this
+        if (
+            function is Tensor.detach
+        ):  # DTensor's makes a plain DTensor, which torch 2.9 does not take for a view of this
             return _detached(args[0])
         if function is Tensor.__setitem__ and isinstance(args[0], Gradient):
             return put(*args)
@@ -84,13 +115,15 @@ class Gradient(DTensor):
             return Gradient(drawn_like(function, *args, kwargs or {}), spec_of(args[0]), requires_grad=False)
         with DisableTorchFunctionSubclass():
             if function in _FUSED:
-                return function(*pytree.tree_map_only(DTensor, _local, args),
-                                **pytree.tree_map_only(DTensor, _local, kwargs or {}))
+                return function(
+                    *pytree.tree_map_only(DTensor, _local, args), **pytree.tree_map_only(DTensor, _local, kwargs or {})
+                )
             if function is foreach_mul_:  # of lists, DTensor takes those on one mesh alone
                 return [gradient.mul_(factor) for gradient, factor in zip(args[0], _each(args[1], len(args[0])))]
             if function in VIEWS and isinstance(args[0], Gradient):  # of a subclass torch 2.9's DTensor makes no view
-                result = function(DTensor(local_tensor(args[0]), spec_of(args[0]), requires_grad=False), *args[1:],
-                                  **(kwargs or {}))
+                result = function(
+                    DTensor(local_tensor(args[0]), spec_of(args[0]), requires_grad=False), *args[1:], **(kwargs or {})
+                )
             else:
                 result = function(*args, **(kwargs or {}))
         if function in _NORMS:
@@ -99,14 +132,16 @@ class Gradient(DTensor):
             return [_plain(norm) for norm in result]
         if function in VIEWS and isinstance(args[0], Gradient):
             return pytree.tree_map_only(DTensor, lambda part: _view(args[0], part, function, args), result)
-        if type(result) is DTensor and not result.requires_grad:  # what is made of a gradient is treated as one: see Rprop
+        if (
+            type(result) is DTensor and not result.requires_grad
+        ):  # what is made of a gradient is treated as one: see Rprop
             return Gradient(local_tensor(result), spec_of(result), requires_grad=False)
         return result
 
 
 def _locals(args: Sequence[Any]) -> list[Any] | None:
-    """The slices of DTensors that have one placement and of plain tensors beside them, and single numbers as they are; None:
-    not all are such."""
+    """The slices of DTensors that have one placement and of plain tensors beside them, and single numbers as they are;
+    None: not all are such."""
     spec = spec_of(args[0])
     if spec is None:
         return None
@@ -119,8 +154,12 @@ def _locals(args: Sequence[Any]) -> list[Any] | None:
                 if a is None:
                     return None
             elif theirs is not None and theirs is not spec:
-                if a.dim() and (theirs.mesh, theirs.placements, theirs.shape) != (spec.mesh, spec.placements, spec.shape) or \
-                        not a.dim() and not all(isinstance(p, Replicate) for p in theirs.placements):
+                if (
+                    a.dim()
+                    and (theirs.mesh, theirs.placements, theirs.shape) != (spec.mesh, spec.placements, spec.shape)
+                    or not a.dim()
+                    and not all(isinstance(p, Replicate) for p in theirs.placements)
+                ):
                     return None
             a = a if theirs is None else local_tensor(a)
         out.append(a)
@@ -224,8 +263,19 @@ class Unsummed(Gradient):
             return function(*args, **(kwargs or {}))
 
 
-_REFUSED = frozenset({*_NORMS, Tensor.__setitem__, Tensor.__getitem__, foreach_norm, foreach_mul_, *_ELEMENTWISE, *_FUSED,
-                      DTensor.full_tensor, DTensor.redistribute})
+_REFUSED = frozenset(
+    {
+        *_NORMS,
+        Tensor.__setitem__,
+        Tensor.__getitem__,
+        foreach_norm,
+        foreach_mul_,
+        *_ELEMENTWISE,
+        *_FUSED,
+        DTensor.full_tensor,
+        DTensor.redistribute,
+    }
+)
 
 
 def hand_over(parameter: nn.Parameter, gradient: Tensor, rank: int) -> None:
@@ -251,7 +301,8 @@ def _add(parameter: nn.Parameter, gradient: Tensor, rank: int) -> None:
 
 
 def hand_nothing(parameter: nn.Parameter) -> None:
-    """Give a parameter that lies on other ranks an empty gradient, as it is empty itself; hooks after it run here too."""
+    """Give a parameter that lies on other ranks an empty gradient, as it is empty itself; hooks after it run here
+    too."""
     if parameter.grad is None:
         if not hasattr(parameter, _NOTHING):
             setattr(parameter, _NOTHING, _gradient(parameter, torch.empty_like(local_tensor(parameter))))
@@ -303,8 +354,8 @@ def copy_of_gradient(gradient: Gradient) -> Gradient:
 
 
 def unsummed_over(parameter: nn.Parameter) -> Any:
-    """Over which digits, or by which `Scatter`, the gradient that a parameter has is still to be summed; None: it has none
-    such."""
+    """Over which digits, or by which `Scatter`, the gradient that a parameter has is still to be summed; None: it has
+    none such."""
     held = parameter.grad
     return held.digits if type(held) is Unsummed else None
 
@@ -321,7 +372,6 @@ def take_unsummed(parameter: nn.Parameter) -> Tensor:
     return term
 
 
-
 # ----------------------------------------------------------------------------------------------------
 # What a user says of the sums of gradients: which travel together, and whether they are due in this backward.
 # ----------------------------------------------------------------------------------------------------
@@ -334,14 +384,17 @@ def take_unsummed(parameter: nn.Parameter) -> Tensor:
 #     8 processes   332  340  332  346  282  262  290  294   257
 # (none alone but those of a bucket's size)
 AUTO = 16 << 20
-# Bytes for each of the ranks that sum it, at which a bucket is full before that, and from which a gradient travels by itself:
-# the pieces that ranks send each other are then long enough, and a copy into a bucket takes longer than another start (`RING`
-# in `collectives` has the times). With half of it, gradients of 4 MiB among four went alone, and a step took 146 ms instead of
+# Bytes for each of the ranks that sum it, at which a bucket is full before that, and from which a gradient travels by
+# itself: the pieces that ranks send each other are then long enough, and a copy into a bucket takes longer than another
+# start (`RING` in `collectives` has the times). With half of it, gradients of 4 MiB among four went alone, and a step
+# took 146 ms instead of
 # 130. A bucket lies in memory three times: its gradients, together, and what has come.
 PIECE = 2 << 20
 
-LEGAL = '{"mode": "auto"}, {"mode": "size", "config": 25} (MB a bucket), or {"mode": "index", "config": [10, 20]} ' \
-        "(parameters before which a new bucket begins)"
+LEGAL = (
+    '{"mode": "auto"}, {"mode": "size", "config": 25} (MB a bucket), or {"mode": "index", "config": [10, 20]} '
+    "(parameters before which a new bucket begins)"
+)
 
 
 @dataclass(frozen=True)
@@ -368,8 +421,8 @@ class Fusion:
     """How gradients travel together.
 
     Attributes:
-        limit: bytes at which a bucket is full, and from which a gradient travels by itself; 0: all do. None: `AUTO`, and
-            no more than `PIECE` for each rank.
+        limit: bytes at which a bucket is full, and from which a gradient travels by itself; 0: all do. None: `AUTO`,
+            and no more than `PIECE` for each rank.
         ends: instead of it, indices of parameters before which a new bucket begins.
     """
 
@@ -383,8 +436,11 @@ class Fusion:
             SettingError: it has no more than `trained`.
         """
         if self.ends is not None and self.ends[-1] >= trained:
-            raise SettingError(f"comm_fusion: the index {self.ends[-1]}, but the model trains {trained} parameters",
-                               strategy=list(self.ends), legal=f"indices from 1 to {trained - 1}")
+            raise SettingError(
+                f"comm_fusion: the index {self.ends[-1]}, but the model trains {trained} parameters",
+                strategy=list(self.ends),
+                legal=f"indices from 1 to {trained - 1}",
+            )
 
     def buckets(self, gradients: Sequence[Due]) -> tuple[tuple[str, ...], ...]:
         """The names of the gradients that travel together, in the order in which buckets are filled.
@@ -446,16 +502,20 @@ def fusion_of(given: Any) -> Fusion:
         config = None if isinstance(given, str) else given
     if mode == "auto":
         if config is not None:
-            raise SettingError(f"comm_fusion: the mode \"auto\" takes no config, not {config!r}", legal=LEGAL)
+            raise SettingError(f'comm_fusion: the mode "auto" takes no config, not {config!r}', legal=LEGAL)
         return Fusion()
     if mode == "size":
         if isinstance(config, bool) or not isinstance(config, (int, float)) or not 0 < config < math.inf:
             raise SettingError(f"comm_fusion: a bucket of {config!r} MB", legal="a number above 0")
         return Fusion(limit=int(config * (1 << 20)))
     if mode == "index":
-        whole = isinstance(config, (list, tuple)) and all(isinstance(i, int) and not isinstance(i, bool) for i in config)
+        whole = isinstance(config, (list, tuple)) and all(
+            isinstance(i, int) and not isinstance(i, bool) for i in config
+        )
         if not whole or not config or config[0] < 1 or any(a >= b for a, b in zip(config, config[1:])):
-            raise SettingError(f"comm_fusion: the indices {config!r}",
-                               legal="a list of whole numbers of at least 1, each above the one before")
+            raise SettingError(
+                f"comm_fusion: the indices {config!r}",
+                legal="a list of whole numbers of at least 1, each above the one before",
+            )
         return Fusion(ends=tuple(config))
     raise SettingError(f"comm_fusion: unknown mode {mode!r}", legal=LEGAL)

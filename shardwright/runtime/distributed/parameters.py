@@ -30,6 +30,7 @@ from .dtensors import layout_of, slice_in_buffer, to_dtensor
 
 __all__ = ["ParameterPlacement", "ShardedState", "held_layouts"]
 
+
 def held_layouts(holder: nn.Module) -> dict[str, Layout]:
     """The layouts of parameters that an earlier wrapper of the model has cut already.
 
@@ -41,8 +42,10 @@ def held_layouts(holder: nn.Module) -> dict[str, Layout]:
         if isinstance(parameter, DTensor):
             layout = layout_of(parameter)
             if layout is None:
-                raise SettingError(f"the parameter {name!r} is a DTensor already: {parameter.placements}",
-                                   legal="a model that nothing else has distributed")
+                raise SettingError(
+                    f"the parameter {name!r} is a DTensor already: {parameter.placements}",
+                    legal="a model that nothing else has distributed",
+                )
             out[name] = layout
     return out
 
@@ -51,7 +54,9 @@ def _of_rank_0(whole: Tensor, device: torch.device) -> Tensor:
     """A tensor that all ranks have, with the values of rank 0; on `device`."""
     whole = whole.to(device, copy=True, memory_format=torch.contiguous_format)
     dist.broadcast(whole, 0)
-    return whole.clone()  # a worker of the process group may still hold the one it has received, which then has no successor
+    return (
+        whole.clone()
+    )  # a worker of the process group may still hold the one it has received, which then has no successor
 
 
 class ParameterPlacement(NamedTuple):
@@ -75,8 +80,14 @@ class ShardedState:
         absent: the parameters that are not on this rank, by name: each an empty tensor.
     """
 
-    def __init__(self, places: Callable[[str, Tensor], ParameterPlacement | None], holder: nn.Module, groups: Any, device: torch.device,
-                 broadcast: bool = False) -> None:
+    def __init__(
+        self,
+        places: Callable[[str, Tensor], ParameterPlacement | None],
+        holder: nn.Module,
+        groups: Any,
+        device: torch.device,
+        broadcast: bool = False,
+    ) -> None:
         self.groups = groups
         self.absent: dict[str, nn.Parameter] = {}
         self._elsewhere: DeviceMesh | None = None
@@ -84,7 +95,9 @@ class ShardedState:
 
         olds: list[nn.Parameter] = []
         successors: dict[int, nn.Parameter] = {}
-        found: dict[int, ParameterPlacement | None] = {}    # where the parameters lie that had the whole before, by their ids
+        found: dict[
+            int, ParameterPlacement | None
+        ] = {}  # where the parameters lie that had the whole before, by their ids
 
         def cut(old: int, whole: Tensor) -> DTensor:
             place = found[old]
@@ -148,7 +161,9 @@ class ShardedState:
         parameters = {n: p for n, p in holder.named_parameters() if names is None or n in names}
         for name, parameter in parameters.items():
             if not isinstance(parameter, DTensor) and not is_own(parameter):
-                raise SettingError(f"the parameter {name!r} is another one than at the first call",
-                                   legal="changes of its values, or a new AutoParallel of the changed model")
+                raise SettingError(
+                    f"the parameter {name!r} is another one than at the first call",
+                    legal="changes of its values, or a new AutoParallel of the changed model",
+                )
         own = {name: leaf_of_slice(parameter) for name, parameter in parameters.items() if is_own(parameter)}
         return sums.leaves({name: parameter for name, parameter in parameters.items() if name not in own}) | own

@@ -58,8 +58,9 @@ class _Extreme(torch.autograd.Function):
     """A maximum or minimum over ranks; see the local runtime's for the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, reduced: Tensor, operand: Tensor, forward: Steps, count: Steps, dims: tuple[int, ...]
-                ) -> Tensor:
+    def forward(
+        ctx: Any, reduced: Tensor, operand: Tensor, forward: Steps, count: Steps, dims: tuple[int, ...]
+    ) -> Tensor:
         result = _run(reduced, forward)
         ctx.save_for_backward(reduced, operand, result)
         ctx.steps, ctx.dims = count, dims
@@ -114,7 +115,9 @@ class BoundRedistribute(nn.Module):
 class BoundGather(BoundRedistribute):
     """A weight's conversion whose result is not kept for the backward."""
 
-    def __init__(self, forward_steps: Steps, backward_steps: Steps, label: str, name: str, unkept: RegatheredWeights) -> None:
+    def __init__(
+        self, forward_steps: Steps, backward_steps: Steps, label: str, name: str, unkept: RegatheredWeights
+    ) -> None:
         super().__init__(forward_steps, backward_steps, label)
         self.name, self.unkept = name, unkept
         self.parameter: list[Tensor] = []  # in a list: the parameters of a module are others
@@ -144,7 +147,8 @@ class BoundExtreme(nn.Module):
 
 
 class BoundRegions(nn.Module):
-    """What begins a call of a program of which parts are recomputed: their runs, or None where no gradient is recorded."""
+    """What begins a call of a program of which parts are recomputed: their runs, or None where no gradient is
+    recorded."""
 
     def __init__(self, begin: Callable[[], list[RegionRun]]) -> None:
         super().__init__()
@@ -178,21 +182,31 @@ class RankExecutor:
         compiled: the backend by which ``torch.compile`` compiles it, or None. What is recomputed or
             gathered again in the backward is then the compiler's choice, and gradients are scattered as they come.
         scatters: whether gradients of parameters that are stored in parts are scattered as they come, in any case.
-        outside: names of gathered weights that come in as they are (`Plan.gathered_once`); the rank gathers them by `gathers`.
+        outside: names of gathered weights that come in as they are (`Plan.gathered_once`); the rank gathers them by
+            `gathers`.
 
     Attributes:
-        sums: parameter -> over which digits its gradient is summed once it is complete, where the program does not; in the
-            order in which gradients come: that of the first use, from the last; of an operator's several, from the last.
+        sums: parameter -> over which digits its gradient is summed once it is complete, where the program does not; in
+            the
+            order in which gradients come: that of the first use, from the last; of an operator's several, from the
+                last.
         types: parameter -> the type of this sum.
-        followed: of these the parameters after whose gradient the backward's next conversion gathers over the same digits.
+        followed: of these the parameters after whose gradient the backward's next conversion gathers over the same
+            digits.
         scattered: what becomes of gradients that may be kept whole, of parameters that are stored in parts.
         gathers: parameter -> what brings it from its storage to its use, for those that are gathered outside.
         module: the bound `torch.fx.GraphModule`: local parameters, buffers, constants, inputs in; outputs, then the new
             values of buffers, out.
     """
 
-    def __init__(self, lowered: Lowered, groups: ProcessGroups, compiled: str | None = None, scatters: bool = False,
-                 outside: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        lowered: Lowered,
+        groups: ProcessGroups,
+        compiled: str | None = None,
+        scatters: bool = False,
+        outside: Collection[str] = (),
+    ) -> None:
         self.lowered, self.groups, self._scatters = lowered, groups, scatters
         self.gathers: dict[str, BoundRedistribute] = {}
         self.types: dict[str, torch.dtype] = {}
@@ -219,11 +233,15 @@ class RankExecutor:
             if node in passed:
                 instruction = node.meta["instruction"]
                 name = instruction.source.value.name
-                sums.append((min(map(number.__getitem__, node.users), default=0), name, instruction.backward.steps[0].digits))
+                sums.append(
+                    (min(map(number.__getitem__, node.users), default=0), name, instruction.backward.steps[0].digits)
+                )
                 self.types[name] = instruction.sums
                 if instruction.target.name in outside:
                     env[node] = env[node.args[0]]
-                    self.gathers[name] = BoundRedistribute(_cast(instruction.dtype), _cast(instruction.source.value.dtype), "")
+                    self.gathers[name] = BoundRedistribute(
+                        _cast(instruction.dtype), _cast(instruction.source.value.dtype), ""
+                    )
                 else:
                     env[node] = cast(graph, env[node.args[0]], node)
             elif node.target is move and node.meta["instruction"].target.name in outside:
@@ -284,18 +302,28 @@ class RankExecutor:
         if instruction.backward is None:
             return ()
         shape, hsdp, held = instruction.target.local_shape, self.lowered.plan.hsdp, instruction.source.value.dtype
-        if instruction.cause == "parameter" and instruction.forward.collectives and instruction.backward.source.partial \
-                and hsdp is not None and hsdp.accumulates_whole and Scatter.fits(instruction.backward) and self._eager \
-                and not self._scatters:
-            self.scattered.append(Scatter(instruction.source.value.name, instruction.backward, shape, self.groups,
-                                          held, instruction.sums))
+        if (
+            instruction.cause == "parameter"
+            and instruction.forward.collectives
+            and instruction.backward.source.partial
+            and hsdp is not None
+            and hsdp.accumulates_whole
+            and Scatter.fits(instruction.backward)
+            and self._eager
+            and not self._scatters
+        ):
+            self.scattered.append(
+                Scatter(instruction.source.value.name, instruction.backward, shape, self.groups, held, instruction.sums)
+            )
             return noted((self.scattered[-1],), self._place(instruction.backward, instruction, "backward"))
         steps = self._steps(instruction.backward, shape, instruction, "backward")
         if instruction.target.value.master is None:
             return steps
         return (*(_cast(instruction.sums) if steps else ()), *steps, *_cast(held))
 
-    def _steps(self, steps: Redistribution, shape: tuple[int, ...], instruction: Redistribute | GlobalExtreme, way: str) -> Steps:
+    def _steps(
+        self, steps: Redistribution, shape: tuple[int, ...], instruction: Redistribute | GlobalExtreme, way: str
+    ) -> Steps:
         """A conversion on this rank; what it sends is a place that the rank can be found at, but for a compiler."""
         bound = bind_all(steps, shape, self.groups.rank, self.groups)
         return noted(bound, self._place(steps, instruction, way)) if steps.collectives and self._eager else bound
@@ -306,9 +334,12 @@ class RankExecutor:
         value = instruction.source.value.name
         of = "" if value == instruction.operator else f" of {value!r}"
         ranks = sorted({r for step in steps.collectives for r in group_of(self.groups.rank, step.digits)})
-        return WaitPoint(f"the {kinds}{of} for operator {instruction.operator!r}{f' ({line})' if line else ''}"
-                     f"{', in its backward,' if way == 'backward' else ''}",
-                     tuple(self.groups.base + r for r in ranks), way == "backward")
+        return WaitPoint(
+            f"the {kinds}{of} for operator {instruction.operator!r}{f' ({line})' if line else ''}"
+            f"{', in its backward,' if way == 'backward' else ''}",
+            tuple(self.groups.base + r for r in ranks),
+            way == "backward",
+        )
 
 
 def _gathers_next(lowered: Lowered, use: int, digits: Digits) -> bool:
@@ -323,7 +354,9 @@ def _gathers_next(lowered: Lowered, use: int, digits: Digits) -> bool:
 
 def _again(node: torch.fx.Node, target: Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:
     """How a node is computed from values by the names of their nodes."""
+
     def run(env: dict[str, Any]) -> Any:
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: env[n.name])
         return target(*args, **kwargs)
+
     return run

@@ -1,14 +1,15 @@
-"""Collectives of ranks of one host, through memory that they share (`host_memory`): nothing is sent, and no thread is woken
-to receive it. Sums are taken in the order of the ranks, whatever their length.
+"""Collectives of ranks of one host, through memory that they share (`host_memory`): nothing is sent, and no thread is
+woken to receive it. Sums are taken in the order of the ranks, whatever their length.
 
     all-gather          write mine; meet; read all
     reduce-scatter      write mine; meet; add up everybody's terms of my piece
     all-reduce          the same, write the piece; meet; read all pieces. What is long goes in chunks: the terms of the next
-                        are written and met for with the pieces of the one before. What is short: read and add up all terms
+                        are written and met for with the pieces of the one before. What is short: read and add up all
+                        terms
     all-to-all          write mine; meet; read what is for me
 
-Eight ranks of one thread on 2 cores, in groups of 8, of 4 and of 2, ms, by Gloo (the quickest of the ways in `collectives`)
-and by this, from `benchmarks/same_host.py`:
+Eight ranks of one thread on 2 cores, in groups of 8, of 4 and of 2, ms, by Gloo (the quickest of the ways in
+`collectives`) and by this, from `benchmarks/same_host.py`:
 
     KiB a rank  all-reduce                    all-gather                    reduce-scatter                all-to-all
          4  3.5 0.5  2.3 0.5  1.0 0.3     2.4 0.3  1.8 0.3  1.0 0.3     2.9 0.8  1.6 0.2  0.9 0.4     2.7 0.5  1.3 0.4  0.8 0.4
@@ -49,12 +50,12 @@ __all__ = ["HostMemory", "SameHost", "sharing"]
 #     page 0          a nonce, the semaphores of the barrier, what each rank says that it does
 #     rows            two for each rank, that ranks write in turn: a round is to write one's row, to meet, to read the others'
 #
-# A row is written again two rounds later. By then all have met once more, which they do when they have read: nobody waits to
-# be told that a row was read.
+# A row is written again two rounds later. By then all have met once more, which they do when they have read: nobody
+# waits to be told that a row was read.
 #
-# The barrier, of POSIX semaphores that processes share: all but one find a ticket and sleep each on a semaphore of its own;
-# who finds none is the last, puts the tickets back, and wakes the others. So every rank but the last sleeps once, which is what
-# counts where ranks are more than cores.
+# The barrier, of POSIX semaphores that processes share: all but one find a ticket and sleep each on a semaphore of its
+# own; who finds none is the last, puts the tickets back, and wakes the others. So every rank but the last sleeps once,
+# which is what counts where ranks are more than cores.
 #
 # Who dies lets go of a lock on the file, which the kernel sees to: those that wait look for that once a second. Who had
 # come before is not missed: the last may have woken it before the others, and it may have had no more to do.
@@ -66,7 +67,7 @@ _PAGE = mmap.PAGESIZE
 _LINE = 64
 _NONCE, _TICKETS, _OWN = slice(0, 16), _LINE, 2 * _LINE
 _KINDS = {kind: number for number, kind in enumerate(("all-gather", "all-reduce", "reduce-scatter", "all-to-all"))}
-_LOOK = 1.0     # seconds between two looks for ranks that have died
+_LOOK = 1.0  # seconds between two looks for ranks that have died
 _ROUND, _ROUNDS = 1 << 50, 1 << 12  # what is said holds the number of the meeting, which begins again after so many
 
 
@@ -88,7 +89,9 @@ class HostMemory:
         self._file, head = file, _head(ranks)
         self._memory = mmap.mmap(file, head + 2 * ranks * row_bytes)
         with torch.inference_mode(False):
-            self.rows = torch.frombuffer(self._memory, dtype=torch.uint8, offset=head).view(ranks, 2, row_bytes).transpose(0, 1)
+            self.rows = (
+                torch.frombuffer(self._memory, dtype=torch.uint8, offset=head).view(ranks, 2, row_bytes).transpose(0, 1)
+            )
         self.round, self._broken, self._meetings = 0, False, 0
         weakref.finalize(self, os.close, file)  # which also lets go of the lock
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
@@ -96,13 +99,20 @@ class HostMemory:
         own = [ctypes.c_void_p(start + _OWN + k * _LINE) for k in range(ranks)]
         self._mine, self._others = own[position], [s for k, s in enumerate(own) if k != position]
         said = _OWN + ranks * _LINE
-        self._said = memoryview(self._memory)[said:said + 2 * ranks * 8].cast("q")
+        self._said = memoryview(self._memory)[said : said + 2 * ranks * 8].cast("q")
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup, ranks: int, position: int, row_bytes: int, timeout: timedelta, wanted: bool = True
-           ) -> HostMemory | None:
-        """For a group whose ranks are all on one host; None on all of them where they are not, where one does not want it, or
-        where the host has no such memory left. All ranks of the group call it.
+    def of(
+        cls,
+        group: dist.ProcessGroup,
+        ranks: int,
+        position: int,
+        row_bytes: int,
+        timeout: timedelta,
+        wanted: bool = True,
+    ) -> HostMemory | None:
+        """For a group whose ranks are all on one host; None on all of them where they are not, where one does not want
+        it, or where the host has no such memory left. All ranks of the group call it.
 
         Args:
             row_bytes: of a row, whole pages.
@@ -143,7 +153,7 @@ class HostMemory:
         self._broken, k, self._meetings = True, self.round, (self._meetings + 1) % _ROUNDS
         said, at, what = self._said, k * self._ranks, self._meetings * _ROUND + nbytes * len(_KINDS) + _KINDS[kind]
         said[at + self._position] = what
-        if _calls.sem_trywait(self._tickets):     # none is left: this rank is the last
+        if _calls.sem_trywait(self._tickets):  # none is left: this rank is the last
             for _ in self._others:
                 _calls.sem_post(self._tickets)
             for other in self._others:
@@ -152,9 +162,11 @@ class HostMemory:
             self._sleep()
         for position in range(self._ranks):
             if said[at + position] != what:
-                raise RuntimeError(f"ranks come for different collectives: of {self._ranks} number {self._position} for "
-                                   f"{_spelled(what)}, number {position} for {_spelled(said[at + position])}; do they run "
-                                   "the same program?")
+                raise RuntimeError(
+                    f"ranks come for different collectives: of {self._ranks} number {self._position} for "
+                    f"{_spelled(what)}, number {position} for {_spelled(said[at + position])}; do they run "
+                    "the same program?"
+                )
         self._broken, self.round = False, 1 - k
         return k
 
@@ -163,7 +175,9 @@ class HostMemory:
         begun = time.monotonic()
         while not _woken(self._mine, _LOOK):
             if time.monotonic() - begun > self._timeout:
-                raise RuntimeError(f"the {self._ranks} ranks of a collective have not all come for {self._timeout:.0f} s")
+                raise RuntimeError(
+                    f"the {self._ranks} ranks of a collective have not all come for {self._timeout:.0f} s"
+                )
             gone = next((k for k in range(self._ranks) if not self._lives(k) and not self._came(k)), None)
             if gone is not None:
                 raise RuntimeError(f"the process of number {gone} of the {self._ranks} ranks of a collective has ended")
@@ -185,7 +199,7 @@ class HostMemory:
 
 def _all(group: dist.ProcessGroup, ranks: int, mine: Any) -> list[Any]:
     out = [None] * ranks
-    with torch.device("cpu"):   # Gloo's own tensors, whatever the default device is
+    with torch.device("cpu"):  # Gloo's own tensors, whatever the default device is
         dist.all_gather_object(out, mine, group=group)
     return out
 
@@ -204,7 +218,7 @@ def _made(nbytes: int, ranks: int) -> tuple[int, str, bytes]:
     file, path = tempfile.mkstemp(prefix="shardwright-", dir=_FOLDER)
     try:
         os.ftruncate(file, nbytes)
-        os.posix_fallocate(file, 0, _head(ranks))   # what is not there would end the process when it is written
+        os.posix_fallocate(file, 0, _head(ranks))  # what is not there would end the process when it is written
         nonce = secrets.token_bytes(16)
         with mmap.mmap(file, _head(ranks)) as head:
             head[_NONCE] = nonce
@@ -259,15 +273,19 @@ def _on_the_clock(sem_clockwait: Callable[..., int]) -> Callable[..., int]:
 
 
 # With the interpreter's lock held, for what returns at once, and without, for what sleeps.
-_calls = ctypes.PyDLL(None) if sys.platform.startswith("linux") and sys.maxsize > 1 << 32 and os.path.isdir(_FOLDER) else None
+_calls = (
+    ctypes.PyDLL(None)
+    if sys.platform.startswith("linux") and sys.maxsize > 1 << 32 and os.path.isdir(_FOLDER)
+    else None
+)
 if _calls is not None:
     _CLOCK, _wait = time.CLOCK_REALTIME, ctypes.CDLL(None).sem_timedwait
-    with contextlib.suppress(AttributeError):   # a clock that nobody sets, where the C library has it
+    with contextlib.suppress(AttributeError):  # a clock that nobody sets, where the C library has it
         _CLOCK, _wait = time.CLOCK_MONOTONIC, _on_the_clock(ctypes.CDLL(None).sem_clockwait)
 
 
-# Bytes of a rank's tensor that travel in one round. Eight ranks on 2 cores, all-reduce of 4 and of 16 MiB, ms: 10.0, 32.4 in
-# rounds of 0.5 MiB; 9, 32 of 1; 7.9, 26.1 of 2; 8.1, 19.7 of 4. Memory is twice that for each rank and group.
+# Bytes of a rank's tensor that travel in one round. Eight ranks on 2 cores, all-reduce of 4 and of 16 MiB, ms: 10.0,
+# 32.4 in rounds of 0.5 MiB; 9, 32 of 1; 7.9, 26.1 of 2; 8.1, 19.7 of 4. Memory is twice that for each rank and group.
 CHUNK = 1 << 20
 # Bytes of all ranks' terms up to which every rank adds up all of them, in one round instead of two.
 SHORT = 1 << 20
@@ -275,8 +293,8 @@ SHORT = 1 << 20
 
 
 class SameHost:
-    """Collectives of one group, as one of its ranks does them; made by `of`. All take flat tensors, contiguous, of one type and
-    length on all ranks, write to none of them, and record no gradient.
+    """Collectives of one group, as one of its ranks does them; made by `of`. All take flat tensors, contiguous, of one
+    type and length on all ranks, write to none of them, and record no gradient.
 
     Args:
         memory: what the group shares, with rows of `row_bytes`.
@@ -287,10 +305,11 @@ class SameHost:
         self._rows: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup, ranks: int, position: int, timeout: timedelta, wanted: bool = True
-           ) -> SameHost | None:
-        """For a group, if all its ranks are on one host that has memory for them, and want it; else None, on all of them. All
-        ranks of the group call it.
+    def of(
+        cls, group: dist.ProcessGroup, ranks: int, position: int, timeout: timedelta, wanted: bool = True
+    ) -> SameHost | None:
+        """For a group, if all its ranks are on one host that has memory for them, and want it; else None, on all of
+        them. All ranks of the group call it.
 
         Args:
             timeout: how long a rank waits for others in a collective.
@@ -302,9 +321,9 @@ class SameHost:
         """Everybody's, one after the other."""
         out, chunk = x.new_empty(self._ranks, len(x)), CHUNK // x.element_size()
         for start in range(0, len(x), chunk):
-            part = x[start:start + chunk]
-            self._mine(x.dtype)[:len(part)].copy_(part)
-            out[:, start:start + chunk].copy_(self._met(x, "all-gather")[:, :len(part)])
+            part = x[start : start + chunk]
+            self._mine(x.dtype)[: len(part)].copy_(part)
+            out[:, start : start + chunk].copy_(self._met(x, "all-gather")[:, : len(part)])
         return out.view(-1)
 
     def exchange(self, x: Tensor, pieces: int = 0, sources: Sequence[tuple[int, int]] = ()) -> Tensor:
@@ -319,14 +338,14 @@ class SameHost:
         out = x.new_empty(len(sources) or self._ranks, sent.shape[1])
         chunk = CHUNK // pieces // x.element_size()
         for start in range(0, sent.shape[1], chunk):
-            part = sent[:, start:start + chunk]
+            part = sent[:, start : start + chunk]
             length = part.shape[1]
-            self._mine(x.dtype)[:part.numel()].view(part.shape).copy_(part)
+            self._mine(x.dtype)[: part.numel()].view(part.shape).copy_(part)
             rows = self._met(x, "all-to-all")
             if not sources:
-                out[:, start:start + length].copy_(_piece(rows, self._position, length))
+                out[:, start : start + length].copy_(_piece(rows, self._position, length))
             for received, (rank, piece) in zip(out, sources):
-                received[start:start + length].copy_(_piece(rows[rank], piece, length))
+                received[start : start + length].copy_(_piece(rows[rank], piece, length))
         return out.view(-1)
 
     def reduce_scatter(self, x: Tensor, reduction: str) -> Tensor:
@@ -334,11 +353,11 @@ class SameHost:
         sent = x.view(self._ranks, len(x) // self._ranks)
         out, chunk = x.new_empty(sent.shape[1]), CHUNK // self._ranks // x.element_size()
         for start in range(0, len(out), chunk):
-            part = sent[:, start:start + chunk]
+            part = sent[:, start : start + chunk]
             length = part.shape[1]
-            self._mine(x.dtype)[:part.numel()].view(part.shape).copy_(part)
+            self._mine(x.dtype)[: part.numel()].view(part.shape).copy_(part)
             terms = _piece(self._met(x, "reduce-scatter"), self._position, length)
-            _reduce(terms, reduction, out[start:start + length])
+            _reduce(terms, reduction, out[start : start + length])
         return out
 
     def all_reduce(self, x: Tensor, reduction: str, out: Tensor | None = None) -> Tensor:
@@ -349,21 +368,21 @@ class SameHost:
         """
         out = torch.empty_like(x) if out is None else out
         if x.nbytes * self._ranks <= min(SHORT, CHUNK * self._ranks):
-            self._mine(x.dtype)[:len(x)].copy_(x)
-            _reduce(self._met(x, "all-reduce")[:, :len(x)], reduction, out)
+            self._mine(x.dtype)[: len(x)].copy_(x)
+            _reduce(self._met(x, "all-reduce")[:, : len(x)], reduction, out)
             return out
         chunk = CHUNK // x.element_size()
-        before: Tensor | None = None    # the chunk whose pieces have been summed
+        before: Tensor | None = None  # the chunk whose pieces have been summed
         for start in range(0, len(x) + chunk, chunk):
-            terms = x[start:start + chunk]
+            terms = x[start : start + chunk]
             if len(terms):
-                self._mine(x.dtype)[:len(terms)].copy_(terms)
+                self._mine(x.dtype)[: len(terms)].copy_(terms)
             rows = self._met(x, "all-reduce")
             if len(terms):
                 self._sum_piece(rows, len(terms), chunk, reduction)
             if before is not None:
                 _copy_pieces(rows[:, chunk:], before)
-            before = out[start:start + chunk]
+            before = out[start : start + chunk]
         return out
 
     def _sum_piece(self, rows: Tensor, length: int, chunk: int, reduction: str) -> None:
@@ -371,7 +390,7 @@ class SameHost:
         each = _even(length, self._ranks, rows.element_size())
         terms = _piece(rows[:, :length], self._position, each)
         if terms.shape[1]:
-            _reduce(terms, reduction, self._mine(rows.dtype)[chunk:chunk + terms.shape[1]])
+            _reduce(terms, reduction, self._mine(rows.dtype)[chunk : chunk + terms.shape[1]])
 
     def _mine(self, dtype: torch.dtype) -> Tensor:
         """This rank's row, to be written in this round."""
@@ -402,7 +421,7 @@ def _even(length: int, ranks: int, item: int) -> int:
 
 
 def _piece(rows: Tensor, piece: int, length: int) -> Tensor:
-    return rows[..., piece * length:(piece + 1) * length]
+    return rows[..., piece * length : (piece + 1) * length]
 
 
 def _copy_pieces(pieces: Tensor, out: Tensor) -> None:
@@ -412,7 +431,7 @@ def _copy_pieces(pieces: Tensor, out: Tensor) -> None:
         out.view(ranks, each).copy_(pieces[:, :each])
         return
     for rank, part in enumerate(out.split(each)):
-        part.copy_(pieces[rank, :len(part)])
+        part.copy_(pieces[rank, : len(part)])
 
 
 def _reduce(terms: Tensor, reduction: str, out: Tensor) -> None:

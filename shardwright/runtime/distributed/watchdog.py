@@ -5,9 +5,10 @@
                         from then on that rank asks at the end of every step
     at the end of e_r   wait until all have said theirs; the run ends at the end of step max e_r
 
-Why nobody waits for ever: e_r is said by a thread, whatever its rank is doing, so all are said within a look. A rank that
-waits at the end of e_r has given all that others need of it up to there; the last of the others' steps, max e_r, it goes
-on to. No step sends or asks anything while no signal has come.
+Why nobody waits for ever: e_r is said by a thread, whatever its rank is doing, so all are said within a look. A rank
+    that
+waits at the end of e_r has given all that others need of it up to there; the last of the others' steps, max e_r, it
+goes on to. No step sends or asks anything while no signal has come.
 """
 
 from __future__ import annotations
@@ -34,7 +35,21 @@ from ...errors import PACKAGE_FOLDER, ShardwrightError, StuckError
 from ...process import current
 from ...torch_private import default_store, group_timeout
 
-__all__ = ["ENDED", "Ending", "Peers", "RankPosition", "Seen", "WaitPoint", "not_moving", "noted", "peers", "position", "spelled", "users_line", "waiting"]
+__all__ = [
+    "ENDED",
+    "Ending",
+    "Peers",
+    "RankPosition",
+    "Seen",
+    "WaitPoint",
+    "not_moving",
+    "noted",
+    "peers",
+    "position",
+    "spelled",
+    "users_line",
+    "waiting",
+]
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -42,6 +57,7 @@ __all__ = ["ENDED", "Ending", "Peers", "RankPosition", "Seen", "WaitPoint", "not
 #
 # A note is two assignments: nothing is sent, and a collective that is under way can be named from outside of it.
 # ----------------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class WaitPoint:
@@ -63,11 +79,11 @@ class WaitPoint:
 
 class RankPosition:
     """Attributes:
-        place: what the rank is in, or None: it computes, or is outside of the model.
-        moves: how often it has come to a place.
-        call: how many calls of planned models it has begun.
-        program: what the latest of them runs, in words.
-        back: whether the rank has come to a place of a backward since the latest began.
+    place: what the rank is in, or None: it computes, or is outside of the model.
+    moves: how often it has come to a place.
+    call: how many calls of planned models it has begun.
+    program: what the latest of them runs, in words.
+    back: whether the rank has come to a place of a backward since the latest began.
     """
 
     __slots__ = ("back", "call", "moves", "place", "program")
@@ -120,6 +136,7 @@ def noted(steps: Sequence[Callable[[Any], Any]], place: WaitPoint) -> tuple[Call
             return x
         finally:
             position.place = None
+
     return (run,)
 
 
@@ -143,7 +160,6 @@ def _is_users(frame: FrameType) -> bool:
     return not (frame.f_code.co_filename.startswith("<") or library or name.startswith(_NOT_THE_USERS))
 
 
-
 # ----------------------------------------------------------------------------------------------------
 # Which rank does not come, and to what: read off where all ranks are.
 #
@@ -153,6 +169,7 @@ def _is_users(frame: FrameType) -> bool:
 #
 # Follow the waits of any rank: they end at culprits, or go round.
 # ----------------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class Seen:
@@ -194,7 +211,7 @@ def not_moving(seen: Mapping[int, Seen], world: int, start: int) -> str:
         start: a rank that is at a place.
     """
     missing = {rank: _missing(rank, seen, world) for rank, at in seen.items() if at.place}
-    culprits: dict[int, list[int]] = {}     # by rank, those that wait for it
+    culprits: dict[int, list[int]] = {}  # by rank, those that wait for it
     known, due = {start}, [start]
     while due:
         rank = due.pop(0)
@@ -209,8 +226,10 @@ def not_moving(seen: Mapping[int, Seen], world: int, start: int) -> str:
     if len(known) > 1:
         return _circle(known, seen)
     at = seen[start]
-    return (f"{spelled(at.ranks or range(world))} have all come to {at.place} in call {at.call} and have not ended it "
-            f"since {at.seconds:.0f} s: a message between them is lost, or one of them has died")
+    return (
+        f"{spelled(at.ranks or range(world))} have all come to {at.place} in call {at.call} and have not ended it "
+        f"since {at.seconds:.0f} s: a message between them is lost, or one of them has died"
+    )
 
 
 def _missing(rank: int, seen: Mapping[int, Seen], world: int) -> list[int]:
@@ -234,9 +253,11 @@ def _culprits(culprits: Mapping[int, list[int]], seen: Mapping[int, Seen]) -> st
     for waiters, missing in groups.items():
         at = seen[waiters[0]]
         one = len(missing) == 1
-        lines.append(f"{spelled(missing)} {'has' if one else 'have'} not come to {at.place} in call {at.call}; "
-                     f"{spelled(waiters)} {'waits' if len(waiters) == 1 else 'wait'} there since "
-                     f"{max(seen[r].seconds for r in waiters):.0f} s")
+        lines.append(
+            f"{spelled(missing)} {'has' if one else 'have'} not come to {at.place} in call {at.call}; "
+            f"{spelled(waiters)} {'waits' if len(waiters) == 1 else 'wait'} there since "
+            f"{max(seen[r].seconds for r in waiters):.0f} s"
+        )
         for rank in missing[:8]:
             lines.append(f"  {_whereabouts(rank, seen.get(rank))}")
         if len(missing) > 8:
@@ -246,8 +267,10 @@ def _culprits(culprits: Mapping[int, list[int]], seen: Mapping[int, Seen]) -> st
 
 def _whereabouts(rank: int, at: Seen | None) -> str:
     if at is None:
-        return (f"rank {rank} does not answer: its process has ended or is stopped, its interpreter is held, it has not "
-                "called a model yet, or its host cannot be reached")
+        return (
+            f"rank {rank} does not answer: its process has ended or is stopped, its interpreter is held, it has not "
+            "called a model yet, or its host cannot be reached"
+        )
     where = at.line or "outside of any line of the user's"
     began = f"since call {at.call} began" if at.call else "before its first call"
     return f"rank {rank} is at {where}, {began}; it has come to no collective since {at.seconds:.0f} s"
@@ -257,8 +280,10 @@ def _circle(ranks: Collection[int], seen: Mapping[int, Seen]) -> str:
     groups: dict[tuple[str, int], list[int]] = {}
     for rank in sorted(ranks):
         groups.setdefault((seen[rank].place, seen[rank].call), []).append(rank)
-    each = "; ".join(f"{spelled(rs)} {'is' if len(rs) == 1 else 'are'} at {place} in call {call}"
-                     for (place, call), rs in groups.items())
+    each = "; ".join(
+        f"{spelled(rs)} {'is' if len(rs) == 1 else 'are'} at {place} in call {call}"
+        for (place, call), rs in groups.items()
+    )
     return f"ranks wait for one another at different places, as where one makes a backward that others do not: {each}"
 
 
@@ -274,7 +299,6 @@ def spelled(ranks: Iterable[int]) -> str:
     return f"rank{'' if len(ranks) == 1 else 's'} " + ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
-
 # ----------------------------------------------------------------------------------------------------
 # What ranks tell one another beside their collectives: through the store that they met at, from a thread of its own.
 #
@@ -282,15 +306,15 @@ def spelled(ranks: Iterable[int]) -> str:
 #     an alarm      raised by whoever has something to say or to ask: every rank then says where it is, and reads the news
 #     the news      a verdict (the run ends, and why), a wish to end (`ending`)
 #
-# A rank that waits at a place for longer than its patience raises the alarm, looks where all others are, and says what it
-# finds (`stuck`). That is the verdict: every rank writes it to its standard error and ends with exit code 1, for a
+# A rank that waits at a place for longer than its patience raises the alarm, looks where all others are, and says what
+# it finds (`stuck`). That is the verdict: every rank writes it to its standard error and ends with exit code 1, for a
 # collective that is under way cannot be called off. One that waits at a meeting (`steps`) raises it as an error.
 #
-# On an accelerator collectives go on behind the host's back: ranks are found where their hosts wait, at meetings, and what
-# hangs on the device is ended by the library's own timeout.
+# On an accelerator collectives go on behind the host's back: ranks are found where their hosts wait, at meetings, and
+# what hangs on the device is ended by the library's own timeout.
 #
-# Nothing is sent on behalf of a step. A store that does not answer any more ends the looking, not the run: whoever held it
-# has ended, which the process group tells by itself.
+# Nothing is sent on behalf of a step. A store that does not answer any more ends the looking, not the run: whoever held
+# it has ended, which the process group tells by itself.
 # ----------------------------------------------------------------------------------------------------
 
 #: Seconds between two looks.
@@ -397,18 +421,22 @@ class Peers:
         mine = json.dumps([type(error).__name__, error.message, error.legal])
         said = json.loads(store.compare_set("verdict", "", mine))
         from ... import errors
+
         self.verdict = getattr(errors, said[0])(said[1], legal=said[2])
         self.raise_alarm(store)
         return self.verdict
 
-    def wait(self, key: str, judge: Callable[[Mapping[int, Seen]], ShardwrightError | None] = lambda seen: None) -> None:
+    def wait(
+        self, key: str, judge: Callable[[Mapping[int, Seen]], ShardwrightError | None] = lambda seen: None
+    ) -> None:
         """Until somebody has set `key`; by the main thread, at a place with a key.
 
         Args:
             judge: what is wrong, by where all ranks are; asked now and then.
 
         Raises:
-            ShardwrightError: what it says; StuckError after the patience of a rank; or what has ended the run elsewhere.
+            ShardwrightError: what it says; StuckError after the patience of a rank; or what has ended the run
+                elsewhere.
         """
         began, pause = time.monotonic(), self.look
         while not self._came(key, pause):
@@ -475,8 +503,15 @@ class Peers:
             return
         self._alarm = alarm
         moves, call, place = position.now
-        at = Seen(call, position.program, place.what if place else "", place.ranks if place else (),
-                  place.key if place else "", time.monotonic() - self._heard, users_line())
+        at = Seen(
+            call,
+            position.program,
+            place.what if place else "",
+            place.ranks if place else (),
+            place.key if place else "",
+            time.monotonic() - self._heard,
+            users_line(),
+        )
         self._thread_store.set(f"at/{self.rank}", json.dumps({"alarm": alarm} | at.words()))
 
     def _news(self) -> None:
@@ -501,6 +536,7 @@ class Peers:
     def _end(self, kind: str, text: str, legal: str | None) -> None:
         """The run has ended, on whichever rank that was found."""
         from ... import errors
+
         self.verdict = getattr(errors, kind)(text, legal=legal)
         place = position.place
         if place is not None and place.key:
@@ -516,7 +552,8 @@ ENDED = 128 + signal.SIGTERM
 
 
 class Ending:
-    """Notes the signals that ask this process to end, from when it is made; to be made by the main thread of every rank.
+    """Notes the signals that ask this process to end, from when it is made; to be made by the main thread of every
+    rank.
 
         ending = Ending()
         for step in ...:
@@ -531,11 +568,11 @@ class Ending:
     """
 
     def __init__(self, signals: Sequence[signal.Signals] = (signal.SIGTERM,)) -> None:
-        self._ends = 0                  # the step that ends next, as far as is known
-        self._lock = threading.Lock()   # of what the thread and the main thread both look at
-        self._told = False              # whether the others have been told which step that is
+        self._ends = 0  # the step that ends next, as far as is known
+        self._lock = threading.Lock()  # of what the thread and the main thread both look at
+        self._told = False  # whether the others have been told which step that is
         self._asked: int | None = None  # the signal
-        self._last: int | None = None   # the step at whose end the run ends
+        self._last: int | None = None  # the step at whose end the run ends
         self._looked = False
         self._ranks: Peers | None = None
         self._before: dict[signal.Signals, Any] = {}
@@ -582,8 +619,8 @@ class Ending:
     def leave(self) -> NoReturn:
         """End this process with exit code 143."""
         self.close()
-        # A thread of Gloo's that lets go of the last collective's tensors once the interpreter is going brings the process
-        # down (exit code 134, rarely): when all that the user does at the end is done, its threads are ended.
+        # A thread of Gloo's that lets go of the last collective's tensors once the interpreter is going brings the
+        # process down (exit code 134, rarely): when all that the user does at the end is done, its threads are ended.
         atexit.register(_let_go)
         raise SystemExit(ENDED)
 

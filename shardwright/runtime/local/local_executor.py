@@ -27,6 +27,7 @@ from .shards import Axes, RankShape, assemble, convert_shards as convert_list, c
 
 __all__ = ["LocalExecutor", "SingleDeviceExecutor", "ties"]
 
+
 def convert_shards(conversion: Redistribution, x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
     """All ranks' shards in the target's layout; `run` does so.
 
@@ -65,8 +66,8 @@ class _Assemble(torch.autograd.Function):
 
 
 class _Ways(NamedTuple):
-    """A conversion and its transpose, with what does them; and the types in which the value and its gradient are moved, and the
-    gradient is handed on, where they are not as they come."""
+    """A conversion and its transpose, with what does them; and the types in which the value and its gradient are moved,
+    and the gradient is handed on, where they are not as they come."""
 
     forward: Redistribution
     backward: Redistribution | None
@@ -123,8 +124,11 @@ class _Extreme(torch.autograd.Function):
 def ties(operand: Tensor, reduced: Tensor, result: Tensor, dims: Sequence[int]) -> Tensor:
     """How many of a rank's elements attain the extreme of all ranks, per element of the result."""
     shape = [1 if d in dims else size for d, size in enumerate(operand.shape)]
-    count = (operand == reduced.reshape(shape)).sum(tuple(dims)).reshape(reduced.shape) if dims else \
-        torch.ones_like(reduced)
+    count = (
+        (operand == reduced.reshape(shape)).sum(tuple(dims)).reshape(reduced.shape)
+        if dims
+        else torch.ones_like(reduced)
+    )
     return torch.where(reduced == result, count, torch.zeros_like(count))
 
 
@@ -151,12 +155,17 @@ class LocalExecutor:
         for node in nodes[:-1]:
             self._lay(node)
         # What reads a value that is there once sums its gradients.
-        self._passed = {sole for n in nodes if n.op == "placeholder"
-                        for sole in [sum_of_gradient(n)] if sole in self._terms}
+        self._passed = {
+            sole for n in nodes if n.op == "placeholder" for sole in [sum_of_gradient(n)] if sole in self._terms
+        }
         parameters = lowered.plan.graph.parameters
-        self._padded = {self._slots[n]: amounts(parameters[v.name].shape, v.shape)
-                        for n in nodes if n.op == "placeholder" for v in [n.meta["instance"].value]
-                        if v.name in parameters and parameters[v.name].shape != v.shape}
+        self._padded = {
+            self._slots[n]: amounts(parameters[v.name].shape, v.shape)
+            for n in nodes
+            if n.op == "placeholder"
+            for v in [n.meta["instance"].value]
+            if v.name in parameters and parameters[v.name].shape != v.shape
+        }
         self._placeholders = [(self._slots[n], self._scattering(n)) for n in nodes if n.op == "placeholder"]
         self._unkept = RegatheredWeights()
         self._regions = LoweredRegions(lowered, self._slots.__getitem__)
@@ -194,11 +203,13 @@ class LocalExecutor:
         return [env[slot] if join is None else join(env[slot]) for slot, join in self._outputs]
 
     def _recorded(self, record: Callable[[torch.fx.Node, Any], None], node: torch.fx.Node, value: Any) -> Any:
-        """Show a value to who records, shard by shard; what goes on is made of these shards, so that they get gradients."""
+        """Show a value to who records, shard by shard; what goes on is made of these shards, so that they get
+        gradients."""
         axes, held = self.axes, self._held[node]
         if not isinstance(value, Tensor):
-            record(node, list(zip(*(axes.shards(x, held) if isinstance(x, Tensor) else [x] * axes.devices
-                                    for x in value))))
+            record(
+                node, list(zip(*(axes.shards(x, held) if isinstance(x, Tensor) else [x] * axes.devices for x in value)))
+            )
             return value
         parts = axes.unbind(value, held)
         record(node, [parts[k] for k in axes.places(held)])
@@ -233,8 +244,16 @@ class LocalExecutor:
         if not own or forward.is_identity:
             run = converting(axes, forward.source, forward.target, before, after, source.local_shape)
         if run is not None and backward is not None:
-            back = converting(axes, backward.source, backward.target, after, before, target.local_shape, summed=True,
-                              alike=() if own else target.layout.partial)
+            back = converting(
+                axes,
+                backward.source,
+                backward.target,
+                after,
+                before,
+                target.local_shape,
+                summed=True,
+                alike=() if own else target.layout.partial,
+            )
         if run is None or back is None and backward is not None:
             run, after = self._listed(forward, before, axes.sizes), axes.sizes
             back = None if backward is None else self._listed(backward, after, before)
@@ -278,8 +297,9 @@ class LocalExecutor:
         layout, held, axes = instance.layout, self._held[node], self.axes
         if layout.is_replicated and not held:
             return None
-        join = converting(axes, layout, Layout.replicated(axes.devices, len(instance.value.shape)), held, (),
-                          instance.local_shape)
+        join = converting(
+            axes, layout, Layout.replicated(axes.devices, len(instance.value.shape)), held, (), instance.local_shape
+        )
         return join or (lambda x: _Assemble.apply(x, layout, axes, held))
 
     # -- what each node does --
@@ -299,6 +319,7 @@ class LocalExecutor:
             if saver is None:
                 return step(env)
             return saver(runs, [env[slot] for _, slot in saver.inputs], lambda: step(env))
+
         return run
 
     def _step(self, node: torch.fx.Node) -> Callable[[Any], Any]:
@@ -324,10 +345,12 @@ class LocalExecutor:
             if ways.backward is not None and torch.is_grad_enabled() and x.requires_grad:
                 return _Convert.apply(x, ways)
             return ways.convert(x)
+
         return self._gathering(instruction, source, ways, run) if instruction.again else run
 
-    def _gathering(self, instruction: Redistribute, source: int, ways: _Ways, run: Callable[[list], Any]
-                   ) -> Callable[[list], Any]:
+    def _gathering(
+        self, instruction: Redistribute, source: int, ways: _Ways, run: Callable[[list], Any]
+    ) -> Callable[[list], Any]:
         """A weight's conversion whose result is not kept for the backward."""
         name = instruction.source.value.name
 
@@ -335,6 +358,7 @@ class LocalExecutor:
             made, stored = run(env), env[source].detach()
             self._unkept.note(name, [stored], [made], lambda: [ways.convert(stored)])
             return made
+
         return gather
 
     def _extreme(self, node: torch.fx.Node) -> Callable[[list], Any]:
@@ -349,8 +373,11 @@ class LocalExecutor:
 def _layouts(nodes: Sequence[torch.fx.Node]) -> list[Layout]:
     """All layouts of a program's values."""
     out = [n.meta["instance"].layout for n in nodes if "instance" in n.meta]
-    out += [n.meta["instruction"].backward.source for n in nodes
-            if n.target is move and n.meta["instruction"].backward is not None]
+    out += [
+        n.meta["instruction"].backward.source
+        for n in nodes
+        if n.target is move and n.meta["instruction"].backward is not None
+    ]
     return out
 
 
@@ -369,10 +396,10 @@ def _last_uses(nodes: list[torch.fx.Node], slots: dict[torch.fx.Node, int]) -> l
     return out
 
 
-
 # ----------------------------------------------------------------------------------------------------
 # A program for one device: the lowered graph itself, as plain PyTorch.
 # ----------------------------------------------------------------------------------------------------
+
 
 class SingleDeviceExecutor:
     """A lowered program of one device. On it every conversion is the identity, or a cast, and none is left.

@@ -1,11 +1,11 @@
 """An operator's call for all ranks at once, on values whose leading axes are the digits of the rank (`stacked`).
 
-    element by element    the call itself: axes of size 1 broadcast, like dims
-    a product             `products`
-    dims, a shape among the arguments: with the axes as more dims, where a rule keeps those apart (`leading`)
-    dim 0 may be split    the ranks' slices beside one another along it: that this is the same is what a rule says
-    a loss of rows        the same, row by row, and a sum for each rank
-    else                  with the axes as more dims, or a call for each shard that differs, the results stacked
+element by element    the call itself: axes of size 1 broadcast, like dims
+a product             `products`
+dims, a shape among the arguments: with the axes as more dims, where a rule keeps those apart (`leading`)
+dim 0 may be split    the ranks' slices beside one another along it: that this is the same is what a rule says
+a loss of rows        the same, row by row, and a sum for each rank
+else                  with the axes as more dims, or a call for each shard that differs, the results stacked
 """
 
 from __future__ import annotations
@@ -82,8 +82,9 @@ def _found(op: Op, led: Sequence[bool], sizes: tuple[int, ...]) -> Op | None:
         plain = _run(op)
         told = replace(plain, target=TOLD[op.target], args=(*op.args, None)) if op.target in TOLD else plain
         asked, longer = (_run(_longer(told, lead), led, lead) for lead in ((ASKED,), sizes))
-        if not _keeps_apart(plain, asked, led) or \
-                [v.shape for v in longer.outputs] != [(*sizes, *v.shape) for v in plain.outputs]:
+        if not _keeps_apart(plain, asked, led) or [v.shape for v in longer.outputs] != [
+            (*sizes, *v.shape) for v in plain.outputs
+        ]:
             return None
     except Exception:  # of any kind, by a function of shapes or a rule that does not know these: another way is taken
         return None
@@ -124,14 +125,21 @@ def _run(op: Op, led: Sequence[bool] = (), lead: tuple[int, ...] = ()) -> Op:
     Raises:
         Exception: of any kind, by the function that gives the shapes of a result, of a call that it does not know.
     """
-    held = {v.name: replace(v, shape=(*lead, *v.shape)) if lead and has else v
-            for v, has in zip(op.inputs, led or (False,) * len(op.inputs))}
+    held = {
+        v.name: replace(v, shape=(*lead, *v.shape)) if lead and has else v
+        for v, has in zip(op.inputs, led or (False,) * len(op.inputs))
+    }
     args, kwargs = pytree.tree_map_only(Value, lambda v: held[v.name], (op.args, op.kwargs))
     with torch.no_grad():
         made = op.target(*pytree.tree_map_only(Value, _meta, args), **pytree.tree_map_only(Value, _meta, kwargs))
     made = made if isinstance(made, (list, tuple)) else (made,)
-    return replace(op, args=args, kwargs=kwargs, inputs=tuple(held[v.name] for v in op.inputs),
-                   outputs=tuple(Value(f"{op.name}.{i}", tuple(x.shape), x.dtype) for i, x in enumerate(made)))
+    return replace(
+        op,
+        args=args,
+        kwargs=kwargs,
+        inputs=tuple(held[v.name] for v in op.inputs),
+        outputs=tuple(Value(f"{op.name}.{i}", tuple(x.shape), x.dtype) for i, x in enumerate(made)),
+    )
 
 
 def _meta(value: Value) -> torch.Tensor:
@@ -160,16 +168,18 @@ def _keeps_apart(plain: Op, asked: Op, led: Sequence[bool]) -> bool:
                 return False
     return len(set(same.values())) == len(same) and all(
         before.factors[f].splittable == after.factors[g].splittable
-        and _works_out(plain, rule, before, f) == _works_out(asked, rule, after, g) for f, g in same.items())
+        and _works_out(plain, rule, before, f) == _works_out(asked, rule, after, g)
+        for f, g in same.items()
+    )
 
 
 def _works_out(op: Op, rule: Rule, bound: Bound, factor: int) -> bool:
-    """Whether a cut of this factor alone is worked out into other operators, as that of a dim which is normalised over."""
+    """Whether a cut of this factor alone is worked out into other operators, as that of a dim which is normalised
+    over."""
     size = bound.factors[factor].size
     if rule.expand is None or size == 1 or not bound.factors[factor].splittable:
         return False
     return rule.expand(op, bound, bound.cut_by(size, {factor: (Digit(size, 1),)})) is not None
-
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -177,10 +187,10 @@ def _works_out(op: Op, rule: Rule, bound: Bound, factor: int) -> bool:
 #
 #     y[R, …, m, n] = Σ_k x[X, …, m, k] · w[W, …, k, n]          R: along which of its axes x or w differs
 #
-# An axis of the ranks is one more index: of the rows where only x differs along it, of the columns where only w does, of
-# a batch where both do, and of the contraction where the gradient of an operand is a sum of the ranks' terms. So what
-# stands beside one another in a whole tensor is multiplied as on one device, and a gradient is written once, summed.
-# ----------------------------------------------------------------------------------------------------
+# An axis of the ranks is one more index: of the rows where only x differs along it, of the columns where only w does,
+# of a batch where both do, and of the contraction where the gradient of an operand is a sum of the ranks' terms. So
+# what stands beside one another in a whole tensor is multiplied as on one device, and a gradient is written once,
+# summed. ----------------------------------------------------------------------------------------------------
 
 #: How many shapes of operands a product remembers, all those of its kind together.
 REMEMBERED = 64
@@ -203,14 +213,20 @@ def product(axes: int, x: Operand, w: Operand, out: Dims) -> Callable[[Tensor, T
     """
     last = max((f for dims in (x[1], w[1], out) for dim in dims for f in dim), default=0)
     ranks, fresh = tuple(range(axes)), count(axes + last + 1)
-    left, right, made = (ranks * led + tuple(axes + dim[0] if dim else next(fresh) for dim in dims)
-                         for led, dims in (x, w, (True, out)))
-    turned = next((k in made for k in right[axes * w[0]:] if k not in left or k not in made), False)
-    spec = _Spec(_contraction(left, right, made), _contraction(made, right, left),
-                 _contraction(made, left, right) if turned else _contraction(left, made, right), turned)
+    left, right, made = (
+        ranks * led + tuple(axes + dim[0] if dim else next(fresh) for dim in dims) for led, dims in (x, w, (True, out))
+    )
+    turned = next((k in made for k in right[axes * w[0] :] if k not in left or k not in made), False)
+    spec = _Spec(
+        _contraction(left, right, made),
+        _contraction(made, right, left),
+        _contraction(made, left, right) if turned else _contraction(left, made, right),
+        turned,
+    )
 
     def run(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
         return _Product.apply(spec, x, w, bias)
+
     return run
 
 
@@ -228,7 +244,6 @@ class _Spec(NamedTuple):
 
 
 class _Product(torch.autograd.Function):
-
     @staticmethod
     def forward(ctx: Any, spec: _Spec, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         _, of_x, of_w, _ = ctx.needs_input_grad
@@ -243,8 +258,12 @@ class _Product(torch.autograd.Function):
         x, w = ctx.saved_tensors
         spec, (_, of_x, of_w, of_bias) = ctx.spec, ctx.needs_input_grad
         pair = (gradient, x) if spec.turned else (x, gradient)
-        return (None, spec.of_x(gradient, w, ctx.like[0]) if of_x else None,
-                spec.of_w(*pair, ctx.like[1]) if of_w else None, gradient.sum_to_size(ctx.bias) if of_bias else None)
+        return (
+            None,
+            spec.of_x(gradient, w, ctx.like[0]) if of_x else None,
+            spec.of_w(*pair, ctx.like[1]) if of_w else None,
+            gradient.sum_to_size(ctx.bias) if of_bias else None,
+        )
 
 
 class Contraction:
@@ -268,8 +287,14 @@ class Contraction:
             like: a shape for it, and strides according to which it lies in memory, where possible.
             bias: is added, its dims aligned on the right.
         """
-        key = (left.shape, left.stride(), right.shape, right.stride(), like,
-               None if bias is None else (bias.shape, bias.stride()))
+        key = (
+            left.shape,
+            left.stride(),
+            right.shape,
+            right.stride(),
+            like,
+            None if bias is None else (bias.shape, bias.stride()),
+        )
         run = self._known.get(key)
         if run is None:
             if len(self._known) >= REMEMBERED:
@@ -277,24 +302,32 @@ class Contraction:
             run = self._known[key] = self._planned(left, right, like, bias)
         return run(left, right, bias)
 
-    def _planned(self, left: Tensor, right: Tensor, like: Like | None, bias: Tensor | None
-                 ) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    def _planned(
+        self, left: Tensor, right: Tensor, like: Like | None, bias: Tensor | None
+    ) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
         out = self.out if like is None else tuple(k for k, size in zip(self.out, like[0]) if size != 1)
         held = [dict(zip(labels, x.shape)) for labels, x in ((self.left, left), (self.right, right))]
-        shape = tuple(like[0]) if like is not None else tuple(
-            sizes.pop() if len(sizes := {h[k] for h in held if k in h} - {1}) == 1 else 1 for k in self.out)
+        shape = (
+            tuple(like[0])
+            if like is not None
+            else tuple(sizes.pop() if len(sizes := {h[k] for h in held if k in h} - {1}) == 1 else 1 for k in self.out)
+        )
         if not left.numel() or not right.numel():
             return lambda left, right, bias: left.new_zeros(shape) if bias is None else left.new_zeros(shape) + bias
         a, b = (_extents(x.shape, x.stride(), labels, out) for x, labels in ((left, self.left), (right, self.right)))
-        alone = [[labels.index(k) for k in x if k not in y and k not in out]
-                 for labels, x, y in ((self.left, a, b), (self.right, b, a))]
+        alone = [
+            [labels.index(k) for k in x if k not in y and k not in out]
+            for labels, x, y in ((self.left, a, b), (self.right, b, a))
+        ]
         if any(alone):  # summed before it is multiplied
             return lambda left, right, bias: self(
-                *(x.sum(dims, True) if dims else x for x, dims in zip((left, right), alone)), like, bias)
+                *(x.sum(dims, True) if dims else x for x, dims in zip((left, right), alone)), like, bias
+            )
         memory = _extents(*like, self.out, ()) if like is not None else {}
 
         def order(labels: Sequence[int], held: dict[int, tuple[int, int]]) -> list[int]:
             return sorted(labels, key=lambda k: (memory if k in memory and memory[k][1] else held)[k][1], reverse=True)
+
         large = a if left.numel() > right.numel() else b
         batch = order([k for k in a if k in b and k in out], large)
         summed_over = sorted((k for k in a if k in b and k not in out), key=lambda k: large[k][1], reverse=True)
@@ -305,23 +338,28 @@ class Contraction:
         # Some kernels take a dim of size 1 and stride 0 for one that is expanded, and are slow.
         stride = tuple(made.get(k, 0 if size > 1 else 1) for k, size in zip(self.out, shape))
         multiply, multiply_and_add = (torch.bmm, torch.baddbmm) if batch else (torch.mm, torch.addmm)
-        added = _extents(bias.shape, bias.stride(), self.out[-bias.dim():], ()) if bias is not None else {}
+        added = _extents(bias.shape, bias.stride(), self.out[-bias.dim() :], ()) if bias is not None else {}
         if any(k not in batch and k not in columns for k in added):
             return lambda left, right, bias: multiply(get_left(left), get_right(right)).as_strided(shape, stride) + bias
         given = {k: (sizes[k][0], added[k][1] if k in added else 0) for k in (*batch, *columns)}
         get_bias = _grouped(given, (batch, (), columns))
 
         def run(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
-            made = multiply(get_left(left), get_right(right)) if bias is None else \
-                multiply_and_add(get_bias(bias), get_left(left), get_right(right))
+            made = (
+                multiply(get_left(left), get_right(right))
+                if bias is None
+                else multiply_and_add(get_bias(bias), get_left(left), get_right(right))
+            )
             return made.as_strided(shape, stride)
+
         return run
 
 
 def _extents(shape: Sequence[int], strides: Sequence[int], labels: Labels, out: Labels) -> dict[int, tuple[int, int]]:
     """Label -> (size, stride) of the dims that count."""
-    return {k: (size, stride) for k, size, stride in zip(labels, shape, strides)
-            if size != 1 and (stride or k not in out)}
+    return {
+        k: (size, stride) for k, size, stride in zip(labels, shape, strides) if size != 1 and (stride or k not in out)
+    }
 
 
 def _strides(labels: Sequence[int], sizes: dict[int, tuple[int, int]]) -> dict[int, int]:
@@ -376,9 +414,15 @@ class Call:
         slots: where each value stands in the `env` of a step.
     """
 
-    def __init__(self, node: torch.fx.Node, axes: Axes, held: Mapping[torch.fx.Node, RankShape],
-                 terms: Mapping[torch.fx.Node, RankShape], gradients: Mapping[torch.fx.Node, Layout],
-                 slots: Mapping[torch.fx.Node, int]) -> None:
+    def __init__(
+        self,
+        node: torch.fx.Node,
+        axes: Axes,
+        held: Mapping[torch.fx.Node, RankShape],
+        terms: Mapping[torch.fx.Node, RankShape],
+        gradients: Mapping[torch.fx.Node, Layout],
+        slots: Mapping[torch.fx.Node, int],
+    ) -> None:
         self.node, self.axes, self.held, self.slots = node, axes, held, slots
         self.terms, self.gradients = terms, gradients
         self.operands = list(node.all_input_nodes)
@@ -389,8 +433,15 @@ class Call:
 
     def step(self) -> Callable[[list], Any]:
         """``env -> value``: a tensor with axes for the ranks, or a tuple of them."""
-        for way in (self._once, self._product, self._elementwise, self._told_of_dims, self._side_by_side,
-                    self._sums_of_rows, self._with_more_dims):
+        for way in (
+            self._once,
+            self._product,
+            self._elementwise,
+            self._told_of_dims,
+            self._side_by_side,
+            self._sums_of_rows,
+            self._with_more_dims,
+        ):
             made = way()
             if made is not None:
                 return made
@@ -405,18 +456,31 @@ class Call:
     def _product(self) -> Callable[[list], Any] | None:
         op, tensors = self.instruction.op, self._tensors
         rule = find_rule(op)
-        if rule is None or not rule.is_product(op) or self.node.target != op.target or \
-                len(tensors) != len(op.inputs) or any(self._value(a).dtype.is_complex for a in tensors):
+        if (
+            rule is None
+            or not rule.is_product(op)
+            or self.node.target != op.target
+            or len(tensors) != len(op.inputs)
+            or any(self._value(a).dtype.is_complex for a in tensors)
+        ):
             return None
         bound = bound_rule(op, rule)
         x, w, *added = bound.inputs
         out = bound.outputs[0]
-        if any(len(dim) > 1 for dims in (x, w, out) for dim in dims) or not all(f.splittable for f in bound.factors) or \
-                any(dims != out[len(out) - len(dims):] for dims in added):
+        if (
+            any(len(dim) > 1 for dims in (x, w, out) for dim in dims)
+            or not all(f.splittable for f in bound.factors)
+            or any(dims != out[len(out) - len(dims) :] for dims in added)
+        ):
             return None
         led = [bool(self._shape(a)) for a in tensors]
-        return self._written(product(len(self.axes.sizes), (led[0], x), (led[1], w), out), len(out), tensors[2:],
-                             args=tuple(tensors), kwargs={})
+        return self._written(
+            product(len(self.axes.sizes), (led[0], x), (led[1], w), out),
+            len(out),
+            tensors[2:],
+            args=tuple(tensors),
+            kwargs={},
+        )
 
     def _elementwise(self) -> Callable[[list], Any] | None:
         rule = find_rule(self.instruction.op)
@@ -442,18 +506,27 @@ class Call:
     def _longer(self) -> Callable[[list], Any] | None:
         """The axes are more dims before all others."""
         node, tensors = self.node, self._tensors
-        if not isinstance(node.target, OpOverload) or node.target.namespace != "aten" or \
-                any(self._shape(a) not in ((), self.out) for a in tensors):
+        if (
+            not isinstance(node.target, OpOverload)
+            or node.target.namespace != "aten"
+            or any(self._shape(a) not in ((), self.out) for a in tensors)
+        ):
             return None
         broadcast = node.target is aten.expand.default
         dims = len(node.args[1]) if broadcast else 0
-        values = {a: Value(str(i), (1,) * (dims - self._dims(a)) + tuple(self._local(a)), self._value(a).dtype)
-                  for i, a in enumerate(dict.fromkeys(tensors))}
+        values = {
+            a: Value(str(i), (1,) * (dims - self._dims(a)) + tuple(self._local(a)), self._value(a).dtype)
+            for i, a in enumerate(dict.fromkeys(tensors))
+        }
         nodes = {value.name: a for a, value in values.items()}
-        args, kwargs = map_leaves(lambda a: values[a] if isinstance(a, torch.fx.Node) else a,
-                                  (tuple(node.args), dict(node.kwargs)))
-        made = leading(Op(node.target.name(), node.target, args, kwargs, tuple(values[a] for a in tensors), ()),
-                       tuple(bool(self._shape(a)) for a in tensors), self.out)
+        args, kwargs = map_leaves(
+            lambda a: values[a] if isinstance(a, torch.fx.Node) else a, (tuple(node.args), dict(node.kwargs))
+        )
+        made = leading(
+            Op(node.target.name(), node.target, args, kwargs, tuple(values[a] for a in tensors), ()),
+            tuple(bool(self._shape(a)) for a in tensors),
+            self.out,
+        )
         if made is None:
             return None
         args, kwargs = map_values((made.args, made.kwargs), lambda v: nodes[v.name])
@@ -465,19 +538,29 @@ class Call:
         alone have it that differ."""
         op, node = self.instruction.op, self.node
         rule = find_rule(op)
-        if rule is None or rule.localize is not None or not isinstance(node.target, OpOverload) or \
-                node.target.namespace != "aten" or len(op.inputs) != len(self._tensors) or \
-                any(v is None for v in op.outputs):
+        if (
+            rule is None
+            or rule.localize is not None
+            or not isinstance(node.target, OpOverload)
+            or node.target.namespace != "aten"
+            or len(op.inputs) != len(self._tensors)
+            or any(v is None for v in op.outputs)
+        ):
             return None
         bound = bound_rule(op, rule)
         spread = [i for i, a in enumerate(self._tensors) if self._shape(a)]
-        first = {bound.inputs[i][0] if bound.inputs[i] else () for i in spread} | \
-            {dims[0] if dims else () for dims in bound.outputs}
-        if len(first) != 1 or len(factor := first.pop()) != 1 or not bound.factors[factor[0]].splittable or \
-                bound.factors[factor[0]].size == 1 or \
-                any(self._shape(self._tensors[i]) != self.out for i in spread) or \
-                any(factor[0] in dim for i, dims in enumerate(bound.inputs) if i not in spread for dim in dims) or \
-                any(factor[0] in dim for i in spread for dim in bound.inputs[i][1:]):
+        first = {bound.inputs[i][0] if bound.inputs[i] else () for i in spread} | {
+            dims[0] if dims else () for dims in bound.outputs
+        }
+        if (
+            len(first) != 1
+            or len(factor := first.pop()) != 1
+            or not bound.factors[factor[0]].splittable
+            or bound.factors[factor[0]].size == 1
+            or any(self._shape(self._tensors[i]) != self.out for i in spread)
+            or any(factor[0] in dim for i, dims in enumerate(bound.inputs) if i not in spread for dim in dims)
+            or any(factor[0] in dim for i in spread for dim in bound.inputs[i][1:])
+        ):
             return None
         split = bound.cut_by(self._count(), {factor[0]: (Digit(self._count(), 1),)})
         if rule.expand is not None and rule.expand(op, bound, split) is not None:
@@ -501,6 +584,7 @@ class Call:
             losses = torch.nn.functional.nll_loss(scores, target, ignore_index=ignored, reduction="none")
             counted = (target != ignored).view(*out, -1).sum(-1).to(scores.dtype)
             return losses.view(*out, -1).sum(-1), counted
+
         return self._written(sums, side=True, args=(scores, target), kwargs={})
 
     def _one_by_one(self) -> Callable[[list], Any]:
@@ -527,6 +611,7 @@ class Call:
             if not several:
                 return axes.joined(made, out)
             return tuple(axes.joined(x, out) if isinstance(x[0], Tensor) else x[0] for x in zip(*made))
+
         return run
 
     # -- what they share --
@@ -590,8 +675,17 @@ class Call:
                 size, *rest = self._local(a)
                 self.names[f"s{self.slots[a]}"] = (size * self._count(), *rest)
 
-    def _written(self, function: Any, dims: int = 0, aligned: Any = (), *, args: tuple | None = None,
-                 kwargs: dict[str, Any] | None = None, side: bool = False, after: Any = None) -> Callable[[list], Any]:
+    def _written(
+        self,
+        function: Any,
+        dims: int = 0,
+        aligned: Any = (),
+        *,
+        args: tuple | None = None,
+        kwargs: dict[str, Any] | None = None,
+        side: bool = False,
+        after: Any = None,
+    ) -> Callable[[list], Any]:
         """One call, written out.
 
         Args:
@@ -609,8 +703,10 @@ class Call:
             if a in aligned and shape and self._dims(a) < dims:
                 return f"{text}.view({(*shape, *[1] * (dims - self._dims(a)), *self._local(a))})"
             return text
-        call = self._text(names, written, self.node.args if args is None else args,
-                          self.node.kwargs if kwargs is None else kwargs)
+
+        call = self._text(
+            names, written, self.node.args if args is None else args, self.node.kwargs if kwargs is None else kwargs
+        )
         made = eval(_code(f"lambda env: f({call})"), names)
         if after is None:
             return made
@@ -619,9 +715,11 @@ class Call:
         return lambda env: tuple(map(after, made(env)))
 
     @staticmethod
-    def _text(names: dict[str, Any], written: Callable[[torch.fx.Node], str], args: tuple, kwargs: dict[str, Any]
-              ) -> str:
+    def _text(
+        names: dict[str, Any], written: Callable[[torch.fx.Node], str], args: tuple, kwargs: dict[str, Any]
+    ) -> str:
         """Arguments as they stand in code; what is no tensor gets a name."""
+
         def text(a: Any) -> str:
             if isinstance(a, torch.fx.Node):
                 return written(a)
@@ -631,6 +729,7 @@ class Call:
             name = f"k{len(names)}"
             names[name] = a
             return name
+
         return ", ".join([*map(text, args), *(f"{k}={text(a)}" for k, a in kwargs.items())])
 
 
@@ -640,7 +739,7 @@ class SameOnAllRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axes: Axes, held: RankShape, out: RankShape, gradient: Layout) -> Tensor:
         ctx.axes, ctx.held, ctx.out, ctx.gradient = axes, held, out, gradient
-        return x.expand(*out, *x.shape[len(held):])
+        return x.expand(*out, *x.shape[len(held) :])
 
     @staticmethod
     @once_differentiable
@@ -649,7 +748,7 @@ class SameOnAllRanks(torch.autograd.Function):
         for k, (size, has) in enumerate(zip(ctx.out, ctx.held or (1,) * len(ctx.out))):
             if size > has:
                 gradient = gradient.narrow(k, 0, 1)
-        return gradient.reshape((*ctx.held, *gradient.shape[len(ctx.out):])), None, None, None, None
+        return gradient.reshape((*ctx.held, *gradient.shape[len(ctx.out) :])), None, None, None, None
 
 
 def plain_function(node: torch.fx.Node) -> Any:
@@ -657,15 +756,19 @@ def plain_function(node: torch.fx.Node) -> Any:
     ``torch.mm`` for a matmul of two matrices, which is what that comes to; our random operators as plain functions.
 
     Only where that name means this function in `torch` itself, for code that fx writes calls it by its name
-    (``torch.broadcast_tensors`` takes its tensors one by one), and where its arguments tell the overload. An overload object
-    takes 6 us a call longer.
+    (``torch.broadcast_tensors`` takes its tensors one by one), and where its arguments tell the overload. An overload
+    object takes 6 us a call longer.
     """
     target = PLAIN.get(node.target, node.target)
     if target is torch.ops.aten.matmul.default and all(len(a.meta["instance"].value.shape) == 2 for a in node.args):
         return torch.mm
-    if not isinstance(target, OpOverload) or target.namespace != "aten" or \
-            overload_name(target) not in PARSED or not isinstance(schema_of(target).arguments[0].type, torch.TensorType) or \
-            target in (aten.bernoulli.Tensor, aten.index_put.default):  # torch.bernoulli does not know it; no index is None
+    if (
+        not isinstance(target, OpOverload)
+        or target.namespace != "aten"
+        or overload_name(target) not in PARSED
+        or not isinstance(schema_of(target).arguments[0].type, torch.TensorType)
+        or target in (aten.bernoulli.Tensor, aten.index_put.default)
+    ):  # torch.bernoulli does not know it; no index is None
         return target
     name = target.overloadpacket.__name__
     function = torch_function(name)

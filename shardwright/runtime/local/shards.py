@@ -28,7 +28,18 @@ from ...redistribution import (
     redistribution as find_conversion,
 )
 
-__all__ = ["Axes", "RankShape", "ReplicasDiffer", "assemble", "check_replicas", "convert_shards", "converting", "reduce_terms", "scatter", "union"]
+__all__ = [
+    "Axes",
+    "RankShape",
+    "ReplicasDiffer",
+    "assemble",
+    "check_replicas",
+    "convert_shards",
+    "converting",
+    "reduce_terms",
+    "scatter",
+    "union",
+]
 
 # From this many bytes a rank on, copying twice (stack, then permute) costs more than a call per rank.
 # Measured on 2 cores, 8 ranks: 16 KiB 37 against 92 us, 64 KiB 112 against 131, 128 KiB 224 against 191, 256 KiB 444
@@ -59,20 +70,29 @@ def convert_shards(conversion: Redistribution, shards: Shards, stepwise: bool = 
 
 
 @lru_cache(maxsize=1 << 12)
-def _program(conversion: Redistribution, shape: tuple[int, ...], stepwise: bool) -> tuple[Callable[[Shards], Shards], ...]:
+def _program(
+    conversion: Redistribution, shape: tuple[int, ...], stepwise: bool
+) -> tuple[Callable[[Shards], Shards], ...]:
     """The steps on shards of one shape, each as one function.
 
     Where nothing is reduced, what a group exchanges is put together once and every rank takes its slice of it: the same
     bits from the same ranks by a handful of calls, provided that the digits in motion are the minor ones of their dims.
     """
-    make = {"slice": _slice, "all_gather": _all_gather, "all_reduce": _all_reduce,
-            "reduce_scatter": _reduce_scatter, "all_to_all": _all_to_all}
+    make = {
+        "slice": _slice,
+        "all_gather": _all_gather,
+        "all_reduce": _all_reduce,
+        "reduce_scatter": _reduce_scatter,
+        "all_to_all": _all_to_all,
+    }
     parts = (not stepwise and _gathered_and_cut(conversion)) or (conversion,)
     out = []
     for part in parts:
         shapes = part.local_shapes(shape)
-        out += [make[step.kind](step, step.geometry(before), part.source.devices, before)
-                for step, before in zip(part.steps, shapes)]
+        out += [
+            make[step.kind](step, step.geometry(before), part.source.devices, before)
+            for step, before in zip(part.steps, shapes)
+        ]
         shape = shapes[-1]
     return tuple(out)
 
@@ -112,7 +132,9 @@ def reduce_terms(terms: Sequence[Tensor], reduction: str) -> Tensor:
     return out
 
 
-def _slice(step: RedistributionStep, geometry: Geometry, devices: int, shape: tuple[int, ...]) -> Callable[[Shards], Shards]:
+def _slice(
+    step: RedistributionStep, geometry: Geometry, devices: int, shape: tuple[int, ...]
+) -> Callable[[Shards], Shards]:
     if geometry.cuts is not None:
         runs = _runs(geometry.cuts, devices)
         return lambda shards: _cut(shards, runs)
@@ -120,14 +142,17 @@ def _slice(step: RedistributionStep, geometry: Geometry, devices: int, shape: tu
     for rank in range(devices):
         chosen = {axis: digit.value(rank) for axis, digit in geometry.select}
         indices.append(tuple(chosen.get(axis, slice(None)) for axis in range(len(geometry.pre_view))))
-    return lambda shards: [x.reshape(geometry.pre_view)[index].reshape(geometry.after)
-                           for x, index in zip(shards, indices)]
+    return lambda shards: [
+        x.reshape(geometry.pre_view)[index].reshape(geometry.after) for x, index in zip(shards, indices)
+    ]
 
 
 def _runs(cuts: Sequence[tuple[int, int, Digits]], devices: int) -> tuple[tuple[int, int, int, tuple[int, ...]], ...]:
     """Per dim: (dim, length of a part, parts, the number of the part on every rank)."""
-    return tuple((dim, length, digits_size(digits), tuple(digits_value(digits, rank) for rank in range(devices)))
-                 for dim, length, digits in cuts)
+    return tuple(
+        (dim, length, digits_size(digits), tuple(digits_value(digits, rank) for rank in range(devices)))
+        for dim, length, digits in cuts
+    )
 
 
 def _cut(shards: Shards, runs: Sequence[tuple[int, int, int, Sequence[int]]], chunk=Tensor.chunk) -> Shards:
@@ -152,7 +177,9 @@ def _shared(step: RedistributionStep, devices: int) -> tuple[tuple[tuple[int, ..
     return members, index
 
 
-def _all_reduce(step: RedistributionStep, geometry: Geometry, devices: int, shape: tuple[int, ...]) -> Callable[[Shards], Shards]:
+def _all_reduce(
+    step: RedistributionStep, geometry: Geometry, devices: int, shape: tuple[int, ...]
+) -> Callable[[Shards], Shards]:
     members, index = _shared(step, devices)
 
     def run(shards: Shards) -> Shards:
@@ -162,7 +189,9 @@ def _all_reduce(step: RedistributionStep, geometry: Geometry, devices: int, shap
     return run
 
 
-def _reduce_scatter(step: RedistributionStep, geometry: Geometry, devices: int, shape: tuple[int, ...]) -> Callable[[Shards], Shards]:
+def _reduce_scatter(
+    step: RedistributionStep, geometry: Geometry, devices: int, shape: tuple[int, ...]
+) -> Callable[[Shards], Shards]:
     reduce = _all_reduce(step, geometry, devices, shape)
     if geometry.cuts is not None:
         runs = _runs(geometry.cuts, devices)
@@ -171,21 +200,25 @@ def _reduce_scatter(step: RedistributionStep, geometry: Geometry, devices: int, 
 
     def run(shards: Shards) -> Shards:
         sums = reduce(shards)
-        pieces = {id(x): _rearrange(x, geometry.pre_view, geometry.pre_perm, geometry.pre_shape).unbind(0)
-                  for x in sums}
+        pieces = {
+            id(x): _rearrange(x, geometry.pre_view, geometry.pre_perm, geometry.pre_shape).unbind(0) for x in sums
+        }
         return [pieces[id(x)][number] for x, number in zip(sums, numbers)]
 
     return run
 
 
-def _rearrange(x: Tensor, view: tuple[int, ...] | None, perm: tuple[int, ...] | None,
-               shape: tuple[int, ...] | None) -> Tensor:
+def _rearrange(
+    x: Tensor, view: tuple[int, ...] | None, perm: tuple[int, ...] | None, shape: tuple[int, ...] | None
+) -> Tensor:
     if perm is not None:
         x = x.reshape(view).permute(perm)
     return x if shape is None else x.reshape(shape)
 
 
-def _all_gather(step: RedistributionStep, geometry: Geometry, devices: int, shape: tuple[int, ...]) -> Callable[[Shards], Shards]:
+def _all_gather(
+    step: RedistributionStep, geometry: Geometry, devices: int, shape: tuple[int, ...]
+) -> Callable[[Shards], Shards]:
     members, index = _shared(step, devices)
     if geometry.joins is not None:
         orders, joins = [], ()
@@ -221,11 +254,13 @@ def _joining(ranges: Sequence[tuple[int, int, Digits]], first: int) -> tuple[lis
 
 def _join(parts: Shards, joins: Sequence[tuple[int, int]]) -> Tensor:
     for dim, count in joins:
-        parts = [torch.cat(parts[k:k + count], dim) for k in range(0, len(parts), count)]
+        parts = [torch.cat(parts[k : k + count], dim) for k in range(0, len(parts), count)]
     return parts[0]
 
 
-def _all_to_all(step: RedistributionStep, geometry: Geometry, devices: int, shape: tuple[int, ...]) -> Callable[[Shards], Shards]:
+def _all_to_all(
+    step: RedistributionStep, geometry: Geometry, devices: int, shape: tuple[int, ...]
+) -> Callable[[Shards], Shards]:
     view, perm = _permutation(step, devices, shape)
     rows = _rows(devices, geometry.after)
     result = tuple(view[k] for k in perm)
@@ -259,7 +294,9 @@ def _rank_digits(step: RedistributionStep, devices: int) -> Digits:
     return tuple(sorted(step.moved + complement(devices, step.moved), key=lambda d: -d.stride))
 
 
-def _permutation(step: RedistributionStep, devices: int, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _permutation(
+    step: RedistributionStep, devices: int, shape: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(view, perm): how all ranks' stacked tensors change hands; a gather's group has one result instead of many."""
     digits = _rank_digits(step, devices)
     axis = [digits.index(d) for d in step.moved]
@@ -334,7 +371,7 @@ def assemble(shards: Shards, layout: Layout, check: bool = False, tolerance: flo
         return _sum_into_place(shards, layout)
     if layout.partial:
         return _join([reduce_terms([shards[r] for r in ranks], layout.reduction) for ranks in terms], joins)
-    return _join([shards[r] for r, in terms], joins)
+    return _join([shards[r] for (r,) in terms], joins)
 
 
 @lru_cache(maxsize=1 << 12)
@@ -385,10 +422,11 @@ def check_replicas(shards: Shards, layout: Layout, tolerance: float | None = Non
             if torch.allclose(one, two, rtol=0.0, atol=allowed * scale, equal_nan=True):
                 continue
             difference = (one - two).abs().max().item()
-        raise ReplicasDiffer(f"ranks {rank} and {other} must hold the same slice of {layout}, but hold "
-                             f"{tuple(one.shape)} and {tuple(two.shape)} that differ by {difference}, "
-                             f"more than {allowed} of {scale}")
-
+        raise ReplicasDiffer(
+            f"ranks {rank} and {other} must hold the same slice of {layout}, but hold "
+            f"{tuple(one.shape)} and {tuple(two.shape)} that differ by {difference}, "
+            f"more than {allowed} of {scale}"
+        )
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -399,8 +437,8 @@ def check_replicas(shards: Shards, layout: Layout, tolerance: float | None = Non
 #     no such axes at all   all ranks have the same
 #
 # A layout without an open reduction is then the whole tensor under another view, and a conversion is a sum over axes, a
-# view, a permutation and, where dims join that do not lie beside one another, one copy. Operators broadcast along axes of
-# size 1, so what ranks do alike is done once.
+# view, a permutation and, where dims join that do not lie beside one another, one copy. Operators broadcast along axes
+# of size 1, so what ranks do alike is done once.
 # ----------------------------------------------------------------------------------------------------
 
 #: The sizes of the leading axes of one value: each 1 or the axis's own; () rather than 1 everywhere.
@@ -428,10 +466,13 @@ class Axes(NamedTuple):
     def numbers(self, digits: Digits) -> tuple[int, ...] | None:
         """The axes that make up digits, in their order; None where a digit is not made of axes."""
         out = []
-        strides = [math.prod(self.sizes[k + 1:]) for k in range(len(self.sizes))]
+        strides = [math.prod(self.sizes[k + 1 :]) for k in range(len(self.sizes))]
         for digit in digits:
-            found = [k for k, (size, stride) in enumerate(zip(self.sizes, strides))
-                     if digit.stride <= stride and stride * size <= digit.span]
+            found = [
+                k
+                for k, (size, stride) in enumerate(zip(self.sizes, strides))
+                if digit.stride <= stride and stride * size <= digit.span
+            ]
             if math.prod(self.sizes[k] for k in found) != digit.size:
                 return None
             out += found
@@ -440,8 +481,9 @@ class Axes(NamedTuple):
     def along(self, digits: Digits) -> RankShape:
         """Of a value that differs along digits; along all axes where they are not made of axes."""
         numbers = self.numbers(digits)
-        return self.sizes if numbers is None else \
-            union(size if k in numbers else 1 for k, size in enumerate(self.sizes))
+        return (
+            self.sizes if numbers is None else union(size if k in numbers else 1 for k, size in enumerate(self.sizes))
+        )
 
     def places(self, held: RankShape) -> list[int]:
         """For each rank the number of its shard among those that a value holds."""
@@ -449,7 +491,7 @@ class Axes(NamedTuple):
 
     def unbind(self, x: Tensor, held: RankShape) -> list[Tensor]:
         """The shards that a value holds, as views; differentiable."""
-        local = x.shape[len(held):]
+        local = x.shape[len(held) :]
         sizes = [size for size in held if size > 1]
         if not sizes:
             return [x.view(local)]
@@ -504,8 +546,16 @@ def _digit_places(sizes: tuple[int, ...], held: RankShape) -> list[int]:
 
 
 @lru_cache(maxsize=1 << 12)
-def converting(axes: Axes, source: Layout, target: Layout, held: RankShape, wanted: RankShape, local: tuple[int, ...],
-               summed: bool = False, alike: Digits = ()) -> Callable[[Tensor], Tensor] | None:
+def converting(
+    axes: Axes,
+    source: Layout,
+    target: Layout,
+    held: RankShape,
+    wanted: RankShape,
+    local: tuple[int, ...],
+    summed: bool = False,
+    alike: Digits = (),
+) -> Callable[[Tensor], Tensor] | None:
     """What brings a value from one layout to another; differentiable.
 
     Args:
@@ -563,13 +613,19 @@ def _sum(x: Tensor, dims: list[int], keepdim: bool) -> Tensor:
     return torch.sum(x, dims, keepdim, dtype=x.dtype)
 
 
-def _moved(axes: Axes, before: list[int], local: tuple[int, ...], carried: list[tuple[int, ...]],
-           after: list[tuple[int, ...]], left: tuple[int, ...]) -> tuple | None:
-    """(view, order, axes, shard): ``x.view(view).permute(order).reshape(axes + shard)``; view and order None where there
-    is nothing to permute. None for two factorings of a dim that have no common one."""
+def _moved(
+    axes: Axes,
+    before: list[int],
+    local: tuple[int, ...],
+    carried: list[tuple[int, ...]],
+    after: list[tuple[int, ...]],
+    left: tuple[int, ...],
+) -> tuple | None:
+    """(view, order, axes, shard): ``x.view(view).permute(order).reshape(axes + shard)``; view and order None where
+    there is nothing to permute. None for two factorings of a dim that have no common one."""
     n = len(axes.sizes)
-    pieces: dict[int, list[int]] = {k: [size] for k, size in enumerate(before)}   # axis, dims after -> its parts
-    parts: dict[int, list[tuple[int, int]]] = {}                                  # of the result -> (axis, part)
+    pieces: dict[int, list[int]] = {k: [size] for k, size in enumerate(before)}  # axis, dims after -> its parts
+    parts: dict[int, list[tuple[int, int]]] = {}  # of the result -> (axis, part)
     result, shard = [1] * n, []
     for k in left:
         parts[k], result[k] = [(k, 0)], before[k]
@@ -586,7 +642,7 @@ def _moved(axes: Axes, before: list[int], local: tuple[int, ...], carried: list[
             pieces[k] = split
             sources += [(k, i) for i in range(len(split))]
         for k, split in zip((*there, n + dim), _taken(refined, new)):
-            parts[k], sources = sources[:len(split)], sources[len(split):]
+            parts[k], sources = sources[: len(split)], sources[len(split) :]
         for k in there:
             result[k] = axes.sizes[k]
         shard.append(rest)
