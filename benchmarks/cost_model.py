@@ -44,8 +44,8 @@ from shardwright.runtime.distributed.calibrate import calibrate
 
 sys.path.append(str(ROOT / "examples"))
 
-import gpt  # noqa: E402
-from language import Loss  # noqa: E402
+import gpt
+from language import Loss
 
 TO_REACH = 0.9  # the rank correlation
 CALIBRATION = 5  # rounds of each calibration

@@ -132,7 +132,7 @@ class Subjects:
         blamed = (*names, MANIFEST) if kind in ("swapped", "other step", "other model") and MANIFEST in names else names
         found = verify(copy)
         # Under the manifest of another save every file is another save's.
-        if not found or MANIFEST not in blamed and not any(p.startswith(f"{n}:") for n in blamed for p in found):
+        if not found or (MANIFEST not in blamed and not any(p.startswith(f"{n}:") for n in blamed for p in found)):
             return f"{what}: verify says {found}"
         try:
             sw.load_checkpoint(self.model, self.optimizer, copy)

@@ -180,7 +180,7 @@ def _child(way: Way, rank: int, port: int, folder: Path, journal: Path) -> None:
         warnings.simplefilter("ignore")
         log = os.open(journal.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(log, 2), os.dup2(log, 1)
-        sys.stderr = open(2, "w", buffering=1, closefd=False)
+        sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115  open as long as the process
         _current.clear()
         torch.set_num_threads(1)
         if way.processes > 1:

@@ -33,9 +33,9 @@ from torch import Tensor, nn
 
 sys.path.append(str(ROOT / "examples"))
 
-from gpt import GPT  # noqa: E402
+from gpt import GPT
 
-import shardwright as sw  # noqa: E402
+import shardwright as sw
 
 LAYERS, DEVICES, VOCABULARY, LENGTH = 12, 4, 64, 64
 MICRO_BATCHES = 2

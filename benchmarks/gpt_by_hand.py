@@ -149,7 +149,7 @@ class GptByHand(nn.Module):
 
     def attend(self, block: nn.Module, x: Tensor) -> Tensor:
         y = self.spread(F.layer_norm(x, x.shape[-1:], *block.norm1))
-        split: Callable[[Tensor], Tensor] = lambda t: t.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # noqa: E731
+        split: Callable[[Tensor], Tensor] = lambda t: t.unflatten(-1, (self.heads, -1)).transpose(1, 2)
         q, k, v = (
             split(F.linear(y, getattr(block, n), getattr(block, n + "_bias"))) for n in ("query", "key", "value")
         )

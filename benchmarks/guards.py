@@ -28,7 +28,7 @@ import shardwright as sw
 
 sys.path.append(str(ROOT / "examples"))
 
-from gpt import GPT  # noqa: E402
+from gpt import GPT
 
 LAYERS, TARGET, IN_A_ROW = (12, 48), {12: 150.0}, 20
 

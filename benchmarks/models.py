@@ -41,9 +41,9 @@ import shardwright as sw
 
 sys.path.append(str(ROOT / "examples"))
 
-import gpt  # noqa: E402
-import resnet50  # noqa: E402
-from language import Loss  # noqa: E402
+import gpt
+import resnet50
+from language import Loss
 
 SECTIONS = ("gpt", "compiled", "resnet", "memory", "gpu")
 DEVICES, BATCH_PARTS, OPERATOR_PARTS = 8, 2, 4

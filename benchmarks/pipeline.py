@@ -37,8 +37,8 @@ import shardwright as sw
 
 sys.path.append(str(ROOT / "examples"))
 
-from gpt import Block  # noqa: E402
-from language import VOCABULARY, passages  # noqa: E402
+from gpt import Block
+from language import VOCABULARY, passages
 
 SECTIONS, SCHEDULES = ("mlp", "gpt"), {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 STAGES, MICRO_BATCHES = 8, 8
@@ -47,8 +47,7 @@ RATE, CHECKED_STEPS, TOLERANCE = 1e-2, 3, 1e-5
 OURS, HAND, HAND_LAST = "ours", "by hand", "by hand, the loss in the last stage alone"
 
 
-# -- networks
-# ------------------------------------------------------------------------------------------------------------
+# -- networks ----------------------------------------------------------------------------------------------------------
 
 
 class Embedded(nn.Module):
@@ -85,8 +84,7 @@ def loss_of(section: str) -> Callable[[Tensor, Tensor], Tensor]:
     return F.mse_loss if section == "mlp" else lambda out, target: F.cross_entropy(out.flatten(0, 1), target.flatten())
 
 
-# -- contenders
-# ----------------------------------------------------------------------------------------------------------
+# -- contenders --------------------------------------------------------------------------------------------------------
 
 
 def contender(parameters: Sequence[nn.Parameter], run: Callable[[], Tensor]) -> Contender:
@@ -185,8 +183,7 @@ def check(section: str, name: str, made: Contender, rank: int) -> None:
             )
 
 
-# -- the race
-# ------------------------------------------------------------------------------------------------------------
+# -- the race ----------------------------------------------------------------------------------------------------------
 
 
 def measure(results: Results, section: str, schedule: str, steps: int) -> None:

@@ -23,32 +23,26 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import torch  # noqa: E402
-from rich import box  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
-from gpt3 import BATCH, gpt3  # noqa: E402
-from race import machine  # noqa: E402
+from gpt3 import BATCH, gpt3
+from race import machine
 
-from shardwright.capture.export import capture  # noqa: E402
-from shardwright.cluster import (
-    Cluster,  # noqa: E402
-    memory_of,  # noqa: E402
-)
-from shardwright.cost.cost_model import CostModel  # noqa: E402
-from shardwright.cost.memory_timeline import optimizer_bytes  # noqa: E402
-from shardwright.partition.local_program import input_placement  # noqa: E402
-from shardwright.planners.graph_problem import Search  # noqa: E402
-from shardwright.planners.memory_problem import holding  # noqa: E402
-from shardwright.planners.search import (  # noqa: E402
-    CUT,
-    ENOUGH,
-    recursive_programming,  # noqa: E402
-)
-from shardwright.solver.solve import solve  # noqa: E402
+from shardwright.capture.export import capture
+from shardwright.cluster import Cluster, memory_of
+from shardwright.cost.cost_model import CostModel
+from shardwright.cost.memory_timeline import optimizer_bytes
+from shardwright.partition.local_program import input_placement
+from shardwright.planners.graph_problem import Search
+from shardwright.planners.memory_fit import CUT, ENOUGH
+from shardwright.planners.memory_problem import holding
+from shardwright.planners.recursive import recursive_programming
+from shardwright.solver.solve import solve
 
 #: Targets in CPU seconds, for 96 layers on 1,024 devices.
 TARGETS = {"capture": 30.0, "costs": 10.0, "search": 1.0, "search, limited": 6.0, "gap": 1e-3, "gap, limited": 1e-3}

@@ -21,17 +21,17 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import torch  # noqa: E402
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
-from gpt3 import BATCH, LAYERS, gpt3  # noqa: E402
-from race import machine  # noqa: E402
+from gpt3 import BATCH, LAYERS, gpt3
+from race import machine
 
-import shardwright as sw  # noqa: E402
-from shardwright import planning as make  # noqa: E402
-from shardwright.pipeline import stage_search as automatic  # noqa: E402
-from shardwright.report.tables import summary  # noqa: E402
+import shardwright as sw
+from shardwright import planning as make
+from shardwright.pipeline import stage_search as automatic
+from shardwright.report.tables import summary
 
 #: CPU seconds, all in all.
 TARGET = 60.0

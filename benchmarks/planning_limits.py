@@ -20,18 +20,18 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from torch import nn  # noqa: E402
+import torch
+import torch.nn.functional as F
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
-from gpt import GPT  # noqa: E402
-from llama import Attention, Llama, RMSNorm, turns  # noqa: E402
+from gpt import GPT
+from llama import Attention, Llama, RMSNorm, turns
 
-from shardwright.capture.export import capture  # noqa: E402
-from shardwright.errors import ShardwrightError  # noqa: E402
-from shardwright.planning import make_plan  # noqa: E402
+from shardwright.capture.export import capture
+from shardwright.errors import ShardwrightError
+from shardwright.planning import make_plan
 
 #: GB a device, from loose to tight, with float32 weights and Adam. Nothing is known to keep the last of Llama's.
 LIMITS = {"llama": (0, 140, 70, 42, 35), "mixtral": (0, 300, 140, 70), "gpt": (0, 141, 70, 50)}

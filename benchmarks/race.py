@@ -28,9 +28,9 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "tests"))  # for its forked ranks
 
-from ranks import run_ranks  # noqa: E402
+from ranks import run_ranks
 
-__all__ = ["Check", "Contender", "Figure", "Results", "ROOT", "Spread", "run_race"]
+__all__ = ["ROOT", "Check", "Contender", "Figure", "Results", "Spread", "run_race"]
 
 SECONDS_ALONE = 0.05
 

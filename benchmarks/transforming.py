@@ -28,23 +28,23 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from rich import box  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
+import torch
+import torch.nn.functional as F
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
-from gpt import GPT, mark  # noqa: E402
-from race import machine  # noqa: E402
+from gpt import GPT, mark
+from race import machine
 
-import shardwright as sw  # noqa: E402
-from shardwright.checkpoint.formats import WholeFiles  # noqa: E402
-from shardwright.checkpoint.manifest import new_id  # noqa: E402
-from shardwright.checkpoint.tensor_reader import StoredTensors  # noqa: E402
-from shardwright.checkpoint.writer import STATE, sealed  # noqa: E402
-from shardwright.planfile.parameter_file import ParameterStrategies, TensorStorage  # noqa: E402
+import shardwright as sw
+from shardwright.checkpoint.formats import WholeFiles
+from shardwright.checkpoint.manifest import new_id
+from shardwright.checkpoint.tensor_reader import StoredTensors
+from shardwright.checkpoint.writer import STATE, sealed
+from shardwright.planfile.parameter_file import ParameterStrategies, TensorStorage
 
 MIB = 1 << 20
 

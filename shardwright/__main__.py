@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from .cli.main import main
+from shardwright.cli.main import main  # absolute: torchrun's engine starts this file by its path
 
 if __name__ == "__main__":
     sys.exit(main())

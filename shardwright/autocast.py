@@ -376,10 +376,8 @@ def _floating(*tensors: Tensor) -> bool:
 def _moves(func: Any) -> bool:
     """True where an operator only moves the elements of its first input."""
     returned = schema_of(func).returns
-    return (
-        func in _COPIES
-        or bool(returned)
-        and all(r.alias_info is not None and not r.alias_info.is_write for r in returned)
+    return func in _COPIES or (
+        bool(returned) and all(r.alias_info is not None and not r.alias_info.is_write for r in returned)
     )
 
 

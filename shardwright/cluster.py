@@ -457,7 +457,7 @@ def memory_of(given: Any, cluster: Cluster) -> float | None:
     """
     if given is None or given is False:
         return None
-    if given is True or isinstance(given, str) and given.strip().lower() == "cluster":
+    if given is True or (isinstance(given, str) and given.strip().lower() == "cluster"):
         return float(cluster.memory)
     return parse_bytes(given, "memory", LEGAL)
 

@@ -28,7 +28,7 @@ from .partition.parameter_sharding import OptimizerParallel
 from .partition.rematerialization import RecomputedInstruction, Regather
 from .pipeline.pipeline_plan import PipelinePlan
 from .planners.graph_problem import CostGraph, Search
-from .planners.search import CUT, ENOUGH, TooLittleMemoryError, fit
+from .planners.memory_fit import CUT, ENOUGH, TooLittleMemoryError, fit
 from .planners.search_space import Strategy, strategy_of
 from .sharded_plan import Plan
 from .solver.solve import marginals, solve
@@ -474,7 +474,7 @@ class _Neighbourhood:
     def _mark(self, op: Op, decision: Decision) -> Any:
         """What is kept of a mark: nothing where the plan does not keep it, as in data_parallel; of the operator itself
         the out_strategy, for how it is cut is what is asked about."""
-        if op.mark is None or decision.cause != "mark" and decision.out is None:
+        if op.mark is None or (decision.cause != "mark" and decision.out is None):
             return None
         return replace(op.mark, in_strategy=None) if op.name == self.name else op.mark
 
@@ -558,10 +558,8 @@ class _Neighbourhood:
         fitting: list[Alternative] = []
         refused: list[Alternative] = []
         for strategies in forms:
-            if (
-                len(fitting) + len(refused) >= max(count, MOST_TRIED)
-                or len(fitting) >= count
-                and fitting[count - 1].total * (1 - ENOUGH) <= least(strategies[0])
+            if len(fitting) + len(refused) >= max(count, MOST_TRIED) or (
+                len(fitting) >= count and fitting[count - 1].total * (1 - ENOUGH) <= least(strategies[0])
             ):
                 break
             priced = within.priced(strategies)

@@ -18,7 +18,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import product
 
 from .errors import PACKAGE_FOLDER, LayoutError
@@ -84,7 +84,7 @@ def merge(digits: Iterable[Digit]) -> Digits:
     return tuple(out)
 
 
-@lru_cache(maxsize=None)
+@cache
 def complement(devices: int, digits: Digits) -> Digits:
     """The digits of a rank in [0, devices) that are not in `digits`, most major first."""
     out, upper = [], devices

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .capture.annotations import PipelineSettings, marked_operators, pipelining, staged_modules, stored_whole
+from .capture.annotations import PipelineSettings, pipelining, staged_modules, stored_whole
 from .capture.export import capture
 from .capture.graph_reader import MarkUse
 from .capture.manual import check_mode, one_slice, own_parameters
@@ -20,8 +19,8 @@ from .cost.cost_model import CostModel
 from .cost.memory_timeline import optimizer_bytes
 from .errors import SettingError
 from .garbage import gc_paused
-from .graph import Graph, Op
-from .layout import Layout, digits_size
+from .graph import Graph
+from .layout import Layout
 from .mixed_precision import MixedPrecision
 from .ops import COLLECTIVES, for_ranks
 from .partition.local_program import MODES, Decisions, InputPlacement, PortableDecisions, input_placement
@@ -36,160 +35,16 @@ from .pipeline.stages import units_of
 from .planfile.load_save import as_document
 from .planfile.parameter_file import as_parameter_strategies
 from .planfile.plan_document import PlanDocument
+from .planners.dynamic import dynamic_programming
+from .planners.memory_fit import CUT
 from .planners.propagation import sharding_propagation
-from .planners.search import CUT, dynamic_programming, recursive_programming
+from .planners.recursive import recursive_programming
+from .planners.replanning import at_other_sizes
 from .planners.semi_auto import data_parallel, semi_auto
-from .rules import Bound, bound_rule, find_rule
 from .sharded_plan import Plan
 from .solver.search_memory import LEAST, SearchBudget, spending
-from .torch_private import pytree
 
-__all__ = [
-    "FITTING",
-    "MODES",
-    "SEARCHES",
-    "at_other_sizes",
-    "capture_micro",
-    "global_inputs",
-    "implied_devices",
-    "make_pipeline",
-    "make_plan",
-    "plan",
-]
-
-
-# ----------------------------------------------------------------------------------------------------
-# What a call of a model leaves to be settled before it is planned: how many devices there are, and the whole batch.
-# ----------------------------------------------------------------------------------------------------
-
-
-def implied_devices(net: nn.Module, graph: Graph | None = None) -> int:
-    """How many devices the marks of a model speak of: the least number that all of them fit.
-
-    Args:
-        graph: of a call of the model. Without it the cuts of one tensor are counted together, not those of an operator.
-
-    Raises:
-        SettingError: nothing is marked.
-    """
-    counts = [1 for _ in marked_operators(net)]
-    for operator in marked_operators(net):
-        for strategy in (operator.in_strategy, operator.out_strategy):
-            for entry in strategy if isinstance(strategy, (tuple, list)) else ():
-                counts.append(entry.devices if isinstance(entry, Layout) else _product(entry))
-    counts += [_devices_of(op) for op in (graph.ops if graph is not None else ()) if op.mark is not None]
-    if not counts:
-        raise SettingError(
-            "how many devices? No launcher says, nor does a mark of the model",
-            legal="shardwright.init(devices=8), or `shardwright run --devices 8`",
-        )
-    return math.lcm(*counts)
-
-
-def _product(cuts: Any) -> int:
-    return math.prod(c for c in cuts if isinstance(c, int) and c > 0) if isinstance(cuts, (tuple, list)) else 1
-
-
-def _devices_of(op: Op) -> int:
-    """The number of devices that the tuples of a mark cut for: their product over the operator's factors."""
-    described, cuts = find_rule(op), {}
-    if described is not None and isinstance(op.mark.in_strategy, (tuple, list)):
-        inputs = bound_rule(op, described).inputs
-        for place, entry in zip(op.mark.order, op.mark.in_strategy):
-            if isinstance(entry, (tuple, list)):
-                cuts.update((dim[0], cut) for dim, cut in zip(inputs[place], entry) if len(dim) == 1)
-    return _product(tuple(cuts.values()))
-
-
-def global_inputs(args: tuple, kwargs: dict[str, Any], devices: int, dataset: Any) -> tuple[tuple, dict[str, Any]]:
-    """What a process feeds, as meta tensors of the whole batch's shapes."""
-    if dataset == "full_batch":
-        return args, kwargs
-    tensors = iter(range(1_000_000))
-
-    def whole(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        index, shape = next(tensors), list(leaf.shape)
-        if dataset == "data_parallel":
-            cuts = (devices,) + (1,) * (len(shape) - 1) if shape else ()
-        elif isinstance(dataset, (tuple, list)) and index < len(dataset):
-            entry = dataset[index]
-            cuts = tuple(map(digits_size, entry.dims or ())) if isinstance(entry, Layout) else entry
-        else:
-            cuts = (1,) * len(shape)
-        if not isinstance(cuts, (tuple, list)) or len(cuts) != len(shape) or not all(isinstance(c, int) for c in cuts):
-            cuts = (1,) * len(shape)  # the planner says what is wrong with it
-        return torch.empty(
-            [s * c for s, c in zip(shape, cuts)], dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad
-        )
-
-    return pytree.tree_map(whole, (args, kwargs))
-
-
-# ----------------------------------------------------------------------------------------------------
-# A plan reused at other sizes of the model's inputs: the same operators, with the same strategies.
-#
-# A batch of 16 rows after one of 8, or 512 tokens after 2,048, need no search of their own where each cut of the
-# earlier plan divides the new sizes just as it did the old ones:
-#
-#     gcd(old size, devices) = gcd(new size, devices)      for every dim of every value
-#
-# A batch of 6 rows after one of 8 on 4 devices is planned anew: 4 no longer divides it. So is a batch of 8 after one of
-# 6, which could be cut further than it was. A bound that a search has proved holds for its own sizes alone, and is
-# dropped. ----------------------------------------------------------------------------------------------------
-
-
-def at_other_sizes(
-    plan: Plan, graph: Graph, devices: int, *, on_missing_rule: str = "error", uneven: bool = False
-) -> Decisions | None:
-    """The strategies of a plan on the graph of the same model at other sizes; None where they do not fit.
-
-    Args:
-        graph: of the other sizes.
-        on_missing_rule, uneven: as the planner was given them.
-    """
-    if (
-        plan.devices != devices
-        or len(plan.graph.ops) != len(graph.ops)
-        or not all(_alike(mine, theirs, devices) for mine, theirs in zip(plan.graph.ops, graph.ops))
-    ):
-        return None
-    found = plan.found
-    if found is not None:
-        sizes = ", ".join(str(list(v.shape)) for v in plan.graph.inputs)
-        note = f"strategies are those of the plan for inputs of {sizes}: nothing was searched"
-        found = replace(found, bound=None, notes=(*found.notes, note) if note not in found.notes else found.notes)
-    earlier = Decisions(plan.decisions, plan.carries, found, plan.hsdp)
-    made = PortableDecisions.of(earlier).onto(graph, devices, on_missing_rule=on_missing_rule, uneven=uneven)
-    if not all(
-        _of_one_form(plan.decisions[name].bound, d.bound) and d.bound.is_consistent(d.assignment)
-        for name, d in made.decisions.items()
-    ):
-        return None
-    return made
-
-
-def _of_one_form(mine: Bound, theirs: Bound) -> bool:
-    """True where two descriptions of an operator differ in the sizes of factors alone: a dim of one row, say, is none
-    in a view."""
-    return (len(mine.factors), mine.inputs, mine.outputs) == (len(theirs.factors), theirs.inputs, theirs.outputs)
-
-
-def _alike(mine: Op, theirs: Op, devices: int) -> bool:
-    """Whether two captures of an operator differ in sizes alone, and in none that matters to its cuts."""
-    if (mine.name, mine.target, mine.mark) != (theirs.name, theirs.target, theirs.mark):
-        return False
-    for a, b in zip((*mine.inputs, *mine.outputs), (*theirs.inputs, *theirs.outputs)):
-        if (a is None) != (b is None):
-            return False
-        if a is None or a.shape == b.shape:
-            continue
-        if len(a.shape) != len(b.shape) or any(
-            x != y and math.gcd(x, devices) != math.gcd(y, devices) for x, y in zip(a.shape, b.shape)
-        ):
-            return False
-    return len(mine.inputs) == len(theirs.inputs) and len(mine.outputs) == len(theirs.outputs)
+__all__ = ["FITTING", "MODES", "SEARCHES", "capture_micro", "make_pipeline", "make_plan", "plan"]
 
 
 #: Who searches: (the graph, what else decides, what searches, how another process makes what was handed to it its own).
@@ -290,7 +145,7 @@ def make_plan(
         made = Plan(
             graph, 1, "stand_alone", fed, *data_parallel(graph, 1, fed, on_missing_rule="replicate"), cluster=cluster
         )
-        made.routed
+        _ = made.routed
         return made
     if parallel_mode == "hybrid_parallel":
         if hsdp is not None:
@@ -309,7 +164,7 @@ def make_plan(
             own=own,
             cluster=cluster,
         )
-        made.routed
+        _ = made.routed
         return made
     placed = next((op for op in graph.ops if op.target in COLLECTIVES), None)
     if placed is not None:
@@ -346,7 +201,7 @@ def make_plan(
             optimizer=optimizer,
         )
         if memory is None or made.peak <= memory:
-            made.routed
+            _ = made.routed
             return made
     if parallel_mode in SEARCHES:
         costs = CostModel(cluster, devices)
@@ -392,7 +247,7 @@ def make_plan(
         found=found,
         optimizer=optimizer,
     )
-    made.routed  # whatever cannot be routed is said now
+    _ = made.routed  # whatever cannot be routed is said now
     return made
 
 

@@ -45,7 +45,8 @@ __all__ = [
 #
 # A local dim is the mixed-radix number of those of its atoms that are local, major first, then the rest; so taking
 # apart is a view that names the atoms which some digit is going to carry, brought to the front in the order of the
-# ranks. ----------------------------------------------------------------------------------------------------
+# ranks.
+# ----------------------------------------------------------------------------------------------------
 
 
 def digits_value(digits: Digits, rank: int) -> int:

@@ -161,7 +161,7 @@ def edited(path: Path, plan: sw.Plan, name: str, section: str = "operators", **c
     out, number = [], 0
     inside = False
     for i, line in enumerate(written(plan).splitlines(), 1):
-        inside = line.startswith(f'  "{section}"') or inside and not line.startswith('  "')
+        inside = line.startswith(f'  "{section}"') or (inside and not line.startswith('  "'))
         if inside and f'"name": "{name}",' in line:
             words = json.loads(line.strip().rstrip(",")) | changes
             words = {key: value for key, value in words.items() if value is not None}

@@ -106,7 +106,7 @@ def measure(rank: int, world: int, level: str, layers: int, width: int) -> Held:
         x, y = torch.randn(BATCH // world, width), torch.randn(BATCH // world, width)
         model(x, y)
         optimizer = torch.optim.AdamW(net.parameters(), fused=True)
-        for step in range(2):
+        for _step in range(2):
             model(x, y)  # let go at once: what the transport still holds of its last messages is now that of a forward
             alive.peak = before = alive.now()
             with model.no_sync():

@@ -19,8 +19,8 @@ CUTS = {1: (0, 0, 0, 0), 2: (0, 0, 1, 1), 4: (0, 1, 2, 3)}
 
 #: Settings of a pipeline in which each schedule runs: micro-batches -> (groups of devices, chunks).
 SHAPES: dict[str, dict[int, tuple[int, int]]] = {
-    **dict.fromkeys(("gpipe", "1f1b", "zero_bubble", "csv"), {1: (1, 1), 2: (2, 1), 4: (4, 1)}),
-    **dict.fromkeys(("interleaved", "zbv"), {1: (1, 2), 2: (2, 2), 4: (2, 2)}),
+    **{name: {1: (1, 1), 2: (2, 1), 4: (4, 1)} for name in ("gpipe", "1f1b", "zero_bubble", "csv")},
+    **{name: {1: (1, 2), 2: (2, 2), 4: (2, 2)} for name in ("interleaved", "zbv")},
 }
 
 

@@ -47,7 +47,7 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = P
         held.bind(("127.0.0.1", 0))
         port = held.getsockname()[1]
     pipes = [context.Pipe(duplex=False) for _ in range(world)]
-    stands = [tempfile.TemporaryFile("w+") for _ in range(world)]
+    stands = [tempfile.TemporaryFile("w+") for _ in range(world)]  # noqa: SIM115  closed below
     ranks = [
         context.Process(target=_rank, args=(r, world, port, timeout, pipes[r][1], stands[r], fn, args), daemon=True)
         for r in range(world)

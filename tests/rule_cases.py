@@ -42,12 +42,43 @@ def booleans(*shape: int) -> torch.Tensor:
 
 # -- pointwise ---------------------------------------------------------------------------------------------------------
 
-for name in """neg negative positive clone alias_copy lift_fresh_copy conj_physical deg2rad rad2deg
-        contiguous detach alias lift_fresh conj resolve_conj resolve_neg real _neg_view hardswish log_sigmoid
-        absolute fix special_erf special_expit special_expm1 arctan arcsinh isreal zeros_like ones_like relu gelu
-        tanh""".split():
+for name in [
+    "neg",
+    "negative",
+    "positive",
+    "clone",
+    "alias_copy",
+    "lift_fresh_copy",
+    "conj_physical",
+    "deg2rad",
+    "rad2deg",
+    "contiguous",
+    "detach",
+    "alias",
+    "lift_fresh",
+    "conj",
+    "resolve_conj",
+    "resolve_neg",
+    "real",
+    "_neg_view",
+    "hardswish",
+    "log_sigmoid",
+    "absolute",
+    "fix",
+    "special_erf",
+    "special_expit",
+    "special_expm1",
+    "arctan",
+    "arcsinh",
+    "isreal",
+    "zeros_like",
+    "ones_like",
+    "relu",
+    "gelu",
+    "tanh",
+]:
     case(2, getattr(aten, name).default, rand(4, 8))
-for name in "special_log1p arcsin arccos arccosh arctanh sqrt".split():
+for name in ["special_log1p", "arcsin", "arccos", "arccosh", "arctanh", "sqrt"]:
     shift = 1.0 if name == "arccosh" else 0.0
     case(2, getattr(aten, name).default, (fixed(positive(4, 8)) + shift).requires_grad_())
 case(2, aten.lift.default, fixed(rand(4, 8)))
@@ -65,9 +96,9 @@ case(2, aten.empty_like.default, rand(4, 8), values_matter=False)
 case(2, aten.fill.Scalar, rand(4, 8), 1.5)
 case(2, aten.fill.Tensor, rand(4, 8), rand())
 case(2, aten.copy.default, fixed(rand(4, 8)), fixed(rand(8)))
-for name in """greater greater_equal less less_equal not_equal multiply subtract""".split():
+for name in ["greater", "greater_equal", "less", "less_equal", "not_equal", "multiply", "subtract"]:
     case(2, getattr(aten, name).Tensor, rand(4, 8), rand(8))
-for name in "greater greater_equal less less_equal not_equal subtract multiply".split():
+for name in ["greater", "greater_equal", "less", "less_equal", "not_equal", "subtract", "multiply"]:
     case(2, getattr(aten, name).Scalar, rand(4, 8), 0.25)
 case(2, aten.divide.Tensor, rand(4, 8), positive(8))
 case(2, aten.divide.Tensor, rand(4, 8), 4)
@@ -97,7 +128,7 @@ case(2, aten.arctan2.default, rand(4, 8), positive(8))
 case(2, aten.special_xlogy.default, rand(4, 8), positive(8))
 case(2, aten.isclose.default, rand(4, 8), rand(8))
 case(2, aten.isin.Tensor_Scalar, integers(3, 4, 8), 1)
-for name in "__and__ __or__ __xor__".split():
+for name in ["__and__", "__or__", "__xor__"]:
     case(2, getattr(aten, name).Tensor, booleans(4, 8), booleans(8))
     case(2, getattr(aten, name).Scalar, integers(9, 4, 8), 3)
 case(2, aten.where.self, booleans(4, 1), rand(8), rand(4, 8))
@@ -180,7 +211,7 @@ case(1, aten.sort.default, rand(4, 8), 0)
 case(1, aten.sort.stable, rand(4, 8), stable=True, dim=1)
 case(1, aten.argsort.default, rand(4, 8))
 case(1, aten.argsort.stable, rand(4, 8), stable=True, dim=0)
-for name in "cumprod logcumsumexp cummax cummin".split():
+for name in ["cumprod", "logcumsumexp", "cummax", "cummin"]:
     case(1, getattr(aten, name).default, rand(4, 8), 1)
 case(0, aten.cumsum.default, rand(), 0)
 case(2, aten.cosine_similarity.default, rand(4, 8, 4), rand(8, 4), -1)
@@ -192,7 +223,7 @@ case(0, aten.dist.default, rand(4, 8), rand(8))
 
 # -- moments -----------------------------------------------------------------------------------------------------------
 
-for name in "var std var_mean std_mean".split():
+for name in ["var", "std", "var_mean", "std_mean"]:
     packet = getattr(aten, name)
     case(2, packet.default, rand(4, 8), False)
     case(2, packet.dim, rand(4, 8), [1])
@@ -273,7 +304,7 @@ case(3, aten.mT.default, rand(4, 8, 2))
 case(3, aten.mH.default, rand(4, 8, 2))
 case(2, aten.matrix_H.default, rand(4, 8))
 case(3, aten.adjoint.default, rand(4, 8, 2))
-for name in "movedim moveaxis".split():
+for name in ["movedim", "moveaxis"]:
     case(3, getattr(aten, name).int, rand(4, 8, 2), 0, 2)
     case(3, getattr(aten, name).intlist, rand(4, 8, 2), [0, 1], [2, 0])
 case(2, aten.swapaxes.default, rand(4, 8), 0, 1)
@@ -296,7 +327,7 @@ case(1, aten.unfold.default, rand(4, 8), 1, 4, 2)
 
 # -- arrange -----------------------------------------------------------------------------------------------------------
 
-for name in "cat concat concatenate".split():
+for name in ["cat", "concat", "concatenate"]:
     case(1, getattr(aten, name).default, [rand(4, 8), rand(4, 4)], -1)
 case(1, aten.cat.default, [torch.zeros(0, dtype=torch.float64), rand(4, 8)], 1)
 case(2, aten.stack.default, [rand(4, 8), rand(4, 8)], -1)

@@ -28,7 +28,7 @@ case(1, aten.fliplr.default, rand(4, 8))
 case(1, aten.flipud.default, rand(4, 8))
 case(1, aten.rot90.default, rand(4, 8, 2), 1, [0, 2])
 case(1, aten.rot90.default, rand(4, 8, 2), 2, [0, -1])
-for name, dim in (("hsplit", 1), ("vsplit", 0), ("dsplit", 2)):
+for name, _dim in (("hsplit", 1), ("vsplit", 0), ("dsplit", 2)):
     packet = getattr(aten, name)
     case(2, packet.int, rand(4, 8, 2), 2)
     case(2, packet.array, rand(4, 8, 2), [1])
@@ -50,8 +50,26 @@ case(2, aten.isin.Tensor_Tensor, integers(9, 4, 8), integers(9, 4))
 case(1, aten.renorm.default, rand(4, 8), 2, 0, 1.0)
 
 # Everything among torch.nn.functional's activations, by what export makes of it.
-for name in """celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu log_sigmoid mish relu relu6 selu
-        sigmoid silu softplus softshrink tanh""".split():
+for name in [
+    "celu",
+    "elu",
+    "gelu",
+    "hardshrink",
+    "hardsigmoid",
+    "hardswish",
+    "hardtanh",
+    "leaky_relu",
+    "log_sigmoid",
+    "mish",
+    "relu",
+    "relu6",
+    "selu",
+    "sigmoid",
+    "silu",
+    "softplus",
+    "softshrink",
+    "tanh",
+]:
     case(2, getattr(aten, name).default, rand(4, 8))
 case(2, aten.gelu.default, rand(4, 8), approximate="tanh")
 case(2, aten.threshold.default, rand(4, 8), 0.1, 20.0)

@@ -9,7 +9,7 @@ CASES, case = collected()
 
 NONE, MEAN, SUM = 0, 1, 2
 for reduction in (NONE, MEAN, SUM):
-    for name in "mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss kl_div".split():
+    for name in ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "kl_div"]:
         case(2, getattr(aten, name).default, rand(4, 8), fixed(rand(4, 8)), reduction)
     case(2, aten.binary_cross_entropy.default, positive(4, 8), fixed(positive(4, 8)), None, reduction)
     case(

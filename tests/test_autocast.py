@@ -60,8 +60,7 @@ def two_linears(mark: bool = False) -> nn.Sequential:
     return net
 
 
-# -- two products one after the other
-# ------------------------------------------------------------------------------------
+# -- two products one after the other ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bfloat16", "float16"])
@@ -342,8 +341,7 @@ def test_decisions(target: Any, dtypes: tuple, device: str, casts_to: tuple, dty
     assert (found.inputs, found.dtype, found.whole) == (casts_to, dtype, False)
 
 
-# -- operators that run under autocast themselves
-# -----------------------------------------------------------------------
+# -- operators that run under autocast themselves ----------------------------------------------------------------------
 
 
 class Product(torch.autograd.Function):

@@ -204,8 +204,7 @@ def test_stand_alone_is_one_device_to_the_bit() -> None:
     assert torch.equal(gradients(net), gradients(one))
 
 
-# -- random networks
-# -----------------------------------------------------------------------------------------------------
+# -- random networks ---------------------------------------------------------------------------------------------------
 
 
 class Drawn(nn.Module):

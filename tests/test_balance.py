@@ -31,7 +31,7 @@ from shardwright.planning import capture_micro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
-from gpt import GPT  # noqa: E402
+from gpt import GPT
 
 #: Two nodes of four slow devices, whose links are quick within a node: a GPT of a few layers is worth being cut.
 CLUSTER = Cluster(
@@ -86,7 +86,7 @@ def aligned(first, devices):
 def cases(draw):
     units, devices, micro = draw(st.integers(1, 5)), draw(st.sampled_from((1, 2, 4, 6))), draw(st.integers(1, 5))
     random = np.random.default_rng(draw(st.integers(0, 1 << 30)))
-    some = lambda most: np.round(random.random((units + 1, units + 1)) * most, 1)  # noqa: E731
+    some = lambda most: np.round(random.random((units + 1, units + 1)) * most, 1)
     ways = [
         StageOption(d, again, np.where(some(1) < 0.9, some(10), np.inf), some(3), some(10), some(3))
         for d in (1, 2, 4)
@@ -112,10 +112,8 @@ def every(ways, units, devices, micro_batches, stages, stands):
             borders = (0, *cuts, units)
             for chosen in itertools.product(ways, repeat=count):
                 firsts = [sum(way.devices for way in chosen[:s]) for s in range(count)]
-                if (
-                    sum(way.devices for way in chosen) != devices
-                    or stands is not None
-                    and not all(stands(first, way.devices) for first, way in zip(firsts, chosen))
+                if sum(way.devices for way in chosen) != devices or (
+                    stands is not None and not all(stands(first, way.devices) for first, way in zip(firsts, chosen))
                 ):
                     continue
                 at = [(way, (borders[s], borders[s + 1])) for s, way in enumerate(chosen)]

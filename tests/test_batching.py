@@ -63,7 +63,7 @@ def test_what_is_said_of_every_call_holds() -> None:
         bound = bound_rule(whole.op, rule)
         for f, assignment, said in cuts(whole, rule, bound):
             seen.update(said)
-            if {"mixed", "ratio"} & set(said) or pools and "mean" in said:
+            if {"mixed", "ratio"} & set(said) or (pools and "mean" in said):
                 continue
             parts = [of_part(whole, rule, bound, assignment, k) for k in range(PARTS)]
             for i, (kind, expected) in enumerate(zip(said, whole.outputs)):

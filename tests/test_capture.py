@@ -158,8 +158,7 @@ def test_changes_that_would_be_lost(f, text, name) -> None:
     assert raised.value.source == line_of(f, text)
 
 
-# -- what cannot be captured
-# ---------------------------------------------------------------------------------------------
+# -- what cannot be captured -------------------------------------------------------------------------------------------
 
 
 def branch(m, x):
@@ -202,7 +201,9 @@ def test_what_depends_on_values(f, text, message, capfd) -> None:
         sw.plan(Apply(f), (X,), devices=8)
     assert raised.value.source == line_of(f, text)
     assert "values of tensors" in raised.value.legal
-    assert "data-dependent" in raised.value.message or "called on [(" in raised.value.message and raised.value.operator
+    assert "data-dependent" in raised.value.message or (
+        "called on [(" in raised.value.message and raised.value.operator
+    )
     assert capfd.readouterr() == ("", "")  # no half graphs beside it
 
 

@@ -154,7 +154,7 @@ def test_what_cannot_be_copied_is_an_error_of_the_call(tmp_path: Path, monkeypat
     def full(*args: Any) -> None:
         raise MemoryError("no room for copies")
 
-    monkeypatch.setattr(saving, "Copies", full)
+    monkeypatch.setattr(saving, "HostCopies", full)
     with pytest.raises(CheckpointError, match="cannot be written: MemoryError: no room for copies"):
         sw.save_checkpoint(nn.Linear(2, 2), path=tmp_path, step=1, asynchronous=True)
     assert os.listdir(tmp_path) == []
@@ -183,17 +183,17 @@ def test_what_goes_wrong_in_the_background_is_told_once(tmp_path: Path, monkeypa
 def test_the_end_of_the_interpreter_waits_for_it(tmp_path: Path) -> None:
     script = (
         "import sys, time, torch, shardwright as sw\n"
-        "from shardwright.checkpoint import writing\n"
-        "write = writing.Job.write\n"
-        "writing.Job.write = lambda job: (time.sleep(0.5), write(job))\n"
+        "from shardwright.checkpoint import writer\n"
+        "write = writer.SaveJob.write\n"
+        "writer.SaveJob.write = lambda job: (time.sleep(0.5), write(job))\n"
         "sw.save_checkpoint(torch.nn.Linear(2, 2), path=sys.argv[1], step=1, asynchronous=True)\n"
-        "writing.Job.write = None\n"
+        "writer.SaveJob.write = None\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=PATIENCE
     )
     assert not done.returncode and manifest.verify(sw.latest_checkpoint(tmp_path)) == []
-    failed = script.replace("(time.sleep(0.5), write(job))", "1 / 0").replace("writing.Job.write = None\n", "")
+    failed = script.replace("(time.sleep(0.5), write(job))", "1 / 0").replace("writer.SaveJob.write = None\n", "")
     done = subprocess.run(
         [sys.executable, "-c", failed, str(tmp_path)], capture_output=True, text=True, timeout=PATIENCE
     )

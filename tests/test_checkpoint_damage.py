@@ -21,7 +21,7 @@ from shardwright.checkpoint.manifest import MANIFEST, SCHEMA, verify
 from shardwright.errors import CheckpointError
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
-from damage import KINDS, Subjects, damage  # noqa: E402
+from damage import KINDS, Subjects, damage
 
 
 @pytest.fixture(scope="module")

@@ -85,8 +85,7 @@ def _of_marked() -> ParameterStrategies:
     return ParameterStrategies.of(plan_of(Marked()))
 
 
-# -- the file
-# ------------------------------------------------------------------------------------------------------------
+# -- the file ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_file_is_small_stable_and_reviewable(tmp_path: Path) -> None:
@@ -217,8 +216,7 @@ def test_no_such_file(text: str | None, says: str, tmp_path: Path) -> None:
         sw.AutoParallel(Marked()).load_param_strategy_file(path)
 
 
-# -- on a model
-# ----------------------------------------------------------------------------------------------------------
+# -- on a model --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["semi_auto", "data_parallel", "sharding_propagation", "dynamic_programming"])
@@ -377,8 +375,7 @@ def test_a_pipeline_by_a_file(tmp_path: Path) -> None:
         other(draw(16, 16), draw(16, 16))
 
 
-# -- layouts without a step
-# ----------------------------------------------------------------------------------------------
+# -- layouts without a step --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["semi_auto", "data_parallel", "recursive_programming", "stand_alone"])
@@ -447,8 +444,7 @@ def test_in_processes(tmp_path: Path) -> None:
     )
 
 
-# -- which ranks to read from
-# --------------------------------------------------------------------------------------------
+# -- which ranks to read from ------------------------------------------------------------------------------------------
 
 
 def _file(tmp_path: Path, name: str, devices: int, **layouts: sw.Layout) -> Path:

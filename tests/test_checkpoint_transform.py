@@ -426,7 +426,7 @@ def test_an_interrupted_one_leaves_nothing(run: Path, tmp_path: Path) -> None:
         if what == at and done >= total // 2:
             raise KeyboardInterrupt
 
-    for at in ("checking", "writing", "to the disk"):
+    for at in ("checking", "writing", "to the disk"):  # noqa: B007  `interrupt` reads it
         with pytest.raises(KeyboardInterrupt):
             transform(run, tmp_path / "new", 1, progress=interrupt)
         assert list(tmp_path.iterdir()) == []

@@ -139,11 +139,11 @@ def test_transpose_is_the_adjoint(pair, data):
     x, _ = make_shards(source, shape, 1)
     y, _ = make_shards(target.with_partial(partial), shape, 2)
     leaves = {}
-    for rank, shard in enumerate(x):  # replicas are one leaf each: what any of them contributes adds up
+    for shard in x:  # replicas are one leaf each: what any of them contributes adds up
         leaves.setdefault(id(shard), shard.clone().requires_grad_())
     forwarded = convert_shards(forward, [leaves[id(shard)] for shard in x])
     terms = {}
-    for rank, shard in enumerate(y):  # a slice's gradient: one of its replicas, all of its terms
+    for rank in range(len(y)):  # a slice's gradient: one of its replicas, all of its terms
         terms.setdefault((str(target.slice(shape, rank)), tuple(d.value(rank) for d in partial)), rank)
     sum((forwarded[r] * y[r]).sum() for r in terms.values()).backward()
     for rank, gradient in enumerate(convert_shards(backward, y)):

@@ -505,7 +505,7 @@ def test_gradients_are_summed_once_a_step() -> None:
     plan, costs = plan_of("block"), CostModel(TWO)
     one, four = costs.plan(plan), costs.plan(plan, micro_batches=4)
     gradients = sum(c.seconds for c in one.collectives if c.phase in ("gradient", "storage"))
-    assert 0 < gradients and one.once == four.once == pytest.approx(gradients)
+    assert gradients > 0 and one.once == four.once == pytest.approx(gradients)
     assert four.total == pytest.approx(4 * (one.total - one.once) + one.once)
     assert sum(four.by_operator.values()) == pytest.approx(four.total)
     assert four.compute + four.communication == pytest.approx(four.total)

@@ -151,7 +151,7 @@ def test_torchs_own_kernel_with_cut_widths() -> None:
 
 
 def test_its_work_is_known_to_the_cost_model() -> None:
-    from transformers.integrations import moe  # noqa: F401
+    from transformers.integrations import moe  # noqa: F401  (registers the operator)
 
     x, w, ends = (
         Value("x", (12, 16), torch.float64, True),

@@ -97,8 +97,7 @@ def test_weights_are_gathered_and_their_gradients_summed() -> None:
     assert weights.sends == ("all_gather(4@1)", "reduce_scatter(4@1)")
 
 
-# -- what else it could be
-# -----------------------------------------------------------------------------------------------
+# -- what else it could be ---------------------------------------------------------------------------------------------
 
 
 def problem_of(plan: sw.Plan) -> tuple[Any, dict]:
@@ -163,8 +162,7 @@ def test_a_plan_that_is_not_the_best() -> None:
     assert said.alternatives[0].more < 0 and said.alternatives[0].total == pytest.approx(planned("wide").cost, rel=1e-9)
 
 
-# -- what holds it there
-# -------------------------------------------------------------------------------------------------
+# -- what holds it there -----------------------------------------------------------------------------------------------
 
 
 class Between(nn.Module):
@@ -226,10 +224,7 @@ def test_a_mark_holds_it() -> None:
     said = explained(plan, "first")
     assert said.decision.cause == "mark" and said.alternatives[0].more < 0  # rows would be better
     assert "the mark holds it there" in text(said) and "test_explain.py" in text(said)
-    assert not said.alternatives[0].decision.bound.in_strategy(said.alternatives[0].decision.assignment) == (
-        (1, 4),
-        (4, 1),
-    )
+    assert said.alternatives[0].decision.bound.in_strategy(said.alternatives[0].decision.assignment) != ((1, 4), (4, 1))
 
 
 def test_memory_holds_it() -> None:
@@ -269,8 +264,7 @@ def test_an_out_strategy_is_kept() -> None:
     assert said.alternatives and all(a.decision.out == plan.decisions["matmul2"].out for a in said.alternatives)
 
 
-# -- plans of every mode
-# -------------------------------------------------------------------------------------------------
+# -- plans of every mode -----------------------------------------------------------------------------------------------
 
 
 def test_sums_that_pass_through() -> None:
@@ -312,8 +306,7 @@ def test_an_unknown_operator() -> None:
         explained(planned("mlp"), "nosuch")
 
 
-# -- what is read
-# --------------------------------------------------------------------------------------------------------
+# -- what is read ------------------------------------------------------------------------------------------------------
 
 
 def test_command_line(tmp_path: Path, capsys: Any) -> None:

@@ -81,8 +81,7 @@ def tells(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-# -- ranks that call something else
-# --------------------------------------------------------------------------------------
+# -- ranks that call something else ------------------------------------------------------------------------------------
 
 
 @scenario
@@ -207,8 +206,7 @@ def test_it_can_be_switched_off(ended) -> None:
     assert ended["nobody_watches"].codes == [5] * WORLD, ended["nobody_watches"]
 
 
-# -- ranks that do not come
-# ----------------------------------------------------------------------------------------------
+# -- ranks that do not come --------------------------------------------------------------------------------------------
 
 
 @scenario
@@ -309,8 +307,7 @@ def test_a_rank_that_does_not_come_is_named_with_what_it_is_missing_from(name: s
         assert re.search(STUCK[name], end.wrote[rank]), end.wrote[rank]
 
 
-# -- ranks that die
-# ------------------------------------------------------------------------------------------------------
+# -- ranks that die ----------------------------------------------------------------------------------------------------
 
 
 @scenario
@@ -337,9 +334,9 @@ def is_killed_in_a_collective(rank: int) -> None:
 def is_killed_while_planning(rank: int) -> None:
     model = Trained()
     if rank == 2:
-        import shardwright.parallel.auto_parallel
+        import shardwright.parallel.call_planning
 
-        shardwright.planning.make_plan = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
+        shardwright.parallel.call_planning.make_plan = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
     model.steps(1)
 
 
@@ -362,8 +359,7 @@ def test_when_a_rank_is_killed_the_others_end(name: str, ended) -> None:
     assert all(code not in (None, 0) for code in end.codes), end
 
 
-# -- ranks that are told to end
-# ------------------------------------------------------------------------------------------
+# -- ranks that are told to end ----------------------------------------------------------------------------------------
 
 
 def told_to_end(rank: int, whom: int, signals: int = 1) -> None:
@@ -436,8 +432,7 @@ def test_in_one_process_the_step_of_the_signal_is_the_last() -> None:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-# -- who is to blame, read off positions
-# ---------------------------------------------------------------------------------
+# -- who is to blame, read off positions -------------------------------------------------------------------------------
 
 
 def at(place: str = "", ranks: tuple[int, ...] = (), call: int = 1) -> Seen:
@@ -487,13 +482,12 @@ def test_whoever_is_blamed_is_waited_for_and_waits_for_nobody(data) -> None:
         assert all(r not in idle for r in seen[0].ranks)
 
 
-# -- how scenarios run
-# ---------------------------------------------------------------------------------------------------
+# -- how scenarios run -------------------------------------------------------------------------------------------------
 
 
 def on_a_rank(rank: int, name: str, port: int, log: Path) -> None:
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
-    sys.stderr = open(log, "a", buffering=1)  # the test runner has another one in its place
+    sys.stderr = open(log, "a", buffering=1)  # noqa: SIM115  the test runner has another one in its place
     torch.set_num_threads(1)
     torch.manual_seed(0)
     code: Any = 0

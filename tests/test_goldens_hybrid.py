@@ -6,7 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from operator import attrgetter
 from typing import Any
 
@@ -27,7 +27,7 @@ SEARCHES = ("recursive_programming", "dynamic_programming")
 CLUSTERS = ("h100x8", "a100x8")
 
 
-@lru_cache(maxsize=None)
+@cache
 def golden(name: str, rank: int) -> dict[str, Any]:
     return json.loads((FOLDER / f"{name}.json").read_text())["ranks"][str(rank)]
 
@@ -174,8 +174,7 @@ def test_two_blocks(rank: int, figures: Any) -> None:
         assert ours <= original
 
 
-# -- the tutorial's network
-# ----------------------------------------------------------------------------------------------
+# -- the tutorial's network --------------------------------------------------------------------------------------------
 
 #: Operators of the network in the original's order, by the name that the network has for them.
 NAMES = (
@@ -229,7 +228,7 @@ def lines(name: str) -> list[dict]:
     return picked
 
 
-@lru_cache(maxsize=None)
+@cache
 def planned(name: str, mode: str, cluster: str) -> sw.Plan | sw.PipelinePlan:
     """Our plan; in semi_auto that of the golden's strategies."""
     marks = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from functools import lru_cache
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -163,7 +163,7 @@ def strategy(text: str) -> tuple:
     return tuple(entry if isinstance(entry, tuple) else (entry,) for entry in given if entry != ())
 
 
-@lru_cache(maxsize=None)
+@cache
 def planned(name: str, mode: str, cluster: str) -> sw.Plan:
     """Our plan; in semi_auto that of the golden's strategies."""
     network, rows, ins, outs, dataset = NETWORKS[name]

@@ -332,7 +332,7 @@ def backwards_of_every_kind(rank: int, world: int) -> None:
         model = wrapped(net).comm_fusion(allreduce=allreduce)
         x = BATCHES[0][0]
         for used in ((0,), (1,), (0, 1)):  # parameters without a gradient
-            for n, call in ((net, model), (one, one)):
+            for _n, call in ((net, model), (one, one)):
                 out = call(mine(x, rank, world) if call is model else x)
                 sum(out[i].square().mean() for i in used).backward()
             assert [g is None for g in gradients(net)] == [g is None for g in plain(one)]

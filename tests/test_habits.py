@@ -38,7 +38,7 @@ def buffer_of_the_root(m, x):
 
 def buffer_by_setattr(m, x):
     h = m.inner(x)
-    setattr(m, "mean", h.detach().mean(0))
+    m.mean = h.detach().mean(0)
     return m.out(h + m.mean)
 
 

@@ -10,6 +10,7 @@ import logging
 import random
 import sys
 from collections.abc import Callable
+from typing import ClassVar
 
 import numpy
 import pytest
@@ -208,7 +209,7 @@ def test_refused_with_the_line(f: Callable, devices: int) -> None:
     with pytest.raises(sw.CaptureError, match=REFUSED[f]) as raised:
         parallel(net, devices=devices)(batches()[0])
     assert raised.value.source == line_of(f, "# here") and raised.value.legal
-    assert (random.getstate(), str(numpy.random.get_state())) == state and net.saved == saved and NAMES == names
+    assert (random.getstate(), str(numpy.random.get_state())) == state and net.saved == saved and names == NAMES
     for path, m in net.named_modules():  # nothing of the model has changed
         assert list(vars(m)) == list(before[path]) and all(vars(m)[k] is v for k, v in before[path].items())
         assert not any("new" in table for table in (m._buffers,))
@@ -311,7 +312,7 @@ def drawn(size: int) -> Tensor:
 
 
 class Tables:
-    made: dict[int, Tensor] = {}
+    made: ClassVar[dict[int, Tensor]] = {}
 
     @functools.lru_cache
     def of(self, size: int) -> Tensor:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -92,7 +93,7 @@ def hosts() -> Iterator[tuple[Host, Host]]:
 
 @pytest.mark.long
 def test_two_hosts_train_as_one_device_and_a_death_on_one_ends_both(hosts, tmp_path):
-    one, two = hosts
+    one, _two = hosts
     facts = tmp_path / "facts"
     facts.mkdir()
     common = [
@@ -108,7 +109,7 @@ def test_two_hosts_train_as_one_device_and_a_death_on_one_ends_both(hosts, tmp_p
     ]
     try:
         wait_until(
-            lambda: len(list(facts.glob("*.json"))) == 4 or any(l.process.poll() for l in launchers),
+            lambda: len(list(facts.glob("*.json"))) == 4 or any(launcher.process.poll() for launcher in launchers),
             "three steps of four ranks",
             patience=300,
         )  # six processes that import torch
@@ -125,7 +126,7 @@ def test_two_hosts_train_as_one_device_and_a_death_on_one_ends_both(hosts, tmp_p
     for rank in range(4):
         assert (told[rank]["rank"], told[rank]["size"], told[rank]["processes"]) == (rank, 4, True)
         assert told[rank]["losses"] == pytest.approx(losses, abs=1e-12) and told[rank]["local"] == [24, 6]
-        assert sum(told[rank]["weight"], []) == pytest.approx(sum(weight, []), abs=1e-12)
+        assert [*chain(*told[rank]["weight"])] == pytest.approx([*chain(*weight)], abs=1e-12)
         assert told[rank]["interface"] == f"cable{1 + rank // 2}"  # that of the host's own name leads nowhere
     assert (here.code, there.code) == (137, 137), here.out + there.out
     assert "worker 3 failed (exit code 137, SIGKILL), last lines of log_output/worker_3.log:" in there.out

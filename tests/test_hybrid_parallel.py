@@ -339,7 +339,7 @@ def test_own_parameters_and_collectives_need_the_mode(mode: str) -> None:
 
 def test_bad_input() -> None:
     sw.init(devices=RANKS)
-    call = lambda f: lambda: hybrid(Apply(lambda m, x: f(x @ m.w)))(X)  # noqa: E731
+    call = lambda f: lambda: hybrid(Apply(lambda m, x: f(x @ m.w)))(X)
     refused("all_reduce of 'max'", call(lambda x: sw.ops.all_reduce(x, "max")))
     refused("dim 2 of a tensor", call(lambda x: sw.ops.all_gather(x, 2)))
     refused("dim 0 of .3, 8. has size 3, which 4 ranks", call(lambda x: sw.ops.reduce_scatter(x[:3])))

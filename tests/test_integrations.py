@@ -30,7 +30,7 @@ accelerate = pytest.importorskip("accelerate")
 peft = pytest.importorskip("peft")
 lightning = pytest.importorskip("lightning")
 
-from shardwright.integrations import accelerate as our_accelerate, hugging_face, lightning as our_lightning  # noqa: E402
+from shardwright.integrations import accelerate as our_accelerate, hugging_face, lightning as our_lightning
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.long]
 WORLD, STEPS = 2, 20

@@ -291,7 +291,7 @@ def test_join_false_leaves_the_run_in_the_background(tmp_path):
     # Nobody here is its parent; whoever is may leave it a zombie for a while.
     status = Path(f"/proc/{pid}/stat")
     wait_until(
-        lambda: not alive(pid) or status.exists() and status.read_text().rpartition(")")[2].split()[0] == "Z",
+        lambda: not alive(pid) or (status.exists() and status.read_text().rpartition(")")[2].split()[0] == "Z"),
         "the launcher's end",
     )
 

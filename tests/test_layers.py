@@ -4,7 +4,6 @@ tree."""
 from __future__ import annotations
 
 import ast
-import os
 import re
 import sys
 from collections import Counter

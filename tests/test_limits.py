@@ -125,7 +125,7 @@ def test_moments_that_cannot_be_broken_are_no_rows():
         MemoryUsage(1, 5, 9, np.array([7.0, 7.0])),
     )
     problem = Problem((np.array([0.0, 3.0]), np.array([0.0, 5.0])), {(0, 1): np.zeros((2, 2))}, usages=usages, limit=7)
-    bound, times = binding(problem)
+    _bound, times = binding(problem)
     assert times.tolist() == [2]
     assert solve_limited(problem, seconds=5).states == (1, 0)
     assert binding(replace(problem, limit=8))[0].limit is None

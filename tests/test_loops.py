@@ -122,7 +122,7 @@ def test_optimizers_on_slices():
     for optimizer in OPTIMIZERS:
         plain = net()
         expected[optimizer] = train(alone(plain), list(plain.parameters()), optimizer, clip=0.05)
-    for rank, result in enumerate(results):
+    for _rank, result in enumerate(results):
         for optimizer, losses in result.items():
             assert not isinstance(losses, str), (optimizer, losses)
             close(losses, expected[optimizer])

@@ -102,7 +102,7 @@ def test_a_tuple_lays_out_as_the_contract_says() -> None:
     plan = planned(product(((2, 4), (4, 1))))
     x, w = plan.operator("op").in_layouts
     assert x.slice((16, 8), 5) == (slice(8, 16), slice(2, 4)) and w.slice((8, 8), 5) == (slice(2, 4), slice(0, 8))
-    assert [c.ranks for c in plan.collectives(5) if c.phase == "forward"][0] == (4, 5, 6, 7)
+    assert next(c.ranks for c in plan.collectives(5) if c.phase == "forward") == (4, 5, 6, 7)
     relu = Apply(lambda m, x: m.op(x), op=sw.shard(torch.relu, ((4, 1),)))
     layout = planned(relu).operator("op").in_layouts[0]
     assert layout.slice((16, 8), 0) == layout.slice((16, 8), 1) != layout.slice((16, 8), 2)  # the rest on the right

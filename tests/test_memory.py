@@ -22,8 +22,8 @@ from shardwright.cost.memory_timeline import optimizer_bytes, timeline
 from shardwright.partition.local_program import input_placement
 from shardwright.partition.rematerialization import segments_of, with_recompute
 from shardwright.planners.graph_problem import Search
+from shardwright.planners.memory_fit import CUT
 from shardwright.planners.memory_problem import holding
-from shardwright.planners.search import CUT
 from shardwright.sharded_plan import Plan
 from shardwright.solver.milp import milp
 from shardwright.solver.solve import solve
@@ -420,7 +420,7 @@ def test_the_cheapest_of_all_plans() -> None:
 
 def test_the_same_as_the_oracle() -> None:
     net, args = mlp(16, 32, 8), (torch.randn(64, 16),)
-    search, held = searched(net, args, 2)
+    _search, held = searched(net, args, 2)
     problem = held.energy.problem
     free = solve(replace(problem, usages=(), limit=None))
     for part in (1.0, 0.8, 0.65):

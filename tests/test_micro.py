@@ -20,7 +20,7 @@ from shardwright.graph import SEED, Graph, Value
 from shardwright.pipeline.microbatch import Join, MicrobatchPlan, is_split, micro_calls, split
 from shardwright.planfile.encoding import fingerprint, read_graph, write_graph
 from shardwright.process import of_micro_batch
-from shardwright.verification.first_difference import call
+from shardwright.verification.node_comparison import call
 
 D = torch.float64
 

@@ -133,7 +133,7 @@ def optimizes(rank: int, world: int) -> None:
         model = wrapped(net, EXACT, level=level)
         ours, theirs = (torch.optim.AdamW(n.parameters(), lr=1e-3, fused=n is net) for n in (net, one))
         first, second, third = batches(D, 3)
-        for step in range(2):
+        for _step in range(2):
             with model.no_sync():
                 for batch in (first, second):
                     model(*batch).backward()
@@ -334,7 +334,7 @@ SCENARIOS: dict[int, dict[str, Callable[[int, int], None]]] = {
         "travels": travels,
         "as FSDP2": as_fsdp2,
         "compiles": compiles,
-        **{name: f for name, f in TRAINED.items() if "data_parallel, level1, data_parallel, exact" == name},
+        **{name: f for name, f in TRAINED.items() if name == "data_parallel, level1, data_parallel, exact"},
     },
     4: {
         **TRAINED,

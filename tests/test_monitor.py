@@ -6,7 +6,7 @@ import io
 import re
 import sys
 import types
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -131,7 +131,7 @@ def test_a_loss_is_not_waited_for(monkeypatch) -> None:
 class Writer:
     """What of TensorBoard's writer is used."""
 
-    made: list[Writer] = []
+    made: ClassVar[list[Writer]] = []
 
     def __init__(self, folder: str) -> None:
         self.folder, self.scalars, self.closed = folder, [], False

@@ -387,7 +387,7 @@ def test_accumulation_clipping_and_schedules() -> None:
 
 def test_several_backwards_through_one_call() -> None:
     net, one = Marked(), Marked()
-    for n, output in ((net, parallel(net)(X)), (one, one(X))):
+    for _n, output in ((net, parallel(net)(X)), (one, one(X))):
         squares(output).backward(retain_graph=True)
         output[:3].abs().sum().backward()
     close([p.grad for p in net.parameters()], [p.grad for p in one.parameters()])
@@ -483,13 +483,12 @@ def test_replicated_statistics_are_updated_once() -> None:
     assert net[1].num_batches_tracked == 2
 
 
-# -- capture and plan
-# ----------------------------------------------------------------------------------------------------
+# -- capture and plan --------------------------------------------------------------------------------------------------
 
 
 def _noted(monkeypatch, name):
-    """The shapes that a function of `shardwright.parallel.auto_parallel` is called with."""
-    import shardwright.parallel.auto_parallel as module
+    """The shapes that a function of `shardwright.parallel.call_planning` is called with."""
+    import shardwright.parallel.call_planning as module
 
     seen, noted = [], getattr(module, name)
 

@@ -28,8 +28,7 @@ KINDS: dict[str, dict[str, bool]] = {
 }
 
 
-# -- every schedule
-# ------------------------------------------------------------------------------------------------------
+# -- every schedule ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "kind", "micro_batches"), [*product(SHAPES, ("plain", "tied", "skip"), (1, 2, 4))])
@@ -59,8 +58,7 @@ def test_fewer_micro_batches_than_stages_are_refused(name: str) -> None:
         model(*batches()[0])
 
 
-# -- every kind of model
-# -------------------------------------------------------------------------------------------------
+# -- every kind of model -----------------------------------------------------------------------------------------------
 
 
 class Unlike(nn.Module):
@@ -265,8 +263,7 @@ def test_tuples_and_layouts_speak_of_a_stages_devices() -> None:
     assert model.plan.operator("layers.2").local_shapes(5)[0][0] == (4, 4)  # of 16 rows and 16 columns
 
 
-# -- modes and settings
-# --------------------------------------------------------------------------------------------------
+# -- modes and settings ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

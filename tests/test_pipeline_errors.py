@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 
 import pytest
 import torch
@@ -251,7 +251,7 @@ def on_a_rank(rank: int, world: int) -> dict[str, str]:
     return {name: said(name) for name in CASES}
 
 
-@lru_cache(maxsize=None)
+@cache
 def by_rank() -> list[dict[str, str]]:
     return run_ranks(on_a_rank, WORLD)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import multi_dimensional_hybrid as script
 import pytest
@@ -85,7 +85,7 @@ def both(rank: int, world: int) -> tuple[list[float], list[torch.Tensor]]:
     return as_the_user_runs_it()[0], gpt_losses()
 
 
-@lru_cache(maxsize=None)
+@cache
 def by_rank() -> list[tuple[list[float], list[torch.Tensor]]]:
     return run_ranks(both, 8)
 

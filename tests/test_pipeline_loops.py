@@ -35,8 +35,7 @@ def piped(
     return parallel(net, loss_fn, **options).pipeline(**(pipeline or TWO)), one
 
 
-# -- forward only
-# --------------------------------------------------------------------------------------------------------
+# -- forward only ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
@@ -104,8 +103,7 @@ def test_evaluation_between_steps() -> None:
     close(dict(model.state_dict()), dict(one.state_dict()))
 
 
-# -- backward
-# ------------------------------------------------------------------------------------------------------------
+# -- backward ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
@@ -206,8 +204,7 @@ def test_parameters_that_are_frozen_on_the_way() -> None:
             close(gradients(model.net), gradients(one))
 
 
-# -- batches and losses
-# ---------------------------------------------------------------------------------------------------
+# -- batches and losses ------------------------------------------------------------------------------------------------
 
 
 def test_a_second_batch_size() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -100,8 +100,7 @@ def chain(rank: int, scheduler: str, feed: str, marked: bool = True, **kind: boo
     return check(net, given, rank, feed=feed)
 
 
-# -- scenarios: each on all ranks, in turn
-# ---------------------------------------------------------------------------------
+# -- scenarios: each on all ranks, in turn -----------------------------------------------------------------------------
 
 SCENARIOS: dict[str, Callable[[int, int], None]] = {}
 
@@ -342,7 +341,7 @@ class Dropped(Chain):
         return self.layers[3](x)
 
 
-@lru_cache(maxsize=None)
+@cache
 def dropped_on_one_device() -> list[Tensor]:
     """In one process; a stand-alone model draws the numbers of one device."""
     sw.init(devices=1)
@@ -446,8 +445,7 @@ def test_on_four_ranks(name: str, results: list[dict[str, str | None]]) -> None:
     assert not failed, "\n".join(f"rank {rank}:\n{text}" for rank, text in failed.items())
 
 
-# -- a rank that dies
-# ------------------------------------------------------------------------------------------------------
+# -- a rank that dies --------------------------------------------------------------------------------------------------
 
 
 def dies(rank: int, world: int) -> None:

@@ -91,7 +91,7 @@ def test_any_number_of_devices(devices: int) -> None:
     for rank in {0, devices // 2, devices - 1}:
         for collective in plan.collectives(rank):
             assert rank in collective.ranks and collective.ranks == tuple(sorted(set(collective.ranks)))
-            assert 0 <= min(collective.ranks) and max(collective.ranks) < devices
+            assert min(collective.ranks) >= 0 and max(collective.ranks) < devices
         for parameter in plan.parameters.values():
             assert tuple(s.stop - s.start for s in parameter.slice(rank)) == parameter.local_shape(rank)
     repeated = [n for n in plan.notes if "repeat the same work" in n]

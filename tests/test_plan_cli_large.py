@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_plan_cli import command  # noqa: F401: what each test here starts from
+from test_plan_cli import _as_a_process_of_its_own, command  # noqa: F401  a fixture of every test here
 
 import shardwright as sw
 from shardwright.layout import digits_size

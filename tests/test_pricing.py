@@ -170,7 +170,7 @@ def test_a_splice_is_the_best_of_all_places(problem, seed):
 @given(small)
 def test_a_window_never_makes_it_worse_and_keeps_the_limit(problem):
     bound, rows = priced(problem)
-    states = milp(problem).states + (0,)
+    states = (*milp(problem).states, 0)
     inner = consistent(problem)
     assume(all(len(k) == len(own) for k, own in zip(inner.kept, problem.costs)))
     dear = [
@@ -202,7 +202,9 @@ def test_sparse_tables_and_equal_columns_change_nothing(seed, forbidden):
     order = elimination_order(sizes, edges, allowed=facts.sparse(edges), few=facts.few(edges))
     gone = eliminate(problem.costs, edges, order, made=Tables(facts))
     every = [problem.cost(s) for s in product(*(range(len(own)) for own in problem.costs))]
-    assert gone.constant == pytest.approx(min(every)) or not np.isfinite(min(every)) and not np.isfinite(gone.constant)
+    assert gone.constant == pytest.approx(min(every)) or (
+        not np.isfinite(min(every)) and not np.isfinite(gone.constant)
+    )
 
 
 def test_a_part_has_what_is_known_and_what_goes_with_it():

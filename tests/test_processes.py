@@ -196,7 +196,7 @@ def maxima_with_ties(rank: int, world: int) -> None:
         for _ in range(2)
     ]
     x = draw(8, 8).round()  # ties among ranks and within
-    for net, call in ((nets[0], wrapped(nets[0])), (nets[1], nets[1])):
+    for _net, call in ((nets[0], wrapped(nets[0])), (nets[1], nets[1])):
         squares(call(x)).backward()
     close(gradients(nets[0]), gradients(nets[1]))
 

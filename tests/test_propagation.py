@@ -19,8 +19,9 @@ from shardwright.capture.export import capture
 from shardwright.cluster import Cluster
 from shardwright.cost.cost_model import CostModel
 from shardwright.layout import Digit, Layout
-from shardwright.planners import propagation, propagation as demands
-from shardwright.planners.propagation import MOST, demands_of, legal, passes_through, path_from_mark, project
+from shardwright.planners import demands, propagation
+from shardwright.planners.demands import MOST, demands_of, legal, passes_through, project
+from shardwright.planners.propagation import path_from_mark
 from shardwright.planning import FITTING
 from shardwright.rules import bound_rule
 from shardwright.solver.problem import Solution
@@ -49,7 +50,7 @@ def test_forwards_and_where_from() -> None:
 
 def test_backwards() -> None:
     plan = planned(Chain(second=((2, 4), (4, 1))), torch.empty(16, 32, dtype=D), cluster="a100x8")
-    matmul, relu, second = plan.decisions.values()
+    matmul, relu, _second = plan.decisions.values()
     assert (relu.origin, matmul.origin) == ("matmul2", "matmul2")
     assert path_from_mark(plan.decisions, matmul.op.name) == ("matmul2", relu.op.name, matmul.op.name)
     # what the second product contracts, the first has as its columns

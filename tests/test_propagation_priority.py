@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from shardwright.capture.export import capture
-from shardwright.planners import propagation as demands
-from shardwright.planners.propagation import demands_of, within
+from shardwright.planners import demands
+from shardwright.planners.demands import demands_of, within
 from shardwright.rules import assignment_of, bound_rule
 
 MODE = "sharding_propagation"
@@ -296,10 +296,10 @@ def test_random_networks(made, devices, data) -> None:
     for name, strategy in strategies.items():
         if strategy is not None:
             assert plan.decisions[name].assignment == assignment_of(bounds[name], strategy, devices)
-    for name, demands in demands_of(plan.graph, plan.decisions, devices).items():
+    for name, of_operator in demands_of(plan.graph, plan.decisions, devices).items():
         decision, cutting = (
             plan.decisions[name],
-            [d for d in demands if d.assignment.used and not d.aggressive and not d.outranked],
+            [d for d in of_operator if d.assignment.used and not d.aggressive and not d.outranked],
         )
         levels = sorted(
             {

@@ -159,12 +159,12 @@ def test_numbers_have_their_distributions() -> None:
 
     even = drawn("uniform")
     normal, waits = drawn("normal"), drawn("exponential")
-    for values, through in ((even, even), (normal, torch.special.ndtr(normal)), (waits, 1 - torch.exp(-waits))):
+    for _values, through in ((even, even), (normal, torch.special.ndtr(normal)), (waits, 1 - torch.exp(-waits))):
         at = torch.arange(1, n + 1, dtype=D) / n
         assert (through.sort().values - at).abs().max() < 1.95 / math.sqrt(n)  # Kolmogorov, 0.1 %
     assert abs(normal.mean()) < 4 / math.sqrt(n) and abs(normal.var() - 1) < 4 * math.sqrt(2 / n)
     assert abs((normal**4).mean() - 3) < 4 * math.sqrt(96 / n)
-    assert waits.min() > 0 and 0 <= even.min() and even.max() < 1
+    assert waits.min() > 0 and even.min() >= 0 and even.max() < 1
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         assert drawn("uniform", dtype).max() < 1 and abs(drawn("uniform", dtype).double().mean() - 0.5) < 0.005
     sides = drawn("integer", torch.int64) % 6
@@ -582,7 +582,7 @@ def on_a_rank(rank: int, world: int) -> dict[str, Any]:
 
 def test_processes_draw_what_one_process_draws() -> None:
     by_rank = run_ranks(on_a_rank, 4)
-    for seed, (mode, dataset, random) in enumerate(SETTINGS):
+    for seed, (mode, _dataset, random) in enumerate(SETTINGS):
         net, name = Dropped((2, 2)), f"{mode} {random}"
         model = parallel(net, CROSS_ENTROPY, devices=4, mode=mode, random=random)
         torch.manual_seed(seed)

@@ -197,7 +197,9 @@ def marked(draw_: Any, bound: Bound, devices: int) -> tuple[Any, Any]:
     if draw_(st.integers(0, 3)) == 0:
         cut = [
             draw_(
-                st.sampled_from([None, *(d for d, size in enumerate(s) if size % 2 == 0 or bound.uneven and size > 1)])
+                st.sampled_from(
+                    [None, *(d for d, size in enumerate(s) if size % 2 == 0 or (bound.uneven and size > 1))]
+                )
             )
             for s in bound.out_shapes
         ]

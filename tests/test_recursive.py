@@ -26,13 +26,13 @@ from shardwright.cost.cost_model import CostModel
 from shardwright.layout import Digit
 from shardwright.partition.local_program import input_placement
 from shardwright.planners.graph_problem import Search
-from shardwright.planners.search import recursive_programming
+from shardwright.planners.recursive import recursive_programming
 from shardwright.planners.search_space import options_among, strategy_of
 from shardwright.rules import bound_rule
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 
-import gpt  # noqa: E402
+import gpt
 
 MODE = "recursive_programming"
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import shardwright as sw
 from shardwright.capture.export import Recording, capture, capture_scalable
 
-parallel = import_module("shardwright.parallel.auto_parallel")
+parallel = import_module("shardwright.parallel.call_planning")
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +96,7 @@ def test_a_graph_at_other_sizes_is_the_one_that_is_captured_there(case, seed):
         y = inputs(*(choose.randint(4, m) for m in most))
         made = scalable.at([tuple(y.shape)])
         if made is None:  # only where torch or the model makes a difference between the sizes
-            assert case == "pooled" or case == "branching" and (x.shape[1] > 10) != (y.shape[1] > 10)
+            assert case == "pooled" or (case == "branching" and (x.shape[1] > 10) != (y.shape[1] > 10))
         else:
             scaled += 1
             assert scalable.like(capture(net, (y,)), [tuple(y.shape)]) is not None
@@ -119,7 +119,7 @@ def test_a_capture_writes_no_code_and_reckons_sizes_once(monkeypatch):
 
 
 def test_calls_of_one_form_are_split_once(monkeypatch):
-    splitter, seen = import_module("shardwright.pipeline.microbatch").Splitter, []
+    splitter, seen = import_module("shardwright.pipeline.microbatch_values").MicrobatchRewriter, []
     monkeypatch.setattr(splitter, "_of_rows", _counted(splitter._of_rows, "rows", seen))
     counts = []
     for layers in (2, 6):
@@ -272,8 +272,7 @@ def test_programs_that_were_not_used_lately_are_forgotten():
             sw.AutoParallel(plain, max_programs=wrong)
 
 
-# -- pipelines
-# -----------------------------------------------------------------------------------------------------------
+# -- pipelines ---------------------------------------------------------------------------------------------------------
 
 
 def piped(plain, mode="semi_auto", micro_batches=2, **given):
@@ -372,8 +371,7 @@ def test_a_pipeline_of_a_model_with_branches_on_a_size(captures):
     assert captures.count("capture") <= 2 + 2 + 1
 
 
-# -- what the forward does besides its result
-# ------------------------------------------------------------------------------
+# -- what the forward does besides its result --------------------------------------------------------------------------
 
 
 class Counting(Language):
@@ -488,8 +486,7 @@ def test_a_count_that_the_program_depends_on_is_refused_at_every_size():
     model(labels(8 * 6, 16).view(8, 6))
 
 
-# -- sizes that are known to differ
-# ----------------------------------------------------------------------------------------
+# -- sizes that are known to differ ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("pipeline", [False, True])

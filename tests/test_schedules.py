@@ -44,7 +44,7 @@ def replayed(made: Schedule) -> None:
     last = made.stages - 1
 
     def may(stage: int, kind: str, micro: int) -> bool:
-        back = lambda s: (s, "B", micro) in done or (s, "I", micro) in done  # noqa: E731
+        back = lambda s: (s, "B", micro) in done or (s, "I", micro) in done
         if kind == "F":
             return stage == 0 or (stage - 1, "F", micro) in done
         if kind == "W":

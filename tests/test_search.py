@@ -29,7 +29,7 @@ from shardwright.solver.solve import solve
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 
-import gpt  # noqa: E402
+import gpt
 
 SEARCHING = ("recursive_programming", "dynamic_programming")
 

@@ -310,7 +310,7 @@ def test_a_long_search_says_how_far_it_is(monkeypatch):
         priced_search(bound, rows, SweptPricing(bound, rows), 1e-2)
     assert any(line.phase == "prices of memory" and line.bound is not None for line in said)
     assert [line.seconds for line in said] == sorted(line.seconds for line in said)
-    assert "prices of memory" in str(said[-1]) and " s a step" in str(said[-1]) or "no plan yet" in str(said[-1])
+    assert ("prices of memory" in str(said[-1]) and " s a step" in str(said[-1])) or "no plan yet" in str(said[-1])
 
 
 def test_a_short_one_says_nothing(capfd, caplog):

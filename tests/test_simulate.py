@@ -187,7 +187,7 @@ def longest(
 @given(valid(), st.data())
 def test_the_total_is_the_longest_path(made: Schedule, data: st.DataObject) -> None:
     number = st.integers(0, 20).map(float)
-    draw = lambda: [data.draw(number) for _ in range(made.stages)]  # noqa: E731
+    draw = lambda: [data.draw(number) for _ in range(made.stages)]
     seconds = {name: draw() for name in ("forward", "backward", "begin", "end")}
     seconds["weights"] = [data.draw(st.integers(0, int(b))) for b in seconds["backward"]]
     sending = {(s, t): data.draw(number) for s in range(made.stages) for t in range(made.stages) if s != t}

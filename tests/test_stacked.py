@@ -1,6 +1,7 @@
 """Values of all ranks in one tensor, in the local runtime: conversions, products and operators, against shard by
 shard."""
 
+import contextlib
 import math
 
 import pytest
@@ -16,7 +17,8 @@ from shardwright.errors import LayoutError
 from shardwright.graph import Op, Value
 from shardwright.layout import Digit, Layout, overlap
 from shardwright.redistribution import redistribution, transpose
-from shardwright.runtime.local.operators import SameOnAllRanks, leading, plain_function, product
+from shardwright.runtime.local.operators import SameOnAllRanks, leading, plain_function
+from shardwright.runtime.local.products import product
 from shardwright.runtime.local.shards import Axes, ReplicasDiffer, convert_shards, converting, union
 
 D = torch.float64
@@ -30,10 +32,8 @@ def conversions(draw):
     source = draw_layout(draw, devices, dims, True, reduction)
     target = draw_layout(draw, devices, dims, False)
     if draw(st.booleans()) and not overlap(target.carried, source.partial):
-        try:
+        with contextlib.suppress(LayoutError):  # mixed radices: digits that do not fit beside one another
             target = target.with_partial(source.partial, reduction)
-        except LayoutError:  # mixed radices: digits that do not fit beside one another
-            pass
     terms = tuple(d for d in target.replicas if draw(st.booleans()))
     shape = tuple(math.lcm(a, b) * draw(st.integers(1, 2)) for a, b in zip(source.cuts, target.cuts))
     return source, target, terms, shape

@@ -166,7 +166,7 @@ def test_a_picture_has_a_rectangle_for_each_span(name: str, groups: int, micro_b
         assert x == pytest.approx(left + span.start * scale, abs=0.05)
         if groups > 1:
             assert wide == pytest.approx((span.stop - span.start) * scale, abs=0.05)
-        assert 0 < x and x + wide < width and float(box.get("y")) + float(box.get("height")) < height
+        assert x > 0 and x + wide < width and float(box.get("y")) + float(box.get("height")) < height
         assert (box.find(f"{SVG}title").text or "").startswith(f"{span.action}, ")
     # Bubble, peaks, the unit of time and the names of the groups are there to read.
     assert headline(made) in texts and (f"bubble {made.bubble:.1%}" in headline(made) or groups == 1)
@@ -182,7 +182,7 @@ def test_a_picture_has_a_rectangle_for_each_span(name: str, groups: int, micro_b
 @pytest.mark.parametrize(("name", "groups", "micro_batches"), SIZES)
 def test_labels_lie_within_their_spans(name: str, groups: int, micro_batches: int) -> None:
     made = step(schedule(name, groups, micro_batches))
-    root, boxes, texts = read(picture(made))
+    root, boxes, _texts = read(picture(made))
     labels = [t for t in root.iter(f"{SVG}text") if re.fullmatch(r"\d+[FBIW]\d+", t.text or "")]
     if micro_batches <= 8:  # all of them have room
         assert {t.text for t in labels} == {str(s.action) for s in made.spans if len(s.action) == 3}

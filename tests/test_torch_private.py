@@ -244,10 +244,10 @@ def test_checkpoints_are_seen_where_torch_wraps_them_in_another_way(monkeypatch:
 
 
 def test_every_feature_is_named() -> None:
-    for name, (path, feature) in torch_private._NAMES.items():
+    for _name, (path, feature) in torch_private._NAMES.items():
         assert path.startswith("torch.") and feature
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        torch_private.nothing  # noqa: B018
+        torch_private.nothing
     for module in pkgutil.walk_packages(sw.__path__, "shardwright."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)

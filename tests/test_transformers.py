@@ -149,7 +149,19 @@ def test_dropout_is_the_same_on_any_number_of_devices(name: str) -> None:
 
 @pytest.mark.parametrize("module", [gpt, llama], ids=lambda m: m.__name__)
 def test_the_scripts_learn_the_same_in_every_mode(module, capsys) -> None:
-    settings = "--steps 3 --layers 1 --width 16 --length 16 --dtype float64 --parallel_mode".split()
+    settings = [
+        "--steps",
+        "3",
+        "--layers",
+        "1",
+        "--width",
+        "16",
+        "--length",
+        "16",
+        "--dtype",
+        "float64",
+        "--parallel_mode",
+    ]
     losses = {mode: module.main([*settings, mode]) for mode in ("stand_alone", "data_parallel", "semi_auto")}
     losses["two devices"] = module.main([*settings, "semi_auto", "--devices", "2"])
     assert losses["stand_alone"][-1] < losses["stand_alone"][0]
@@ -510,7 +522,7 @@ class Mapped(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.layer(x)
-        each = lambda row, bias: (row * bias).softmax(-1) + self.layer(row)  # noqa: E731
+        each = lambda row, bias: (row * bias).softmax(-1) + self.layer(row)
         rows = torch.vmap(each, (0, None), 1)(y, self.layer.bias)
         seen = torch.vmap(torch.vmap(lambda i, j: i >= j, (0, None)), (None, 0))(torch.arange(8), torch.arange(8))
         return torch.where(seen, rows.sum(1), 0.0) + y

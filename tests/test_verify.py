@@ -419,7 +419,7 @@ def test_parameters_take_the_precision_of_their_gradients_step_by_step():
 
     graph = capture(Tail().double(), (torch.randn(8, 8, dtype=torch.float64),))
     once, twice = precisions(graph, 1), precisions(graph, 2)
-    (first, second) = (v.name for v in graph.outputs)
+    (first, _second) = (v.name for v in graph.outputs)
     assert once.values[first].dtype == torch.float64 and twice.values[first].dtype == torch.float32
     assert {p.dtype for p in once.state.values()} == {torch.float32}
     assert once.gradients[graph.parameters["second.weight"].name].dtype == torch.float32

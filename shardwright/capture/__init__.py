@@ -3,6 +3,8 @@
 annotations          what a user marks: shard, recompute, set_stage, no_optimizer_parallel
 export               one run of the forward through `torch.export`
 graph_reader         the exported program, read into a `Graph`
+in_place_reader      its operators that write in place
+source_lines         files, lines and modules of the user's own code
 mutation             writes into tensors, as a program without writes
 regions              recompute regions, autograd functions and vmap regions, each kept whole
 observation          Python state that the forward reads and writes

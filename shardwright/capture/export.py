@@ -51,7 +51,7 @@ from ..torch_private import (
     without_cudnn,
 )
 from .annotations import collect_marks, mark_names, whole_shape
-from .graph_reader import GraphReader, bare, is_users, user_frame
+from .graph_reader import GraphReader, bare
 from .guards import GuardedPlace, Guards
 from .memoised_functions import computed_for_real
 from .module_hooks import outermost_left_out
@@ -71,6 +71,7 @@ from .side_effects import (
     refuse_backward_hooks,
     watched_calls,
 )
+from .source_lines import is_users, user_frame
 
 __all__ = ["ModelAndLoss", "Recording", "WithLoss", "capture", "capture_scalable"]
 
@@ -403,7 +404,7 @@ def _captured(
         return made
     except ShardwrightError as error:
         raised = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)]
-        raise error if error.source else error.located(source=user_frame(raised) or None)
+        raise (error if error.source else error.located(source=user_frame(raised) or None))  # noqa: B904  the same error
     except Exception as error:
         frames = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)]
         first = str(error).strip().split("\n\n")[0]

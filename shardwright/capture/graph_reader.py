@@ -6,11 +6,8 @@ out, tied parameters become one value, each operator keeps its module path and t
 
 from __future__ import annotations
 
-import math
 import operator
-import re
 import sys
-import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,33 +16,27 @@ import torch
 from torch.export.graph_signature import InputKind, OutputKind
 
 from ..autocast import Autocast, Like, casts_of, entered, under, with_dtype
-from ..errors import PACKAGE_FOLDER, CaptureError
+from ..errors import CaptureError
 from ..graph import Graph, Master, Op, Value, map_values, values_in
-from ..rules.indexing import assigned, overwritten
-from ..rules.normalization import batch_norm, without_side_effects
+from ..rules.indexing import assigned
+from ..rules.normalization import without_side_effects
 from ..rules.recurrent import layer_by_layer, without_dropout
 from ..torch_private import FakeTensor, OpOverload, pytree, schema_of
 from .annotations import Operator
-from .mutation import Cell, Memory, View, ViewStep, Writer, gives_back, is_same, plain_form, serial, shares_memory
+from .in_place_reader import InPlaceReader, metas_made, tensors_of
+from .mutation import Cell, Memory, View, ViewStep, Writer, serial
 from .regions import EDGE, OPAQUE, Applied, RecomputeSettings, recomputed_ops, regions, written_out
 from .scaling import Sizes
+from .source_lines import module_path, source_of
 
-__all__ = ["GraphReader", "MarkUse", "bare", "is_users", "user_frame"]
+__all__ = ["GraphReader", "MarkUse", "bare"]
 
 aten = torch.ops.aten
 
 _OWNERS = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "constant"}
 
-#: What the model may not change in place -> what to write instead.
-_UNCHANGEABLE = {
-    "parameter": "a change outside of the model's forward",
-    "constant": "a buffer, which register_buffer makes of it",
-}
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in ')
-_TORCH = torch.__file__.rsplit("/", 1)[0] + "/"
-_PYTHON = sysconfig.get_path("stdlib") + "/"
 
 
 @dataclass(frozen=True)
@@ -67,32 +58,11 @@ class MarkUse:
     priority: int = 0
 
 
-def is_users(file: str) -> bool:
-    """Whether a file is neither ours nor torch's nor Python's own; installed packages may be the user's model."""
-    return not (file.startswith((PACKAGE_FOLDER, _TORCH, "<")) or file.startswith(_PYTHON) and "-packages/" not in file)
-
-
-def user_frame(frames: list[tuple[str, int]]) -> str:
-    """The innermost frame that is the user's own, as ``file.py:41``."""
-    return next((f"{file.rsplit('/', 1)[-1]}:{line}" for file, line in reversed(frames) if is_users(file)), "")
-
-
-def _source(node: torch.fx.Node) -> str:
-    trace = node.meta.get("stack_trace") or ""
-    return user_frame([(m["file"], int(m["line"])) for m in _FRAME.finditer(trace)])
-
-
-def _module_path(node: torch.fx.Node, prefix: str) -> str:
-    stack = node.meta.get("nn_module_stack")
-    path = list(stack.values())[-1][0] if stack else ""
-    return path.removeprefix(prefix).removeprefix(".") if path.startswith(prefix) else path
-
-
 def bare(name: str, prefix: str) -> str:
     return name.removeprefix(prefix + ".") if prefix else name
 
 
-class GraphReader:
+class GraphReader(InPlaceReader):
     """Reads an exported program into a `Graph`."""
 
     def __init__(
@@ -278,11 +248,11 @@ class GraphReader:
                 ) as error:
                     raise CaptureError(
                         f"{node.target} cannot be read: {type(error).__name__}: {error}",
-                        source=_source(node) or None,
+                        source=source_of(node) or None,
                         legal="torch's plain operators",
                     ) from error
             else:
-                raise CaptureError(f"unexpected node {node.format_node()}", source=_source(node))
+                raise CaptureError(f"unexpected node {node.format_node()}", source=source_of(node))
         return []
 
     # -- one node --
@@ -313,7 +283,7 @@ class GraphReader:
         elif target is torch.ops.higher_order.wrap_with_autocast:
             self.autocast(node)
         else:
-            raise CaptureError(f"{target} holds a program of its own that is not understood", source=_source(node))
+            raise CaptureError(f"{target} holds a program of its own that is not understood", source=source_of(node))
 
     def grad_mode(self, node: torch.fx.Node) -> None:
         """A region under torch.no_grad: inlined, what leaves it carries no gradient."""
@@ -386,7 +356,7 @@ class GraphReader:
                 f"internal error: under {self.casting} {target} of {[v.dtype for v in values_in((args, kwargs))]} "
                 f"was captured with results of {[*recorded]}, and its casts give {[*decided.made]}",
                 operator=node.name,
-                source=_source(node) or None,
+                source=source_of(node) or None,
                 legal="with torch.autocast(..., enabled=False) around it, and its casts written there",
             )
         to = iter(decided.inputs)
@@ -400,7 +370,7 @@ class GraphReader:
         if dtype is None or dtype == value.dtype:
             return value
         # Modules that share a parameter may lie in different stages of a pipeline: each casts it.
-        key = value.name, dtype, _module_path(node, self.prefix) if value.name in self.parameters else ""
+        key = value.name, dtype, module_path(node, self.prefix) if value.name in self.parameters else ""
         cast = self.casts.get(key)
         if cast is None:
             name = self.unique(f"{value.name}_{str(dtype).removeprefix('torch.')}")
@@ -414,8 +384,8 @@ class GraphReader:
                     {},
                     (value,),
                     (cast,),
-                    _module_path(node, self.prefix),
-                    _source(node),
+                    module_path(node, self.prefix),
+                    source_of(node),
                 )
             )
             self.uncast[name] = value
@@ -532,135 +502,13 @@ class GraphReader:
             self.entries[node] = self.entries[node.args[0]]
         self.cells[node] = cells[0] if isinstance(node.meta.get("val"), torch.Tensor) else cells
 
-    def find_views(self, node: torch.fx.Node, target: Any, args: tuple, kwargs: dict, cells: list[Cell | None]) -> None:
-        """Outputs that share memory with an input become views of it."""
-        sources = [
-            n
-            for n in pytree.tree_leaves((node.args, dict(node.kwargs)))
-            if isinstance(n, torch.fx.Node) and isinstance(self.cells[n], Cell)
-        ]
-        metas = _tensors(node.meta.get("val"))
-        sizes = tuple(tuple(m.shape) if m is not None else () for m in metas)
-        for i, (cell, meta) in enumerate(zip(cells, metas)):
-            shared = [
-                n
-                for n in sources
-                if cell is not None
-                and isinstance(n.meta.get("val"), torch.Tensor)
-                and (shares_memory(n.meta["val"], meta) or gives_back(target, args, kwargs))
-            ]
-            source = None if not shared else shared[i] if len(shared) == len(cells) else shared[0]
-            parent = None if source is None else self.cells[source].view
-            if parent is not None and any(v is parent.value for v in values_in((args, kwargs))):
-                same = gives_back(target, args, kwargs) or is_same(source.meta["val"], meta)
-                step = ViewStep(target, args, kwargs, parent.value, i, sizes, same)
-                cell.view = View(parent.memory, cell.view.value, parent, step)
-
-    def in_place(self, node: torch.fx.Node, target: Any, written: list[str], args: tuple, kwargs: dict) -> None:
-        """``x.relu_()`` becomes a plain relu, and the variable x holds its result from here on."""
-        given = dict(zip((a.name for a in schema_of(target).arguments), node.args)) | dict(node.kwargs)
-        changed = [
-            self.cells.get(n)
-            for n in pytree.tree_leaves([given[name] for name in written])
-            if isinstance(n, torch.fx.Node)
-        ]
-        plain = plain_form(target)
-        if (
-            torch.Tag.inplace_view in target.tags
-            and target is not aten.detach_.default
-            and plain is not None
-            and schema_of(plain).returns[0].alias_info is not None
-        ):
-            self.turn(node, plain, args, kwargs)
-            return
-        if target is aten.fill_diagonal_.default and len(args[0].shape) == 2:
-            value = self.filled_diagonal(*args, **kwargs)
-            made = None if value is None else [value]
-        elif target is aten.copy_.default:
-            made = self.emit(overwritten, args[:2], {}) if args[0].requires_grad else [args[1]]
-        elif target is aten.detach_.default and not args[0].requires_grad:
-            made = [args[0]]
-        elif plain is None or torch.Tag.inplace_view in target.tags and target is not aten.detach_.default:
-            made = None
-        else:
-            kwargs = {name: value for name, value in kwargs.items() if name not in written}
-            made = [c.view.value for c in self.record(node, plain, args, kwargs, metas=_made(plain, args, kwargs))]
-        if made is None or len(made) != len(changed) or not all(isinstance(c, Cell) for c in changed):
-            raise CaptureError(
-                f"{target} writes into its arguments and has no plain form",
-                source=_source(node) or None,
-                legal="an operator that returns its result",
-            )
-        for cell, value in zip(changed, made):
-            if value is not cell.view.value:
-                self.store(node, cell, value)
-        self.cells[node] = changed[0] if isinstance(node.meta.get("val"), torch.Tensor) else changed
-
-    def turn(self, node: torch.fx.Node, plain: Any, args: tuple, kwargs: dict) -> None:
-        """``x.t_()``: the variable sees its memory otherwise from here on."""
-        cell = self.cells[node.args[0]]
-        before = cell.view
-        value = self.record(node, plain, args, kwargs)[0].view.value
-        step = ViewStep(plain, args, kwargs, before.value, 0, (value.shape,), before.value.shape == value.shape == ())
-        cell.view = View(before.memory, value, before, step)
-        self.cells[node] = cell
-
-    def filled_diagonal(self, x: Value, fill: Any, wrap: bool = False) -> Value | None:
-        rows, columns = x.shape
-        if wrap and rows > columns:
-            return None
-        diagonal = self.emit(
-            aten.full.default, ([min(rows, columns)], fill), {"dtype": x.dtype, "device": self.node.meta["val"].device}
-        )[0]
-        return self.emit(aten.diagonal_scatter.default, (x, diagonal), {})[0]
-
-    def store(self, node: torch.fx.Node, cell: Cell, value: Value) -> None:
-        """A variable holds another value from here on, in the memory that it shares: noted where this is a buffer's,
-        refused where it cannot be."""
-        memory, old, where = cell.memory, self.read(cell), {"source": _source(node) or None}
-        if memory.owner in _UNCHANGEABLE:
-            raise CaptureError(
-                f"the model changes its {memory.owner} {memory.name!r} in place",
-                **where,
-                legal=_UNCHANGEABLE[memory.owner],
-            )
-        if value.dtype != old.dtype:
-            value = self.emit(aten.to.dtype, (value, old.dtype), {})[0]
-        if value.shape != old.shape:
-            value = self.emit(aten.expand.default, (value, list(old.shape)), {})[0]
-        if self.frontier is not None and memory.number < self.frontier:
-            value = self.writer.assign(old, value)
-        try:
-            self.writer.write(cell.view, value)
-        except CaptureError as error:
-            raise error.located(**where) from None
-        if memory.owner == "buffer":
-            self.updates[memory.name] = memory.whole.value
-
-    def running_statistics(
-        self, node: torch.fx.Node, target: Any, named: dict[str, Any], nodes: dict[str, Any]
-    ) -> None:
-        """A normalisation that changes its running statistics: `target` returns them."""
-        if target is batch_norm:
-            path = _module_path(node, self.prefix)
-            count = f"{path}.num_batches_tracked" if path else "num_batches_tracked"
-            count = self.aliases.get(count, count)
-            counts = self.memories.get(count)
-            named["tracked"] = self.writer.read(counts.whole) if counts and math.isnan(named["momentum"]) else None
-        args = tuple(named[a.name] for a in schema_of(target).arguments)
-        held = [self.cells[nodes[name]] for name in ("running_mean", "running_var")]
-        out, *new = self.record(node, target, args, {}, [self.read(c) for c in held])
-        for cell, made in zip(held, new):
-            self.store(node, cell, made.view.value)
-        self.cells[node] = out
-
     def emit(self, target: Any, args: tuple, kwargs: dict) -> list[Value]:
         """Append an operator that stands for a part of the node that is read; its outputs."""
-        metas = _made(target, args, kwargs)
+        metas = metas_made(target, args, kwargs)
         if metas is None:
             raise CaptureError(
                 f"{target} cannot stand for a part of {self.node.target}",
-                source=_source(self.node) or None,
+                source=source_of(self.node) or None,
                 legal="an operator that returns its result",
             )
         return [cell.view.value for cell in self.record(self.node, target, args, kwargs, metas=metas, entered=False)]
@@ -682,14 +530,14 @@ class GraphReader:
             metas: like these are its outputs, where they are not those of the node.
             entered: whether its inputs are those of the node.
         """
-        metas = metas or _tensors(node.meta.get("val"))
+        metas = metas or tensors_of(node.meta.get("val"))
         shapes = [self.shape(m) if isinstance(m, torch.Tensor) else (m,) for m in metas]
         if any(isinstance(s, _SYMBOLIC) for shape in shapes for s in shape):
             on = [tuple(v.shape) for v in values_in((args, kwargs))]
             raise CaptureError(
                 f"what {target} gives, called on {on}, depends on the values of tensors",
                 operator=node.name,
-                source=_source(node) or None,
+                source=source_of(node) or None,
                 legal="shapes and numbers that do not depend on the values of tensors, such as "
                 "torch.where(mask, a, b) in the place of a[mask]",
             )
@@ -727,8 +575,8 @@ class GraphReader:
                 kwargs,
                 inputs,
                 outputs,
-                _module_path(node, self.prefix),
-                _source(node),
+                module_path(node, self.prefix),
+                source_of(node),
                 number=number if seeded else 0,
             )
         )
@@ -757,19 +605,6 @@ def _is_beside(target: Any) -> bool:
         assigned,
         aten.diagonal_scatter.default,
     )
-
-
-def _tensors(made: Any) -> list[Any]:
-    return list(made) if isinstance(made, (tuple, list)) else [made]
-
-
-def _made(target: Any, args: tuple, kwargs: dict) -> list[torch.Tensor] | None:
-    """What an operator returns, without its elements; None where that takes elements."""
-    args, kwargs = map_values((args, kwargs), lambda v: torch.empty(v.shape, dtype=v.dtype, device="meta"))
-    try:
-        return _tensors(target(*args, **kwargs))
-    except RuntimeError:
-        return None
 
 
 def _flowing(target: Any, args: tuple, kwargs: dict, count: int) -> tuple[bool, ...]:

@@ -77,7 +77,7 @@ def is_simple(value: Any) -> bool:
     """True for a value that cannot change in place: numbers, strings, dtypes, functions, classes, tuples of these."""
     if isinstance(value, (tuple, frozenset)):
         return all(map(is_simple, value))
-    return isinstance(value, _SIMPLE) or isinstance(value, _FUNCTIONS)
+    return isinstance(value, (_SIMPLE, _FUNCTIONS))
 
 
 @dataclass(frozen=True, eq=False)
@@ -315,7 +315,7 @@ class Guards:
         for place, before in recorded:
             now = place.get()
             if not _same(before, now):
-                if is_simple(before) and is_simple(now) or MISSING in (before, now):
+                if (is_simple(before) and is_simple(now)) or MISSING in (before, now):
                     return f"{place.path} was {spelled(before)} and is {spelled(now)}"
                 return f"{place.path} is another object: {spelled(now)}"
         for held, before, path in self._containers:

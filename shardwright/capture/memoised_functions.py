@@ -22,8 +22,8 @@ from torch import nn
 
 from ..errors import CaptureError
 from ..torch_private import DisableTorchFunction, FakeTensor, disable_current_modes, pytree
-from .graph_reader import is_users
 from .guards import MISSING, GuardedPlace
+from .source_lines import is_users
 
 __all__ = ["computed_for_real"]
 

@@ -270,8 +270,10 @@ def _retyped(step: ViewStep, whole: Value, part: Value) -> tuple | None:
 
 _INVERSES: dict[str, Callable[[ViewStep, Value, Value], tuple | None]] = {
     **dict.fromkeys(
-        "reshape _unsafe_view _reshape_alias flatten unflatten ravel squeeze unsqueeze atleast_1d atleast_2d "
-        "atleast_3d view_as reshape_as".split(),
+        (
+            "reshape _unsafe_view _reshape_alias flatten unflatten ravel squeeze unsqueeze atleast_1d "
+            "atleast_2d atleast_3d view_as reshape_as"
+        ).split(),
         _reshaped,
     ),
     "view": lambda step, whole, part: (_retyped if whole.dtype != part.dtype else _reshaped)(step, whole, part),

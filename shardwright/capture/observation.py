@@ -29,8 +29,8 @@ from torch import nn
 
 from ..torch_private import hooks_of_all_modules
 from .annotations import Operator
-from .graph_reader import is_users
 from .guards import CONTAINERS, HOOKS, MISSING, TABLES, GuardedPlace, is_simple
+from .source_lines import is_users
 
 __all__ = ["Change", "Observation", "user_function"]
 
@@ -203,7 +203,7 @@ class Observation:
             self._patched.append((cls, name, before))
 
     def _read(self, obj: Any, name: str) -> None:
-        if not self._on or name in _STANDARD or name.startswith("__") and name != "__dict__":
+        if not self._on or name in _STANDARD or (name.startswith("__") and name != "__dict__"):
             return
         try:
             attributes = object.__getattribute__(obj, "__dict__")
@@ -265,7 +265,7 @@ class Observation:
         """A value that the forward can reach: what can be changed in it is watched, functions are looked into."""
         if isinstance(value, (torch.Tensor, types.ModuleType)) or value is MISSING:
             return
-        if isinstance(value, tuple) and not is_simple(value) or isinstance(value, CONTAINERS):
+        if (isinstance(value, tuple) and not is_simple(value)) or isinstance(value, CONTAINERS):
             if id(value) not in self._held:
                 if not isinstance(value, tuple):
                     self._held[id(value)] = self._kept(value, path)
@@ -305,7 +305,7 @@ class Observation:
             if cls not in self._classes:
                 self._classes.add(cls)
                 self._watch(cls)
-            call = getattr(cls, "__call__", None)
+            call = getattr(cls, "__call__", None)  # noqa: B004  looked at, not only asked for
             if isinstance(call, types.FunctionType):
                 self._scan(call, 0)
         elif isinstance(value, types.SimpleNamespace):  # which cannot be watched: all of it counts as read
@@ -362,7 +362,7 @@ class Observation:
     def _reach(self, place: GuardedPlace, depth: int) -> None:
         value = place.get()
         inner = user_function(value) if isinstance(value, (types.FunctionType, functools.partial)) else None
-        if isinstance(value, types.FunctionType) and inner is None or isinstance(value, types.BuiltinFunctionType):
+        if (isinstance(value, types.FunctionType) and inner is None) or isinstance(value, types.BuiltinFunctionType):
             return  # a library's own: nobody puts another in its place
         if isinstance(value, type) and not _is_users_class(value):
             return
@@ -467,7 +467,7 @@ _NOT_USERS = frozenset(
 
 
 def _is_relevant(file: str) -> bool:
-    return is_users(file) or file.startswith(_LAYERS) and file != _MODULE_FILE
+    return is_users(file) or (file.startswith(_LAYERS) and file != _MODULE_FILE)
 
 
 def _is_users_class(cls: type) -> bool:

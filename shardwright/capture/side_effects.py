@@ -36,9 +36,9 @@ from torch import nn
 
 from ..errors import PACKAGE_FOLDER, CaptureError
 from ..torch_private import hooks_of_all_modules
-from .graph_reader import is_users
 from .guards import CONTAINERS, MISSING, GuardedPlace, contents, is_simple, spelled
 from .observation import Change, Observation
+from .source_lines import is_users
 
 __all__ = [
     "Blamed",
@@ -402,7 +402,7 @@ def _written(change: Change, new: Any, outcome: ForwardOutcome) -> None:
         raise Blamed(f"the forward deletes {place.path}", "a forward that leaves its attributes", change.watch)
     if _is_number(change.old) and _is_number(new):
         outcome.numbers.append((place, change.old, new))
-    elif is_simple(new) or isinstance(new, CONTAINERS) and _all_simple(new):
+    elif is_simple(new) or (isinstance(new, CONTAINERS) and _all_simple(new)):
         outcome.effects.entries.append(_Assigned(place, new))
     else:
         raise Blamed(
@@ -489,7 +489,7 @@ def _holds_tensor(value: Any) -> bool:
 
 
 def _all_simple(container: Any) -> bool:
-    return all(is_simple(e) or isinstance(e, CONTAINERS) and _all_simple(e) for e in contents(container))
+    return all(is_simple(e) or (isinstance(e, CONTAINERS) and _all_simple(e)) for e in contents(container))
 
 
 # -- calls that are watched --------------------------------------------------------------------------------------------

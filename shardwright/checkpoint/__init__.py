@@ -14,6 +14,7 @@ A checkpoint is written under a name that begins with a dot, and gets its own na
     formats                 the files of tensors, and which rank writes which box of a tensor
     manifest                the manifest, digests, folders
     load, tensor_reader     loading, and reading any slice of a stored tensor
+    target_placement        where tensors lie under the strategies of another run
     transform               a checkpoint for other devices, or whole files, made in one process
     callback                saving every so many steps or minutes
 """

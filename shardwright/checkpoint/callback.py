@@ -128,7 +128,7 @@ class CheckpointCallback:
             if self._clock is None:
                 self._clock = _Clock(60 * self.config.every_n_minutes, ranks_of_now("clock"), self._began)
             due |= self._clock.due()
-        if not (due or ends) or self.last is not None and self.last.step == step:
+        if not (due or ends) or (self.last is not None and self.last.step == step):
             return None
         return self.save(step, extra)
 

@@ -580,7 +580,7 @@ class PartFile:
 
     def __init__(self, folder: Path, rank: int, save_id: str) -> None:
         self.name, self._rank, self._id = part_name(rank), rank, save_id
-        self._file = open(folder / self.name, "wb+")
+        self._file = open(folder / self.name, "wb+")  # noqa: SIM115  closed by `close`
         self._end = 0
         self.items: list[DcpItem] = []
 

@@ -102,7 +102,7 @@ class LoadPlan:
                     legal="a model of the same shapes",
                 )
             mine = dtype_name(subject.tensors[name].dtype)
-            if dtype != mine and (strict and own or not _alike(dtype, mine)):
+            if dtype != mine and ((strict and own) or not _alike(dtype, mine)):
                 raise CheckpointError(
                     f"its {_bare(there)!r} is {dtype}, the model's is {mine}",
                     source=source,
@@ -249,7 +249,7 @@ def _listed(names: Sequence[str]) -> str:
 def _alike(one: str, other: str) -> bool:
     """Whether values of one dtype become another's as plain torch does it silently."""
     a, b = dtype_named(one), dtype_named(other)
-    return a.is_floating_point and b.is_floating_point or a == b
+    return (a.is_floating_point and b.is_floating_point) or a == b
 
 
 @dataclass(frozen=True)

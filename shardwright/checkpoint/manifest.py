@@ -485,7 +485,7 @@ def folder_of(path: str | Path, step: int | None = None) -> Path | None:
     if (path / MANIFEST).exists() and step is None:
         return path
     found = steps_in(path)
-    if step is None or not found and not (path / MANIFEST).exists():
+    if step is None or (not found and not (path / MANIFEST).exists()):
         return next(reversed(found.values()), None)
     if step not in found:
         there = ", ".join(map(str, found)) or "none in this folder, which is a checkpoint itself"

@@ -152,7 +152,7 @@ class CheckpointedModel:
         """Whether its parameters are still to become slices, or have no values."""
         if self.wrapper is None or self.planned:
             return False
-        return self.ranks.world > 1 and self.wrapper.parallel_mode != "stand_alone" or self.unborn is not None
+        return (self.ranks.world > 1 and self.wrapper.parallel_mode != "stand_alone") or self.unborn is not None
 
     @property
     def unborn(self) -> str | None:

@@ -20,7 +20,7 @@ from ..checkpoint.tensor_reader import StoredTensors
 from ..errors import ShardwrightError
 from ..planfile.encoding import read_layout
 from ..report.format import size_text
-from ..report.tables import UNLIMITED, table
+from ..report.table_parts import UNLIMITED, table
 
 __all__ = ["add_checkpoint_parser", "info", "merge", "show", "transform", "verify", "words"]
 

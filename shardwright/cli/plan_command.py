@@ -124,7 +124,7 @@ def pipeline_of(text: str) -> dict[str, Any]:
     """
     parts = text.split(":", 2)
     counts = [part if part == "auto" else int(part) if part.isdecimal() and int(part) else None for part in parts[:2]]
-    if None in counts or len(parts) == 3 and not parts[2]:
+    if None in counts or (len(parts) == 3 and not parts[2]):
         raise argparse.ArgumentTypeError(f"{text!r} is not STAGES[:MICRO[:SCHEDULER]], such as 4:8:1f1b")
     return dict(zip(("stages", "micro_batches", "scheduler"), (*counts, *parts[2:])))
 
@@ -216,7 +216,7 @@ def planned(arguments: argparse.Namespace) -> Plan | PipelinePlan:
 
             return first_call(arguments.target, arguments.script_args, devices, take)
         found = arguments_of(arguments.target, arguments.script_args, "shardwright.plan")
-    from .. import sharded_plan as make
+    from ..planning import plan as make
 
     given |= _piped(found.get("pipeline"), arguments.pipeline)
     return make(**found | given | ({"devices": devices} if devices else {}))
@@ -235,14 +235,14 @@ def plan_call(
     Raises:
         ShardwrightError: what cannot be planned; nothing says how many devices.
     """
-    from .. import sharded_plan as make
+    from ..planning import plan as make
     from ..process import current
 
     loss = {} if model.loss_fn is None else {"loss_fn": model.loss_fn, "targets": args[-1]}
     given = model.plan_settings() | loss | settings
     devices = devices or current().devices
     if devices is None:
-        from ..planning import implied_devices
+        from ..planners.implied_inputs import implied_devices
 
         devices = implied_devices(model.net)
     if given["parallel_mode"] == "stand_alone":

@@ -185,7 +185,7 @@ def _numbers(values: Any, what: str, count: int | None = None) -> np.ndarray:
         out = np.array(values, dtype=np.float64)
     except (TypeError, ValueError, OverflowError):
         raise PlanError(f"{what} are not all numbers") from None
-    if out.ndim != 1 or count is not None and len(out) != count:
+    if out.ndim != 1 or (count is not None and len(out) != count):
         raise PlanError(f"{what}: there are {len(values)}", legal=f"{count:,}" if count is not None else None)
     if np.isnan(out).any():
         raise PlanError(f"{what} are not all numbers")

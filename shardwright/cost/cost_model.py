@@ -411,4 +411,4 @@ def _ran(half: str, instruction: Any) -> tuple[Any, bool]:
 def _causing(step: _Sent, instruction: Any) -> str:
     """The operator that a step of a forward conversion is for: a sum is completed for the one that left it open."""
     completes = step.kind in ("all_reduce", "reduce_scatter") and getattr(instruction, "cause", "") != "parameter"
-    return completes and getattr(instruction, "producer", "") or instruction.operator
+    return (completes and getattr(instruction, "producer", "")) or instruction.operator

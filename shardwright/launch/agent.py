@@ -60,7 +60,7 @@ class RunOutcome:
     @property
     def by_a_worker(self) -> bool:
         """Whether a worker failed, here or elsewhere: then another attempt may do better."""
-        return self.failure is not None or self.elsewhere is not None and self.elsewhere.kind == "worker"
+        return self.failure is not None or (self.elsewhere is not None and self.elsewhere.kind == "worker")
 
 
 class WorkerLogs(LogsSpecs):

@@ -170,10 +170,9 @@ class Watch:
         self.kill()
         deadline = time.monotonic() + patience
         for process in self._workers.values():
-            try:
+            # A process that is stuck in the kernel, on a lost disk or device, cannot be ended.
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                pass  # stuck in the kernel, as a process can be on a lost disk or device: nobody can end it
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
@@ -199,10 +198,8 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
 
 
 def _kill_group(pid: int) -> None:
-    try:
+    with contextlib.suppress(OSError):  # no process is left, or all are dead
         os.killpg(pid, signal.SIGKILL)
-    except OSError:
-        pass  # none left, or all of them are already dead
 
 
 def _children() -> frozenset[int]:

@@ -93,7 +93,7 @@ def _ranges(inside: str, text: str, name: str) -> list[str]:
     numbers: list[str] = []
     for part in inside.split(","):
         found = _RANGE.fullmatch(part)
-        if found is None or found[2] is not None and int(found[2]) < int(found[1]):
+        if found is None or (found[2] is not None and int(found[2]) < int(found[1])):
             raise SettingError(
                 f"{name}={text}: [{inside}] cannot be read at {part!r}",
                 legal="numbers and ranges from low to high, such as [01-03,07]",
@@ -202,7 +202,9 @@ def scheduled(environ: Environment) -> Claim | None:
     """
     mpi = _open_mpi(environ) or _pmi(environ)
     slurm = _slurm(environ)
-    if mpi is None or slurm is not None and mpi.launcher == "PMI" and (mpi.rank, mpi.size) == (slurm.rank, slurm.size):
+    if mpi is None or (
+        slurm is not None and mpi.launcher == "PMI" and (mpi.rank, mpi.size) == (slurm.rank, slurm.size)
+    ):
         return slurm
     return mpi
 

@@ -18,6 +18,7 @@ started again have a new one, on any free port of node 0: they would find in it 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import socket
@@ -240,10 +241,8 @@ class Nodes(RendezvousHandler):
         if news is None or self._settings.nodes == 1:
             return
         failure = json.dumps(asdict(NodeFailure(self._settings.node_rank if node is None else node, code, text, kind)))
-        try:
+        with contextlib.suppress(_NoAnswer):  # the other nodes see that the store is gone as well
             self._ask(lambda: news.compare_set("failure", "", failure))
-        except _NoAnswer:
-            pass  # which the others see as well
 
     def heard(self, *, now: bool = False) -> NodeFailure | None:
         """What another node told, or that node 0 is gone; None while all is well, or was a second ago.

@@ -1,6 +1,7 @@
 """The wrapped model.
 
 auto_parallel        `AutoParallel`: plans at the first call, then runs
+call_planning        the plan of one call, on which all ranks agree
 settings             its settings, as methods
 graph_cache          the graphs of one model at the sizes that it is called with
 sequence_buckets     sequences padded to a few lengths

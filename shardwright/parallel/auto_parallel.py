@@ -10,53 +10,41 @@ import contextvars
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
 from .. import autocast
-from ..capture.annotations import PipelineSettings, staged_modules, stored_whole
-from ..capture.export import ModelAndLoss, Recording, capture, capture_scalable
+from ..capture.annotations import PipelineSettings
+from ..capture.export import ModelAndLoss, Recording
 from ..capture.guards import HOOKS, Guards
-from ..capture.manual import check_held, check_mode, one_slice, own_parameters
 from ..capture.module_hooks import has_global_hooks, hooked
-from ..capture.regions import with_policy
 from ..errors import SettingError
-from ..graph import Graph
 from ..layout import Layout
 from ..mixed_precision import MixedPrecision
-from ..ops import for_ranks
 from ..partition.local_program import MODES
 from ..partition.parameter_sharding import OptimizerParallel
-from ..partition.rank_local import OwnPrograms, local_inputs
-from ..pipeline.microbatch import is_split, micro_calls
 from ..pipeline.pipeline_plan import PipelinePlan
-from ..pipeline.stage_search import AutomaticStages
 from ..planfile.parameter_file import ParameterStrategies
 from ..planfile.plan_document import PlanDocument
-from ..planning import budget_of, global_inputs, implied_devices, make_pipeline, make_plan, optimizer_parallel
-from ..process import Runtime, current, stream
+from ..planning import budget_of
 from ..pytree_objects import opened
-from ..runtime.deferred_init import beginnings
 from ..runtime.distributed.gradients import Accumulation, Fusion
 from ..runtime.optimizer_guard import watch_steps
 from ..runtime.pipeline_step import PipelineProgram
 from ..runtime.step_program import StepProgram, make_program
 from ..sharded_plan import ParameterPlan, Plan
 from ..torch_private import MODULE_TABLES, hooks_of, pytree
+from .call_planning import CallPlanning
 from .foreign_wrappers import check_inside, compile_instead, refuse_class, watch_wrapping
 from .graph_cache import GraphCache
 from .model_copies import Followers, copied
 from .sequence_buckets import SequenceBuckets
-from .settings import Settings
 from .whole_model import WholeModel, attribute_of_net, refuse_calls_of_parts, signed_as_net
 
 __all__ = ["AutoParallel", "RecaptureWarning", "observed"]
-
-Earlier = TypeVar("Earlier", Plan, PipelinePlan)
 
 #: Called with (model, args, kwargs) before a model is captured, or None.
 _OBSERVER: contextvars.ContextVar[Callable | None] = contextvars.ContextVar("shardwright_observer", default=None)
@@ -77,7 +65,7 @@ class RecaptureWarning(UserWarning):
     made for it."""
 
 
-class AutoParallel(Settings, nn.Module):
+class AutoParallel(CallPlanning, nn.Module):
     """A model trained on all devices; use it as the model it wraps.
 
     ``state_dict``, ``parameters`` and names are those of the wrapped model. The first call captures and plans it; all
@@ -277,7 +265,7 @@ class AutoParallel(Settings, nn.Module):
         """A call with the hooks of the outermost module around it."""
         net = self.net
         hooks = hooks_of(net)
-        if hooks.forward_pre or hooks.forward and self.loss_fn is None:
+        if hooks.forward_pre or (hooks.forward and self.loss_fn is None):
             return hooked(net, self._run, args, kwargs, forward=self.loss_fn is None, target=self.loss_fn is not None)
         return self._run(*args, **kwargs)
 
@@ -444,186 +432,6 @@ class AutoParallel(Settings, nn.Module):
             return before
         self._stored = self._used = None
         return None
-
-    def _planned(
-        self,
-        args: tuple,
-        kwargs: dict[str, Any],
-        module: ModelAndLoss,
-        before: StepProgram | None,
-        *,
-        runs: bool = True,
-        recording: Recording | None = None,
-        hooks_around: bool = True,
-    ) -> Plan | PipelinePlan:
-        """The plan of a call, on which all ranks agree. Nothing of the model changes.
-
-        Args:
-            before: the program of an earlier call, or None.
-            runs: whether it is about to run, so that ranks must hold the same values too.
-            recording: takes what the captures see of the model besides operators.
-            hooks_around: as of `_build`.
-        """
-        args, kwargs = opened((args, kwargs))
-        runtime = self._runtime()
-        self._kind = runtime.device.type
-        devices = 1 if self.parallel_mode == "stand_alone" else runtime.devices
-        dataset = "full_batch" if self.parallel_mode == "stand_alone" else self._dataset_strategy
-        parts = runtime.processes and self.parallel_mode != "stand_alone"
-        plan: Plan | PipelinePlan
-        fed: list[tuple[tuple[int, ...], str]] = []
-        ranks = None
-        if parts:
-            from ..runtime.distributed.agreement import (
-                Agreement,  # see runtime/run.py
-                begin_planning,  # likewise
-            )
-
-            begin_planning("" if recording is None else recording.why)
-            ranks = Agreement(self.parallel_mode, fed)
-        try:
-            self._check_handed(self._handed)
-            check_inside(self.net)
-            stored = self._stored
-            if before is None and parts and stored is None:
-                from ..runtime.distributed.parameters import held_layouts  # see runtime/run.py
-
-                stored = held_layouts(module)
-            hybrid = self.parallel_mode == "hybrid_parallel"
-            check_mode(module, self.parallel_mode)
-            if hybrid:
-                devices = devices or 1
-                check_held(module, devices, runtime.processes)
-                whole_args, whole_kwargs = (args, kwargs) if parts else local_inputs(args, kwargs, devices, dataset)
-            else:
-                whole_args, whole_kwargs = (
-                    global_inputs(args, kwargs, devices // self._groups(devices), dataset) if parts else (args, kwargs)
-                )
-            fed += [
-                (tuple(x.shape), str(x.dtype))
-                for x in pytree.tree_leaves((whole_args, whole_kwargs))
-                if isinstance(x, torch.Tensor)
-            ]
-            if self._loss_trains:
-                self.loss_fn.train(self.training)
-            self._fusion.check(sum(p.requires_grad for p in module.parameters()))
-            splits = is_split(whole_args, whole_kwargs)
-
-            how: dict[str, Any] = dict(
-                loss_fn=self.loss_fn,
-                device=runtime.device,
-                hooks_around=hooks_around,
-                mixed_precision=self.mixed_precision,
-            )
-            recording = recording or Recording()
-
-            def captured(count: int | None) -> tuple[Graph, Graph | None]:
-                with for_ranks(devices), one_slice(module):
-                    calls = (
-                        [(whole_args, whole_kwargs)] if count is None else micro_calls(whole_args, whole_kwargs, count)
-                    )
-                    graph, *wide = self._graphs.graphs(
-                        autocast.current("cpu", self._kind),
-                        calls,
-                        recording,
-                        partial(capture, self.net, **how),
-                        partial(capture_scalable, self.net, **how),
-                        self._varying(),
-                    )
-                return with_policy(graph, self.recompute), wide[0] if wide else None
-
-            automatic = (
-                None
-                if self._pipeline is None
-                else AutomaticStages.of(
-                    self._pipeline,
-                    whole_args,
-                    whole_kwargs,
-                    captured,
-                    None if before is None else before.plan,
-                    None if ranks is None else ranks.first,
-                    fed_apart=parts and dataset != "full_batch",
-                )
-            )
-            graph, wide = captured(None if automatic is None else automatic.count)
-            files = [file for file in (self._strategies, self._parameter_strategies) if file is not None]
-            devices = devices or (files[0].devices if files else implied_devices(self.net, graph) * self._groups(None))
-            if self._parameter_strategies is not None and before is None:
-                groups = 1 if self._pipeline is None else self._pipeline.stages
-                stored = self._parameter_strategies.onto(graph, devices, groups, stored, self.uneven)
-            given = dict(
-                on_missing_rule=self.on_missing_rule,
-                stored=stored,
-                used=self._used,
-                sync_batch_norm=self.sync_batch_norm,
-                hsdp=optimizer_parallel(self._hsdp, self.net, self.loss_fn),
-                uneven=self.uneven,
-                strategies=self._strategies,
-                cluster=self._cluster,
-                memory=self._memory,
-                optimizer=self._optimizer,
-                whole=stored_whole(self.net, self.loss_fn),
-                search_memory=self._search_memory,
-                search_progress=self._search_progress,
-                searcher=None if ranks is None else ranks.search,
-            )
-            if self._pipeline is not None:
-                plan = make_pipeline(
-                    graph,
-                    wide,
-                    devices,
-                    self.parallel_mode,
-                    dataset,
-                    self._pipeline,
-                    staged_modules(self.net, dict(self._pipeline.stage_config)),
-                    splits,
-                    automatic=automatic,
-                    earlier=self._earlier(PipelinePlan),
-                    **given,
-                )
-            else:
-                own = OwnPrograms(own_parameters(module), self.loss_fn is not None) if hybrid else None
-                plan = make_plan(
-                    graph,
-                    devices,
-                    self.parallel_mode,
-                    dataset,
-                    own=own,
-                    earlier=() if hybrid else self._earlier(Plan),
-                    **given,
-                )
-            if self._parameter_strategies is not None and before is None:
-                self._parameter_strategies.check_kept(plan)
-        except Exception as error:
-            if ranks is not None:
-                ranks.missed(error)  # the others have to hear of it
-            raise
-        if ranks is not None:
-            begin = {} if before is not None or self._broadcast or self._awaited or not runs else beginnings(module)
-            ranks.agree(
-                plan,
-                {name: value for name, value in begin.items() if name not in own_parameters(module)},
-                (*stream.upcoming(), self.random) if plan.draws and runs else None,
-                (self._fusion, self._broadcast),
-            )
-        return plan
-
-    def _earlier(self, kind: type[Earlier]) -> list[Earlier]:
-        """Plans of one kind, the latest first: those of the same model at other sizes, perhaps."""
-        return [program.plan for program in reversed(self._programs.values()) if isinstance(program.plan, kind)]
-
-    def _varying(self) -> tuple[int, ...]:
-        """The dims of the inputs of which it is known beforehand that their sizes will differ."""
-        buckets = self._buckets
-        return self.varying if self.varying or buckets is None or len(buckets.seq) == 1 else (0, buckets.dim)
-
-    def _groups(self, devices: int | None) -> int:
-        """Into how many groups a pipeline cuts the devices, where they can be."""
-        groups = 1 if self._pipeline is None or self._pipeline.stages == "auto" else self._pipeline.stages
-        return groups if devices is None or devices % groups == 0 else 1
-
-    def _runtime(self) -> Runtime:
-        return current()
 
     # -- looking ----------------------------------------------------------------------------------------------------
 

@@ -156,7 +156,7 @@ class GraphCache:
             (
                 k
                 for k in states
-                if k.recording is recording or k.recording.guards is not None and k.recording.guards.hold()
+                if k.recording is recording or (k.recording.guards is not None and k.recording.guards.hold())
             ),
             None,
         )

@@ -28,8 +28,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ..capture.annotations import CUT, whole_shape
 from ..capture.export import ModelAndLoss
-from ..capture.graph_reader import user_frame
 from ..capture.manual import own_parameters
+from ..capture.source_lines import user_frame
 from ..errors import SettingError
 from ..process import current
 from ..runtime.optimizer_guard import close_to_steps, open_to_steps
@@ -120,10 +120,8 @@ def _check(model: Settings) -> None:
 
 
 def _is_cut(model: Settings) -> bool:
-    return (
-        any(hasattr(p, CUT) for p in model.net.parameters())
-        or isinstance(model.loss_fn, nn.Module)
-        and any(hasattr(p, CUT) for p in model.loss_fn.parameters())
+    return any(hasattr(p, CUT) for p in model.net.parameters()) or (
+        isinstance(model.loss_fn, nn.Module) and any(hasattr(p, CUT) for p in model.loss_fn.parameters())
     )
 
 
@@ -385,7 +383,7 @@ def _broadcast(tensor: Tensor, source: int) -> Tensor:
 
 def _same(a: Tensor, b: Tensor) -> bool:
     """Two tensors have the same values: equal or both NaN, element by element."""
-    return torch.equal(a, b) or a.is_floating_point() and bool(((a == b) | (a.isnan() & b.isnan())).all())
+    return torch.equal(a, b) or (a.is_floating_point() and bool(((a == b) | (a.isnan() & b.isnan())).all()))
 
 
 # -- methods and parts of the model ------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ def _above(digit: Digit, stride: int) -> Digit | None:
 
 def arriving(layout: Layout, source: int, target: int) -> Layout:
     """The layout in which it arrives on `target` devices, as handed on by `source`."""
-    scale = lambda d: Digit(d.size, d.stride * target // source)  # noqa: E731
+    scale = lambda d: Digit(d.size, d.stride * target // source)
     return Layout.of(target, [[scale(d) for d in dim] for dim in layout.dims])
 
 
@@ -344,7 +344,7 @@ class Partitioner:
 
     def collect(self, work: Sequence[tuple], outputs: Sequence[tuple[Value, Layout]]) -> None:
         """All uses of every value, known before anything is routed: sums are completed once, gathers shared."""
-        for decision, op, rule, bound, assignment in work:
+        for decision, op, _rule, bound, assignment in work:
             for i, value in enumerate(op.inputs):
                 self.uses.setdefault(value.name, []).append(self.use(decision, op, bound, assignment, i))
         for value, layout in outputs:

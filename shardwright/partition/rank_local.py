@@ -295,7 +295,7 @@ class _Programs:
     def swapped(self, op: Op) -> Op:
         if not any(v.name in self.renamed for v in op.inputs):
             return op
-        now = lambda leaf: self.renamed.get(leaf.name, leaf) if isinstance(leaf, Value) else leaf  # noqa: E731
+        now = lambda leaf: self.renamed.get(leaf.name, leaf) if isinstance(leaf, Value) else leaf
         args, kwargs, inputs = pytree.tree_map(now, (op.args, op.kwargs, op.inputs))
         return replace(op, args=args, kwargs=kwargs, inputs=inputs)
 
@@ -453,12 +453,12 @@ def with_own_statistics(graph: Graph, devices: int, on_missing_rule: str = "erro
     ]
     for number, group in enumerate(groups):
         ops += _averaged(group, f"running_statistics{f'_{number}' if number else ''}", devices, changed)
-    now = lambda tree: map_values(tree, lambda v: changed.get(v.name, v))  # noqa: E731
+    now = lambda tree: map_values(tree, lambda v: changed.get(v.name, v))
     return replace(graph, ops=tuple(ops), outputs=now(graph.outputs), updates=now(graph.updates))
 
 
 def _trains(op: Op) -> bool:
-    return op.target is batch_norm or op.target is aten.batch_norm.default and op.argument("training")
+    return op.target is batch_norm or (op.target is aten.batch_norm.default and op.argument("training"))
 
 
 def _own(op: Op, devices: int) -> tuple[Op, Value]:

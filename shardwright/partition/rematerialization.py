@@ -468,7 +468,7 @@ class _Regions:
     def follows(self, instruction: Any, read: tuple[str, ...]) -> int | None:
         """The region whose results a conversion or a view hands on: dropped with them, where they are dropped
         everywhere."""
-        if isinstance(instruction, LocalOp) and not hands_on(instruction.target) or not read:
+        if (isinstance(instruction, LocalOp) and not hands_on(instruction.target)) or not read:
             return None
         calls = {self.member[self.maker[n]] if n in self.maker else None for n in read}
         call = calls.pop()

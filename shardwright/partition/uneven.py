@@ -255,7 +255,7 @@ class _Padder:
             return value if made is None else self.trimmed(made, want)
         if made is None or made.value.shape != shape:
             return self.widened(value, shape, want, filling(value.dtype, 0) if fill is None else fill)
-        if fill is None and not (made.leaks and flows and made.value.requires_grad) or fill == 0 and made.zeros:
+        if (fill is None and not (made.leaks and flows and made.value.requires_grad)) or (fill == 0 and made.zeros):
             return made.value
         return self.masked(made, filling(value.dtype, 0) if fill is None else fill)
 

@@ -167,7 +167,7 @@ def _follow_step(
     read = []
     for i, value in enumerate(op.inputs):
         wanted, kind = bound.input_layout(i, assignment), kinds.get(value.name, "same")
-        if kind == "cut" and wanted != layouts[value.name] or kind != "cut" and not _is_whole(wanted) and not draws:
+        if (kind == "cut" and wanted != layouts[value.name]) or (kind != "cut" and not _is_whole(wanted) and not draws):
             kind = "mixed"  # it would be gathered, or say where in the whole the part lies
         read.append(kind)
     for i, value in enumerate(v for v in op.outputs if v is not None):
@@ -209,7 +209,7 @@ def _worked_out(op: Op, described: Rule, read: Sequence[str]) -> str:
 
 def additive(op: Op) -> bool:
     """True for a sum, a difference, or so much of one tensor and the rest of another."""
-    return (op.kind in _ADDITIVE or op.kind == "lerp" and overload_name(op.target) == "Scalar") and op.outputs[
+    return (op.kind in _ADDITIVE or (op.kind == "lerp" and overload_name(op.target) == "Scalar")) and op.outputs[
         0
     ] is not None
 
@@ -226,7 +226,7 @@ def followed(op: Op, described: Rule, kinds: Sequence[str]) -> str | None:
     is, else "mean"; None: it is not linear in them. What adds is so only when all its inputs are of that kind."""
     reduced = [i for i, kind in enumerate(kinds) if kind != "same"]
     how = kinds[reduced[0]] if len(reduced) == 1 else "sum" if "sum" in (kinds[i] for i in reduced) else "mean"
-    if additive(op) or described.is_linear(op) or described.view and len(kinds) == 1:
+    if additive(op) or described.is_linear(op) or (described.view and len(kinds) == 1):
         return how
     if op.kind in ("to", "_to_copy") and all(v.dtype.is_floating_point for v in (op.inputs[0], op.outputs[0])):
         return how  # terms that are rounded before they are summed: there is no other place to round them
@@ -310,7 +310,7 @@ def differences(op: Op, twin: Op) -> list[tuple[str, Any, Any]]:
     mine, theirs = (map_values({**dict(zip(names, o.args)), **o.kwargs}, lambda v: "") for o in (op, twin))
     for name in {**mine, **theirs}:
         a, b = mine.get(name), theirs.get(name)
-        if name in _SIZES and isinstance(a, (list, tuple)) or sliced and name in ("start", "end", "length"):
+        if (name in _SIZES and isinstance(a, (list, tuple))) or (sliced and name in ("start", "end", "length")):
             continue
         if type(a) is not type(b) or repr(a) != repr(b):
             found.append((name, a, b))

@@ -234,7 +234,7 @@ def _form(graph: Graph, fed: InputPlacement, devices: int) -> Iterator[Any]:
     yield devices, fed.inputs, fed.own_part, fed.batch, len(graph.parameters), len(graph.buffers)
     for value in (*graph.inputs, *graph.parameters.values(), *graph.buffers.values()):
         yield value.shape, value.dtype, value.requires_grad, value.master, (graph.batch or {}).get(value.name)
-    for name, tensor in graph.constants.items():
+    for _name, tensor in graph.constants.items():
         yield tuple(tensor.shape), tensor.dtype, tensor.tolist() if tensor.numel() < 64 else id(tensor)
     for op in graph.ops:
         leaves, spec = pytree.tree_flatten((op.args, op.kwargs))

@@ -603,11 +603,11 @@ def _held(plan: Plan, together: bool) -> tuple[float, float, tuple[list[float], 
         together: whether micro-batches share what is gathered of the parameters and kept for the backward.
     """
     line = plan.timeline
-    crosses = lambda h: h.start < line.forward < h.stop  # noqa: E731
+    crosses = lambda h: h.start < line.forward < h.stop
     standing = {
         id(h)
         for h in line.held
-        if h.what in ("parameters", "gradients", "optimizer") or together and h.what == "gathered" and crosses(h)
+        if h.what in ("parameters", "gradients", "optimizer") or (together and h.what == "gathered" and crosses(h))
     }
     own = replace(line, held=tuple(h for h in line.held if id(h) not in standing))
     totals = own.totals()

@@ -397,7 +397,7 @@ def _fits(name: str, groups: int, micro_batches: int, chunks: int) -> None:
             legal=f"chunks={SCHEDULES[name]}, or the scheduler 'interleaved' or 'zero_bubble'",
         )
     if name in ("interleaved", "zero_bubble"):
-        fits = lambda m: m % (m // groups) == 0  # noqa: E731  as many micro-batches in every round
+        fits = lambda m: m % (m // groups) == 0
         if not fits(micro_batches):
             less = next(m for m in range(micro_batches, 0, -1) if fits(m))
             more = next(m for m in range(micro_batches, 2 * micro_batches) if fits(m))
@@ -476,7 +476,7 @@ def read(path: Path, groups: int, micro_batches: int, chunks: int | None) -> Sch
             legal=f"{groups} rows, one for each group of devices",
         )
     cells = [[(number, text.strip()) for number, text in enumerate(row, 1) if text.strip()] for row in rows]
-    where = lambda group, place: f"{path}, row {group + 1}, cell {cells[group][place][0]}"  # noqa: E731
+    where = lambda group, place: f"{path}, row {group + 1}, cell {cells[group][place][0]}"
     actions = [
         tuple(action_of(text, where(group, place)) for place, (_, text) in enumerate(row))
         for group, row in enumerate(cells)

@@ -108,7 +108,7 @@ class Simulation:
                 held -= own
             for part, nbytes in forward if kind == "F" else backward if kind in "BI" else ((0.0, own),):
                 out.append((span.start + part * (span.stop - span.start), held + nbytes))
-            if kind == "I" or kind == "F" and stays:
+            if kind == "I" or (kind == "F" and stays):
                 held += own
             out.append((span.stop, held))
         return out

@@ -334,7 +334,7 @@ class UnitPrices:
     def way(self) -> StageOption:
         """By stage: units from one to another."""
         n = len(self.seconds)
-        total = lambda each: np.subtract.outer(np.r_[0.0, np.cumsum(each)], np.r_[0.0, np.cumsum(each)]).T  # noqa: E731
+        total = lambda each: np.subtract.outer(np.r_[0.0, np.cumsum(each)], np.r_[0.0, np.cumsum(each)]).T
         seconds = total(self.seconds) + np.r_[0.0, self.sends, 0.0][None, :]
         seconds[np.tril_indices(n + 1)] = np.inf
         once, fixed = total(self.once), total(self.fixed)
@@ -380,7 +380,7 @@ def unit_prices(plan: Plan, units: Units, cluster: Cluster, recompute: bool = Fa
         recompute: whether it is one `all_recomputed`.
     """
     count, last = len(units), len(units) - 1
-    unit_of = lambda operator: units.of.get(operator, last)  # noqa: E731
+    unit_of = lambda operator: units.of.get(operator, last)
     seconds, once, fixed, kept, working = np.zeros((5, count))
     costs = CostModel(Cluster.of(plan.cluster, plan.devices), plan.devices)
     one, two = (costs.plan(plan, times).by_operator for times in (1, 2))
@@ -396,7 +396,7 @@ def unit_prices(plan: Plan, units: Units, cluster: Cluster, recompute: bool = Fa
     for held in line.held:
         unit = makers.get(held.name, unit_of(held.name))
         crosses = held.start < line.forward < held.stop
-        if held.what in STANDING or held.what == "gathered" and crosses:
+        if held.what in STANDING or (held.what == "gathered" and crosses):
             fixed[unit] += held.bytes
         elif crosses:
             kept[unit] += held.bytes

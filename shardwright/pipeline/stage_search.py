@@ -70,7 +70,7 @@ class _Resizing:
                 raise self.other(None)
         inputs = tuple(self.value(v, w, None) for v, w in zip(graph.inputs, wide.inputs))
         ops = tuple(map(self.operator, graph.ops, wide.ops))
-        changed = lambda v: self.values.get(v.name, v) if isinstance(v, Value) else v  # noqa: E731
+        changed = lambda v: self.values.get(v.name, v) if isinstance(v, Value) else v
         return replace(
             graph,
             inputs=inputs,
@@ -222,7 +222,7 @@ class StageSearch:
             for count in self.counts_for(size):
                 self.price((size, count))
                 found = self.equal.get((size, count))
-                if found is None and before < math.inf or found is not None and found.seconds > before:
+                if (found is None and before < math.inf) or (found is not None and found.seconds > before):
                     break
                 before = found.seconds if found is not None else before
         self.settle()
@@ -308,7 +308,7 @@ class StageSearch:
                 ):
                     try:
                         made = replace(known.plan, graph=graph, fed=fed, decisions=decisions)
-                        made.routed
+                        _ = made.routed
                         return made
                     except ShardwrightError:
                         continue  # a conversion that these rows do not divide for

@@ -332,12 +332,12 @@ class Units:
     def reduced(self) -> Graph:
         """The graph with the representatives alone."""
         graph = self.graph
-        change = lambda v: self.same.get(v.name, v)  # noqa: E731
+        change = lambda v: self.same.get(v.name, v)
         ops = tuple(
             _changed(op, change) for op in graph.ops if self.representative[self.of[op.name]] == self.of[op.name]
         )
         read = {v.name for op in ops for v in op.inputs}
-        held = lambda table: {n: v for n, v in table.items() if v.name in read}  # noqa: E731
+        held = lambda table: {n: v for n, v in table.items() if v.name in read}
         parameters, buffers = held(graph.parameters), held(graph.buffers)
         return replace(
             graph,

@@ -161,7 +161,7 @@ def _operator(op: Op, decision: Decision, seconds: float, closed: bool) -> dict[
     line = {"name": op.name, "op": op.kind, **spell_assignment(decision.bound, decision.assignment)}
     if decision.out is not None:
         line["out_strategy"] = [spell_layout(layout) for layout in decision.out]
-    if decision.open or closed and decision.open is None:
+    if decision.open or (closed and decision.open is None):
         line["open"] = decision.open and spell_digits(decision.assignment.devices, decision.open)
     line |= {"cause": decision.cause, "shapes": types_of(op)}
     if op.recompute is not None:

@@ -96,7 +96,7 @@ def _boxes(layout: Layout, shape: tuple[int, ...]) -> tuple[tuple[tuple[slice, .
     found: dict[tuple[tuple[int, int], ...], list[int]] = {}
     for rank in range(layout.devices):
         box = true_slice(layout, shape, rank)
-        if all(s.stop > s.start for s in box) or 0 in shape and not found:
+        if all(s.stop > s.start for s in box) or (0 in shape and not found):
             found.setdefault(tuple((s.start, s.stop) for s in box), []).append(rank)
     return tuple((tuple(slice(*bounds) for bounds in box), tuple(ranks)) for box, ranks in found.items())
 

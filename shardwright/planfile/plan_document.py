@@ -450,7 +450,7 @@ class PlanDocument(DocumentHead):
             graph, devices, mode, fed, decisions, carries, settled, hsdp, own, self.cluster, optimizer=self.optimizer
         )
         try:
-            made.routed
+            _ = made.routed
         except ShardwrightError as error:
             raise self.unroutable(error, decisions) from None
         limit = memory if found is None else found.limit
@@ -616,7 +616,7 @@ class PlanDocument(DocumentHead):
             stored = {**(self.settled(graph, devices) or {}), **(stored or {})}
         if first and len(decisions) == len(ops):
             carries = batch_dims(graph, {name: decision.bound for name, decision in decisions.items()})
-            planner = lambda *_, **__: (decisions, carries)  # noqa: E731
+            planner = lambda *_, **__: (decisions, carries)
         elif planner is data_parallel:
             planner = semi_auto  # it heeds marks
         return graph, planner, dict(stored) if stored else None

@@ -425,7 +425,7 @@ class _Builder:
         self.shares[value.name] = states
         own = self.shared[value.name] = self._node(f"%{value.name}", np.zeros(len(states)))
         self._edge(node, own, self._spread(firsts, which, None))
-        for (reader, i), (uses, taken) in zip(readers, asked):
+        for (reader, _i), (uses, taken) in zip(readers, asked):
             table = self._table(("shared", id(states), uses), lambda: self._shared_costs(value, states, left, uses))
             self._later(reader, own, self._spread(table, None, taken))
 

@@ -159,7 +159,7 @@ class _MemoryProblemBuilder:
 
     def run(self) -> MemoryProblem:
         self.standing()
-        for name, value in self.graph.parameters.items():
+        for _name, value in self.graph.parameters.items():
             if value.name in self.energy.parameters:
                 self.parameter(value)
         budget = current()
@@ -266,7 +266,7 @@ class _MemoryProblemBuilder:
         at = dict(zip((v.name for v in self.graph.inputs), self.fed.inputs)).get(value.name)
         amount = np.array(
             [
-                0 if all(use.want == at or at is None and use.want.is_replicated for use in p.asks[index]) else w
+                0 if all(use.want == at or (at is None and use.want.is_replicated) for use in p.asks[index]) else w
                 for p, w in zip(prints, self.memory.wanted(op, index, value))
             ],
             dtype=np.float64,

@@ -163,7 +163,7 @@ class OperatorMemory:
 
     def is_given(self, name: str) -> bool:
         """Whether a value lies in the memory of what comes in: an input, a buffer or a constant."""
-        return name in self.of_given or name not in self.made_by and name not in self.energy.parameters
+        return name in self.of_given or (name not in self.made_by and name not in self.energy.parameters)
 
     def once(self, key: Hashable, make: Any) -> Any:
         """Made once; equal arrays are then one object. A key may name an object by its id if that lives as long."""

@@ -1,6 +1,8 @@
 """What a person reads of a plan.
 
-tables               operators, traffic and parameters in a terminal
+tables               a plan in a terminal
+pipeline_tables      a pipeline in a terminal
+table_parts          rows, columns and notes that both have
 explanations         why a plan is as it is, in a terminal
 ir_dump              the program of one rank as plain text, one operator a line
 format               units, types, layouts and numbers in these texts

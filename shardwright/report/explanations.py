@@ -32,7 +32,7 @@ def costs(plan: Plan | PipelinePlan, file: IO[str] | None = None) -> None:
     staged = isinstance(plan, PipelinePlan)
     plans = {stage.number: stage.plan for stage in plan.stages} if staged else {0: plan}
     whole = sum(each.cost for each in plans.values())
-    part = lambda seconds: f"{seconds / whole:.1%}" if whole else ""  # noqa: E731
+    part = lambda seconds: f"{seconds / whole:.1%}" if whole else ""
     spent = sorted(
         ((seconds, stage, name) for stage, each in plans.items() for name, seconds in each.price.by_operator.items()),
         key=lambda entry: (-entry[0], entry[1:]),
@@ -100,7 +100,7 @@ def costs(plan: Plan | PipelinePlan, file: IO[str] | None = None) -> None:
 def explanation(said: Explanation, file: IO[str] | None = None) -> None:
     """Print what an operator costs, its best alternatives and what holds it where it is."""
     console, decision, cost = _console(file), said.decision, said.plan.cost
-    say = lambda text: console.print(Text(text))  # noqa: E731
+    say = lambda text: console.print(Text(text))
     op = decision.op
     say(
         f"{op.name} ({op.kind}){f', {op.module}' if op.module else ''}{f', {op.source}' if op.source else ''}: "

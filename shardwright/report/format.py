@@ -76,7 +76,7 @@ def held_lines(plan: Plan, rank: int) -> Iterator[str]:
 
 
 def _used(value: Value, used: Layout | None, stored: Layout) -> str:
-    if used is None or used == stored and value.stored.dtype == value.dtype:
+    if used is None or (used == stored and value.stored.dtype == value.dtype):
         return ""
     return f"  used in layout {layout_text(used)} = {_type(value, used.local_shape(used.padded(value.shape)))}"
 

@@ -346,7 +346,7 @@ def simulated(simulation: Simulation, ranks: Sequence[range], memory: float, fil
     """
     console = Console(file=file, highlight=False, soft_wrap=True)
     console = console if console.is_terminal else Console(file=file, highlight=False, width=200)
-    say = lambda text: console.print(Text(text))  # noqa: E731
+    say = lambda text: console.print(Text(text))
     say(headline(simulation))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
     for name in ("ranks", "stages", "works", "waits", "always holds", "peak memory"):

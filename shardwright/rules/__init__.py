@@ -11,7 +11,7 @@ counter_rng          the random numbers: a word for each position of the whole t
 
 from __future__ import annotations
 
-from . import (  # noqa: F401  (each family registers its operators)
+from . import (
     attention,
     counter_rng,
     dims,

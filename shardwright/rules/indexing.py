@@ -233,7 +233,7 @@ def _indices(op: Op) -> list[Value | None]:
 
 def _index(op: Op) -> str:
     indices = _indices(op)
-    if any(map(is_mask, indices)) or not op.inputs[0].shape or not op.inputs[1].shape and op.kind == "index_select":
+    if any(map(is_mask, indices)) or not op.inputs[0].shape or (not op.inputs[1].shape and op.kind == "index_select"):
         return all_whole(op)
     names, shared, out, _ = indexed_dims(op, indices)
     return f"{', '.join([operand(names), *index_texts(indices, shared)])} -> {operand(out)}"
@@ -387,11 +387,8 @@ def _adds(op: Op) -> bool:
     """Whether what is written is added to what stands there, so that ranks may each add a part."""
     return (
         op.kind in ("scatter_add", "index_add")
-        or op.kind == "scatter_reduce"
-        and op.argument("reduce") == "sum"
-        and op.argument("include_self", True)
-        or op.kind == "index_put"
-        and bool(op.argument("accumulate", False))
+        or (op.kind == "scatter_reduce" and op.argument("reduce") == "sum" and op.argument("include_self", True))
+        or (op.kind == "index_put" and bool(op.argument("accumulate", False)))
     )
 
 
@@ -407,7 +404,7 @@ def _write_names(op: Op, part: bool = False) -> tuple[list[str], list[str], list
     k = "k" if _adds(op) or part else "k!"
     if _is_scatter(op):
         for d, size in enumerate(index.shape):
-            if source is not None and source.shape[d] != size or d != at and x.shape[d] != size:
+            if (source is not None and source.shape[d] != size) or (d != at and x.shape[d] != size):
                 held[d] = held[d] if d == at else f"x{d}!"
                 read[d], given[d] = f"k{d}!", f"s{d}!"
         if source is None or source.shape[at] == index.shape[at]:
@@ -419,12 +416,12 @@ def _write_names(op: Op, part: bool = False) -> tuple[list[str], list[str], list
 
 
 def _is_scatter(op: Op) -> bool:
-    return op.kind.startswith("scatter") or op.kind == "write_part" and op.argument("target").startswith("scatter")
+    return op.kind.startswith("scatter") or (op.kind == "write_part" and op.argument("target").startswith("scatter"))
 
 
 def _write(op: Op) -> str:
     x, index, source = op.argument("self"), op.argument("index"), _source(op)
-    fits = source is None or len(source.shape) == len(x.shape) or not source.shape and op.kind == "index_fill"
+    fits = source is None or len(source.shape) == len(x.shape) or (not source.shape and op.kind == "index_fill")
     if not x.shape or not index.shape or not fits:
         return all_whole(op)
     held, read, given, _ = _write_names(op)

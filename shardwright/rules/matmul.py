@@ -29,7 +29,7 @@ def _matmul(op: Op) -> str:
     batch = named(max(a, b, 2) - 2, "b")
     rows, columns = ["m"] * (a > 1), ["n"] * (b > 1)
     left = batch[len(batch) - max(a - 2, 0) :] + rows + ["k"]
-    right = batch[len(batch) - max(b - 2, 0) :] + ["k"] + columns
+    right = [*batch[len(batch) - max(b - 2, 0) :], "k", *columns]
     return _product((left, right), batch + rows + columns, first=batch)
 
 
@@ -136,7 +136,7 @@ def _inner(op: Op) -> str:
     if not a or not b:
         return "..., ... -> ..."
     left, right = named(a - 1, "m"), named(b - 1, "n")
-    return _product((left + ["k"], right + ["k"]), left + right)
+    return _product(([*left, "k"], [*right, "k"]), left + right)
 
 
 def _chain(op: Op) -> str:

@@ -26,7 +26,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 
 from ..errors import LayoutError, RuleError
 from ..layout import Digits, Layout, complement, digits_size, merge
@@ -56,7 +56,7 @@ class Notation:
     rest: int | None = None  # before which factor the devices stand that a strategy leaves over; None: after all
 
 
-@lru_cache(maxsize=None)
+@cache
 def parse(text: str) -> Notation:
     """Read a notation string.
 
@@ -274,7 +274,7 @@ class Bound:
 
     def _checked(self, assignment: Assignment) -> bool:
         for factor, digits in zip(self.factors, assignment.digits):
-            if digits and (not factor.splittable or factor.size % digits_size(digits) and not factor.pads):
+            if digits and (not factor.splittable or (factor.size % digits_size(digits) and not factor.pads)):
                 return False
         return all(self._layout(d, assignment, False) is not None for d in self.inputs + self.outputs)
 
@@ -413,9 +413,8 @@ def bind(
         for dim, size in zip(names, shape):
             for factor in dim:
                 seen.setdefault(factor)
-            if len(dim) == 1 and size != 1:
-                if size_of.setdefault(dim[0], size) != size:
-                    raise wrong(f"the factor {dim[0]!r} has sizes {size_of[dim[0]]} and {size}")
+            if len(dim) == 1 and size != 1 and size_of.setdefault(dim[0], size) != size:
+                raise wrong(f"the factor {dim[0]!r} has sizes {size_of[dim[0]]} and {size}")
     names_in_order = list(seen)
     position = {name: i for i, name in enumerate(names_in_order)}
 

@@ -91,7 +91,7 @@ class Rule:
 
 
 #: Writes an operator's work as simpler operators: takes a builder, returns the outputs' values.
-Expansion = Callable[["Builder"], Sequence[Any]]  # noqa: F821  (expand.Builder, a room below)
+Expansion = Callable[["Builder"], Sequence[Any]]
 
 _RULES: dict[Any, Rule] = {}
 

@@ -77,7 +77,7 @@ def assignment_of(bound: Bound, strategy: Any, devices: int) -> Assignment:
     if not isinstance(strategy, (tuple, list)):
         raise wrong("an in_strategy is a tuple with one entry per tensor input, even for one input")
     given, needed = len(strategy), len(bound.inputs)
-    missing = {i for i in range(needed) if i >= given or strategy[i] is None and i in bound.notation.optional}
+    missing = {i for i in range(needed) if i >= given or (strategy[i] is None and i in bound.notation.optional)}
     if given > needed or not missing <= bound.notation.optional:
         raise wrong(f"{given} entries for an operator with {needed} tensor inputs of shapes {list(bound.in_shapes)}")
 
@@ -112,10 +112,7 @@ def assignment_of(bound: Bound, strategy: Any, devices: int) -> Assignment:
                     f"input {i}, dim {d} has size {size}, which does not divide by {cut}"
                     + (", and this operator does not leave padding out" if bound.uneven else "")
                 )
-            if cut == 1 and not isinstance(entry, Layout):
-                shares = {f: 1 for f in dim}
-            else:
-                shares = _spread_cut(bound, dim, cut)
+            shares = {f: 1 for f in dim} if cut == 1 and not isinstance(entry, Layout) else _spread_cut(bound, dim, cut)
             if shares is None:
                 raise wrong(f"input {i}, dim {d} of size {size} cannot be split {cut} ways")
             for factor, share in shares.items():

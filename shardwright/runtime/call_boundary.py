@@ -12,39 +12,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..capture.manual import is_own, stacked
 from ..errors import SettingError
 from ..graph import Value
 from ..sharded_plan import Plan
-from .parameter_hooks import call_after, called_before
 
-__all__ = ["handings", "kept_apart", "leaf_of_slice", "put_back", "with_rank_dim"]
-
-
-def leaf_of_slice(parameter: nn.Parameter) -> Tensor:
-    """A leaf on the storage of a rank's own slice, with the dim of the ranks; its gradient comes to the parameter."""
-    leaf = parameter.detach().unsqueeze(0)
-    if not parameter.requires_grad:
-        return leaf
-
-    def hand_over(filled: Tensor) -> None:
-        gradient, filled.grad = called_before(parameter, filled.grad.squeeze(0)), None
-        if parameter.grad is None:
-            parameter.grad = gradient
-        else:
-            parameter.grad.add_(gradient)
-        call_after(parameter)
-
-    leaf.requires_grad_(True)
-    leaf.register_post_accumulate_grad_hook(hand_over)
-    return leaf
-
-
-def with_rank_dim(tensor: Tensor) -> Tensor:
-    """What a program in one process takes for a parameter or buffer: itself, but for the only rank's own slice."""
-    return leaf_of_slice(tensor) if is_own(tensor) and stacked(tensor) is None else tensor
+__all__ = ["handings", "kept_apart", "put_back"]
 
 
 def handings(plan: Plan, processes: bool, mean: bool) -> list[Callable[[Tensor], Tensor] | None]:

@@ -242,7 +242,7 @@ class ProcessStageLink:
         """What a group of devices sends, in order: as `pipeline.PipelineProgram` does."""
         plan = self.plan
         shared = [t for t in plan.transfers if t.kind == "parameter"]
-        on = lambda stage: plan.schedule.placement[stage] == group  # noqa: E731
+        on = lambda stage: plan.schedule.placement[stage] == group
         yield from (_Message(t, -1, False) for t in shared if on(t.source))
         for stage, kind, micro in schedule.actions[group]:
             if kind == "F":

@@ -197,7 +197,7 @@ class PipelineStep:
         program, body = self.program, self.program.bodies[s]
         graph = body.stage.plan.graph
         inputs = []
-        for i, (value, source, transfer) in enumerate(zip(graph.inputs, body.stage.sources, program.incoming[s])):
+        for _i, (value, source, transfer) in enumerate(zip(graph.inputs, body.stage.sources, program.incoming[s])):
             if transfer is None:
                 x = (
                     self.fed[source.index][k]

@@ -282,7 +282,7 @@ def bounded(problem: Problem, made: Tables, until: float) -> Solution | None:
         if search.proved:
             search.bound = search.cost
             return search.solution("exact: the bound meets the cost")
-        if search.late or compare and sum(map(len, search.core.costs)) > SHRUNK * size:
+        if search.late or (compare and sum(map(len, search.core.costs)) > SHRUNK * size):
             break
         compare = True
     note = "bounds and descent: not proved"

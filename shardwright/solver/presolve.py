@@ -425,10 +425,8 @@ def contradiction(problem: Problem, among: Sequence[int] | None = None) -> PlanE
         among: nodes that are known to contradict one another already; None: all.
     """
     nodes = list(range(len(problem.costs)) if among is None else among)
-    if _allowed(problem, nodes):  # too large to be proved with these alone: they are named as they are
-        found = nodes
-    else:
-        found = sorted(_needed(problem, [], False, nodes))
+    # A contradiction that is too large to be proved with these nodes alone names all of them.
+    found = nodes if _allowed(problem, nodes) else sorted(_needed(problem, [], False, nodes))
     names = [problem.names[v] if problem.names else f"node {v}" for v in found]
     listed = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
     if len(found) == 1:
@@ -506,7 +504,7 @@ def candidates(problem: Problem, allowed: Mapping[tuple[int, int], float], degre
     for pair, share in allowed.items():
         small, large = sorted(pair, key=lambda v: (sizes[v], v))
         count = share * sizes[small] * sizes[large]
-        if 1 < sizes[small] and len(near[small]) >= degree and count <= min(MANY, GROWN * sizes[large]):
+        if sizes[small] > 1 and len(near[small]) >= degree and count <= min(MANY, GROWN * sizes[large]):
             # with the more neighbours in common, the fewer it gets; of equal ones the one that stands last
             found = -len(near[small] & near[large]), count, -large
             best[small] = min(best.get(small, found), found)

@@ -128,8 +128,7 @@ class SearchBudget:
         if (
             self.progress is False
             or now - self._began < SILENT
-            or now - self._said < EVERY
-            and self._said > self._began
+            or (now - self._said < EVERY and self._said > self._began)
         ):
             return
         self._said = now
@@ -138,7 +137,7 @@ class SearchBudget:
             self.progress(made)
             return
         logger.info("%s", made)
-        if self.progress is True or sys.stderr is not None and sys.stderr.isatty():
+        if self.progress is True or (sys.stderr is not None and sys.stderr.isatty()):
             print(made, file=sys.stderr, flush=True)
 
 
@@ -195,7 +194,7 @@ def _of_groups() -> Iterator[float]:
     except OSError:
         return
     for line in lines:
-        _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
+        _, controllers, path = ([*line.split(":", 2), "", ""])[:3]
         if controllers not in ("", "memory"):
             continue
         base = Path("/sys/fs/cgroup") / controllers

@@ -3,6 +3,7 @@
 verify               the same model, batch and optimizer, run both ways
 verify_report        the numbers, and the text that a person reads
 first_difference     the first operator whose result differs
+node_comparison      a plan's program beside the captured graph, node by node
 value_precision      the coarsest floating type on the way to each value
 """
 

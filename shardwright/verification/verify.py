@@ -29,7 +29,7 @@ from ..errors import SettingError
 from ..mixed_precision import MixedPrecision, one_device
 from ..parallel.auto_parallel import AutoParallel, observed
 from ..pipeline.pipeline_plan import PipelinePlan
-from ..planning import implied_devices
+from ..planners.implied_inputs import implied_devices
 from ..process import Runtime, current, stream
 from ..pytree_objects import closed, opened
 from ..runtime.deferred_init import materialize
@@ -37,7 +37,8 @@ from ..runtime.pipeline_step import PipelineProgram
 from ..runtime.step_program import StepProgram
 from ..sharded_plan import Plan
 from ..torch_private import pytree
-from .first_difference import find_first_difference, worst
+from .first_difference import find_first_difference
+from .node_comparison import worst
 from .value_precision import Allowed
 from .verify_report import Differences, FirstDifference, VerifyReport, Worst
 

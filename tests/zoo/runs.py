@@ -26,7 +26,7 @@ from shardwright.rules import bound_rule, find_rule
 from shardwright.runtime.distributed.gradients import Accumulation, Fusion
 from shardwright.runtime.step_program import make_program
 from shardwright.sharded_plan import Plan
-from shardwright.verification.first_difference import worst
+from shardwright.verification.node_comparison import worst
 from shardwright.verification.value_precision import Allowed
 from shardwright.verification.verify_report import Worst
 
@@ -165,7 +165,7 @@ def marked(graph: Graph, name: str, every: int) -> Graph:
         nonlocal count
         held, described = {v.name for v in op.inputs} & sources, find_rule(op)
         weighs = any(len(v.shape) > 1 for v in op.inputs if v.name in held)
-        if described is None or held & shared or every > 1 and not (weighs or described.is_product(op)):
+        if described is None or held & shared or (every > 1 and not (weighs or described.is_product(op))):
             return op
         bound = bound_rule(op, described)
         choices = list(assignments(bound, DEVICES, atoms))

@@ -5,6 +5,7 @@ collectives          process groups, and the steps of a redistribution as collec
 shared_memory        collectives of ranks of one host, through memory that they share
 parameters, dtensors          parameters: DTensors outside, plain tensors inside
 gradients, buckets, gradient_edits    gradients: summed in buckets, and changed by the user
+parameter_hooks      hooks that users put on parameters
 agreement            all ranks come to one plan, or to one error
 coordination         what ranks tell one another of a checkpoint
 watchdog             where each rank is, which rank is missing, and how all end together

@@ -345,7 +345,7 @@ def _mismatch(seen: Mapping[int, Seen], rank: int) -> RuntimeMismatchError | Non
     mine = seen.get(rank)
     if mine is None or not mine.key:
         return None
-    if all(at.key == mine.key or not at.key and at.call < mine.call for at in seen.values()):
+    if all(at.key == mine.key or (not at.key and at.call < mine.call) for at in seen.values()):
         return None
     groups: dict[tuple[int, str], list[int]] = {}
     for each, at in sorted(seen.items()):

@@ -94,7 +94,7 @@ _OPERATORS = frozenset(
 def changes(function: Any) -> bool:
     """True for a function that writes to its first argument."""
     name = getattr(function, "__name__", "")
-    return name in _OPERATORS or name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+    return name in _OPERATORS or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
 
 
 def lost(function: Any) -> SettingError:

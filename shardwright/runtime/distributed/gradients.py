@@ -30,8 +30,8 @@ from ...torch_private import (
     spec_of,
 )
 from ..optimizer_guard import not_summed
-from ..parameter_hooks import call_after, put_within, seen_by_hooks
 from .gradient_edits import RANDOM, VIEWS, changes, drawn_like, is_copy, lost, part_of, put
+from .parameter_hooks import call_after, put_within, seen_by_hooks
 
 __all__ = [
     "Accumulation",
@@ -153,14 +153,18 @@ def _locals(args: Sequence[Any]) -> list[Any] | None:
                 a = part_of(args[0], a) if local_tensor(args[0]).numel() else a
                 if a is None:
                     return None
-            elif theirs is not None and theirs is not spec:
-                if (
-                    a.dim()
-                    and (theirs.mesh, theirs.placements, theirs.shape) != (spec.mesh, spec.placements, spec.shape)
-                    or not a.dim()
-                    and not all(isinstance(p, Replicate) for p in theirs.placements)
-                ):
-                    return None
+            elif (
+                theirs is not None
+                and theirs is not spec
+                and (
+                    (
+                        a.dim()
+                        and (theirs.mesh, theirs.placements, theirs.shape) != (spec.mesh, spec.placements, spec.shape)
+                    )
+                    or (not a.dim() and not all(isinstance(p, Replicate) for p in theirs.placements))
+                )
+            ):
+                return None
             a = a if theirs is None else local_tensor(a)
         out.append(a)
     return out

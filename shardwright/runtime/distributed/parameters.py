@@ -20,13 +20,12 @@ from ...capture.annotations import CUT, be_elsewhere, whole_shape
 from ...capture.manual import is_own
 from ...errors import SettingError
 from ...layout import Layout
-from ..call_boundary import leaf_of_slice
 from ..deferred_init import materialize, substitute
 from ..optimizer_guard import replace_noted
-from ..parameter_hooks import carry_over
 from .buckets import GradientSums
 from .collectives import ProcessGroups
 from .dtensors import layout_of, slice_in_buffer, to_dtensor
+from .parameter_hooks import carry_over, leaf_of_slice
 
 __all__ = ["ParameterPlacement", "ShardedState", "held_layouts"]
 

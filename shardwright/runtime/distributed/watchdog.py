@@ -502,7 +502,7 @@ class Peers:
         if alarm == self._alarm:
             return
         self._alarm = alarm
-        moves, call, place = position.now
+        _moves, call, place = position.now
         at = Seen(
             call,
             position.program,

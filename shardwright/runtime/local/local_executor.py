@@ -254,7 +254,7 @@ class LocalExecutor:
                 summed=True,
                 alike=() if own else target.layout.partial,
             )
-        if run is None or back is None and backward is not None:
+        if run is None or (back is None and backward is not None):
             run, after = self._listed(forward, before, axes.sizes), axes.sizes
             back = None if backward is None else self._listed(backward, after, before)
         elif backward is not None:

@@ -14,8 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
-from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,9 +28,10 @@ from ...rules.counter_rng import PLAIN
 from ...rules.loss import SUM
 from ...rules.registry import POINTWISE
 from ...torch_private import OpOverload, overload_name, pytree, schema_of, torch_function
+from .products import product
 from .shards import Axes, RankShape, check_replicas, union
 
-__all__ = ["Call", "leading", "plain_function", "product", "told_of_dims"]
+__all__ = ["Call", "leading", "plain_function", "told_of_dims"]
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ def _found(op: Op, led: Sequence[bool], sizes: tuple[int, ...]) -> Op | None:
 def told_of_dims(target: Any) -> bool:
     """Whether dims or a shape are among an operator's arguments."""
     schema = schema_of(target)
-    return target in TOLD or schema is not None and any(a.name in (*DIMS, *SHAPES) for a in schema.arguments)
+    return target in TOLD or (schema is not None and any(a.name in (*DIMS, *SHAPES) for a in schema.arguments))
 
 
 def _longer(op: Op, lead: tuple[int, ...]) -> Op:
@@ -161,7 +161,7 @@ def _keeps_apart(plain: Op, asked: Op, led: Sequence[bool]) -> bool:
     same: dict[int, int] = {}
     sides = [*zip(before.inputs, after.inputs, led), *((b, a, True) for b, a in zip(before.outputs, after.outputs))]
     for short, long, has in sides:
-        if has and long[0] != first or len(rest := long[has:]) != len(short):
+        if (has and long[0] != first) or len(rest := long[has:]) != len(short):
             return False
         for a, b in zip(short, rest):
             if len(a) != len(b) or first[0] in b or any(same.setdefault(f, g) != g for f, g in zip(a, b)):
@@ -190,207 +190,8 @@ def _works_out(op: Op, rule: Rule, bound: Bound, factor: int) -> bool:
 # An axis of the ranks is one more index: of the rows where only x differs along it, of the columns where only w does,
 # of a batch where both do, and of the contraction where the gradient of an operand is a sum of the ranks' terms. So
 # what stands beside one another in a whole tensor is multiplied as on one device, and a gradient is written once,
-# summed. ----------------------------------------------------------------------------------------------------
-
-#: How many shapes of operands a product remembers, all those of its kind together.
-REMEMBERED = 64
-
-Labels = tuple[int, ...]
-#: For each dim its factor, none where it broadcasts.
-Dims = Sequence[tuple[int, ...]]
-Operand = tuple[bool, Dims]
-#: Shape and strides.
-Like = tuple[tuple[int, ...], tuple[int, ...]]
-
-
-def product(axes: int, x: Operand, w: Operand, out: Dims) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
-    """x · w + bias on tensors with leading axes for the ranks; the bias has dims aligned on the right.
-
-    Args:
-        axes: how many these are.
-        x, w: whether each has them, and the factors of its other dims.
-        out: the factors of the result's.
-    """
-    last = max((f for dims in (x[1], w[1], out) for dim in dims for f in dim), default=0)
-    ranks, fresh = tuple(range(axes)), count(axes + last + 1)
-    left, right, made = (
-        ranks * led + tuple(axes + dim[0] if dim else next(fresh) for dim in dims) for led, dims in (x, w, (True, out))
-    )
-    turned = next((k in made for k in right[axes * w[0] :] if k not in left or k not in made), False)
-    spec = _Spec(
-        _contraction(left, right, made),
-        _contraction(made, right, left),
-        _contraction(made, left, right) if turned else _contraction(left, made, right),
-        turned,
-    )
-
-    def run(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-        return _Product.apply(spec, x, w, bias)
-
-    return run
-
-
-@lru_cache(1 << 10)
-def _contraction(left: Labels, right: Labels, out: Labels) -> Contraction:
-    """One for all products of its kind: the layers of a model are alike, and so are its programs for other sizes."""
-    return Contraction(left, right, out)
-
-
-class _Spec(NamedTuple):
-    forward: Contraction
-    of_x: Contraction
-    of_w: Contraction
-    turned: bool  # the rows of w's gradient are the result's columns
-
-
-class _Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, spec: _Spec, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        _, of_x, of_w, _ = ctx.needs_input_grad
-        ctx.spec, ctx.bias = spec, None if bias is None else bias.shape
-        ctx.like = (x.shape, x.stride()), (w.shape, w.stride())
-        ctx.save_for_backward(x if of_w else None, w if of_x else None)
-        return spec.forward(x, w, bias=bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, w = ctx.saved_tensors
-        spec, (_, of_x, of_w, of_bias) = ctx.spec, ctx.needs_input_grad
-        pair = (gradient, x) if spec.turned else (x, gradient)
-        return (
-            None,
-            spec.of_x(gradient, w, ctx.like[0]) if of_x else None,
-            spec.of_w(*pair, ctx.like[1]) if of_w else None,
-            gradient.sum_to_size(ctx.bias) if of_bias else None,
-        )
-
-
-class Contraction:
-    """A product of two tensors, summed over the labels that the result lacks.
-
-    Labels number the dims. A dim of size 1 has its label for nothing; one of stride 0 that the result keeps is worked
-    on once, and stands there with stride 0.
-
-    Args:
-        left, right, out: the labels of the dims.
-    """
-
-    def __init__(self, left: Labels, right: Labels, out: Labels) -> None:
-        self.left, self.right, self.out = left, right, out
-        self._known: dict[tuple, Callable[[Tensor, Tensor], Tensor]] = {}
-
-    def __call__(self, left: Tensor, right: Tensor, like: Like | None = None, bias: Tensor | None = None) -> Tensor:
-        """The result.
-
-        Args:
-            like: a shape for it, and strides according to which it lies in memory, where possible.
-            bias: is added, its dims aligned on the right.
-        """
-        key = (
-            left.shape,
-            left.stride(),
-            right.shape,
-            right.stride(),
-            like,
-            None if bias is None else (bias.shape, bias.stride()),
-        )
-        run = self._known.get(key)
-        if run is None:
-            if len(self._known) >= REMEMBERED:
-                self._known.clear()
-            run = self._known[key] = self._planned(left, right, like, bias)
-        return run(left, right, bias)
-
-    def _planned(
-        self, left: Tensor, right: Tensor, like: Like | None, bias: Tensor | None
-    ) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
-        out = self.out if like is None else tuple(k for k, size in zip(self.out, like[0]) if size != 1)
-        held = [dict(zip(labels, x.shape)) for labels, x in ((self.left, left), (self.right, right))]
-        shape = (
-            tuple(like[0])
-            if like is not None
-            else tuple(sizes.pop() if len(sizes := {h[k] for h in held if k in h} - {1}) == 1 else 1 for k in self.out)
-        )
-        if not left.numel() or not right.numel():
-            return lambda left, right, bias: left.new_zeros(shape) if bias is None else left.new_zeros(shape) + bias
-        a, b = (_extents(x.shape, x.stride(), labels, out) for x, labels in ((left, self.left), (right, self.right)))
-        alone = [
-            [labels.index(k) for k in x if k not in y and k not in out]
-            for labels, x, y in ((self.left, a, b), (self.right, b, a))
-        ]
-        if any(alone):  # summed before it is multiplied
-            return lambda left, right, bias: self(
-                *(x.sum(dims, True) if dims else x for x, dims in zip((left, right), alone)), like, bias
-            )
-        memory = _extents(*like, self.out, ()) if like is not None else {}
-
-        def order(labels: Sequence[int], held: dict[int, tuple[int, int]]) -> list[int]:
-            return sorted(labels, key=lambda k: (memory if k in memory and memory[k][1] else held)[k][1], reverse=True)
-
-        large = a if left.numel() > right.numel() else b
-        batch = order([k for k in a if k in b and k in out], large)
-        summed_over = sorted((k for k in a if k in b and k not in out), key=lambda k: large[k][1], reverse=True)
-        rows, columns = order([k for k in a if k not in b], a), order([k for k in b if k not in a], b)
-        get_left, get_right = _grouped(a, (batch, rows, summed_over)), _grouped(b, (batch, summed_over, columns))
-        sizes = a | b
-        made = _strides([*batch, *rows, *columns], sizes)
-        # Some kernels take a dim of size 1 and stride 0 for one that is expanded, and are slow.
-        stride = tuple(made.get(k, 0 if size > 1 else 1) for k, size in zip(self.out, shape))
-        multiply, multiply_and_add = (torch.bmm, torch.baddbmm) if batch else (torch.mm, torch.addmm)
-        added = _extents(bias.shape, bias.stride(), self.out[-bias.dim() :], ()) if bias is not None else {}
-        if any(k not in batch and k not in columns for k in added):
-            return lambda left, right, bias: multiply(get_left(left), get_right(right)).as_strided(shape, stride) + bias
-        given = {k: (sizes[k][0], added[k][1] if k in added else 0) for k in (*batch, *columns)}
-        get_bias = _grouped(given, (batch, (), columns))
-
-        def run(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
-            made = (
-                multiply(get_left(left), get_right(right))
-                if bias is None
-                else multiply_and_add(get_bias(bias), get_left(left), get_right(right))
-            )
-            return made.as_strided(shape, stride)
-
-        return run
-
-
-def _extents(shape: Sequence[int], strides: Sequence[int], labels: Labels, out: Labels) -> dict[int, tuple[int, int]]:
-    """Label -> (size, stride) of the dims that count."""
-    return {
-        k: (size, stride) for k, size, stride in zip(labels, shape, strides) if size != 1 and (stride or k not in out)
-    }
-
-
-def _strides(labels: Sequence[int], sizes: dict[int, tuple[int, int]]) -> dict[int, int]:
-    """Of a contiguous tensor of these dims."""
-    out, stride = {}, 1
-    for k in reversed(labels):
-        out[k] = stride
-        stride *= sizes[k][0]
-    return out
-
-
-def _grouped(held: dict[int, tuple[int, int]], groups: tuple[Sequence[int], ...]) -> Callable[[Tensor], Tensor]:
-    """A tensor as a matrix, or a batch of them: each group of labels is one dim, and the first none if it is empty."""
-    groups = groups if groups[0] else groups[1:]
-    split = [[held[k] for k in group] for group in groups]
-    shape = [math.prod(size for size, _ in group) for group in split]
-    merged = [_merged(group) for group in split]
-    if None not in merged:
-        strides = list(merged)
-        return lambda x: x.as_strided(shape, strides)
-    sizes, strides = zip(*(pair for group in split for pair in group))
-    return lambda x: x.as_strided(sizes, strides).reshape(shape)
-
-
-def _merged(group: Sequence[tuple[int, int]]) -> int | None:
-    """The stride of dims as one; None where they do not lie so."""
-    if not group:
-        return 1
-    if any(a[1] != b[0] * b[1] for a, b in zip(group, group[1:])):
-        return None
-    return group[-1][1]
+# summed.
+# ----------------------------------------------------------------------------------------------------
 
 
 #: Overloads that functions of `torch` tell by their arguments.
@@ -567,7 +368,7 @@ class Call:
             return None
         self._lay_beside()
         out = self.out
-        apart = lambda made: made.view(*out, made.shape[0] // math.prod(out), *made.shape[1:])  # noqa: E731
+        apart = lambda made: made.view(*out, made.shape[0] // math.prod(out), *made.shape[1:])
         return self._written(plain_function(node), side=True, after=apart)
 
     def _sums_of_rows(self) -> Callable[[list], Any] | None:

@@ -27,11 +27,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..capture.annotations import CUT
-from ..errors import SettingError
-from ..torch_private import gradient_hooks, move_gradient_hooks
+from ...capture.annotations import CUT
+from ...capture.manual import is_own, stacked
+from ...errors import SettingError
+from ...torch_private import gradient_hooks, move_gradient_hooks
 
-__all__ = ["call_after", "called_before", "carry_over", "put_within", "seen_by_hooks"]
+__all__ = ["call_after", "called_before", "carry_over", "leaf_of_slice", "put_within", "seen_by_hooks", "with_rank_dim"]
 
 #: How deep a hook's function is followed into functions and objects that it refers to.
 _DEPTH = 3
@@ -80,7 +81,7 @@ def seen_by_hooks(parameter: nn.Parameter, gradient: Tensor, rank: int) -> Tenso
         gradient: this rank's part.
         rank: among those that the parameter's layout speaks of.
     """
-    from ..partition.uneven import true_slice
+    from ...partition.uneven import true_slice
     from .dtensors import (
         beginning,
         gathered_as,
@@ -164,11 +165,10 @@ class _Exchange:
         elif isinstance(value, list):
             if any(self._new(entry) is not entry for entry in value):
                 value[:] = map(self._new, value)
-        elif isinstance(value, set):
-            if any(id(entry) in self._successors for entry in value):
-                entries = list(map(self._new, value))
-                value.clear()
-                value.update(entries)
+        elif isinstance(value, set) and any(id(entry) in self._successors for entry in value):
+            entries = list(map(self._new, value))
+            value.clear()
+            value.update(entries)
         for each in self._held(value):
             self.within(each, depth + 1)
 
@@ -208,3 +208,27 @@ class _Exchange:
             and not isinstance(value, torch.optim.Optimizer)
         ):
             yield vars(value)
+
+
+def leaf_of_slice(parameter: nn.Parameter) -> Tensor:
+    """A leaf on the storage of a rank's own slice, with the dim of the ranks; its gradient comes to the parameter."""
+    leaf = parameter.detach().unsqueeze(0)
+    if not parameter.requires_grad:
+        return leaf
+
+    def hand_over(filled: Tensor) -> None:
+        gradient, filled.grad = called_before(parameter, filled.grad.squeeze(0)), None
+        if parameter.grad is None:
+            parameter.grad = gradient
+        else:
+            parameter.grad.add_(gradient)
+        call_after(parameter)
+
+    leaf.requires_grad_(True)
+    leaf.register_post_accumulate_grad_hook(hand_over)
+    return leaf
+
+
+def with_rank_dim(tensor: Tensor) -> Tensor:
+    """What a program in one process takes for a parameter or buffer: itself, but for the only rank's own slice."""
+    return leaf_of_slice(tensor) if is_own(tensor) and stacked(tensor) is None else tensor

@@ -1,0 +1,168 @@
+"""Operators that write in place, while an exported program is read: what variables hold afterwards.
+
+How a write into a view becomes a program without writes is told in `mutation`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from ..errors import CaptureError
+from ..graph import Value, map_values, values_in
+from ..rules.indexing import overwritten
+from ..rules.normalization import batch_norm
+from ..torch_private import pytree, schema_of
+from .mutation import Cell, View, ViewStep, gives_back, is_same, plain_form, shares_memory
+from .source_lines import module_path, source_of
+
+__all__ = ["InPlaceReader", "metas_made", "tensors_of"]
+
+aten = torch.ops.aten
+
+#: What the model may not change in place -> what to write instead.
+_UNCHANGEABLE = {
+    "parameter": "a change outside of the model's forward",
+    "constant": "a buffer, which register_buffer makes of it",
+}
+
+
+def tensors_of(made: Any) -> list[Any]:
+    return list(made) if isinstance(made, (tuple, list)) else [made]
+
+
+def metas_made(target: Any, args: tuple, kwargs: dict) -> list[torch.Tensor] | None:
+    """What an operator returns, without its elements; None where that takes elements."""
+    args, kwargs = map_values((args, kwargs), lambda v: torch.empty(v.shape, dtype=v.dtype, device="meta"))
+    try:
+        return tensors_of(target(*args, **kwargs))
+    except RuntimeError:
+        return None
+
+
+class InPlaceReader:
+    """The part of `GraphReader` that reads operators which write in place; it has the attributes that are read here."""
+
+    def find_views(self, node: torch.fx.Node, target: Any, args: tuple, kwargs: dict, cells: list[Cell | None]) -> None:
+        """Outputs that share memory with an input become views of it."""
+        sources = [
+            n
+            for n in pytree.tree_leaves((node.args, dict(node.kwargs)))
+            if isinstance(n, torch.fx.Node) and isinstance(self.cells[n], Cell)
+        ]
+        metas = tensors_of(node.meta.get("val"))
+        sizes = tuple(tuple(m.shape) if m is not None else () for m in metas)
+        for i, (cell, meta) in enumerate(zip(cells, metas)):
+            shared = [
+                n
+                for n in sources
+                if cell is not None
+                and isinstance(n.meta.get("val"), torch.Tensor)
+                and (shares_memory(n.meta["val"], meta) or gives_back(target, args, kwargs))
+            ]
+            source = None if not shared else shared[i] if len(shared) == len(cells) else shared[0]
+            parent = None if source is None else self.cells[source].view
+            if parent is not None and any(v is parent.value for v in values_in((args, kwargs))):
+                same = gives_back(target, args, kwargs) or is_same(source.meta["val"], meta)
+                step = ViewStep(target, args, kwargs, parent.value, i, sizes, same)
+                cell.view = View(parent.memory, cell.view.value, parent, step)
+
+    def in_place(self, node: torch.fx.Node, target: Any, written: list[str], args: tuple, kwargs: dict) -> None:
+        """``x.relu_()`` becomes a plain relu, and the variable x holds its result from here on."""
+        given = dict(zip((a.name for a in schema_of(target).arguments), node.args)) | dict(node.kwargs)
+        changed = [
+            self.cells.get(n)
+            for n in pytree.tree_leaves([given[name] for name in written])
+            if isinstance(n, torch.fx.Node)
+        ]
+        plain = plain_form(target)
+        if (
+            torch.Tag.inplace_view in target.tags
+            and target is not aten.detach_.default
+            and plain is not None
+            and schema_of(plain).returns[0].alias_info is not None
+        ):
+            self.turn(node, plain, args, kwargs)
+            return
+        if target is aten.fill_diagonal_.default and len(args[0].shape) == 2:
+            value = self.filled_diagonal(*args, **kwargs)
+            made = None if value is None else [value]
+        elif target is aten.copy_.default:
+            made = self.emit(overwritten, args[:2], {}) if args[0].requires_grad else [args[1]]
+        elif target is aten.detach_.default and not args[0].requires_grad:
+            made = [args[0]]
+        elif plain is None or (torch.Tag.inplace_view in target.tags and target is not aten.detach_.default):
+            made = None
+        else:
+            kwargs = {name: value for name, value in kwargs.items() if name not in written}
+            made = [c.view.value for c in self.record(node, plain, args, kwargs, metas=metas_made(plain, args, kwargs))]
+        if made is None or len(made) != len(changed) or not all(isinstance(c, Cell) for c in changed):
+            raise CaptureError(
+                f"{target} writes into its arguments and has no plain form",
+                source=source_of(node) or None,
+                legal="an operator that returns its result",
+            )
+        for cell, value in zip(changed, made):
+            if value is not cell.view.value:
+                self.store(node, cell, value)
+        self.cells[node] = changed[0] if isinstance(node.meta.get("val"), torch.Tensor) else changed
+
+    def turn(self, node: torch.fx.Node, plain: Any, args: tuple, kwargs: dict) -> None:
+        """``x.t_()``: the variable sees its memory otherwise from here on."""
+        cell = self.cells[node.args[0]]
+        before = cell.view
+        value = self.record(node, plain, args, kwargs)[0].view.value
+        step = ViewStep(plain, args, kwargs, before.value, 0, (value.shape,), before.value.shape == value.shape == ())
+        cell.view = View(before.memory, value, before, step)
+        self.cells[node] = cell
+
+    def filled_diagonal(self, x: Value, fill: Any, wrap: bool = False) -> Value | None:
+        rows, columns = x.shape
+        if wrap and rows > columns:
+            return None
+        diagonal = self.emit(
+            aten.full.default, ([min(rows, columns)], fill), {"dtype": x.dtype, "device": self.node.meta["val"].device}
+        )[0]
+        return self.emit(aten.diagonal_scatter.default, (x, diagonal), {})[0]
+
+    def store(self, node: torch.fx.Node, cell: Cell, value: Value) -> None:
+        """A variable holds another value from here on, in the memory that it shares: noted where this is a buffer's,
+        refused where it cannot be."""
+        memory, old, where = cell.memory, self.read(cell), {"source": source_of(node) or None}
+        if memory.owner in _UNCHANGEABLE:
+            raise CaptureError(
+                f"the model changes its {memory.owner} {memory.name!r} in place",
+                **where,
+                legal=_UNCHANGEABLE[memory.owner],
+            )
+        if value.dtype != old.dtype:
+            value = self.emit(aten.to.dtype, (value, old.dtype), {})[0]
+        if value.shape != old.shape:
+            value = self.emit(aten.expand.default, (value, list(old.shape)), {})[0]
+        if self.frontier is not None and memory.number < self.frontier:
+            value = self.writer.assign(old, value)
+        try:
+            self.writer.write(cell.view, value)
+        except CaptureError as error:
+            raise error.located(**where) from None
+        if memory.owner == "buffer":
+            self.updates[memory.name] = memory.whole.value
+
+    def running_statistics(
+        self, node: torch.fx.Node, target: Any, named: dict[str, Any], nodes: dict[str, Any]
+    ) -> None:
+        """A normalisation that changes its running statistics: `target` returns them."""
+        if target is batch_norm:
+            path = module_path(node, self.prefix)
+            count = f"{path}.num_batches_tracked" if path else "num_batches_tracked"
+            count = self.aliases.get(count, count)
+            counts = self.memories.get(count)
+            named["tracked"] = self.writer.read(counts.whole) if counts and math.isnan(named["momentum"]) else None
+        args = tuple(named[a.name] for a in schema_of(target).arguments)
+        held = [self.cells[nodes[name]] for name in ("running_mean", "running_var")]
+        out, *new = self.record(node, target, args, {}, [self.read(c) for c in held])
+        for cell, made in zip(held, new):
+            self.store(node, cell, made.view.value)
+        self.cells[node] = out

@@ -1,0 +1,43 @@
+"""The lines of the user's own code: which files are the user's, and the line and module of a node."""
+
+from __future__ import annotations
+
+import re
+import sysconfig
+
+import torch
+
+from ..errors import PACKAGE_FOLDER
+
+__all__ = ["is_users", "module_path", "source_of", "user_frame"]
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in ')
+
+
+_TORCH = torch.__file__.rsplit("/", 1)[0] + "/"
+
+
+_PYTHON = sysconfig.get_path("stdlib") + "/"
+
+
+def is_users(file: str) -> bool:
+    """Whether a file is neither ours nor torch's nor Python's own; installed packages may be the user's model."""
+    return not (
+        file.startswith((PACKAGE_FOLDER, _TORCH, "<")) or (file.startswith(_PYTHON) and "-packages/" not in file)
+    )
+
+
+def user_frame(frames: list[tuple[str, int]]) -> str:
+    """The innermost frame that is the user's own, as ``file.py:41``."""
+    return next((f"{file.rsplit('/', 1)[-1]}:{line}" for file, line in reversed(frames) if is_users(file)), "")
+
+
+def source_of(node: torch.fx.Node) -> str:
+    trace = node.meta.get("stack_trace") or ""
+    return user_frame([(m["file"], int(m["line"])) for m in _FRAME.finditer(trace)])
+
+
+def module_path(node: torch.fx.Node, prefix: str) -> str:
+    stack = node.meta.get("nn_module_stack")
+    path = list(stack.values())[-1][0] if stack else ""
+    return path.removeprefix(prefix).removeprefix(".") if path.startswith(prefix) else path

@@ -1,0 +1,138 @@
+"""Where the tensors of a checkpoint lie under the strategies of another run, and which rank writes what.
+
+    a parameter                                     as the strategies say
+    an optimizer's state of a parameter's shape     as the parameter
+    a buffer, other state of an optimizer           whole, and written by the first of the ranks that have it
+
+Which of the ranks that hold the same slice write it, `boxes` says, as in a save of that run.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import CheckpointError
+from ..json_values import dtype_named
+from ..layout import Layout
+from ..planfile.parameter_file import ParameterStrategies, TensorStorage
+from .formats import written_here
+from .manifest import TensorEntry
+from .state import Box, LocalTensor, TensorPlacement
+
+__all__ = ["TargetPlacement", "boxes_of", "one_device", "placed", "strategy_name"]
+
+
+class TargetPlacement(NamedTuple):
+    """How a tensor lies.
+
+    Attributes:
+        alone: the first of its ranks writes it.
+        own: it is each rank's own, stacked along dim 0.
+    """
+
+    storage: TensorStorage
+    alone: bool
+    own: bool
+
+    @property
+    def described(self) -> tuple[tuple[int, ...], str, dict[str, Any] | None]:
+        """Shape, dtype and layout, as a save describes it."""
+        held = self.storage
+        return held.shape, held.dtype, TensorPlacement(held.shape, held.layout, held.first, self.own, None, ()).words
+
+
+def strategy_name(name: str) -> str | None:
+    """What strategies call a parameter or buffer of a checkpoint; None: of an optimizer's state."""
+    return None if name.startswith("optimizer.") else name.removeprefix("model.")
+
+
+def one_device(entries: Mapping[str, TensorEntry]) -> ParameterStrategies:
+    """The strategies under which one device has everything whole."""
+    named = {strategy_name(name): entry for name, entry in entries.items()}
+    return ParameterStrategies(
+        1,
+        {
+            name: TensorStorage(e.shape, e.dtype, Layout.replicated(1, len(e.shape)))
+            for name, e in named.items()
+            if name is not None
+        },
+        {},
+    )
+
+
+def placed(
+    entries: Mapping[str, TensorEntry], strategies: ParameterStrategies, source: str
+) -> dict[str, TargetPlacement]:
+    """Where each tensor lies.
+
+    Args:
+        entries: of a checkpoint, by name.
+        source: the checkpoint, as errors name it.
+
+    Raises:
+        CheckpointError: strategies of another model: names or shapes that differ.
+    """
+    held = strategies.all
+    mine = {strategy_name(name): entry for name, entry in entries.items() if strategy_name(name) is not None}
+    absent, unknown = [n for n in strategies.parameters if n not in mine], [n for n in mine if n not in held]
+    other = [n for n in mine if n in held and held[n].shape != mine[n].shape]
+    if absent or unknown or other:
+        wrong = [f"it has no {_some(absent)}"] * bool(absent) + [f"they have no {_some(unknown)}"] * bool(unknown)
+        wrong += [f"{n!r} is {list(mine[n].shape)} in it and {list(held[n].shape)} in them" for n in other[:3]]
+        near = [n for name in unknown[:1] for n in difflib.get_close_matches(name, absent, 1, 0.6)]
+        raise CheckpointError(
+            f"the strategies {strategies.source} are of another model than the checkpoint: "
+            + "; ".join(wrong)
+            + (f" (is {near[0]!r} what {unknown[0]!r} was?)" if near else ""),
+            source=source,
+            legal="a plan, or strategies, of the model that was saved",
+        )
+    out = {}
+    for name, entry in entries.items():
+        called = strategy_name(name)
+        storage = held[called] if called is not None else _of_state(name, entry, strategies, source)
+        parameter = strategies.parameters.get(called or name.removeprefix("optimizer.").rpartition(".")[0])
+        alone = parameter is None or parameter.shape != storage.shape
+        out[name] = TargetPlacement(replace(storage, dtype=entry.dtype), alone, bool((entry.layout or {}).get("own")))
+    return out
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(map(repr, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _of_state(name: str, entry: TensorEntry, strategies: ParameterStrategies, source: str) -> TensorStorage:
+    """Where an optimizer's state lies: ``optimizer.<parameter>.<key>``."""
+    parameter = name.removeprefix("optimizer.").rpartition(".")[0]
+    if parameter not in strategies.parameters:
+        raise CheckpointError(
+            f"{name!r} is of no parameter that {strategies.source} has",
+            source=source,
+            legal="a plan, or strategies, of the model that was saved",
+        )
+    storage = strategies.parameters[parameter]
+    if storage.shape == entry.shape:
+        return storage
+    whole = Layout.replicated(storage.layout.devices, len(entry.shape))
+    return TensorStorage(entry.shape, entry.dtype, whole, storage.first)
+
+
+def boxes_of(places: Mapping[str, TargetPlacement], rank: int) -> list[tuple[str, Box]]:
+    """What a rank writes, as it would itself in a run: tensors in their order."""
+    held = []
+    for name, (storage, alone, own) in places.items():
+        box, holders = storage.of_rank(rank)
+        if holders and (not alone or rank == storage.first):
+            local = torch.empty([s.stop - s.start for s in box], dtype=dtype_named(storage.dtype), device="meta")
+            place = TensorPlacement(
+                storage.shape, storage.layout, storage.first, own, box, (rank,) if alone else holders
+            )
+            held.append(LocalTensor(name, storage.dtype, place, local))
+    return [
+        (w.name, tuple(slice(a, a + n) for a, n in zip(w.starts, w.tensor.shape))) for w in written_here(held, rank)
+    ]

@@ -1,0 +1,495 @@
+"""What each value of a model is when its batch comes in micro-batches, operator by operator, and how the program is
+rewritten where it would be none of them.
+
+    sum + mean, sum + what is the same     the others divided by m: a sum
+    mean of what counts                    Σ of the terms / total      see `micro`
+    sum / sum, and whatever is not linear  sums that come from inputs alone give way to their totals, which are the same
+                                           for all micro-batches; an error where they do not
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..errors import SettingError, ShardwrightError
+from ..graph import Graph, Op, Pieces, Value, map_values
+from ..layout import Layout
+from ..rules import Bound, Builder, Rule, bound_rule, find_rule, normalization as normalisation
+from ..rules.dims import wide as wide_type
+from ..rules.loss import counted, summed
+from .batch_semantics import (
+    BatchDim,
+    NotSeparable,
+    ReducedOverBatch,
+    additive,
+    after_cut,
+    batch_place,
+    differences,
+    followed,
+    image,
+    lends,
+    pairs,
+    product,
+)
+
+aten = torch.ops.aten
+
+__all__ = ["MicrobatchRewriter"]
+
+
+SAME = ReducedOverBatch("same")
+
+
+#: Operators that may use the statistics of a part, whose further outputs are its own.
+_BATCH_NORMS = (aten.batch_norm.default, normalisation.batch_norm, normalisation.instance_norm)
+
+
+Kind = BatchDim | ReducedOverBatch | NotSeparable
+
+
+class MicrobatchRewriter:
+    """Goes through a graph, and through its wide twin, and says of each value what it is.
+
+    Attributes:
+        kinds: value name -> what it is.
+        batch: of the inputs that are split, the dim that carries the batch.
+        ops: the program of one micro-batch.
+        totals: value name -> its total, a further input of that program, and the value that the total is a sum of.
+        counting: what makes of the values of the program those that only totals are of.
+        in_turn: the buffers that every micro-batch changes: those of batch norms that train.
+    """
+
+    def __init__(self, graph: Graph, wide: Graph, count: int, parts: int) -> None:
+        self.graph, self.wide, self.count, self.parts = graph, wide, count, parts
+        self.kinds: dict[str, Kind] = {}
+        self.batch: dict[str, int] = {}
+        self.ops: list[Op] = []
+        self.counting: list[Op] = []
+        self.totals: dict[str, tuple[Value, Value]] = {}
+        self.free: set[str] = set()  # values that come from inputs alone
+        self.alike: dict[Any, list[Kind]] = {}  # what calls of one form make of rows of the batch
+        self.in_turn = _statistics(graph)
+        self.names = {v.name for op in graph.ops for v in op.outputs if v is not None} | set(graph.constants)
+        self.names |= {op.name for op in graph.ops} | {v.name for v in graph.sources()}
+        self._sources()
+        for op, twin in pairs(
+            graph,
+            wide,
+            lambda op, what: self.error(
+                op,
+                f"{what}: the program depends on the size of the batch",
+                "micro_batches=1, or a model that does the same for any batch",
+            ),
+        ):
+            self._take(op, twin)
+
+    # -- where it begins
+
+    def error(self, op: Op | None, reason: str, legal: str | None = None) -> SettingError:
+        where = op.where if op is not None else {}
+        return SettingError(
+            f"cannot be split into {self.count} micro-batches: {reason}",
+            **where,
+            strategy=f"micro_batches={self.count}",
+            legal=legal
+            or "micro_batches=1, or a model that returns a sum or a mean over the batch, or a result for each row",
+        )
+
+    def _sources(self) -> None:
+        ratios = set()
+        for value, twin in zip(self.graph.inputs, self.wide.inputs, strict=True):
+            split_here = value.shape != twin.shape
+            if split_here:
+                self.batch[value.name] = 0
+                ratios.add(twin.shape[0] / value.shape[0])
+            self.kinds[value.name] = BatchDim(0) if split_here else SAME
+            if not value.requires_grad:
+                self.free.add(value.name)
+        assert len(ratios) == 1, "the wide capture has more rows"
+        self.ratio = round(ratios.pop())
+        self.kinds |= {v.name: SAME for v in self.graph.parameters.values()}
+        for name, value in self.graph.buffers.items():
+            if name in self.in_turn:
+                self.kinds[value.name] = NotSeparable(
+                    self.error(
+                        None,
+                        f"the result depends on the buffer {name!r}, which changes from one micro-batch to the next",
+                    )
+                )
+            else:
+                self.kinds[value.name] = SAME
+                self.free.add(value.name)
+        for name, tensor in self.graph.constants.items():
+            twin = self.wide.constants.get(name)
+            alike = (
+                twin is not None
+                and twin.shape == tensor.shape
+                and twin.dtype == tensor.dtype
+                and (tensor.is_meta or twin.is_meta or torch.equal(tensor, twin))
+            )
+            self.kinds[name] = (
+                SAME
+                if alike
+                else NotSeparable(
+                    self.error(None, f"the constant {name!r}, made by the model, depends on the size of the batch")
+                )
+            )
+            self.free.add(name)
+
+    # -- an operator
+
+    def _take(self, op: Op, twin: Op | None) -> None:
+        """Add an operator, and say what its outputs are."""
+        outputs = [v for v in op.outputs if v is not None]
+        if twin is None:
+            self.ops.append(op)
+            self.kinds[outputs[0].name] = self.kinds[op.inputs[0].name]
+            self.free |= {outputs[0].name} if op.inputs[0].name in self.free else set()
+            return
+        try:
+            op, kinds = self._decided(op, twin)
+        except ShardwrightError as error:
+            kinds = [NotSeparable(error)] * len(outputs)
+        if op is not None:
+            random = torch.Tag.nondeterministic_seeded in getattr(op.target, "tags", ())
+            if random and isinstance(kinds[0], BatchDim):
+                op = replace(op, micro=self._pieces(outputs[0], kinds[0]))
+            self.ops.append(op)
+            if not random and all(v.name in self.free for v in op.inputs):
+                self.free |= {v.name for v in outputs}
+        for value, wider, kind in zip(outputs, (v for v in twin.outputs if v is not None), kinds, strict=True):
+            self.kinds[value.name] = (
+                kind
+                if self._fits(value, wider, kind)
+                else NotSeparable(
+                    self.error(
+                        op,
+                        f"its result is {list(value.shape)} for a micro-batch and {list(wider.shape)} for {self.ratio} "
+                        "times the rows, of which it carries no more",
+                    )
+                )
+            )
+
+    def _pieces(self, value: Value, rows: BatchDim) -> Pieces:
+        """Where the numbers of a random operator lie in the whole batch. Where the dim has not the rows of each part
+        that ranks feed in a piece of their own, they lie elsewhere, but not where those of other micro-batches do."""
+        parts = rows.outer * self.parts
+        return Pieces(rows.dim, self.count, rows.outer if value.shape[rows.dim] % parts else parts)
+
+    def _fits(self, value: Value, wider: Value, kind: Kind) -> bool:
+        if isinstance(kind, NotSeparable):
+            return True
+        carries = kind.dim if isinstance(kind, BatchDim) else None
+        return tuple(s * self.ratio if d == carries else s for d, s in enumerate(value.shape)) == wider.shape
+
+    def _decided(self, op: Op, twin: Op) -> tuple[Op | None, list[Kind]]:
+        """The operator as it runs in a micro-batch (None: others do its work, and are there), and what it makes."""
+        inputs = [SAME if lends(op, i) else self._read(*both) for i, both in enumerate(zip(op.inputs, twin.inputs))]
+        if op.target in _BATCH_NORMS and isinstance(inputs[0], BatchDim):
+            return self._normalised(op, twin, inputs[0])
+        for kind in inputs:
+            if isinstance(kind, NotSeparable):
+                raise kind.error.located(**op.where)
+        if any(isinstance(kind, BatchDim) for kind in inputs):
+            op = self._promoted(op, [i for i, k in enumerate(inputs) if isinstance(k, ReducedOverBatch) and k != SAME])
+            self._same_numbers(op, twin)
+            return self._of_alike(op, twin, inputs)
+        if all(kind == SAME for kind in inputs):
+            return op, self._of_nothing(op, twin)
+        return self._of_reduced(op, twin, [kind.how for kind in inputs])
+
+    def _read(self, value: Value, wider: Value) -> Kind:
+        """What an operator reads; a micro-batch's one row, where it stands for all rows of a larger one, is carried."""
+        kind = self.kinds[value.name]
+        grown = [d for d, (a, b) in enumerate(zip(value.shape, wider.shape)) if a != b]
+        if kind == SAME and len(grown) == 1 and value.shape[grown[0]] == 1:
+            return BatchDim(grown[0])
+        return kind
+
+    def _described(self, op: Op, twin: Op) -> tuple[Rule, Bound]:
+        described = find_rule(twin)
+        if described is None:
+            raise self.error(
+                op,
+                f"there is no rule for {op.target}, which says what it does with the batch",
+                f'micro_batches=1, or sw.rule({op.target}, "…"), which describes it',
+            )
+        return described, bound_rule(twin, described)
+
+    def _same_numbers(self, op: Op, twin: Op) -> None:
+        for found in differences(op, twin):
+            raise self._grows(op, *found)
+
+    def _grows(self, op: Op, name: str, mine: Any, theirs: Any) -> SettingError:
+        return self.error(
+            op,
+            f"its argument {name} is {mine} in a micro-batch and {theirs} in one of {self.ratio} "
+            "times the rows: it depends on the size of the batch",
+        )
+
+    def _normalised(self, op: Op, twin: Op, rows: BatchDim) -> tuple[Op, list[Kind]]:
+        _, bound = self._described(op, twin)
+        place = batch_place(bound, bound.inputs[0], rows)
+        kind = image(bound, bound.outputs[0], place) if place is not None else None
+        if kind is None or any(place[0] in dim for dims in bound.inputs[1:] for dim in dims):
+            raise self.error(op, "it has a channel for each row")
+        own = NotSeparable(self.error(op, "its running statistics are those of each micro-batch in turn"))
+        return op, [kind, *[own] * (len(bound.outputs) - 1)]
+
+    def _of_nothing(self, op: Op, twin: Op) -> list[Kind]:
+        """Of inputs that do not depend on the batch: so do the outputs, but for a dim that it gives them."""
+        values = [v for v in op.outputs if v is not None]
+        wider = [v for v in twin.outputs if v is not None]
+        kinds: list[Kind] = []
+        for i, (value, twins) in enumerate(zip(values, wider)):
+            grown = [d for d, (a, b) in enumerate(zip(value.shape, twins.shape)) if a != b]
+            if not grown:
+                self._same_numbers(op, twin)
+                kinds.append(SAME)
+                continue
+            if _counts_off(op) and _counts_off(twin):
+                return [BatchDim(0, numbers=True)]
+            described, bound = self._described(op, twin)
+            factors = bound.outputs[i][grown[0]]
+            if len(grown) > 1 or not factors or after_cut(twin, described, bound, factors[0], self.ratio)[i] != "cut":
+                raise self.error(op, "its result depends on the size of the batch and on the place in it")
+            kinds.append(BatchDim(grown[0]))
+        if any(isinstance(kind, BatchDim) for kind in kinds):
+            self._same_numbers(op, twin)
+        return kinds
+
+    def _of_alike(self, op: Op, twin: Op, inputs: Sequence[Kind]) -> tuple[Op | None, list[Kind]]:
+        """The result of `_of_rows`, worked out once for all calls of one form: the layers of a model are alike."""
+        form = _form(op), _form(twin), tuple(inputs)
+        try:
+            known = self.alike.get(form)
+        except TypeError:  # an argument that cannot be looked up, such as a slice
+            return self._of_rows(op, twin, inputs)
+        if known is not None:
+            return op, known
+        made, kinds = self._of_rows(op, twin, inputs)
+        if made is op:
+            self.alike[form] = kinds
+        return made, kinds
+
+    def _of_rows(self, op: Op, twin: Op, inputs: Sequence[Kind]) -> tuple[Op | None, list[Kind]]:
+        described, bound = self._described(op, twin)
+        numbers = any(isinstance(kind, BatchDim) and kind.numbers for kind in inputs)
+        chosen = numbers and _chooses_rows(op, inputs)
+        if numbers and not chosen and not described.view:
+            raise self.error(op, "it uses the numbers of the rows in the batch otherwise than to choose rows")
+        places = set()
+        for i, kind in enumerate(inputs):
+            if isinstance(kind, BatchDim) and not (chosen and i == 0):
+                places.add(batch_place(bound, bound.inputs[i], kind))
+        if None in places or len(places) > 1:
+            raise self.error(op, "rows of the batch meet other rows")
+        (place,) = places
+        assert place is not None
+        if bound.factors[place[0]].size % (place[1] * self.ratio):
+            raise self.error(op, "it takes rows apart")
+        for i, (value, kind) in enumerate(zip(op.inputs, inputs)):
+            if not isinstance(kind, BatchDim) and not lends(op, i) and any(place[0] in dim for dim in bound.inputs[i]):
+                raise self.error(
+                    op, f"{value} {list(value.shape)} has a row for each of the batch and is not split with it"
+                )
+        kinds: list[Kind] = []
+        for dims, made in zip(bound.outputs, after_cut(twin, described, bound, place[0], self.ratio)):
+            if made == "ratio" and isinstance(op.argument("target"), Value):
+                return self._counted(op), [ReducedOverBatch("sum")]
+            if made in ("mixed", "ratio"):
+                raise self.error(op, "rows of the batch meet other rows in more than a sum or a mean")
+            to = image(bound, dims, place)
+            assert (to is not None) == (made == "cut")
+            kinds.append(ReducedOverBatch(made) if to is None else replace(to, numbers=numbers and not chosen))
+        return op, kinds
+
+    def _of_reduced(self, op: Op, twin: Op, inputs: list[str]) -> tuple[Op, list[Kind]]:
+        described = find_rule(twin)
+        for i in range(len(inputs) - 1, -2, -1):
+            how = followed(op, described, inputs) if described is not None else None
+            if how is not None and (scaled := self._scaled(op, twin, inputs, how)) is not None:
+                return scaled, [ReducedOverBatch(self._grown(op, twin, how))] * sum(v is not None for v in op.outputs)
+            if i >= 0 and inputs[i] != "same" and self._countable(op.inputs[i]):
+                op = self._promoted(op, [i])
+                inputs[i] = "same"
+                if set(inputs) == {"same"}:
+                    return op, self._of_nothing(op, twin)
+        raise self.error(op, "it is not linear in what was reduced over the batch")
+
+    def _grown(self, op: Op, twin: Op, how: str) -> str:
+        """The same after a product with a number that grows with the batch, or a quotient."""
+        found = differences(op, twin)
+        if not found:
+            return how
+        name, mine, theirs = found[0]
+        if len(found) == 1 and name == "other" and all(isinstance(x, (int, float)) for x in (mine, theirs)):
+            for times, power in ((self.ratio, product(op)), (1 / self.ratio, -product(op))):
+                if math.isclose(theirs, mine * times) and (how, power) in (("sum", -1), ("mean", 1)):
+                    return "mean" if power < 0 else "sum"
+        raise self._grows(op, *found[0])
+
+    def _scaled(self, op: Op, twin: Op, inputs: Sequence[str], how: str) -> Op | None:
+        """The operator with its inputs brought to one kind, that of its result; None where that cannot be."""
+        rule = find_rule(op)
+        adds = additive(op) or (len(inputs) > 1 and rule is not None and rule.is_linear(op))
+        if how != "sum" or not adds:
+            return op
+        if not all(v.dtype.is_floating_point or v.dtype.is_complex for v in (*op.inputs, *op.outputs) if v is not None):
+            return op if set(inputs) == {"sum"} and not self._adds_number(op) else None
+        shares = {v.name: self._share(op, v) for v, kind in zip(op.inputs, inputs) if kind != "sum"}
+        if self._adds_number(op) and not differences(op, twin):
+            args, kwargs = op.with_arguments(other=op.argument("other") / self.count)
+            op = replace(op, args=args, kwargs=kwargs)
+        return _reading(op, shares)
+
+    def _adds_number(self, op: Op) -> bool:
+        return additive(op) and op.kind != "lerp" and not isinstance(op.argument("other"), Value)
+
+    # -- what is inserted
+
+    def _fresh(self, base: str) -> str:
+        name, n = base, 0
+        while name in self.names:
+            name, n = f"{base}_{n}", n + 1
+        self.names.add(name)
+        return name
+
+    def _builder(self, op: Op, what: str, values: Iterable[Value]) -> Builder:
+        named = replace(op, name=self._fresh(f"{op.name}_{what}"))
+        return Builder(named, {v.name: Layout.replicated(1, len(v.shape)) for v in values})
+
+    def _built(self, op: Op, builder: Builder) -> list[Op]:
+        return [replace(step, origin=op.name, recompute=op.recompute) for step, *_ in builder.steps]
+
+    def _share(self, op: Op, value: Value) -> Value:
+        """value / m"""
+        builder = self._builder(op, "share", [value])
+        made = builder.call(aten.div.Tensor, value, self.count)
+        self.ops += self._built(op, builder)
+        if value.name in self.free:
+            self.free.add(made.name)
+        return made
+
+    def _countable(self, value: Value) -> bool:
+        return value.name in self.free
+
+    def _promoted(self, op: Op, which: Sequence[int]) -> Op:
+        """The operator with totals in the place of inputs that are reduced over the batch.
+
+        Raises:
+            SettingError: one does not come from the inputs alone.
+        """
+        changes = {}
+        for i in which:
+            value = op.inputs[i]
+            if not self._countable(value):
+                raise self.error(op, f"it uses {value}, which is reduced over the batch, otherwise than linearly")
+            kind = self.kinds[value.name]
+            assert isinstance(kind, ReducedOverBatch)
+            if kind.how == "mean" and value.name not in self.totals:
+                builder = self._builder(op, "share", [value])
+                share = builder.call(aten.div.Tensor, value, self.count)
+                self.counting += self._built(op, builder)
+                changes[value.name] = self._total(value, share)
+            else:
+                changes[value.name] = self._total(value, value)
+        return _reading(op, changes)
+
+    def _total(self, value: Value, term: Value, base: str | None = None) -> Value:
+        if value.name not in self.totals:
+            self.totals[value.name] = Value(self._fresh(f"{base or value.name}_total"), term.shape, term.dtype), term
+        return self.totals[value.name][0]
+
+    def _counted(self, op: Op) -> None:
+        """A mean whose terms do not count alike, written as a sum divided by what counts in the whole batch."""
+        for name in ("target", "weight"):
+            value = op.argument(name)
+            if isinstance(value, Value) and value.name not in self.free:
+                raise self.error(
+                    op,
+                    f"its mean is over what counts of all micro-batches, and its {name} {value} does "
+                    f"not come from the model's inputs alone",
+                    f'micro_batches=1, a {name} made of inputs and buffers alone, or reduction="sum"',
+                )
+        out = op.outputs[0]
+        assert out is not None
+        counting = self._builder(op, "count", op.inputs)
+        count = counted(counting, op, wide_type(out.dtype))
+        self.counting += self._built(op, counting)
+        total = self._total(count, count, op.name)
+        builder = self._builder(op, "mean", [*op.inputs, total])
+        made = builder.to(builder.call(aten.div.Tensor, summed(builder, op), total), out.dtype)
+        ops = self._built(op, builder)
+        ops[0] = replace(ops[0], name=op.name, mark=op.mark, origin=op.origin, number=op.number)
+        ops[-1] = replace(ops[-1], outputs=(out,))
+        assert made.name == builder.steps[-1][0].outputs[0].name
+        self.ops += ops
+
+
+def _statistics(graph: Graph) -> set[str]:
+    """The buffers that change with the statistics of a batch norm, and the others of its module that do."""
+    made: set[str] = set()
+    for op in graph.ops:
+        values = [v.name for v in op.outputs if v is not None]
+        if op.target in _BATCH_NORMS:
+            made.update(values[1:])
+        if any(v.name in made for v in op.inputs):
+            made.update(values[1:] if op.target in _BATCH_NORMS else values)
+    found = {name for name, value in graph.updates.items() if value.name in made}
+    modules = {name.rpartition(".")[0] for name in found}
+    return found | {
+        name for name in graph.updates if name.rpartition(".")[0] in modules and name.endswith("num_batches_tracked")
+    }
+
+
+def _form(op: Op) -> tuple:
+    """A call but for its names: equal for calls of which the rules say the same."""
+    places: dict[str, int] = {}
+
+    def form(x: Any) -> Any:
+        kind = type(x)
+        if kind is Value:
+            return places.setdefault(x.name, len(places)), x.shape, x.dtype, x.requires_grad
+        if isinstance(x, (tuple, list)):
+            return kind, tuple([form(y) for y in x])
+        if isinstance(x, dict):
+            return kind, tuple([(name, form(y)) for name, y in x.items()])
+        return kind, x
+
+    return (
+        op.target,
+        form(op.args),
+        form(op.kwargs),
+        form(op.inputs),
+        tuple([None if v is None else (v.shape, v.dtype, v.requires_grad) for v in op.outputs]),
+    )
+
+
+def _counts_off(op: Op) -> bool:
+    """Whether it gives 0, 1, …"""
+    return op.kind == "arange" and (op.argument("start", 0), op.argument("step", 1)) == (0, 1)
+
+
+def _chooses_rows(op: Op, inputs: Sequence[Kind]) -> bool:
+    """Whether it takes of each row what other indices say, by the numbers of the rows."""
+    rows = inputs[0]
+    if op.target is not aten.index.Tensor or not isinstance(rows, BatchDim) or rows != BatchDim(rows.dim):
+        return False
+    kinds = iter(inputs[1:])
+    indices = [(x, None if x is None else next(kinds)) for x in op.argument("indices")]
+    numbered = [(d, x.shape[k.dim]) for d, (x, k) in enumerate(indices) if isinstance(k, BatchDim) and k.numbers]
+    return numbered == [(rows.dim, op.inputs[0].shape[rows.dim])]
+
+
+def _reading(op: Op, changes: dict[str, Value]) -> Op:
+    """The operator with other values in the place of some."""
+    if not changes:
+        return op
+    args, kwargs = map_values((op.args, op.kwargs), lambda v: changes.get(v.name, v))
+    return replace(op, args=args, kwargs=kwargs, inputs=tuple(changes.get(v.name, v) for v in op.inputs))

@@ -1,0 +1,375 @@
+"""How the operators of a program would be cut if they followed the marks: layouts that flow through factors.
+
+    layout of a value -> factors of every operator that reads or makes it -> layouts of its other values
+
+and so on, forwards and backwards, until nothing new is found. The leading operand says how its dims are cut; what the
+operator has of further factors, the others add (*basic*: they do not contradict one another). Where they do, each
+leads
+once, and the operator is asked for several cuts: which of them it gets is decided elsewhere, by cost. *Aggressive* is
+what goes beyond what was asked for:
+
+    an open sum may be left as slices       its digits cut a dim of the output further: reduce-scatter, not all-reduce
+    digits that would repeat the work       cut a factor that the leading operand has not, such as a product's columns
+
+Marks come first, and are left alone. Those of the highest priority, the lowest number, are followed to the end before
+the next are heard: what these ask of an operator that basic propagation has reached must leave it cut as it was asked
+to be, or is outranked, and goes no further. Then comes what passes layouts through: pointwise operators and views,
+which contract nothing, so that following sends nothing and decides nothing. Products and reductions so have heard
+both sides when they are reached. For one operator, basic comes before aggressive. This order decides who is heard
+where an operator is asked for more than `MOST` cuts, and whom a leading operand is joined by.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from ..graph import Graph, Op, Value
+from ..layout import Digit, Digits, Layout, beside, complement, digits_size, merge
+from ..partition.local_program import Decision
+from ..rules import Assignment, Bound
+
+__all__ = ["Demand", "demands_of", "ranking", "within"]
+
+
+#: How many cuts one operator is asked for at most, of those found by basic propagation, and as many by aggressive; not
+#: counting those by which it shares a parameter with a marked one.
+MOST = 6
+
+
+@dataclass(frozen=True)
+class Demand:
+    """How an operator would be cut if it followed a mark.
+
+    Args:
+        assignment: which digits would cut which factor.
+        mark: the name of the marked operator that it comes from.
+        via: the operator that handed it on.
+        aggressive: it goes beyond what was asked for.
+        priority: of the mark.
+        outranked: a mark of higher priority asks for something else.
+        settled: a marked operator lays out a parameter of this one so, which no priority changes.
+    """
+
+    assignment: Assignment
+    mark: str
+    via: str
+    aggressive: bool = False
+    priority: int = 0
+    outranked: bool = False
+    settled: bool = False
+
+
+@dataclass(frozen=True)
+class _Port:
+    """Where an operator touches a value: as its input or output of that number."""
+
+    op: Op
+    index: int
+    output: bool
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """A layout that some operator has a value in, or would have."""
+
+    layout: Layout
+    mark: str
+    via: str
+    aggressive: bool
+    priority: int = 0
+
+
+def demands_of(graph: Graph, decisions: Mapping[str, Decision], devices: int) -> dict[str, tuple[Demand, ...]]:
+    """What the marks ask of every operator that has none: none twice, in the order in which they are heard.
+
+    Args:
+        decisions: of every operator, its rule bound to its shapes; of marked ones, what the mark says.
+    """
+    return _Propagation(graph, decisions, devices).run()
+
+
+def ranking(demands: Iterable[Demand]) -> tuple[Demand, ...]:
+    """Those of the highest priority among the basic demands to be cut: others may cut further, but not otherwise."""
+    cutting = [d for d in demands if d.assignment.used and not d.aggressive and not d.outranked]
+    first = min((d.priority for d in cutting), default=0)
+    return tuple(d for d in cutting if d.priority == first)
+
+
+def within(some: Assignment, all_: Assignment) -> bool:
+    """Whether an assignment cuts every factor at least as another does, by the same digits."""
+    return all(not mine or _begins(theirs, mine) for mine, theirs in zip(some.digits, all_.digits))
+
+
+def _begins(digits: Digits, start: Digits) -> bool:
+    """Whether `digits`, most major first, begin with `start`."""
+    if digits[: len(start)] == start:
+        return True
+    head, k = start[:-1], len(start) - 1
+    if digits[:k] != head or len(digits) <= k:
+        return False
+    mine, theirs = start[-1], digits[k]  # a longer digit begins with a shorter one where their major ends agree
+    return theirs.span == mine.span and digits_size((theirs,)) % mine.size == 0
+
+
+def passes_through(bound: Bound) -> bool:
+    """Whether an operator contracts nothing, so that what its inputs have its outputs can have."""
+    kept = [{f for dim in dims for f in dim} for dims in bound.outputs]
+    return all(
+        f in names
+        for names in kept
+        for dims in bound.inputs
+        for dim in dims
+        for f in dim
+        if bound.factors[f].splittable and bound.factors[f].size > 1
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Cut:
+    """One way to cut operators of one form, and what values then lie in.
+
+    Args:
+        inputs, outputs: the layouts, sums completed.
+        scattered: by output, those with its open sum left as slices.
+    """
+
+    assignment: Assignment
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    scattered: tuple[tuple[Layout, ...], ...]
+
+
+class _Form:
+    """What operators have in common whose factors and dims are alike: each question is answered once for them all."""
+
+    def __init__(self, bound: Bound, devices: int) -> None:
+        self.bound, self.devices = bound, devices
+        self.contracts = not passes_through(bound)
+        self.projected: dict[tuple[bool, int, Layout], dict[int, Digits]] = {}
+        self.cuts: dict[tuple, _Cut | None] = {}
+        self.known: dict[Assignment, _Cut] = {}
+
+    def dims(self, output: bool, index: int) -> tuple[tuple[int, ...], ...]:
+        return (self.bound.outputs if output else self.bound.inputs)[index]
+
+    def project(self, output: bool, index: int, layout: Layout) -> dict[int, Digits]:
+        key = (output, index, layout)
+        if key not in self.projected:
+            self.projected[key] = project(self.bound, self.dims(output, index), layout)
+        return self.projected[key]
+
+    def cut(self, digits: Mapping[int, Digits]) -> _Cut | None:
+        """The legal cut by these digits; None where none is."""
+        key = tuple(digits.items())
+        if key not in self.cuts:
+            assignment = legal(self.bound, digits, self.devices) if digits else self.bound.whole(self.devices)
+            self.cuts[key] = None if assignment is None else self.of(assignment)
+        return self.cuts[key]
+
+    def of(self, assignment: Assignment) -> _Cut:
+        if assignment not in self.known:
+            bound = self.bound
+            wanted = [bound.input_layout(i, assignment) for i in range(len(bound.inputs))]
+            left = [bound.output_layout(k, assignment) for k in range(len(bound.outputs))]
+            self.known[assignment] = _Cut(
+                assignment,
+                tuple(wanted),
+                tuple(layout.without_partial() for layout in left),
+                tuple(map(tuple, map(_scattered, left, bound.out_shapes))),
+            )
+        return self.known[assignment]
+
+
+class _Propagation:
+    def __init__(self, graph: Graph, decisions: Mapping[str, Decision], devices: int) -> None:
+        self.graph, self.devices, self.decisions = graph, devices, decisions
+        forms: dict[tuple, _Form] = {}
+        self.forms: dict[str, _Form] = {}
+        for name, decision in decisions.items():
+            bound = decision.bound
+            key = (bound.factors, bound.inputs, bound.outputs, bound.in_shapes, bound.out_shapes, bound.reduction)
+            if key not in forms:
+                forms[key] = _Form(bound, devices)
+            self.forms[name] = forms[key]
+        self.marked = {op.name for op in graph.ops if op.mark is not None and op.mark.in_strategy is not None}
+        self.parameters = set(graph.parameters)
+        self.outputs = {op.name: tuple(v for v in op.outputs if v is not None) for op in graph.ops}
+        self.ports: dict[str, list[_Port]] = {}
+        for op in graph.ops:
+            for i, value in enumerate(op.inputs):
+                self.ports.setdefault(value.name, []).append(_Port(op, i, False))
+            for k, value in enumerate(self.outputs[op.name]):
+                self.ports.setdefault(value.name, []).append(_Port(op, k, True))
+        self.offers: dict[str, dict[Layout, _Offer]] = {}
+        self.found: dict[str, dict[int, Demand]] = {}
+        self.outranked: dict[str, dict[str, Demand]] = {}  # by operator, then by mark
+        self.priority = 0  # of the marks that are followed now
+        self.counts: dict[tuple[str, bool], int] = {}
+        # offers on their way: (to one that contracts, aggressive, in the order in which they were sent, to whom, what)
+        self.waves: list[tuple[bool, bool, int, _Port, _Offer]] = []
+        self.sent = 0
+
+    def run(self) -> dict[str, tuple[Demand, ...]]:
+        for priority in sorted({op.mark.priority for op in self.graph.ops if op.mark is not None}):
+            self.priority = priority
+            for op in self.graph.ops:
+                if op.mark is not None and op.mark.priority == self.priority:
+                    self.begin(op)
+            while self.waves:
+                *_, port, offer = heapq.heappop(self.waves)
+                self.hear(port, offer)
+        return {name: (*found.values(), *self.outranked.get(name, {}).values()) for name, found in self.found.items()}
+
+    def begin(self, op: Op) -> None:
+        """The layouts that a mark asks for."""
+        decision = self.decisions[op.name]
+        if op.name in self.marked:
+            self.emit(op, self.forms[op.name].of(decision.assignment), op.name, False)
+        elif decision.out is not None:  # its result is marked, how it works is not
+            for k, layout in enumerate(decision.out):
+                self.send(_Port(op, k, True), _Offer(layout, op.name, op.name, False, self.priority))
+
+    # -- what an operator says --
+
+    def emit(self, op: Op, cut: _Cut, mark: str, aggressive: bool) -> None:
+        """The layouts of all values of an operator that is cut so."""
+        for value, layout in zip(op.inputs, cut.inputs):
+            self.offer(value, layout, op, mark, aggressive)
+        out = self.decisions[op.name].out
+        for k, value in enumerate(self.outputs[op.name]):
+            self.offer(value, cut.outputs[k] if out is None else out[k], op, mark, aggressive)
+            for layout in cut.scattered[k] if out is None else ():
+                self.offer(value, layout, op, mark, True)
+
+    def offer(self, value: Value, layout: Layout, sender: Op, mark: str, aggressive: bool) -> None:
+        known = self.offers.setdefault(value.name, {})
+        if self.heard_of(known.get(layout), aggressive) or (layout.is_replicated and value.name in self.parameters):
+            return  # a weight that some operator wants whole tells its other users nothing
+        offer = known[layout] = _Offer(layout, mark, sender.name, aggressive, self.priority)
+        for port in self.ports[value.name]:
+            if port.op is not sender and port.op.name not in self.marked:
+                self.send(port, offer)
+
+    def heard_of(self, earlier: _Offer | Demand | None, aggressive: bool) -> bool:
+        """Whether an offer or demand is no news; it is where marks of higher priority made it but aggressively."""
+        return earlier is not None and (aggressive or not earlier.aggressive or earlier.priority == self.priority)
+
+    def send(self, port: _Port, offer: _Offer) -> None:
+        self.sent += 1
+        heapq.heappush(self.waves, (self.forms[port.op.name].contracts, offer.aggressive, self.sent, port, offer))
+
+    # -- what an operator hears --
+
+    def hear(self, port: _Port, offer: _Offer) -> None:
+        """The cuts that an operator would have if this operand led."""
+        op, form = port.op, self.forms[port.op.name]
+        digits = dict(form.project(port.output, port.index, offer.layout))
+        if not digits and not offer.layout.is_replicated:
+            return
+        leading = {f for dim in form.dims(port.output, port.index) for f in dim}
+        for further in self.further(port, offer, leading):
+            taken, added = ([d for ds in some.values() for d in ds] for some in (digits, further))
+            if added and beside(self.devices, (*taken, *added)):
+                digits |= further
+                break
+        # A parameter that a mark lays out has that layout for all its users: they are asked whatever else they are.
+        value = (self.outputs[op.name] if port.output else op.inputs)[port.index]
+        settled = value.name in self.parameters and offer.via in self.marked
+        self.ask(op, digits, offer, offer.aggressive, settled)
+        taken = tuple(d for ds in digits.values() for d in ds)
+        spare = complement(self.devices, taken) if beside(self.devices, taken) else ()
+        if spare:
+            for f, factor in enumerate(form.bound.factors):
+                if f not in leading and f not in digits and factor.splittable and factor.size % digits_size(spare) == 0:
+                    self.ask(op, {**digits, f: spare}, offer, True)
+
+    def further(self, port: _Port, offer: _Offer, leading: set[int]) -> Iterator[dict[int, Digits]]:
+        """What the other operands say, no more aggressively, of the factors that the leading one has not."""
+        op, form = port.op, self.forms[port.op.name]
+        for output, values in ((False, op.inputs), (True, self.outputs[op.name])):
+            for i, value in enumerate(values):
+                if (
+                    (i, output) != (port.index, port.output)
+                    and value.name in self.offers
+                    and not leading.issuperset(f for dim in form.dims(output, i) for f in dim)
+                ):
+                    for other in self.offers[value.name].values():
+                        if other.aggressive <= offer.aggressive:
+                            said = form.project(output, i, other.layout)
+                            yield {f: digits for f, digits in said.items() if f not in leading}
+
+    def ask(self, op: Op, digits: Mapping[int, Digits], offer: _Offer, aggressive: bool, settled: bool = False) -> None:
+        """One more demand, if it is legal, new, and there is room."""
+        cut, found = self.forms[op.name].cut(digits), self.found.setdefault(op.name, {})
+        if cut is None:
+            return
+        first = () if settled else ranking(found.values())
+        if first and first[0].priority < self.priority and not any(within(d.assignment, cut.assignment) for d in first):
+            self.outranked.setdefault(op.name, {}).setdefault(
+                offer.mark, Demand(cut.assignment, offer.mark, offer.via, aggressive, self.priority, True)
+            )
+            return
+        if self.heard_of(found.get(id(cut)), aggressive):
+            return
+        heard = self.counts.get((op.name, aggressive), 0)
+        if not settled:
+            if heard >= MOST:
+                return
+            self.counts[op.name, aggressive] = heard + 1
+        found[id(cut)] = Demand(cut.assignment, offer.mark, offer.via, aggressive, self.priority, settled=settled)
+        self.emit(op, cut, offer.mark, aggressive)
+
+
+def project(bound: Bound, dims: tuple[tuple[int, ...], ...], layout: Layout) -> dict[int, Digits]:
+    """The digits of the factors of an operand in a layout: as many of each dim's, major first, as its factors take."""
+    out: dict[int, Digits] = {}
+    for dim, digits in zip(dims, layout.dims or ()):
+        if digits and dim:
+            out |= _taken(bound, dim, digits)
+    return out
+
+
+def _taken(bound: Bound, dim: tuple[int, ...], digits: Digits) -> dict[int, Digits]:
+    taken: dict[int, Digits] = {}
+    kept: list[Digit] = []
+    for digit in digits:
+        for part in range(digit.size, 1, -1):
+            if digit.size % part == 0:
+                major = Digit(part, digit.stride * (digit.size // part))
+                shares = bound.spread(dim, merge((*kept, major)))
+                if shares is not None and all(_takes(bound, f, ds) for f, ds in shares.items()):
+                    taken = shares
+                    kept.append(major)
+                    break
+        if len(kept) == 0 or kept[-1].stride != digit.stride:
+            break
+    return taken
+
+
+def _takes(bound: Bound, factor: int, digits: Digits) -> bool:
+    f = bound.factors[factor]
+    return f.splittable and (f.pads or f.size % digits_size(digits) == 0)
+
+
+def legal(bound: Bound, digits: Mapping[int, Digits], devices: int) -> Assignment | None:
+    """The assignment of these digits, less those of the last factors with which it would not be legal; None where
+    nothing is left."""
+    left = {f: ds for f, ds in digits.items() if ds}
+    while left:
+        assignment = bound.cut_by(devices, left)
+        if beside(devices, assignment.used) and bound.is_consistent(assignment):
+            return assignment
+        left.popitem()
+    return None
+
+
+def _scattered(layout: Layout, shape: tuple[int, ...]) -> Iterator[Layout]:
+    """A layout with its open sum left as slices, along one dim or another; none where no sum is open."""
+    if not layout.partial or layout.reduction != "sum" or layout.dims is None:
+        return
+    for d, size in enumerate(shape):
+        dims = [merge((*digits, *layout.partial)) if i == d else digits for i, digits in enumerate(layout.dims)]
+        if size % digits_size(dims[d]) == 0:
+            yield Layout.of(layout.devices, dims)

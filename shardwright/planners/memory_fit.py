@@ -1,0 +1,239 @@
+"""A search for the cheapest plan that fits in a device's memory.
+
+    minimise the energy with what is kept (`usages`) within a limit; check the plan's own peak (`memory.timeline`)
+
+The problem may reckon with a little less than the program holds (`usages`): where the program's peak is above the
+limit, the problem is solved again with so much less, at last with the least that it can do with. So a plan that is
+given fits; and if none is, the least memory that is named is that of a plan which was made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ..cluster import format_bytes
+from ..cost.memory_timeline import MemoryTimeline, optimizer_bytes
+from ..errors import PlanError
+from ..partition.local_program import Decision, Decisions
+from ..partition.parameter_sharding import OptimizerParallel
+from ..partition.rematerialization import with_recompute
+from ..sharded_plan import Plan
+from ..solver.least_memory import InfeasibleMemoryError
+from ..solver.problem import Problem, Solution
+from ..solver.solve import solve
+from .graph_problem import CostGraph, Search
+from .memory_problem import MemoryProblem, holding
+
+__all__ = ["CUT", "ENOUGH", "TooLittleMemoryError", "fit", "fits", "limited"]
+
+
+#: How parameters may be stored to save memory: cut over all replicas, gathered again in the backward or kept till then.
+CUT = OptimizerParallel(-1, 0, "level3")
+
+
+#: How often a problem is solved, with less because its plan's peak is above the limit, or with more because nothing
+#: keeps that; and how often the least limit is halved.
+MOST_TRIES = 6
+
+
+#: By how much of the limit a peak may be above it for that much to be taken off; if by more, all is taken to be too
+#: little.
+SLIGHTLY = 0.1
+
+
+#: How near to its bound a plan within a limit is near enough: the proof of the rest takes most of the time.
+ENOUGH = 1e-3
+
+
+#: How near, relative to it, the least limit is found where the solver does not name it.
+NEAR = 2e-3
+
+
+Solver = Callable[[Problem], Solution]
+
+
+class TooLittleMemoryError(PlanError):
+    """A limit of memory in which no plan was found that fits.
+
+    Attributes:
+        least: bytes a device, with which one does.
+        bound: what those that the search may choose from are priced at least within the limit; None: not known.
+    """
+
+    least: float = float("inf")
+    bound: float | None = None
+
+    def located(self, **where: Any) -> TooLittleMemoryError:
+        out = super().located(**where)
+        out.least, out.bound = self.least, self.bound
+        return out
+
+
+def fit(
+    search: Search,
+    made: CostGraph,
+    limit: float,
+    optimizer: Any = "adam",
+    cause: str = "search",
+    solver: Solver | None = None,
+) -> Decisions:
+    """The cheapest plan within a limit, of those that the search may choose from.
+
+    Args:
+        made: the search's energy; its parameters may have states of storage.
+        limit: bytes a device.
+        optimizer: as `memory.optimizer_bytes` takes it.
+        solver: of problems with a limit; None: `solve`, to within `ENOUGH`. It raises a PlanError where there is no
+            plan, whose `least` may be the least limit with which there is one.
+
+    Returns:
+        What was decided; its decisions' operators and its storage are what keeps the limit.
+
+    Raises:
+        TooLittleMemoryError: no plan fits. It names the moments that cannot be met, and the least memory with which one
+            does.
+    """
+    held = holding(made, search.fed, search.carries, limit, optimizer_bytes(optimizer))
+    return _Fitting(search, held, limit, optimizer, cause, solver or partial(solve, gap=ENOUGH)).run()
+
+
+def fits(search: Search, decided: Decisions, limit: float, optimizer: Any = "adam") -> bool:
+    """Whether a plan keeps a limit as it is."""
+    plan = Plan(
+        search.described.graph,
+        search.described.devices,
+        "",
+        search.fed,
+        decided.decisions,
+        decided.carries,
+        dict(search.stored) if search.stored else None,
+        search.hsdp,
+        optimizer=optimizer,
+    )
+    return plan.peak <= limit
+
+
+def limited(decided: Decisions, limit: float) -> Decisions:
+    """A plan that was found without a limit, as one within it."""
+    return decided._replace(found=replace(decided.found, limit=limit))
+
+
+class _Fitting:
+    def __init__(
+        self, search: Search, held: MemoryProblem, limit: float, optimizer: Any, cause: str, solver: Solver
+    ) -> None:
+        self.search, self.held, self.limit, self.optimizer = search, held, limit, optimizer
+        self.cause, self.solver, self.bound = cause, solver, None
+        self.problem = held.energy.problem
+
+    def run(self) -> Decisions:
+        target, refused = self.limit, None
+        low, high = 0.0, self.limit  # below the one nothing was found, and what keeps the other is too much
+        for _ in range(MOST_TRIES):
+            try:
+                solution = self.solver(replace(self.problem, limit=target))
+            except PlanError as error:
+                self.seldom(error)
+                if target == self.limit or refused is not None:  # what nothing keeps takes long to tell
+                    return self.least(error)
+                refused, low = error, target
+                target = (low + high) / 2
+                continue
+            if self.bound is None:
+                self.bound = solution.bound
+            decided, walked = self.decided(solution)
+            if walked.peak <= self.limit:
+                return decided
+            high, over = target, walked.peak - self.limit
+            less = target - over if over < SLIGHTLY * self.limit else target * self.limit / walked.peak
+            target = less if less > low else (low + high) / 2
+        return self.least(refused)
+
+    def seldom(self, error: PlanError) -> None:
+        """An error that is not about memory is raised again: the marks contradict one another."""
+        if getattr(error, "states", None) is None:
+            self.solver(replace(self.problem, limit=None, usages=()))
+
+    def least(self, error: PlanError | None) -> Decisions:
+        """The plan that does with the least memory, if that is within the limit."""
+        states, said = getattr(error, "states", None), self.bound is None
+        if said:
+            self.bound = getattr(error, "bound", None)
+        solution = (
+            self.bisected(getattr(error, "least", None) or 0.0)
+            if states is None
+            else Solution(states, cost := self.problem.cost(states), cost)
+        )
+        decided, walked = self.decided(solution)
+        if walked.peak <= self.limit:
+            return decided
+        none = (
+            said and getattr(error, "least", 0.0) > self.limit
+        )  # else the search reckons with less than the program holds
+        raise self.refused(walked, "fits" if none else "was found that fits")
+
+    def bisected(self, low: float) -> Solution:
+        """The solution with the least limit: at `low`, or found by halving what lies between it and what holds more."""
+        try:
+            return self.solver(replace(self.problem, limit=low))
+        except InfeasibleMemoryError as error:
+            if error.states is not None:
+                return Solution(error.states, cost := self.problem.cost(error.states), cost)
+            best = self.solver(replace(self.problem, limit=None, usages=()))
+        except PlanError:
+            best = self.solver(replace(self.problem, limit=None, usages=()))
+        high = self.held.peak(best.states)
+        for _ in range(MOST_TRIES):
+            if high - low <= NEAR * high:
+                break
+            middle = (low + high) / 2
+            try:
+                best = self.solver(replace(self.problem, limit=middle))
+                high = min(middle, self.held.peak(best.states))
+            except PlanError:
+                low = middle
+        return best
+
+    def decided(self, solution: Solution) -> tuple[Decisions, MemoryTimeline]:
+        """What a solution decides, and the memory of its program."""
+        search, held = self.search, self.held
+        graph = with_recompute(search.described.graph, held.recomputed(solution.states), held.segments)
+        ops = {op.name: op for op in graph.ops}
+        bounded = solution if self.bound is None else replace(solution, bound=min(self.bound, solution.cost))
+        made = search.decided(held.energy, bounded, self.cause, proved=self.bound is not None)
+        decisions: dict[str, Decision] = {n: replace(d, op=ops[n]) for n, d in made.decisions.items()}
+        hsdp = search.hsdp if search.hsdp is not None else held.storage(solution.states)
+        plan = Plan(
+            graph,
+            search.described.devices,
+            "",
+            search.fed,
+            decisions,
+            made.carries,
+            dict(search.stored) if search.stored else None,
+            hsdp,
+            optimizer=self.optimizer,
+        )
+        found = replace(made.found, limit=self.limit) if made.found is not None else None
+        return made._replace(decisions=decisions, found=found, hsdp=hsdp), plan.timeline
+
+    def refused(self, walked: MemoryTimeline, fits: str) -> TooLittleMemoryError:
+        totals = walked.totals()
+        over = sorted((t for t, total in enumerate(totals) if total > self.limit), key=lambda t: -totals[t])
+        said: dict[str, float] = {}
+        for t in over:
+            name = f"the {'forward' if t < walked.forward else 'backward'} of {walked.moments[t]}"
+            said.setdefault(name, totals[t])
+        rows = [f"{name}: {format_bytes(total)}" for name, total in said.items()]
+        rows = rows[:3] + ([f"and {len(rows) - 3} more"] if len(rows) > 3 else [])
+        kinds = ", ".join(f"{kind} {format_bytes(count)}" for kind, count in walked.kinds.items())
+        error = TooLittleMemoryError(
+            f"no plan {fits} in {format_bytes(self.limit)} a device. The one that does with least holds more at "
+            f"{len(over)} moments: {'; '.join(rows)}. At the first of these it holds {kinds}",
+            legal=f"memory={int(-(-walked.peak // 1))} ({format_bytes(walked.peak)}) or more, or more devices",
+        )
+        error.least, error.bound = walked.peak, self.bound
+        return error

@@ -1,0 +1,221 @@
+"""recursive_programming: recursion over the device count.
+
+    devices = p_1 · p_2 ⋯ p_k, the primes of the outermost level of links first; digit i is p_i @ devices / (p_1 ⋯ p_i)
+    level i: every operator gives digit i to one of its factors, or to none; all choose together:
+        minimise the energy of `graph_problem` over {strategy of level i - 1} × {factor, none}, exactly
+
+What was chosen on a level stays and shapes shrink by it; the digits of further levels are repeated until their turn
+comes. An operator has a handful of states on a level, so the search is linear in operators and logarithmic in
+devices.
+To give a digit to none is always allowed: no level makes the plan dearer than the level before it left it.
+
+With a memory limit, what it finds without one is taken where it fits. Otherwise a level may hold as much more as the
+levels below it can still cut: r devices that they tell apart hold r times the limit together. The last level has to
+fit. Where it cannot, the levels above it are given less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from ..cost.memory_timeline import optimizer_bytes
+from ..errors import PlanError
+from ..graph import Graph, Op
+from ..layout import Digit, Layout, beside
+from ..partition.local_program import Decisions, InputPlacement
+from ..partition.parameter_sharding import OptimizerParallel
+from ..rules import Assignment, Bound
+from ..solver.problem import Problem, Solution
+from ..solver.solve import solve
+from .graph_problem import Search
+from .memory_fit import CUT, TooLittleMemoryError, fit, fits, limited
+from .memory_problem import holding
+from .search_space import atoms_of, options_among
+
+__all__ = ["recursive_programming"]
+
+
+#: How much the levels below are counted on to cut, the most first; see `_Recursion.run`.
+HOPES = (1.0, 0.5, 0.0)
+
+
+#: How near to its bound a level within a limit is near enough: it is a step on the way to a plan of which nothing is
+#: proved.
+NEAR_MARGINAL = 1e-2
+
+
+def recursive_programming(
+    graph: Graph,
+    devices: int,
+    fed: InputPlacement,
+    *,
+    costs: Any,
+    on_missing_rule: str = "error",
+    stored: dict[str, Layout] | None = None,
+    uneven: bool = False,
+    memory: float | None = None,
+    hsdp: OptimizerParallel | None = None,
+    optimizer: Any = "adam",
+    cut: OptimizerParallel = CUT,
+    free: Decisions | None = None,
+    search: Search | None = None,
+) -> Decisions:
+    """Decide every operator that no mark decides.
+
+    Args:
+        costs: a `Costs`: what a step takes, and how the devices are joined.
+        memory: bytes that a device may hold at any moment; None: not looked at. With it, what operators leave may be
+            computed again in the backward, and where `hsdp` is None parameters may be stored cut over their replicas.
+        optimizer: with memory, what keeps state for each parameter: see `memory.optimizer_bytes`.
+        cut: with memory, how parameters may be stored.
+        free: with memory, what this finds without a limit, where it is known already.
+        search: that of the same operators by another planner, whose prices are known here too.
+
+    Raises:
+        StrategyError, LayoutError, MissingRuleError: as `semi_auto`.
+        PlanError: marks that no plan can keep, or (`TooLittleMemoryError`) no plan within the memory.
+    """
+    if search is None:
+        search = Search.of(
+            graph, devices, fed, costs, on_missing_rule=on_missing_rule, stored=stored, uneven=uneven, hsdp=hsdp
+        ).check()
+    recursion = _Recursion(search, optimizer, cut)
+    if free is None:
+        free = recursion.run()
+    if memory is None:
+        return free
+    if fits(search, free, memory, optimizer):
+        return limited(free, memory)
+    for hope in HOPES[:-1]:
+        try:
+            return recursion.run(memory, hope)
+        except TooLittleMemoryError:
+            if not recursion.hoped:
+                raise  # with less it is the same
+    return recursion.run(memory, HOPES[-1])
+
+
+class _Recursion:
+    """The levels, and the options of each."""
+
+    def __init__(self, search: Search, optimizer: Any, cut: OptimizerParallel) -> None:
+        self.search, self.described, self.optimizer, self.cut = search, search.described, optimizer, cut
+        self.grown: dict[tuple, tuple[Assignment, ...]] = {}
+        #: Whether a level above the last kept its limit in the latest run: less hope would have asked it for less.
+        self.hoped = False
+
+    def run(self, memory: float | None = None, hope: float = 0.0) -> Decisions:
+        """Go through the levels.
+
+        Args:
+            memory: bytes that a device may hold at last.
+            hope: what the levels below are counted on for: to cut what is held by r^hope, where r are the devices that
+                they tell apart.
+        """
+        assigned, decided, self.hoped = self.beginning(), None, False
+        levels = self.levels() or (None,)
+        rest, strategies, gaps = self.described.devices, 0, {}
+        for digit in levels:
+            rest //= digit.size if digit is not None else 1
+            made = self.search.energy(
+                self.options(assigned, digit),
+                () if decided is None else (decided.decisions,),
+                cut=self.cut if memory is not None else None,
+            )
+            if memory is not None and digit is levels[-1]:
+                decided = fit(self.search, made, memory, self.optimizer)
+            else:
+                if memory is not None:
+                    state = optimizer_bytes(self.optimizer)
+                    made = holding(made, self.search.fed, self.search.carries, memory * rest**hope, state).energy
+                solution, kept = _nearest(made.problem)
+                self.hoped |= kept
+                decided = self.search.decided(made, solution, "search")
+                if solution.gap:
+                    gaps[digit] = solution.gap
+            assigned = {name: decision.assignment for name, decision in decided.decisions.items()}
+            strategies += decided.found.strategies
+        assert decided is not None and decided.found is not None
+        notes = (
+            (
+                f"the levels of {', '.join(map(str, gaps))} may each be up to {max(gaps.values()):.2%} dearer than "
+                "the best of its strategies",
+            )
+            if gaps
+            else ()
+        )
+        # What is best on each level need not be the best of all: nothing is proved of the whole.
+        return decided._replace(found=replace(decided.found, bound=None, strategies=strategies, notes=notes))
+
+    def levels(self) -> tuple[Digit, ...]:
+        """The digits of the levels, the outermost first: all primes."""
+        sizes = [level.size for level in self.search.costs.cluster.levels]
+        return atoms_of(self.described.devices, sizes, most=self.described.devices)
+
+    def beginning(self) -> dict[str, Assignment]:
+        """The strategies before any level: everything whole, but for what a mark on another operator settles. Where it
+        asks for a parameter in some layout, the parameter's other users have to ask for it so too, and so on."""
+        graph, devices, rules = self.described.graph, self.described.devices, self.described.rules
+        out = {op.name: rules[op.name][1].whole(devices) for op in graph.ops}
+        out |= {name: decision.assignment for name, decision in self.search.fixed.items()}
+        consumers = graph.consumers()
+        settled, todo = set(self.search.fixed), [op for op in graph.ops if op.name in self.search.fixed]
+        own = {value.name for name, value in graph.parameters.items() if name not in (self.search.stored or {})}
+        while todo:
+            op = todo.pop()
+            for i, value in enumerate(op.inputs):
+                layout = rules[op.name][1].input_layout(i, out[op.name])
+                if value.name not in own or layout is None or layout.is_replicated:
+                    continue
+                for other, j in consumers[value.name]:
+                    followed = rules[other.name][1].follow({j: layout}) if other.name not in settled else None
+                    if followed is not None:
+                        out[other.name] = followed
+                        settled.add(other.name)
+                        todo.append(other)
+        return out
+
+    def options(self, assigned: dict[str, Assignment], digit: Digit | None) -> dict:
+        """The strategies of every operator on a level."""
+
+        def among(op: Op, bound: Bound) -> tuple[Assignment, ...]:
+            before = assigned[op.name]
+            key = (bound.factors, bound.inputs, bound.outputs, before, digit)
+            if key not in self.grown:
+                self.grown[key] = (before,) if digit is None else (before, *_grown(bound, before, digit))
+            return self.grown[key]
+
+        return options_among(self.described, among, self.search.fixed, self.search.outs)
+
+
+def _nearest(problem: Problem) -> tuple[Solution, bool]:
+    """The best that keeps the limit, to within `NEAR`, and whether there is one; where none does, the states of the
+    least memory known, or the best without a limit: the last level is the one that has to fit, and that says what does
+        not.
+
+    Raises:
+        PlanError: nothing is allowed, whatever the memory.
+    """
+    try:
+        return solve(problem, gap=NEAR_MARGINAL), True
+    except PlanError as error:
+        if problem.limit is None:
+            raise
+        states = getattr(error, "states", None)
+        if states is None:
+            return solve(replace(problem, limit=None, usages=()), gap=NEAR_MARGINAL), False
+        return Solution(states, cost := problem.cost(states), cost), False
+
+
+def _grown(bound: Bound, before: Assignment, digit: Digit) -> Iterator[Assignment]:
+    """The legal ways to give one more digit to a factor, where it is cut already as its minor part."""
+    if not beside(before.devices, (*before.used, digit)):
+        return
+    for i, factor in enumerate(bound.factors):
+        if factor.splittable and factor.size > 1:
+            digits = {k: own for k, own in enumerate(before.digits)}
+            assignment = bound.cut_by(before.devices, digits | {i: (*digits[i], digit)})
+            if bound.divides(assignment) and bound.is_consistent(assignment):
+                yield assignment

@@ -1,0 +1,258 @@
+"""What a terminal shows of a pipeline: its stages, what crosses between them, each stage's operators and parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import IO
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..cluster import Cluster
+from ..cost.cost_model import PricedCollective
+from ..layout import digits_size
+from ..pipeline.pipeline_plan import PipelinePlan, Stage, Transfer
+from ..pipeline.simulate import Once, Simulation
+from ..rules.dims import send
+from .format import size_text, time_text
+from .table_parts import (
+    DEAREST,
+    LEGEND,
+    NOTES,
+    UNLIMITED,
+    alternatives_of,
+    cuts_of,
+    memory_line,
+    narrow,
+    parameters,
+    rows,
+    table,
+    total,
+    wide,
+)
+from .timeline import COLUMNS, LINES, headline
+
+__all__ = ["explain_pipeline", "grid", "ranks_text", "summary_of_pipeline"]
+
+
+def ranks_text(ranks: range) -> str:
+    """``0-3``: ranks of the world."""
+    return f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else str(ranks[0])
+
+
+def grid(plan: PipelinePlan) -> str | None:
+    """The schedule as a grid of actions; None where that would be too long or too wide to read."""
+    text = plan.schedule.grid()
+    lines = text.splitlines()
+    return text if len(lines) <= LINES and max(map(len, lines), default=0) <= COLUMNS else None
+
+
+def explain_pipeline(plan: PipelinePlan, file: IO[str] | None = None, width: int | None = None) -> None:
+    """Print a pipeline: for each stage what `tables.explain` prints of a plan, of one micro-batch; what crosses."""
+    sent = {stage.number: stage.plan.collectives(0) for stage in plan.stages}
+    lines = {stage.number: list(rows(stage.plan, sent[stage.number], (send,))) for stage in plan.stages}
+    tables = {number: wide(of) for number, of in lines.items()}
+    console = Console(file=file, width=width, highlight=False)
+    options = console.options.update(max_width=UNLIMITED)
+    needed = {number: console.measure(each, options=options).maximum for number, each in tables.items()}
+    if width is None and not console.is_terminal:
+        console = Console(file=file, width=max(*needed.values(), 100), highlight=False)
+    say = lambda text: console.print(Text(text))
+    say(
+        f"{plan.mode} on {plan.devices} devices: {_scheduled(plan)}, {len(plan.operators)} operators, plan "
+        f"{plan.fingerprint}"
+    )
+    say_chosen(plan, console)
+    say(LEGEND)
+    for stage in plan.stages:
+        say(f"stage {stage.number} on rank{'s' * (stage.devices > 1)} {ranks_text(stage.ranks)}, one micro-batch")
+        number = stage.number
+        console.print(tables[number] if needed[number] <= console.width else narrow(lines[number]))
+        say(total(stage.plan, sent[number], "with one micro-batch"))
+        if stage.plan.parameters:
+            console.print(parameters(stage.plan))
+        for region in stage.plan.regions:
+            say(f"recomputed in the backward: {region.path} ({', '.join(region.operators)})")
+    if plan.transfers:
+        console.print(_crossing(plan))
+    for stage in _firsts(plan):
+        sends = sum(c.sent for c in plan.collectives(stage.first))
+        say(f"{_on(plan, stage)}: {memory_line(plan.memory(stage.first))}; sends {size_text(sends)} in a step")
+    if (text := grid(plan)) is not None:
+        say(text.rstrip("\n"))
+    for note in plan.notes:
+        say(f"note: {note}")
+
+
+def say_chosen(plan: PipelinePlan, console: Console) -> None:
+    """Print what stages="auto" priced and chose, if it did."""
+    if plan.chosen is not None:
+        console.print(alternatives_of(plan.chosen))
+        for line in cuts_of(plan.chosen):
+            console.print(Text(line))
+
+
+def _scheduled(plan: PipelinePlan) -> str:
+    made = plan.schedule
+    groups = f" on {made.groups} groups of devices" if made.groups != made.stages else ""
+    return f"{made.stages} stages{groups}, {made.name}, {made.micro_batches} micro-batches"
+
+
+def _firsts(plan: PipelinePlan) -> Iterator[Stage]:
+    """The first stage of each group of devices."""
+    placement = plan.schedule.placement
+    for group in range(plan.schedule.groups):
+        yield plan.stages[placement.index(group)]
+
+
+def _on(plan: PipelinePlan, first: Stage) -> str:
+    numbers = [str(stage.number) for stage in plan.stages if stage.first == first.first]
+    which = f"each of the ranks {ranks_text(first.ranks)}" if first.devices > 1 else f"rank {first.first}"
+    return f"on {which} (stage{'s' * (len(numbers) > 1)} {', '.join(numbers)})"
+
+
+def _crossing(plan: PipelinePlan) -> Table:
+    """What stages send one another."""
+    made = table("crosses", "from", "to", "shape", "cuts", "a rank sends", "when", "gradient", right=("a rank sends",))
+    for t in plan.transfers:
+        when = "each micro-batch" if t.kind == "value" else "once a step"
+        shape = "x".join(map(str, t.value.shape)) or "scalar"
+        made.add_row(
+            *map(
+                Text,
+                (
+                    t.name,
+                    f"stage {t.source}",
+                    f"stage {t.target}",
+                    shape,
+                    str(t.layout.cuts),
+                    _sent(plan, t),
+                    when,
+                    "comes back" if t.gradient else "",
+                ),
+            )
+        )
+    return made
+
+
+def _sent(plan: PipelinePlan, t: Transfer) -> str:
+    if plan.stages[t.source].first == plan.stages[t.target].first:
+        return "nothing"  # it stays where it is
+    return size_text(t.nbytes)
+
+
+def summary_of_pipeline(plan: PipelinePlan, file: IO[str] | None = None) -> None:
+    """Print what a pipeline costs: a step in time, and each stage's part of it."""
+    console = Console(file=file, highlight=False, soft_wrap=True)
+    console = console if console.is_terminal else Console(file=file, highlight=False, width=200)
+    say = lambda text: console.print(Text(text))
+    cluster, simulation = Cluster.of(plan.cluster, plan.devices), plan.simulation
+    say(
+        f"{plan.mode} on {plan.devices} devices of {cluster.name}: {len(plan.operators)} operators, plan "
+        f"{plan.fingerprint}"
+    )
+    say(headline(simulation))
+    say("no lower bound was proved: stages are planned one by one")
+    say_chosen(plan, console)
+    console.print(_stages(plan, simulation))
+    if plan.peak > cluster.memory:
+        say(f"that is more than a device has, which is {size_text(cluster.memory)}")
+    if plan.transfers:
+        console.print(_crossing(plan))
+    spent = [(c, stage) for stage in plan.stages for c in stage.plan.price.collectives]
+    if spent:
+        console.print(_dearest_stage(spent, cluster))
+    for note in plan.notes[:NOTES]:
+        say(f"note: {note}")
+    if len(plan.notes) > NOTES:
+        say(f"note: and {len(plan.notes) - NOTES} more, which the lines of the plan have")
+
+
+def _stages(plan: PipelinePlan, simulation: Simulation) -> Table:
+    """A line for each stage: seconds of one micro-batch, bytes on a device."""
+    kinds = list(dict.fromkeys(kind for stage in plan.stages for kind in stage.plan.memory(0)))
+    numbers = ("operators", "forward", "backward", "once a step", "kept", *kinds, "waits", "peak")
+    made = table("stage", "ranks", *numbers, right=numbers)
+    for stage in plan.stages:
+        group = plan.schedule.placement[stage.number]
+        kept, held = plan.schedule.most_kept(stage.number), plan.memory_of(stage)
+        operators = sum(op.target is not send for op in stage.plan.graph.ops)
+        waits = 1 - simulation.busy(group) / simulation.total if simulation.total else 0.0
+        made.add_row(
+            str(stage.number),
+            ranks_text(stage.ranks),
+            str(operators),
+            *map(time_text, _seconds(simulation, stage)),
+            f"{kept}x",
+            *(size_text(held[kind]) if kind in held else "" for kind in kinds),
+            f"{waits:.1%}",
+            size_text(simulation.peak(group)),
+        )
+    return made
+
+
+def _seconds(simulation: Simulation, stage: Stage) -> tuple[float, float, float]:
+    """Seconds of a stage: the forward and the backward of its first micro-batch, and what it does once a step."""
+    spent = {"forward": 0.0, "backward": 0.0, "once": 0.0}
+    for span in simulation.spans:
+        if span.action.stage == stage.number:
+            if isinstance(span.action, Once):
+                spent["once"] += span.stop - span.start
+            elif span.action.micro == 0:
+                spent["forward" if span.action.kind == "F" else "backward"] += span.stop - span.start
+    return spent["forward"], spent["backward"], spent["once"]
+
+
+def _dearest_stage(spent: Iterable[tuple[PricedCollective, Stage]], cluster: Cluster) -> Table:
+    """The dearest communications inside of stages, with one micro-batch: those alike as one, of stages alike likewise,
+    counted in one of them."""
+    alike: dict[tuple, dict[int, list[PricedCollective]]] = {}
+    for c, stage in spent:
+        key = c.kind, c.digits, c.bytes, c.phase, stage.devices
+        alike.setdefault(key, {}).setdefault(stage.number, []).append(c)
+    seconds = lambda of: sum(c.seconds for c in of)
+    made = table(
+        "communication",
+        "stages",
+        "ranks",
+        "over",
+        "bytes",
+        "times",
+        "seconds",
+        "phase",
+        "for",
+        right=("ranks", "bytes", "times", "seconds"),
+    )
+    order = [(key, stages, max(stages.values(), key=seconds)) for key, stages in alike.items()]
+    for (kind, digits, size, phase, devices), stages, most in sorted(order, key=lambda one: -seconds(one[2]))[:DEAREST]:
+        names = list(dict.fromkeys(c.operator for c in most))
+        over = ", ".join(f"{units} by {level.name}" for level, units in Cluster.of(cluster, devices).crossed(digits))
+        made.add_row(
+            *map(
+                Text,
+                (
+                    kind,
+                    _numbers(sorted(stages)),
+                    str(digits_size(digits)),
+                    over,
+                    size_text(size),
+                    str(len(most)),
+                    time_text(seconds(most)),
+                    phase,
+                    ", ".join(names[:3]) + (f" and {len(names) - 3} more" * (len(names) > 3)),
+                ),
+            )
+        )
+    return made
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    """``0-3, 5``"""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

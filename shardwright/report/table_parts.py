@@ -1,0 +1,306 @@
+"""Parts that the tables of plans and pipelines share: rows, columns, widths, notes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from ..layout import digits_size
+from ..pipeline.pipeline_plan import PipelineSearchResult, PricedPipeline
+from ..sharded_plan import Collective, OperatorPlan, ParameterPlan, Plan
+from .format import layout_text, size_text, time_text
+
+__all__ = [
+    "DEAREST",
+    "LEGEND",
+    "NOTES",
+    "UNLIMITED",
+    "alternatives_of",
+    "cuts_of",
+    "memory_line",
+    "narrow",
+    "parameters",
+    "rows",
+    "table",
+    "total",
+    "wide",
+]
+
+
+#: Wide enough for everything: what a table is measured in, and as wide as it needs where no terminal limits it.
+UNLIMITED = 10_000
+
+
+#: What the digits of a layout mean.
+LEGEND = "layouts by dim: 4@2 cuts into 4 parts, of which rank r has number r // 2 % 4; - keeps the dim whole"
+
+
+@dataclass(frozen=True)
+class _Row:
+    operator: str
+    where: str
+    strategy: str
+    layouts: str
+    local: str
+    before: str
+    after: str
+    forward: str
+    backward: str
+
+
+def memory_line(kinds: Mapping[str, int]) -> str:
+    """What a device holds, by kind."""
+    return ", ".join(f"{kind} {size_text(count)}" for kind, count in kinds.items())
+
+
+def rows(plan: Plan, sent: Iterable[Collective], without: Collection[Any] = ()) -> list[_Row]:
+    """A line for each operator.
+
+    Args:
+        sent: the collectives of a rank.
+        without: the targets of operators that have none of their own.
+    """
+    of: dict[str, list[Collective]] = {}
+    for collective in sent:
+        of.setdefault(collective.operator, []).append(collective)
+    out = []
+    again = {name for region in plan.regions for name in region.operators if not plan.decisions[name].op.recompute.keep}
+    for operator, op in zip(plan.operators, plan.graph.ops, strict=True):
+        if op.target in without:
+            continue
+        name = operator.name if operator.op in operator.name else f"{operator.name} ({operator.op})"
+        where = " ".join(filter(None, (operator.module, operator.source, "recomputed" * (operator.name in again))))
+        out.append(
+            _Row(
+                name,
+                where,
+                _strategy(operator),
+                _layouts(operator),
+                _local(operator),
+                *_traffic(of.pop(operator.name, [])),
+            )
+        )
+    for name, mine in of.items():  # what brings results into the layout in which they are handed out
+        out.append(_Row(name, "", "", "", "", *_traffic(mine)))
+    return out
+
+
+def table(*columns: str, right: tuple[str, ...] = (), lines: bool = False) -> Table:
+    """An empty table."""
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_lines=lines)
+    for name in columns:
+        made.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    return made
+
+
+def wide(lines: Iterable[_Row]) -> Table:
+    """A line for each operator."""
+    made = table(
+        "operator",
+        "where",
+        "strategy",
+        "layouts",
+        "local shapes",
+        "before",
+        "after",
+        "sent forward",
+        "sent backward",
+        right=("sent forward", "sent backward"),
+    )
+    for row in lines:
+        made.add_row(
+            *map(
+                Text,
+                (
+                    row.operator,
+                    row.where,
+                    row.strategy,
+                    row.layouts,
+                    row.local,
+                    row.before,
+                    row.after,
+                    row.forward,
+                    row.backward,
+                ),
+            )
+        )
+    return made
+
+
+def narrow(lines: Iterable[_Row]) -> Table:
+    """The same for a narrow terminal: a few lines for each operator."""
+    made = table("operator, where", "strategy, layouts, local shapes", "before, after, sent", lines=True)
+    for row in lines:
+        traffic = [
+            f"before: {row.before}" if row.before else "",
+            f"after: {row.after}" if row.after else "",
+            f"forward {row.forward}" if row.forward != "-" else "",
+            f"backward {row.backward}" if row.backward != "-" else "",
+        ]
+        cells = (row.operator, row.where), (row.strategy, row.layouts, row.local), traffic
+        made.add_row(*(Text("\n".join(filter(None, cell))) for cell in cells))
+    return made
+
+
+def _strategy(operator: OperatorPlan) -> str:
+    text = str(operator.in_strategy)
+    return text if operator.cause == "mark" else f"{text} {operator.cause}"
+
+
+def _layouts(operator: OperatorPlan) -> str:
+    ins, outs = (" ".join(map(layout_text, side)) for side in (operator.in_layouts, operator.out_layouts))
+    return f"{ins} -> {outs}"
+
+
+def _local(operator: OperatorPlan) -> str:
+    ins, outs = operator.local_shapes(0)
+    return f"{' '.join(map(_shape, ins))} -> {' '.join(map(_shape, outs))}"
+
+
+def _shape(shape: Iterable[int]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def _traffic(collectives: list[Collective]) -> tuple[str, str, str, str]:
+    """(conversions before an operator, reductions after it, bytes forward, bytes backward)."""
+    forward = [c for c in collectives if c.phase in ("forward", "storage") and not c.again]
+    backward = [c for c in collectives if c.phase not in ("forward", "storage") or c.again]
+    before = [c for c in forward if c.cause != "operator"]
+    after = [c for c in forward if c.cause == "operator"]
+    return (
+        _names(before),
+        _names(after),
+        *(size_text(sum(c.sent for c in side)) if side else "-" for side in (forward, backward)),
+    )
+
+
+def _names(collectives: list[Collective]) -> str:
+    """``all_gather/4``: the collectives with the sizes of their groups."""
+    counts: dict[str, int] = {}
+    for c in collectives:
+        name = f"{c.op}/{len(c.ranks)}"
+        counts[name] = counts.get(name, 0) + 1
+    return ", ".join(name if n == 1 else f"{n}x {name}" for name, n in counts.items())
+
+
+def total(plan: Plan, sent: Iterable[Collective], when: str = "in a step") -> str:
+    """What a rank sends, by phase."""
+    phases = {"forward": 0, "backward": 0, "gradient": 0}
+    for c in sent:
+        phases[c.phase] = phases.get(c.phase, 0) + c.sent
+    parts = ", ".join(f"{phase} {size_text(count)}" for phase, count in phases.items())
+    return f"a rank sends {when}: {parts}, together {size_text(plan.sent)}"
+
+
+def parameters(plan: Plan) -> Table:
+    """Where parameters lie."""
+    cut = plan.hsdp is not None or any(p.storage != p.layout for p in plan.parameters.values())
+    made = table(
+        "parameter",
+        "shape",
+        *(("used as",) if cut else ()),
+        "local shape",
+        "cuts",
+        "layout",
+        "stored on a device",
+        *(("optimizer parallel",) if cut else ()),
+        right=("stored on a device",),
+    )
+    dtypes = {v.name: v.stored.dtype for v in plan.graph.sources()}
+    together = 0
+    for name, parameter in plan.parameters.items():
+        held = plan.graph.aliases.get(name)
+        local, nbytes = parameter.local_shape(0), dtypes[parameter.name].itemsize
+        for size in local:
+            nbytes *= size
+        together += nbytes if held is None else 0
+        used = (_shape(parameter.layout.local_shape(parameter.layout.padded(parameter.shape))),) if cut else ()
+        made.add_row(
+            *map(
+                Text,
+                (
+                    name,
+                    _shape(parameter.shape),
+                    *used,
+                    _shape(local),
+                    str(parameter.storage.cuts),
+                    layout_text(parameter.storage),
+                    size_text(nbytes) if held is None else f"is {held}",
+                    *((_cut(parameter),) if cut else ()),
+                ),
+            )
+        )
+    made.add_row(*map(Text, ("together", "", *(("",) if cut else ()), "", "", "", size_text(together))), style="bold")
+    return made
+
+
+def _cut(parameter: ParameterPlan) -> str:
+    """Over how many replicas it is stored in parts, or why not."""
+    further = digits_size(parameter.storage.carried) // digits_size(parameter.layout.carried)
+    return f"cut over {further}" if further > 1 else parameter.note or ""
+
+
+#: How many communications, and how many notes, are shown.
+DEAREST, NOTES = 10, 20
+
+
+#: How many alternatives are shown.
+MOST = 24
+
+
+def alternatives_of(chosen: PipelineSearchResult) -> Table:
+    """A line for each that was priced; the first is the one that was taken."""
+    made = table(
+        "priced",
+        "devices a stage",
+        "micro-batches",
+        "recomputed",
+        "a step",
+        "more",
+        "on a device",
+        "",
+        right=("priced", "micro-batches", "recomputed", "a step", "more", "on a device"),
+    )
+    for a in chosen.alternatives[:MOST]:
+        seconds = "" if a.seconds is None else time_text(a.seconds)
+        more = "" if a.seconds is None or not chosen.seconds else f"{a.seconds / chosen.seconds - 1:+.1%}"
+        made.add_row(
+            *map(
+                Text,
+                (
+                    f"{a.stages} stage{'s' * (a.stages > 1)}",
+                    _devices(a),
+                    str(a.micro_batches),
+                    str(a.recomputed) if a.recomputed else "",
+                    seconds,
+                    more,
+                    "" if a.peak is None else size_text(a.peak),
+                    a.why,
+                ),
+            )
+        )
+    if len(chosen.alternatives) > MOST:
+        made.add_row(f"and {len(chosen.alternatives) - MOST} more")
+    return made
+
+
+def cuts_of(chosen: PipelineSearchResult) -> Iterator[str]:
+    """A line for each stage: its modules, and whether they are computed again."""
+    for s, stage in enumerate(chosen.stages):
+        modules = [path for paths in chosen.paths[stage.first : stage.last] for path in paths if path]
+        words = ", ".join(modules) if len(modules) <= 3 else f"{modules[0]} to {modules[-1]} ({len(modules)} modules)"
+        yield f"stage {s} on {stage.devices} device{'s' * (stage.devices > 1)}: {words or 'the whole model'}" + (
+            ", computed again in the backward" if stage.recompute else ""
+        )
+
+
+def _devices(alternative: PricedPipeline) -> str:
+    """``4 x 8``: neighbours that have as many together."""
+    runs = [(len(list(group)), devices) for devices, group in groupby(alternative.devices)]
+    return ", ".join(f"{count} x {devices}" if count > 1 else str(devices) for count, devices in runs)

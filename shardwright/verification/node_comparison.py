@@ -1,0 +1,452 @@
+"""A plan's program beside the captured graph, node by node: what either makes, and the gradients that come to it.
+
+reference   the captured graph on whole tensors, operator by operator, in plain torch
+program     the plan's local program on all ranks; after each node the ranks' slices are put together and compared
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ShardwrightError
+from ..graph import SEED, Graph, Op, Value, map_values
+from ..layout import Layout
+from ..partition.local_program import InputPlacement, LocalOp, PlacedValue, Redistribute, made_by
+from ..rules import expand, find_rule, has_rule
+from ..rules.random import run_on_one
+from ..runtime.local.local_executor import LocalExecutor
+from ..runtime.local.shards import ReplicasDiffer, assemble
+from ..runtime.lower import lower
+from ..sharded_plan import Plan
+from .value_precision import Allowed, Precision
+from .verify_report import FirstDifference, Worst
+
+__all__ = ["Comparison", "Reference", "call", "difference", "largest", "worst"]
+
+
+def largest(x: Tensor) -> float:
+    """The largest finite magnitude in a tensor; 0 where there is none."""
+    if x.numel() == 0:
+        return 0.0
+    size = x.detach().abs() if x.is_complex() else x.detach().double().abs()  # as of bools, which have no abs
+    return size.double().nan_to_num(0.0, 0.0, 0.0).max().item()
+
+
+def difference(reference: Tensor, other: Tensor, floor: float = 0.0) -> float:
+    """The largest difference of two tensors, relative to the largest value of either (and at least to `floor`).
+
+    NaN agrees with NaN and an infinity with its like. Infinite where shapes differ, or where just one is NaN.
+    """
+    if reference.shape != other.shape:
+        return math.inf
+    if reference.numel() == 0:
+        return 0.0
+    a, b = (x.detach() if x.is_complex() else x.detach().double() for x in (reference, other))
+    same = (a == b) | (a.isnan() & b.isnan())
+    apart = (a - b).abs().masked_fill(same, 0.0).max().item()
+    if apart == 0.0 or not math.isfinite(apart):
+        return 0.0 if apart == 0.0 else math.inf
+    return apart / max(largest(a), largest(b), floor)
+
+
+def worst(
+    reference: Mapping[str, Tensor | None],
+    other: Mapping[str, Tensor | None],
+    precision: Callable[[str], Precision | None],
+    allowed: Allowed,
+    floor: float = 0.0,
+) -> Worst:
+    """The pair of tensors of one name that differs most, measured by what is allowed of it. A gradient that is not
+    there is zero.
+
+    Args:
+        precision: of the tensor of a name; None: nothing is rounded.
+        floor: what is small beside this part of the largest tensor is measured by that part.
+    """
+    floating = [x for x in reference.values() if x is not None and x.is_floating_point()]
+    floor *= max(map(largest, floating), default=0.0)
+    found = Worst(tolerance=allowed.tolerance(None))
+    for name, x in reference.items():
+        y = other.get(name)
+        if x is None and y is None:
+            continue
+        x, y = torch.zeros_like(y) if x is None else x, torch.zeros_like(x) if y is None else y
+        decided = precision(name)
+        this = Worst(difference(x, y, floor), allowed.tolerance(decided), name, decided)
+        found = this if not found.tensor or this.excess() > found.excess() else found
+    return found
+
+
+class Reference:
+    """The captured graph on whole tensors, one operator after the other."""
+
+    def __init__(self, graph: Graph, state: dict[str, Tensor], inputs: Sequence[Tensor], seed: Tensor) -> None:
+        self.graph = graph
+        self.values: dict[str, Tensor] = {}
+        self.scales: dict[str, float] = {}  # value name -> what a difference of it is measured by
+        for name, value in (*graph.parameters.items(), *graph.buffers.items()):
+            self.values[value.name] = (
+                state[name].detach().to(value.dtype, copy=True).requires_grad_(value.requires_grad)
+            )
+        self.values.update((name, t) for name, t in graph.constants.items())
+        self.values.update((v.name, t) for v, t in zip(graph.inputs, inputs, strict=True))
+        self.values[SEED.name] = seed
+        for op in graph.ops:
+            outs = call(op, self.values)
+            scale = self.terms(op)
+            for value, out in zip(op.outputs, outs):
+                if value is None:
+                    continue
+                if any(out is x for x in self.values.values()):
+                    out = out.view_as(out)  # a tensor of its own, so that each has its own gradient
+                if out.requires_grad:
+                    out.retain_grad()
+                self.values[value.name] = out
+                self.scales[value.name] = max(scale, largest(out))
+        self.outputs = [self.values[o.name] if isinstance(o, Value) else o for o in graph.outputs]
+
+    def terms(self, op: Op) -> float:
+        """The size of the terms of an operator, which rounding is a part of: of a product Σ |x| |w|, of others their
+        inputs."""
+        rule, floating = find_rule(op), [v for v in dict.fromkeys(op.inputs) if v.dtype.is_floating_point]
+        if rule is None or not rule.is_product(op):
+            return max((largest(self.values[v.name]) for v in floating), default=0.0)
+        with torch.no_grad():
+            return max(
+                map(largest, call(op, self.values | {v.name: self.values[v.name].abs() for v in floating})), default=0.0
+            )
+
+    def gradient(self, name: str) -> Tensor | None:
+        return self.values[name].grad
+
+
+def call(op: Op, values: dict[str, Tensor]) -> Sequence[Any]:
+    """The outputs of an operator on whole tensors."""
+    if torch.Tag.nondeterministic_seeded in getattr(op.target, "tags", ()) and has_rule(op):
+        return run_on_one(op, values)
+    args, kwargs = (map_values(tree, lambda v: values[v.name]) for tree in (op.args, op.kwargs))
+    out = op.target(*args, **kwargs)
+    return out if isinstance(out, (tuple, list)) else (out,)
+
+
+class Comparison:
+    """One program of a plan beside the reference.
+
+    Args:
+        plan: whose program it is.
+        reference: of the same inputs.
+        allowed: how large a difference of each tensor may be.
+        plans: of which plan each operator of the reference is, where the program is a stage of several; None: of this.
+
+    Attributes:
+        found: the first difference of the forward, or None.
+        last: the last node that ran.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        reference: Reference,
+        allowed: Allowed,
+        dtype: torch.dtype,
+        plans: Mapping[str, Plan] | None = None,
+    ) -> None:
+        self.plan, self.graph, self.reference = plan, reference.graph, reference
+        self.allowed, self.dtype = allowed, dtype
+        self.plans = dict.fromkeys(plan.decisions, plan) if plans is None else plans
+        self.ops = {op.name: op for op in self.graph.ops}
+        self.original = _originals(plan)
+        self.padded = {
+            self.original[i.value.name]: torch.Size(i.value.shape)
+            for i in _instances(plan)
+            if i.value.name in self.original
+        }
+        self.found: FirstDifference | None = None
+        self.last: torch.fx.Node | None = None
+        self.made: dict[str, tuple[Sequence[Tensor], Layout]] = {}  # value name -> its shards, whose gradients are kept
+        self.seen: set[int] = set()
+
+    def failed(self, body: LocalExecutor, error: Exception) -> FirstDifference | None:
+        """The operator that could not run: the one after the last that did."""
+        nodes = [n for n in body.lowered.graph.nodes if n.op == "call_function"]
+        at = nodes.index(self.last) + 1 if self.last is not None else 0
+        if at >= len(nodes):
+            return None
+        instruction, _ = _of(nodes[at])
+        return self.at(
+            instruction, "forward", math.inf, self.ops.get(instruction.operator), f"{type(error).__name__}: {error}"
+        )
+
+    def at(
+        self,
+        instruction: Any,
+        phase: str,
+        apart: float,
+        op: Op | None,
+        message: str = "",
+        precision: Precision | None = None,
+    ) -> FirstDifference:
+        part = "conversion" if isinstance(instruction, Redistribute) else "operator"
+        if op is None:  # a conversion to the layout in which a result is handed out: after the operator that made it
+            op = self.ops.get(getattr(instruction, "producer", ""))
+        made = instruction.target.value.name if not isinstance(instruction, LocalOp) else instruction.op.name
+        who = (op.name, op.kind, op.source) if op is not None else (instruction.operator, "", "")
+        return FirstDifference(
+            *who, phase, part, self.original.get(made, made), apart, self.dtype, message, *self.decided(precision)
+        )
+
+    def decided(self, precision: Precision | None) -> tuple[float, Precision | None]:
+        """The largest difference that is allowed of a tensor of this precision, and the precision."""
+        return self.allowed.tolerance(precision), precision
+
+    def differs(self, apart: float, precision: Precision | None) -> bool:
+        """True where a difference is more than this precision allows."""
+        return apart > self.allowed.tolerance(precision)
+
+    # -- forward --
+
+    def record(self, node: torch.fx.Node, shards: Any) -> None:
+        self.last = node
+        instruction, instance = _of(node)
+        if instance is None:
+            return
+        name = self.original.get(instance.value.name)
+        if name is None or name not in self.reference.values:
+            return  # inside of an operator that is worked out in several
+        if self.found is None:
+            apart, message = self.compare(name, shards, instance.layout)
+            precision = self.allowed.value(name)
+            if self.differs(apart, precision):
+                self.found = self.at(
+                    instruction, "forward", apart, self.ops.get(instruction.operator), message, precision
+                )
+        self.keep(name, shards, instruction, instance)
+
+    def compare(self, name: str, shards: Sequence[Tensor], layout: Layout) -> tuple[float, str]:
+        try:
+            whole = assemble([s.detach() for s in shards], layout, check=True)
+        except ReplicasDiffer as error:
+            return math.inf, str(error)
+        except (RuntimeError, ShardwrightError) as error:
+            return math.inf, f"the slices do not fit together: {error}"
+        reference = self.reference.values[name]
+        whole = self.true(name, whole)
+        message = (
+            ""
+            if whole.shape == reference.shape
+            else f"it has the shape {tuple(whole.shape)} instead of {tuple(reference.shape)}"
+        )
+        return difference(reference, whole, self.reference.scales.get(name, 0.0)), message
+
+    def keep(self, name: str, shards: Sequence[Tensor], instruction: Any, instance: PlacedValue) -> None:
+        """Have the shards of what an operator makes keep their gradients."""
+        if isinstance(instruction, Redistribute) or (
+            isinstance(instruction, LocalOp) and instance.layout.reduction != "sum"
+        ):
+            return  # the gradient of an open maximum is shared out among ranks: the finished one is looked at
+        if not shards[0].requires_grad or id(shards[0]) in self.seen:
+            return
+        self.seen.update(map(id, shards))
+        for shard in shards:
+            shard.retain_grad()
+        self.made[name] = shards, instance.layout.without_partial()
+
+    def true(self, name: str, whole: Tensor) -> Tensor:
+        """A value without the padding of dims that their cuts do not divide."""
+        size, padded = self.reference.values[name].shape, self.padded.get(name)
+        return whole[tuple(slice(s) for s in size)] if padded is not None and whole.shape == padded else whole
+
+    # -- backward --
+
+    def gradients(self, message: str = "") -> FirstDifference | None:
+        """The value, the last in program order, whose gradient differs.
+
+        Args:
+            message: what else happened.
+        """
+        for op in reversed(self.graph.ops):
+            for value in op.outputs:
+                if value is not None and value.name in self.made:
+                    shards, layout = self.made[value.name]
+                    apart, why = self.compare_gradient(value.name, [s.grad for s in shards], layout)
+                    if self.differs(apart, self.allowed.gradient(value.name)):
+                        return self.blame(value.name, apart, why or message)
+        return None
+
+    def parameters(self, state: Mapping[str, Tensor], message: str = "") -> FirstDifference | None:
+        """The parameter, that of the last operator first, whose gradient differs.
+
+        Args:
+            state: parameters by the graph's names, with the gradients of the program.
+        """
+        position = {
+            name: max((self.graph.ops.index(op) for op, _ in uses), default=-1)
+            for name, uses in self.graph.consumers().items()
+        }
+        for name, value in sorted(self.graph.parameters.items(), key=lambda item: -position.get(item[1].name, -1)):
+            if value.requires_grad:
+                whole = Layout.replicated(1, len(value.shape))
+                apart, why = self.compare_gradient(value.name, [state[name].grad], whole)
+                if self.differs(apart, self.allowed.gradient(value.name)):
+                    return self.blame(value.name, apart, why or message)
+        return None
+
+    def buffers(
+        self, state: Mapping[str, Tensor], after_step: Mapping[str, Tensor] | None = None
+    ) -> FirstDifference | None:
+        """A buffer that the step leaves with another value; its first user is named.
+
+        Args:
+            after_step: the values that some buffers are to have, instead of those of the reference.
+        """
+        for name, value in self.graph.buffers.items():
+            after = self.reference.values[self.graph.updates[name].name if name in self.graph.updates else value.name]
+            after = (after_step or {}).get(name, after)
+            apart = difference(after, state[name], self.reference.scales.get(value.name, 0.0))
+            precision = self.allowed.value(self.graph.updates.get(name, value).name)
+            if self.differs(apart, precision):
+                op = self.graph.consumers()[value.name][0][0]
+                return FirstDifference(
+                    op.name,
+                    op.kind,
+                    op.source,
+                    "forward",
+                    "operator",
+                    name,
+                    apart,
+                    self.dtype,
+                    "a buffer, after the step",
+                    *self.decided(precision),
+                )
+        return None
+
+    def compare_gradient(self, name: str, gradients: list[Tensor | None], layout: Layout) -> tuple[float, str]:
+        expected = self.reference.gradient(name)
+        if all(g is None for g in gradients):
+            return (0.0 if expected is None or not largest(expected) else math.inf), ""
+        shape = next(g for g in gradients if g is not None)
+        try:
+            whole = assemble([torch.zeros_like(shape) if g is None else g for g in gradients], layout, check=True)
+        except ReplicasDiffer as error:
+            return math.inf, str(error)
+        whole = self.true(name, whole)
+        # What cancels to nothing in a gradient is as large as the gradients that it is made of.
+        made_of = [
+            self.reference.gradient(v.name)
+            for op, _ in self.graph.consumers().get(name, ())
+            for v in op.outputs
+            if v is not None
+        ]
+        floor = max((largest(g) for g in made_of if g is not None), default=0.0)
+        return difference(torch.zeros_like(whole) if expected is None else expected, whole, floor), ""
+
+    def blame(self, name: str, apart: float, message: str) -> FirstDifference:
+        """Which use of a value brings it a wrong gradient: an operator that does so alone, else a conversion."""
+        users = [op for op, _ in self.graph.consumers().get(name, ())][::-1]
+        assert users, f"a gradient of {name}, which nothing uses"
+        guilty = next((op for op in users if self.differs(self.alone(op), self.allowed.alone(op))), None)
+        if guilty is None:
+            converted = {
+                i.operator
+                for plan in {id(p): p for p in self.plans.values()}.values()
+                for i in plan.backward
+                if isinstance(i, Redistribute)
+                and i.backward is not None
+                and i.backward.steps
+                and self.original.get(i.source.value.name, i.source.value.name) == name
+            }
+            users = [op for op in users if op.name in converted] or users
+            if len(users) > 1:
+                message = "; ".join(filter(None, (message, "or for " + ", ".join(o.name for o in users[1:]))))
+        op = guilty or users[0]
+        return FirstDifference(
+            op.name,
+            op.kind,
+            op.source,
+            "gradient",
+            "operator" if guilty else "conversion",
+            name,
+            apart,
+            self.dtype,
+            message,
+            *self.decided(self.allowed.gradient(name)),
+        )
+
+    def alone(self, op: Op) -> float:
+        """How far off the gradients of one operator's inputs are when it is given the right ones of its outputs."""
+        plan, seed = self.plans[op.name], self.reference.values[SEED.name]
+        decision, inputs = plan.decisions[op.name], tuple(dict.fromkeys(op.inputs))
+        outputs = tuple(v for v in op.outputs if v is not None)
+        graph = Graph(inputs, {}, {}, {}, (op,), outputs)
+        wanted = [decision.wanted(op.inputs.index(v)) for v in inputs]
+        fed = InputPlacement(
+            tuple(
+                w if w.padded(v.shape) == v.shape else Layout.replicated(w.devices, len(v.shape))
+                for w, v in zip(wanted, inputs)
+            ),
+            False,
+        )
+        planned = Plan(graph, plan.devices, plan.mode, fed, {op.name: decision}, {})
+
+        def gradients(run: Callable[[list[Tensor]], Sequence[Tensor]]) -> list[Tensor | None]:
+            given = [self.reference.values[v.name].detach().clone().requires_grad_(v.requires_grad) for v in inputs]
+            pairs = [
+                (out, self.reference.gradient(v.name))
+                for v, out in zip(outputs, run(given))
+                if out.requires_grad and self.reference.gradient(v.name) is not None
+            ]
+            if pairs:
+                torch.autograd.backward([out for out, _ in pairs], [g for _, g in pairs])
+            return [x.grad for x in given]
+
+        def plain(given: list[Tensor]) -> Sequence[Tensor]:
+            outs = call(op, {v.name: x for v, x in zip(inputs, given)} | {SEED.name: seed})
+            return [out for out, v in zip(outs, op.outputs) if v is not None]
+
+        expected = gradients(plain)
+        try:
+            program = LocalExecutor(lower(planned))
+            seeds = [seed] if planned.routed.seed is not None else []
+            got = gradients(lambda given: program(*seeds, *given))
+        except Exception:
+            return math.inf
+        arrived = [self.reference.gradient(v.name) for v in outputs]
+        floor = max((largest(g) for g in arrived if g is not None), default=0.0)
+        return max(
+            (
+                difference(a, torch.zeros_like(a) if b is None else b, floor)
+                for a, b in zip(expected, got)
+                if a is not None
+            ),
+            default=0.0,
+        )
+
+
+def _of(node: torch.fx.Node) -> tuple[Any, PlacedValue | None]:
+    """The instruction of a node of the program, and what the node holds: None while several outputs are one tuple."""
+    instruction = node.meta.get("instruction")
+    if instruction is None:
+        instruction = node.args[0].meta["instruction"]
+    return instruction, node.meta.get("instance")
+
+
+def _instances(plan: Plan) -> Iterator[PlacedValue]:
+    """Everything that operators of a program make, and its parameters."""
+    yield from plan.routed.parameters.values()
+    for instruction in plan.routed.instructions:
+        yield from made_by(instruction)
+
+
+def _originals(plan: Plan) -> dict[str, str]:
+    """Value of the local program -> the value of the captured graph that it is."""
+    out = {v.name: v.name for v in plan.graph.sources()} | {name: name for name in plan.graph.constants}
+    for decision in plan.decisions.values():
+        _, renamed = expand(decision.op, decision.rule, decision.bound, decision.assignment)
+        for old in (v.name for v in decision.op.outputs if v is not None):
+            out.setdefault(renamed[old].name if old in renamed else old, old)
+    return out
