@@ -374,7 +374,9 @@ def main() -> None:
     found, figures = Kills(), {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        torch.ones(1, requires_grad=True).sum().backward()  # before a capture, for children's: tests/ranks.py says why
+        torch.ones(
+            1, requires_grad=True
+        ).sum().backward()  # before a capture, for children's: tests/support/ranks.py says why
         warm = Training(4, False)
         warm.step()  # what a first step loads is loaded before processes are forked
         if kills:

@@ -4,7 +4,7 @@
     python benchmarks/optimizer_parallel.py --ranks 4
 
 Measured is the memory of all tensors that are alive, after every operator; what several lie in counts once. It is to be
-within a tenth of the arithmetic, which stands with what is measured in ``tests/held.py``.
+within a tenth of the arithmetic, which stands with what is measured in ``tests/support/held_bytes.py``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from held import LEVELS, Held, arithmetic, measure
+from held_bytes import LEVELS, Held, arithmetic, measure
 from race import machine  # finds the ranks of the tests, too
 from ranks import run_ranks
 from rich import box

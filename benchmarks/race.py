@@ -26,7 +26,7 @@ from rich.table import Table
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "tests"))  # for its forked ranks
+sys.path.append(str(ROOT / "tests" / "support"))  # for its forked ranks
 
 from ranks import run_ranks
 

@@ -20,6 +20,9 @@ import torch
 
 torch.set_num_threads(1)
 
+# Some test files take networks and helpers from one another; base names stand once below this folder.
+sys.path += sorted({str(path.parent) for path in Path(__file__).parent.rglob("test_*.py")})
+
 # Ranks are forked (ranks.py). Autograd looks for devices once, before its first backward, and starts a thread for each,
 # after which no child can have a backward. A build with CUDA that has been in FakeTensorMode, as a capture is, takes it
 # that there is one.
@@ -46,26 +49,6 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, prin
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
-@pytest.fixture(scope="session")
-def shared() -> Path:
-    """The folder of facts that lies beside the repository."""
-    from golden_reading import SHARED
-
-    return SHARED
-
-
-@pytest.fixture(scope="session")
-def goldens(shared: Path) -> Path:
-    """The folder of goldens; its README says what each file holds."""
-    folder = shared / "goldens"
-    if not folder.is_dir():
-        pytest.fail(
-            f"no goldens at {folder}: put the shared folder beside the repository, or name it with SHARDWRIGHT_SHARED",
-            pytrace=False,
-        )
-    return folder
-
-
 @pytest.fixture(autouse=True)
 def no_runtime_of_another_test():
     """A test that calls `sw.init`, or a command that is told ``--devices``, does not decide where the next one runs."""
@@ -84,48 +67,48 @@ def no_runtime_of_another_test():
 LONGEST = (
     "models",
     "examples_launched",
-    "plan_cli_large",
+    "plan_command_large",
     "autocast_lists",
     "scaling",
     "integrations",
     "verify_models",
-    "pipeline_processes",
-    "search",
-    "launch",
-    "processes",
+    "pipeline_p2p",
+    "search_space",
+    "run",
+    "rank_executor",
     "recursive",
     "random_networks",
     "restarts",
     "mutation",
-    "balance",
-    "recompute",
-    "failures",
-    "checkpoint_processes",
+    "stage_search",
+    "rematerialization",
+    "watchdog",
+    "checkpoints_on_ranks",
     "pipeline_hybrid",
     "hosts",
     "pipeline_buffers",
     "contest",
     "resnet",
     "calibrate",
-    "one_search",
+    "agreement",
     "durability",
-    "limits",
+    "memory_limits",
     "gradients",
     "mpirun",
-    "loops",
+    "training_loops",
     "mixed_precision_processes",
     "parameter_hooks",
     "hugging_face",
-    "transformers",
-    "search_memory",
+    "transformer_models",
+    "memory_fit",
     "compiled",
-    "hsdp",
+    "parameter_sharding",
     "tutorials",
     "collectives",
-    "micro",
+    "microbatch",
     "pipeline_errors",
-    "conv",
-    "models_processes",
+    "convolution",
+    "models_on_ranks",
     "whole_model",
 )
 
@@ -134,21 +117,21 @@ LONGEST = (
 #: or of torch may change.
 QUICK = (
     "autograd_function",
-    "capture",
+    "export",
     "cluster",
-    "conversion",
+    "redistribution",
     "environment",
     "indexing",
     "layout",
-    "marks",
+    "annotations",
     "notation",
     "packaging",
-    "pipeline",
+    "pipeline_plan",
     "rank_tables",
     "schedules",
-    "strategy",
+    "user_strategy",
     "torch_private",
-    "window",
+    "spatial",
 )
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from networks import D, Marked, draw, labels
 from one_device import parallel
+from small_networks import D, Marked, draw, labels
 from test_recursive import MODELS, slow_devices
 from torch import Tensor, nn
 

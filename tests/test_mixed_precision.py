@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed.fsdp as fsdp
 import torch.nn.functional as F
-from mixed import APART, Net, apart, assert_trains_alike, batches, loss_of, reference
-from networks import D, draw
+from mixed_precision_reference import APART, Net, apart, assert_trains_alike, batches, loss_of, reference
 from one_device import parallel
-from pipelines import Chain, setting
+from pipeline_networks import Chain, setting
+from small_networks import D, draw
 from torch import Tensor, nn
 
 import shardwright as sw

@@ -17,11 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as fsdp
-from mixed import APART, Net, apart, assert_trains_alike, batches, loss_of, reference
-from networks import D, draw
+from mixed_precision_reference import APART, Net, apart, assert_trains_alike, batches, loss_of, reference
 from one_device import parallel
-from pipelines import Chain, setting
+from pipeline_networks import Chain, setting
 from ranks import run_ranks, run_scenarios
+from small_networks import D, draw
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from networks import D, draw, labels
+from small_networks import D, draw, labels
 from torch import nn
 
 import shardwright as sw

@@ -1,0 +1,200 @@
+"""Saving in the background, in one process: what it writes, what waits for it, and what goes wrong."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_runs import KINDS, steps, train, trained
+from ranks import PATIENCE
+from torch import nn
+
+import shardwright as sw
+from shardwright.checkpoint import formats as whole_files, manifest, save as copies, save as saving, writer as writing
+from shardwright.checkpoint.tensor_reader import StoredTensors
+from shardwright.errors import CheckpointError
+
+
+@KINDS
+def test_a_background_save_has_the_values_of_the_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool
+) -> None:
+    model, optimizer = trained()
+    gate, write = threading.Event(), writing.SaveJob.write
+    monkeypatch.setattr(writing.SaveJob, "write", lambda job: (gate.wait(30), write(job))[1])
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    held = sw.save_checkpoint(model, optimizer, tmp_path, step=1, integrated_save=whole, asynchronous=True)
+    train(model, optimizer, 1, 2)
+    assert not held.done and sw.latest_checkpoint(tmp_path) is None
+    gate.set()
+    stored = StoredTensors(held.wait())
+    assert all(torch.equal(stored.read(f"model.{n}"), t) for n, t in before.items())
+    assert not any(torch.equal(before[n], t) for n, t in model.state_dict().items())
+    places = {key: tensor.data_ptr() for key, tensor in copies._copies.items()}
+    sw.save_checkpoint(model, optimizer, tmp_path, step=2, integrated_save=whole, asynchronous=True).wait()
+    assert {key: tensor.data_ptr() for key, tensor in copies._copies.items()} == places, "into the same memory"
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """What a save's thread waits for, before it copies the optimizer's state."""
+    opens, complete = threading.Event(), copies.HostCopies.complete
+    monkeypatch.setattr(copies.HostCopies, "complete", lambda made: (opens.wait(30), complete(made))[1])
+    return opens
+
+
+@KINDS
+def test_an_optimizer_steps_once_its_state_is_copied(tmp_path: Path, gate: threading.Event, whole: bool) -> None:
+    """It makes the copies that the thread has not begun."""
+    model, optimizer = trained()
+    names = dict(model.named_parameters())
+    before = {n: optimizer.state[p]["momentum_buffer"].clone() for n, p in names.items()}
+    held = sw.save_checkpoint(model, optimizer, tmp_path, step=1, integrated_save=whole, asynchronous=True)
+    train(model, optimizer, 1, 2)
+    assert not held.done
+    gate.set()
+    stored = StoredTensors(held.wait())
+    assert all(torch.equal(stored.read(f"optimizer.{n}.momentum_buffer"), t) for n, t in before.items())
+    assert not any(torch.equal(optimizer.state[p]["momentum_buffer"], before[n]) for n, p in names.items())
+
+
+def test_a_step_waits_for_a_copy_that_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opens, versions = threading.Event(), copies._versions
+
+    def slow(tensors: Any) -> Any:
+        if threading.current_thread().name == "checkpoint of step 1":
+            opens.wait(30)
+        return versions(tensors)
+
+    monkeypatch.setattr(copies, "_versions", slow)
+    model, optimizer = trained()
+    before = {n: optimizer.state[p]["momentum_buffer"].clone() for n, p in model.named_parameters()}
+    held = sw.save_checkpoint(model, optimizer, tmp_path, step=1, asynchronous=True)
+    stepping = threading.Thread(target=train, args=(model, optimizer, 1, 2))
+    stepping.start()
+    stepping.join(0.5)
+    assert stepping.is_alive() and any(p.grad is not None for p in model.parameters()), (
+        "the step waits, its backward does not"
+    )
+    opens.set()
+    stepping.join()
+    stored = StoredTensors(held.wait())
+    assert all(torch.equal(stored.read(f"optimizer.{n}.momentum_buffer"), t) for n, t in before.items())
+
+
+def test_state_that_something_else_changes_before_it_is_copied_is_an_error(
+    tmp_path: Path, gate: threading.Event
+) -> None:
+    model, optimizer = trained()
+    held = sw.save_checkpoint(model, optimizer, tmp_path, step=1, asynchronous=True)
+    optimizer.state[model.get_parameter("layers.1.weight")]["momentum_buffer"].mul_(0.5)
+    gate.set()
+    with pytest.raises(CheckpointError, match=r"optimizer\.layers\.1\.weight\.momentum_buffer: it was changed while"):
+        held.wait()
+    assert os.listdir(tmp_path) == []
+    sw.save_checkpoint(model, optimizer, tmp_path, step=1, asynchronous=True).wait()
+    assert steps(tmp_path) == [1]
+
+
+def test_state_of_an_optimizer_that_does_not_say_when_it_steps_is_copied_in_the_call(
+    tmp_path: Path, gate: threading.Event
+) -> None:
+    class Own:
+        """One with what a save reads, and steps of its own making."""
+
+        def __init__(self, of: torch.optim.Optimizer) -> None:
+            self.param_groups, self.state = of.param_groups, of.state
+
+    model, optimizer = trained()
+    weight = model.get_parameter("layers.1.weight")
+    before = optimizer.state[weight]["momentum_buffer"].clone()
+    held = sw.save_checkpoint(model, Own(optimizer), tmp_path, step=1, asynchronous=True)
+    optimizer.state[weight]["momentum_buffer"].mul_(0.5)
+    gate.set()
+    assert torch.equal(StoredTensors(held.wait()).read("optimizer.layers.1.weight.momentum_buffer"), before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have a priority of their own on Linux")
+def test_the_thread_of_a_save_leaves_the_processor_to_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, write = [], writing.SaveJob.write
+    monkeypatch.setattr(
+        writing.SaveJob,
+        "write",
+        lambda job: (seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())), write(job))[1],
+    )
+    for asynchronous in (True, False):
+        sw.save_checkpoint(nn.Linear(2, 2), path=tmp_path, step=1, asynchronous=asynchronous).wait()
+    here = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    assert seen == [min(19, here + 10), here]
+
+
+def test_without_a_thread_it_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    model, optimizer = trained()
+    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", none_left)
+        held = sw.save_checkpoint(model, optimizer, tmp_path, step=1, asynchronous=True)
+    assert held.done and manifest.verify(held.path) == [] and held.wait() == held.path
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
+    train(model, optimizer, 1, 2)
+
+
+def test_what_cannot_be_copied_is_an_error_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> None:
+        raise MemoryError("no room for copies")
+
+    monkeypatch.setattr(saving, "HostCopies", full)
+    with pytest.raises(CheckpointError, match="cannot be written: MemoryError: no room for copies"):
+        sw.save_checkpoint(nn.Linear(2, 2), path=tmp_path, step=1, asynchronous=True)
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_goes_wrong_in_the_background_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = nn.Linear(2, 2)
+
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device", str(tmp_path / "model.safetensors"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(whole_files, "_put", full)
+        first = sw.save_checkpoint(net, path=tmp_path, step=1, asynchronous=True)
+        with pytest.raises(CheckpointError, match="model.safetensors: .*No space left"):
+            first.wait()
+        first.wait()
+        sw.save_checkpoint(net, path=tmp_path, step=2, asynchronous=True)
+        with pytest.raises(CheckpointError, match="No space left"):
+            sw.save_checkpoint(net, path=tmp_path, step=3)
+    sw.save_checkpoint(net, path=tmp_path, step=4)
+    assert os.listdir(tmp_path) == ["step-00000004"]
+
+
+@pytest.mark.long
+def test_the_end_of_the_interpreter_waits_for_it(tmp_path: Path) -> None:
+    script = (
+        "import sys, time, torch, shardwright as sw\n"
+        "from shardwright.checkpoint import writer\n"
+        "write = writer.SaveJob.write\n"
+        "writer.SaveJob.write = lambda job: (time.sleep(0.5), write(job))\n"
+        "sw.save_checkpoint(torch.nn.Linear(2, 2), path=sys.argv[1], step=1, asynchronous=True)\n"
+        "writer.SaveJob.write = None\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert not done.returncode and manifest.verify(sw.latest_checkpoint(tmp_path)) == []
+    failed = script.replace("(time.sleep(0.5), write(job))", "1 / 0").replace("writer.SaveJob.write = None\n", "")
+    done = subprocess.run(
+        [sys.executable, "-c", failed, str(tmp_path)], capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert "the checkpoint in the background was not written: " in done.stderr and "division by zero" in done.stderr

@@ -1,0 +1,272 @@
+"""Within a memory limit too, no planner finds a plan cheaper than the exact search, nor one where that finds none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_search_space import MODELS, cluster
+from torch import nn
+
+import shardwright as sw
+from shardwright.capture.export import capture
+from shardwright.cost.cost_model import CostModel
+from shardwright.cost.memory_timeline import MemoryTimeline
+from shardwright.errors import PlanError
+from shardwright.partition.local_program import Decisions, input_placement
+from shardwright.planners import dynamic
+from shardwright.planners.dynamic import dynamic_programming
+from shardwright.planners.graph_problem import Search
+from shardwright.planners.memory_fit import CUT, MOST_TRIES, TooLittleMemoryError, _Fitting, fit, fits
+from shardwright.planners.memory_problem import holding
+from shardwright.planners.recursive import recursive_programming
+from shardwright.planners.search_space import strategy_of
+from shardwright.solver.problem import Problem, Solution
+from shardwright.solver.solve import solve
+
+DEVICES = 4
+
+
+def chain():
+    """Layers of one width, whose activations are most of what is held."""
+    return (
+        nn.Sequential(*(layer for _ in range(2) for layer in (nn.Linear(16, 16), nn.GELU()))),
+        (torch.randn(64, 16),),
+        nn.MSELoss(),
+        torch.randn(64, 16),
+    )
+
+
+NETS = {name: MODELS[name] for name in ("mlp", "tied", "convolutions")} | {"chain": chain}
+
+
+class Case:
+    """A model, its plans without a limit, and the least memory in which the recursion finds one."""
+
+    def __init__(self, name: str) -> None:
+        net, inputs, loss, targets = NETS[name]()
+        graph = capture(net, (*inputs, targets), None, loss_fn=loss)
+        self.given = graph, DEVICES, input_placement(graph, DEVICES, "full_batch")
+        self.costs = CostModel(cluster(DEVICES), DEVICES)
+        self.search = Search.of(*self.given[:2], self.given[2], self.costs)
+        self.free, self.recursed = self.of(dynamic_programming), self.of(recursive_programming)
+        with pytest.raises(TooLittleMemoryError) as refused:
+            self.of(recursive_programming, memory=1.0)
+        self.least = refused.value.least
+        self.most = max(self.peak(self.free), self.least)
+
+    def of(self, planner, **given) -> Decisions:
+        return planner(*self.given, costs=self.costs, **given)
+
+    def peak(self, decided: Decisions) -> float:
+        return self.plan(decided).peak
+
+    def plan(self, decided: Decisions) -> sw.Plan:
+        graph, devices, fed = self.given
+        ops = {name: decision.op for name, decision in decided.decisions.items()}
+        graph = graph.with_ops(tuple(ops[op.name] for op in graph.ops))  # with what is computed again
+        return sw.Plan(
+            graph,
+            devices,
+            "",
+            fed,
+            decided.decisions,
+            decided.carries,
+            None,
+            decided.hsdp,
+            cluster=self.costs.cluster,
+            found=decided.found,
+        )
+
+    def limit(self, share: float) -> float:
+        return self.least + share * (self.most - self.least)
+
+
+@cache
+def case(name: str) -> Case:
+    torch.manual_seed(0)
+    return Case(name)
+
+
+@pytest.mark.parametrize(
+    "name, share",
+    [
+        *((name, share) for name in ("mlp", "chain") for share in (0.95, 0.8, 0.6, 0.0)),
+        ("tied", 0.6),
+        ("tied", 0.0),
+        ("convolutions", 0.6),
+    ],
+)
+def test_no_other_planner_is_cheaper_within_a_limit(name: str, share: float) -> None:
+    given = case(name)
+    limit = given.limit(share)
+    exact, other = given.of(dynamic_programming, memory=limit), given.of(recursive_programming, memory=limit)
+    for decided in (exact, other):
+        assert given.peak(decided) <= limit and decided.found.limit == limit
+    assert exact.found.cost <= other.found.cost
+    assert given.plan(exact).cost <= given.plan(other).cost * (1 + 1e-9)
+    assert exact.found.bound is None or exact.found.bound <= exact.found.cost
+
+
+@pytest.mark.parametrize("name", ("mlp", "tied"))
+def test_a_limit_that_does_not_bind_changes_neither(name: str) -> None:
+    given = case(name)
+    for planner, free in ((dynamic_programming, given.free), (recursive_programming, given.recursed)):
+        wide = given.of(planner, memory=1e12)
+        assert wide.found.cost == free.found.cost and wide.found.limit == 1e12 and free.found.limit is None
+        assert {n: strategy_of(d) for n, d in wide.decisions.items()} == {
+            n: strategy_of(d) for n, d in free.decisions.items()
+        }
+
+
+def test_a_search_that_ends_with_a_dearer_plan_gives_way(monkeypatch) -> None:
+    """The bound stays: the gap that is reported falls with the cost."""
+    given, real, weak = case("mlp"), dynamic.fit, []
+    limit = given.limit(0.5)
+
+    def dearer(search, made, memory, optimizer):
+        found = real(search, made, memory, optimizer)
+        weak.append(found._replace(found=replace(found.found, cost=1.1 * found.found.cost)))
+        return weak[-1]
+
+    monkeypatch.setattr(dynamic, "fit", dearer)
+    found = given.of(dynamic_programming, memory=limit).found
+    other = given.of(recursive_programming, memory=limit).found
+    assert found.cost == other.cost < weak[0].found.cost and "recursion" in found.notes[0]
+    assert found.bound == min(weak[0].found.bound, found.cost)
+
+
+def test_a_search_that_finds_none_gives_way(monkeypatch) -> None:
+    given = case("mlp")
+    limit = given.limit(0.5)
+
+    def none(*_):
+        raise TooLittleMemoryError("no plan fits", legal="more")
+
+    monkeypatch.setattr(dynamic, "fit", none)
+    found = given.of(dynamic_programming, memory=limit)
+    assert found.found.cost == given.of(recursive_programming, memory=limit).found.cost and given.peak(found) <= limit
+
+
+def test_what_the_recursion_chooses_within_the_limit_may_be_chosen(monkeypatch) -> None:
+    given, real, seen = case("mlp"), dynamic.fit, []
+    monkeypatch.setattr(dynamic, "fit", lambda search, made, *rest: seen.append(made) or real(search, made, *rest))
+    limit = given.limit(0.5)
+    given.of(dynamic_programming, memory=limit)
+    recursion = given.of(recursive_programming, memory=limit)
+    assert all(strategy_of(decision) in seen[0].options[name] for name, decision in recursion.decisions.items())
+
+
+def test_where_neither_fits_the_least_memory_of_both_is_named() -> None:
+    given = case("mlp")
+    with pytest.raises(PlanError, match="no plan fits") as refused:
+        given.of(dynamic_programming, memory=0.1 * given.least)
+    least = int(refused.value.legal.split("memory=")[1].split()[0])
+    assert least <= given.least
+    found = given.of(dynamic_programming, memory=least)
+    assert given.peak(found) <= least and not fits(given.search, given.free, least)
+
+
+def test_of_a_large_network_the_recursion_is_not_made_within_the_limit(monkeypatch) -> None:
+    given, calls, real = case("mlp"), [], dynamic.recursive_programming
+    monkeypatch.setattr(
+        dynamic, "recursive_programming", lambda *a, **k: calls.append(k.get("memory")) or real(*a, **k)
+    )
+    monkeypatch.setattr(dynamic, "RECURSED", len(given.given[0].ops) - 1)
+    limit = given.limit(0.5)
+    assert given.peak(given.of(dynamic_programming, memory=limit)) <= limit and calls == [None]
+    with pytest.raises(PlanError, match="no plan fits"):
+        given.of(dynamic_programming, memory=1.0)
+    monkeypatch.setattr(dynamic, "RECURSED", len(given.given[0].ops))
+    given.of(dynamic_programming, memory=limit)
+    assert calls == [None, None, None, limit]
+
+
+def test_a_limit_is_tried_again_between_what_holds_too_much_and_what_nothing_keeps() -> None:
+    """As where the search reckons with less than a plan holds."""
+    given, asked = case("mlp"), []
+    limit = given.limit(0.5)
+    made = given.search.energy(given.search.options([given.free.decisions]), [given.free.decisions], cut=CUT)
+
+    def solver(problem: Problem) -> Solution:
+        if problem.limit is not None:
+            asked.append(problem.limit)
+            if len(asked) == 1:
+                return solve(replace(problem, limit=None, usages=()))  # which does not fit
+            if len(asked) == 2:
+                raise PlanError("nothing keeps it")
+        return solve(problem)
+
+    found = fit(given.search, made, limit, solver=solver)
+    assert given.peak(found) <= limit == asked[0] and asked[1] < asked[2] < asked[0] and len(asked) == 3
+
+    def never(problem: Problem) -> Solution:
+        asked.append(problem.limit)
+        return solve(replace(problem, limit=None, usages=()))
+
+    asked.clear()
+    with pytest.raises(TooLittleMemoryError, match="no plan was found that fits") as refused:
+        fit(given.search, made, limit, solver=never)
+    assert refused.value.least > limit and all(a > b for a, b in zip(asked, asked[1:MOST_TRIES]))
+
+
+class Attention(nn.Module):
+    """By heads, and then not: what is sent to the last product is not what the attention's backward keeps."""
+
+    def __init__(self, width: int = 32, heads: int = 4) -> None:
+        super().__init__()
+        self.heads, self.norm = heads, nn.LayerNorm(width)
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        split = (f(h).unflatten(2, (self.heads, -1)).transpose(1, 2) for f in (self.query, self.key, self.value))
+        return x + self.out(F.scaled_dot_product_attention(*split).transpose(1, 2).flatten(2))
+
+
+def test_what_runs_again_reads_what_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = nn.Sequential(*(Attention() for _ in range(3)))
+    for block in net:
+        sw.shard(block.out, ((2, 1, 1), (1, 1)))
+    given = dict(devices=8, cluster="h100x8", parallel_mode="dynamic_programming")
+    free, seen = sw.plan(net, (torch.randn(16, 32, 32),), **given), []
+    decided = _Fitting.decided
+
+    def spied(self: _Fitting, solution: Solution) -> tuple[Decisions, MemoryTimeline]:
+        made = decided(self, solution)
+        seen.append((made[1].peak, self.held.peak(solution.states)))
+        return made
+
+    monkeypatch.setattr(_Fitting, "decided", spied)
+    plan = sw.plan(net, (torch.randn(16, 32, 32),), memory=0.9 * free.peak, **given)
+    assert plan.peak <= 0.9 * free.peak and seen
+    assert all(held <= reckoned for held, reckoned in seen)
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.norm, self.up, self.down, self.drop = (
+            nn.LayerNorm(width),
+            nn.Linear(width, width),
+            nn.Linear(width, width),
+            nn.Dropout(0.0),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+def test_what_gives_its_input_back_runs_again_with_what_reads_it() -> None:
+    """A dropout of nothing is no view by its schema: left out, what it gives back would be kept."""
+    net = nn.Sequential(*(Residual() for _ in range(2)))
+    graph = capture(net, (torch.randn(64, 16), torch.randn(64, 16)), None, loss_fn=nn.MSELoss())
+    fed = input_placement(graph, 2, "full_batch")
+    search = Search.of(graph, 2, fed, CostModel(cluster(2), 2))
+    held = holding(search.energy(search.options(), cut=CUT), fed, search.carries, 1e12, 8.0)
+    dropouts = {op.name for op in graph.ops if "dropout" in op.name}
+    again = [names for names in held.remade.values() if any(name.startswith("add") for name in names)]
+    assert again and all(dropouts & set(names) for names in again)

@@ -1,0 +1,156 @@
+"""The layers of the package (`[tool.importlinter]` in pyproject.toml), and what else holds for every file of its
+tree."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+
+PACKAGE = ROOT / "shardwright"
+FILES = sorted(PACKAGE.rglob("*.py"))
+#: Where `torch.distributed` may be imported: what runs on ranks, and what starts, joins or stores for them.
+ON_RANKS = (
+    "runtime/",
+    "checkpoint/",
+    "launch/",
+    "integrations/",
+    "parallel/",
+    "cli/",
+    "process.py",
+    "ops.py",
+    "torch_private.py",
+    "pipeline/schedules.py",
+)  # takes the orders of torch's own schedules; needs no process group
+#: Files that read or set variables of the environment. `launch.environment` says what they mean.
+OF_ENVIRONMENT = {
+    "launch/run.py",
+    "launch/agent.py",
+    "process.py",
+    "cli/script.py",
+    "runtime/distributed/shared_memory.py",
+    "runtime/freed.py",
+}
+
+
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imported(path: Path) -> set[str]:
+    """The modules that a file imports from other packages, those inside of functions too."""
+    found = set()
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+#: In a process of its own: import-linter disables the loggers of the process that calls it.
+LINT = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(sys.argv[1], no_cache=True))"
+
+
+def broken_contracts(config: Path, folder: Path) -> str:
+    """What import-linter says of the package in `folder`; nothing where all contracts are kept."""
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    done = subprocess.run([sys.executable, "-c", LINT, config], env=environment, capture_output=True, text=True)
+    return "" if done.returncode == 0 else done.stdout + done.stderr
+
+
+def test_imports_run_downwards_and_in_no_circle() -> None:
+    assert broken_contracts(ROOT / "pyproject.toml", ROOT) == ""
+
+
+def test_an_import_upwards_is_found(tmp_path: Path) -> None:
+    """The contract fails on a package of two layers whose lower one imports the higher one."""
+    package = tmp_path / "upside"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "high.py").write_text("")
+    (package / "low.py").write_text("def late():\n    from . import high\n")
+    (tmp_path / "contract.toml").write_text(
+        '[tool.importlinter]\nroot_package = "upside"\n[[tool.importlinter.contracts]]\nname = "layers"\ntype = "layers"\n'
+        'containers = ["upside"]\nlayers = ["high", "low"]\n'
+    )
+    assert "upside.low -> upside.high" in broken_contracts(tmp_path / "contract.toml", tmp_path)
+
+
+def test_planning_does_not_know_torch_distributed():
+    found = {
+        str(path.relative_to(PACKAGE)): sorted(names)
+        for path in FILES
+        if not str(path.relative_to(PACKAGE)).startswith(ON_RANKS)
+        and (names := {name for name in imported(path) if name.startswith("torch.distributed")})
+    }
+    assert found == {}
+
+
+def test_variables_of_the_environment_are_read_in_few_files():
+    found = {
+        str(path.relative_to(PACKAGE))
+        for path in FILES
+        if any(
+            isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv") for node in ast.walk(tree_of(path))
+        )
+    }
+    assert found == OF_ENVIRONMENT
+
+
+def test_no_file_is_above_700_lines():
+    lines = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8").count("\n") for path in FILES}
+    assert {name: count for name, count in lines.items() if count > 700} == {}
+
+
+def test_no_folder_has_more_than_20_files():
+    folders = Counter(path.parent for path in FILES)
+    assert {folder: count for folder, count in folders.items() if count > 20} == {}
+
+
+def test_base_names_stand_once():
+    names = Counter(path.name for path in FILES)
+    assert {name for name, count in names.items() if count > 1} == {"__init__.py"}
+
+
+def test_public_classes_have_one_meaning_each():
+    names = Counter(
+        node.name
+        for path in FILES
+        for node in tree_of(path).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert {name for name, count in names.items() if count > 1} == set()
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent for path in FILES} - {PACKAGE}), ids=lambda p: p.name)
+def test_a_folder_says_what_its_files_hold(folder):
+    """The docstring of the folder names each of its modules."""
+    doc = ast.get_docstring(tree_of(folder / "__init__.py")) or ""
+    assert [
+        path.stem
+        for path in sorted(folder.glob("*.py"))
+        if path.stem != "__init__" and not re.search(rf"\b{path.stem}\b", doc)
+    ] == []
+
+
+STARTS = {
+    "shardwright.AutoParallel": ("torch.distributed.tensor", "sympy", "rich", "highspy", "numpy.testing"),
+    "shardwright.cli.main.main": ("torch", "rich", "numpy"),
+    "shardwright.launch.run": ("torch", "rich", "numpy"),
+}
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_what_a_start_does_not_load(name: str) -> None:
+    """Each of these takes a quarter of a second to two seconds to import, and is loaded where it is needed."""
+    code = f"import sys; from {name.rsplit('.', 1)[0]} import {name.rsplit('.', 1)[1]}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert [module for module in STARTS[name] if module in done.stdout.split()] == []

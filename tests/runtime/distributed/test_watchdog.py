@@ -1,0 +1,562 @@
+"""Runs that go wrong: ranks that call something else than their peers, that do not come, that die, that are told to
+end."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, strategies as st
+from small_networks import D, draw, labels
+from torch import nn
+
+import shardwright as sw
+from shardwright.runtime.distributed.watchdog import Seen, not_moving, peers, spelled
+
+WORLD = 4
+PATIENCE = 4.0  # seconds that a rank waits for another, once it has become impatient
+DEADLINE = 300.0  # seconds in which all ranks of a scenario must have ended
+AT_ONCE = 6  # scenarios
+
+#: Each runs on every rank, all of them at once in processes of their own, and is to end them all.
+SCENARIOS: dict[str, Callable[[int], Any]] = {}
+
+
+def scenario(function: Callable[[int], Any]) -> Callable[[int], Any]:
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+@dataclass
+class Ended:
+    """How the ranks of a scenario ended: exit codes (None: one had to be killed), and what each wrote."""
+
+    codes: list[int | None]
+    wrote: list[str]
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(sw.shard(nn.Linear(8, 8, dtype=D), ((2, 2), (1, 2), (1,))))
+
+
+class Trained:
+    """A network on four ranks, its sums in both directions, and a step of it."""
+
+    def __init__(self) -> None:
+        sw.init(timeout=60)
+        self.net = network()
+        self.model = sw.AutoParallel(self.net, nn.CrossEntropyLoss()).dataset_strategy("full_batch")
+
+    def __call__(self, rows: int = 16) -> torch.Tensor:
+        return self.model(draw(rows, 8), labels(rows))
+
+    def steps(self, count: int, rows: int = 16) -> None:
+        for _ in range(count):
+            self(rows).backward()
+
+
+def grow_impatient() -> None:
+    """From now on the others are looked for sooner: what takes long on a busy machine, planning, is behind."""
+    dist.barrier()
+    peers().patience, peers().look = PATIENCE, PATIENCE / 8
+
+
+def tells(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+# -- ranks that call something else ------------------------------------------------------------------------------------
+
+
+@scenario
+def another_shape(rank: int) -> None:
+    model = Trained()
+    model.steps(2), model.steps(1, rows=32), model.steps(2)
+    grow_impatient()
+    model.steps(1, rows=32 if rank == 2 else 16)
+
+
+@scenario
+def a_new_shape(rank: int) -> None:
+    model = Trained()
+    model.steps(2)
+    grow_impatient()
+    model.steps(1, rows=8 if rank == 2 else 16)
+
+
+@scenario
+def another_model(rank: int) -> None:
+    one, other = Trained(), Trained()
+    one.steps(1), other.steps(1)
+    grow_impatient()
+    (one if rank == 2 else other).steps(1)
+
+
+@scenario
+def once_more(rank: int) -> None:
+    model = Trained()
+    model.steps(1)
+    grow_impatient()
+    model.steps(2 if rank == 2 else 1)
+    with torch.no_grad():
+        model()
+
+
+@scenario
+def without_gradients(rank: int) -> None:
+    model = Trained()
+    model.steps(2)
+    grow_impatient()
+    with torch.set_grad_enabled(rank != 2):
+        model()
+
+
+MISMATCHES = {
+    "another_shape": ("call 6 of rank 2 is program 2 (plan", "inputs float64[32, 8]"),
+    "a_new_shape": ("call 3 of rank 2 is the planning of a model", "call 3 of ranks 0-1, 3 is program "),
+    "another_model": ("call 3 of rank 2 is program 1 (plan", "call 3 of ranks 0-1, 3 is program "),
+    "once_more": ("call 3 of rank 2 is program 1 (plan", "call 3 of ranks 0-1, 3 is program ", "without gradients"),
+    "without_gradients": ("call 3 of rank 2 is program 1 (plan", "without gradients"),
+}
+
+
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_ranks_that_call_something_else_are_told_so(name: str, ended) -> None:
+    end = ended[name]
+    assert end.codes == [1] * WORLD, end
+    for wrote in end.wrote:
+        assert "RuntimeMismatchError: ranks do not call the same programs" in wrote, wrote
+        for text in MISMATCHES[name]:
+            assert text in wrote, wrote
+
+
+@scenario
+def alike(rank: int) -> None:
+    """Everything that ranks may do alike, with ranks that are late."""
+    model, other = Trained(), Trained()
+    model.steps(2)
+    time.sleep(0.7 * rank)
+    model.steps(1, rows=32), other.steps(2)
+    for _ in range(3):
+        model.steps(1)
+        with torch.no_grad():
+            model(), other()
+    with pytest.raises(sw.ShardwrightError):
+        model(rows=7)  # which four ranks cannot cut
+    model.steps(1)
+    time.sleep(0.7 * rank)
+    other.steps(1)
+    dist.barrier()
+    sys.exit(5)
+
+
+def test_ranks_that_do_alike_are_left_alone(ended) -> None:
+    assert ended["alike"].codes == [5] * WORLD, ended["alike"]
+
+
+@scenario
+def evaluations_of_unequal_number(rank: int) -> None:
+    """In data_parallel an evaluation sends nothing."""
+    sw.init(timeout=60)
+    net = nn.Linear(8, 4, dtype=D)
+    model = sw.AutoParallel(net, None, "data_parallel")
+    for _ in range(2):
+        model(draw(4, 8)).sum().backward()
+        with torch.no_grad():
+            model(draw(4, 8))
+            for _ in range(rank):
+                model(draw(4, 8))
+    dist.barrier()
+    sys.exit(5)
+
+
+def test_programs_that_send_nothing_are_not_counted(ended) -> None:
+    assert ended["evaluations_of_unequal_number"].codes == [5] * WORLD, ended["evaluations_of_unequal_number"]
+
+
+@scenario
+def nobody_watches(rank: int) -> None:
+    sw.init(watch=False)
+    model = sw.AutoParallel(network(), nn.CrossEntropyLoss()).dataset_strategy("full_batch")
+    model(draw(16, 8), labels(16)).backward()
+    from shardwright.runtime.distributed import watchdog as peers
+
+    assert peers.peers() is None and not peers._made
+    dist.barrier()
+    sys.exit(5)
+
+
+def test_it_can_be_switched_off(ended) -> None:
+    assert ended["nobody_watches"].codes == [5] * WORLD, ended["nobody_watches"]
+
+
+# -- ranks that do not come --------------------------------------------------------------------------------------------
+
+
+@scenario
+def sleeps_before_a_step(rank: int) -> None:
+    model = Trained()
+    model.steps(2)
+    grow_impatient()
+    if rank == 2:
+        time.sleep(600)
+    model.steps(1)
+
+
+@scenario
+def sleeps_in_a_hook(rank: int) -> None:
+    model = Trained()
+    model.steps(1)
+    grow_impatient()
+    loss = model()
+    if rank == 2:
+        loss.register_hook(sleep_for_ever)
+    loss.backward()
+
+
+def sleep_for_ever(gradient: torch.Tensor) -> None:
+    time.sleep(600)
+
+
+@scenario
+def is_stopped(rank: int) -> None:
+    model = Trained()
+    model.steps(2)
+    grow_impatient()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    model.steps(1)
+
+
+@scenario
+def makes_no_backward(rank: int) -> None:
+    model = Trained()
+    model.steps(2)
+    grow_impatient()
+    loss = model()
+    if rank != 2:
+        loss.backward()
+    model.steps(1)
+
+
+@scenario
+def does_not_come_to_another_program(rank: int) -> None:
+    model = Trained()
+    model.steps(2)
+    grow_impatient()
+    if rank == 2:
+        time.sleep(600)
+    with torch.no_grad():
+        model()
+
+
+@scenario
+def a_rank_of_a_stage_sleeps(rank: int) -> None:
+    sw.init(timeout=60)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8, dtype=D), nn.Linear(8, 8, dtype=D))
+    sw.set_stage(net[0], 0), sw.set_stage(net[1], 1)
+    model = sw.AutoParallel(net, nn.CrossEntropyLoss()).dataset_strategy("full_batch")
+    model.pipeline(stages=2, micro_batches=2)
+    model(draw(16, 8), labels(16)).backward()
+    grow_impatient()
+    if rank == 2:
+        time.sleep(600)
+    model(draw(16, 8), labels(16)).backward()
+
+
+STUCK = {
+    "a_rank_of_a_stage_sleeps": r"rank 2 has not come to the (gradient of value|all_reduce|reduce_scatter|all_gather) "
+    r".* in call 2; .*\n  rank 2 is at test_watchdog.py:\d+ in a_rank_of_a_stage_sleeps",
+    "sleeps_before_a_step": r"rank 2 has not come to the (all_reduce|reduce_scatter) .*for operator "
+    r"'(linear|cross_entropy_loss)' \(test_watchdog.py:\d+\) in call 3; ranks? [\d, -]+ waits? there since \d+ s\n"
+    r"  rank 2 is at test_watchdog.py:\d+ in sleeps_before_a_step, since call 2 began",
+    "sleeps_in_a_hook": r"rank 2 has not come to the .*in its backward, in call 2; .*\n  rank 2 is at "
+    r"test_watchdog.py:\d+ in sleep_for_ever",
+    "is_stopped": r"rank 2 has not come to the .* in call 3; .*\n  rank 2 does not answer",
+    "makes_no_backward": r"ranks wait for one another at different places, .*rank 2 is at the start of program 1 .* in "
+    r"call 4",
+    "does_not_come_to_another_program": r"rank 2 has not come to the start of program 1 .*without gradients in call 3; "
+    r"ranks 0-1, 3 wait there",
+}
+
+
+@pytest.mark.parametrize("name", STUCK)
+def test_a_rank_that_does_not_come_is_named_with_what_it_is_missing_from(name: str, ended) -> None:
+    end = ended[name]
+    answers = [rank for rank in range(WORLD) if not (name == "is_stopped" and rank == 2)]
+    for rank in answers:
+        assert end.codes[rank] == 1, end
+        assert "StuckError" in end.wrote[rank], end.wrote[rank]
+        assert re.search(STUCK[name], end.wrote[rank]), end.wrote[rank]
+
+
+# -- ranks that die ----------------------------------------------------------------------------------------------------
+
+
+@scenario
+def is_killed_in_a_collective(rank: int) -> None:
+    """Rank 2 dies while it is in the middle of a sum: from a thread, so that its main thread is inside."""
+    import threading
+
+    from shardwright.runtime.distributed.watchdog import position
+
+    model = Trained()
+    model.steps(2)
+
+    def watch() -> None:
+        while position.place is None:
+            pass
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == 2:
+        threading.Thread(target=watch, daemon=True).start()
+    model.steps(500)
+
+
+@scenario
+def is_killed_while_planning(rank: int) -> None:
+    model = Trained()
+    if rank == 2:
+        import shardwright.parallel.call_planning
+
+        shardwright.parallel.call_planning.make_plan = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
+    model.steps(1)
+
+
+@scenario
+def is_killed_between_steps(rank: int) -> None:
+    model = Trained()
+    model.steps(2)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    model.steps(2)
+
+
+DEATHS = ("is_killed_in_a_collective", "is_killed_while_planning", "is_killed_between_steps")
+
+
+@pytest.mark.parametrize("name", DEATHS)
+def test_when_a_rank_is_killed_the_others_end(name: str, ended) -> None:
+    end = ended[name]
+    assert end.codes[2] == -signal.SIGKILL
+    assert all(code not in (None, 0) for code in end.codes), end
+
+
+# -- ranks that are told to end ----------------------------------------------------------------------------------------
+
+
+def told_to_end(rank: int, whom: int, signals: int = 1) -> None:
+    from shardwright.runtime.distributed.watchdog import Ending
+
+    model, ending = Trained(), Ending()
+    for step in range(100_000):
+        model.steps(1)
+        if (rank, step) == (whom, 5):
+            os.kill(os.getpid(), signal.SIGTERM)
+        if ending.due(step):
+            tells(f"ends after step {step}")
+            dist.barrier()  # a save, say
+            ending.leave()
+
+
+@scenario
+def rank_0_is_told_to_end(rank: int) -> None:
+    told_to_end(rank, 0)
+
+
+@scenario
+def rank_3_is_told_to_end(rank: int) -> None:
+    told_to_end(rank, 3)
+
+
+@scenario
+def all_are_told_to_end_without_collectives(rank: int) -> None:
+    """Nothing holds the ranks together, of which each is at another step when the signal comes."""
+    from shardwright.runtime.distributed.watchdog import Ending
+
+    model = Trained()
+    model.steps(1)
+    ending = Ending()
+    for step in range(100_000):
+        time.sleep(0.01 * (rank + 1))
+        if step == 20:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if ending.due(step):
+            tells(f"ends after step {step}")
+            dist.barrier()
+            ending.leave()
+
+
+ENDINGS = ("rank_0_is_told_to_end", "rank_3_is_told_to_end", "all_are_told_to_end_without_collectives")
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_a_signal_ends_all_ranks_after_the_same_step(name: str, ended) -> None:
+    end = ended[name]
+    assert end.codes == [143] * WORLD, end
+    steps = {re.search(r"ends after step (\d+)", wrote)[1] for wrote in end.wrote}
+    assert len(steps) == 1 and int(steps.pop()) >= 5, end
+
+
+def test_in_one_process_the_step_of_the_signal_is_the_last() -> None:
+    from shardwright.runtime.distributed.watchdog import Ending
+
+    before = signal.getsignal(signal.SIGTERM)
+    ending = Ending()
+    try:
+        assert not ending.due(0) and not ending.asked
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert ending.asked and ending.due(1)
+        with pytest.raises(SystemExit) as exit:
+            ending.leave()
+        assert exit.value.code == 143
+    finally:
+        ending.close()
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+# -- who is to blame, read off positions -------------------------------------------------------------------------------
+
+
+def at(place: str = "", ranks: tuple[int, ...] = (), call: int = 1) -> Seen:
+    return Seen(call, "p", place, ranks, "", 60.0, "train.py:57 in main")
+
+
+def test_the_blame_is_followed_to_the_rank_that_waits_for_nobody() -> None:
+    """0 waits for 1, which waits for 3, which sleeps; 2 has nothing to do with it."""
+    seen = {0: at("the gather of 'a'", (0, 1)), 1: at("the sum of 'b'", (1, 3)), 2: at(), 3: at()}
+    told = not_moving(seen, 4, 0)
+    assert told.startswith(
+        "rank 3 has not come to the sum of 'b' in call 1; rank 1 waits there since 60 s\n"
+        "  rank 3 is at train.py:57 in main, since call 1 began"
+    )
+    assert "rank 2" not in told
+
+
+@given(st.sets(st.integers(0, 40), min_size=1))
+def test_ranks_are_spelled_as_ranges(ranks: set[int]) -> None:
+    word, _, told = spelled(ranks).partition(" ")
+    assert word == ("rank" if len(ranks) == 1 else "ranks")
+    read = [range(int(part.split("-")[0]), int(part.split("-")[-1]) + 1) for part in told.split(", ")]
+    assert [r for run in read for r in run] == sorted(ranks)
+    assert all(a[-1] + 1 < b[0] for a, b in zip(read, read[1:]))
+
+
+@given(st.data())
+def test_whoever_is_blamed_is_waited_for_and_waits_for_nobody(data) -> None:
+    world = data.draw(st.integers(2, 6))
+    groups = st.lists(st.integers(0, world - 1), min_size=1, unique=True)
+    seen = {}
+    for rank in range(world):
+        if not data.draw(st.booleans()) or rank == 0:
+            ranks = tuple(sorted({rank, *data.draw(groups)}))
+            seen[rank] = at(f"the sum over {ranks}", ranks)
+        elif data.draw(st.booleans()):
+            seen[rank] = at()
+    told = not_moving(seen, world, 0)
+    idle = [r for r in range(world) if r not in seen or not seen[r].place]
+    blamed = re.match(r"ranks? ([\d, -]+) ha(?:s|ve) not come", told)
+    if blamed:
+        for part in blamed[1].split(", "):
+            for rank in range(int(part.split("-")[0]), int(part.split("-")[-1]) + 1):
+                assert rank in idle
+                assert any(rank in s.ranks for s in seen.values() if s.place)
+    else:  # a circle, or nobody is missing: then whom rank 0 waits for waits itself
+        assert all(r not in idle for r in seen[0].ranks)
+
+
+# -- how scenarios run -------------------------------------------------------------------------------------------------
+
+
+def on_a_rank(rank: int, name: str, port: int, log: Path) -> None:
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    sys.stderr = open(log, "a", buffering=1)  # noqa: SIM115  the test runner has another one in its place
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    code: Any = 0
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=300)
+        )
+        SCENARIOS[name](rank)
+    except SystemExit as exit:
+        code = exit.code
+    except BaseException:
+        code = 1
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory) -> Waves:
+    """What a first capture loads is loaded here, before ranks are forked."""
+    folder = tmp_path_factory.mktemp("failures")
+    sw.plan(network(), (draw(16, 8),), loss_fn=nn.CrossEntropyLoss(), targets=labels(16), devices=4)
+    for module in (
+        "shardwright.runtime.distributed.parameters",
+        "shardwright.runtime.distributed.rank_executor",
+        "shardwright.runtime.distributed.agreement",
+        "shardwright.runtime.distributed.agreement",
+    ):
+        import_module(module)
+    return Waves(folder)
+
+
+class Waves(dict):
+    """The scenarios' ends by name; some scenarios at a time, when one of them is first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def __missing__(self, name: str) -> Ended:
+        names = list(SCENARIOS)
+        first = names.index(name) // AT_ONCE * AT_ONCE
+        running = {other: start(other, self.folder) for other in names[first : first + AT_ONCE]}
+        self.update({other: end(other, ranks, self.folder) for other, ranks in running.items()})
+        return self[name]
+
+
+def start(name: str, folder: Path) -> list[Any]:
+    context = multiprocessing.get_context("fork")
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+    ranks = [
+        context.Process(target=on_a_rank, args=(r, name, port, folder / f"{name}_{r}"), daemon=True)
+        for r in range(WORLD)
+    ]
+    for process in ranks:
+        process.start()
+    return ranks
+
+
+def end(name: str, ranks: list[Any], folder: Path) -> Ended:
+    deadline = time.monotonic() + DEADLINE
+    for rank, process in enumerate(ranks):
+        if not (name == "is_stopped" and rank == 2):
+            process.join(max(0.0, deadline - time.monotonic()))
+    codes = [process.exitcode for process in ranks]
+    for process in ranks:
+        process.kill()
+        process.join()
+    return Ended(codes, [(folder / f"{name}_{rank}").read_text() for rank in range(WORLD)])
