@@ -1,8 +1,19 @@
-"""The devices that a plan is for: how they are joined, what they hold, how fast they work.
+"""The devices of a plan: their links, memory and speed; presets, and amounts of memory.
 
-Links form levels, from the inside out: the devices of a node, the nodes of a cluster. Ranks number the devices so that
-those of one unit of a level stand together: with sizes n_1, n_2, … a unit of level l holds the ranks of one multiple of
-b_l = n_1 ⋯ n_l, and a digit size@stride of the rank moves within level l where b_(l-1) <= stride and span <= b_l.
+1. Links form levels (`Cluster`), from the inside out: the devices of a node, the nodes of a cluster. Ranks number the
+   devices so that those of one unit of a level are contiguous: with sizes n_1, n_2, … a unit of level l holds the
+   ranks of one multiple of b_l = n_1 ⋯ n_l, and a digit size@stride of the rank moves within level l where b_(l-1) <=
+   stride and span <= b_l.
+
+Example: nodes of 8 devices, 4 nodes: b_1 = 8, b_2 = 32. The digit 4@2 has span 8 and stays within a node; 4@8 crosses
+nodes.
+
+2. Presets (`preset`): clusters by name, namely any number of nodes of eight devices, and the processor of a laptop.
+   Rates are those of the makers' data sheets, dense (without sparsity), and of one direction of a link. The rates
+   that a program reaches are lower; `shardwright calibrate` measures them. Each figure has its source and the
+   source's address; a figure without a source is marked "assumed", with a reason for its size.
+
+3. Amounts of memory (`memory_of`, `parse_bytes`, `format_bytes`): "70GB" and numbers of bytes.
 """
 
 from __future__ import annotations
@@ -24,11 +35,11 @@ __all__ = ["PRESETS", "Cluster", "Level", "format_bytes", "memory_of", "parse_by
 #: The version of the JSON form.
 SCHEMA = 1
 
-#: The types of numbers that a peak rate may be given for, by their names in torch.
+#: The dtypes for which a peak rate may be given, by their names in torch.
 DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
 
-#: Where a type has no rate of its own: which other's it has, and what part of it, the first that is given. Two lanes of
-#: float32 make one of float64 in vector units; a type that is not computed with is widened to the next.
+#: dtype without a rate of its own -> (dtype, part of that dtype's rate); the first with a rate counts. Two lanes of
+#: float32 form one of float64 in vector units; a dtype without units of its own is widened to the next.
 _FALLBACKS: dict[str, tuple[tuple[str, float], ...]] = {
     "float64": (("float32", 0.5),),
     "bfloat16": (("float16", 1.0), ("float32", 1.0)),
@@ -39,8 +50,8 @@ _FALLBACKS: dict[str, tuple[tuple[str, float], ...]] = {
 }
 
 
-#: Links that are free send this many times what a device reads and writes of its memory, and take these seconds to
-#: begin: a cut always pays, and of plans that cut alike the one that sends less is still the cheaper.
+#: Free links have this many times the bandwidth of a device's memory, and this latency in seconds: a cut always pays,
+#: and among plans with equal cuts the one that sends less is still the cheaper.
 _FREE_BANDWIDTH, _FREE_SECONDS = 1e3, 1e-18
 
 
@@ -50,10 +61,10 @@ class Level:
 
     Args:
         name: for reports.
-        size: how many units of the level below, or devices, one unit of this level joins.
-        bandwidth: bytes/s that one device sends over it; where `shared`, what all devices of one unit share.
+        size: the number of units of the level below, or devices, that one unit of this level joins.
+        bandwidth: bytes/s that one device sends over it; with `shared`, bytes/s of all devices of one unit together.
         latency: seconds from one device to another.
-        shared: the devices of a unit have one medium between them, such as a memory or a bus.
+        shared: True where the devices of a unit share one medium, such as a memory or a bus.
 
     Raises:
         SettingError: a value that is not above 0.
@@ -82,10 +93,10 @@ class Cluster:
     Args:
         name: for reports.
         levels: of links, from the inside out.
-        memory: bytes a device.
-        peak: multiplications and additions a second (flop/s) of a device, by the name of the type, such as "float32".
+        memory: bytes per device.
+        peak: multiplications and additions per second (flop/s) of a device, by dtype name, such as "float32".
         memory_bandwidth: bytes/s between a device and its memory.
-        overhead: seconds that it takes to launch one operator.
+        overhead: seconds to launch one operator.
 
     Raises:
         SettingError: a value that is not above 0, no level, no rate.
@@ -117,18 +128,18 @@ class Cluster:
 
     @property
     def devices(self) -> int:
-        """How many devices there are."""
+        """The number of devices."""
         return math.prod(level.size for level in self.levels)
 
     def rate(self, dtype: str) -> float:
-        """flop/s in a type; where it has no rate of its own, that of the nearest type which has one."""
+        """flop/s in a dtype; without a rate of its own, that of the nearest dtype that has one."""
         for name, part in ((dtype, 1.0), *_FALLBACKS.get(dtype, ()), ("float32", 1.0)):
             if name in self.peak:
                 return self.peak[name] * part
         return min(self.peak.values())
 
     def crossed(self, digits: Iterable[Digit]) -> tuple[tuple[Level, int], ...]:
-        """The levels that a group of ranks which differ in `digits` only spans, and how many units of each, inside out.
+        """The levels that a group of ranks which differ in `digits` only spans, inside out, with the number of units.
 
         The numbers multiply to the size of the group. A digit that straddles the border of a level is split there.
         Where the sizes do not divide, some groups cross the border and others do not: the outer level is counted for
@@ -137,7 +148,10 @@ class Cluster:
         return tuple((self.levels[i], units) for i, units in enumerate(self.units(digits)) if units > 1)
 
     def units(self, digits: Iterable[Digit]) -> tuple[int, ...]:
-        """As `crossed`, an entry for each level of the cluster: 1 where a group stays within one unit below it."""
+        """The number of units that a group spans at each level of the cluster: 1 where it stays within one unit below.
+
+        See `crossed`.
+        """
         out = [1] * len(self.levels)
         for digit in digits:
             stride, size, border = digit.stride, digit.size, 1
@@ -155,11 +169,11 @@ class Cluster:
         return tuple(out)
 
     def below(self, level: int) -> int:
-        """How many devices one unit of a level holds."""
+        """The number of devices in one unit of a level."""
         return math.prod(each.size for each in self.levels[: level + 1])
 
     def part(self, devices: int) -> Cluster:
-        """The innermost units of the cluster that hold so many devices; the last of them need not be full.
+        """The innermost units of the cluster that hold `devices` devices; the last of them need not be full.
 
         Raises:
             SettingError: more devices than the cluster has.
@@ -179,9 +193,9 @@ class Cluster:
         return self if tuple(levels) == self.levels else replace(self, levels=tuple(levels))
 
     def with_free_links(self) -> Cluster:
-        """The same devices, joined by links that cost next to nothing, as does a launch.
+        """The same devices, with links and launches at almost no cost.
 
-        A search then cuts whatever can be cut: what a plan needs that is to be tried out.
+        A search then cuts everything that can be cut, as a plan for trying out cuts requires.
         """
         levels = tuple(
             replace(level, bandwidth=_FREE_BANDWIDTH * self.memory_bandwidth, latency=_FREE_SECONDS, shared=False)
@@ -191,15 +205,16 @@ class Cluster:
 
     @classmethod
     def of(cls, given: Cluster | str | os.PathLike | Mapping[str, Any] | None, devices: int | None = None) -> Cluster:
-        """The cluster that someone asks for.
+        """The cluster of a setting.
 
         Args:
             given: a Cluster; the name of a preset ("h100x8" is a node, "h100x8x128" are 128 of them); the path of a
-                JSON file; what such a file holds, as a dict; None: as many "h100x8" nodes as the devices need.
-            devices: how many of its devices are used: the innermost; None: all.
+                JSON file; the content of such a file, as a dict; None: as many "h100x8" nodes as the devices need.
+            devices: the number of its devices in use, the innermost ones; None: all.
 
         Raises:
-            SettingError: another thing, a file that cannot be read or says what cannot be, or fewer devices than that.
+            SettingError: any other value, a file that cannot be read or describes an impossible cluster, or fewer
+                devices than `devices`.
         """
         if devices is not None:
             _check_positive(devices, "a cluster", "devices", whole=True)
@@ -226,7 +241,7 @@ class Cluster:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Cluster:
-        """The cluster that a JSON file describes.
+        """The cluster of a JSON file.
 
         Raises:
             SettingError: a file that cannot be read or is cut short; a field that is missing, unknown or not above 0.
@@ -247,10 +262,10 @@ class Cluster:
 
     @classmethod
     def from_dict(cls, held: Any, where: str = "cluster") -> Cluster:
-        """The cluster that a dict describes, of the fields of `Cluster` and `Level`; "schema" may say which version.
+        """The cluster of a dict with the fields of `Cluster` and `Level`; "schema" may give the version.
 
         Args:
-            where: who is to be named in an error.
+            where: the name of the source in an error.
 
         Raises:
             SettingError: a field that is missing, unknown or not above 0.
@@ -271,7 +286,7 @@ class Cluster:
         return _within(where, lambda: cls(**held | {"levels": tuple(levels), "peak": peak}))
 
     def to_dict(self) -> dict[str, Any]:
-        """The cluster as `from_dict` reads it."""
+        """The cluster as a dict for `from_dict`."""
         return {"schema": SCHEMA, **asdict(self), "levels": [asdict(level) for level in self.levels]}
 
     def save(self, path: str | os.PathLike) -> None:
@@ -303,7 +318,7 @@ def _known(held: Any, where: str, names: Iterable[str], optional: Iterable[str])
 
 
 def _within(where: str, make: Any) -> Any:
-    """What `make` makes, its errors told of `where`."""
+    """The result of `make`; its errors name `where`."""
     try:
         return make()
     except SettingError as error:
@@ -312,17 +327,11 @@ def _within(where: str, make: Any) -> Any:
         ) from None
 
 
-# ----------------------------------------------------------------------------------------------------
-# Clusters that are known by name: nodes of eight devices, as many as one likes, and the processor of a laptop.
-#
-# Rates are those of the makers' data sheets, dense (without sparsity), and of one direction of a link. What a program
-# reaches is less; `shardwright calibrate` measures it. Each figure has its source and the source's address; what has
-# none is marked "assumed", with why it is of that size.
-# ----------------------------------------------------------------------------------------------------
+# -- presets
 
 #: Seconds to launch one operator on an accelerator. Assumed: a little above the 3.8 µs from one short kernel to the
-#: next, where each is launched by itself, of NVIDIA, "Getting Started with CUDA Graphs" (2019),
-#: https://developer.nvidia.com/blog/cuda-graphs/ ; what PyTorch does for an operator comes on top.
+#: next, each launched by itself, of NVIDIA, "Getting Started with CUDA Graphs" (2019),
+#: https://developer.nvidia.com/blog/cuda-graphs/ ; PyTorch's own time for an operator comes on top.
 _LAUNCH = 5e-6
 
 # Seconds from device to device: NCCL's own figures for a ring with the protocol LL128 (hwLat, in µs: NVLink 1.9, PCI
@@ -372,10 +381,10 @@ PRESETS: dict[str, tuple[Cluster, Level]] = {
     # https://support.huawei.com/enterprise/zh/doc/EDOC1100317202/f3dba488 : eight Ascend 910B of 64 GB at 1.6 TB/s;
     # Tflop/s float16 313, float32 75; joined each to each by HCCS, 392 GB/s in both directions over seven links; a
     # port of 200 Gb/s (RoCE) each. Others cite that page for HCCS; for float16 they have anything from 256 to 400.
-    # Assumed: bfloat16 as float16, both being of two bytes and for the same units; int8 twice that, as on the Ascend
-    # 910 (256 and 512). Assumed, for none are published, the latencies: of HCCS that of PCI Express, the slower of
-    # the two that are known within a node; of RoCE that of the network above. A group of fewer than eight has fewer
-    # than seven links, which a level cannot say.
+    # Assumed: bfloat16 as float16, since both have two bytes and use the same units; int8 twice that, as on the Ascend
+    # 910 (256 and 512). Assumed, since none are published, are the latencies: for HCCS that of PCI Express, the slower
+    # of the two known ones within a node; for RoCE that of the network above. A group of fewer than eight has fewer
+    # than seven links; a level cannot express that.
     "ascend910bx8": (
         Cluster(
             "ascend910bx8",
@@ -392,19 +401,19 @@ PRESETS: dict[str, tuple[Cluster, Level]] = {
 # AMD, "Ryzen 7 7840U", https://www.amd.com/en/products/apu/amd-ryzen-7-7840u : 8 cores of 3.3 GHz, two channels of
 # DDR5-5600, which are 89.6 GB/s. Two units of 8 float32 lanes that multiply and add in one cycle make 32 flop a cycle
 # and core: Agner Fog, "Instruction tables", Zen 4, https://www.agner.org/optimize/instruction_tables.pdf . Assumed:
-# 16 GB, as laptops commonly have. Assumed: half of the bandwidth for what goes from process to process, for all
-# together, as it is written and read.
+# 16 GB, as laptops commonly have. Assumed: half of the bandwidth for transfers between processes, for all together,
+# since each byte is written and read.
 _CORES, _FLOPS, _MEMORY_BANDWIDTH, _MEMORY = 8, 8 * 32 * 3.3e9, 89.6e9, 16e9
-# Seconds for one meeting of two processes on two cores: measured, an all-reduce of 32 bytes through memory that they
-# share (`runtime/same_host.py`) takes 45 us, and 87 on four ranks.
+# Seconds for two processes on two cores to wait for one another: measured, an all-reduce of 32 bytes through shared
+# memory (`runtime/distributed/shared_memory.py`) takes 45 us, and 87 on four ranks.
 _MEETING = 45e-6
 # Seconds for one operator of PyTorch on a processor. Assumed: of the order of a call from Python to a kernel, and
-# below `_LAUNCH`, for there is nothing to launch. What a machine takes, `shardwright calibrate` measures.
+# below `_LAUNCH`, since nothing is launched. `shardwright calibrate` measures the time of a machine.
 _CALL = 2e-6
 
 
 def _laptop(devices: int) -> Cluster:
-    """A laptop's processor as so many devices, each with its share of cores and memory."""
+    """A laptop's processor as `devices` devices, each with its share of cores and memory."""
     return Cluster(
         "cpu",
         (Level("shared memory", devices, _MEMORY_BANDWIDTH / 2, _MEETING, shared=True),),
@@ -416,7 +425,7 @@ def _laptop(devices: int) -> Cluster:
 
 
 def preset(name: str, devices: int | None = None) -> Cluster:
-    """The cluster of that name: "h100x8" is one node, "h100x8x128" are 128, "cpu" a processor shared by `devices`.
+    """The cluster of that name: "h100x8" is one node, "h100x8x128" are 128, "cpu" is a processor shared by `devices`.
 
     Raises:
         SettingError: no cluster has that name.
@@ -435,9 +444,7 @@ def preset(name: str, devices: int | None = None) -> Cluster:
     return node if nodes == 1 else replace(node, name=name, levels=(*node.levels, replace(network, size=nodes)))
 
 
-# ----------------------------------------------------------------------------------------------------
-# How much memory someone speaks of.
-# ----------------------------------------------------------------------------------------------------
+# -- amounts of memory
 
 #: Bytes of each unit; "70G" is "70GB".
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
@@ -446,14 +453,14 @@ LEGAL = '"70GB", "64GiB", a number of bytes, or "cluster" for that of its device
 
 
 def memory_of(given: Any, cluster: Cluster) -> float | None:
-    """The bytes that a device may hold; None: no limit is asked for.
+    """The bytes that a device may hold; None: no limit is requested.
 
     Args:
-        given: a number of bytes; text such as "70GB" or "1.5 TiB"; "cluster" or True: as much as a device has; None or
+        given: a number of bytes; text such as "70GB" or "1.5 TiB"; "cluster" or True: the memory of a device; None or
             False: no limit.
 
     Raises:
-        SettingError: another thing, or nothing above 0.
+        SettingError: any other value, or an amount that is not above 0.
     """
     if given is None or given is False:
         return None
@@ -463,13 +470,13 @@ def memory_of(given: Any, cluster: Cluster) -> float | None:
 
 
 def parse_bytes(given: Any, name: str, legal: str) -> float:
-    """The bytes that a number or text such as "70GB" says.
+    """The bytes of a number or of text such as "70GB".
 
     Args:
         name, legal: of the setting, for the error.
 
     Raises:
-        SettingError: another thing, or nothing above 0.
+        SettingError: any other value, or an amount that is not above 0.
     """
     if isinstance(given, str):
         read = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*([kmgt]?i?)(b?)", given.strip().lower())
@@ -486,7 +493,7 @@ def parse_bytes(given: Any, name: str, legal: str) -> float:
 
 
 def format_bytes(count: float) -> str:
-    """An amount as a report says it: "1.50 GB"; never less than it is."""
+    """An amount of bytes for a report: "1.50 GB"; always rounded up."""
     for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
         if count >= size:
             return f"{math.ceil(count / size * 100) / 100:.2f} {unit}"

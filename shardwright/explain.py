@@ -1,12 +1,26 @@
-"""Why an operator is split as it is: what it costs, what else it could be, and what holds it there.
+"""The explanation of one operator's strategy: its cost, its alternatives, and the values that hold it in place.
 
-    in all(s)  = min over plans in which the operator has strategy s, of the energy  (`exact.marginals`: others choose)
-                 within a limit of memory, of those that keep it                     (`explain_memory`)
-    alone(s)   = the energy of this plan with s in the place of its strategy         (no other operator changes)
-    holder(s)  = the value whose edges become most dearer in `alone`, and who is at their other ends
+1. Alternatives (`explained`):
 
-The energy is that of the search (`energy.py`), over the same strategies and those of the plan; a plan that was not
-searched is priced among them likewise.
+    in all(s)  = min over plans in which the operator has strategy s, of the cost graph's cost
+                 (`solver.solve.marginals`: the other operators choose); within a limit of memory, min over the plans
+                 that keep it (`Within`)
+    alone(s)   = the cost of this plan with s in the place of its strategy         (no other operator changes)
+    holder(s)  = the value whose edges rise most in `alone`, and the operators at their other ends
+
+The cost is that of the search's cost graph (`planners/graph_problem.py`), over the search's strategies and those of
+the plan. A plan that was not searched is priced in the same way.
+
+2. Alternatives within a limit of memory (`Within`):
+
+    aside(S)   = the best plan in which the operator has a strategy of S, without the limit
+    within(S)  = aside(S) where that plan fits; else the cheapest fitting plan with a strategy of S, with
+                 recomputation and storage of parameters chosen anew
+
+This is the search that keeps a limit (`planners/memory_fit.py`), with the operator's other strategies forbidden.
+Costs are those of the cost graph, memory is that of `cost/memory_timeline.py`.
+
+3. Shares (`shares_of`): the cost of an operator in a step of a plan, by parts.
 """
 
 from __future__ import annotations
@@ -49,24 +63,15 @@ __all__ = [
 ]
 
 
-# ----------------------------------------------------------------------------------------------------
-# What an operator's strategies cost in all within a limit of memory.
-#
-#     aside(S)   = the best plan in which the operator has a strategy of S, memory not looked at
-#     within(S)  = aside(S) where that plan fits; else the cheapest plan with a strategy of S that does, in which what is
-#                  recomputed and how parameters are stored is chosen anew too
-#
-# That is what the search does that keeps a limit (`dynamic`), with the operator's other strategies forbidden: costs and
-# memory are those of `energy`, `fitting` and `memory`.
-# ----------------------------------------------------------------------------------------------------
+# -- alternatives within a limit of memory
 
 
 @dataclass(frozen=True)
 class Row:
-    """A moment at which a device would hold more than it may.
+    """A moment at which a device would hold more than its limit.
 
     Attributes:
-        moment: the half of the step, and which operator is at work.
+        moment: the half of the step, and the operator that runs.
         held: bytes.
         limit: bytes.
     """
@@ -77,7 +82,12 @@ class Row:
 
 
 def row_above(walked: MemoryTimeline, limit: float | None) -> Row | None:
-    """The moment at which most is held, if that is above a limit."""
+    """The moment at which most is held; None where that keeps the limit.
+
+    Args:
+        walked: the timeline of a plan.
+        limit: bytes; None: no limit.
+    """
     totals = walked.totals()
     at = max(range(len(totals)), key=totals.__getitem__, default=None)
     if limit is None or at is None or totals[at] <= limit:
@@ -86,9 +96,11 @@ def row_above(walked: MemoryTimeline, limit: float | None) -> Row | None:
 
 
 def as_given(plan: Plan) -> tuple[Graph, OptimizerParallel | None]:
-    """A plan's graph and its setting of optimizer parallel as they were given to the search: without what a search
-    within a limit decides beside strategies. A user's own setting of the kind that such a search chooses is taken for
-    the search's."""
+    """A plan's graph and its setting of ZeRO/FSDP sharding (optimizer parallel), as they were given to the search.
+
+    The decisions of a search within a limit, apart from strategies, are removed. A user's own setting that equals one
+    such a search would choose is taken for the search's.
+    """
     if plan.found is None or plan.found.limit is None:
         return plan.graph, plan.hsdp
     ops = tuple(
@@ -106,15 +118,15 @@ def as_given(plan: Plan) -> tuple[Graph, OptimizerParallel | None]:
 
 @dataclass(frozen=True)
 class PricedStrategies:
-    """Some strategies of the operator, within the limit.
+    """Prices of some strategies of the operator, within the limit.
 
     Attributes:
-        strategy: which of them the best plan has.
-        aside: seconds of the best plan with one of them, memory not looked at.
-        over: of that plan, the moment at which it holds most, if that is above the limit.
-        total: seconds of a plan that fits, the cheapest that was found; infinite: none does.
-        bound: the search's lower bound of `total`: where `aside` fits, of plans that store parameters as given.
-        refused: where none fits, why.
+        strategy: the one in the best plan.
+        aside: seconds of the best plan with one of them, without the limit.
+        over: the moment at which that plan holds most, if above the limit.
+        total: seconds of the cheapest fitting plan that was found; infinite: none fits.
+        bound: the search's lower bound of `total`: where `aside` fits, over plans that store parameters as given.
+        refused: the reason where none fits.
     """
 
     strategy: Strategy
@@ -130,9 +142,10 @@ class Within:
 
     Args:
         name: the operator.
-        search: the givens, without what a search within a limit decides (`as_given`).
+        search: the search's inputs, without the decisions of a search within a limit (`as_given`).
         decisions: of the plan.
-        free: the energy of `search`, without storage to be chosen.
+        free: the cost graph of `search`, in which the storage of parameters is fixed.
+        limit: bytes.
     """
 
     def __init__(
@@ -143,14 +156,14 @@ class Within:
 
     @cached_property
     def cut(self) -> CostGraph:
-        """The energy in which it is chosen how parameters are stored."""
+        """The cost graph in which the storage of parameters is chosen too."""
         return self.search.energy(self.search.options([self.decisions]), [self.decisions], cut=CUT)
 
     def priced(self, strategies: Collection[Strategy]) -> PricedStrategies:
-        """What plans cost in which the operator has one of some strategies.
+        """Prices of plans in which the operator has one of `strategies`.
 
         Raises:
-            PlanError: nothing allows one of them, whatever the memory.
+            PlanError: no plan allows one of them, for any memory.
         """
         aside = self.aside(strategies)
         if aside.over is None:
@@ -164,7 +177,7 @@ class Within:
         return replace(aside, strategy=strategy_of(decided.decisions[self.name]), total=found.cost, bound=found.bound)
 
     def aside(self, strategies: Collection[Strategy]) -> PricedStrategies:
-        """The same, memory not looked at: `total` is `aside`.
+        """The same without the limit: `total` equals `aside`.
 
         Raises:
             PlanError: as `priced`.
@@ -178,14 +191,14 @@ class Within:
         )
 
     def only(self, made: CostGraph, strategies: Collection[Strategy]) -> CostGraph:
-        """An energy in which the operator has one of some strategies."""
+        """A cost graph in which the operator has one of `strategies`."""
         node, options = made.operators[self.name], made.options[self.name]
         costs = list(made.problem.costs)
         costs[node] = np.where([option in strategies for option in options], costs[node], np.inf)
         return replace(made, problem=replace(made.problem, costs=tuple(costs)))
 
     def planned(self, decided: Decisions) -> Plan:
-        """A plan of what was decided, memory not looked at."""
+        """The plan of the decisions, without the limit."""
         return replace(
             self.plan,
             graph=self.search.described.graph,
@@ -196,20 +209,18 @@ class Within:
         )
 
 
-# ----------------------------------------------------------------------------------------------------
-# What an operator costs in a step of a plan, by parts.
-# ----------------------------------------------------------------------------------------------------
+# -- shares
 
 
 @dataclass(frozen=True)
 class Share:
-    """A part of what an operator costs in a step. What is sent between two operators is a share of both.
+    """A part of an operator's cost in a step. Communication between two operators is a share of both.
 
     Attributes:
-        what: "computing"; "inside": what is sent while it works; "asked": what brings an input to it; "handed on": what
-            brings an output to who asks for it, or completes its sum; "weights": what brings a parameter from where it
-            is stored, and sums its gradient.
-        value: which value; "" for computing.
+        what: "computing"; "inside": communication during the operator; "asked": redistribution of an input; "handed
+            on": redistribution of an output to its consumer, or completion of its partial sum; "weights":
+            redistribution of a parameter from its storage, and the sum of its gradient.
+        value: the value's name; "" for computing.
         other: the operator at the other end, "" where there is none.
         sends: the collectives, forward, then backward, such as "all_reduce(8@1)".
         forward, backward: seconds.
@@ -224,13 +235,15 @@ class Share:
 
     @property
     def seconds(self) -> float:
-        """Forward and backward."""
+        """Seconds of forward and backward together."""
         return self.forward + self.backward
 
 
 def shares_of(plan: Plan, name: str, costs: CostModel) -> tuple[Share, ...]:
-    """What an operator costs, by parts, the dearest first. What several ask for and is sent once is a share of the
-    first of them."""
+    """The cost of an operator by parts, the most expensive first.
+
+    A redistribution that several consumers share is a share of the first of them.
+    """
     routed = plan.routed
     known = {i.name: i for table in (routed.parameters, routed.buffers, routed.constants) for i in table.values()}
     known |= {i.name: i for i in (*routed.inputs, *((routed.seed,) if routed.seed is not None else ()))}
@@ -257,7 +270,7 @@ def shares_of(plan: Plan, name: str, costs: CostModel) -> tuple[Share, ...]:
 
 
 def _part(instruction: Any, name: str) -> tuple[str, str, str] | None:
-    """Of which share of the operator an instruction is: what, value, other."""
+    """The share of the operator to which an instruction belongs: (what, value, other); None for none."""
     if isinstance(instruction, LocalOp):
         return ("computing", "", "") if instruction.operator == name else None
     value = instruction.source.value.name
@@ -272,23 +285,23 @@ def _part(instruction: Any, name: str) -> tuple[str, str, str] | None:
     return ("asked", value, instruction.producer) if instruction.operator == name else None
 
 
-#: How many other ways to cut are searched within a limit of memory at most, where no more alternatives are asked for.
+#: Other ways to cut that are searched within a limit of memory at most, unless more alternatives are requested.
 MOST_TRIED = 12
 
-#: How much less one price has to be than another, relative to it, to be less.
+#: The least difference of two prices, relative to them, that counts.
 LESS = 1e-9
 
 
 @dataclass(frozen=True)
 class Holder:
-    """What makes a strategy dearer where nothing else changes.
+    """The reason why a strategy costs more where nothing else changes.
 
     Attributes:
-        value: the value that would have to be converted, a parameter or an operator's output; "": the operator's own
-            work and what it is fed.
-        operators: who is at its other end.
-        marked: those of them that a mark keeps.
-        more: seconds that it takes more; infinite where it cannot be.
+        value: the value that would have to be redistributed, a parameter or an operator's output; "": the operator's
+            own work and its fed inputs.
+        operators: the operators at its other end.
+        marked: those of them that a user strategy keeps.
+        more: additional seconds; infinite where the strategy is impossible.
     """
 
     value: str
@@ -302,19 +315,19 @@ class Alternative:
     """Another strategy of an operator.
 
     Attributes:
-        decision: it.
-        total: seconds of the best plan in which the operator has it and which keeps the limit of memory, where there is
-            one; infinite where none does.
-        more: how much that is above this plan; below 0 where it is better.
-        alone: how much dearer this plan is with it and no other change; infinite where that cannot be.
-        holder: what makes it so.
-        row: where memory is limited, the moment at which this plan would hold most with it and no other change, if that
-            is above the limit.
-        bound: where memory is limited, the search's lower bound of `total`: below it where that plan was not proved the
+        decision: the strategy.
+        total: seconds of the best plan in which the operator has it and which keeps the limit of memory, if any;
+            infinite where none does.
+        more: `total` less the seconds of this plan; below 0 where it is better.
+        alone: additional seconds of this plan with it and no other change; infinite where that is impossible.
+        holder: the reason for `alone`.
+        row: with a limit, the moment at which this plan would hold most with it and no other change, if above the
+            limit.
+        bound: with a limit, the search's lower bound of `total`: below `total` where that plan was not proved the
             best.
-        aside: where memory is limited, seconds of the best plan with it if it were not.
-        over: the moment at which that plan would hold most, if that is above the limit.
-        refused: why no plan with it fits, where none does.
+        aside: with a limit, seconds of the best plan with it without the limit.
+        over: the moment at which that plan would hold most, if above the limit.
+        refused: the reason why no plan with it fits, where none does.
     """
 
     decision: Decision
@@ -330,29 +343,30 @@ class Alternative:
 
     @property
     def proved(self) -> bool:
-        """Within a limit, whether no plan with it is better than `total`."""
+        """True where, within a limit, no plan with it is better than `total`."""
         return self.bound is None or self.bound >= self.total * (1 - LESS)
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What there is to say of an operator in a plan.
+    """The explanation of an operator in a plan.
 
     Attributes:
         decision: its strategy.
-        shares: what it costs.
-        cost: seconds of a step of this plan, as the search prices it.
-        least: of the best plan in which the operator keeps its strategy.
-        alternatives: the best, one for each way to cut that differs; of a marked operator, those that it had without
-            the mark. Within a limit of memory also those that are cheaper without it, and fit in no plan; these last.
-        strategies: among how many they were found.
-        exact: whether `least` and `total` are reached by plans; otherwise they are lower bounds.
-        missing: why there are no alternatives, where there are none.
-        limit: bytes that a device may hold, in this plan and all others; None: memory was not looked at.
-        over: the moment at which this plan itself holds most, if that is above the limit.
-        held: what the operator would be without the limit, where that is another way to cut, and what keeps it from it.
-        tried: how many other ways to cut were searched within the limit, the cheapest without it; of how many.
-        stage: of a pipeline, in which it is; `plan` is then that stage's, of one micro-batch.
+        shares: its cost by parts.
+        cost: seconds of a step of this plan, by the search's prices.
+        least: seconds of the best plan in which the operator keeps its strategy.
+        alternatives: the best, one for each different way to cut; for a marked operator, those that it would have
+            without the mark. Within a limit of memory also those that are cheaper without the limit and fit in no
+            plan; these last.
+        strategies: the number of strategies that were compared.
+        exact: True where plans reach `least` and `total`; False: these are lower bounds.
+        missing: the reason why there are no alternatives, where there are none.
+        limit: bytes that a device may hold, in this plan and all others; None: memory was not limited.
+        over: the moment at which this plan itself holds most, if above the limit.
+        held: the operator's strategy without the limit, where that is another way to cut, and the reason against it.
+        tried: (number of other ways to cut that were searched within the limit, the cheapest without it first; total).
+        stage: the stage of a pipeline to which the operator belongs; `plan` is then that stage's, of one micro-batch.
     """
 
     plan: Plan
@@ -372,22 +386,23 @@ class Explanation:
 
     @property
     def seconds(self) -> float:
-        """All shares together."""
+        """Seconds of all shares together."""
         return sum(share.seconds for share in self.shares)
 
     @property
     def holder(self) -> Holder | None:
-        """What holds it where it is: that of the best alternative which is dearer alone; None: nothing, or memory."""
+        """The holder of the best alternative that costs more alone; None: nothing holds the operator, or memory
+        does."""
         return next((a.holder for a in self.alternatives if a.alone > 0 and a.holder is not None), None)
 
 
 def explained(plan: Plan | PipelinePlan, name: str, count: int = 3, memory: float | None = None) -> Explanation:
-    """Explain one operator of a plan; of a pipeline in its stage, for one micro-batch.
+    """Explain one operator of a plan; in a pipeline, within its stage and for one micro-batch.
 
     Args:
         name: as `Plan.operator` takes it.
-        count: how many alternatives.
-        memory: bytes that a device may hold; None: as the plan was searched for.
+        count: the number of alternatives.
+        memory: bytes that a device may hold; None: the limit of the plan's search.
 
     Raises:
         PlanError: there is no such operator, or several.
@@ -418,7 +433,7 @@ def explained(plan: Plan | PipelinePlan, name: str, count: int = 3, memory: floa
 
 
 def opened(plan: Plan) -> dict[str, Digits]:
-    """By operator of a plan, the digits of the sum that it lets through."""
+    """Operator of a plan -> the digits of the partial sum that passes through it."""
     layouts, came = {}, {}
     for i in plan.routed.instructions:
         layouts.update((o.name, o.layout) for o in made_by(i))
@@ -456,30 +471,33 @@ class _Neighbourhood:
 
     @cached_property
     def states(self) -> tuple[int, ...]:
-        """The plan's."""
+        """The plan's states."""
         return self.made.states(self.chosen)
 
     @cached_property
     def cost(self) -> float:
-        """The plan's, as the energy has it."""
+        """The plan's cost by the cost graph."""
         return self.problem.cost(self.states)
 
     def missing(self) -> str | None:
-        """Why the plan cannot be compared with others: it is none of those that the search may choose."""
+        """The reason why the plan is none of the search's plans and cannot be compared; None where it can."""
         for name, strategy in self.chosen.items():
             if strategy not in self.made.options[name]:
                 return f"the strategy of {name} is not among the {len(self.made.options[name])} of the search"
         return None if np.isfinite(self.cost) else "the search allows no plan like this one, and has no price for it"
 
     def _mark(self, op: Op, decision: Decision) -> Any:
-        """What is kept of a mark: nothing where the plan does not keep it, as in data_parallel; of the operator itself
-        the out_strategy, for how it is cut is what is asked about."""
+        """The part of a mark that stays fixed.
+
+        None where the plan does not keep the mark, as in data_parallel. For the explained operator only the
+        out_strategy stays: its own strategy is the question.
+        """
         if op.mark is None or (decision.cause != "mark" and decision.out is None):
             return None
         return replace(op.mark, in_strategy=None) if op.name == self.name else op.mark
 
     def explanation(self, shares: tuple[Share, ...], count: int) -> Explanation:
-        """The explanation, of alternatives within the limit where there is one."""
+        """The explanation; with alternatives within the limit, where there is one."""
         if self.limit is not None:
             return self._limited(shares, count, self.limit)
         options = self.made.options[self.name]
@@ -503,7 +521,7 @@ class _Neighbourhood:
         )
 
     def _limited(self, shares: tuple[Share, ...], count: int, limit: float) -> Explanation:
-        """The explanation where all plans are to keep a limit."""
+        """The explanation where all plans must keep a limit."""
         found, within = self.plan.found, self._within(limit)
         cost = self.cost if found is None else found.cost
         options = within.free.options[self.name]
@@ -544,12 +562,14 @@ class _Neighbourhood:
         count: int,
         cost: float,
     ) -> tuple[list[Alternative], list[Alternative]]:
-        """Other ways to cut, each planned within the limit. It ends with `MOST_TRIED`, or where so many fit and what is
-        left is better than they are by no more than the search itself leaves open.
+        """Plan other ways to cut within the limit.
+
+        Stops after `MOST_TRIED`, or once `count` fit and the rest can be better only within the search's own
+        tolerance.
 
         Args:
-            forms: the ways, the cheapest first, and the strategies of each.
-            least: what a plan without a limit costs with a strategy, at least.
+            forms: the ways, the cheapest first, with the strategies of each.
+            least: lower bound of a plan's cost with a strategy, without a limit.
             cost: of the plan.
 
         Returns:
@@ -569,7 +589,7 @@ class _Neighbourhood:
         return fitting, refused
 
     def _within(self, limit: float) -> Within:
-        """The search within a limit. What such a search decided for the plan beside strategies is chosen anew."""
+        """The search within a limit; its decisions for the plan, apart from strategies, are made anew."""
         graph, hsdp = as_given(self.plan)
         marks = {op.name: op.mark for op in self.search.described.graph.ops}
         graph = graph.with_ops(tuple(replace(op, mark=marks[op.name]) for op in graph.ops))
@@ -582,7 +602,7 @@ class _Neighbourhood:
         return Within(self.plan, self.name, search, self.decisions, free, limit)
 
     def _forms(self, options: tuple[Strategy, ...], costs: np.ndarray) -> dict[tuple, list[int]]:
-        """The ways to cut, the cheapest first, and the states of each."""
+        """The ways to cut, the cheapest first, with the states of each."""
         out: dict[tuple, list[int]] = {}
         for state in np.argsort(costs, kind="stable"):
             if np.isfinite(costs[state]):
@@ -590,7 +610,7 @@ class _Neighbourhood:
         return out
 
     def _form(self, strategy: Strategy) -> tuple:
-        """What of a strategy a reader tells apart: not which of several ranks that are alike hold what."""
+        """The part of a strategy that a reader distinguishes: not the assignment of slices among equivalent ranks."""
         bound = self.plan.decisions[self.name].bound
         return bound.in_strategy(strategy.assignment), bound.out_cuts(strategy.assignment), strategy.open
 
@@ -615,14 +635,14 @@ class _Neighbourhood:
         )
 
     def _row(self, decision: Decision) -> Row | None:
-        """The moment of most memory, if it is above the limit, of the plan with this decision."""
+        """The moment of most memory of the plan with this decision; None where it keeps the limit."""
         if self.limit is None:
             return None
         changed = self.decisions | {self.name: decision}
         return row_above(replace(self.plan, decisions=changed).timeline, self.limit)
 
     def _holder(self, states: tuple[int, ...]) -> Holder:
-        """What becomes most dearer from the plan's states to these."""
+        """The value whose cost rises most from the plan's states to these."""
         before, after = self.states, states
         own = float(self.problem.costs[self.node][after[self.node]] - self.problem.costs[self.node][before[self.node]])
         rises: dict[str, float] = {"": own}
@@ -645,7 +665,7 @@ class _Neighbourhood:
         return Holder(value, tuple(operators), fixed, rises[value])
 
     def _value(self, i: int, j: int) -> str:
-        """The value that an edge is about."""
+        """The value of an edge."""
         for node in (i, j):
             if self.problem.names[node] not in self.made.operators:
                 return self.problem.names[node].lstrip("%")
@@ -665,7 +685,7 @@ class _Neighbourhood:
         return self.plan.graph.consumers()
 
     def _others(self, value: str) -> Iterator[str]:
-        """Who else makes or reads a value."""
+        """Yield the other producers and consumers of a value."""
         name = self.plan.graph.parameters[value].name if value in self.plan.graph.parameters else value
         producer = self._producers.get(name)
         if producer is not None and producer != self.name:

@@ -1,6 +1,7 @@
 """A captured model: operators in program order and the values between them.
 
-Small immutable records, free of torch.fx. Shapes are global: those of the one-device program.
+The records are small, immutable and free of torch.fx. Shapes are global: those of the one-device program.
+`partition.local_program` has the program on slices that a plan makes of such a graph.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ __all__ = [
 
 
 class Master(NamedTuple):
-    """How a parameter is stored whose operators read it in another type. See `mixed_precision`.
+    """The storage of a parameter whose operators read it in another dtype. See `mixed_precision`.
 
     Args:
-        dtype: the type of the stored parameter, of its gradient and of what the optimizer sees.
-        sums: the type in which terms of its gradient are summed over ranks.
+        dtype: the dtype of the stored parameter, of its gradient and of the optimizer's view of both.
+        sums: the dtype in which terms of its gradient are summed over ranks.
     """
 
     dtype: torch.dtype
@@ -49,15 +50,15 @@ class Master(NamedTuple):
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor of the program. Its name is unique in the graph.
+    """A tensor of the program.
 
     Args:
         name: unique in its graph.
         shape: global shape.
         dtype: element type.
-        requires_grad: whether a gradient flows to it from a loss.
-        master: of a parameter that is stored in another type than `dtype`, in which operators read it, or whose
-            gradient is summed in another type; else None.
+        requires_grad: True where a gradient flows to it from a loss.
+        master: for a parameter that is stored in another dtype than the `dtype` of its consumers, or whose gradient
+            is summed in another dtype; else None.
     """
 
     name: str
@@ -78,14 +79,14 @@ class Value:
 
     @property
     def stored(self) -> Value:
-        """A parameter in the type in which it is stored."""
+        """A parameter in its storage dtype."""
         return (
             self if self.master is None or self.master.dtype == self.dtype else replace(self, dtype=self.master.dtype)
         )
 
     @property
     def sums(self) -> torch.dtype:
-        """The type in which terms of its gradient are summed over ranks."""
+        """The dtype in which terms of its gradient are summed over ranks."""
         return self.dtype if self.master is None else self.master.sums
 
     def __str__(self) -> str:
@@ -94,7 +95,7 @@ class Value:
 
 Record = TypeVar("Record", "Value", "Op")
 
-#: What random numbers are made of: a further input of a program that draws some. See `rules.generator`.
+#: The seed of the random operators: a further input of a program that has some. See `rules/counter_rng.py`.
 SEED = Value("<seed>", (4,), torch.int64)
 
 
@@ -109,8 +110,10 @@ def map_values(tree: Any, change: Callable[[Value], Any]) -> Any:
 
 
 def leaves(tree: Any) -> Iterator[Any]:
-    """The leaves of nested arguments, in call order: `pytree.tree_leaves`, at a tenth of its cost for tuples, lists and
-    dicts."""
+    """Yield the leaves of nested arguments, in call order.
+
+    `pytree.tree_leaves`, at a tenth of its cost for tuples, lists and dicts.
+    """
     kind = type(tree)
     if kind in _SEQUENCES:
         for branch in tree:
@@ -125,7 +128,7 @@ def leaves(tree: Any) -> Iterator[Any]:
 
 
 def map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
-    """Nested arguments with everything that they hold replaced, in call order: `pytree.tree_map`, as `leaves`."""
+    """Nested arguments with every leaf replaced, in call order: `pytree.tree_map`, as fast as `leaves`."""
     kind = type(tree)
     if kind in _SEQUENCES:
         return kind([map_leaves(change, branch) for branch in tree])
@@ -137,7 +140,7 @@ def map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def key_of(tree: Any) -> tuple:
-    """Nested arguments as something to be looked up. 1, 1.0 and True are equal, but not to an operator."""
+    """Nested arguments as a dictionary key. 1, 1.0 and True are equal in Python, but not to an operator."""
     kind = type(tree)
     if isinstance(tree, (tuple, list)):
         return kind, tuple(map(key_of, tree))
@@ -146,29 +149,29 @@ def key_of(tree: Any) -> tuple:
     return kind, tree
 
 
-#: Types of arguments that hold others, by far the most.
+#: The most frequent types of arguments that hold others.
 _SEQUENCES, _MAPPINGS = frozenset({tuple, list, immutable_list}), frozenset({dict, immutable_dict})
 
-#: Types of arguments that hold none, as most are.
+#: The most frequent types of arguments that hold none.
 _LEAVES = frozenset({Value, int, float, bool, str, type(None), torch.dtype, torch.device, torch.Tensor})
 
 
 def _nests(kind: type) -> bool:
-    """True for a type whose objects hold others, as torch sees it."""
+    """True for a type whose objects hold others by torch's pytree."""
     return kind in pytree.SUPPORTED_NODES or issubclass(kind, tuple)
 
 
 @dataclass(frozen=True)
 class Recompute:
-    """That an operator is computed again in the backward. Those of one call are so together.
+    """The recomputation of an operator in the backward. The operators of one call are recomputed together.
 
     Args:
-        call: which call of a recomputed module, function or operator it is.
-        path: who asks for it: the module's dotted path, or the operator's name.
-        everywhere: results that are used outside of the call are dropped too, not only what stays inside.
-        mp_comm: collectives are sent again; otherwise their results are kept.
-        parallel_optimizer_comm: weights that were gathered for it are gathered again.
-        keep: this operator's own results are kept.
+        call: the number of the recomputed call of a module, function or operator.
+        path: the path of the module for which recomputation was requested, or the operator's name.
+        everywhere: True where results used outside of the call are dropped too, not only those used inside.
+        mp_comm: True where collectives are sent again; False: their results are saved.
+        parallel_optimizer_comm: True where weights that were gathered for it are gathered again.
+        keep: True where this operator's own results are saved.
     """
 
     call: int
@@ -180,12 +183,12 @@ class Recompute:
 
 
 class Pieces(NamedTuple):
-    """Where the rows of a micro-batch lie among those of the whole batch.
+    """The position of a micro-batch's rows among those of the whole batch.
 
     Args:
-        dim: which of the operator's dims carries the batch.
-        count: of how many micro-batches it is one.
-        parts: of how many pieces that dim is made: each is one of `count` that lie side by side in the whole batch.
+        dim: the operator's dim that carries the batch.
+        count: the number of micro-batches.
+        parts: the number of pieces of that dim; each piece is one of `count` adjacent ones in the whole batch.
     """
 
     dim: int
@@ -201,15 +204,16 @@ class Op:
         name: unique in its graph; the mark's attribute path where there is one.
         target: the torch operator.
         args, kwargs: as called, with `Value`s in the place of tensors.
-        inputs: the tensor inputs in call order: the ones a strategy speaks of.
+        inputs: tensor arguments in call order: those to which a strategy refers.
         outputs: one entry an output; None for one that is not a tensor.
         module: dotted path of the module that calls it, ``""`` for the outermost.
         source: ``file.py:41``, the user's line.
-        mark: what `shardwright.shard` said of it, or None.
-        origin: the operator of the user's program that it came from, where a rule worked it out into several.
-        number: which of the program's random operators it is.
-        recompute: whether, and how, it is computed again in the backward.
-        micro: of a random operator in a graph of one micro-batch, where its numbers lie in those of the whole batch.
+        mark: the strategy given by `shardwright.shard`, or None.
+        origin: for an operator of an expansion, the operator of the user's program that was expanded.
+        number: its number among the program's random operators.
+        recompute: its recomputation in the backward; None: its results are saved.
+        micro: for a random operator in a graph of one micro-batch, the position of its numbers in those of the whole
+            batch.
     """
 
     name: str
@@ -238,7 +242,7 @@ class Op:
         return _argument_names(self.target)
 
     def argument(self, name: str, default: Any = None) -> Any:
-        """An argument by its schema's name, wherever it was given."""
+        """An argument by its schema's name, given by position, by name or by default."""
         if name in self.kwargs:
             return self.kwargs[name]
         names = self.argument_names
@@ -265,7 +269,7 @@ class Op:
 
     @property
     def where(self) -> dict[str, str | None]:
-        """Who and where, for an error."""
+        """The operator and its source line, for an error."""
         return {
             "operator": f"{self.name} ({self.kind})" if self.kind not in self.name else self.name,
             "source": self.source or None,
@@ -283,16 +287,16 @@ class Graph:
     """Operators in program order.
 
     Args:
-        inputs: what the user feeds, in call order (flattened).
+        inputs: the tensors that the user feeds, in call order (flattened).
         parameters, buffers: by dotted name. Tied names share one value: see `aliases`.
-        constants: tensors that the model made once, by value name.
+        constants: tensors that the model created once, by value name.
         ops: in program order.
         outputs: a value, or a plain constant, per flattened output.
-        in_spec, out_spec: how inputs and outputs nest.
-        updates: buffer name -> the value that it holds after the step.
+        in_spec, out_spec: the nesting of inputs and outputs.
+        updates: buffer name -> its value after the step.
         aliases: further names of a parameter or buffer -> its name.
         batch: input name -> the dim that carries the batch; None: dim 0 of every input.
-        changed: which inputs the model changes in place. What they hold afterwards follows the outputs of the user.
+        changed: indices of the inputs that the model changes in place. Their new values follow the user's outputs.
     """
 
     inputs: tuple[Value, ...]
@@ -309,15 +313,15 @@ class Graph:
     changed: tuple[int, ...] = ()
 
     def result(self, outputs: Sequence[Any]) -> Any:
-        """Outputs of a run that the user's model returns."""
+        """The outputs of a run in the nesting of the user's model."""
         return pytree.tree_unflatten(list(outputs[: len(outputs) - len(self.changed)]), self.out_spec)
 
     def producers(self) -> dict[str, Op]:
-        """Value name -> the operator that makes it."""
+        """Value name -> its producer."""
         return {v.name: op for op in self.ops for v in op.outputs if v is not None}
 
     def consumers(self) -> dict[str, list[tuple[Op, int]]]:
-        """Value name -> (operator, input index) pairs that use it, in program order."""
+        """Value name -> (operator, input index) of each consumer, in program order."""
         out: dict[str, list[tuple[Op, int]]] = {}
         for op in self.ops:
             for i, value in enumerate(op.inputs):
@@ -325,7 +329,7 @@ class Graph:
         return out
 
     def sources(self) -> Iterator[Value]:
-        """The values that no operator makes."""
+        """Yield the values without a producer."""
         yield from self.inputs
         yield from self.parameters.values()
         yield from self.buffers.values()

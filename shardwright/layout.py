@@ -1,14 +1,17 @@
-"""Which slice of a tensor lies on which rank.
+"""Layouts: the slice of a tensor that each rank holds.
 
 A *digit* is a pair (size, stride); its value on a rank is ``(rank // stride) % size``. A layout gives each dim of a
 tensor a list of digits, major first; together they are the mixed-radix number of the dim's slice:
 
     slice(dim, rank) = Σ_i value_i(rank) · Π_{j>i} size_j
 
-Digits that a layout does not name are replicas: ranks that differ in them alone hold the same slice. A digit may
-also be *partial*: the ranks along it hold terms of a sum (or of a maximum, …) that was not yet completed.
-Neighbouring digits of a dim merge where they can, so that two layouts which place the same slices on the same ranks
-are the same value, however they were written.
+Digits that a layout does not name are replicas: ranks that differ in them alone hold the same slice. A digit may also
+be *partial*: the ranks along it hold terms of a sum (or of a maximum, …) that is not yet completed. Neighbouring
+digits of a dim are merged where possible, so two layouts that place the same slices on the same ranks are equal,
+however they were written.
+
+Example: on 8 ranks, ``[2@4, 4@1]`` cuts dim 0 by the rank's digit of stride 4 and dim 1 by the rank modulo 4. Rank 6
+has values 1 and 2: it holds rows 4:8 and columns 4:6 of an 8 × 8 tensor.
 """
 
 from __future__ import annotations
@@ -54,7 +57,7 @@ class Digit:
 
     @property
     def span(self) -> int:
-        """``size * stride``: where the next more major digit begins."""
+        """``size * stride``: the stride at which the next more major digit begins."""
         return self.size * self.stride
 
     def __repr__(self) -> str:
@@ -73,7 +76,7 @@ def digits_size(digits: Iterable[Digit]) -> int:
 
 
 def merge(digits: Iterable[Digit]) -> Digits:
-    """Major-first digits in canonical form: no digit of size 1, neighbours joined where they make one digit."""
+    """Major-first digits in canonical form: no digit of size 1, neighbours joined where they form one digit."""
     out: list[Digit] = []
     for digit in digits:
         if digit.size == 1:
@@ -100,7 +103,7 @@ def complement(devices: int, digits: Digits) -> Digits:
 
 
 def allocate(devices: int, cuts: Sequence[int]) -> tuple[Digits, ...]:
-    """Digits for consecutive factors of a device matrix: row-major, what is left over repeated on the right.
+    """Digits for consecutive factors of a device matrix: row-major, the remaining devices repeated on the right.
 
     Args:
         devices: the number of devices.
@@ -132,7 +135,7 @@ def allocate(devices: int, cuts: Sequence[int]) -> tuple[Digits, ...]:
 
 
 def beside(devices: int, digits: Iterable[Digit]) -> bool:
-    """Whether digits stand beside one another in a rank: 2@1 and 2@3 do not on 6 devices, though they do not
+    """True where digits can be digits of one rank number: 2@1 and 2@3 cannot on 6 devices, though they do not
     overlap."""
     try:
         complement(devices, tuple(digits))
@@ -142,13 +145,13 @@ def beside(devices: int, digits: Iterable[Digit]) -> bool:
 
 
 def overlap(some: Iterable[Digit], others: Iterable[Digit]) -> bool:
-    """Whether two sets of digits speak of a common part of the rank."""
+    """True where two sets of digits share a part of the rank."""
     others = tuple(others)
     return any(a.stride < b.span and b.stride < a.span for a in some for b in others if a.size > 1 and b.size > 1)
 
 
 def group_of(rank: int, digits: Iterable[Digit]) -> tuple[int, ...]:
-    """The ranks that differ from `rank` in `digits` only, ascending, itself among them."""
+    """The ranks that differ from `rank` in `digits` only, ascending, including `rank`."""
     digits = sorted(digits, key=lambda d: -d.stride)
     base = rank - sum(d.value(rank) * d.stride for d in digits)
     offsets = (range(0, d.span, d.stride) for d in digits)
@@ -164,7 +167,7 @@ def groups(devices: int, digits: Iterable[Digit]) -> tuple[tuple[int, ...], ...]
 
 
 def _users(message: str, **details: object) -> LayoutError:
-    """An error in what a user writes, with the line that writes it: the nearest outside of this package."""
+    """An error in the user's code, with its line: the nearest caller outside of this package."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE_FOLDER):
         frame = frame.f_back
@@ -173,7 +176,8 @@ def _users(message: str, **details: object) -> LayoutError:
 
 @lru_cache(maxsize=1 << 16)
 def _of_digits(devices: int, dims: tuple[Digits, ...], partial: Digits, reduction: str) -> Layout:
-    """See `Layout.of`. The same object for the same digits: searches compare the same few layouts all the time."""
+    """See `Layout.of`. Returns the same object for the same digits: searches compare the same few layouts all the
+    time."""
     dims = tuple(merge(d) for d in dims)
     partial = merge(sorted(partial, key=lambda d: -d.stride))
     complement(devices, tuple(d for ds in dims for d in ds) + partial)  # raises where digits overlap
@@ -183,11 +187,11 @@ def _of_digits(devices: int, dims: tuple[Digits, ...], partial: Digits, reductio
 
 
 class Layout:
-    """A device matrix with named axes, and which of its axes cut which dim of a tensor.
+    """A device matrix with named axes, and for each dim of a tensor the axes that cut it.
 
-    ``Layout((2, 2, 2), ("dp", "sp", "mp"))`` names the axes of a device matrix; ranks number it row-major.
-    Calling it lays out a tensor, one entry a dim: a name, a tuple of names (the first is the major one) or
-    ``"None"``; names not used are replicas::
+    ``Layout((2, 2, 2), ("dp", "sp", "mp"))`` names the axes of a device matrix; ranks number it row-major. A call
+    lays out a tensor, one entry a dim: a name, a tuple of names (the first is the major one) or ``"None"``; unused
+    names are replicas::
 
         layout = Layout((2, 2, 2), ("dp", "sp", "mp"))
         layout("mp", ("sp", "dp"))
@@ -244,7 +248,12 @@ class Layout:
     def of(
         cls, devices: int, dims: Iterable[Iterable[Digit]], partial: Iterable[Digit] = (), reduction: str = "sum"
     ) -> Layout:
-        """The layout given by digits: `dims` per tensor dim, major first; `partial` those of an open reduction.
+        """The layout given by digits.
+
+        Args:
+            dims: the digits of each tensor dim, major first.
+            partial: the digits of an incomplete reduction.
+            reduction: the kind of that reduction.
 
         Raises:
             LayoutError: digits that overlap or do not fit the number of devices.
@@ -253,7 +262,7 @@ class Layout:
 
     @classmethod
     def from_cuts(cls, devices: int, cuts: Sequence[int]) -> Layout:
-        """The layout of one tensor by a tuple strategy: row-major digits, the rest repeated on the right.
+        """The layout of one tensor by a tuple strategy: row-major digits, the remaining devices repeated on the right.
 
         Raises:
             LayoutError: a product that does not divide the number of devices.
@@ -319,7 +328,7 @@ class Layout:
         i = self.alias_name.index(name)
         return Digit(self.device_matrix[i], math.prod(self.device_matrix[i + 1 :]))
 
-    # -- what lies where ------------------------------------------------------------------------------------------
+    # -- placement ------------------------------------------------------------------------------------------------
 
     def _laid(self) -> tuple[Digits, ...]:
         if self.dims is None:
@@ -328,7 +337,7 @@ class Layout:
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """Into how many parts each dim is cut."""
+        """The number of parts of each dim."""
         return tuple([digits_size(d) for d in self._laid()])
 
     @property
@@ -338,12 +347,12 @@ class Layout:
 
     @property
     def replicas(self) -> Digits:
-        """The digits along which ranks hold the same thing, most major first."""
+        """The digits along which ranks hold the same slice, most major first."""
         return complement(self.devices, self.carried + self.partial)
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every rank holds the whole, finished tensor."""
+        """True where every rank holds the whole tensor without partial sums."""
         return not self.partial and not any(self._laid())
 
     def without_partial(self) -> Layout:
@@ -378,7 +387,7 @@ class Layout:
         return tuple(-(-size // cut) * cut for size, cut in zip(shape, self.cuts, strict=True))
 
     def position(self, dim: int, rank: int) -> int:
-        """Which of the dim's parts lies on `rank`, counted from 0."""
+        """The index, from 0, of the dim's part on `rank`."""
         index = 0
         for digit in self._laid()[dim]:
             index = index * digit.size + digit.value(rank)
@@ -408,7 +417,7 @@ class Layout:
         return groups(self.devices, tuple(n if isinstance(n, Digit) else self.axis(n) for n in names))
 
     def table(self, shape: Sequence[int], limit: int = 64) -> str:
-        """A text table: which device coordinate holds which slice of a tensor of `shape`; at most `limit` ranks."""
+        """A text table of the slice of a tensor of `shape` at each device coordinate; at most `limit` ranks."""
         rows = [("rank", *(self.alias_name or ()), "slice")]
         for rank in range(min(self.devices, limit)):
             coordinate = [str(self.axis(n).value(rank)) for n in self.alias_name or ()]

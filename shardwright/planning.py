@@ -1,4 +1,11 @@
-"""Making a plan from a model: capture, decide, check."""
+"""Planning: from a model to a plan.
+
+1. `plan` captures the model (`capture.export`), for a pipeline one micro-batch of it, marks the operators to
+   recompute, and reads saved strategies.
+2. `make_plan` checks the settings and calls the planner of the mode: `PLANNERS` follow the user's strategies and the
+   batch, `SEARCHES` weigh costs. The result is partitioned at once, so every error is raised here.
+3. `make_pipeline` cuts a captured model into stages and runs `make_plan` for each.
+"""
 
 from __future__ import annotations
 
@@ -47,24 +54,25 @@ from .solver.search_memory import LEAST, SearchBudget, spending
 __all__ = ["FITTING", "MODES", "SEARCHES", "capture_micro", "make_pipeline", "make_plan", "plan"]
 
 
-#: Who searches: (the graph, what else decides, what searches, how another process makes what was handed to it its own).
+#: Runs a search for several processes: (graph, settings that decide the result, search, a function that carries
+#: portable decisions onto the process's own graph) -> decisions.
 Searcher = Callable[[Graph, Any, Callable[[], Decisions], Callable[[PortableDecisions], Decisions]], Decisions]
 
-#: Mode -> the planner: (graph, devices, fed, on_missing_rule=, stored=, uneven=) -> a `Decided`, or its first two
+#: Mode -> the planner: (graph, devices, fed, on_missing_rule=, stored=, uneven=) -> a `Decisions`, or its first two
 #: entries.
 PLANNERS = {"data_parallel": data_parallel, "semi_auto": semi_auto}
 
-#: Those that weigh what they decide: they are also given costs= and hsdp=.
+#: Mode -> the planner that weighs costs: it also takes costs= and hsdp=.
 SEARCHES = {
     "sharding_propagation": sharding_propagation,
     "recursive_programming": recursive_programming,
     "dynamic_programming": dynamic_programming,
 }
 
-#: Those of them that fit a plan into a limit of memory: they are then also given memory=, optimizer= and cut=.
+#: Searches that fit a plan into a limit of memory: with a limit they also take memory=, optimizer= and cut=.
 FITTING = ("recursive_programming", "dynamic_programming")
 
-#: The modes in which each device has batch-norm statistics of its own, unless asked for those of the whole batch.
+#: Modes in which each device has its own batch-norm statistics, unless `sync_batch_norm` is set.
 OWN_STATISTICS = ("data_parallel",)
 
 
@@ -95,23 +103,25 @@ def make_plan(
     """Plan a captured model; every error that a strategy can cause is raised here.
 
     Args:
-        stored: how parameters and buffers are stored, where that is settled already.
-        hsdp: how the other parameters are stored; None: as their operators ask for them.
-        used: in which layouts an earlier plan's operators ask for parameters; None: as `stored`.
-        own: in hybrid_parallel, whose graph has one rank's shapes, what else there is to know of it.
-        uneven: dims that their cuts do not divide are padded, where that can be.
-        cluster: what the plan is priced for: a `Cluster`, or what `Cluster.of` takes.
-        memory: how much a device may hold, for the modes that search: bytes, "70GB", or "cluster"; None: as much as it
-            takes.
-        optimizer: what keeps state for each parameter: "adam", "momentum", "sgd", or its bytes an element.
+        stored: storage layouts of parameters and buffers, where already fixed.
+        hsdp: storage of the other parameters, by ZeRO/FSDP sharding (optimizer parallel); None: the layouts in which
+            their operators consume them.
+        used: the layouts in which an earlier plan's operators consume parameters; None: as `stored`.
+        own: in hybrid_parallel, whose graph has one rank's shapes, the facts that the graph does not contain.
+        uneven: dims that their cuts do not divide are padded, where possible.
+        cluster: the cluster for the prices: a `Cluster`, or a value that `Cluster.of` takes.
+        memory: limit per device, for the modes that search: bytes, "70GB", or "cluster"; None: no limit.
+        optimizer: the optimizer whose state is stored for each parameter: "adam", "momentum", "sgd", or its bytes per
+            element.
         whole: parameters that are never stored cut over their replicas.
-        strategies: a plan whose operators' strategies hold here too, over what the model's own marks say.
-        searcher: who searches, in the modes that do, where several processes plan together; None: this one.
-        fed: how the graph is fed, where it is a stage of a pipeline; None: as `dataset_strategy` says.
-        earlier: plans of the same model at other sizes, the latest first: the strategies of the first that fits hold
-            here too (`reuse`).
-        search_memory: by how much host memory the process may grow while it searches: bytes or text such as "2GB";
-            None: half of what is free.
+        strategies: a plan whose operators' strategies apply here too, with priority over the model's own marks.
+        searcher: where several processes plan together, the function that runs the search on one; None: this process
+            searches.
+        fed: the placement of the inputs, for a stage of a pipeline; None: by `dataset_strategy`.
+        earlier: plans of the same model at other sizes, the latest first: the strategies of the first that fits apply
+            here too (`at_other_sizes`).
+        search_memory: the growth of host memory allowed to the process during a search: bytes or text such as "2GB";
+            None: half of the free memory.
         search_progress: called with a `SearchProgress` every few seconds of a search; None: a line of it goes to the
             log `shardwright.search`, and to stderr where that is a terminal; True: to stderr in any case; False:
             nothing.
@@ -127,7 +137,7 @@ def make_plan(
         raise SettingError(f"unknown on_missing_rule {on_missing_rule!r}", legal='"error" or "replicate"')
     cluster = Cluster.of(cluster, devices)
     asked, memory = memory, memory_of(memory, cluster)
-    optimizer_bytes(optimizer)  # an optimizer that there is not is said now
+    optimizer_bytes(optimizer)  # raises for an unknown optimizer
     budget = budget_of(search_memory, search_progress)
     if memory is not None and parallel_mode not in FITTING:
         raise SettingError(
@@ -232,7 +242,7 @@ def make_plan(
     else:
         result = planner(graph, devices, fed, **given)
     decisions, carries, found, storage = Decisions(*result)
-    if memory is not None:  # what is computed again was decided too
+    if memory is not None:  # the search decided the recomputed operators too
         graph = graph.with_ops(tuple(decisions[op.name].op for op in graph.ops))
     made = Plan(
         graph,
@@ -247,15 +257,16 @@ def make_plan(
         found=found,
         optimizer=optimizer,
     )
-    _ = made.routed  # whatever cannot be routed is said now
+    _ = made.routed  # raises where the plan cannot be partitioned
     return made
 
 
 def budget_of(memory: Any, progress: Any) -> tuple[float | None, Any]:
-    """What a `SearchBudget` is made of.
+    """The arguments of a `SearchBudget`: bytes or None, and the progress setting.
 
     Raises:
-        SettingError: no amount of memory, or less than a search takes at least; nothing that can be called.
+        SettingError: no amount of memory, or less than the least of a search; a progress setting that cannot be
+            called.
     """
     if progress is not None and not isinstance(progress, bool) and not callable(progress):
         raise SettingError(
@@ -280,7 +291,7 @@ def capture_micro(
         given: as `capture` takes it.
 
     Returns:
-        Its graph, and that for more rows, which `micro.split` compares it with.
+        Its graph, and that for more rows, which `microbatch.split` compares with it; None for a single micro-batch.
     """
     graph, *wide = [capture(net, *call, **given) for call in micro_calls(args, kwargs, count)]
     return graph, wide[0] if wide else None
@@ -303,15 +314,16 @@ def make_pipeline(
     earlier: Sequence[PipelinePlan] = (),
     **given: Any,
 ) -> PipelinePlan:
-    """Plan a captured model as a pipeline: each stage as `make_plan` does.
+    """Plan a captured model as a pipeline, each stage by `make_plan`.
 
     Args:
-        graph, wide: of one micro-batch, as `capture_micro` gives them.
+        graph, wide: of one micro-batch, from `capture_micro`.
         modules: dotted path -> stage.
-        splits: of the tensor inputs, which are split into micro-batches.
-        automatic: for stages="auto", how they are chosen.
-        chosen: the stages that were.
-        earlier: of the same model at other sizes, the latest first: their stages' strategies hold here where they fit.
+        splits: per tensor input, True where it is split into micro-batches.
+        automatic: for stages="auto", the settings of the choice.
+        chosen: the chosen stages.
+        earlier: plans of the same model at other sizes, the latest first: their stages' strategies apply here where
+            they fit.
         given: as `make_plan` takes it.
 
     Raises:
@@ -342,7 +354,7 @@ def make_pipeline(
     if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
         raise SettingError(f"a plan is for a whole number of devices, not {devices!r}", legal="devices=8")
     cluster = Cluster.of(given.pop("cluster", None), devices)
-    marked = any(op.mark is not None for op in graph.ops)  # a stage without any follows the batch
+    marked = any(op.mark is not None for op in graph.ops)  # a stage without marks follows the batch
     counting = {"on_missing_rule": given.get("on_missing_rule", "error"), "cluster": cluster}
     planned, strategies = (
         schedule_of(setting, devices) if chosen is None else chosen.schedule,
@@ -351,7 +363,7 @@ def make_pipeline(
     lines = None if strategies is None else strategies.per_stage(planned, devices)
 
     def planner(part: Graph, size: int, fed: InputPlacement, number: int) -> Plan:
-        if number < 0:  # it counts targets: nothing to be decided
+        if number < 0:  # the graph that counts targets: no strategy to decide
             return make_plan(part, size, "semi_auto", dataset_strategy, fed=fed, **counting)
         held = {*part.parameters, *part.buffers}
         mine = [
@@ -406,7 +418,7 @@ def _automatic_pipeline(
     memory: Any = None,
     **given: Any,
 ) -> PipelinePlan:
-    """The pipeline whose stages are chosen, as `make_pipeline` makes it of them."""
+    """The pipeline of automatically chosen stages, made by `make_pipeline`."""
     cluster = Cluster.of(given.pop("cluster", None), devices)
     unit = {
         name: value
@@ -485,42 +497,41 @@ def plan(
         inputs: the model's inputs, a tuple of tensors of **global** shapes; real, fake or meta.
         loss_fn, targets: the loss, called as ``loss_fn(net(*inputs), targets)``; None: the forward alone.
         parallel_mode: one of `MODES`.
-        devices: how many devices.
+        devices: the number of devices.
         dataset_strategy: "full_batch", "data_parallel", or a tuple with one entry per tensor input.
-        on_missing_rule: "error", or "replicate": operators without a rule run whole, and the plan says so.
-        marks: in_strategies by the name of the operator (as `Plan.operators` has it), over what the model carries.
+        on_missing_rule: "error", or "replicate": operators without a rule run whole, with a note in the plan.
+        marks: in_strategies by the name of the operator (as in `Plan.operators`), with priority over the model's own.
         kwargs: keyword inputs of the model.
         sync_batch_norm: in data_parallel, batch norms train by the statistics of the whole batch, as in the other
             modes, instead of each device's own.
-        hsdp: the arguments of `AutoParallel.hsdp` as a dict, ``{}`` for its defaults; None: no optimizer parallel.
-        recompute: which operators are computed again in the backward, as `AutoParallel` takes it.
-        uneven: whether cuts may be asked for that do not divide a dim, as `AutoParallel` takes it.
-        cluster: the devices and their links, which costs are reckoned for: a `Cluster`, the name of a preset such as
-            "h100x8", a JSON file; None: see `Cluster.of`.
-        memory: how much a device may hold, for the modes that search: bytes, "70GB", or "cluster" for its own; None: as
-            much as it takes.
-        strategies: a file that `Plan.save` wrote: its operators' strategies hold here too.
-        param_strategies: a file that `AutoParallel.save_param_strategy_file` wrote, or a plan: parameters are stored
-            so.
+        hsdp: the arguments of `AutoParallel.hsdp` as a dict, ``{}`` for its defaults; None: no ZeRO/FSDP sharding.
+        recompute: the operators that are recomputed in the backward, as `AutoParallel` takes it.
+        uneven: True where cuts need not divide their dims, as `AutoParallel` takes it.
+        cluster: the devices and their links, for the prices: a `Cluster`, the name of a preset such as "h100x8", a
+            JSON file; None: see `Cluster.of`.
+        memory: limit per device, for the modes that search: bytes, "70GB", or "cluster" for the device's own; None:
+            no limit.
+        strategies: a file written by `Plan.save`: its operators' strategies apply here too.
+        param_strategies: a file written by `AutoParallel.save_param_strategy_file`, or a plan: gives the storage
+            layouts of parameters.
         pipeline: the arguments of `AutoParallel.pipeline` as a dict; None: no pipeline.
-        optimizer: what keeps state for each parameter, to reckon with its memory: "adam", "momentum", "sgd", or its
-            bytes an element.
-        mixed_precision: in which types parameters are stored, read, and their gradients summed, as `AutoParallel` takes
-            it.
-        search_memory: by how much host memory the process may grow while it searches: bytes or text such as "2GB";
-            None: half of what is free. A search that would take more keeps less, and so its plan may be farther from
-                its bound.
+        optimizer: the optimizer whose state counts as memory of each parameter: "adam", "momentum", "sgd", or its
+            bytes per element.
+        mixed_precision: the dtypes in which parameters are stored and read, and their gradients summed, as
+            `AutoParallel` takes it.
+        search_memory: the growth of host memory allowed to the process during a search: bytes or text such as "2GB";
+            None: half of the free memory. A search that would need more keeps less, so its plan may be farther from
+            its bound.
         search_progress: called with a `SearchProgress` (phase, seconds, best, bound, grown) every few seconds of a
-            search;
-            None: a line of it goes to the log `shardwright.search`, and to stderr where that is a terminal; True: to
-                stderr
-            in any case; False: nothing.
+            search; None: a line of it goes to the log `shardwright.search`, and to stderr where that is a terminal;
+            True: to stderr in any case; False: nothing.
 
     Returns:
         The plan.
 
     Raises:
-        ShardwrightError: what does not fit, with the operator, the line, the sizes and a legal choice.
+        ShardwrightError: a setting, strategy or operator that does not fit, with the operator, the line, the sizes
+            and a legal choice.
     """
     if not isinstance(net, nn.Module):
         raise SettingError(f"{net!r} is not an nn.Module", legal="a model, and its inputs as a tuple")
@@ -592,14 +603,14 @@ def optimizer_parallel(given: Any, net: nn.Module, loss_fn: Any) -> OptimizerPar
     """The setting `hsdp` for a model, some of whose parameters may be left out of it.
 
     Raises:
-        SettingError: a setting that there is not.
+        SettingError: an invalid setting.
     """
     setting = OptimizerParallel.of(given)
     return None if setting is None else replace(setting, whole=stored_whole(net, loss_fn))
 
 
 def _with_marks(graph: Graph, marks: Mapping[str, Any]) -> Graph:
-    """The graph with further operators marked, by name."""
+    """The graph with further marks, by operator name."""
     names = [op.name for op in graph.ops]
     for name, strategy in marks.items():
         if name not in names:

@@ -1,12 +1,29 @@
-"""From one layout to another: the cheapest sequence of collectives and local slices, and its transpose.
+"""Redistribution: the cheapest sequence of collectives and local slices from one layout to another, and its transpose.
 
-    conversion(source, target).steps      what runs, what the cost model prices, what the dump prints
-    sent = max over ranks of what it must send, as a fraction of the whole tensor
+1. A redistribution (`redistribution`):
 
-The gradient of a value lies as the value does, its open reductions completed; so the transpose of a conversion is the
-conversion of that gradient from the target's layout back to the source's. `conversion_search` finds the sequence,
-`conversion_steps` says what a step is. Everything is arithmetic on digits: nothing depends on a tensor's shape, and
-nothing lists ranks.
+    redistribution(source, target).steps      the steps that run, that the cost model prices, and that the dump prints
+    sent = max over ranks of the amount it must send, as a fraction of the whole tensor
+
+The gradient of a value has the value's layout with partial sums completed. The transpose of a redistribution is
+therefore the redistribution of the gradient from the target's layout back to the source's. `redistribution_search`
+finds the sequence. All computations are arithmetic on digits: nothing depends on a tensor's shape, and nothing lists
+ranks.
+
+2. One step (`RedistributionStep`): a local slice or one collective, with the geometry that makes executors generic.
+   Every step splits a local tensor into pieces, moves pieces between the ranks of a group, and joins the received
+   pieces:
+
+    x.reshape(pre_view).permute(pre_perm).reshape(pre_shape)          pieces first: [pieces, *piece]
+      -> the collective ->                                             received:    [pieces, *piece]
+    y.reshape(post_view).permute(post_perm).reshape(post_shape)
+
+A local dim is the mixed-radix number of its local atoms, major first, then the rest. The split is a view with one
+axis for each atom that some digit is going to carry, and these axes are brought to the front in the order of the
+ranks.
+
+Example: a tensor [8, 6] cut as 2@1 along dim 0 goes to 2@1 along dim 1 in one all_to_all: each rank views its [4, 6]
+as [4, 2, 3], permutes to [2, 4, 3], exchanges the 2 pieces, and joins them to [8, 3].
 """
 
 from __future__ import annotations
@@ -34,23 +51,11 @@ __all__ = [
 ]
 
 
-# ----------------------------------------------------------------------------------------------------
-# One step of a conversion: a local slice or one collective, with the geometry that makes executors generic.
-#
-# Every step takes a local tensor apart, moves pieces between the ranks of a group and puts them together again:
-#
-#     x.reshape(pre_view).permute(pre_perm).reshape(pre_shape)          pieces first: [pieces, *piece]
-#       -> the collective ->                                             received:    [pieces, *piece]
-#     y.reshape(post_view).permute(post_perm).reshape(post_shape)
-#
-# A local dim is the mixed-radix number of those of its atoms that are local, major first, then the rest; so taking
-# apart is a view that names the atoms which some digit is going to carry, brought to the front in the order of the
-# ranks.
-# ----------------------------------------------------------------------------------------------------
+# -- one step
 
 
 def digits_value(digits: Digits, rank: int) -> int:
-    """The mixed-radix number that `digits`, most major first, have together on a rank."""
+    """The mixed-radix number that `digits`, most major first, form on a rank."""
     out = 0
     for digit in digits:
         out = out * digit.size + digit.value(rank)
@@ -59,7 +64,7 @@ def digits_value(digits: Digits, rank: int) -> int:
 
 @dataclass(frozen=True)
 class Atom:
-    """A part of a tensor dim that is local before a step, after it, or both (neither: it is of no concern).
+    """A part of a tensor dim that is local before a step, after it, or both (an atom that is neither is left out).
 
     Attributes:
         size: its number of values.
@@ -77,16 +82,16 @@ Ranges = tuple[tuple[int, int, Digits], ...]
 
 @dataclass(frozen=True)
 class Geometry:
-    """A step on local tensors of one shape, as plain ints; None stands for nothing to do (view and perm: together).
+    """A step on local tensors of one shape, as plain ints; None: nothing to do (view and perm: both None together).
 
     Attributes:
-        pre_view, pre_perm, pre_shape: how the local tensor becomes the pieces to send.
-        pieces: the number of pieces: the group's size but where an all-to-all permutes.
-        post_view, post_perm, post_shape: how what was received becomes the result.
+        pre_view, pre_perm, pre_shape: from the local tensor to the pieces to send.
+        pieces: the number of pieces: the group's size except where an all-to-all permutes.
+        post_view, post_perm, post_shape: from the received pieces to the result.
         after: the shape of the result.
-        cuts: the pieces to send as nested ranges: (dim, length, digits: together the number of the range, major
-            first) per dim; None where a dim's local atoms are cut behind others. For a slice this is all there is.
-        joins: the received pieces likewise: (dim, length of a piece, digits) per dim.
+        cuts: the pieces to send as nested ranges: per dim (dim, length, digits: together the number of the range,
+            major first); None where a dim's local atoms are cut behind others. For a slice this is complete.
+        joins: the received pieces likewise: per dim (dim, length of a piece, digits).
         select: for a slice: (axis of ``x.reshape(pre_view)``, the digit whose value is its index), last axis first.
     """
 
@@ -105,16 +110,16 @@ class Geometry:
 
 @dataclass(frozen=True)
 class RedistributionStep:
-    """One step of a conversion, whatever the tensor's shape.
+    """One step of a redistribution, for any shape of the tensor.
 
     Attributes:
         kind: "slice", "all_gather", "reduce_scatter", "all_reduce" or "all_to_all".
         digits: the group: ranks that differ in these digits alone take part together; most major first, merged.
         reduction: "sum", "max" or "min", for the steps that reduce.
         moved: the same digits unmerged: each carries at most one atom before and one after.
-        dims: per tensor dim its atoms of concern, major first.
-        permuted: for an all-to-all that permutes: pairs (i, j): the value that moved[i] has on the sender is the
-            one that moved[j] has on the receiver.
+        dims: per tensor dim its atoms that take part, major first.
+        permuted: for an all-to-all that permutes: pairs (i, j): the value of moved[i] on the sender equals that of
+            moved[j] on the receiver.
     """
 
     kind: str
@@ -131,12 +136,12 @@ class RedistributionStep:
 
     @property
     def reduces(self) -> bool:
-        """Whether the step completes a reduction."""
+        """True where the step completes a reduction."""
         return self.kind in ("all_reduce", "reduce_scatter")
 
     @property
     def communicates(self) -> bool:
-        """Whether anything is sent."""
+        """True where the step sends anything."""
         return self.kind != "slice"
 
     def local_shape_after(self, local_shape: Sequence[int]) -> tuple[int, ...]:
@@ -148,7 +153,7 @@ class RedistributionStep:
         return self.geometry(tuple(local_shape)).after
 
     def sent(self, numel: int) -> int:
-        """The number of elements that a rank must send (of the ranks, the one that sends most), `numel` before."""
+        """Elements that a rank must send (the maximum over ranks), with `numel` local elements before the step."""
         n = self.size
         if self.kind == "slice":
             return 0
@@ -167,7 +172,7 @@ class RedistributionStep:
         return _geometry(self, local_shape)
 
     def position(self, rank: int) -> int:
-        """The rank's place in its group, ascending."""
+        """The rank's position in its group, ascending."""
         return digits_value(self.moved, rank)
 
     def _scattered(self) -> tuple[int, ...]:
@@ -175,11 +180,11 @@ class RedistributionStep:
         return tuple(sorted(a.scattered for dim in self.dims for a in dim if a.scattered is not None))
 
     def _gathered(self) -> tuple[int, ...]:
-        """The moved digits whose values tell the received pieces apart, likewise."""
+        """The moved digits whose values number the received pieces, likewise."""
         return tuple(sorted(a.gathered for dim in self.dims for a in dim if a.gathered is not None))
 
     def partners(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """For an all-to-all: positions in the group that the rank's pieces go to, and that its received ones come from.
+        """For an all-to-all: the group positions to which the rank sends pieces, and those that send pieces to it.
 
         Both ascend, in the order of the pieces.
         """
@@ -204,7 +209,13 @@ class RedistributionStep:
 
 
 def make_step(refinement: Refinement, move: SearchMove, reduction: str) -> RedistributionStep:
-    """The step that makes a move."""
+    """The step of a move.
+
+    Args:
+        refinement: the two layouts in common atoms.
+        move: a move of the search.
+        reduction: the reduction of the source's partial digits.
+    """
     changed = [i for i, (a, b) in enumerate(zip(move.before, move.after)) if a != b]
     moved = tuple(refinement.digits[i] for i in changed)
     before = {move.before[i]: k for k, i in enumerate(changed) if move.before[i] >= 0}
@@ -221,7 +232,7 @@ def make_step(refinement: Refinement, move: SearchMove, reduction: str) -> Redis
                 atom = Atom(atoms.pop().size * atom.size)
             atoms.append(atom)
         if atoms and _stays(atoms[-1]):
-            atoms.pop()  # one with what follows the atoms
+            atoms.pop()  # part of the rest that follows the atoms
         dims.append(tuple(atoms))
     permuted = [(before[number], k) for number, k in after.items() if number in before]
     if move.kind == "all_to_all":  # a digit that becomes a replica takes the place of one that was a replica
@@ -250,7 +261,7 @@ def _stays(atom: Atom) -> bool:
 def _geometry(step: RedistributionStep, shape: tuple[int, ...]) -> Geometry:
     if len(shape) != len(step.dims):
         raise LayoutError(f"the conversion is of {len(step.dims)} dims, the local tensor {shape} has {len(shape)}")
-    # An axis is (size, dim, atom); what follows a dim's atoms is an axis too, with atom None.
+    # An axis is (size, dim, atom); the rest after a dim's atoms is an axis too, with atom None.
     before, kept, after, piece, result = [], [], [], [], []
     for dim, (size, atoms) in enumerate(zip(shape, step.dims)):
         local = math.prod(a.size for a in atoms if a.gathered is None)
@@ -277,7 +288,7 @@ def _geometry(step: RedistributionStep, shape: tuple[int, ...]) -> Geometry:
 
 
 def _ranges(step: RedistributionStep, lengths: list[int], axes: list) -> Ranges | None:
-    """`axes` with the digits that number them (None: an axis stays) as ranges, where those are each dim's first."""
+    """The numbering digits of `axes` (None: an axis stays) as ranges; None unless they come first in each dim."""
     out = []
     for dim, length in enumerate(lengths):
         digits = [digit for axis, digit in axes if axis[1] == dim]
@@ -290,9 +301,10 @@ def _ranges(step: RedistributionStep, lengths: list[int], axes: list) -> Ranges 
 
 
 def _rearranged(axes: list, order: list, shape: tuple[int, ...], out: tuple[int, ...]) -> tuple:
-    """(view, perm, shape): ``x.reshape(view).permute(perm).reshape(shape)`` with no-ops None and no axis too many.
+    """(view, perm, shape) of ``x.reshape(view).permute(perm).reshape(shape)``; None for no-ops, as few axes as
+    possible.
 
-    Neighbours that stay neighbours are one axis, and axes of size 1 are none.
+    Neighbours that stay neighbours form one axis, and axes of size 1 are dropped.
     """
     number = {id(x): k for k, x in enumerate(axes)}
     perm = [number[id(x)] for x in order if x[0] != 1]
@@ -314,13 +326,13 @@ def _rearranged(axes: list, order: list, shape: tuple[int, ...], out: tuple[int,
 
 @dataclass(frozen=True, eq=False)
 class Redistribution:
-    """How a tensor goes from one layout to another.
+    """A redistribution of a tensor from one layout to another.
 
     Attributes:
-        source: the layout it has; its `partial` digits are those of a reduction still open.
-        target: the layout it gets; of the source's partial digits it may leave some open.
+        source: the layout before; its `partial` digits are those of an incomplete reduction.
+        target: the layout after; some of the source's partial digits may stay partial.
         steps: the slices and collectives, in order; none for an identity.
-        sent: what a rank must send (of the ranks, the one that sends most), as a fraction of the whole tensor.
+        sent: the amount that a rank must send (the maximum over ranks), as a fraction of the whole tensor.
     """
 
     source: Layout
@@ -330,7 +342,7 @@ class Redistribution:
     _hash: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.source, self.target)))  # executors look conversions up often
+        object.__setattr__(self, "_hash", hash((self.source, self.target)))  # executors look redistributions up often
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Redistribution):
@@ -345,7 +357,7 @@ class Redistribution:
 
     @property
     def is_identity(self) -> bool:
-        """Whether there is nothing to do."""
+        """True where there is no step."""
         return not self.steps
 
     @cached_property
@@ -370,13 +382,13 @@ class Redistribution:
 
 @lru_cache(maxsize=1 << 16)
 def redistribution(source: Layout, target: Layout) -> Redistribution:
-    """The cheapest conversion between two layouts of the same devices and number of dims.
+    """The cheapest redistribution between two layouts of the same devices and number of dims.
 
-    Least is what a rank must send, then the number of collectives; digits that move alike travel together.
+    The cost is the amount a rank must send, then the number of collectives; digits that move alike share a collective.
 
     Raises:
-        LayoutError: layouts of other devices or another number of dims, or a target that leaves open what the source
-            does not.
+        LayoutError: layouts of other devices or another number of dims, or a target with a partial digit that the
+            source does not have.
     """
     if source.dims is None or target.dims is None:
         raise LayoutError("a conversion is between layouts of a tensor", legal="Layouts called with one entry per dim")
@@ -400,12 +412,12 @@ def redistribution(source: Layout, target: Layout) -> Redistribution:
 
 @lru_cache(maxsize=1 << 16)
 def transpose(forward: Redistribution, partial: Digits = ()) -> Redistribution:
-    """The backward of a conversion: brings the gradient from the target's layout to the source's.
+    """The backward of a redistribution: brings the gradient from the target's layout to the source's.
 
     Args:
-        forward: the conversion of the value.
-        partial: digits that the target does not carry and over which the arriving gradient is a partial sum: those
-            on which the consumer's work differed.
+        forward: the redistribution of the value.
+        partial: digits that the target does not carry and over which the arriving gradient is a partial sum: those on
+            which the consumer's work differed.
 
     Raises:
         LayoutError: digits that the target carries.
@@ -415,17 +427,17 @@ def transpose(forward: Redistribution, partial: Digits = ()) -> Redistribution:
 
 
 def through(source: Layout, middle: Layout, target: Layout) -> Redistribution:
-    """One conversion that passes through a layout on its way: first to `middle`, then on to `target`.
+    """A redistribution through an intermediate layout: from `source` to `middle`, then to `target`.
 
     Raises:
-        LayoutError: as `conversion`.
+        LayoutError: as `redistribution`.
     """
     first, second = redistribution(source, middle), redistribution(middle, target)
     return Redistribution(source, target, first.steps + second.steps, first.sent + second.sent)
 
 
 def _direct(source: Layout, target: Layout) -> tuple[int, int, tuple[RedistributionStep, ...]] | None:
-    """(sent, collectives, steps) through common atoms; None where there are none."""
+    """(sent, collectives, steps) through common atoms; None where the layouts have none."""
     refinement = refine(source, target)
     if refinement is None:
         return None
@@ -436,7 +448,7 @@ def _direct(source: Layout, target: Layout) -> tuple[int, int, tuple[Redistribut
 
 
 def _roundabout(source: Layout, target: Layout):
-    """The same through a layout that has common atoms with both; at least one."""
+    """Yield the same through layouts that have common atoms with both; yields at least one."""
     for middle in dict.fromkeys(intermediates(source, target)):
         if middle in (source, target):
             continue

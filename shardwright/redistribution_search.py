@@ -1,9 +1,9 @@
-"""The cheapest way from one layout to another: a shortest path over where each digit of the rank is.
+"""The cheapest path from one layout to another: a shortest path over the places of the rank's digits.
 
-Source and target are cut into common *atoms*: device digits at every boundary that either of them has, tensor dims
-at every prefix product of either's cuts. An atom of a dim is local, or it is carried by exactly one digit of its
-size. A state says for each digit that must move where it is: an atom, R (replica) or P (a term of a reduction). The
-moves, with L the local size before and n the number of ranks in the group:
+Source and target are cut into common *atoms*: device digits at every boundary that either of them has, tensor dims at
+every prefix product of either's cuts. An atom of a dim is local, or it is carried by exactly one digit of its size. A
+state gives the place of each digit that must move: an atom, R (replica) or P (a term of a reduction). The moves, with
+L the local size before and n the number of ranks in the group:
 
     slice           R -> free atom       nothing is sent
     reduce_scatter  P -> free atom       (n-1)/n L
@@ -12,14 +12,14 @@ moves, with L the local size before and n the number of ranks in the group:
     all_to_all      atom -> taken atom   L: a permutation, in which some ranks keep nothing
     all_gather      atom -> R            (n-1) L
 
-Moves that permute may put a digit which is to become a replica into an atom (or a replica) that another one leaves:
-that is how ``[A, B] -> [B, -]`` sends 4 parts of 16 and not 6 (n = 4). And where a replica or a term waits for an atom
-that another digit is going to leave, it may take the free one at the end of that chain, so that less is there to
-permute: that is how ``[-, A·B] -> [A·B, C]`` sends 2 parts of 16 and not 3 (n = 2).
+A permuting move may put a digit that is to become a replica into an atom (or a replica) that another digit leaves: so
+``[A, B] -> [B, -]`` sends 4 parts of 16 and not 6 (n = 4). A replica or a term that waits for an atom which another
+digit is going to leave may take the free atom at the end of that chain, so that less is left to permute: so ``[-,
+A·B] -> [A·B, C]`` sends 2 parts of 16 and not 3 (n = 2).
 
-Cost: what a rank must send, then the number of collectives, then how many of them permute. Slicing where a digit is
-to be never hurts, so it is no choice. States may be *strided* (a minor atom is carried while a more major one is
-local): no Layout can say that, but between two layouts it saves collectives.
+Cost: the amount that a rank must send, then the number of collectives, then the number of permutations. A slice into
+a digit's goal never hurts, so it is always taken. States may be *strided* (a minor atom is carried while a more major
+one is local): no Layout can express such a state, but between two layouts it saves collectives.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .layout import Digit, Digits, Layout
 __all__ = ["PARTIAL", "REPLICA", "Refinement", "SearchMove", "intermediates", "refine", "search"]
 
 REPLICA, PARTIAL = -1, -2  # places other than an atom's number
-MOST_SUBSETS = 7  # digits in motion up to which every subset is tried; past it, only the largest set of each kind
+MOST_SUBSETS = 7  # moving digits up to which every subset is tried; beyond, only the largest set of each kind
 
 State = tuple[int, ...]
 
@@ -45,10 +45,10 @@ class Refinement:
     """Two layouts in common atoms.
 
     Attributes:
-        digits: the rank's digits, most major first; together they are all of it.
+        digits: the rank's digits, most major first; together they make up the whole rank.
         source: per digit its place in the source: an atom's number, REPLICA or PARTIAL.
         target: per digit its place in the target.
-        dims: per tensor dim the numbers of its atoms, major first; what follows them is local in both.
+        dims: per tensor dim the numbers of its atoms, major first; the rest after them is local in both.
         sizes: per atom its size.
     """
 
@@ -61,7 +61,7 @@ class Refinement:
 
 @dataclass(frozen=True)
 class SearchMove:
-    """One step of the path: what happens, and every digit's place before and after it."""
+    """One step of the path: its kind, and every digit's place before and after it."""
 
     kind: str
     before: State
@@ -70,7 +70,7 @@ class SearchMove:
 
 @lru_cache(maxsize=1 << 16)
 def _ends(digits: Digits) -> frozenset[int]:
-    """Where digits begin and end."""
+    """The boundaries of digits."""
     return frozenset(b for digit in digits for b in (digit.stride, digit.span))
 
 
@@ -80,7 +80,7 @@ def _is_chain(numbers: Sequence[int]) -> bool:
 
 @lru_cache(maxsize=1 << 16)
 def _split(digits: Digits, boundaries: tuple[int, ...]) -> list[Digit]:
-    """`digits` cut at the boundaries (ascending), in the same order. The list is not to be changed."""
+    """`digits` cut at the boundaries (ascending), in the same order. The list must not be changed."""
     out = []
     for digit in digits:
         inner = [digit.stride, *(b for b in boundaries if digit.stride < b < digit.span), digit.span]
@@ -117,7 +117,7 @@ def refine(source: Layout, target: Layout) -> Refinement | None:
         for dims in split:
             for digits, both in zip(dims, cuts):
                 if len(digits) + 1 == len(both):
-                    continue  # its own prefixes are all there are
+                    continue  # no prefixes but its own
                 for digit, lo, hi in zip(digits, (prefixes := _prefixes(digits)), prefixes[1:]):
                     boundaries.update(digit.stride * (hi // p) for p in both if lo < p < hi)
         if len(boundaries) == known:
@@ -138,9 +138,9 @@ def refine(source: Layout, target: Layout) -> Refinement | None:
 
 
 def intermediates(source: Layout, target: Layout) -> Iterator[Layout]:
-    """Layouts to go through where source and target have no common atoms: one of them with some digits gathered.
+    """Yield layouts between a source and a target without common atoms: one of the two with some digits gathered.
 
-    The first is always possible: everything gathered but the reduction that stays open.
+    The first is always possible: everything gathered except the partial digits of the target.
     """
     devices, open_ = source.devices, target.partial
     yield Layout.of(devices, ((),) * len(source.dims), open_, source.reduction)
@@ -163,8 +163,8 @@ def search(refinement: Refinement) -> tuple[int, tuple[SearchMove, ...]]:
     """The cheapest moves from source to target.
 
     Returns:
-        What a rank must send, the whole tensor being ``devices ** 2`` (that makes every amount a whole number), and
-        the moves in order.
+        The amount that a rank must send, the whole tensor being ``devices ** 2`` (this makes every amount a whole
+        number), and the moves in order.
     """
     sizes = tuple(d.size for d in refinement.digits)
     atoms: dict[int, int] = {REPLICA: REPLICA, PARTIAL: PARTIAL}
@@ -182,8 +182,11 @@ def search(refinement: Refinement) -> tuple[int, tuple[SearchMove, ...]]:
 
 @lru_cache(maxsize=1 << 16)
 def _cheapest(sizes: tuple[int, ...], start: State, goal: State) -> tuple[int, tuple[tuple[str, State, State], ...]]:
-    """The search itself. Atoms are numbered as they come, since it does not matter which dim they are of: few searches
-    serve many pairs of layouts."""
+    """The search itself.
+
+    Atoms are numbered in order of appearance, since their dims do not matter: few searches serve many pairs of
+    layouts.
+    """
     moving = tuple(i for i, (a, b) in enumerate(zip(start, goal)) if a != b)
     whole = 1
     for size in sizes:
@@ -209,7 +212,7 @@ def _cheapest(sizes: tuple[int, ...], start: State, goal: State) -> tuple[int, t
             if after not in best or price < best[after]:
                 best[after] = price
                 came[after] = (state, kind, middle)
-                tick += 1  # of equal prices the move that was generated first wins: the same path every time
+                tick += 1  # among equal prices the move generated first wins: the same path every time
                 heapq.heappush(heap, (*price, tick, after))
     assert state == goal, "a state without a way on"
     path: list[SearchMove] = []
@@ -242,7 +245,7 @@ def _sliced(state: State, goal: State, moving: tuple[int, ...]) -> State:
 def _moves(
     state: State, goal: State, sizes: Sequence[int], moving: tuple[int, ...], local: int
 ) -> Iterator[tuple[str, int, bool, State]]:
-    """(kind, what a rank sends, whether it permutes, the state after) of every move; reductions first."""
+    """Yield (kind, amount sent by a rank, True for a permutation, the state after) of every move; reductions first."""
     taken = {state[i]: i for i in moving if state[i] >= 0}
     reduce, scatter, gather, exchange = [], [], [], []
     for i in moving:
@@ -263,7 +266,9 @@ def _moves(
     for chosen, n in _subsets(gather, sizes, every):
         yield "all_gather", (n - 1) * local, False, _placed(state, {i: REPLICA for i in chosen})
     sets = [exchange]
-    if not every:  # replicas that take part need one who becomes a replica; without them there is always a way
+    if (
+        not every
+    ):  # a replica that takes part needs a digit that becomes a replica; without replicas a way always exists
         sets.append([i for i in exchange if state[i] != REPLICA])
     for items in sets:
         for chosen, n in _subsets(items, sizes, every):
@@ -279,7 +284,7 @@ def _moves(
 
 
 def _chain_end(place: int, goal: State, taken: dict[int, int]) -> int | None:
-    """The free atom into which the digit in `place` goes, or the one whose place it takes, and so on; None without."""
+    """The free atom at the end of the chain of digits that must leave `place`; None without one."""
     end = place
     while end in taken:
         end = goal[taken[end]]
@@ -300,24 +305,24 @@ def _subsets(items: Sequence[int], sizes: Sequence[int], every: bool) -> Iterato
 def _displace(
     places: dict[int, int], state: State, goal: State, sizes: Sequence[int], taken: dict[int, int]
 ) -> bool | None:
-    """Find a place for each digit that an all_to_all drives out of its atom; adds it to `places`.
+    """Add to `places` a place for each digit that an all_to_all drives out of its atom.
 
-    There is one of its size: whoever takes an atom leaves a place of the same size.
+    A place of its size exists: each digit that takes an atom leaves a place of the same size.
 
     Returns:
-        Whether the all_to_all permutes, or None where it cannot be: a digit driven out has an atom as its own goal
-        (then it belongs into the set), or a replica's place would stay empty.
+        True where the all_to_all permutes, False where it does not; None where it is impossible: a digit driven out
+        has an atom as its own goal (then it belongs into the set), or a replica's place would stay empty.
     """
     movers = tuple(places)
     entered = set(places.values())
     occupants = [taken[place] for place in entered if place in taken]
-    left = [state[i] for i in movers if state[i] not in entered]  # replicas' places among them, as often as they are
+    left = [state[i] for i in movers if state[i] not in entered]  # REPLICA stands once for each replica
     width = [sizes[i] for i in movers if state[i] not in entered]
     for i in sorted(i for i in occupants if i not in places):
         if goal[i] != REPLICA:
             return None
         free = [k for k, size in enumerate(width) if size == sizes[i]]
-        k = min(free, key=lambda k: (left[k] != REPLICA, k))  # a replica's place is where it wants to be
+        k = min(free, key=lambda k: (left[k] != REPLICA, k))  # prefers a replica's place, its own goal
         places[i] = left.pop(k)
         width.pop(k)
     return None if REPLICA in left else bool(occupants)

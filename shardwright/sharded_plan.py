@@ -1,6 +1,11 @@
-"""A plan: a captured model, a strategy per operator, and what follows from them.
+"""A plan: a captured model, a strategy per operator, and everything that follows from them.
 
-A value: made once, without a process group, for any number of devices; nothing in it depends on which rank reads it.
+A plan is a value. It is made once, without a process group, for any number of devices; nothing in it depends on the
+rank that reads it.
+
+    graph + decisions -> routed (local program) -> backward -> collectives, price, memory, timeline, fingerprint
+
+`partition.local_program` has the program itself; a `PipelinePlan` (`pipeline.pipeline_plan`) has one `Plan` per stage.
 """
 
 from __future__ import annotations
@@ -44,8 +49,8 @@ __all__ = ["Collective", "OperatorPlan", "ParameterPlan", "Plan", "SavedPlan"]
 class SavedPlan:
     """Base of all plans: a plan is saved as a JSON file, and loaded from it without its model.
 
-    The file has one line for each operator and each parameter, and the captured graph. `document_files`, which knows
-    every kind of plan, registers how files are written and read.
+    The file has one line for each operator and each parameter, and the captured graph. `planfile.load_save`, which
+    knows every kind of plan, registers the functions that write and read files.
     """
 
     _write: ClassVar[Callable[[SavedPlan, Path], None]]
@@ -61,19 +66,21 @@ class SavedPlan:
 
     @classmethod
     def load(cls, path: str | Path) -> Any:
-        """Load a plan that `save` wrote, a `Plan` or a `PipelinePlan`, without its model: every line is checked, and
-        everything that follows from it is computed anew. The plan can be looked at, priced and compared; what runs is
-        planned from a model, which takes the file by `AutoParallel.load_operator_strategy_file`.
+        """Load a plan written by `save`, a `Plan` or a `PipelinePlan`, without its model.
+
+        Every line is checked, and everything that follows from it is computed anew. The plan can be inspected, priced
+        and compared. To run it, plan from a model, which takes the file by
+        `AutoParallel.load_operator_strategy_file`.
 
         Raises:
             PlanError: no plan, one of another schema, an operator that is not registered in this process.
-            ShardwrightError: an impossible line, with where it stands and what would be legal.
+            ShardwrightError: an impossible line, with its place and a legal choice.
         """
         return SavedPlan._read(Path(path))
 
     @staticmethod
     def register_files(write: Callable[[Any, Path], None], read: Callable[[Path], Any]) -> None:
-        """Register how plans are written to a path and read from one."""
+        """Register the functions that write plans to a path and read them from one."""
         SavedPlan._write, SavedPlan._read = staticmethod(write), staticmethod(read)
 
 
@@ -82,14 +89,14 @@ class OperatorPlan:
     """One operator of the user's program, as planned.
 
     Attributes:
-        name: the mark's attribute path, or the operator's name in the graph.
+        name: the attribute path of the operator's `shardwright.shard` mark, or its name in the graph.
         op: its plain name, such as "matmul".
-        module, source: where it is called: the module's dotted path, ``file.py:41``.
+        module, source: the place of the call: the module's dotted path, ``file.py:41``.
         in_strategy: the cuts of each tensor input.
         out_strategy: the cuts of each output as it is handed on.
         in_layouts, out_layouts: the layouts, partial sums completed.
         cause: "mark", "batch", "follow", "whole", "propagated" or "search".
-        note: what the user should know, or None.
+        note: a remark for the user, or None.
     """
 
     name: str
@@ -108,7 +115,7 @@ class OperatorPlan:
     note: str | None
 
     def local_shapes(self, rank: int) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-        """Shapes of the slices that `rank` works on, padding included: (inputs, outputs)."""
+        """Shapes of the slices on `rank`, padding included: (inputs, outputs)."""
         return (
             tuple(layout.local_shape(layout.padded(s)) for layout, s in zip(self.in_layouts, self.in_shapes)),
             tuple(layout.local_shape(layout.padded(s)) for layout, s in zip(self.out_layouts, self.out_shapes)),
@@ -117,13 +124,14 @@ class OperatorPlan:
 
 @dataclass(frozen=True)
 class ParameterPlan:
-    """Where a parameter lies.
+    """The placement of a parameter.
 
     Attributes:
         shape: of the whole parameter.
-        layout: the layout in which its operator uses it.
-        storage: the layout in which it is stored: with optimizer parallel cut further, over replicas.
-        note: why optimizer parallel does not cut it, where it might have been expected to; else None.
+        layout: the layout in which its operator consumes it.
+        storage: the layout in which it is stored: with ZeRO/FSDP sharding (optimizer parallel) cut further, over
+            replicas.
+        note: the reason why optimizer parallel does not cut it, where a user might expect it to; else None.
     """
 
     name: str
@@ -134,7 +142,7 @@ class ParameterPlan:
     note: str | None = None
 
     def slice(self, rank: int) -> tuple[slice, ...]:
-        """The part of the whole parameter that lies on `rank`."""
+        """The part of the whole parameter on `rank`."""
         return true_slice(self.storage, self.shape, rank)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
@@ -144,19 +152,20 @@ class ParameterPlan:
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective that a rank takes part in.
+    """One collective in which a rank takes part.
 
     Attributes:
         op: "all_reduce", "all_gather", "reduce_scatter" or "all_to_all".
         ranks: its group, ascending.
         shape: of the rank's own input to it.
         bytes: of that input.
-        sent: bytes that the rank must send: 2(n−1)/n of the input for an all-reduce, (n−1)/n for a reduce-scatter
-            and an all-to-all, n−1 times the input for an all-gather.
+        sent: bytes that the rank must send: 2(n−1)/n of the input for an all-reduce, (n−1)/n for a reduce-scatter and
+            an all-to-all, n−1 times the input for an all-gather.
         phase: "forward", "backward", "gradient" (a parameter's), or "storage" (from a parameter's storage to its use).
         cause: "operator", "conversion" or "parameter".
         operator: the operator that causes it.
-        again: it is the backward's, of what was not kept from the forward: a weight, or what is recomputed.
+        again: True in the backward, for a tensor not saved from the forward: a weight gathered again, or a
+            recomputation.
     """
 
     op: str
@@ -172,7 +181,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Plan(SavedPlan):
-    """What every operator does on every device. See `shardwright.plan` for how one is made."""
+    """The strategy and placement of every operator on every device; made by `shardwright.plan`."""
 
     graph: Graph
     devices: int
@@ -189,19 +198,19 @@ class Plan(SavedPlan):
 
     @cached_property
     def routed(self) -> LocalProgram:
-        """The program that all ranks run: local operators and conversions."""
+        """The program that all ranks run: local operators and redistributions."""
         if self.own is not None:
             return own_programs(self.graph, self.devices, self.fed, self.own)
         return partition(self.graph, self.decisions, self.fed, self.devices, self.carries, self.stored, self.hsdp)
 
     @property
     def draws(self) -> bool:
-        """Whether it draws random numbers."""
+        """True where it draws random numbers."""
         return self.routed.seed is not None
 
     @cached_property
     def regions(self) -> tuple[Region, ...]:
-        """The parts of the program that are dropped in the forward and computed again in the backward."""
+        """The parts of the program that are dropped in the forward and recomputed in the backward."""
         return regions_of(self.graph, self.routed)
 
     @cached_property
@@ -231,7 +240,7 @@ class Plan(SavedPlan):
         )
 
     def operator(self, name: str) -> OperatorPlan:
-        """An operator by its mark's attribute path, its name, or the path of a module that calls just one.
+        """An operator by its mark's attribute path, its name, or the path of a module that calls a single one.
 
         Raises:
             PlanError: there is none, or several.
@@ -240,7 +249,7 @@ class Plan(SavedPlan):
             if operator.name == name:
                 return operator
         inside = [o for o in self.operators if o.module == name]
-        if len(inside) > 1:  # a batch norm counts batches beside
+        if len(inside) > 1:  # a batch norm also counts batches
             buffers = set(self.graph.buffers)
             inside = [o for o in inside if not (o.in_names and buffers.issuperset(o.in_names))] or inside
         if len(inside) == 1:
@@ -269,11 +278,11 @@ class Plan(SavedPlan):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What could not be done as one might expect, a line each."""
+        """Limitations that a user would not expect, a line each."""
         return self.routed.notes
 
     def collectives(self, rank: int) -> tuple[Collective, ...]:
-        """Every collective that `rank` takes part in, in the order of the program: forward, then backward."""
+        """Every collective in which `rank` takes part, in program order: forward, then backward."""
         if not 0 <= rank < self.devices:
             raise PlanError(f"rank {rank} is outside the {self.devices} devices")
         return tuple(replace(c, ranks=group_of(rank, digits)) for c, digits in self._collectives)
@@ -286,8 +295,11 @@ class Plan(SavedPlan):
 
     @cached_property
     def backward(self) -> tuple[Any, ...]:
-        """The instructions that a gradient reaches from the outputs, in the order in which their backwards run; `Again`
-        before the first that wants a weight which was not kept, `Recomputed` before the first that wants what is."""
+        """The instructions that a gradient reaches from the outputs, in the order in which their backwards run.
+
+        A `Regather` comes before the first backward that needs a weight not saved from the forward, a
+        `RecomputedInstruction` before the first that needs a dropped tensor.
+        """
         routed, known = self.routed, {}
         for instance in (*routed.inputs, *routed.parameters.values(), *routed.buffers.values()):
             known[instance.name] = instance
@@ -296,7 +308,9 @@ class Plan(SavedPlan):
         wanted = wanted_again(routed)
         reached = {o.name for o in routed.outputs if isinstance(o, PlacedValue) and o.value.requires_grad}
         out: list[Any] = []
-        there = {name for region in self.regions for name in region.dropped}  # gathered with all that is computed again
+        there = {
+            name for region in self.regions for name in region.dropped
+        }  # such a weight is gathered with its region
         begun: set[int] = set()
         for place, i in reversed(list(enumerate(routed.instructions))):
             if any(o.name in reached for o in made_by(i)):
@@ -317,19 +331,21 @@ class Plan(SavedPlan):
 
     @cached_property
     def price(self) -> Price:
-        """What a step takes on the plan's cluster, and where."""
+        """The price of a step on the plan's cluster, by parts."""
         return CostModel(Cluster.of(self.cluster, self.devices), self.devices).plan(self)
 
     @property
     def cost(self) -> float:
-        """What plans are compared by: seconds of one step, as `price` reckons them."""
+        """Seconds of one step by `price`; plans are compared by it."""
         return self.price.total
 
     @property
     def bound(self) -> float | None:
-        """What any other plan is priced at least by the search that made this one (`Found.bound`); None: nothing was
-        proved. Where the search prices this plan above `cost`, as much below `cost` as its bound is below its own
-        price: the search has proved no more."""
+        """A lower bound of any other plan's price, proved by the search that made this plan (`SearchResult.bound`).
+
+        None: nothing was proved. Where the search prices this plan above `cost`, the bound is scaled by the same
+        ratio, as the search has proved no more.
+        """
         if self.found is None or self.found.bound is None:
             return None
         above = self.found.cost > self.cost
@@ -341,18 +357,21 @@ class Plan(SavedPlan):
 
     @property
     def gap(self) -> float | None:
-        """How far `cost` is above the bound, relative to it; None without a bound."""
+        """The distance of `cost` from the bound, relative to `cost`; None without a bound."""
         return None if self.bound is None else (self.cost - self.bound) / self.cost if self.cost else 0.0
 
     def memory(self, rank: int) -> dict[str, int]:
         """Bytes on `rank`, by kind.
 
-        "parameters": they and buffers, as they are stored; "gradients": as an optimizer's step finds them; "optimizer":
-        the state of the plan's (see `memory.optimizer_bytes`), stored like the parameters;
-        "activations": what operators and conversions make in one forward, and is kept; where some is dropped and
-        computed again, "recomputed": the most of it that is there at one time; with optimizer parallel or mixed
-        precision "gathered": the weights that are whole, or in the type of the computation, at one time: all of them
-        or, where they are not kept for the backward, the largest.
+        Returns:
+            "parameters": parameters and buffers, as stored.
+            "gradients": as the optimizer's step reads them.
+            "optimizer": the state of the plan's optimizer (see `memory_timeline.optimizer_bytes`), stored like the
+            parameters.
+            "activations": the tensors that operators and redistributions produce in one forward and that are saved.
+            "recomputed", with recomputation: the most recomputed bytes at one time.
+            "gathered", with optimizer parallel or mixed precision: the weights gathered, or cast to the computation's
+            dtype, at one time: all of them or, where they are resharded after the forward, the largest.
         """
         parameters = sum(i.local_bytes for t in (self.routed.parameters, self.routed.buffers) for i in t.values())
         gradients = sum(i.local_bytes for i in self.routed.parameters.values() if i.value.requires_grad)
@@ -387,10 +406,10 @@ class Plan(SavedPlan):
 
     @cached_property
     def gathered_once(self) -> frozenset[str]:
-        """Of the weights that are brought from their storage, or its type, to their use, those that micro-batches of
-        one step
-        share: they are kept for the backward, and have one use. By the names of the instances that the program
-            gathers."""
+        """Names of the gathered or cast weights that the micro-batches of one step share.
+
+        Such a weight is saved for the backward and has one use.
+        """
         moves = [i for i in self.routed.instructions if isinstance(i, Redistribute) and i.cause == "parameter"]
         uses = Counter(i.source.name for i in moves)
         stored = {i.name for i in self.routed.parameters.values()}
@@ -406,24 +425,27 @@ class Plan(SavedPlan):
         )
 
     def once(self, instruction: Any) -> bool:
-        """Whether an instruction is due once a step, however many micro-batches that has: the gather or cast of a
-        weight that they share, and the sum of a gradient over the devices that hold its parameter alike."""
+        """True where an instruction runs once a step, for any number of micro-batches.
+
+        These are the gather or cast of a weight that micro-batches share, and the sum of a gradient over the replicas
+        of its parameter.
+        """
         if not isinstance(instruction, Redistribute) or instruction.cause != "parameter":
             return False
         return instruction.target.name in self.gathered_once or instruction.forward.is_identity
 
     @cached_property
     def timeline(self) -> MemoryTimeline:
-        """What a device holds at every moment of a step: each tensor for as long as somebody needs it."""
+        """The memory of a device at every moment of a step."""
         return timeline(self, self.optimizer)
 
     @property
     def peak(self) -> float:
-        """The most bytes that a device holds at any moment of a step; what a limit of memory is about."""
+        """The most bytes that a device holds at any moment of a step; a limit of memory applies to it."""
         return self.timeline.peak
 
     def _dropped(self, region: Region) -> Iterator[int]:
-        """Bytes of what a region drops; what a conversion without a step hands on is there once."""
+        """Yield the bytes of a region's dropped tensors; a redistribution without steps shares its source's memory."""
         made = {o.name: (i, o) for i in map(self.routed.instructions.__getitem__, region.again) for o in made_by(i)}
         seen: set[str] = set()
         for name in region.dropped:
@@ -461,7 +483,7 @@ class Plan(SavedPlan):
 
 
 def short_hash(lines: Iterable[str]) -> str:
-    """What tells texts apart, in 16 digits."""
+    """A hash of the lines, in 16 digits."""
     text = hashlib.sha256()
     for line in lines:
         text.update(line.encode())
@@ -469,7 +491,8 @@ def short_hash(lines: Iterable[str]) -> str:
 
 
 def _copied(instruction: Any) -> bool:
-    """Whether an instruction brings a parameter from its storage, or from its type there, to its use."""
+    """True where an instruction redistributes a parameter from its storage layout to its use, or casts it from
+    its storage dtype."""
     return (
         isinstance(instruction, Redistribute)
         and instruction.cause == "parameter"
@@ -486,9 +509,9 @@ def conversion_collectives(
     operator: str,
     producer: str = "",
 ) -> Iterator[tuple[Collective, Any]]:
-    """The collectives of one conversion of a value whose local shape is `shape` at its start.
+    """Yield the collectives of one redistribution of a value whose local shape is `shape` at its start.
 
-    A step that completes a sum is caused by the operator that left it open: `producer`, in the forward.
+    A step that completes a partial sum is caused, in the forward, by the producer of the sum.
     """
     for step in steps.steps:
         if step.communicates:
@@ -514,7 +537,7 @@ def conversion_collectives(
 
 
 def forward_collectives(instruction: Any) -> Iterator[tuple[Collective, Any]]:
-    """What an instruction communicates in the forward."""
+    """Yield the collectives of an instruction in the forward."""
     if not isinstance(instruction, LocalOp):
         source = instruction.source
         cause = "operator" if isinstance(instruction, GlobalExtreme) else instruction.cause
@@ -531,7 +554,7 @@ def forward_collectives(instruction: Any) -> Iterator[tuple[Collective, Any]]:
 
 
 def backward_collectives(instruction: Any) -> Iterator[tuple[Collective, Any]]:
-    """What an instruction communicates in the backward."""
+    """Yield the collectives of an instruction in the backward."""
     if isinstance(instruction, RecomputedInstruction):
         for collective, digits in forward_collectives(instruction.instruction):
             phase = "backward" if collective.phase == "forward" else collective.phase

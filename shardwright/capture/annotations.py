@@ -1,7 +1,12 @@
-"""What a user writes on a model: how single operators are split.
+"""The user's marks on a model: strategies of single operators, recomputation, ZeRO/FSDP sharding, pipeline stages.
 
-A mark wraps an operator, or an `nn.Module` that is one operator. On one device it does nothing. While a model is
-captured it surrounds the operator with identity nodes, which name it in the graph and are stripped there.
+1. `shard` and `recompute` wrap an operator, or an `nn.Module` that is one operator. On one device the mark does
+   nothing. During a capture the mark surrounds the operator with identity nodes, which name the operator in the graph
+   and are stripped there.
+
+2. `no_optimizer_parallel` leaves a parameter out of ZeRO/FSDP sharding (optimizer parallel).
+
+3. `PipelineSettings` holds the setting of a pipeline; `set_stage` and `stage_config` give the stage of each module.
 """
 
 from __future__ import annotations
@@ -38,16 +43,16 @@ __all__ = [
     "whole_shape",
 ]
 
-#: Attribute of a parameter that `no_optimizer_parallel` has named.
+#: Attribute of a parameter that `no_optimizer_parallel` has marked.
 _STORED_WHOLE = "_shardwright_stored_whole"
 
-#: The calls of marked operators seen by the capture that is under way; None outside of one.
+#: Calls of marked operators seen by the current capture; None outside of a capture.
 _CALLS: contextvars.ContextVar[list[Operator] | None] = contextvars.ContextVar("shardwright_marks", default=None)
 
 
 @torch.library.custom_op("shardwright::mark", mutates_args=())
 def mark(x: torch.Tensor, call: int, place: int) -> torch.Tensor:
-    """Identity: `place` counts the tensor inputs of marked call number `call`; −1 is an output of it."""
+    """Identity: `place` counts the tensor inputs of marked call number `call`; -1 marks an output of the call."""
     return x.clone()
 
 
@@ -61,7 +66,11 @@ mark.register_autograd(lambda ctx, grad: (grad, None, None))
 
 @contextlib.contextmanager
 def collect_marks() -> Iterator[list[Operator]]:
-    """While active, calls of marked operators leave mark nodes; yields the marked operators, by call number."""
+    """Let calls of marked operators leave mark nodes, while the context is active.
+
+    Yields:
+        The marked operators, by call number.
+    """
     calls: list[Operator] = []
     token = _CALLS.set(calls)
     try:
@@ -82,7 +91,7 @@ def _user_line() -> str:
 
 
 class Operator:
-    """One operator that may carry a strategy: call it as the function that it holds.
+    """One operator that may carry a strategy; called in place of the function that it wraps.
 
     Args:
         function: a function of tensors that is one operator, such as ``torch.matmul``.
@@ -90,9 +99,9 @@ class Operator:
     Attributes:
         in_strategy: one entry per tensor input, a tuple of cuts or a `Layout`; None: not marked.
         out_strategy: the same for the outputs, or None.
-        priority: whose wishes its neighbours heed first, in sharding_propagation: those of the lowest number.
+        priority: the order of marks in sharding_propagation: unmarked neighbours follow the lowest number first.
         source: the line that gave the strategy.
-        recomputed: what `recompute` says of it, or None.
+        recomputed: the settings given by `recompute`, or None.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -106,7 +115,7 @@ class Operator:
         self.recomputed: RecomputeSettings | None = None
 
     def shard(self, in_strategy: tuple | None = None, out_strategy: tuple | None = None, priority: int = 0) -> Operator:
-        """Say how the operator is split. May be repeated: the last call before the first step holds.
+        """Set the strategy of the operator; the last call before the first step holds.
 
         Args:
             in_strategy: one entry per tensor input: a tuple with the number of parts of each dim, or a `Layout`.
@@ -114,10 +123,10 @@ class Operator:
             priority: as of `shardwright.shard`.
 
         Returns:
-            Itself. Whether the strategy fits is checked when the model is planned.
+            The operator itself. The strategy is checked against the operator when the model is planned.
 
         Raises:
-            SettingError: a priority that is no whole number from 0.
+            SettingError: a priority that is not a whole number from 0.
         """
         source = _user_line()
         if not isinstance(priority, int) or isinstance(priority, bool) or priority < 0:
@@ -150,7 +159,7 @@ class Operator:
         new.__dict__.update((k, copy.deepcopy(v, memo)) for k, v in vars(self).items() if k != "function")
         try:
             new.function = copy.deepcopy(self.function, memo)
-        except TypeError:  # an operator of torch.library cannot be copied, nor need it be
+        except TypeError:  # an operator of torch.library cannot be copied, and need not be
             new.function = self.function
         return new
 
@@ -164,7 +173,7 @@ def _leave(number: int, result: Any) -> Any:
 
 
 class _ModuleMark(Operator):
-    """The mark of a module: its hooks stand around the module's forward."""
+    """The mark of a module: hooks around the forward of the module."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(type(module))
@@ -195,20 +204,20 @@ def shard(
         operator: a function that is one operator (``torch.matmul``), or an `nn.Module` that is one (``nn.Linear``).
         in_strategy: one entry per tensor input, in call order (for a module: its inputs, then its weight and bias): a
             tuple with the number of parts of each dim, or a `Layout`. Where a module has views around its operator, the
-            strategy speaks of the shapes that the operator sees.
+            strategy applies to the shapes that the operator sees.
         out_strategy: one entry per output, likewise. None: a partial sum is completed by an all-reduce, and the output
-            keeps the cuts that remain.
+            keeps the remaining cuts.
         priority: read by the mode sharding_propagation alone. Unmarked operators follow marks of the lowest number
-            first; where one is asked for different cuts, the mark of the lower number has its way, whatever that costs,
-            and the plan's notes name the loser. Among marks of one number the cheaper cut is taken.
+            first. Where two marks ask one operator for different cuts, the mark of the lower number wins at any cost,
+            and the notes of the plan name the loser. Among marks of one number the cheaper cut is taken.
 
     Returns:
         For a function an `Operator`, to be called in its place; for a module the module itself, with a method
-        ``shard(in_strategy, out_strategy, priority)`` to mark it anew.
+            ``shard(in_strategy, out_strategy, priority)`` that replaces the mark.
 
     Raises:
-        SettingError: not a function and not a module, or a priority that is no whole number from 0. Strategies are
-            checked when the model is planned.
+        SettingError: `operator` is neither a function nor a module, or the priority is not a whole number from 0.
+            Strategies are checked when the model is planned.
     """
     if isinstance(operator, Operator):
         return operator.shard(in_strategy, out_strategy, priority)
@@ -222,15 +231,14 @@ def shard(
 
 
 def recompute(target: Any, mp_comm_recompute: bool = True, parallel_optimizer_comm_recompute: bool = False) -> Any:
-    """Have what is computed inside a module, or by an operator, dropped in the forward and computed again in the
-    backward.
+    """Drop the results inside a module, or of an operator, after the forward and recompute them in the backward.
 
-    Results of a module that are used outside of it are kept; those of a single operator are not.
+    Results of a module that are used outside of the module are saved; the results of a single operator are not.
 
     Args:
-        target: an `nn.Module`, an `Operator` that `shard` made, or a function that is one operator.
-        mp_comm_recompute: collectives inside are sent again; otherwise their results are kept.
-        parallel_optimizer_comm_recompute: weights that are stored in parts are gathered again, instead of kept.
+        target: an `nn.Module`, an `Operator` returned by `shard`, or a function that is one operator.
+        mp_comm_recompute: run the collectives inside again in the backward; otherwise their results are saved.
+        parallel_optimizer_comm_recompute: gather sharded weights again in the backward; otherwise they are kept.
 
     Returns:
         The module or operator itself; for a function an `Operator`, to be called in its place.
@@ -261,7 +269,7 @@ class _ReShard:
 
 
 def _held(net: nn.Module) -> Iterator[tuple[str, Operator]]:
-    """Every marked operator that a model holds, with the attribute path by which it does."""
+    """Every marked operator in a model, with its attribute path."""
     for path, module in net.named_modules():
         prefix = path + "." if path else ""
         for attribute, held in vars(module).items():
@@ -275,7 +283,7 @@ def _held(net: nn.Module) -> Iterator[tuple[str, Operator]]:
 
 
 def mark_names(net: nn.Module) -> dict[int, str]:
-    """``id(operator)`` -> the attribute path by which the model holds it: ``block.matmul1``."""
+    """``id(operator)`` -> the attribute path of the operator in the model: ``block.matmul1``."""
     names: dict[int, str] = {}
     for path, operator in _held(net):
         names.setdefault(id(operator), path)
@@ -290,11 +298,12 @@ def marked_operators(net: nn.Module) -> list[Operator]:
 
 
 def no_optimizer_parallel(parameter: nn.Parameter | nn.Module) -> Any:
-    """Leave a parameter, or all of a module's, out of optimizer parallel (`AutoParallel.hsdp`): it is stored as its
-    operators ask for it.
+    """Leave a parameter, or all parameters of a module, out of ZeRO/FSDP sharding (`AutoParallel.hsdp`).
+
+    The parameter is stored with the layout that its operators ask for.
 
     Returns:
-        What it was given.
+        The argument.
 
     Raises:
         SettingError: neither a parameter nor a module.
@@ -309,7 +318,7 @@ def no_optimizer_parallel(parameter: nn.Parameter | nn.Module) -> Any:
 
 
 def stored_whole(net: nn.Module, loss_fn: Any = None) -> frozenset[str]:
-    """The names of a model's parameters, and of its loss's, that `no_optimizer_parallel` has named."""
+    """The names of the parameters of a model, and of its loss, that `no_optimizer_parallel` has marked."""
     parts = [("", net)] + ([("loss_fn.", loss_fn)] if isinstance(loss_fn, nn.Module) else [])
     return frozenset(
         prefix + name
@@ -319,17 +328,15 @@ def stored_whole(net: nn.Module, loss_fn: Any = None) -> frozenset[str]:
     )
 
 
-# ----------------------------------------------------------------------------------------------------
-# What a user says of a pipeline: its setting, and which stage each module is in (`set_stage`, `stage_config`).
-# ----------------------------------------------------------------------------------------------------
+# -- pipeline: settings and stages
 
-#: Attribute of a module that `set_stage` has put into a stage.
+#: Attribute of a module: the stage given by `set_stage`.
 _STAGE = "_shardwright_stage"
 
-#: Attribute of a parameter of which this process has a slice, or nothing: its name.
+#: Attribute of a parameter that is sharded or empty on this process: its name.
 CUT = "_shardwright_cut"
 
-#: Attribute of an empty parameter whose values are on the ranks of another stage: the shape of the whole.
+#: Attribute of an empty parameter whose values are on the ranks of another stage: the shape of the whole parameter.
 _WHOLE_SHAPE = "_shardwright_whole_shape"
 
 
@@ -345,15 +352,15 @@ class PipelineSettings:
 
     @property
     def csv(self) -> str | None:
-        """The file of a schedule of the user's own, or None."""
+        """The path of the user's schedule file, or None."""
         return self.scheduler if self.scheduler.endswith(".csv") else None
 
 
 def pipelining(given: PipelineSettings | Mapping[str, Any] | None) -> PipelineSettings | None:
-    """The setting that someone asks for, as a dict of the arguments of `AutoParallel.pipeline`.
+    """The settings of a pipeline from a dict of the arguments of `AutoParallel.pipeline`; None: no pipeline.
 
     Raises:
-        SettingError: an argument that there is not, or of another kind.
+        SettingError: an unknown argument, or an argument of another type.
     """
     if given is None or isinstance(given, PipelineSettings):
         return given
@@ -378,13 +385,13 @@ def pipelining(given: PipelineSettings | Mapping[str, Any] | None) -> PipelineSe
 
 
 def set_stage(module: nn.Module, stage: int) -> nn.Module:
-    """Put a module into a stage of the pipeline: it, and all inside that is in no stage of its own.
+    """Put a module into a stage of the pipeline, with all submodules that have no stage of their own.
 
-    Operators outside of any such module go with what they read: into the latest stage among it; what reads inputs and
-    parameters alone, into the stage that uses it first.
+    An operator outside of any such module goes into the latest stage among its producers. An operator that reads inputs
+    and parameters alone goes into the stage of its first consumer.
 
     Args:
-        module: of the model.
+        module: a module of the model.
         stage: its number, from 0.
 
     Returns:
@@ -406,23 +413,24 @@ def set_stage(module: nn.Module, stage: int) -> nn.Module:
 
 
 def be_elsewhere(parameter: nn.Parameter, shape: torch.Size) -> None:
-    """Note on a parameter, empty here, that it is of another stage, and the shape that it has there."""
+    """Record on an empty parameter the shape that it has on the ranks of another stage."""
     setattr(parameter, _WHOLE_SHAPE, shape)
 
 
 def whole_shape(tensor: torch.Tensor) -> torch.Size:
-    """The shape of a parameter, be it here or elsewhere."""
+    """The shape of the whole parameter, on this stage or on another."""
     return getattr(tensor, _WHOLE_SHAPE, tensor.shape)
 
 
 def staged_modules(net: nn.Module, config: Mapping[str, int] | None = None) -> dict[str, int]:
-    """Dotted path of each module that is put into a stage -> its stage.
+    """Dotted path of each module with a stage of its own -> the stage.
 
     Args:
-        config: path -> stage, besides what `set_stage` says.
+        net: the model.
+        config: path -> stage, in addition to the stages given by `set_stage`.
 
     Raises:
-        SettingError: a path that there is not, a number below 0, or a module in two stages, be it by two names.
+        SettingError: an unknown path, a number below 0, or a module in two stages, under one name or two.
     """
     modules = dict(net.named_modules(remove_duplicate=False))
     given: dict[str, tuple[int, str]] = {

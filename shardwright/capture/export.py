@@ -1,8 +1,8 @@
-"""From an `nn.Module` to a `Graph`, at the operators that people write.
+"""The export of an `nn.Module` to a `Graph`, at the level of the operators that people write.
 
-`torch.export` on fake tensors (nothing is allocated, so a model too large for any one machine captures too), its
-training IR used as it is; how that is read is told in `reading`.
-Fake tensors make parameters that were never allocated usable with inputs that name an ordinary device.
+`torch.export` runs the forward once on fake tensors: nothing is allocated, so a model too large for any one machine can
+be captured. Fake tensors also combine parameters that were never allocated with inputs on an ordinary device. The
+training IR of the export is used unchanged; `graph_reader` reads it into a `Graph`.
 """
 
 from __future__ import annotations
@@ -75,12 +75,13 @@ from .source_lines import is_users, user_frame
 
 __all__ = ["ModelAndLoss", "Recording", "WithLoss", "capture", "capture_scalable"]
 
-#: What torch says of a model that it cannot follow -> what to write instead.
+#: Part of torch's message about a model that it cannot follow -> what the user writes instead.
 _INSTEAD = {
     "data-dependent": "control flow that depends on shapes and settings only, not on the values of tensors",
-    "found a fake tensor in the exported program constant": "torch's own operators, and x.detach() in the place of x.data",
-    "packed sequences": "padded sequences: the layer runs over all steps, and the lengths choose what is used of them, such as "
-    "h[rows, lengths - 1]",
+    "found a fake tensor in the exported program constant": "torch's own operators, and x.detach() "
+    "in the place of x.data",
+    "packed sequences": "padded sequences: the layer runs over all steps, and the lengths choose what is used "
+    "of them, such as h[rows, lengths - 1]",
     "not a known type": "tensors, numbers, strings and None, in tuples, lists, dicts, or as attributes of an object",
     "numpy() is not supported": "torch's own operators",
 }
@@ -102,8 +103,11 @@ class WithLoss(nn.Module):
 def _fake_state(
     module: nn.Module, mode: FakeTensorMode, device: torch.device, types: Mapping[int, torch.dtype]
 ) -> Iterator[None]:
-    """Parameters and buffers replaced by fake ones, tied ones by the same one; put back at the end. `types`: of those
-    that operators read in another type than their own, by their ids."""
+    """Replace parameters and buffers by fake tensors, tied ones by one tensor, while the context is active.
+
+    Args:
+        types: the id of each parameter or buffer that operators read in another dtype than its own -> that dtype.
+    """
     memo: dict[int, torch.Tensor] = {}
     saved: list[tuple[dict, str, Any]] = []
 
@@ -132,8 +136,10 @@ def _fake_state(
 
 
 class _UsersLine:
-    """In the place of the whole stack of Python, which export describes line by line for every operator: a sixth of
-    what it takes in all."""
+    """A stack of one line, in place of the whole Python stack.
+
+    Export formats the whole stack line by line for every operator, a sixth of its time.
+    """
 
     @staticmethod
     def extract() -> type[_UsersLine]:
@@ -156,7 +162,7 @@ def _innermost(tracer: Any, frames: traceback.StackSummary) -> traceback.StackSu
 
 @contextlib.contextmanager
 def _data_detached() -> Iterator[None]:
-    """While active, ``x.data`` in the model's code is ``x.detach()``: an export takes the former for a constant."""
+    """Make ``x.data`` in the model's code mean ``x.detach()``: an export takes ``x.data`` for a constant."""
     plain = torch.Tensor.data
 
     def get(tensor: torch.Tensor) -> torch.Tensor:
@@ -181,16 +187,16 @@ def _data_detached() -> Iterator[None]:
 
 @dataclass
 class Recording:
-    """State and side effects that captures of one model have observed.
+    """State and side effects observed by the captures of one model.
 
     Args:
-        why: what has changed since an earlier capture.
+        why: the change since an earlier capture.
 
     Attributes:
-        modules: by path, those outside of the model that its forward uses too.
+        modules: the modules that the forward uses, by path; modules outside of the model too.
         reads: the places that were read, by identity.
-        effects: what its forward does at each call besides its result.
-        guards: tell whether a program made of it still stands for the model; None until there is one.
+        effects: the effects of the forward at each call, besides its result.
+        guards: check that a program of this capture is still valid for the model; None until there is a program.
     """
 
     why: str = ""
@@ -204,10 +210,10 @@ class Recording:
         self.modules, self.reads, self.effects = other.modules, dict(other.reads), other.effects
 
     def add(self, seen: Observation, effects: Effects) -> None:
-        """Note one capture.
+        """Record one capture.
 
         Raises:
-            CaptureError: it does something else at each call than an earlier capture, with other sizes.
+            CaptureError: the side effects differ from those of an earlier capture with other sizes.
         """
         if self.effects is not None and self.effects.described() != effects.described():
             other = next(a for a, b in zip_longest(self.effects.described(), effects.described()) if a != b)
@@ -220,7 +226,7 @@ class Recording:
 
 
 class _Exported(NamedTuple):
-    """One run of the forward, exported."""
+    """The result of one exported run of the forward."""
 
     graph: Graph
     seen: Observation
@@ -246,14 +252,17 @@ def capture(
         args, kwargs: the inputs of the call with their **global** shapes; real, fake or meta tensors.
         loss_fn: if given, the last of `args` is its target and the graph ends in the loss.
         device: the device that meta tensors stand for.
-        recording: takes what else is seen of the model.
-        hooks_around: whether the caller runs the model's own hooks at its borders (`module_hooks`).
-        mixed_precision: in which types the model's parameters are stored and read.
+        recording: receives the observed state and side effects of the model.
+        hooks_around: the caller runs the model's own hooks at its borders (`module_hooks`).
+        mixed_precision: the dtypes in which the model's parameters are stored and read.
+
+    Returns:
+        The graph of the call.
 
     Raises:
-        SettingError: a parameter that `mixed_precision` cannot be had for.
-        CaptureError: what `torch.export` could not follow, and what the forward does besides its result that cannot be
-            done at each call, with the user's line.
+        SettingError: a parameter that `mixed_precision` does not support.
+        CaptureError: `torch.export` could not follow the model, or a side effect of the forward cannot be repeated at
+            each call; with the user's line.
     """
     made = _captured(net, args, dict(kwargs or {}), loss_fn, torch.device(device), hooks_around, mixed_precision)
     if recording is not None:
@@ -277,12 +286,12 @@ def capture_scalable(
 
     Args:
         net, args, kwargs, loss_fn, device, hooks_around, mixed_precision: as of `capture`.
-        vary: for each tensor of the inputs, in order, the dims whose sizes may be others.
+        vary: for each tensor of the inputs, in order, the dims whose sizes may vary.
         recording: of a plain capture at other sizes.
 
     Returns:
-        None where no formula tells what depends on these sizes, or where the forward does something else besides its
-        result than in the plain capture.
+        The graph with its formulas; None where a number depends on these sizes without a formula, or where the
+            side effects of the forward differ from those of the plain capture.
     """
     known = recording.effects
     if known is None or not all(isinstance(place.get(), (int, float)) for place in known.advanced()):
@@ -293,7 +302,7 @@ def capture_scalable(
             net, args, dict(kwargs or {}), loss_fn, torch.device(device), hooks_around, mixed_precision, vary, counters
         )
     except (ShardwrightError, Blamed, NotScalable):
-        return None  # one size at a time it may be captured still, or the error is raised then
+        return None  # a capture of one size may still succeed, or raises this error
     effects = advanced(made.outcome, counters)
     return (
         ScalableGraph(made.graph, made.sizes)
@@ -314,7 +323,7 @@ def _captured(
     vary: Sequence[Collection[int]] | None = None,
     counters: Mapping[GuardedPlace, Any] | None = None,
 ) -> _Exported:
-    """One capture, as `capture` and `capture_scalable` tell."""
+    """One capture, as described in `capture` and `capture_scalable`."""
     module = net if loss_fn is None else WithLoss(net, loss_fn)
     prefix = "" if loss_fn is None else "net"
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -378,13 +387,13 @@ def _captured(
                 strict=False,
                 dynamic_shapes=None if vary is None else _dynamic((fake_args, fake_kwargs), vary),
             )
-        if _hooks_inside(module) != hooks:  # which the forward puts on its parts once, and notes that it has
+        if _hooks_inside(module) != hooks:  # the first forward alone registers hooks
             watch.outcome.effects.assign()
         called = _input_names(net, len(fake_args) - 1) if loss_fn is not None else {}
         reader = GraphReader(
             program, calls, mark_names(net), prefix, aliases, called, [f for f, _ in functions], regions
         )
-        reader.casting = current("cpu", device.type)  # around the call: its casts are written out too
+        reader.casting = current("cpu", device.type)  # an autocast around the call: its casts are written out too
         if vary is not None:
             reader.sizes = Sizes(
                 reader.input_tensors(),
@@ -404,7 +413,7 @@ def _captured(
         return made
     except ShardwrightError as error:
         raised = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)]
-        raise (error if error.source else error.located(source=user_frame(raised) or None))  # noqa: B904  the same error
+        raise (error if error.source else error.located(source=user_frame(raised) or None))  # noqa: B904  same error
     except Exception as error:
         frames = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)]
         first = str(error).strip().split("\n\n")[0]
@@ -432,12 +441,12 @@ def _dynamic(inputs: Any, vary: Sequence[Collection[int]]) -> torch.export.Shape
 
 
 def _hooks_inside(module: nn.Module) -> int:
-    """How many forward hooks the parts of a model have."""
+    """The number of forward hooks on the modules of a model."""
     return sum(len(hooks_of(m).forward) + len(hooks_of(m).forward_pre) for m in module.modules())
 
 
 def _named_modules(net: nn.Module, loss_fn: Any) -> list[tuple[str, nn.Module]]:
-    """The modules of a model and its loss, by the paths at which messages name them."""
+    """The modules of a model and its loss, by their paths in messages."""
     return [
         (f"{root}.{path}" if path else root, module)
         for root, whole in (("net", net), ("loss_fn", loss_fn))
@@ -447,21 +456,21 @@ def _named_modules(net: nn.Module, loss_fn: Any) -> list[tuple[str, nn.Module]]:
 
 
 def _with_counters(exported: Callable[..., _Exported]) -> _Exported:
-    """Export a model; where its forward changes numbers, again with counters in their place.
+    """Export a model; where the forward changes numbers, export it again with counters in their place.
 
     Raises:
-        CaptureError: a change that cannot be done at each call, with the line.
+        CaptureError: a change that cannot be repeated at each call, with the line.
     """
     try:
         first = exported({})
         if first.outcome.numbers:
             counters = {place: counter(old, place.path) for place, old, _ in first.outcome.numbers}
             numbers = numbered(first.outcome, exported(counters).outcome, counters)
-            if numbers.counters:  # a program that depends on them is another one where they are further on
+            if numbers.counters:  # a program that depends on a counter differs at a later count
                 further = exported({place: place.get() + 3 for place in numbers.counters})
                 if not _same_program(first.graph, further.graph):
                     raise depends(numbers.counters[0])
-            if numbers.read:  # assigned once and for all, or again at each call?
+            if numbers.read:  # does the number settle, or change at each call?
                 after = exported(dict(numbers.read)).outcome.numbers
                 settled = {place.identity: new for place, new in numbers.read}
                 moving = next((p for p, _, new in after if settled.get(p.identity, new) != new), None)
@@ -489,7 +498,7 @@ def _same_program(a: Graph, b: Graph) -> bool:
 
 
 def _check_constants(graph: Graph) -> None:
-    """Refuse tensors that are trained and belong to no module of the model.
+    """Refuse trained tensors that belong to no module of the model.
 
     Raises:
         CaptureError: such a tensor, with the line of the operator that reads it.
@@ -507,11 +516,11 @@ def _check_constants(graph: Graph) -> None:
 def _check_updates(graph: Graph) -> None:
     """Refuse buffers whose new value would carry gradients from one step into the next.
 
-    One device keeps the graph of the old value, and raises at the second backward, where a result depends on it. Where
-    none does, values are the same without that graph, and are left without it.
+    One device keeps the autograd graph of the old value, and raises at the second backward where a result depends on
+    it. Where no result depends on it, the values are the same without that graph, which is dropped.
 
     Raises:
-        CaptureError: a result depends on such a buffer, with the line that makes its new value.
+        CaptureError: a result depends on such a buffer, with the line that produces its new value.
     """
     if not torch.is_grad_enabled():
         return
@@ -533,23 +542,24 @@ def _check_updates(graph: Graph) -> None:
             )
 
 
-#: Hooks of all modules that see a buffer being assigned.
+#: Hooks of all modules that run at an assignment of a buffer.
 _BUFFER_HOOKS = hooks_of_all_modules().buffer_registration
 
 
 class _Watch:
-    """Stands at the borders of the outermost forward while it is exported.
+    """Hooks at the borders of the outermost forward, during its export.
 
     Args:
-        module: the one that is exported.
-        counters: by place, what stands in the place of its number.
+        module: the exported module.
+        seen: observes the state that the forward reads and writes.
+        counters: place -> the counter that replaces its number.
         finder: looks for the line of a change.
 
     Attributes:
-        running: whether the forward is under way.
-        effects: what it has printed and logged.
-        outcome: what it has changed.
-        out_spec: how its outputs nest.
+        running: True while the forward runs.
+        effects: the texts that the forward has printed and logged.
+        outcome: the changes made by the forward.
+        out_spec: the nesting of the outputs.
     """
 
     def __init__(
@@ -574,8 +584,8 @@ class _Watch:
 
     def _begin(self, *_: Any) -> None:
         self._seen.begin(self._counters)
-        # torch.export turns an assigned buffer of the outermost module into a copy of its own, which fails where the
-        # tensor is an input or another buffer; here all modules' are alike.
+        # torch.export turns an assigned buffer of the outermost module into a copy, which fails where the assigned
+        # tensor is an input or another buffer. Without torch's hooks the buffers of all modules are treated alike.
         for number, hook in [*_BUFFER_HOOKS.items()]:
             if str(getattr(hook, "__module__", "")).startswith("torch."):
                 self._left_out[number] = _BUFFER_HOOKS.pop(number)
@@ -596,13 +606,14 @@ class _Watch:
         if not self.outcome.updates:
             return None
         self._seen.restore()
-        # Buffers are written one after the other: what shares memory with the old value of one is copied first.
+        # Buffers are written one after another: a tensor that shares memory with the old value of a buffer is copied
+        # first.
         old = {storage_id(b.untyped_storage()) for b in self._module.buffers()}
         return result, [t.clone() if storage_id(t.untyped_storage()) in old else t for *_, t in self.outcome.updates]
 
 
 def _input_names(net: nn.Module, count: int) -> dict[str, str]:
-    """The names that a model's own forward gives to the inputs which `WithLoss` passes through."""
+    """The names in the model's own forward of the inputs which `WithLoss` passes through."""
     names = [p.name for p in inspect.signature(net.forward).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD][
         :count
     ]
@@ -611,7 +622,7 @@ def _input_names(net: nn.Module, count: int) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _objects_opened(module: nn.Module) -> Iterator[None]:
-    """Opened objects reach the module closed, and what it returns is opened, so that export sees tensors alone."""
+    """Pass opened objects to the module closed, and open its outputs, so that export sees tensors alone."""
     hooks = (
         module.register_forward_pre_hook(
             lambda _, args, kwargs: closed((args, kwargs)), prepend=True, with_kwargs=True
@@ -627,7 +638,7 @@ def _objects_opened(module: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """What export logs and prints beside the error that it raises (half a graph) is left out: the error says it."""
+    """Suppress the logs and prints of a failing export (half a graph): its error says the same."""
     logs = [logging.getLogger(f"torch.{name}") for name in NOISY_LOGGERS]
     levels, graph, written = [log.level for log in logs], "", io.StringIO()
     for log in logs:

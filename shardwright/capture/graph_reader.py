@@ -1,7 +1,10 @@
-"""From an exported program to a `Graph`.
+"""The reader of an exported program: builds the `Graph`.
 
-Mark nodes name their operators and go, in-place forms become plain ones, regions are inlined with what they do written
-out, tied parameters become one value, each operator keeps its module path and the user's line.
+1. Mark nodes name their operators and are removed.
+2. In-place operators become plain ones (`in_place_reader`, `mutation`).
+3. Regions under `torch.no_grad` and `torch.autocast` are inlined: detaches and casts are written out.
+4. Tied parameters become one value.
+5. Each operator keeps its module path and the user's line.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ class MarkUse:
     Args:
         in_strategy, out_strategy: as the user gave them.
         source: the line that gave them.
-        order: ``order[i]`` is the index in `Op.inputs` of the i-th entry of the in_strategy, which stands in the order
+        order: ``order[i]`` is the index in `Op.inputs` of entry i of the in_strategy; the in_strategy is in the order
             of the user's call.
         priority: as of `shardwright.shard`.
     """
@@ -63,7 +66,7 @@ def bare(name: str, prefix: str) -> str:
 
 
 class GraphReader(InPlaceReader):
-    """Reads an exported program into a `Graph`."""
+    """The reader of one exported program."""
 
     def __init__(
         self,
@@ -83,27 +86,27 @@ class GraphReader(InPlaceReader):
         self.parameters: dict[str, Value] = {}
         self.cells: dict[torch.fx.Node, Any] = {}
         self.updates: dict[str, Value] = {}
-        self.memories: dict[str, Memory] = {}  # of parameters and buffers, by name
+        self.memories: dict[str, Memory] = {}  # memories of parameters and buffers, by name
         self.writer = Writer(self.emit)
-        self.node: torch.fx.Node | None = None  # that is being read
-        self.frontier: int | None = None  # under no_grad: the serial number where that began
+        self.node: torch.fx.Node | None = None  # the node that is being read
+        self.frontier: int | None = None  # under no_grad: the serial number at its beginning
         self.used: set[str] = set()
-        self.begun: dict[int, int] = {}  # marked call -> how many operators came before it
-        self.entries: dict[torch.fx.Node, int] = {}  # mark node -> which tensor input of the call it is
+        self.begun: dict[int, int] = {}  # marked call -> number of operators before it
+        self.entries: dict[torch.fx.Node, int] = {}  # mark node -> index of the tensor input in the call
         self.places: list[dict[int, int]] = []  # per operator: index of an input -> its place in the call
         self.attached: set[int] = set()
         self.named: set[int] = set()  # marked operators whose bare name is taken
         self.drawing: list[str] = []  # random operators, in order
         self.casting = Autocast()  # the state of autocast
-        self.casts: dict[tuple, Value] = {}  # (value, dtype, module) -> the value cast, while that is shared
-        self.uncast: dict[str, Value] = {}  # a cast made for autocast -> its value
-        self.sizes: Sizes | None = None  # the symbols of a capture that is to scale
+        self.casts: dict[tuple, Value] = {}  # (value, dtype, module) -> the cast value, while it is shared
+        self.uncast: dict[str, Value] = {}  # a cast made for autocast -> the value before the cast
+        self.sizes: Sizes | None = None  # the symbols of a scalable capture
         self.assigned: list[str] = []  # buffers whose new values are the last outputs
-        self.out_spec: Any = program.call_spec.out_spec  # of the outputs before those
-        self.masters: Mapping[str, Master] = {}  # how parameters are stored, where not as they are read
+        self.out_spec: Any = program.call_spec.out_spec  # nesting of the outputs before the assigned buffers
+        self.masters: Mapping[str, Master] = {}  # storage of parameters whose stored dtype is not the read dtype
         self.entered: dict[
             int, tuple[int, dict]
-        ] = {}  # recomputed region -> how many operators, which casts came before it
+        ] = {}  # recomputed region -> number of operators, and the casts, before it
         self.spans: list[tuple[int, int, int]] = []  # region, its first operator, one past its last
 
     def input_tensors(self) -> list[torch.Tensor]:
@@ -200,8 +203,10 @@ class GraphReader(InPlaceReader):
         )
 
     def changed_inputs(self, names: list[str]) -> dict[int, Value]:
-        """The inputs that the model changed in place, and what they hold at the end: values of their own, since they
-        may be handed out otherwise than the model's outputs."""
+        """Index of an input that the model changed in place -> the final value of the input.
+
+        The value is an alias of its own, since it may be returned in another layout than an output of the model.
+        """
         memories = {
             cell.memory.name: cell.memory
             for cell in self.cells.values()
@@ -262,7 +267,7 @@ class GraphReader(InPlaceReader):
         if self.sizes is not None and isinstance(node.meta.get("val"), _SYMBOLIC):
             self.cells[node] = self.sizes.of(node.meta["val"])
         elif self.sizes is not None and target is aten.slice.Tensor and _is_all(node):
-            self.cells[node] = self.cells[node.args[0]]  # torch leaves it out where sizes are numbers
+            self.cells[node] = self.cells[node.args[0]]  # torch omits this slice where sizes are numbers
         elif target is torch.ops.shardwright.mark.default:
             self.mark(node)
         elif target is EDGE:
@@ -286,7 +291,7 @@ class GraphReader(InPlaceReader):
             raise CaptureError(f"{target} holds a program of its own that is not understood", source=source_of(node))
 
     def grad_mode(self, node: torch.fx.Node) -> None:
-        """A region under torch.no_grad: inlined, what leaves it carries no gradient."""
+        """Inline a region under torch.no_grad: its results carry no gradient."""
         enabled, sub, *args = node.args
         outside, begin = self.frontier, serial()
         self.frontier = None if enabled else begin if outside is None else outside
@@ -297,8 +302,11 @@ class GraphReader(InPlaceReader):
         )
 
     def without_gradient(self, cell: Cell, begin: int) -> Cell:
-        """A variable as it leaves a region without gradients that began at a serial number: itself, where it was there
-        before; a detached view of a memory that was; otherwise a memory that is detached."""
+        """A variable at the end of a region without gradients that began at serial number `begin`.
+
+        A variable from before the region stays as it is. A new view of a memory from before the region is detached. A
+        new memory is detached as a whole.
+        """
         if cell.number < begin:
             return cell
         view, memory = cell.view, cell.memory
@@ -311,7 +319,7 @@ class GraphReader(InPlaceReader):
         return cell
 
     def autocast(self, node: torch.fx.Node) -> None:
-        """A region under torch.autocast: inlined, its casts written out."""
+        """Inline a region under torch.autocast: its casts are written out."""
         device_type, dtype, enabled, _, sub, *args = node.args
         outside, casts = self.casting, self.casts
         self.casting = outside.within(device_type, dtype, enabled)
@@ -324,22 +332,22 @@ class GraphReader(InPlaceReader):
             program, taken, made = written_out(region, lambda node: self.leaf(self.cells[node]))
         for placeholder, node in zip((n for n in program.graph.nodes if n.op == "placeholder"), taken):
             self.cells[placeholder] = self.cells[node]
-        outside, self.casting = self.casting, Autocast()  # its casts are written out
+        outside, self.casting = self.casting, Autocast()  # the casts of the region are already written out
         self.cells.update(zip(made, self.walk(program.graph, program)))
         self.casting = outside
 
     def inlined(self, sub: torch.fx.Node, args: list) -> list[Any]:
-        """What a region gives; its placeholders are the arguments."""
+        """The results of a region; its placeholders take the arguments."""
         owner = self.cells[sub]
         for placeholder, argument in zip((n for n in owner.graph.nodes if n.op == "placeholder"), args):
             self.cells[placeholder] = self.cells[argument] if isinstance(argument, torch.fx.Node) else argument
         return self.walk(owner.graph, owner)
 
     def cast(self, node: torch.fx.Node, target: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict, bool]:
-        """The arguments as autocast gives them to an operator, and whether the operator has to run under autocast.
+        """The arguments as autocast gives them to an operator, and True where the operator has to run under autocast.
 
         Args:
-            args, kwargs: the node's arguments, with values in the place of nodes.
+            args, kwargs: the node's arguments, with values in place of nodes.
         """
         nodes = [
             a
@@ -369,7 +377,7 @@ class GraphReader(InPlaceReader):
         """The value in another dtype, for the operator of `node`."""
         if dtype is None or dtype == value.dtype:
             return value
-        # Modules that share a parameter may lie in different stages of a pipeline: each casts it.
+        # Modules that share a parameter may be in different stages of a pipeline: each module casts it.
         key = value.name, dtype, module_path(node, self.prefix) if value.name in self.parameters else ""
         cast = self.casts.get(key)
         if cast is None:
@@ -407,14 +415,15 @@ class GraphReader(InPlaceReader):
         if entering:
             self.entered[call] = len(self.ops), dict(self.casts)
         else:
-            begin, self.casts = self.entered[call]  # the casts made in it are its own: they are dropped with it
+            begin, self.casts = self.entered[call]  # casts inside a region are dropped with it, and not shared
             self.spans.append((call, begin, len(self.ops)))
 
     def attach(self, marked: Operator, call: int, inside: list[int]) -> None:
-        """Name the one operator recorded since the marked call began, and put the mark on it. Views beside it do not
-        count: where it has them, the strategy speaks of the operator's own inputs. Nor does what reads buffers alone,
-            as
-        a batch norm's count of batches."""
+        """Name the one operator recorded since the marked call began, and put the mark on it.
+
+        Views, casts, and operators that read buffers alone (the count of batches of a batch norm) do not count: with
+        them in the call, the strategy applies to the operator's own inputs.
+        """
         if call in self.attached:
             return  # a further output of the same call
         self.attached.add(call)
@@ -444,7 +453,7 @@ class GraphReader(InPlaceReader):
                 legal="shard() on each operator by itself" + (": " + ", ".join(single)) * bool(single),
             )
         op, places = self.ops[inside[0]], self.places[inside[0]]
-        own = list(self.parameters)  # after its inputs a module's own weights, as it holds them
+        own = list(self.parameters)  # the weights of a module come after its inputs, in the order of the module
         given = [self.uncast.get(v.name, v).name for v in op.inputs]
         order = tuple(
             sorted(
@@ -453,7 +462,7 @@ class GraphReader(InPlaceReader):
             )
         )
         path = op.name
-        if name is not None:  # the first call has the bare name
+        if name is not None:  # the first call gets the bare name
             path = self.unique(name) if id(marked) in self.named else name
             self.named.add(id(marked))
         use = MarkUse(marked.in_strategy, marked.out_strategy, marked.source, order, marked.priority)
@@ -462,7 +471,7 @@ class GraphReader(InPlaceReader):
     def operator(self, node: torch.fx.Node, target: Any) -> None:
         written = [a for a in schema_of(target).arguments if a.alias_info is not None and a.alias_info.is_write]
         if not schema_of(target).returns and not written:
-            return  # a check of what export knows by now
+            return  # an assertion of export
         args, kwargs = pytree.tree_map(
             lambda a: self.leaf(self.cells[a]) if isinstance(a, torch.fx.Node) else a, (node.args, dict(node.kwargs))
         )
@@ -496,14 +505,14 @@ class GraphReader(InPlaceReader):
             )
             return
         cells = self.record(node, target, tuple(args), kwargs)
-        if target is not aten.lift_fresh_copy.default:  # a copy, whatever the fake tensors share
+        if target is not aten.lift_fresh_copy.default:  # a copy, though the fake tensors may share memory
             self.find_views(node, target, tuple(args), kwargs, cells)
         if _is_view(target) and node.args and node.args[0] in self.entries:
             self.entries[node] = self.entries[node.args[0]]
         self.cells[node] = cells[0] if isinstance(node.meta.get("val"), torch.Tensor) else cells
 
     def emit(self, target: Any, args: tuple, kwargs: dict) -> list[Value]:
-        """Append an operator that stands for a part of the node that is read; its outputs."""
+        """Append an operator that computes a part of the current node; its outputs."""
         metas = metas_made(target, args, kwargs)
         if metas is None:
             raise CaptureError(
@@ -523,12 +532,12 @@ class GraphReader(InPlaceReader):
         metas: list[torch.Tensor] | None = None,
         entered: bool = True,
     ) -> list[Cell]:
-        """Append an operator; its outputs' cells.
+        """Append an operator; the cells of its outputs.
 
         Args:
-            further: like these are outputs that the node does not have.
-            metas: like these are its outputs, where they are not those of the node.
-            entered: whether its inputs are those of the node.
+            further: values with the shapes and dtypes of outputs that the node does not have.
+            metas: tensors with the shapes and dtypes of the outputs, where they are not those of the node.
+            entered: True where the operator's inputs are those of the node.
         """
         metas = metas or tensors_of(node.meta.get("val"))
         shapes = [self.shape(m) if isinstance(m, torch.Tensor) else (m,) for m in metas]
@@ -584,13 +593,13 @@ class GraphReader(InPlaceReader):
 
 
 def _is_all(node: torch.fx.Node) -> bool:
-    """Whether a slice takes all of a dim, ``x[:]``."""
+    """True where a slice takes all of a dim, ``x[:]``."""
     start, end, step = (*node.args[2:], *(None, None, 1)[len(node.args) - 2 :])
     return start in (None, 0) and end in (None, sys.maxsize) and step == 1
 
 
 def _is_view(target: Any) -> bool:
-    """Whether what an operator returns may share memory with its input."""
+    """True where the result of an operator may share memory with its input."""
     if isinstance(target, Applied):
         return False
     returns = schema_of(target).returns
@@ -598,7 +607,7 @@ def _is_view(target: Any) -> bool:
 
 
 def _is_beside(target: Any) -> bool:
-    """Whether an operator belongs to how variables share memory: a view, or a write through one."""
+    """True for a view operator, and for a write through one."""
     return _is_view(target) or target in (
         aten.slice_scatter.default,
         aten.select_scatter.default,
@@ -608,7 +617,7 @@ def _is_beside(target: Any) -> bool:
 
 
 def _flowing(target: Any, args: tuple, kwargs: dict, count: int) -> tuple[bool, ...]:
-    """To which of its outputs a gradient of any input comes; to all, where it does not say."""
+    """For each output: True where a gradient of some input reaches it, and for all where the operator does not tell."""
     if count > 1 and len({v.requires_grad for v in values_in((args, kwargs))}) > 1:
         try:
             args, kwargs = map_values(
@@ -618,13 +627,13 @@ def _flowing(target: Any, args: tuple, kwargs: dict, count: int) -> tuple[bool, 
             with torch.enable_grad():
                 made = target(*args, **kwargs)
             return tuple(isinstance(m, torch.Tensor) and m.requires_grad for m in made)
-        except RuntimeError:  # it runs on tensors with values only
+        except RuntimeError:  # the operator runs on tensors with values only
             pass
     return (True,) * count
 
 
 def _without_dead(graph: Graph) -> Graph:
-    """Operators that nothing uses, and has no mark on, are gone."""
+    """The graph without operators that have neither a consumer nor a mark."""
     live = {v.name for v in values_in(graph.outputs)} | {v.name for v in graph.updates.values()}
     ops = []
     for op in reversed(graph.ops):

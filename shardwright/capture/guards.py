@@ -1,18 +1,17 @@
-"""Guards: the Python state that a captured program stands for, checked before each call.
+"""Guards: the Python state for which a captured program is valid, checked before each call.
 
-A captured program is right as long as its model reads what it read during the capture. Guards record, of one capture:
+A captured program is valid while its model reads the state that it read during the capture. Guards record, of one
+capture:
 
     structure   submodules, parameters and buffers of every module (identity), hooks, `training`, `requires_grad`
     reads       attributes of modules and of plain objects, class attributes, globals and closure cells (`observation`)
     contents    of lists, dicts and sets that were read
 
-A check compares all of it by identity, in loops that run in C: 30 to 60 us for a GPT of 12 layers. Only where an object
-    is
-another one are values compared: ``5.0`` in the place of an equal ``5.0`` is no change.
+A check compares all of it by identity, in loops that run in C: 30 to 60 us for a GPT of 12 layers. Values are compared
+only where an object is another one: ``5.0`` in place of an equal ``5.0`` is no change.
 
 Worked example: a forward reads ``self.beta``, which is ``2.0``. The guard is (``vars(net)``, ``"beta"``, the object
-    2.0). After
-``net.beta = 5.0`` the object is another one and the value is another one; `Guards.change` says "net.beta was 2.0 and is
+2.0). After ``net.beta = 5.0`` both the object and the value are others; `Guards.change` says "net.beta was 2.0 and is
 5.0".
 """
 
@@ -34,7 +33,7 @@ __all__ = ["CONTAINERS", "HOOKS", "MISSING", "TABLES", "GuardedPlace", "Guards",
 
 
 class _Missing:
-    """The value of a place that holds nothing."""
+    """The value of an empty place."""
 
     def __repr__(self) -> str:
         return "missing"
@@ -45,7 +44,7 @@ class _Missing:
 
 MISSING = _Missing()
 
-#: A module's dicts of its parts, and of its hooks that a captured program depends on.
+#: The dicts of a module that hold its parts, and the dicts of hooks on which a captured program depends.
 TABLES = ("_parameters", "_buffers", "_modules")
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -82,12 +81,12 @@ def is_simple(value: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class GuardedPlace:
-    """Where Python keeps a value.
+    """A place in which Python keeps a value.
 
     Args:
         owner: a dict (attributes, globals, a user's dict), a closure's cell, a class, or an object with slots.
-        key: of the dict, or the attribute's name.
-        path: how the user calls it: ``net.blocks.0.beta``.
+        key: the key of the dict, or the name of the attribute.
+        path: the user's name for the place: ``net.blocks.0.beta``.
     """
 
     owner: Any
@@ -96,14 +95,14 @@ class GuardedPlace:
 
     @property
     def identity(self) -> tuple[int, Any]:
-        """Equal for the same place."""
+        """A key that is equal for the same place."""
         return id(self.owner), self.key
 
     def get(self) -> Any:
-        """What is there; `MISSING`: nothing."""
+        """The value of the place; `MISSING` where it is empty."""
         owner = self.owner
         if isinstance(owner, dict):
-            return dict.get(owner, self.key, MISSING)  # whatever a class of the user's makes of it
+            return dict.get(owner, self.key, MISSING)  # not the `get` of a subclass of the user
         if isinstance(owner, types.CellType):
             try:
                 return owner.cell_contents
@@ -114,7 +113,7 @@ class GuardedPlace:
         return getattr(owner, self.key, MISSING)
 
     def set(self, value: Any) -> None:
-        """Put a value there; `MISSING`: take it away."""
+        """Set the value of the place; `MISSING` removes it."""
         owner = self.owner
         if isinstance(owner, dict):
             if value is MISSING:
@@ -133,7 +132,7 @@ class GuardedPlace:
 
 
 def contents(container: Any) -> tuple:
-    """What a container holds, as a tuple; of a dict keys and values."""
+    """The entries of a container, as a tuple; for a dict its keys, then its values."""
     return (*dict.keys(container), *dict.values(container)) if isinstance(container, dict) else tuple(container)
 
 
@@ -147,7 +146,7 @@ def _identical(a: Sequence[Any], b: Sequence[Any]) -> bool:
 
 
 def _same(old: Any, new: Any) -> bool:
-    """Whether a value in the place of another means the same to a program."""
+    """True where two values mean the same to a program."""
     if old is new:
         return True
     if type(old) is not type(new):
@@ -158,7 +157,7 @@ def _same(old: Any, new: Any) -> bool:
 
 
 def spelled(value: Any) -> str:
-    """A value in a message: what it is where it is simple, otherwise its kind."""
+    """The text of a value in a message: the value where it is simple, otherwise its kind."""
     if isinstance(value, nn.Module):
         return f"a {type(value).__name__}"
     if isinstance(value, torch.Tensor):
@@ -170,15 +169,15 @@ def spelled(value: Any) -> str:
 
 
 class Guards:
-    """What one captured program stands for.
+    """The Python state for which one captured program is valid.
+
+    `settle` records the values of the places; the constructor calls it.
 
     Args:
-        modules: the model's modules, and those of its loss, by path.
-        places: what the capture has read.
-        around: by the ``id`` of a module, which of its hooks run around the program, and are no part of it.
-        counters: identities of places whose number is another at each call.
-
-    `settle` records the values; until then nothing is compared.
+        modules: the modules of the model and of its loss, by path.
+        places: the places that the capture has read.
+        around: ``id`` of a module -> its kinds of hooks that run around the program, and are not part of it.
+        counters: identities of places whose number changes at each call.
     """
 
     def __init__(
@@ -195,7 +194,7 @@ class Guards:
         self.settle()
 
     def settle(self) -> None:
-        """Record what is there now."""
+        """Record the present values of all places."""
         own = [vars(module) for _, module in self._modules]
         tables, paths = [], []
         for (path, module), attributes in zip(self._modules, own):
@@ -251,7 +250,7 @@ class Guards:
         ]
 
     def _contain(self, value: Any, path: str, seen: set[int], found: dict[tuple[int, Any], GuardedPlace]) -> None:
-        """Guard the contents of a container: of a dict its keys, and its values as places of their own."""
+        """Guard the contents of a container: its entries, or the keys of a dict, with a place for each value."""
         if isinstance(value, tuple):
             held = value
         elif not isinstance(value, CONTAINERS) or id(value) in seen:
@@ -268,11 +267,11 @@ class Guards:
             self._contain(entry, path, seen, found)
 
     def hold(self) -> bool:
-        """Whether everything is as it was."""
+        """True where no guarded value has changed."""
         return not self._copied and (self._unchanged() or self.change() is None)
 
     def _unchanged(self) -> bool:
-        """Whether every object is the one that it was."""
+        """True where every guarded object is identical to the recorded one."""
         try:
             return (
                 all(map(is_, map(dict.get, self._dicts, self._names, repeat(MISSING)), self._values))
@@ -291,8 +290,10 @@ class Guards:
             return False
 
     def change(self) -> str | None:
-        """What has changed first, in words; None: nothing but objects in the place of equal ones, which are recorded
-        then."""
+        """The first change, in words; None where no value has changed.
+
+        Where None is returned, objects that replaced equal ones are recorded.
+        """
         for (path, kind), table, length in zip(self._paths, self._tables, self._lengths):
             if len(table) != length:
                 return f"{path} has {len(table)} {_KINDS[kind]} and had {length}"
@@ -330,7 +331,7 @@ class Guards:
         return None
 
     def parts_changed(self) -> bool:
-        """Whether the model has other parameters, buffers or submodules."""
+        """True where parameters, buffers or submodules of the model have been added, removed or replaced."""
         return (
             self._copied
             or list(map(len, self._tables)) != self._lengths
@@ -338,7 +339,7 @@ class Guards:
         )
 
     def only_mode_changed(self) -> bool:
-        """Whether nothing but `training` and `requires_grad` are others, which no line needs to tell."""
+        """True where nothing but `training` and `requires_grad` has changed, a change that needs no message."""
         values, trained = self._values, self._trained
         self._values = [
             place.get() if place.key == "training" else value for place, value in zip(self._dict_places, values)
@@ -350,7 +351,7 @@ class Guards:
             self._values, self._trained = values, trained
 
     def __deepcopy__(self, memo: dict) -> Guards:
-        """Guards of no model: those of a copy are made when the copy is captured."""
+        """Guards of no model: a copied model gets its guards when it is captured."""
         made = Guards((), ())
         made._copied = True
         return made

@@ -1,6 +1,6 @@
-"""Operators that write in place, while an exported program is read: what variables hold afterwards.
+"""The reader of the in-place operators of an exported program: each variable gets the value that it holds afterwards.
 
-How a write into a view becomes a program without writes is told in `mutation`.
+`mutation` turns a write into a view into a program without writes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["InPlaceReader", "metas_made", "tensors_of"]
 
 aten = torch.ops.aten
 
-#: What the model may not change in place -> what to write instead.
+#: Owner of a memory that the model must not change in place -> what the user writes instead.
 _UNCHANGEABLE = {
     "parameter": "a change outside of the model's forward",
     "constant": "a buffer, which register_buffer makes of it",
@@ -34,7 +34,7 @@ def tensors_of(made: Any) -> list[Any]:
 
 
 def metas_made(target: Any, args: tuple, kwargs: dict) -> list[torch.Tensor] | None:
-    """What an operator returns, without its elements; None where that takes elements."""
+    """The outputs of an operator as meta tensors; None where the operator needs elements."""
     args, kwargs = map_values((args, kwargs), lambda v: torch.empty(v.shape, dtype=v.dtype, device="meta"))
     try:
         return tensors_of(target(*args, **kwargs))
@@ -43,10 +43,10 @@ def metas_made(target: Any, args: tuple, kwargs: dict) -> list[torch.Tensor] | N
 
 
 class InPlaceReader:
-    """The part of `GraphReader` that reads operators which write in place; it has the attributes that are read here."""
+    """The part of `GraphReader` that reads in-place operators; `GraphReader` has the attributes that are read here."""
 
     def find_views(self, node: torch.fx.Node, target: Any, args: tuple, kwargs: dict, cells: list[Cell | None]) -> None:
-        """Outputs that share memory with an input become views of it."""
+        """Make each output that shares memory with an input a view of that input."""
         sources = [
             n
             for n in pytree.tree_leaves((node.args, dict(node.kwargs)))
@@ -70,7 +70,7 @@ class InPlaceReader:
                 cell.view = View(parent.memory, cell.view.value, parent, step)
 
     def in_place(self, node: torch.fx.Node, target: Any, written: list[str], args: tuple, kwargs: dict) -> None:
-        """``x.relu_()`` becomes a plain relu, and the variable x holds its result from here on."""
+        """Read ``x.relu_()`` as a plain relu; the variable x holds its result from here on."""
         given = dict(zip((a.name for a in schema_of(target).arguments), node.args)) | dict(node.kwargs)
         changed = [
             self.cells.get(n)
@@ -110,7 +110,7 @@ class InPlaceReader:
         self.cells[node] = changed[0] if isinstance(node.meta.get("val"), torch.Tensor) else changed
 
     def turn(self, node: torch.fx.Node, plain: Any, args: tuple, kwargs: dict) -> None:
-        """``x.t_()``: the variable sees its memory otherwise from here on."""
+        """Read ``x.t_()``: the variable views its memory with other dims from here on."""
         cell = self.cells[node.args[0]]
         before = cell.view
         value = self.record(node, plain, args, kwargs)[0].view.value
@@ -128,8 +128,10 @@ class InPlaceReader:
         return self.emit(aten.diagonal_scatter.default, (x, diagonal), {})[0]
 
     def store(self, node: torch.fx.Node, cell: Cell, value: Value) -> None:
-        """A variable holds another value from here on, in the memory that it shares: noted where this is a buffer's,
-        refused where it cannot be."""
+        """Give a variable another value, in the memory that the variable shares.
+
+        A write into a buffer is recorded as an update. A write into a parameter or a constant is refused.
+        """
         memory, old, where = cell.memory, self.read(cell), {"source": source_of(node) or None}
         if memory.owner in _UNCHANGEABLE:
             raise CaptureError(
@@ -153,7 +155,7 @@ class InPlaceReader:
     def running_statistics(
         self, node: torch.fx.Node, target: Any, named: dict[str, Any], nodes: dict[str, Any]
     ) -> None:
-        """A normalisation that changes its running statistics: `target` returns them."""
+        """Read a normalisation that updates its running statistics: `target` returns the new statistics as outputs."""
         if target is batch_norm:
             path = module_path(node, self.prefix)
             count = f"{path}.num_batches_tracked" if path else "num_batches_tracked"

@@ -1,8 +1,8 @@
-"""Parameters that are each rank's own slice, as a user makes them for ``hybrid_parallel``.
+"""Rank-local parameters for ``hybrid_parallel``: each rank holds its own slice, created by the user.
 
-In processes such a parameter is this rank's slice and nothing else. Where all devices are in one process it holds the
-slices
-of all ranks, stacked: it is built by a function of the rank, which serves both.
+With one process per rank, the parameter holds the slice of that rank alone. With all devices in one process, the
+parameter holds the slices of all ranks, stacked in a leading dim. A function of the rank creates the parameter in
+both cases.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ _ATTRIBUTE, _STACKED = "layerwise_parallel", "_shardwright_stacked"
 
 
 def layerwise_parallel(given: nn.Parameter | Callable[[int], torch.Tensor]) -> nn.Parameter:
-    """A parameter that is each rank's own slice: in ``hybrid_parallel`` its gradient is not summed over ranks, and it
-    is not broadcast. The same as ``parameter.layerwise_parallel = True``, which a deep copy of the parameter does not
-    keep.
+    """Mark a parameter as rank-local: not broadcast, its gradient not summed over ranks (``hybrid_parallel``).
+
+    The same as ``parameter.layerwise_parallel = True``, an attribute that a deep copy of the parameter does not keep.
 
     Args:
-        given: this rank's parameter; or a function of the rank that returns its slice, of one shape on all ranks. Where
-            all
-            devices are in one process only the function tells the slices of all: the parameter then holds them stacked.
+        given: the parameter of this rank; or a function of the rank that returns its slice, of one shape on all ranks.
+            With all devices in one process only the function gives the slices of all ranks, and the parameter holds
+            them stacked.
 
     Returns:
         The parameter.
 
     Raises:
-        SettingError: neither.
+        SettingError: `given` is neither a parameter nor a function.
     """
     if isinstance(given, nn.Parameter):
         parameter = given
@@ -46,7 +46,7 @@ def layerwise_parallel(given: nn.Parameter | Callable[[int], torch.Tensor]) -> n
             legal="an nn.Parameter, or a function: rank -> this rank's slice",
         )
     else:
-        from ..process import current  # above this room; a user's call, not an import of ours
+        from ..process import current  # noqa: PLC0415  only a user's call needs the process runtime
 
         runtime = current()
         if runtime.processes or runtime.devices is None:
@@ -59,25 +59,25 @@ def layerwise_parallel(given: nn.Parameter | Callable[[int], torch.Tensor]) -> n
 
 
 def is_own(parameter: torch.Tensor) -> bool:
-    """Whether a parameter is marked as each rank's own slice."""
+    """True where a parameter is marked as rank-local."""
     return bool(getattr(parameter, _ATTRIBUTE, False))
 
 
 def stacked(parameter: torch.Tensor) -> int | None:
-    """How many ranks' slices a parameter holds; None: one, without a dim for them."""
+    """The number of ranks whose slices a parameter stacks; None: one slice, without a leading dim."""
     return getattr(parameter, _STACKED, None)
 
 
 def own_parameters(holder: nn.Module) -> frozenset[str]:
-    """The names of the parameters that are each rank's own slice."""
+    """The names of the rank-local parameters."""
     return frozenset(name for name, parameter in holder.named_parameters() if is_own(parameter))
 
 
 def check_mode(holder: nn.Module, parallel_mode: str) -> None:
-    """See that no parameter is a rank's own slice under a mode that knows only whole ones.
+    """Refuse rank-local parameters under a mode that knows whole parameters only.
 
     Raises:
-        SettingError: with its name.
+        SettingError: with the name of the first rank-local parameter.
     """
     names = sorted(own_parameters(holder))
     if names and parallel_mode != "hybrid_parallel":
@@ -89,10 +89,10 @@ def check_mode(holder: nn.Module, parallel_mode: str) -> None:
 
 
 def check_held(holder: nn.Module, devices: int, processes: bool) -> None:
-    """See that one process holds all ranks' slices of each such parameter, and each of several its own.
+    """Check that a single process holds the slices of all ranks, and each of several processes its own slice.
 
     Raises:
-        SettingError: a parameter of which that is not so.
+        SettingError: a rank-local parameter that holds another number of slices.
     """
     for name, parameter in holder.named_parameters():
         held = stacked(parameter)
@@ -106,7 +106,7 @@ def check_held(holder: nn.Module, devices: int, processes: bool) -> None:
 
 @contextlib.contextmanager
 def one_slice(holder: nn.Module) -> Iterator[None]:
-    """While active, a parameter that holds the slices of several ranks has the shape of one; for a capture."""
+    """Give each stacked parameter the shape of one slice, while a capture is under way."""
     saved: list[tuple[dict[str, Any], str, nn.Parameter]] = []
     made: dict[int, nn.Parameter] = {}
     for module in holder.modules():

@@ -1,11 +1,12 @@
-"""Functions that keep their results (`functools.lru_cache`, `functools.cache`), while a model is captured.
+"""Functions that cache their results (`functools.lru_cache`, `functools.cache`), while a model is captured.
 
-Such a function computes a table of positions, say, when it is first called, and gives the same tensor ever after. A
-capture runs
-the forward on tensors without values, which the function would keep: the plain model would get them later.
+Such a function computes a table of positions, say, at its first call, and returns the same tensor at every later
+call. A capture runs the forward on tensors without values. The function would cache such a tensor, and the plain
+model would receive it later.
 
-So a stand-in takes its place for the time of a capture. The stand-in lets the function compute for real, outside of the
-capture: the function keeps what one device would keep, and the program has that tensor as a constant.
+A stand-in therefore replaces the function during a capture. The stand-in runs the function on real tensors, outside
+of the capture: the function caches the result that one device would cache, and the program holds that tensor as a
+constant.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ __all__ = ["computed_for_real"]
 _KEEPS = type(functools.lru_cache(len))
 _LEGAL = "a function without functools.lru_cache, or one of numbers alone"
 
-#: Types of most of what a file or a class holds besides functions, classes and modules: nothing is to be found there.
+#: Types of values that hold no function: most entries of a file or a class.
 _PLAIN = frozenset(
     {
         type(None),
@@ -51,12 +52,12 @@ _PLAIN = frozenset(
     }
 )
 
-#: How deep closures are followed.
+#: Depth to which closures are followed.
 _DEPTH = 3
 
 
 class _StandIn:
-    """Called in the place of a function that keeps its results."""
+    """A callable in place of a function that caches its results."""
 
     def __init__(self, function: Any) -> None:
         functools.update_wrapper(self, function)
@@ -96,12 +97,13 @@ class _StandIn:
 
 @contextlib.contextmanager
 def computed_for_real(modules: list[tuple[str, nn.Module]], functions: list[Any]) -> Iterator[None]:
-    """While active, stand-ins take the places of functions that keep their results: those in the files of the model's
-    classes and functions and in the files from which these have anything, in classes and closures, and in attributes of
-    the model.
+    """Put stand-ins in place of the functions that cache their results, while the context is active.
+
+    Such functions are looked for in the files of the model's classes and functions, in the files from which these files
+    import, in classes and closures, and in attributes of the model.
 
     Args:
-        modules: of the model and its loss.
+        modules: the modules of the model and its loss, by path.
         functions: the loss, where it is a function.
     """
     put: list[tuple[GuardedPlace, Any]] = []
@@ -124,7 +126,7 @@ def computed_for_real(modules: list[tuple[str, nn.Module]], functions: list[Any]
 
 
 def _places(modules: list[tuple[str, nn.Module]], functions: list[Any]) -> Iterator[GuardedPlace]:
-    """Where functions of the model that keep their results are held."""
+    """The places that hold functions of the model that cache their results."""
     classes = dict.fromkeys(
         cls for _, m in modules for cls in type(m).__mro__ if _users_module(cls.__module__) is not None
     )
@@ -137,7 +139,7 @@ def _places(modules: list[tuple[str, nn.Module]], functions: list[Any]) -> Itera
     ]
     files = {id(module) for module in waiting}
     seen: set[int] = set()
-    known: dict[Any, types.ModuleType | None] = {}  # thousands of values are of a few hundred files
+    known: dict[Any, types.ModuleType | None] = {}  # thousands of values come from a few hundred files
     while waiting:
         held = vars(waiting.pop())
         for key, value in list(held.items()):
@@ -184,7 +186,7 @@ def _places(modules: list[tuple[str, nn.Module]], functions: list[Any]) -> Itera
 
 
 def _keeps(value: Any) -> bool:
-    """True for a function of the user's that keeps its results."""
+    """True for a function of the user that caches its results."""
     if isinstance(value, (staticmethod, classmethod)):
         value = value.__func__
     if type(value) is not _KEEPS:
@@ -206,12 +208,12 @@ def _cells(function: Any, seen: set[int], depth: int) -> Iterator[GuardedPlace]:
             yield from _cells(value, seen, depth + 1)
 
 
-#: Packages whose functions are no part of a model, but of what runs beneath it or tests it.
+#: Packages whose functions are not part of a model: the libraries beneath it, and test tools.
 _BENEATH = frozenset({"torch", "numpy", "sympy", "scipy", "shardwright", "pandas", "pytest", "_pytest", "hypothesis"})
 
 
 def _users_module(name: str | None) -> types.ModuleType | None:
-    """A module of the user's, or of a library of models, by its name."""
+    """The Python module of that name, where it belongs to the user or to a library of models; None otherwise."""
     if not name or name.split(".")[0] in _BENEATH:
         return None
     module = sys.modules.get(name)

@@ -1,9 +1,11 @@
-"""Hooks of modules at the borders of a model: they run at each call, around the captured program, on real tensors.
+"""Module hooks at the borders of a model: hooks that run at each call, around the captured program, on real tensors.
 
-net's forward-pre hooks    around, with the inputs of the call
-net's forward hooks        around, with its outputs; inside where the model has a `loss_fn`, which follows them
-hooks of all modules       (`register_module_forward_hook` and its like) once around, as net's; inside for each submodule
-hooks of submodules        inside: captured as a part of the program
+net's forward-pre hooks    around the program, with the inputs of the call
+net's forward hooks        around the program, with its outputs; inside it where the model has a `loss_fn`, which
+                           follows the hooks
+hooks of all modules       (`register_module_forward_hook` and its like) once around the program, as hooks of net;
+                           inside it for each submodule
+hooks of submodules        inside the program: captured as a part of it
 """
 
 from __future__ import annotations
@@ -22,12 +24,12 @@ __all__ = ["has_global_hooks", "hooked", "outermost_left_out"]
 
 
 def has_global_hooks() -> bool:
-    """Whether there are forward hooks of all modules."""
+    """True where the user has registered forward hooks for all modules."""
     return bool(_users(hooks_of_all_modules().forward_pre) or hooks_of_all_modules().forward)
 
 
 def _users(hooks: Mapping[int, Callable[..., Any]]) -> list[tuple[int, Callable[..., Any]]]:
-    """The hooks of all modules that are the user's: ours looks at calls of modules whose parameters are slices."""
+    """The user's hooks for all modules; Shardwright's own hook, for modules with sliced parameters, is left out."""
     return [(number, hook) for number, hook in hooks.items() if not getattr(hook, "of_shardwright", False)]
 
 
@@ -42,13 +44,18 @@ def hooked(
     everyones: bool = False,
     target: bool = False,
 ) -> Any:
-    """Call `run` as `net`, between hooks.
+    """Call `run` in place of `net`, between the hooks of `net`.
 
     Args:
-        forward: whether forward hooks run too, which need the outputs of `net`.
-        own: with the hooks of `net`.
-        everyones: with those of all modules.
-        target: whether the last positional argument is the loss's, which hooks do not see.
+        net: the module whose hooks run.
+        run: the captured program, called with the arguments of the call.
+        forward: run forward hooks too, which need the outputs of `net`.
+        own: run the hooks of `net`.
+        everyones: run the hooks of all modules.
+        target: the last positional argument is the target of the loss, which hooks do not see.
+
+    Returns:
+        The outputs of `run`, as changed by the hooks.
     """
     args, rest = (args[:-1], args[-1:]) if target else (args, ())
     before = _users(hooks_of_all_modules().forward_pre) if everyones else []
@@ -78,12 +85,14 @@ def hooked(
 
 @contextlib.contextmanager
 def outermost_left_out(net: nn.Module, root: nn.Module, forward: bool, around: bool) -> Iterator[None]:
-    """While active, hooks that run around the program do not run inside.
+    """Keep hooks that run around the program from running inside it, while the context is active.
 
     Args:
-        root: the module that is exported: `net`, or `net` and its loss.
-        forward: whether forward hooks of `net` run around too.
-        around: whether any do; otherwise hooks of all modules leave out `root` alone where it is not the user's.
+        net: the user's model.
+        root: the exported module: `net`, or `net` and its loss.
+        forward: forward hooks of `net` run around the program too.
+        around: True where any hooks run around the program. False: only the hooks of all modules are changed; they skip
+            `root` where `root` is not the user's module.
     """
     kept: list[tuple[OrderedDict, OrderedDict]] = []
     for table in (hooks_of(net).forward_pre, hooks_of(net).forward) if forward else (hooks_of(net).forward_pre,):
@@ -105,7 +114,7 @@ def outermost_left_out(net: nn.Module, root: nn.Module, forward: bool, around: b
 
 
 def _but_for(left_out: nn.Module | None, hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook that leaves out a module, and those that torch puts around the model to export it."""
+    """A hook that skips the module `left_out` and the modules that torch puts around the model for the export."""
 
     def call(module: nn.Module, *args: Any) -> Any:
         if module is left_out or type(module).__module__.startswith(("torch._", "torch.export", "torch.fx")):

@@ -1,12 +1,12 @@
-"""Writes into tensors, as a program without any: each variable of the model's code is a view of some memory.
+"""Writes into tensors, rewritten as a program without writes: each variable of the model is a view of some memory.
 
-    y = x.new_empty(4, 8)            memory M, y sees all of it
-    row = y[0]                       row sees M through select(0, 0)
+    y = x.new_empty(4, 8)            memory M, y views all of it
+    row = y[0]                       row views M through select(0, 0)
     row.add_(1)                      M' = select_scatter(M, row + 1, 0, 0); row is row + 1
     y * 2                            y was written through row: it is M'
 
-A write computes the new value of the view, and carries it back through the inverse of each view operator into the whole
-memory. Other views of that memory are computed again from it when they are read next.
+A write computes the new value of the view, and carries it back through the inverse of each view operator into the
+whole memory. Other views of that memory are recomputed from the memory at their next read.
 """
 
 from __future__ import annotations
@@ -42,30 +42,30 @@ _COUNT = itertools.count()
 
 
 def serial() -> int:
-    """A number above those of all variables and memories that there are."""
+    """A number above those of all existing variables and memories."""
     return next(_COUNT)
 
 
-#: Records an operator in place of the one that is read, and returns its outputs: ``emit(target, args, kwargs)``.
+#: Record an operator in place of the one that is read, and return its outputs: ``emit(target, args, kwargs)``.
 Emit = Callable[[Any, tuple, dict[str, Any]], Sequence[Value]]
 
 
-# -- variables and what they see ---------------------------------------------------------------------------------------
+# -- variables and their views -----------------------------------------------------------------------------------------
 
 
 class Memory:
     """Elements that variables share.
 
     Args:
-        value: what the memory holds at the place of the program that is read.
-        owner: whose memory it is: "parameter", "buffer", "input" or "constant"; "" where the program made it.
-        name: the owner's name.
+        value: the content of the memory at the current point of the program.
+        owner: "parameter", "buffer", "input" or "constant"; "" for a memory that the program created.
+        name: the name of the owner.
     """
 
     def __init__(self, value: Value, owner: str = "", name: str = "") -> None:
         self.owner, self.name = owner, name
         self.whole = View(self, value)
-        self.version = 0  # how often it was written
+        self.version = 0  # number of writes
         self.number = serial()
 
 
@@ -74,11 +74,11 @@ class ViewStep:
     """One view operator.
 
     Args:
-        target, args, kwargs: as recorded; `seen` stands among the arguments for the tensor that is viewed.
-        seen: that value.
-        output: which output of the operator the view is.
-        sizes: of an operator with several outputs, their shapes.
-        same: whether the view has the elements of what is viewed, in the same dims.
+        target, args, kwargs: the operator as recorded; `seen` is its argument for the viewed tensor.
+        seen: the value of the viewed tensor.
+        output: index of the output that is the view.
+        sizes: the shapes of all outputs, where the operator has several.
+        same: True where the view has the elements of the viewed tensor, in the same dims.
     """
 
     target: Any
@@ -94,9 +94,10 @@ class View:
     """Elements of a memory, seen through view operators.
 
     Args:
-        value: what is seen now.
-        parent: the view that this one was taken of; None: the whole memory.
-        step: how it was taken.
+        memory: the memory.
+        value: the current value of the view.
+        parent: the view from which this view was taken; None: the view is the whole memory.
+        step: the view operator between `parent` and this view.
     """
 
     def __init__(self, memory: Memory, value: Value, parent: View | None = None, step: ViewStep | None = None) -> None:
@@ -117,7 +118,7 @@ class Cell:
 
 
 class Writer:
-    """Reads and writes variables.
+    """Read and write variables.
 
     Args:
         emit: records an operator.
@@ -127,7 +128,7 @@ class Writer:
         self.emit = emit
 
     def read(self, view: View) -> Value:
-        """What a view sees now; where its memory was written since it was last read, view operators are recorded."""
+        """The current value of a view; view operators are recorded where the memory was written since the last read."""
         if view.version != view.memory.version and view.parent is not None:
             step, seen = view.step, self.read(view.parent)
             args, kwargs = map_values((step.args, step.kwargs), lambda v: seen if v is step.seen else v)
@@ -136,10 +137,10 @@ class Writer:
         return view.value
 
     def write(self, view: View, value: Value) -> None:
-        """A view sees `value` from here on, and so does whatever shares its memory.
+        """Set the value of a view, and of every view that shares its memory.
 
         Raises:
-            CaptureError: a view through which nothing can be carried back.
+            CaptureError: a view operator without an inverse.
         """
         changed: list[tuple[View, Value]] = [(view, value)]
         while view.parent is not None:
@@ -157,11 +158,15 @@ class Writer:
         return self.emit(aten.detach.default, (value,), {})[0] if value.requires_grad else value
 
     def inverse(self, step: ViewStep, whole: Value, part: Value) -> Value:
-        """What was viewed, after a view of it was written.
+        """The value of the viewed tensor after a write to a view of it.
 
         Args:
-            whole: what is viewed, before the write.
-            part: the view, after it.
+            step: the view operator.
+            whole: the viewed tensor before the write.
+            part: the view after the write.
+
+        Raises:
+            CaptureError: the view operator has no inverse.
         """
         kind = step.target.overloadpacket.__name__
         if kind == "detach":
@@ -189,9 +194,9 @@ def _reshaped(step: ViewStep, whole: Value, part: Value) -> tuple:
 
 
 def _permuted(step: ViewStep, whole: Value, part: Value) -> tuple | None:
-    """Which dim went where is read from the strides that the operator gives a tensor of dims of size 2."""
+    """Undo a permutation; the order of the dims is read from the strides of a probe with dims of size 2."""
     if whole.dtype.is_complex and step.target.overloadpacket.__name__ in ("mH", "matrix_H", "adjoint"):
-        return None  # conjugated too
+        return None  # these conjugate as well
     probe = torch.empty((2,) * len(whole.shape), device="meta")
     args, kwargs = map_values((step.args, step.kwargs), lambda _: probe)
     order = sorted(step.target(*args, **kwargs).stride(), reverse=True)
@@ -238,7 +243,7 @@ def _narrowed(step: ViewStep, whole: Value, part: Value) -> tuple | None:
 
 
 def _parted(step: ViewStep, whole: Value, part: Value) -> tuple:
-    """One of the parts of a dim."""
+    """Write one of the parts of a dim."""
     kind = step.target.overloadpacket.__name__
     dim = (
         {"v": 0, "h": min(1, len(whole.shape) - 1), "d": 2}[kind[0]]
@@ -298,13 +303,15 @@ _INVERSES: dict[str, Callable[[ViewStep, Value, Value], tuple | None]] = {
 
 # -- operators that write ----------------------------------------------------------------------------------------------
 
-#: Plain forms that have another name.
+#: In-place operators whose plain form has another name.
 _FUNCTIONAL = {aten.normal_.default: aten.normal_functional.default, aten.bernoulli_.float: aten.bernoulli.p}
 
 
 def plain_form(target: Any) -> Any | None:
-    """The operator that returns what another one writes: ``aten.relu_.default`` -> ``aten.relu.default``,
-    ``aten.add.out`` -> ``aten.add.Tensor``; None where there is none."""
+    """The operator that returns the result that `target` writes in place; None where there is none.
+
+    ``aten.relu_.default`` -> ``aten.relu.default``, ``aten.add.out`` -> ``aten.add.Tensor``.
+    """
     if target in _FUNCTIONAL:
         return _FUNCTIONAL[target]
     namespace, name = schema_of(target).name.split("::")
@@ -338,13 +345,15 @@ def _is_written(argument: Any) -> bool:
 
 
 def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of a capture are views of one memory."""
+    """True where two tensors of a capture are views of one memory."""
     return storage_id(a.untyped_storage()) == storage_id(b.untyped_storage())
 
 
 def is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """True where two tensors that share memory are the same elements in the same dims; where sizes are symbols, at all
-    sizes."""
+    """True where two tensors that share memory are the same elements in the same dims.
+
+    Where sizes are symbols, this holds at all sizes.
+    """
 
     def place(t: torch.Tensor) -> tuple:
         numbers = [formula_of(n) for n in (*t.shape, *t.stride(), t.storage_offset())]
@@ -354,8 +363,7 @@ def is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def gives_back(target: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether an operator returns its input itself, though the tensors of a capture do not show it: a dropout that
-    drops nothing."""
+    """True where an operator returns its input although the capture does not show it: a dropout of nothing."""
     if target not in (
         aten.dropout.default,
         aten.feature_dropout.default,

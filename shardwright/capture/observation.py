@@ -1,16 +1,12 @@
-"""Observation: what Python state a forward reads and writes while it is captured.
+"""Observation: the Python state that a forward reads and writes while it is captured.
 
-Reads of attributes are seen where they happen: `nn.Module` and the classes of plain objects that a model holds get
-    another
-``__getattribute__`` for the time of the capture, which notes reads by the user's code and by torch's own layers.
-Globals and
-closure cells cannot be watched: those that the bytecode of a forward, a hook, the loss, or of user functions that they
-    name
-refers to count as read.
+Reads of attributes are recorded where they happen. During the capture, `nn.Module` and the classes of the model's plain
+objects have another ``__getattribute__``, which records reads by the user's code and by torch's own layers. Reads of
+globals and closure cells cannot be observed: every global and cell in the bytecode of a forward, a hook, the loss, or
+of a user function that these name, counts as read.
 
-Writes are found by comparison: everything that a forward can reach is copied (one level, and the contents of lists,
-    dicts and
-sets) when it is first seen, and compared after the forward. Everything is put back at the end.
+Writes are found by comparison. All state in reach of the forward is copied (one level, and the contents of lists, dicts
+and sets) when it is first seen, and compared after the forward. At the end all state is restored.
 """
 
 from __future__ import annotations
@@ -34,12 +30,12 @@ from .source_lines import is_users
 
 __all__ = ["Change", "Observation", "user_function"]
 
-#: Attributes that every module has; guards look at them apart.
+#: Attributes that every module has; guards check them separately.
 _STANDARD = frozenset(vars(nn.Module()))
 _LAYERS = torch.nn.__file__.rsplit("/", 1)[0] + "/"
 _MODULE_FILE = nn.modules.module.__file__
 _HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8
-#: How deep user functions are followed from the forward that names them.
+#: Depth to which user functions are followed from the forward that names them.
 _DEPTH = 4
 
 
@@ -49,7 +45,7 @@ class Change:
 
     Args:
         place: its owner is the container itself where a list or a set was changed, and its key None.
-        old, new: the values; of a list or a set the contents.
+        old, new: the values; the contents of a list or a set.
     """
 
     place: GuardedPlace
@@ -57,7 +53,7 @@ class Change:
     new: Any
 
     def watch(self) -> Callable[[], bool]:
-        """From now on, what tells whether the place has changed."""
+        """A function that returns True once the place has changed, from this call on."""
         owner, place = self.place.owner, self.place
         if place.key is None and isinstance(owner, CONTAINERS):
             held = tuple(owner)
@@ -68,7 +64,7 @@ class Change:
 
 @dataclass
 class _Kept:
-    """A dict or container, with what it held before the export, and when the forward began."""
+    """A dict or container, with its contents before the export, and at the beginning of the forward."""
 
     owner: Any
     before: Any
@@ -77,26 +73,28 @@ class _Kept:
 
 
 class Observation:
-    """One capture's reads and writes, as a context.
+    """The reads and writes of one capture, as a context.
 
     Args:
         modules: the model's modules and those of its loss, by path.
-        functions: where the user's code begins, besides the modules' forwards: the loss, if it is a function.
+        functions: entry points of the user's code besides the modules' forwards: the loss, if it is a function.
 
     Attributes:
         reads: the places that were read, by identity.
-        written: identities of the attributes that were assigned.
+        written: the places of the attributes that were assigned, by identity.
     """
 
     def __init__(self, modules: list[tuple[str, nn.Module]], functions: list[tuple[str, Any]]) -> None:
         self.reads: dict[tuple[int, Any], GuardedPlace] = {}
         self.written: dict[tuple[int, Any], GuardedPlace] = {}
         self._modules, self._functions = list(modules), functions
-        self._paths: dict[int, str] = {}  # of the dicts of attributes
+        self._paths: dict[int, str] = {}  # id of a dict of attributes -> the path of its object
         self._spaces: list[_Kept] = []  # dicts of attributes, of parameters, buffers and submodules
         self._held: dict[int, _Kept] = {}  # containers
         self._places: dict[tuple[int, Any], tuple[GuardedPlace, Any]] = {}
-        self._replaced: dict[tuple[int, Any], Any] = {}  # numbers in whose place others stand
+        self._replaced: dict[
+            tuple[int, Any], Any
+        ] = {}  # identity of a place -> its number, while a counter replaces it
         self._generators: dict[int, tuple[Any, Any, str]] = {}
         self._relevant: dict[types.CodeType, bool] = {}
         self._scanned: set[int] = set()
@@ -104,11 +102,11 @@ class Observation:
         self._classes: set[type] = set()
         self._seen: set[int] = set()
         self._on = False
-        self._own: set[tuple[int, Any]] = set()  # attributes that torch's layers have assigned for themselves
+        self._own: set[tuple[int, Any]] = set()  # attributes that torch's layers assign to themselves
 
     @property
     def modules(self) -> list[tuple[str, nn.Module]]:
-        """All modules that the forward uses, those outside of the model too."""
+        """All modules that the forward uses, including modules outside of the model."""
         return self._modules
 
     def __enter__(self) -> Observation:
@@ -135,10 +133,10 @@ class Observation:
         return self
 
     def begin(self, numbers: Mapping[GuardedPlace, Any]) -> None:
-        """The forward begins.
+        """Start recording: the forward begins.
 
         Args:
-            numbers: by place, what stands there during this forward.
+            numbers: place -> its value during this forward.
         """
         for place, value in numbers.items():
             self._replaced[place.identity] = place.get()
@@ -173,7 +171,7 @@ class Observation:
     # -- reads --
 
     def _watch(self, cls: type) -> None:
-        """Note what is read and assigned on a class's objects."""
+        """Record the reads and assignments of attributes on objects of a class."""
         read, assigned = cls.__getattribute__, cls.__setattr__
         relevant, note, wrote = self._relevant, self._read, self._wrote
 
@@ -215,7 +213,7 @@ class Observation:
         if key in self.reads or key in self.written:
             return
         path = self._paths.get(id(attributes))
-        if path is None:  # made by the forward, or handed to it
+        if path is None:  # the object was created by the forward, or passed to it
             return
         if name == "__dict__":
             for each in [*attributes]:
@@ -242,16 +240,16 @@ class Observation:
     def _wrote(self, obj: Any, name: str, by_torch: bool) -> None:
         attributes = getattr(obj, "__dict__", None)
         path = self._paths.get(id(attributes)) if self._on else None
-        if path is None:  # the forward has made the object
+        if path is None:  # the object was created by the forward
             return
-        if by_torch:  # such as the list of its weights that an LSTM keeps
+        if by_torch:  # such as the list of weights in an LSTM
             self._own.add((id(attributes), name))
         else:
             self._own.discard((id(attributes), name))
             self.written.setdefault((id(attributes), name), GuardedPlace(attributes, name, f"{path}.{name}"))
 
     def _note(self, place: GuardedPlace, scan: bool = True) -> None:
-        """A place has been read."""
+        """Record a read of a place."""
         if place.identity in self.reads:
             return
         self.reads[place.identity] = place
@@ -262,7 +260,7 @@ class Observation:
             self._found(value, place.path)
 
     def _found(self, value: Any, path: str) -> None:
-        """A value that the forward can reach: what can be changed in it is watched, functions are looked into."""
+        """Watch a value in reach of the forward: its mutable contents are compared later, functions are followed."""
         if isinstance(value, (torch.Tensor, types.ModuleType)) or value is MISSING:
             return
         if (isinstance(value, tuple) and not is_simple(value)) or isinstance(value, CONTAINERS):
@@ -288,7 +286,7 @@ class Observation:
             return
         self._seen.add(id(value))
         if isinstance(value, nn.Module):
-            if id(vars(value)) not in self._paths:  # not a part of the model
+            if id(vars(value)) not in self._paths:  # a module outside of the model
                 for inner, module in value.named_modules():
                     self._modules.append((f"{path}.{inner}" if inner else path, module))
                     self._space(vars(module), f"{path}.{inner}" if inner else path)
@@ -308,7 +306,9 @@ class Observation:
             call = getattr(cls, "__call__", None)  # noqa: B004  looked at, not only asked for
             if isinstance(call, types.FunctionType):
                 self._scan(call, 0)
-        elif isinstance(value, types.SimpleNamespace):  # which cannot be watched: all of it counts as read
+        elif isinstance(
+            value, types.SimpleNamespace
+        ):  # a namespace cannot be watched: all its attributes count as read
             self._space(attributes, path)
             for name in attributes:
                 self._note(GuardedPlace(attributes, name, f"{path}.{name}"))
@@ -316,7 +316,7 @@ class Observation:
     # -- globals and closures --
 
     def _scan(self, function: Any, depth: int) -> None:
-        """The globals and cells that a function's code refers to count as read."""
+        """Count the globals and cells in a function's code as read."""
         function = user_function(function)
         if function is None or id(function) in self._scanned or depth > _DEPTH:
             return
@@ -363,7 +363,7 @@ class Observation:
         value = place.get()
         inner = user_function(value) if isinstance(value, (types.FunctionType, functools.partial)) else None
         if (isinstance(value, types.FunctionType) and inner is None) or isinstance(value, types.BuiltinFunctionType):
-            return  # a library's own: nobody puts another in its place
+            return  # a function of a library: never replaced
         if isinstance(value, type) and not _is_users_class(value):
             return
         if isinstance(value, type):
@@ -373,7 +373,7 @@ class Observation:
             self._scan(inner, depth + 1)
 
     def _class_containers(self, cls: type) -> None:
-        """Watch the lists and dicts of a class of the user's."""
+        """Watch the lists and dicts of a class of the user."""
         if id(cls) not in self._scanned and _is_users_class(cls):
             self._scanned.add(id(cls))
             for name, value in list(vars(cls).items()):
@@ -394,7 +394,7 @@ class Observation:
                 self._found(value, f"{path}.{name}")
 
     def changes(self) -> Iterator[Change]:
-        """What the forward has changed, as it is now."""
+        """The changes by the forward, compared with the present state."""
         self._on = False
         for kept in self._spaces:
             space, before, path = kept.owner, kept.begun, kept.path
@@ -424,14 +424,17 @@ class Observation:
                 yield Change(GuardedPlace(held, None, path), tuple(before), tuple(held))
 
     def draws(self) -> tuple[str, Callable[[], Callable[[], bool]]] | None:
-        """A generator of random numbers, not torch's, that the forward has drawn from, and what watches it."""
+        """A random number generator from which the forward has drawn, and a function that starts to watch it.
+
+        Generators of torch are not looked at. None where the forward has drawn from none.
+        """
         for generator, before, path in self._generators.values():
             if not _equal_states(_random_state(generator), before):
                 return path, functools.partial(_watch_draws, generator)
         return None
 
     def restore(self) -> None:
-        """Put everything back as the forward has found it."""
+        """Restore the state from before the forward."""
         for kept in (*self._spaces, *self._held.values()):
             _refill(kept.owner, kept.begun)
         for place, old in self._places.values():
@@ -475,7 +478,7 @@ def _is_users_class(cls: type) -> bool:
 
 
 def user_function(value: Any) -> types.FunctionType | None:
-    """The user's own function behind a method, a partial or a wrapper of torch's; None: it is a library's."""
+    """The user's own function behind a method, a partial or a wrapper of torch; None for a function of a library."""
     while True:
         if isinstance(value, functools.partial):
             value = value.func
@@ -496,7 +499,7 @@ def user_function(value: Any) -> types.FunctionType | None:
 
 @functools.lru_cache(maxsize=4096)
 def _uses(code: types.CodeType) -> tuple[tuple[bool, str, tuple[str, ...]], ...]:
-    """(whether it is a cell, its name, the attributes that are read of it in a chain) of all that a code refers to."""
+    """All names that a code object refers to: (True for a cell, the name, the chain of attributes read from it)."""
     found: dict[tuple[bool, str, tuple[str, ...]], None] = {}
     for each in code.co_consts:
         if isinstance(each, types.CodeType):
@@ -520,7 +523,7 @@ def _uses(code: types.CodeType) -> tuple[tuple[bool, str, tuple[str, ...]], ...]
 
 
 def _refill(held: Any, before: Any) -> None:
-    """Give a container its contents back."""
+    """Restore the contents of a container."""
     if isinstance(held, dict):
         if list(dict.keys(held)) != list(before):
             dict.clear(held)
@@ -535,7 +538,7 @@ def _refill(held: Any, before: Any) -> None:
         held.extend(before)
 
 
-# -- generators of random numbers that are not torch's --
+# -- random number generators outside of torch --
 
 
 def _generators(observation: Observation) -> None:

@@ -1,17 +1,24 @@
-"""A user's own `torch.autograd.Function`, kept whole: one operator that calls it, forward and backward, as it stands.
+"""Regions of a model that a capture keeps together: autograd functions, recompute regions and vmap regions.
 
-While a model is captured, a call of ``apply`` leaves one node. Later each rank calls ``apply`` itself, so all of the
-function's context (saved tensors, attributes, ``needs_input_grad``, outputs that are not differentiable) is torch's
-own. Without a `shardwright.rule` the operator takes whole tensors on every rank; the rule ``"... -> ..."`` of the class
-lets it be cut.
+1. *A user's* `torch.autograd.Function` becomes one operator that calls the function, forward and backward, unchanged.
+   A call of ``apply`` leaves one node in the capture. Later each rank calls ``apply`` itself, so the context of the
+   function (saved tensors, attributes, ``needs_input_grad``, non-differentiable outputs) is torch's own. Without a
+   `shardwright.rule` the operator takes whole tensors on every rank; with the rule ``"... -> ..."`` of the class it
+   can be sharded.
 
-Users hold ``apply`` bound to their classes (``f = Scaled.apply``), so a replaced ``apply`` would miss calls. But
-``apply`` looks ``forward`` and ``setup_context`` up on the class at each call. While a model is captured, every class
-of the user's has its own pair of these two attributes, which is taken away again afterwards. Nothing of torch's own
-classes is replaced but ``mark_dirty``, while a function is tried out, and the metaclass's ``__init__``, which tells of
-new classes.
+   Users hold ``apply`` bound to their classes (``f = Scaled.apply``), so a replaced ``apply`` would miss calls. But
+   ``apply`` looks up ``forward`` and ``setup_context`` on the class at each call. During a capture, every class of
+   the user has replacements of these two attributes, which are removed afterwards. Of torch's own classes only two
+   attributes are replaced: ``mark_dirty`` during a trial run, and the metaclass's ``__init__``, which reports new
+   classes. The trial run of a function uses fake tensors, with the modes of the current export disabled.
 
-A function is tried out on fake tensors, for which the modes of the export under way are put aside.
+2. *A recompute region* is a recomputed module, a recomputed operator, or a call of `torch.utils.checkpoint`. Edge
+   nodes mark its beginning and its end in the capture, and are stripped when the graph is read. A region inside
+   another region is a part of the outer region.
+
+3. *A vmap region* (`torch.vmap` inside a model) is rewritten as operators on whole batches. Export leaves the region
+   as it was called: a batch dim goes in, operators that do not see the batch dim follow, a batch dim comes out. A
+   second trace below vmap gives operators that see the batch dim.
 """
 
 from __future__ import annotations
@@ -65,11 +72,11 @@ _LEGAL = "torch.library.custom_op with register_fake and register_autograd, desc
 
 
 class Applied:
-    """``Function.apply`` with all that is no tensor in its place: called on the tensors alone, returns tensors alone.
+    """``Function.apply`` with every non-tensor argument bound: takes the tensors alone, returns tensors alone.
 
     Attributes:
         described_as: the class, by which a rule is found.
-        differentiable: for each output whether a gradient flows through it.
+        differentiable: for each output, True where a gradient flows through it.
     """
 
     def __init__(self, function: type, leaves: Sequence[Any], spec: Any) -> None:
@@ -80,7 +87,7 @@ class Applied:
         self.__name__, self.__qualname__, self.__module__ = function.__name__, function.__qualname__, __name__
 
     def results(self, tensors: Sequence[Tensor]) -> Any:
-        """The results of the user's call. An ``apply`` of the class's own has been run by then: torch's is called."""
+        """The results of the user's call, by torch's ``apply``: an ``apply`` of the class has run by then."""
         leaves = list(self.leaves)
         for place, tensor in zip(self.places, tensors, strict=True):
             leaves[place] = tensor
@@ -96,7 +103,7 @@ class Applied:
         return f"{self.__qualname__}{re.sub(r' at 0x[0-9a-fA-F]+', '', repr(others)) if others else ''}"
 
 
-#: The calls seen by the capture that is under way, and the fake tensors that they return; None outside of one.
+#: Calls seen by the current capture, with the fake tensors that they return; None outside of a capture.
 _CALLS: contextvars.ContextVar[list[tuple[Applied, list[Tensor]]] | None] = contextvars.ContextVar(
     "shardwright_functions", default=None
 )
@@ -105,7 +112,7 @@ _LINE: contextvars.ContextVar[Callable[[], str | None]] = contextvars.ContextVar
 
 @torch.library.custom_op("shardwright::opaque", mutates_args=())
 def opaque(inputs: list[Tensor], call: int) -> list[Tensor]:
-    """Call number `call` of a user's function; it stands in captured graphs only."""
+    """Call number `call` of a user's function; present in captured graphs only."""
     raise AssertionError("a captured graph is read, not run")
 
 
@@ -123,7 +130,7 @@ OPAQUE = torch.ops.shardwright.opaque.default
 
 
 def _classes(of: type = torch.autograd.Function) -> Iterator[type]:
-    """Every class below `of` that is not torch's own, bases before those that inherit from them."""
+    """Every class below `of` that is not torch's own, bases before their subclasses."""
     below = of.__subclasses__()
     for cls in below:
         if not cls.__module__.startswith("torch."):
@@ -135,10 +142,10 @@ def _classes(of: type = torch.autograd.Function) -> Iterator[type]:
 def _watch(cls: type, put_back: contextlib.ExitStack) -> None:
     """Give a class a ``forward`` and a ``setup_context`` that leave a node while a model is captured.
 
-    Outside of a capture, in other threads, and where `forward` is called by hand, both do what the class's own do.
+    Outside of a capture, in other threads, and where `forward` is called by hand, both behave like the class's own.
     """
     own = {"forward": cls.forward, "setup_context": cls.setup_context}
-    apart = cls.setup_context is not torch.autograd.Function.setup_context  # `forward` gets no context then
+    apart = cls.setup_context is not torch.autograd.Function.setup_context  # `forward` then gets no context
 
     @functools.wraps(own["forward"])
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -166,14 +173,14 @@ def _watch(cls: type, put_back: contextlib.ExitStack) -> None:
 
 
 def _mark(ctx: Any, output: Any) -> None:
-    """Say of the outputs of the call that was seen last which ones no gradient flows through."""
+    """Mark the non-differentiable outputs of the last recorded call."""
     made = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor)]
     ctx.mark_non_differentiable(*(x for x, flows in zip(made, _CALLS.get()[-1][0].differentiable) if not flows))
 
 
 @contextlib.contextmanager
 def _watched() -> Iterator[None]:
-    """While active, all classes of the user's are watched, those too that are made meanwhile."""
+    """Watch all classes of the user, including classes created meanwhile, while the context is active."""
     meta = type(torch.autograd.Function)
     plain = meta.__init__
 
@@ -192,10 +199,13 @@ def _watched() -> Iterator[None]:
 
 @contextlib.contextmanager
 def collect_functions(line: Callable[[], str | None]) -> Iterator[list[tuple[Applied, list[Tensor]]]]:
-    """While active, each ``apply`` of a user's function leaves one node; yields the calls by their numbers.
+    """Let each ``apply`` of a user's function leave one node, while the context is active.
 
     Args:
-        line: the user's line that is being run.
+        line: returns the user's line that is being run.
+
+    Yields:
+        The calls and their fake outputs, by call number.
     """
     calls: list[tuple[Applied, list[Tensor]]] = []
     tokens = _CALLS.set(calls), _LINE.set(line)
@@ -211,7 +221,7 @@ def _apply(cls: type, args: tuple, kwargs: dict[str, Any]) -> Any:
     leaves, spec = pytree.tree_flatten((args, kwargs))
     applied = Applied(cls, leaves, spec)
     tensors = [leaves[i] for i in applied.places]
-    token = _CALLS.set(None)  # what it calls itself is a part of it
+    token = _CALLS.set(None)  # calls inside the function are a part of it
     try:
         made, out_spec = pytree.tree_flatten(_tried(applied, tensors, _LINE.get()))
     finally:
@@ -224,10 +234,10 @@ def _apply(cls: type, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _tried(applied: Applied, tensors: Sequence[Tensor], line: Callable[[], str | None]) -> Any:
-    """What a call returns, on fake tensors of its own.
+    """The results of a call on fake tensors of its own.
 
     Raises:
-        CaptureError: it writes into its inputs, or cannot run on tensors that have no values.
+        CaptureError: the function writes into its inputs, or cannot run on tensors without values.
     """
     name, where = applied.__qualname__, line()
 
@@ -264,25 +274,22 @@ def _tried(applied: Applied, tensors: Sequence[Tensor], line: Callable[[], str |
     return made
 
 
-# ----------------------------------------------------------------------------------------------------
-# What a user asks to be computed again in the backward, while a model is captured: which operators belong together.
-#
-# A recomputed module, a recomputed operator and a call of `torch.utils.checkpoint` are one thing, a *region*: nodes of
-# ours at its beginning and end stand around its operators, and are stripped where the graph is read. Regions within a
-# region are a part of it.
-# ----------------------------------------------------------------------------------------------------
+# -- recompute regions
 
-#: The attribute of a module's ``__dict__`` that holds its `Settings`.
+#: Attribute in a module's ``__dict__`` that holds its `RecomputeSettings`.
 ATTRIBUTE = "_shardwright_recompute"
 
 
 @dataclass(frozen=True)
 class RecomputeSettings:
-    """What a user says of one region; see `shardwright.capture.regions`.
+    """The user's settings of one recompute region.
 
     Args:
-        policy: that of torch's selective checkpoints.
-        owner: the marked operator, where it is one.
+        mp_comm: collectives inside the region are run again in the backward; otherwise their results are saved.
+        parallel_optimizer_comm: sharded weights are gathered again in the backward; otherwise they are kept.
+        path: the name of the region in messages.
+        policy: a policy of torch's selective checkpoints.
+        owner: the marked operator, where the region is one.
     """
 
     mp_comm: bool = True
@@ -292,7 +299,7 @@ class RecomputeSettings:
     owner: Any = None
 
 
-#: The regions entered by the capture that is under way, each once a call; None outside of one.
+#: Regions entered by the current capture, one entry a call; None outside of a capture.
 _ENTERED: contextvars.ContextVar[list[RecomputeSettings] | None] = contextvars.ContextVar(
     "shardwright_regions", default=None
 )
@@ -314,7 +321,7 @@ EDGE = torch.ops.shardwright.region_edge.default
 
 @contextlib.contextmanager
 def region(settings: RecomputeSettings | None, owner: Any = None) -> Iterator[None]:
-    """While active, and while a model is captured, operators belong to one region; None: nothing happens."""
+    """Assign the operators of a capture to one region, while the context is active; None: no region."""
     entered = _ENTERED.get()
     if settings is None or entered is None:
         yield
@@ -328,10 +335,13 @@ def region(settings: RecomputeSettings | None, owner: Any = None) -> Iterator[No
 
 @contextlib.contextmanager
 def collect_regions(module: nn.Module, prefix: str = "") -> Iterator[list[RecomputeSettings]]:
-    """While active, recomputed modules, operators and checkpoints of `module` leave edges; yields the regions by call.
+    """Let recomputed modules, operators and checkpoints of `module` leave edge nodes, while the context is active.
 
     Args:
-        prefix: of the path of the user's model in `module`.
+        prefix: the path of the user's model in `module`.
+
+    Yields:
+        The settings of the regions, by call number.
     """
     entered: list[RecomputeSettings] = []
     token = _ENTERED.set(entered)
@@ -365,7 +375,7 @@ def _around(module: nn.Module, settings: RecomputeSettings) -> list[Any]:
 
 @contextlib.contextmanager
 def _checkpoints() -> Iterator[None]:
-    """Calls of `torch.utils.checkpoint.checkpoint`, under whatever name they are made, are regions."""
+    """Record calls of `torch.utils.checkpoint.checkpoint`, under any name, as regions, while the context is active."""
 
     def checkpoint(
         function: Callable[..., Any],
@@ -394,10 +404,10 @@ def _checkpoints() -> Iterator[None]:
 
 
 def inside(spans: Iterable[tuple[int, int, int]]) -> dict[int, int]:
-    """Index of an operator -> the region that it belongs to: the outermost.
+    """Index of an operator -> its region: the outermost of those that contain it.
 
     Args:
-        spans: (call, first operator, one past the last), by call: an outer one comes before those within it.
+        spans: (call, first operator, one past the last), by call: an outer region comes before the regions inside it.
     """
     out: dict[int, int] = {}
     for call, first, last in sorted(spans):
@@ -409,10 +419,13 @@ def inside(spans: Iterable[tuple[int, int, int]]) -> dict[int, int]:
 def recomputed_ops(
     ops: list[Op], entered: list[RecomputeSettings], spans: Iterable[tuple[int, int, int]], names: dict[int, str]
 ) -> list[Op]:
-    """The operators with what is said of their regions.
+    """The operators, with the recompute settings of their regions.
 
     Args:
-        names: ``id(operator)`` of marked operators -> how they are called.
+        ops: the operators of a graph.
+        entered: the settings of the regions, by call number.
+        spans: as of `inside`.
+        names: ``id(operator)`` of marked operators -> their names.
     """
     regions, out = inside(spans), list(ops)
     for i, call in regions.items():
@@ -426,7 +439,7 @@ def recomputed_ops(
 
 
 class _Called(TorchDispatchMode):
-    """Notes what an operator comes to below autograd."""
+    """Record the operators that an operator dispatches to below autograd."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -438,8 +451,10 @@ class _Called(TorchDispatchMode):
 
 
 def _saved_by_torch(policy: Callable[..., Any], op: Op) -> bool:
-    """Whether a policy as torch's selective checkpoints take it saves the results of an operator, or of one of those
-    that it comes to."""
+    """True where a policy of torch's selective checkpoints saves the results of an operator.
+
+    The policy sees the operators below autograd: one that is saved suffices.
+    """
     args, kwargs = map_values((op.args, op.kwargs), lambda v: torch.empty(v.shape, dtype=v.dtype, device="meta"))
     with torch.no_grad(), _Called() as seen:
         op.target(*args, **kwargs)
@@ -450,10 +465,10 @@ def _saved_by_torch(policy: Callable[..., Any], op: Op) -> bool:
 
 
 def _says(answer: Any, op: Op, torchs: bool) -> bool | None:
-    """Whether an answer of a policy means "save"; None: it has no opinion.
+    """True where an answer of a policy means "save", False where it means "recompute", None where it has no opinion.
 
     Args:
-        torchs: of torch's policies True means save, of ours it means recompute.
+        torchs: the policy is torch's, where True means save; in a policy of Shardwright True means recompute.
     """
     if isinstance(answer, CheckpointPolicy):
         return answer in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
@@ -470,16 +485,17 @@ def _says(answer: Any, op: Op, torchs: bool) -> bool | None:
 
 
 def with_policy(graph: Graph, policy: Any) -> Graph:
-    """A graph whose operators are recomputed as a policy says, beside what the model itself asks for.
+    """The graph with the recomputation that a policy asks for, in addition to the regions of the model.
 
     Args:
-        policy: called with each `Op` (its name, kind, module, source): True or "recompute": its results are dropped and
-            computed again, together with those of its neighbours of which this is said too. "save": they are kept, in a
-            recomputed module too. False or None: as the model has it. A `CheckpointPolicy` is understood likewise. Or,
-            in the place of a function, the operators that are saved: all others are recomputed.
+        policy: a function called with each `Op` (its name, kind, module, source). True or "recompute": the results of
+            the operator are dropped and recomputed, together with those of adjacent operators with the same answer.
+            "save": the results are saved, even inside a recomputed module. False or None: as the model has it. A
+            `CheckpointPolicy` has the same meanings. A list of operators instead of a function: these are saved, and
+            all others are recomputed.
 
     Raises:
-        SettingError: another answer, or what is no policy.
+        SettingError: another answer, or `policy` is neither a function nor a list.
     """
     if policy is None:
         return graph
@@ -514,21 +530,16 @@ def _among(op: Op, saved: tuple) -> bool:
     return any(op.target is s or packet is s for s in saved)
 
 
-# ----------------------------------------------------------------------------------------------------
-# `torch.vmap` inside a model: what it maps, written out as operators on whole batches.
-#
-# Export leaves such a region as it was called: a batch dim goes in, operators that do not see it, a batch dim comes
-# out. Traced once more below vmap, it is operators that do.
-# ----------------------------------------------------------------------------------------------------
+# -- vmap regions
 
 
 def _named(node: torch.fx.Node) -> str:
-    """The name of a function of vmap's own, else nothing."""
+    """The name of a vmap function, "" for any other node."""
     return vmap_function(node.target) if node.op == "call_function" else ""
 
 
 def regions(nodes: Iterable[torch.fx.Node]) -> Iterator[torch.fx.Node | list[torch.fx.Node]]:
-    """The nodes of a program, those of an outermost vmap together."""
+    """The nodes of a program; the nodes of an outermost vmap are yielded as one list."""
     region: list[torch.fx.Node] = []
     depth = 0
     for node in nodes:
@@ -546,13 +557,14 @@ def regions(nodes: Iterable[torch.fx.Node]) -> Iterator[torch.fx.Node | list[tor
 def written_out(
     region: list[torch.fx.Node], held: Callable[[torch.fx.Node], Any]
 ) -> tuple[torch.fx.GraphModule, list[torch.fx.Node], list[torch.fx.Node]]:
-    """A vmap as a program of its own.
+    """A vmap region as a program of its own.
 
     Args:
-        held: the value, or the plain constant, that a node from outside of the region holds.
+        region: the nodes of the region.
+        held: the value, or the plain constant, of a node outside of the region.
 
     Returns:
-        The program; the nodes whose values it takes, and those that it makes.
+        The program; the nodes whose values it takes; the nodes that it produces.
     """
     inside = set(region)
     outside = dict.fromkeys(a for node in region for a in node.all_input_nodes if a not in inside)
@@ -572,7 +584,7 @@ def written_out(
             for node, v in zip(taken, map(held, taken))
         ]
     program = make_fx(run)(*fakes)
-    program = make_fx(torch.func.functionalize(program, remove="mutations"))(*fakes)  # vmap's own rules write in place
+    program = make_fx(torch.func.functionalize(program, remove="mutations"))(*fakes)  # the rules of vmap write in place
     described = next((n for n in region if isinstance(n.target, OpOverload)), region[0])
     for node in program.graph.nodes:
         node.meta.update({k: v for k, v in described.meta.items() if k in ("nn_module_stack", "stack_trace")})

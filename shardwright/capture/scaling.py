@@ -1,8 +1,8 @@
 """Graphs that scale: one symbolic capture serves a model at every batch size and sequence length.
 
 A capture with `vary` traces chosen dims of the inputs as symbols instead of numbers. Every number of the graph that
-depends on them is then a `Size`: an int that keeps its formula. A `ScalableGraph` evaluates the formulas for other
-sizes, which takes milliseconds where a capture takes a second:
+depends on a symbol is then a `Size`: an int with a formula. A `ScalableGraph` evaluates the formulas for other sizes,
+which takes milliseconds where a capture takes a second:
 
     captured:  x [8, 32]       view(%x, [s0*s1, 64])     guards: s1 <= 1024
     at:        x [16, 48]  ->  view(%x, [768, 64])       None where a guard does not hold: 48 > 40, say
@@ -27,11 +27,11 @@ __all__ = ["Fraction", "NotScalable", "ScalableGraph", "Size", "Sizes"]
 
 
 class NotScalable(Exception):
-    """A number that depends on the inputs' sizes in a way that no formula tells."""
+    """A number that depends on the inputs' sizes without a formula."""
 
 
 class Size(int):
-    """A number at the captured sizes, with the formula that gives it at others."""
+    """A number at the captured sizes, with the formula that gives it at other sizes."""
 
     formula: Any
 
@@ -43,7 +43,7 @@ class Size(int):
 
 
 class Fraction(float):
-    """The same for a number that is not whole, such as ``1 / x.shape[1]``."""
+    """A fractional number, such as ``1 / x.shape[1]``, with the formula that gives it at other sizes."""
 
     formula: Any
 
@@ -59,7 +59,7 @@ class Sizes:
 
     Args:
         inputs: the exported program's metadata of the user's tensors, in order.
-        captured: the sizes that they were captured with.
+        captured: the sizes of these tensors in the capture.
     """
 
     def __init__(self, inputs: Sequence[torch.Tensor], captured: Sequence[tuple[int, ...]]) -> None:
@@ -76,11 +76,11 @@ class Sizes:
         )
 
     def known(self, number: Any) -> bool:
-        """Whether a symbolic number follows from the inputs' sizes; otherwise it depends on the values of tensors."""
+        """True where a symbolic number follows from the inputs' sizes; False where it depends on tensor values."""
         return formula_of(number).free_symbols <= self.symbols
 
     def of(self, number: Any) -> Any:
-        """A symbolic number as a plain one that keeps its formula; any other number as it is.
+        """A symbolic number as a plain number with its formula; any other number unchanged.
 
         Raises:
             NotScalable: a condition, or a number that depends on the values of tensors.
@@ -95,7 +95,7 @@ class Sizes:
         return Fraction.of(number_at(formula, self.captured), formula) if formula.free_symbols else float(formula)
 
     def shape(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        """A tensor's shape; sizes that depend on the values of tensors stay symbols."""
+        """The shape of a tensor; sizes that depend on the values of tensors stay symbols."""
         return tuple(s if isinstance(s, torch.SymInt) and not self.known(s) else self.of(s) for s in tensor.shape)
 
 
@@ -104,18 +104,18 @@ class ScalableGraph:
     """A graph at every size of its inputs for which its guards hold.
 
     Args:
-        graph: as captured; numbers that depend on the inputs' sizes are `Size` or `Fraction`.
-        sizes: its symbols.
+        graph: the captured graph; numbers that depend on the inputs' sizes are `Size` or `Fraction`.
+        sizes: the symbols of the graph.
     """
 
     graph: Graph
     sizes: Sizes
 
     def at(self, shapes: Sequence[tuple[int, ...]]) -> Graph | None:
-        """The graph for other sizes, all its numbers plain; None where a guard does not hold.
+        """The graph for other sizes, with plain numbers; None where a guard does not hold.
 
         Args:
-            shapes: of the inputs, in order.
+            shapes: the shapes of the inputs, in order.
         """
         chosen = self._chosen(shapes)
         if chosen is None:
@@ -130,7 +130,7 @@ class ScalableGraph:
         return _Rewritten(self.graph, number, {}, {}).made()
 
     def like(self, graph: Graph, shapes: Sequence[tuple[int, ...]]) -> ScalableGraph | None:
-        """The same with the names of a plain capture; None where the two are not one program.
+        """The same graph with the names of a plain capture; None where the two programs differ.
 
         torch counts computations with sizes among the operators, so that a second ``mul`` may be called ``mul_2``.
 
@@ -152,7 +152,7 @@ class ScalableGraph:
         return named if named.at(shapes) == graph else None
 
     def _chosen(self, shapes: Sequence[tuple[int, ...]]) -> dict[Any, int] | None:
-        """The value of each symbol."""
+        """The value of each symbol; None where the shapes do not fit or a guard does not hold."""
         chosen: dict[Any, int] = {}
         if [len(s) for s in shapes] != [len(s) for s in self.sizes.shapes]:
             return None
@@ -173,11 +173,11 @@ class ScalableGraph:
 
 
 class _Rewritten:
-    """A graph written anew.
+    """A copy of a graph with other numbers and names.
 
     Args:
-        graph: with numbers that have formulas.
-        number: what becomes of each of them.
+        graph: a graph whose numbers have formulas.
+        number: maps each such number to its replacement.
         operators, values: name -> the name instead.
     """
 

@@ -1,19 +1,19 @@
-"""Side effects of a forward: what it writes and prints besides its result.
+"""Side effects of a forward: its writes and prints besides its result.
 
-While a model is captured its forward runs once, on tensors without values, and everything that it changed is put back.
-Each change is then one of these:
+During a capture the forward runs once, on tensors without values, and every change is undone. Each change is then one
+of these:
 
-    a registered buffer holds another tensor   an update of the buffer, part of the program
-    a number that was counted on               the same steps at each call (`Counter` proves that nothing else reads it)
-    a number, string, tuple, ... assigned      assigned at each call; where it was read before, a guard looks at it
-    text printed or logged                     printed or logged at each call
-    anything else                              an error that names the line: tensors kept in attributes or lists, appended
-                                               lists, Python's random numbers, hooks on tensors, hooks in the backward
+    registered buffer holds another tensor   an update of the buffer, part of the program
+    number that the forward counts up        the same steps at each call (`Counter` proves that nothing else reads it)
+    number, string, tuple, ... assigned      assigned at each call; where it was read before, a guard checks it
+    text printed or logged                   printed or logged at each call
+    any other change                         an error that names the line: tensors kept in attributes or lists,
+                                             appended lists, Python's random numbers, hooks on tensors, hooks in the
+                                             backward
 
-Example of a counter: ``self.calls += 1``. The forward runs a second time with `Counter`s in the place of ``calls``: an
-    integer
-that notes what is added to it, and whether anything else is asked of it. The program is the same and nothing was asked,
-so each call adds 1.
+Example of a counter: ``self.calls += 1``. The forward runs a second time with a `Counter` in place of ``calls``: an
+integer that records each step added to it, and every other use of its value. Where the program is the same and there
+was no other use, each call adds 1.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ _TABLE = f"{_STATE}; for a table that is made once, a call of the plain model be
 
 
 class Blamed(Exception):
-    """A change that cannot be honoured; the line that made it is looked for next.
+    """A change that cannot be repeated at each call; the line of the change is looked for next.
 
     Args:
         message, legal: of the error.
-        watch: called before the forward, gives what tells whether the change has happened.
+        watch: called before the forward; returns a function that is True once the change has happened.
     """
 
     def __init__(self, message: str, legal: str, watch: Callable[[], Callable[[], bool]]) -> None:
@@ -75,12 +75,12 @@ class Blamed(Exception):
         self.message, self.legal, self.watch = message, legal, watch
 
 
-# -- what is done at each call -----------------------------------------------------------------------------------------
+# -- effects at each call ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Printed:
-    """Text written to a stream: "stdout", "stderr", or a file of the user's."""
+    """Text written to a stream: "stdout", "stderr", or a file of the user."""
 
     stream: Any
     text: str
@@ -126,7 +126,7 @@ class _Assigned:
 
 @dataclass(frozen=True)
 class _Advanced:
-    """A counter's steps."""
+    """The steps of a counter."""
 
     place: GuardedPlace
     steps: tuple
@@ -140,17 +140,17 @@ class _Advanced:
 
 @dataclass
 class Effects:
-    """What a captured forward does at each call besides its result, in order."""
+    """The side effects of a captured forward at each call, in order."""
 
     entries: list[Any] = field(default_factory=list)
 
     def play(self) -> None:
-        """Do it."""
+        """Repeat the effects."""
         for entry in self.entries:
             entry.play()
 
     def __deepcopy__(self, memo: dict) -> Effects:
-        """None: they are of the model that was captured."""
+        """No effects: these belong to the captured model."""
         return Effects()
 
     def assign(self) -> None:
@@ -160,8 +160,7 @@ class Effects:
                 entry.place.set(entry.value)
 
     def described(self) -> list[tuple]:
-        """To compare two captures of one model: texts in their order, with where they go, then what is assigned, which
-        has none."""
+        """A list to compare two captures of one model: texts with their streams in order, then sorted assignments."""
         texts = [e.described() for e in self.entries if isinstance(e, (_Printed, _Logged))]
         return texts + sorted(
             (type(e).__name__, e.place.path, repr(getattr(e, "value", None)), repr(getattr(e, "steps", None)))
@@ -170,7 +169,7 @@ class Effects:
         )
 
     def advanced(self) -> list[GuardedPlace]:
-        """The places of its counters."""
+        """The places of the counters."""
         return [e.place for e in self.entries if isinstance(e, _Advanced)]
 
 
@@ -178,14 +177,14 @@ class Effects:
 
 
 class _Trace:
-    """What became of a counter: whether anything but its own steps has asked for its value."""
+    """The record of a counter: `used` is True once its value was used for more than a step."""
 
     def __init__(self, path: str) -> None:
         self.path, self.used = path, False
 
 
 class Counter:
-    """A number that notes its steps; the base of `_Integer` and `_Float`."""
+    """A number that records its steps; the base of `_Integer` and `_Float`."""
 
     trace: _Trace
     steps: tuple
@@ -295,7 +294,7 @@ for _made, _kind in _NUMBERS.items():
 
 
 def counter(value: float, trace: _Trace | str, steps: tuple = ()) -> Any:
-    """A number in the place of `value` that notes what is done with it."""
+    """A number equal to `value` that records its steps and uses."""
     made = (_Float if isinstance(value, float) else _Integer)(value)
     made.trace, made.steps = _Trace(trace) if isinstance(trace, str) else trace, steps
     return made
@@ -309,17 +308,17 @@ def _counters_in(value: Any) -> Iterator[Counter]:
             yield from _counters_in(entry)
 
 
-# -- what has changed --------------------------------------------------------------------------------------------------
+# -- changes of a forward ----------------------------------------------------------------------------------------------
 
 
 @dataclass
 class ForwardOutcome:
-    """What a forward has changed.
+    """The changes made by a forward.
 
     Attributes:
         updates: (the dict of buffers, name, path, new tensor) of assigned buffers.
-        effects: what is done at each call.
-        numbers: numbers that are others now: (place, old, new), counters perhaps.
+        effects: the effects at each call.
+        numbers: changed numbers: (place, old, new), possibly counters.
     """
 
     updates: list[tuple[dict, str, str, torch.Tensor]] = field(default_factory=list)
@@ -328,13 +327,14 @@ class ForwardOutcome:
 
 
 def judged(seen: Observation, effects: Effects) -> ForwardOutcome:
-    """What the forward that has just run has changed.
+    """The changes made by the last run of the forward.
 
     Args:
-        effects: what it has printed and logged.
+        seen: the observation of that run.
+        effects: the texts that it has printed and logged.
 
     Raises:
-        Blamed: a change that cannot be done at each call.
+        Blamed: a change that cannot be repeated at each call.
     """
     drawn = seen.draws()
     if drawn is not None:
@@ -412,11 +412,11 @@ def _written(change: Change, new: Any, outcome: ForwardOutcome) -> None:
 
 @dataclass
 class NumberEffects:
-    """What becomes of the numbers that a forward changes.
+    """The changed numbers of a forward, by kind.
 
     Attributes:
-        counters: places whose number is advanced by the same steps at each call.
-        read: (place, new number) of others that were read before they were assigned.
+        counters: places whose number advances by the same steps at each call.
+        read: (place, new number) of other numbers that were read before they were assigned.
     """
 
     counters: list[GuardedPlace] = field(default_factory=list)
@@ -424,11 +424,18 @@ class NumberEffects:
 
 
 def numbered(outcome: ForwardOutcome, again: ForwardOutcome, counters: Mapping[GuardedPlace, Counter]) -> NumberEffects:
-    """Tell what becomes of the numbers of a capture by a second one, in which `counters` stood for them, and add that
-    to the effects of `outcome`.
+    """Classify the changed numbers of a capture by a second capture with counters; add them to `outcome.effects`.
+
+    Args:
+        outcome: of the first capture.
+        again: of the second capture.
+        counters: place -> the counter that replaced its number in the second capture.
+
+    Returns:
+        The places by kind.
 
     Raises:
-        Blamed: a number that is counted on, and read by something else too.
+        Blamed: a number that is a counter and has another use.
     """
     found = {place.identity: new for place, _, new in again.numbers}
     numbers = NumberEffects()
@@ -447,11 +454,14 @@ def numbered(outcome: ForwardOutcome, again: ForwardOutcome, counters: Mapping[G
 
 
 def advanced(outcome: ForwardOutcome, counters: Mapping[GuardedPlace, Counter]) -> Effects | None:
-    """The effects of a capture in which `counters` stood for the numbers that are counted on, as an earlier one has
-    shown; None: another number has changed, or the program depends on one of them.
+    """The effects of a capture that ran with counters in place of the numbers known to be counters.
 
     Args:
         outcome: of the capture.
+        counters: place -> its counter.
+
+    Returns:
+        None where another number has changed, or where the program depends on a counter.
     """
     ends = {place.identity: new for place, _, new in outcome.numbers}
     steps = [
@@ -463,7 +473,7 @@ def advanced(outcome: ForwardOutcome, counters: Mapping[GuardedPlace, Counter]) 
 
 
 def depends(place: GuardedPlace) -> Blamed:
-    """The error of a number that is another at each call, and on which the program depends."""
+    """The error of a number that changes at each call, and on which the program depends."""
     return Blamed(
         f"{place.path} changes at each call, and the forward depends on its value, which the program would repeat",
         "a registered buffer that counts (self.register_buffer), or counting outside of the forward",
@@ -492,15 +502,16 @@ def _all_simple(container: Any) -> bool:
     return all(is_simple(e) or (isinstance(e, CONTAINERS) and _all_simple(e)) for e in contents(container))
 
 
-# -- calls that are watched --------------------------------------------------------------------------------------------
+# -- watched calls -----------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def watched_calls(effects: Effects, running: Callable[[], bool]) -> Iterator[None]:
-    """While active, what a forward prints and logs is noted in `effects` instead, and hooks on its tensors are refused.
+    """Record prints and logs of a forward in `effects` instead of writing them, and refuse hooks on its tensors.
 
     Args:
-        running: whether the forward is under way.
+        effects: receives the texts.
+        running: returns True while the forward runs.
     """
 
     def note_text(stream: Any, text: str) -> None:
@@ -572,7 +583,7 @@ _TENSOR_HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_
 
 
 class _Stream:
-    """A stream that hands on what the user's forward writes, and writes all else."""
+    """A stream that records the writes of the user's forward, and passes all other writes on."""
 
     def __init__(self, stream: Any, name: str, note: Callable[[Any, str], None], running: Callable[[], bool]) -> None:
         self._stream, self._name, self._note, self._running = stream, name, note, running
@@ -588,7 +599,7 @@ class _Stream:
 
 
 def _frames() -> Iterator[FrameType]:
-    """The frames of the call that is under way, from the innermost; ours are left out."""
+    """The frames of the current call from the innermost, without frames of Shardwright."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if not frame.f_code.co_filename.startswith(PACKAGE_FOLDER):
@@ -597,7 +608,7 @@ def _frames() -> Iterator[FrameType]:
 
 
 def _by_user() -> bool:
-    """Whether the user's code calls, perhaps through Python's own library; a warning is Python's own."""
+    """True where the user's code is the caller, directly or through Python's library; warnings are Python's own."""
     for frame in _frames():
         file = frame.f_code.co_filename
         if is_users(file):
@@ -608,7 +619,7 @@ def _by_user() -> bool:
 
 
 def _once() -> bool:
-    """Whether a message is one that is given once, as `logger.warning_once` of transformers gives it."""
+    """True for a message that is given once, by `logger.warning_once` of transformers, say."""
     for depth, frame in enumerate(_frames()):
         if frame.f_code.co_name.endswith("_once"):
             return True
@@ -641,10 +652,10 @@ def refuse_backward_hooks(modules: list[tuple[str, nn.Module]]) -> None:
 
 
 class LineFinder:
-    """Finds the line of the user's at which something changes, while the forward runs again.
+    """The user's line at which a change happens, found by a second run of the forward.
 
     Args:
-        watch: called before the forward, gives what tells whether it has changed.
+        watch: called before the forward; returns a function that is True once the change has happened.
     """
 
     def __init__(self, watch: Callable[[], Callable[[], bool]]) -> None:
@@ -653,12 +664,12 @@ class LineFinder:
         self.line: str | None = None
 
     def start(self) -> None:
-        """The forward begins."""
+        """Start tracing: the forward begins."""
         self._before, self._changed = sys.gettrace(), self._watch()
         sys.settrace(self._enter)
 
     def stop(self) -> None:
-        """The forward has ended."""
+        """Stop tracing: the forward has ended."""
         self._look()
         sys.settrace(self._before)
 
@@ -671,7 +682,7 @@ class LineFinder:
     def _inside(self, frame: FrameType, event: str, arg: Any) -> Any:
         self._look()
         at: FrameType | None = frame
-        if event == "return":  # the caller goes on
+        if event == "return":  # the caller continues
             at = frame.f_back
             while at is not None and not is_users(at.f_code.co_filename):
                 at = at.f_back

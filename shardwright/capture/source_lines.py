@@ -1,4 +1,4 @@
-"""The lines of the user's own code: which files are the user's, and the line and module of a node."""
+"""Source lines of the user's code: which files are the user's, and the line and module of a node."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _PYTHON = sysconfig.get_path("stdlib") + "/"
 
 
 def is_users(file: str) -> bool:
-    """Whether a file is neither ours nor torch's nor Python's own; installed packages may be the user's model."""
+    """True where a file is not part of Shardwright, torch or Python; an installed package may be the user's model."""
     return not (
         file.startswith((PACKAGE_FOLDER, _TORCH, "<")) or (file.startswith(_PYTHON) and "-packages/" not in file)
     )
 
 
 def user_frame(frames: list[tuple[str, int]]) -> str:
-    """The innermost frame that is the user's own, as ``file.py:41``."""
+    """The innermost frame in a file of the user, as ``file.py:41``; "" where there is none."""
     return next((f"{file.rsplit('/', 1)[-1]}:{line}" for file, line in reversed(frames) if is_users(file)), "")
 
 

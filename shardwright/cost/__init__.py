@@ -1,8 +1,8 @@
-"""Cost: what a plan takes, in seconds and bytes.
+"""Cost: seconds and bytes of a plan.
 
 primitives           seconds of one collective; floating point operations and bytes of one operator
 cost_model           seconds of a redistribution, an operator, a step
-memory_timeline      bytes that a device holds, moment by moment
+memory_timeline      bytes held by a device at each moment of a step
 """
 
 from __future__ import annotations

@@ -1,17 +1,22 @@
-"""What a plan costs: seconds of local operators and of the collectives between them, by one model for every planner.
+"""The cost model: seconds of local operators and of the collectives between them, one model for every planner.
 
-    operator      = max(flops / peak of its type, bytes / memory bandwidth) + overhead · launches; nothing for a view
-    launches      = 1 forward, one for each input's gradient backward
-    conversion    = Σ over its steps of the time of a collective (see `collective_costs`); a slice costs nothing
-    gradient sum  = bytes / bucket · the time of an all-reduce of a bucket: gradients travel together, but large ones
-    forward       = Σ over instructions
-    backward      = Σ over those that a gradient reaches, what is gathered or computed again among them
-    step          = micro-batches · (forward + backward of the rest) + what is done once
+    operator        = max(flops / peak of its dtype, bytes / memory bandwidth) + overhead · launches; 0 for a view
+    launches        = 1 in the forward, one for each input's gradient in the backward
+    redistribution  = Σ over its steps of the time of a collective (see `primitives`); a slice costs nothing
+    gradient sum    = bytes / bucket · the time of an all-reduce of a bucket: small gradients share buckets
+    forward         = Σ over instructions
+    backward        = Σ over instructions that a gradient reaches, plus gathered weights and recomputed instructions
+    step            = micro-batches · (forward + backward of the rest) + the part that runs once a step
 
-Once a step: the conversions of parameters from how they are stored, and the sums of their gradients; but for each
-micro-batch those of weights that are not kept for the backward, and the sums of gradients that are held cut while they
-accumulate. What is priced is the routed program, so the price is of what runs. Communication is not taken to overlap
-with computing, and copies that bring a tensor's pieces together are not counted.
+The part that runs once a step: redistributions of parameters from their storage layout, and sums of their gradients.
+Exceptions run in each micro-batch: gathers of weights that are resharded after the forward, and sums of gradients
+that are stored cut while they accumulate.
+
+The partitioned program is priced, so the price is that of the program that runs. Communication is taken not to
+overlap with computing, and copies that join the pieces of a tensor are not counted.
+
+Example: among 8 ranks a bucket has 16 MiB, and a replicated weight's gradient of 4 MiB costs a quarter of the time of
+a 16 MiB all-reduce.
 """
 
 from __future__ import annotations
@@ -35,22 +40,22 @@ __all__ = ["CostModel", "Price", "PricedCollective"]
 
 Shapes = Sequence[tuple[int, ...]]
 
-# Bytes that gradients make up together before they are summed, and those, for each of the ranks, that are enough: the
-# runtime's own choice (`runtime.fusion`, where the figures are).
+# Bytes of a full bucket of gradients, and bytes per rank of its group at which a bucket is full already. Same values as
+# in the runtime (`runtime/distributed/gradients.py`).
 BUCKET, PIECE = 16 << 20, 2 << 20
 
 
 @dataclass(frozen=True)
 class PricedCollective:
-    """One collective of a plan and what it costs in a step.
+    """One collective of a plan and its cost in a step.
 
     Attributes:
-        kind: as of `conversion_steps.Step`; "permute" for an all-to-all that permutes.
+        kind: as in `RedistributionStep`; "permute" for an all-to-all that permutes.
         digits: its group: ranks that differ in these digits alone.
         bytes: of a rank's own input.
-        seconds: in a step: of all times that it runs.
+        seconds: per step, over all its runs.
         phase: "forward", "backward", "gradient" (a parameter's), or "storage" (from a parameter's storage to its use).
-        operator: the operator that causes it, as of `Plan.collectives`.
+        operator: the operator that causes it, as in `Plan.collectives`.
     """
 
     kind: str
@@ -70,13 +75,14 @@ class Price:
     """Seconds of one step.
 
     Attributes:
-        total: of forward and backward; also of compute and communication, and of all operators.
-        forward, backward: the gathering of stored parameters counts as forward, the sums of gradients as backward.
+        total: forward + backward; also compute + communication, and also the sum over all operators.
+        forward, backward: gathers of stored parameters count as forward, sums of gradients as backward.
         compute, communication: of local operators, and of collectives.
-        once: what of the total does not grow with the number of micro-batches.
-        by_operator: by the operators of the user's program, what they cost together with the conversions that they ask
-            for and the sums that they leave open; under the names of outputs and buffers, what these ask for.
-        collectives: each of them, the dearest first.
+        once: the part of the total that does not grow with the number of micro-batches.
+        by_operator: operator of the user's program -> its cost, with the redistributions that it asks for and the
+            partial sums that it produces; name of an output or buffer -> the cost of the redistributions that it asks
+            for.
+        collectives: each collective, the most expensive first.
     """
 
     total: float
@@ -91,33 +97,33 @@ class Price:
 
 @dataclass(frozen=True)
 class _Sent:
-    """A step of a conversion that sends: its times as lines over the bytes of the whole tensor."""
+    """A step of a redistribution that communicates: its times as lines over the bytes of the whole tensor."""
 
     kind: str
     digits: Digits
-    fraction: float  # of the whole tensor, that a rank puts in
+    fraction: float  # a rank's input as a fraction of the whole tensor
     lines: tuple[Line, ...]
 
     def seconds(self, nbytes: float, bucket: float = 0.0) -> float:
-        """For a tensor of so many bytes; of one that travels with others its part of the time.
+        """Seconds for a tensor of `nbytes`; for a tensor in a bucket, its share of the bucket's time.
 
         Args:
-            bucket: bytes that a rank puts in for all of them.
+            bucket: bytes of the bucket, a rank's input; 0: no bucket.
         """
         together = max(nbytes, bucket / self.fraction)
-        part = nbytes / together if together else 1.0  # an empty tensor travels all the same
+        part = nbytes / together if together else 1.0  # an empty tensor is sent too
         return part * min(a + b * together for a, b in self.lines)
 
 
 class CostModel:
-    """Seconds of everything that a plan does.
+    """Seconds of every action of a plan.
 
     Args:
         cluster: as `Cluster.of` takes it.
-        devices: how many of its devices are used, the innermost; None: all.
+        devices: the number of its devices in use, the innermost ones; None: all.
 
     Raises:
-        SettingError: a cluster that cannot be, or has fewer devices.
+        SettingError: an impossible cluster, or one with fewer devices.
     """
 
     def __init__(self, cluster: Any = None, devices: int | None = None) -> None:
@@ -127,16 +133,17 @@ class CostModel:
         self._conversions: dict[Redistribution, tuple[tuple[Line, ...], ...]] = {}
         self._sends: dict[Redistribution, tuple[_Sent, ...]] = {}
         self._works: dict[tuple, OperatorWork] = {}
-        self._ops: dict[int, tuple[weakref.ref[Op], OperatorWork]] = {}  # an operator has no quick hash
+        self._ops: dict[int, tuple[weakref.ref[Op], OperatorWork]] = {}  # by id: the hash of an operator is slow
         self._computes: dict[tuple, tuple[float, float]] = {}
 
     # -- communication --
 
     def lines(self, kind: str, digits: Digits, pieces: int = 1) -> tuple[Line, ...]:
-        """The times of a collective as lines (seconds, seconds a byte of a rank's own input): the least is paid.
+        """The times of a collective as lines (seconds, seconds per byte of a rank's own input); the least is the
+        price.
 
         Raises:
-            SettingError: no such kind.
+            SettingError: an unknown kind.
         """
         key = kind, digits, pieces
         found = self._collectives.get(key)
@@ -151,17 +158,17 @@ class CostModel:
         """Seconds of a collective among ranks that differ in `digits`.
 
         Args:
-            kind: "slice", "all_gather", "reduce_scatter", "all_reduce", "all_to_all"; "permute", "send", "recv": from
-                one rank to another.
+            kind: "slice", "all_gather", "reduce_scatter", "all_reduce", "all_to_all"; from one rank to another:
+                "permute", "send", "recv".
             nbytes: of a rank's own input.
 
         Raises:
-            SettingError: no such kind.
+            SettingError: an unknown kind.
         """
         return min(a + b * nbytes for a, b in self.lines(kind, digits))
 
     def conversion(self, conversion: Redistribution, nbytes: float) -> float:
-        """Seconds of a conversion of a tensor of so many bytes, the whole of it."""
+        """Seconds of a redistribution of a tensor with `nbytes` in total."""
         steps = self._conversions.get(conversion)
         if steps is None:
             steps = self._conversions[conversion] = tuple(sent.lines for sent in self.sends(conversion))
@@ -177,12 +184,14 @@ class CostModel:
         return total
 
     def stored(self, conversion: Redistribution, nbytes: float) -> float:
-        """Seconds of a conversion of a parameter from how it is stored, or of its gradient back. A mere sum of a
-        gradient travels with others, if it is not large: its part of a bucket's time."""
+        """Seconds of a redistribution of a parameter from its storage layout, or of its gradient back.
+
+        A small gradient that needs an all-reduce alone is priced at its share of a bucket's time.
+        """
         return sum(step.seconds(nbytes, _bucket(conversion, step, nbytes)) for step in self.sends(conversion))
 
     def sends(self, conversion: Redistribution) -> tuple[_Sent, ...]:
-        """The collectives of a conversion, with what part of the whole tensor a rank puts into each."""
+        """The collectives of a redistribution, each with a rank's input as a fraction of the whole tensor."""
         found = self._sends.get(conversion)
         if found is None:
             out, fraction = [], 1.0 / digits_size(conversion.source.carried)
@@ -198,9 +207,9 @@ class CostModel:
     # -- computing --
 
     def work(self, op: Op) -> OperatorWork:
-        """What an operator does."""
+        """The flops and bytes of an operator."""
         known = self._ops.get(id(op))
-        if known is not None and known[0]() is op:  # and not a later one in the same place
+        if known is not None and known[0]() is op:  # not a later operator with the same id
             return known[1]
         key = signature(op)
         work = self._works.get(key)
@@ -210,10 +219,11 @@ class CostModel:
         return work
 
     def compute(self, op: Op, in_shapes: Shapes, out_shapes: Shapes) -> tuple[float, float]:
-        """Seconds of a local call, (forward, backward); the backward where a gradient flows, else 0.
+        """Seconds of a local call, (forward, backward); backward 0 where no gradient flows.
 
         Args:
-            in_shapes, out_shapes: of the slices, one a tensor; last inputs may be missing, which are not read.
+            in_shapes, out_shapes: shapes of the slices, one a tensor; trailing inputs that are not read may be
+                missing.
         """
         work = self.work(op)
         key = id(work), tuple(in_shapes), tuple(out_shapes)
@@ -233,10 +243,10 @@ class CostModel:
     # -- instructions --
 
     def forward(self, instruction: Any, known: Mapping[str, PlacedValue]) -> float:
-        """Seconds of an instruction of a routed program.
+        """Seconds of an instruction of a local program.
 
         Args:
-            known: instances by name; what a `Compute` reads must be among them.
+            known: instances by name; must contain the tensors that a `LocalOp` reads.
         """
         if isinstance(instruction, LocalOp):
             return self._called(instruction, known)[0]
@@ -245,7 +255,10 @@ class CostModel:
         return self.conversion(instruction.forward, _moved(instruction, True)) + self._cast(instruction)
 
     def backward(self, instruction: Any, known: Mapping[str, PlacedValue]) -> float:
-        """Seconds of an instruction's backward, 0 where no gradient flows; of `Again` and `Recomputed` what runs."""
+        """Seconds of an instruction's backward; 0 where no gradient flows.
+
+        For `Regather` and `RecomputedInstruction`: seconds of the forward that runs again.
+        """
         if isinstance(instruction, LocalOp):
             return self._called(instruction, known)[1]
         if isinstance(instruction, Regather):
@@ -256,18 +269,24 @@ class CostModel:
             return 0.0
         if isinstance(
             instruction, GlobalExtreme
-        ):  # ties are counted, as the maximum was found; then it is shared among them
+        ):  # ties are counted over ranks like the maximum itself; then the gradient is shared among them
             return self.conversion(instruction.forward, instruction.source.value.nbytes) + self._shared(instruction)
         priced = self.stored if instruction.cause == "parameter" else self.conversion
         return priced(instruction.backward, _moved(instruction, False)) + self._cast(instruction)
 
     def _cast(self, move: Redistribute) -> float:
-        """What goes from one type to another is read in one, and written in the other."""
+        """Seconds of a redistribution's cast: read in one dtype, written in the other."""
         return self.cast(move.target.value, move.source.layout) if move.casts else 0.0
 
     def cast(self, value: Value, layout: Layout) -> float:
-        """Seconds in which a parameter that lies in `layout` goes from the type in which it is stored to the other, or
-        its gradient back; 0 where they are one."""
+        """Seconds of casting a parameter between its storage dtype and its consumers' dtype, or its gradient back.
+
+        0 where the two dtypes are equal.
+
+        Args:
+            value: the parameter, in its consumers' dtype.
+            layout: the layout in which it is cast.
+        """
         if value.stored.dtype == value.dtype:
             return 0.0
         elements = math.prod(layout.local_shape(layout.padded(value.shape)))
@@ -283,7 +302,7 @@ class CostModel:
         )
 
     def _shared(self, instruction: GlobalExtreme) -> float:
-        """The operand is read and its gradient written."""
+        """Seconds of reading the operand and writing its gradient."""
         operand = instruction.operand
         nbytes = operand.value.nbytes / digits_size(operand.layout.carried)
         return 2 * nbytes / self.cluster.memory_bandwidth + self.cluster.overhead
@@ -291,11 +310,11 @@ class CostModel:
     # -- plans --
 
     def plan(self, plan: Any, micro_batches: int = 1) -> Price:
-        """What one step of a plan costs.
+        """The price of one step of a plan.
 
         Args:
             plan: a `Plan`; its shapes are those of one micro-batch.
-            micro_batches: how many of them make a step.
+            micro_batches: the number of micro-batches of a step.
 
         Raises:
             SettingError: a number of micro-batches below 1.
@@ -306,27 +325,27 @@ class CostModel:
 
 
 def _bucket(gradient: Redistribution, sent: _Sent, nbytes: float) -> float:
-    """The bytes in which a parameter's gradient travels: a bucket's, if it is summed and no more, and not large; 0: its
-    own."""
+    """The bytes of the bucket that a parameter's gradient shares; 0 for a large one, or one that needs more than
+    a sum."""
     full = min(BUCKET, digits_size(sent.digits) * PIECE)
     alone = nbytes * sent.fraction >= full
     return float(full) if not alone and [step.kind for step in gradient.steps] == ["all_reduce"] else 0.0
 
 
 def _moved(move: Redistribute, forwards: bool) -> int:
-    """Bytes of the whole tensor as a conversion moves it, or its gradient."""
+    """Bytes of the whole tensor, or of its gradient, as a redistribution moves it."""
     return move.source.value.numel * (move.dtype if forwards else move.sums).itemsize
 
 
 def _kind(step: RedistributionStep) -> tuple[str, int]:
-    """The kind of a step, and to how many ranks a permutation sends."""
+    """The kind of a step, and the number of ranks to which a permutation sends."""
     if step.kind == "all_to_all" and step.permuted:
         return "permute", step.size // digits_size(step.moved[i] for i, _ in step.permuted)
     return step.kind, 1
 
 
 def _grows(step: RedistributionStep) -> float:
-    """By how much a step makes the local tensor larger."""
+    """The factor by which a step enlarges the local tensor."""
     out = 1.0
     for dim in step.dims:
         for atom in dim:
@@ -338,7 +357,7 @@ def _grows(step: RedistributionStep) -> float:
 
 
 class _Pricing:
-    """One plan's price, put together instruction by instruction."""
+    """One plan's price, summed instruction by instruction."""
 
     def __init__(self, costs: CostModel, plan: Any, micro_batches: int) -> None:
         self.costs, self.plan, self.micro_batches = costs, plan, micro_batches
@@ -400,7 +419,7 @@ class _Pricing:
 
 
 def _ran(half: str, instruction: Any) -> tuple[Any, bool]:
-    """The instruction of the forward that runs, and whether it is its forward that does, be it in the backward."""
+    """The forward instruction that runs, and True where its forward runs, possibly during the backward."""
     if isinstance(instruction, Regather):
         return instruction.move, True
     if isinstance(instruction, RecomputedInstruction):
@@ -409,6 +428,7 @@ def _ran(half: str, instruction: Any) -> tuple[Any, bool]:
 
 
 def _causing(step: _Sent, instruction: Any) -> str:
-    """The operator that a step of a forward conversion is for: a sum is completed for the one that left it open."""
+    """The operator that causes a step of a forward redistribution; completing a partial sum counts for its
+    producer."""
     completes = step.kind in ("all_reduce", "reduce_scatter") and getattr(instruction, "cause", "") != "parameter"
     return (completes and getattr(instruction, "producer", "")) or instruction.operator

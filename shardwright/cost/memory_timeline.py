@@ -1,19 +1,25 @@
-"""The memory of a device over one step of a routed program.
+"""The memory timeline of a device over one step of a local program.
 
-    moments       the instructions of the forward in order, then what the backward runs, in order
-    held(t)       = Σ bytes of what is there at t;  peak = max over t of held(t)
+    moments       the instructions of the forward in order, then the steps of the backward in order
+    held(t)       = Σ bytes of the tensors whose live range contains t;  peak = max over t of held(t)
 
-    parameters, buffers, constants, inputs    always, as they are stored and fed
-    gradients, the optimizer's state          always, laid out as the parameter is stored
-    a tensor      from the instruction that makes it to the last that reads it in the forward; where some backward saves
-                  it, on to the last backward that does; where it is dropped and made again, from that to there
-    an operator's own (a mask, statistics)    from its forward to its backward, or likewise
-    a gradient    of a tensor: from the backward of its last reader (of an output, from the first) to that of its maker;
-                  of a weight that is gathered, to where its sum is taken. Further terms of it are there while they
-                  are added.
+Live ranges:
 
-A view lies in the memory of what it views, and so does the target of a conversion that takes no step. What a
-collective needs for itself, and what an allocator wastes, is not counted.
+    parameters, buffers, constants, inputs    always, in the layouts in which they are stored and fed
+    gradients, the optimizer's state          always, in the parameter's storage layout
+    a tensor      from its producer to its last consumer in the forward; a saved tensor, to the last backward that
+                  needs it; a recomputed or re-gathered tensor, again from its recomputation to that backward
+    an internal tensor of an operator (a mask, statistics)    from the operator's forward to its backward; recomputed
+                                                              likewise
+    a gradient    of a tensor: from the backward of its last consumer (of an output: from the start) to that of its
+                  producer; of a gathered weight: to the sum of its gradient. Each further term exists while it is
+                  added
+
+A view lies in the memory of the tensor it views, and so does the target of a redistribution without steps. Scratch
+memory of collectives and waste of the allocator are not counted.
+
+`LiveRanges` of `partition/rematerialization.py` gives the live ranges of the forward alone; this file adds the
+backward, recomputation and bytes.
 """
 
 from __future__ import annotations
@@ -29,18 +35,18 @@ from ..partition.rematerialization import LiveRanges, RecomputedInstruction, Reg
 
 __all__ = ["OPTIMIZERS", "Allocation", "MemoryTimeline", "optimizer_bytes", "peak", "timeline"]
 
-#: Numbers of float32 that an optimizer keeps for each element of a parameter.
+#: Optimizer -> its float32 numbers for each element of a parameter.
 OPTIMIZERS = {"adam": 2, "adamw": 2, "momentum": 1, "sgd": 0}
 
 
 def optimizer_bytes(given: Any) -> float:
-    """Bytes that an optimizer keeps for each element of a parameter.
+    """Bytes of an optimizer's state for each element of a parameter.
 
     Args:
         given: "adam" or "adamw" (two float32 moments), "momentum" (one), "sgd" (none), or the bytes.
 
     Raises:
-        SettingError: another thing.
+        SettingError: any other value.
     """
     if isinstance(given, str) and given.lower() in OPTIMIZERS:
         return 4.0 * OPTIMIZERS[given.lower()]
@@ -51,11 +57,11 @@ def optimizer_bytes(given: Any) -> float:
 
 @dataclass(frozen=True)
 class Allocation:
-    """Memory that is held from one moment to another.
+    """Memory held from one moment to another.
 
     Attributes:
         what: "parameters", "gradients", "optimizer", "inputs", "activations", "recomputed", "gathered" or "backward".
-        name: of the tensor, or of the operator whose own it is.
+        name: of the tensor, or of the operator that the internal tensor belongs to.
         start, stop: the moments, in [start, stop).
     """
 
@@ -68,11 +74,12 @@ class Allocation:
 
 @dataclass(frozen=True)
 class MemoryTimeline:
-    """What a device holds at every moment of a step.
+    """The memory of a device at every moment of a step.
 
     Attributes:
-        moments: who is at work: the operators of the user's program.
-        forward: how many of the moments are the forward's.
+        moments: for each moment, the operator of the user's program that runs.
+        forward: the number of moments that belong to the forward.
+        held: the allocations.
     """
 
     moments: tuple[str, ...]
@@ -80,7 +87,11 @@ class MemoryTimeline:
     held: tuple[Allocation, ...]
 
     def totals(self, kinds: Iterable[str] | None = None) -> list[float]:
-        """Bytes at every moment; of these kinds only, where some are given."""
+        """Bytes at every moment.
+
+        Args:
+            kinds: count only these kinds of `Allocation.what`; None: all.
+        """
         changes = [0.0] * (len(self.moments) + 1)
         only = None if kinds is None else set(kinds)
         for h in self.held:
@@ -91,7 +102,7 @@ class MemoryTimeline:
 
     @property
     def peak(self) -> float:
-        """The most that is held at any moment, in bytes."""
+        """The most bytes held at any moment."""
         return max(self.totals(), default=0.0)
 
     @property
@@ -107,15 +118,15 @@ class MemoryTimeline:
 
 
 def peak(plan: Any, optimizer: Any = "adam") -> float:
-    """The most that a device holds at any moment of a step, in bytes. See `timeline`."""
+    """The most bytes that a device holds at any moment of a step. See `timeline`."""
     return timeline(plan, optimizer).peak
 
 
 def timeline(plan: Any, optimizer: Any = "adam") -> MemoryTimeline:
-    """What a device holds over a step of a plan.
+    """The memory of a device over a step of a plan.
 
     Args:
-        plan: a `Plan`; its routed program and backward are walked.
+        plan: a `Plan`; its local program and backward are walked.
         optimizer: as `optimizer_bytes` takes it.
 
     Raises:
@@ -158,7 +169,7 @@ class _Walk:
             self.out.append(Allocation(what, name, start, stop, nbytes))
 
     def standing(self) -> None:
-        """What is always there."""
+        """Hold the tensors that are live during the whole step."""
         routed = self.routed
         for instance in (*routed.buffers.values(), *routed.constants.values()):
             self.hold("parameters", instance.name, 0, self.end, instance.local_bytes)
@@ -172,7 +183,7 @@ class _Walk:
                 self.hold("optimizer", instance.name, 0, self.end, elements * self.state)
 
     def kept(self) -> None:
-        """How long the backward keeps what the forward made, and what it makes again."""
+        """Hold the forward's tensors, as long as some backward needs them, and the recomputed ones."""
         begun = {
             id(r.region): self.count + p
             for p, r in reversed(list(enumerate(self.backward)))
@@ -187,8 +198,8 @@ class _Walk:
                 continue
             made_again.update((name, place) for name in region.dropped)
             own.update((i, place) for i in region.own)
-        stays: dict[str, int] = {}  # root -> up to when it is kept from the forward
-        returns: dict[str, list[int]] = {}  # root -> [from, up to] in the backward
+        stays: dict[str, int] = {}  # root -> the last moment at which the forward's tensor is needed
+        returns: dict[str, list[int]] = {}  # root -> [first, last] moment of the recomputed tensor
 
         def needs(name: str, until: int) -> None:
             root = self.root[name]
@@ -224,7 +235,8 @@ class _Walk:
                 self.hold("gathered" if root in gathered else "recomputed", root, start, stop + 1, nbytes)
 
     def gradients(self) -> None:
-        """Of the tensors in between: those that wait for their maker's backward, and those that are made."""
+        """Hold the gradients of intermediate tensors: those that wait for their producer's backward, and terms
+        being added."""
         begin = {
             o.name: self.count for o in self.routed.outputs if isinstance(o, PlacedValue) and o.value.requires_grad
         }
@@ -234,7 +246,7 @@ class _Walk:
             if not isinstance(i, (Regather, RecomputedInstruction))
         ]
 
-        def grows(name: str) -> bool:  # a parameter's own gradient is always there
+        def grows(name: str) -> bool:  # a parameter's own gradient is live during the whole step
             return self.instances[name].value.requires_grad and self.root[name] not in self.lives.given
 
         for name, start, stop in waiting(backward, self.instances, begin, grows):

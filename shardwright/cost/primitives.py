@@ -1,7 +1,9 @@
-"""How long a collective takes: the least of ring, tree and hierarchical, by latency and bandwidth of the levels.
+"""Primitive costs: seconds of one collective, and flops and bytes of one operator.
 
-Let n ranks take part, each with m bytes of its own; g_1 · g_2 ⋯ = n of them in the levels crossed, from the inside out;
-α_l the latency of level l and β_l its seconds a byte, both of one device. On one level, with L = ⌈log2 g⌉:
+1. Collectives (`collective_lines`): the time is that of the quickest of ring, tree and hierarchical algorithms, by
+   latency and bandwidth of the levels. Let n ranks take part, each with m bytes of its own; g_1 · g_2 ⋯ = n of them
+   in the levels crossed, from the inside out; α_l the latency of level l and β_l its seconds per byte, both of one
+   device. On one level, with L = ⌈log2 g⌉:
 
                      ring, or pairs                  tree
     reduce_scatter   (g-1) α + (g-1)/g m β           L α + (g-1)/g m β        halving
@@ -10,23 +12,38 @@ Let n ranks take part, each with m bytes of its own; g_1 · g_2 ⋯ = n of them 
     all_to_all       (g-1) α + (g-1)/g m β           L α + L/2 m β            Bruck
     permute          pieces α + m β                  -
 
-A flat ring over several levels goes at the pace of its slowest link: α = max α_l, β = max β_l. A hierarchical
-reduce_scatter goes from the inside out, m shrinking to m / g_l on the way; an all_gather back in; an all_reduce is both
-around an all_reduce of the outer levels, or one of all m a level. An all_to_all brings all of m to its place level by
-level, or goes in pairs: Σ_l (g_l - 1) g_1 ⋯ g_(l-1) (α_l + m/n β_l). What two levels cost adds up.
+A flat ring over several levels runs at the pace of its slowest link: α = max α_l, β = max β_l. A hierarchical
+reduce_scatter goes from the inside out, and m shrinks to m / g_l on the way; an all_gather goes back in; an
+all_reduce is both around an all_reduce of the outer levels, or one all_reduce of all m on each level. An all_to_all
+brings all of m to its place level by level, or goes in pairs: Σ_l (g_l - 1) g_1 ⋯ g_(l-1) (α_l + m/n β_l). The costs
+of the levels add up.
 
-On a level of bandwidth B that D devices share, all groups are at work at once: β = D / B. Of a flat ring only one link
-in p = g_1 ⋯ g_(l-1) is of level l: β = max(D / p, 1) / B. That is where a ring may be the quickest: its links of all
-levels are at work at once, those of a hierarchical collective in turn.
+On a level of bandwidth B that D devices share, all groups communicate at once: β = D / B. Only one link in p = g_1 ⋯
+g_(l-1) of a flat ring is of level l: β = max(D / p, 1) / B. There a ring may be the quickest: its links of all levels
+are in use at once, those of a hierarchical collective in turn.
+
+Example: an all_reduce of m bytes on one level of g = 4: ring 6 α + 1.5 m β, tree 2 α + 2 m β, halving and doubling 4
+α + 1.5 m β. The ring is never the quickest here, and the tree is the quickest for m < 4 α / β.
 
 Sources: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication Operations in MPICH", Int. J.
-of High Performance Computing Applications 19(1), 2005: ring, recursive doubling and halving, pairwise exchange, Bruck's
-algorithm. For numbers of ranks that are no powers of two, in L rounds too: A. Bar-Noy, S. Kipnis, B. Schieber, "An
-Optimal Algorithm for Computing Census Functions in Message-Passing Systems", Parallel Processing Letters 3(1), 1993
-(all_reduce); J. L. Träff, "Optimal, Non-pipelined Reduce-scatter and Allreduce Algorithms", arXiv:2410.14234, 2024.
+of High Performance Computing Applications 19(1), 2005: ring, recursive doubling and halving, pairwise exchange,
+Bruck's algorithm. For numbers of ranks that are no powers of two, in L rounds too: A. Bar-Noy, S. Kipnis, B.
+Schieber, "An Optimal Algorithm for Computing Census Functions in Message-Passing Systems", Parallel Processing
+Letters 3(1), 1993 (all_reduce); J. L. Träff, "Optimal, Non-pipelined Reduce-scatter and Allreduce Algorithms",
+arXiv:2410.14234, 2024.
 
-For each algorithm the time is a straight line a + b m; the least of them is what is paid. Adding up what arrives, and
-the copies that bring pieces together, are in none of them.
+For each algorithm the time is a straight line a + b m; the least line is the price. Additions of received terms, and
+copies that join pieces, are not counted.
+
+2. Operators (`work_of`): torch is asked, by one call on tensors without values and of whole shapes.
+
+    flops(local)    = flops(whole) · Π over factors of (local size / whole size)
+    bytes forward   = inputs + outputs
+    bytes backward  = gradients of outputs + saved inputs and outputs + gradients of inputs
+
+Flops are those of torch's own registry (torch.utils.flop_counter), for every operator that is dispatched, forward and
+backward. The flops of a product are linear in each of its factors, so the flops of a slice follow from the rule's
+notation. An operator that launches nothing, such as a view, costs nothing. No operator is described here.
 """
 
 from __future__ import annotations
@@ -58,13 +75,13 @@ Line = tuple[float, float]
 
 @dataclass(frozen=True)
 class LevelLink:
-    """A level that a group crosses, as each of its devices sees it while all groups are at work.
+    """A level that a group crosses, as seen by one of its devices while all groups communicate.
 
     Attributes:
-        size: how many units of the level below.
+        size: the number of units of the level below.
         latency: seconds.
-        each: seconds a byte, where every device sends over it.
-        alone: seconds a byte, where one device does.
+        each: seconds per byte where every device sends over it.
+        alone: seconds per byte where one device sends over it.
     """
 
     size: int
@@ -77,7 +94,7 @@ def links_of(cluster: Cluster, devices: int, digits: Digits) -> tuple[LevelLink,
     """The levels that a group of ranks which differ in `digits` crosses, from the inside out.
 
     Args:
-        devices: how many of the cluster's devices are used.
+        devices: the number of the cluster's devices in use.
     """
     out = []
     for i, (level, units) in enumerate(zip(cluster.levels, cluster.units(digits))):
@@ -93,7 +110,7 @@ def _rounds(size: int) -> int:
 
 
 def _ring(links: Sequence[LevelLink]) -> Line:
-    """A flat ring in which each rank sends n-1 times an n-th of m."""
+    """A flat ring: each rank sends 1/n of m, n-1 times."""
     n, slowest = 1, 0.0
     for link in links:
         slowest = max(slowest, link.alone, link.each / n)  # one in n devices sends to another unit
@@ -118,7 +135,7 @@ def _reduce_scatter(links: Sequence[LevelLink]) -> list[Line]:
 
 def _all_gather(links: Sequence[LevelLink]) -> list[Line]:
     n = _size(links)
-    return [(a, b * n) for a, b in _reduce_scatter(links)]  # the same way back, with m · n at its end
+    return [(a, b * n) for a, b in _reduce_scatter(links)]  # a reduce_scatter in reverse, of m · n bytes
 
 
 def _all_reduce(links: Sequence[LevelLink]) -> list[Line]:
@@ -166,18 +183,19 @@ _LINES: dict[str, Callable[[Sequence[LevelLink]], list[Line]]] = {
     "recv": _permute,
 }
 
-#: What there is a time for. "permute": each rank's input goes to another rank, as in an all_to_all that permutes;
-#: "send" and "recv" are the two ends of one, and each has the time of both.
+#: The kinds with a time. "permute": each rank's input goes to another rank, as in an all_to_all that permutes;
+#: "send" and "recv" are the two ends of one transfer, and each has the transfer's time.
 KINDS = ("slice", *_LINES)
 
 
 def collective_lines(kind: str, links: Sequence[LevelLink], pieces: int = 1) -> tuple[Line, ...]:
-    """The times of a collective by each algorithm that is the quickest for some size, as lines over the bytes of a
-    rank's own input.
+    """The times of a collective as lines over the bytes of a rank's own input.
+
+    One line for each algorithm that is the quickest for some size.
 
     Args:
-        links: as of `links_of`.
-        pieces: to how many ranks a "permute" sends.
+        links: from `links_of`.
+        pieces: the number of ranks to which a "permute" sends.
     """
     if kind == "slice" or not links:
         return ((0.0, 0.0),)
@@ -186,13 +204,13 @@ def collective_lines(kind: str, links: Sequence[LevelLink], pieces: int = 1) -> 
 
 
 def _least(lines: Sequence[Line]) -> list[Line]:
-    """The lines that are below all others somewhere, where bytes >= 0; that of the least latency first."""
+    """The lines that are below all others for some number of bytes >= 0; the line of the least latency first."""
     out: list[Line] = []
     for a, b in sorted(set(lines)):
-        if out and b >= out[-1][1] * (1 - 1e-12):  # less by rounding alone is not less
+        if out and b >= out[-1][1] * (1 - 1e-12):  # a difference by rounding does not count
             continue
         while len(out) > 1 and _meet(out[-2], (a, b)) <= _meet(out[-2], out[-1]):
-            out.pop()  # by the time that it is better than the one before it, the new one is better still
+            out.pop()  # where it becomes better than its predecessor, the new line is better still
         out.append((a, b))
     return out
 
@@ -202,32 +220,22 @@ def _meet(first: Line, second: Line) -> float:
     return (second[0] - first[0]) / (first[1] - second[1])
 
 
-# ----------------------------------------------------------------------------------------------------
-# What one operator does: asked of torch, which calls it once on tensors without values and of whole shapes.
-#
-#     flops(local)    = flops(whole) · Π over factors of (local size / whole size)
-#     bytes forward   = inputs + outputs
-#     bytes backward  = gradients of outputs + what autograd saved of inputs and outputs + gradients of inputs
-#
-# Flops are those of torch's own registry (torch.utils.flop_counter), of whatever the operator dispatches to, forward
-# and backward; a product is linear in each of its factors, so what a cut leaves follows from the rule's notation. An
-# operator that launches nothing, such as a view, costs nothing. No operator is described here.
-# ----------------------------------------------------------------------------------------------------
+# -- operators
 
 
 @dataclass(frozen=True)
 class OperatorWork:
-    """What an operator does, whatever the shapes of its slices.
+    """The flops and bytes of an operator, for any shapes of its slices.
 
     Attributes:
-        dtype: in which it computes: that of its first floating input, or output.
-        launched: whether the forward does anything; and the backward.
+        dtype: the dtype it computes in: that of its first floating input, or output.
+        launched: True where the forward launches anything; the same for the backward.
         flops: multiplications and additions of the whole operator, forward and backward.
         dims: (index of an input, or -1 - index of an output; dim; whole size): each factor of the operator once.
-        in_bytes, out_bytes: an element's, by input and output.
-        saved_inputs, saved_outputs: which of them the backward reads.
-        gradients: which inputs it makes a gradient for; none where no gradient flows.
-        gradient_outputs: which outputs a gradient comes from.
+        in_bytes, out_bytes: bytes per element, by input and output.
+        saved_inputs, saved_outputs: indices of those that the backward reads.
+        gradients: indices of the inputs that get a gradient; none where no gradient flows.
+        gradient_outputs: indices of the outputs from which a gradient comes.
     """
 
     dtype: str
@@ -247,7 +255,7 @@ class OperatorWork:
         """((flops, bytes) forward, (flops, bytes) backward) on slices of these shapes.
 
         Args:
-            in_shapes, out_shapes: one a tensor; last inputs may be missing, which are not read.
+            in_shapes, out_shapes: one a tensor; trailing inputs that are not read may be missing.
         """
         part = 1.0
         if any(self.flops):
@@ -268,7 +276,7 @@ class OperatorWork:
 
 
 def signature(op: Op) -> tuple:
-    """What two operators have in common that do the same work."""
+    """A key that is equal for two operators with the same work."""
     return (
         op.target,
         str(map_values((op.args, op.kwargs), _described)),
@@ -282,7 +290,7 @@ def _described(value: Value) -> tuple:
 
 
 class _Watch(TorchDispatchMode):
-    """Counts what is dispatched: flops, and whether anything is launched."""
+    """Counts the flops of all dispatched operators, and records whether anything is launched."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -301,7 +309,7 @@ class _Watch(TorchDispatchMode):
 
 
 def work_of(op: Op) -> OperatorWork:
-    """The work of an operator."""
+    """The flops and bytes of an operator."""
     outputs = [v for v in op.outputs if v is not None]
     dtypes = [v.dtype for v in (*op.inputs, *outputs)]
     dtype = next((d for d in dtypes if d.is_floating_point or d.is_complex), torch.float32)
@@ -311,7 +319,7 @@ def work_of(op: Op) -> OperatorWork:
     gradients = gradients if from_outputs else ()
     name = str(dtype).removeprefix("torch.")
     tried = _tried(op, outputs, gradients, from_outputs)
-    if tried is None:  # it runs on tensors with values only: what it reads and makes is known all the same
+    if tried is None:  # it runs on tensors with values only; the bytes of its inputs and outputs are still known
         described, every = find_rule(op), tuple(range(len(op.inputs)))
         moves = bool(outputs) and not (described is not None and described.view)
         return OperatorWork(
@@ -321,12 +329,10 @@ def work_of(op: Op) -> OperatorWork:
     return OperatorWork(name, launched, flops, _dims(op) if any(flops) else (), *sizes, *saved, gradients, from_outputs)
 
 
-#: An operator dispatched forward and backward: whether anything is launched, the flops, which inputs and outputs are
-#: saved.
+#: One operator's dispatch: (launched, flops, indices of saved inputs and outputs); the first two forward and backward.
 _Dispatched = tuple[tuple[bool, bool], tuple[float, float], tuple[tuple[int, ...], tuple[int, ...]]]
 
-#: What was dispatched by operators that were tried lately, by signature: other plans have most of them too. None: it
-#: failed.
+#: Recent dispatches by signature, because other plans have most of the same operators; None: the call failed.
 _LATELY: OrderedDict[tuple, _Dispatched | None] = OrderedDict()
 _MOST = 4096
 
@@ -334,8 +340,8 @@ _MOST = 4096
 def _tried(
     op: Op, outputs: list[Value], gradients: tuple[int, ...], from_outputs: tuple[int, ...]
 ) -> _Dispatched | None:
-    """The operators that an operator dispatches; None where it does not run without values."""
-    key = signature(op) if schema_of(op.target) is not None else None  # what is not of torch may hold a model
+    """The dispatch of an operator; None where it does not run without values."""
+    key = signature(op) if schema_of(op.target) is not None else None  # a target outside torch may keep a model alive
     if key in _LATELY:
         _LATELY.move_to_end(key)
         return _LATELY[key]
@@ -343,7 +349,7 @@ def _tried(
         found = _dispatched(op, outputs, gradients, from_outputs)
     except (
         Exception
-    ):  # of any kind, by an operator that needs values: `work_of` counts the bytes that it reads and makes
+    ):  # an operator that needs values may raise anything; `work_of` then counts the bytes of inputs and outputs
         found = None
     if key is not None:
         _LATELY[key] = found
@@ -353,17 +359,17 @@ def _tried(
 
 
 def _dispatched(op: Op, outputs: list[Value], gradients: tuple[int, ...], from_outputs: tuple[int, ...]) -> _Dispatched:
-    """The operators that an operator dispatches when it is called on tensors without values."""
+    """The dispatch of an operator on tensors without values."""
     inputs = [
         torch.empty(v.shape, dtype=v.dtype, device="meta").requires_grad_(i in gradients)
         for i, v in enumerate(op.inputs)
     ]
-    feed = iter(inputs)  # `inputs` are the values among the arguments, in the order of the call
+    feed = iter(inputs)  # `inputs` are the values among the arguments, in call order
     args, kwargs = map_values((op.args, op.kwargs), lambda _: next(feed))
     packed: list[Tensor] = []
 
     def pack(x: Tensor) -> Tensor:
-        packed.append(x.detach())  # held, for memory is known by its address
+        packed.append(x.detach())  # kept alive, because memory is identified by its address
         return x
 
     forward, backward = _Watch(), _Watch()
@@ -388,7 +394,7 @@ def _memory(x: Tensor) -> int:
 
 
 def _dims(op: Op) -> tuple[tuple[int, int, int], ...]:
-    """Dims of inputs and outputs in which each factor of the operator that may be cut stands once, by its rule."""
+    """For each factor of the operator that may be cut, one dim of an input or output that carries it, by the rule."""
     described = find_rule(op)
     if described is None:
         return ()

@@ -1,4 +1,21 @@
-"""The local program of a plan: its instructions, the same for all ranks, and the tensors that they read and make."""
+"""The local program of a plan: the instructions that all ranks run, and the decisions it is partitioned from.
+
+1. Program (`LocalProgram`): instructions in order, the same for all ranks, and the tensors they read and produce. An
+   instruction is an operator on slices (`LocalOp`), a redistribution of one value (`Redistribute`), or a maximum or
+   minimum completed over ranks (`GlobalExtreme`).
+
+2. Decisions (`Decision`): a planner's result. For each operator, the digits that cut each factor; for each input
+   (`InputPlacement`), the layout that a rank is fed.
+
+3. Portable decisions (`PortableDecisions`): decisions without the graph they were made on. One rank hands them to
+   other ranks that hold the same graph:
+
+    decisions + the search's report = PortableDecisions + graph
+
+A plan document (`planfile/plan_document.py`) holds more, for readers without the model: the graph, and figures. Facts
+that follow from a graph, such as an operator's rule and shapes, are never sent: each rank derives them from its own
+graph.
+"""
 
 from __future__ import annotations
 
@@ -61,31 +78,33 @@ class PlacedValue:
 
     @property
     def local_bytes(self) -> int:
-        """Bytes that a rank's slice takes."""
+        """Bytes of a rank's slice."""
         return math.prod(self.local_shape) * self.value.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class LocalOp:
-    """A local operator: ``outputs = target(*args, **kwargs)`` with `Ref`s for tensors."""
+    """An operator on a rank's slices: ``outputs = target(*args, **kwargs)``, with a `Ref` for each tensor argument."""
 
     op: Op
     target: Any
     args: tuple
     kwargs: dict[str, Any]
     outputs: tuple[PlacedValue | None, ...]
-    operator: str  # the operator of the user's program that it works for
+    operator: str  # the operator of the user's program that this one is part of
 
 
 @dataclass(frozen=True)
 class Redistribute:
-    """A conversion of one value; `backward` is None where no gradient flows.
+    """A redistribution of one value; `backward` is None where no gradient flows.
 
     Args:
         cause: "operator" (it completes an operator's partial sum), "conversion", or "parameter".
-        operator: the operator that asks for it.
-        producer: the operator that made the value, and left its sum open if it is; "" for what is fed or stored.
-        again: it is a stored weight's, and the result is not kept for the backward but made again there.
+        operator: the consumer, which asks for the target layout.
+        producer: the operator that produced the value, possibly as a partial sum; "" for an input, parameter or
+            buffer.
+        again: the source is a stored weight; the gathered result is not saved for the backward but gathered again
+            there.
     """
 
     source: PlacedValue
@@ -99,38 +118,44 @@ class Redistribute:
 
     @property
     def casts(self) -> bool:
-        """Whether it goes from the type of the source to that of the target, before it moves anything; its backward
-        moves the gradient in the type `sums` and then brings it to the source's."""
+        """True where the source's dtype differs from the target's.
+
+        The forward casts before it moves anything. The backward moves the gradient in the dtype `sums` and then casts
+        it to the source's dtype.
+        """
         return self.source.value.dtype != self.target.value.dtype
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type in which its forward moves the value."""
+        """The dtype in which the forward moves the value."""
         return self.target.value.dtype
 
     @property
     def sums(self) -> torch.dtype:
-        """The type in which its backward moves the gradient."""
+        """The dtype in which the backward moves the gradient."""
         return self.target.value.sums
 
     @property
     def back(self) -> Value:
-        """The target as its gradient travels."""
+        """The target with the dtype in which its gradient is moved."""
         value = self.target.value
         return value if self.sums == value.dtype else replace(value, dtype=self.sums)
 
     @property
     def copies(self) -> bool:
-        """Whether its target lies in memory of its own."""
+        """True where the target has memory of its own."""
         return self.casts or bool(self.forward.steps)
 
 
 @dataclass(frozen=True)
 class GlobalExtreme:
-    """A maximum or minimum over ranks. Its gradient goes to the ranks that hold it, shared among ties as on one device.
+    """A maximum or minimum over ranks.
+
+    The gradient goes to the ranks that hold the extreme; ties share it as on one device.
 
     Args:
-        operand: what the operator reduced, and which of its local dims.
+        operand: the tensor that the operator reduced.
+        dims: the local dims of `operand` that were reduced.
     """
 
     source: PlacedValue
@@ -147,11 +172,11 @@ Instruction = LocalOp | Redistribute | GlobalExtreme
 
 @dataclass(frozen=True)
 class LocalProgram:
-    """A program for all ranks alike: instructions in order, and where its values come from and go to.
+    """A program that all ranks run: instructions in order, with the placement of every input, parameter and output.
 
     Attributes:
-        stored: how each parameter is stored.
-        used: in which layout the operators ask for each parameter.
+        stored: storage layout of each parameter.
+        used: the layout in which the operators consume each parameter.
     """
 
     devices: int
@@ -160,16 +185,16 @@ class LocalProgram:
     buffers: dict[str, PlacedValue]
     constants: dict[str, PlacedValue]
     instructions: tuple[Instruction, ...]
-    outputs: tuple[Any, ...]  # an Instance, or a plain constant
+    outputs: tuple[Any, ...]  # a PlacedValue, or a plain constant
     updates: dict[str, PlacedValue]
     notes: tuple[str, ...]
     stored: dict[str, ParameterSharding]
     used: dict[str, Layout]
-    seed: PlacedValue | None = None  # of the random numbers, if any are drawn
+    seed: PlacedValue | None = None  # the seed of the random operators; None without any
 
 
 def made_by(instruction: Any) -> tuple[PlacedValue, ...]:
-    """What an instruction makes."""
+    """The values that an instruction produces."""
     return (
         tuple(o for o in instruction.outputs if o is not None)
         if isinstance(instruction, LocalOp)
@@ -178,7 +203,7 @@ def made_by(instruction: Any) -> tuple[PlacedValue, ...]:
 
 
 def read_by(instruction: Any) -> tuple[str, ...]:
-    """The names of the tensors that an instruction's gradient goes to, in the order of the call, each once."""
+    """Names of the tensors that receive a gradient from an instruction, in call order, each once."""
     if not isinstance(instruction, LocalOp):
         return (instruction.source.name,)
     given = leaves((instruction.args, instruction.kwargs))
@@ -186,14 +211,12 @@ def read_by(instruction: Any) -> tuple[str, ...]:
 
 
 def reads(instruction: Any) -> tuple[str, ...]:
-    """The names of all tensors that an instruction reads, each once."""
+    """Names of all tensors that an instruction consumes, each once."""
     operand = (instruction.operand.name,) if isinstance(instruction, GlobalExtreme) else ()
     return (*read_by(instruction), *operand)
 
 
-# ----------------------------------------------------------------------------------------------------
-# What a planner decides: for each operator, which digits cut which factor; for each input, what a rank is fed.
-# ----------------------------------------------------------------------------------------------------
+# -- decisions
 
 #: All parallel modes.
 MODES = (
@@ -212,16 +235,16 @@ class Decision:
     """The strategy of one operator.
 
     Args:
-        op, rule, bound: the operator and its description, bound to its shapes.
-        assignment: which digits cut which factor.
-        out: the layouts that its outputs are brought to, where an out_strategy says so.
-        cause: who decided: "mark", "batch" (cut along the batch), "follow" (a view that follows), "whole",
-            "propagated" (from a mark).
-        note: what could not be done as one might expect.
-        open: the digits of the sum that it lets through, as a planner that prices them decides; None: whatever comes
-            open and can pass does.
-        origin: where a mark on another operator decided: that operator's name.
-        via: the operator that handed it on; "" where it is not one that lies on the way still.
+        op, rule, bound: the operator, its rule, and the rule bound to the operator's shapes.
+        assignment: the digits that cut each factor.
+        out: the layouts to which the outputs are redistributed, where an out_strategy gives them.
+        cause: the origin of the strategy: "mark" (the user's), "batch" (cut along the batch), "follow" (a view takes
+            its input's layout), "whole", or "propagated" (from a user's strategy).
+        note: a limitation that a user would not expect.
+        open: the digits along which the output's sum stays partial, as decided by a planner that prices partial sums;
+            None: every partial sum that can pass through the operator does.
+        origin: for a propagated strategy, the name of the operator that carries the user's strategy.
+        via: the operator that handed the strategy on; "" where that operator no longer lies on the way.
     """
 
     op: Op
@@ -236,21 +259,25 @@ class Decision:
     via: str = ""
 
     def wanted(self, index: int) -> Layout:
-        """The layout that the operator asks for input `index`, sums completed."""
+        """The layout in which the operator consumes input `index`, sums completed."""
         layout = self.bound.input_layout(index, self.assignment)
         assert layout is not None, f"{self.op.name}: input {index} has no layout"
         return layout
 
     def left(self, index: int) -> Layout:
-        """The layout in which the operator leaves output `index`, open sums included, before any out_strategy."""
+        """The layout in which the operator produces output `index`, with its partial sums, before any out_strategy."""
         layout = self.bound.output_layout(index, self.assignment)
         assert layout is not None, f"{self.op.name}: output {index} has no layout"
         return layout
 
 
 def description(op: Op, on_missing_rule: str, devices: int, uneven: bool = False) -> tuple[Rule, Bound, str | None]:
-    """An operator's rule and binding; without a rule the whole rule, with a note, where that is asked for. Uneven: its
-    dims may be padded.
+    """An operator's rule, the rule bound to its shapes, and a note.
+
+    Args:
+        on_missing_rule: "error", or "replicate": an operator without a rule then runs whole on every device, with a
+            note.
+        uneven: dims may be padded.
 
     Raises:
         MissingRuleError: no rule, and `on_missing_rule` is "error" or the operator cannot be repeated on every device.
@@ -268,7 +295,8 @@ def description(op: Op, on_missing_rule: str, devices: int, uneven: bool = False
 
 
 def unrepeatable(op: Op) -> str | None:
-    """What goes wrong when every device makes this call; None where nothing does, as with a dropout in evaluation."""
+    """The harm of running this call whole on every device; None where there is none, as for a dropout in
+    evaluation."""
     trains = op.argument("train", op.argument("training", True))
     if torch.Tag.nondeterministic_seeded in getattr(op.target, "tags", ()):
         share = next((op.argument(name) for name in ("p", "dropout_p", "dropout") if name in op.argument_names), 1)
@@ -284,14 +312,14 @@ def _bound(op: Op, found: Rule | None, uneven: bool) -> tuple[Rule, Bound]:
 
 @dataclass(frozen=True)
 class InputPlacement:
-    """How a batch comes in and how results go out.
+    """The layouts in which a batch is fed and results are returned.
 
     Args:
         inputs: the layout in which each (flattened) tensor input is fed.
-        own_part: each rank feeds its own part of the batch, and gets its own part of outputs that carry the batch.
+        own_part: each rank feeds its own part of the batch, and gets its own part of the outputs that carry the batch.
         batch: the digits that cut the batch of such outputs; empty: those of dim 0 of the first input that is cut.
-        kept: name of an output that goes on to another stage -> 1, or how many neighbouring ranks are to hold the same
-            of it. It is handed on as the operator that makes it has it, but for that.
+        kept: name of an output that goes on to another stage -> the number of neighbouring ranks that must hold the
+            same slice (1: no constraint). Apart from that, the output keeps the layout of its producer.
     """
 
     inputs: tuple[Layout, ...]
@@ -368,9 +396,9 @@ def input_placement(graph: Graph, devices: int, dataset_strategy: Any) -> InputP
 
 
 def batch_dims(graph: Graph, bounds: dict[str, Bound]) -> dict[str, int]:
-    """Value name -> the dim that carries the batch: that of the inputs, and whatever shares its factor from there on.
+    """Value name -> the dim that carries the batch: for the inputs, and for each value that shares their batch factor.
 
-    Where the batch is merged with other dims, the merged dim carries it as long as the batch is its major part.
+    A dim merged of the batch and other dims carries the batch as long as the batch is its major part.
     """
     carries = {v.name: 0 for v in graph.inputs if v.shape} if graph.batch is None else dict(graph.batch)
     for op in graph.ops:
@@ -387,7 +415,7 @@ def batch_dims(graph: Graph, bounds: dict[str, Bound]) -> dict[str, int]:
 
 
 def batch_factor(op: Op, bound: Bound, carries: dict[str, int]) -> int | None:
-    """The factor of an operator that is the batch, or None where no input carries one."""
+    """The factor of an operator that is the batch; None where no input carries the batch."""
     for value, dims in zip(op.inputs, bound.inputs):
         d = carries.get(value.name)
         if d is not None and dims[d]:
@@ -398,8 +426,10 @@ def batch_factor(op: Op, bound: Bound, carries: dict[str, int]) -> int | None:
 def output_layouts(
     values: Sequence[Any], devices: int, fed: InputPlacement, carries: dict[str, int]
 ) -> list[Layout | None]:
-    """The layouts in which results are handed out: whole, or each rank's own part of what carries the batch. None: as
-    it is, for it goes on to another stage."""
+    """The layouts in which results are returned: whole, or each rank's own part of an output that carries the batch.
+
+    None for an output that goes on to another stage: it keeps the layout of its producer.
+    """
     layouts: list[Layout | None] = []
     for value in values:
         if value.name in fed.kept:
@@ -420,14 +450,13 @@ class SearchResult:
     """A search's report on its plan.
 
     Attributes:
-        cost: seconds of a step, as the search prices it.
-        bound: no plan out of the strategies that were searched is priced below it by the search; None: nothing was
-            proved.
-            The search credits one use of a shared value as served once, of few that are tried: a program that serves
-            more of them together takes less than its price.
-        operators, strategies: how many were looked at.
-        notes: what else is to be known.
-        limit: bytes that a device was allowed; None: memory was not looked at.
+        cost: seconds of a step, by the search's prices.
+        bound: no plan out of the searched strategies has a lower price by the search; None: nothing was proved. The
+            search credits each shared value with one consumer that is served at no further cost, one of the few
+            consumers it tries; a program in which more consumers share it takes less time than its price.
+        operators, strategies: the numbers searched.
+        notes: further remarks.
+        limit: bytes allowed per device; None: memory was not limited.
     """
 
     cost: float
@@ -439,8 +468,11 @@ class SearchResult:
 
 
 class Decisions(NamedTuple):
-    """A planner's result: decisions by operator, value name -> the dim that carries the batch; of a search, its report,
-    and the storage of parameters where the search decides that too."""
+    """A planner's result.
+
+    Decisions by operator, and value name -> the dim that carries the batch. A search adds its report, and the storage
+    of parameters where the search decides that too.
+    """
 
     decisions: dict[str, Decision]
     carries: dict[str, int]
@@ -448,19 +480,12 @@ class Decisions(NamedTuple):
     hsdp: OptimizerParallel | None = None
 
 
-# ----------------------------------------------------------------------------------------------------
-# What a planner decided, without the graph that it decided on: what one rank hands to others that hold the same graph.
-#
-#     decisions + what the search found = Handed + graph
-#
-# A document (`document`) holds more, for those who have no model: the graph, and figures for its reader. What follows
-# from a graph, each operator's description and shapes, is never sent: each rank has it from its own.
-# ----------------------------------------------------------------------------------------------------
+# -- portable decisions
 
 
 @dataclass(frozen=True)
 class _Operator:
-    """A `Decision` by what is not its operator's: fields as there."""
+    """The fields of a `Decision` that do not follow from its operator."""
 
     digits: tuple[Digits, ...]
     out: tuple[Layout, ...] | None
@@ -474,11 +499,11 @@ class _Operator:
 
 @dataclass(frozen=True)
 class PortableDecisions:
-    """A `Decided` without its graph; it can be pickled.
+    """A `Decisions` without its graph; can be pickled.
 
     Attributes:
-        operators: by name, in the order of the program.
-        carries, found, hsdp: as of `Decided`.
+        operators: by name, in program order.
+        carries, found, hsdp: as in `Decisions`.
     """
 
     operators: dict[str, _Operator]
@@ -488,7 +513,7 @@ class PortableDecisions:
 
     @classmethod
     def of(cls, decided: Decisions) -> PortableDecisions:
-        """What was decided."""
+        """The portable form of `decided`."""
         return cls(
             {
                 name: _Operator(d.assignment.digits, d.out, d.cause, d.note, d.open, d.origin, d.via, d.op.recompute)
@@ -500,11 +525,11 @@ class PortableDecisions:
         )
 
     def onto(self, graph: Graph, devices: int, *, on_missing_rule: str = "error", uneven: bool = False) -> Decisions:
-        """The same decisions of another copy of the graph, equal to those that were handed in.
+        """The same decisions on another, equal copy of the graph.
 
         Args:
-            graph: of the same `graph_digest`.
-            on_missing_rule, uneven: as the planner was given them.
+            graph: a graph with the same `graph_digest`.
+            on_missing_rule, uneven: as they were given to the planner.
         """
         decisions = {}
         for op in graph.ops:
@@ -527,8 +552,10 @@ class PortableDecisions:
 
 
 def graph_digest(graph: Graph) -> str:
-    """A short hash of what two ranks' graphs must have in common for decisions on one to hold on the other: operators,
-    marks, shapes and dtypes. Whatever else differs, plans' fingerprints tell."""
+    """A short hash of everything two ranks' graphs must share for decisions on one to hold on the other.
+
+    Covers operators, user strategies, shapes and dtypes. Any further difference shows in the plans' fingerprints.
+    """
     text = hashlib.sha256()
     for line in _lines(graph):
         text.update(line.encode() + b"\n")

@@ -1,11 +1,13 @@
-"""Optimizer parallel: which parameter is stored how.
+"""ZeRO/FSDP sharding (optimizer parallel): the storage layout of each parameter.
 
     replicas of a parameter  = the digits of the rank that its layout does not name
-    its layout when stored   = dim 0 cut further by `shard_size` of them, the fastest, as the minor digits of that dim
+    its storage layout       = dim 0 cut further by `shard_size` of them, the fastest, as the minor digits of that dim
 
-So the slice of a rank is cut along its dim 0 over the ranks that hold the same one. What brings the parameter into the
-layout of its use is a conversion like any other: an all-gather, and of the gradient, a sum over the ranks whose work
-differed, a reduce-scatter.
+A rank's slice is thus cut along its dim 0 over the ranks that hold the same slice. The redistribution from the
+storage layout to the layout of the use is an ordinary one: an all-gather in the forward; for the gradient, a
+reduce-scatter that sums over the ranks whose work differed.
+
+Example: a weight of 512 rows, replicated on 4 devices, and ``shard_size=-1``: each rank stores 128 rows.
 """
 
 from __future__ import annotations
@@ -20,24 +22,24 @@ from ..layout import Digit, Digits, Layout, digits_size
 
 __all__ = ["OptimizerParallel", "ParameterSharding", "stored_layouts"]
 
-#: What is cut: weights and the optimizer's state; gradients too, while they are accumulated; and gathered weights are
-#: not kept for the backward.
+#: level1 cuts weights and the optimizer's state; level2 also accumulated gradients; level3 also reshards gathered
+#: weights after the forward.
 LEVELS = ("level1", "level2", "level3")
 
 
 @dataclass(frozen=True)
 class OptimizerParallel:
-    """The setting.
+    """The setting of `AutoParallel.hsdp`.
 
     Args:
-        shard_size: over how many of its replicas a parameter is cut; -1: all.
+        shard_size: the number of replicas over which a parameter is cut; -1: all.
         threshold: KB (1024 bytes) of a whole parameter from which on it is cut.
         optimizer_level: "level1", "level2" or "level3".
         whole: names of the parameters that are left out.
-        kept: at "level3", names of those whose gathered weights are kept for the backward all the same.
+        kept: at "level3", names of the parameters whose gathered weights are saved for the backward nevertheless.
 
     Raises:
-        SettingError: none of these.
+        SettingError: an invalid value.
     """
 
     shard_size: int = -1
@@ -57,10 +59,10 @@ class OptimizerParallel:
 
     @classmethod
     def of(cls, given: OptimizerParallel | Mapping[str, Any] | None) -> OptimizerParallel | None:
-        """A setting from the arguments of `AutoParallel.hsdp`.
+        """The setting from the arguments of `AutoParallel.hsdp`.
 
         Raises:
-            SettingError: an unknown one.
+            SettingError: an unknown argument.
         """
         if given is None or isinstance(given, cls):
             return given
@@ -73,26 +75,26 @@ class OptimizerParallel:
 
     @property
     def accumulates_whole(self) -> bool:
-        """Whether gradients that are not to be summed yet are held whole."""
+        """True where gradients that are accumulated before their sum are stored whole."""
         return self.optimizer_level == "level1"
 
     @property
     def gathers_again(self) -> bool:
-        """Whether the backward gathers weights again, which are not kept from the forward."""
+        """True where weights are resharded after the forward and gathered again in the backward."""
         return self.optimizer_level == "level3"
 
     def lets_go(self, name: str) -> bool:
-        """Whether that holds for one parameter."""
+        """True where the parameter `name` is resharded after the forward."""
         return self.gathers_again and name not in self.kept
 
 
 @dataclass(frozen=True)
 class ParameterSharding:
-    """How one parameter is stored.
+    """The storage of one parameter.
 
     Attributes:
-        note: why it is not cut further than its use asks for; None: it is, or there is nothing to cut it over.
-        told: whether that is for the plan's notes: the user could not expect it.
+        note: the reason why it is not cut further than its use asks for; None: it is, or it has no replicas.
+        told: True where `note` belongs in the plan's notes: the user could not expect it.
     """
 
     layout: Layout
@@ -103,10 +105,10 @@ class ParameterSharding:
 def stored_layouts(
     used: Mapping[str, tuple[Value, Layout]], setting: OptimizerParallel
 ) -> dict[str, ParameterSharding]:
-    """How each parameter is stored.
+    """The storage of each parameter.
 
     Args:
-        used: name -> the parameter, and the layout in which its operators ask for it.
+        used: name -> the parameter, and the layout in which its operators consume it.
 
     Raises:
         SettingError: a `shard_size` that does not divide the replicas of a parameter which would be cut.
@@ -150,7 +152,8 @@ def _cut(value: Value, layout: Layout, size: int) -> ParameterSharding:
 
 
 def _neighbours(replicas: Digits, size: int) -> Digits | None:
-    """The fastest digits that number `size` replicas, most major first; None where no digits number just so many."""
+    """The fastest digits that number `size` replicas, most major first; None where no digits number exactly so
+    many."""
     taken: list[Digit] = []
     for digit in sorted(replicas, key=lambda d: d.stride):
         part = digit.size if size % digit.size == 0 else size

@@ -1,10 +1,19 @@
-"""Between operators: which conversion runs on which edge, forward and backward.
+"""The partitioner: the redistribution on each edge between operators, forward and backward.
 
-Every value has a layout where it is made, every use of it asks for one; between them lies a conversion, and its
-transpose is the backward. The steps found here are what is priced, what is printed and what runs.
+1. Edges inside one program (`partition`). A value has one layout at its producer; each consumer asks for a layout; a
+   redistribution connects the two, and its transpose is the backward. The steps found here are priced, printed and
+   run.
 
     gradient layout of a value      = its layout, sums completed
-    gradient of input i of an op    = terms of a sum over the digits that the op uses and input i does not carry
+    gradient of input i of an op    = partial sums over the digits that the op uses and input i does not carry
+
+2. Edges between pipeline stages (`handed_on`, `arriving`, `sender`): the layout of a value on both sides.
+
+    stages of one size      position p sends to position p; the layout is that of the producer's stage
+    n to r·n devices        position q receives from q div r: the layout's strides times r; r neighbours hold the same
+    r·n to n devices        position q receives from r·q, once each r neighbours hold the same
+
+Example: 4 to 2 devices, r = 2: ranks 0 and 1 must hold the same slice; position 0 receives from 0, position 1 from 2.
 """
 
 from __future__ import annotations
@@ -51,17 +60,15 @@ __all__ = [
 ]
 
 
-# ----------------------------------------------------------------------------------------------------
-# How a value lies on both sides of a cut between stages.
-#
-#     stages of one size      position p sends to position p; the layout is that of the stage that makes the value
-#     n to r·n devices        position q receives from q div r: the layout's strides times r, neighbours hold the same
-#     r·n to n devices        position q receives from r·q, once each r neighbours hold the same
-# ----------------------------------------------------------------------------------------------------
+# -- edges between pipeline stages
 
 
 def neighbours(source: int, target: int) -> int:
-    """How many neighbouring ranks of a stage of `source` devices have to hold the same of what one of `target` is sent.
+    """The number of neighbouring ranks of the sending stage that must hold the same slice.
+
+    Args:
+        source: devices of the sending stage.
+        target: devices of the receiving stage.
 
     Raises:
         PlanError: neither number divides the other.
@@ -75,10 +82,12 @@ def neighbours(source: int, target: int) -> int:
 
 
 def handed_on(layout: Layout, shape: tuple[int, ...], same: int) -> Layout:
-    """The layout in which a value goes on, nearest to that in which it was made.
+    """The layout in which a value leaves its stage, nearest to that of its producer.
 
     Args:
-        same: how many neighbouring ranks are to hold the same of it.
+        layout: the layout in which it is produced.
+        shape: its global shape.
+        same: the number of neighbouring ranks that must hold the same slice.
     """
     layout = layout.without_partial()
     if any(size % cut for size, cut in zip(shape, layout.cuts)):
@@ -89,7 +98,7 @@ def handed_on(layout: Layout, shape: tuple[int, ...], same: int) -> Layout:
 
 
 def _above(digit: Digit, stride: int) -> Digit | None:
-    """What of a digit tells ranks apart that are at least `stride` apart."""
+    """The part of a digit that distinguishes ranks at least `stride` apart; None where there is none."""
     if digit.stride >= stride:
         return digit
     if digit.span <= stride or stride % digit.stride or digit.size % (stride // digit.stride):
@@ -98,18 +107,22 @@ def _above(digit: Digit, stride: int) -> Digit | None:
 
 
 def arriving(layout: Layout, source: int, target: int) -> Layout:
-    """The layout in which it arrives on `target` devices, as handed on by `source`."""
+    """The layout of a value on the `target` devices of a stage that receives it from `source` devices.
+
+    Args:
+        layout: the layout on the sending stage, from `handed_on`.
+    """
     scale = lambda d: Digit(d.size, d.stride * target // source)
     return Layout.of(target, [[scale(d) for d in dim] for dim in layout.dims])
 
 
 def sender(position: int, source: int, target: int) -> int:
-    """The position of the sending stage from which a position of the receiving one is sent its part."""
+    """The position of the sending stage that sends a part to `position` of the receiving stage."""
     return position * source // target
 
 
 def between(cluster: Cluster, rank: int, peer: int) -> tuple[Digit, ...]:
-    """Digits that cross the levels at which two ranks are in different units."""
+    """Digits that cross the levels of the cluster at which two ranks are in different units."""
     out, below = [], 1
     for level in cluster.levels:
         if rank // below % level.size != peer // below % level.size:
@@ -120,11 +133,11 @@ def between(cluster: Cluster, rank: int, peer: int) -> tuple[Digit, ...]:
 
 @dataclass(frozen=True)
 class Use:
-    """One reading of a value.
+    """One consumption of a value.
 
     Args:
-        want: the layout that is asked for.
-        partial: over which digits the gradient that comes back is a sum.
+        want: the layout that the consumer asks for.
+        partial: the digits over which the gradient that comes back is a partial sum.
     """
 
     want: Layout
@@ -135,9 +148,10 @@ class Use:
 
 @lru_cache(maxsize=1 << 16)
 def completed_first(source: Layout, wants: tuple[Layout, ...]) -> bool:
-    """Whether an open sum is completed by an all-reduce before it is brought to where it is wanted.
+    """True where a partial sum is completed by an all-reduce before it is redistributed to its consumers.
 
-    It is, unless every use's own conversion makes one reduce-scatter of it and they send less so.
+    False only where each consumer's own redistribution turns the sum into one reduce-scatter and these send less
+    together.
     """
     finished = source.without_partial()
     each = [redistribution(source, want) for want in wants]
@@ -150,14 +164,14 @@ def completed_first(source: Layout, wants: tuple[Layout, ...]) -> bool:
 
 
 def brought(source: Layout, want: Layout) -> Redistribution:
-    """What brings a value to the one layout in which it is wanted."""
+    """The redistribution of a value to the one layout in which it is consumed."""
     if source.partial and not want.partial and completed_first(source, (want,)):
         return through(source, source.without_partial(), want)
     return redistribution(source, want)
 
 
 def wanted_in_two(parameter: Value, one: tuple[Layout, Op], other: tuple[Layout, Op]) -> PlanError:
-    """That two operators ask for a parameter in different layouts."""
+    """The error of two operators that ask for a parameter in different layouts."""
     (first, a), (second, b) = one, other
     marked = [op for op in (a, b) if op.mark is not None and op.mark.in_strategy is not None]
     return PlanError(
@@ -179,14 +193,14 @@ def partition(
     stored: dict[str, Layout] | None = None,
     hsdp: OptimizerParallel | None = None,
 ) -> LocalProgram:
-    """Work out the local program of a planned graph.
+    """The local program of a planned graph.
 
     Args:
         decisions: one per operator of the graph, by name.
-        fed: how inputs come in and results go out.
+        fed: layouts of inputs and results.
         carries: value name -> dim that carries the batch.
-        stored: parameter and buffer name -> the layout in which it is stored, where that is settled already.
-        hsdp: how the others are stored; None: as their operators ask for them.
+        stored: parameter and buffer name -> its storage layout, where that is already fixed.
+        hsdp: storage of the other parameters; None: the layout in which their operators consume them.
 
     Raises:
         PlanError: a parameter that two operators want in different layouts.
@@ -196,7 +210,7 @@ def partition(
 
 
 class Partitioner:
-    """Makes the instructions of a program, value by value."""
+    """The state of one `partition`: emits the instructions of a program, value by value."""
 
     def __init__(
         self,
@@ -211,13 +225,13 @@ class Partitioner:
         self.graph, self.decisions, self.fed, self.devices, self.carries = graph, decisions, fed, devices, carries
         self.stored, self.hsdp = stored, hsdp
         self.renamed: dict[str, Value] = {}
-        self.cast: dict[str, Value] = {}  # parameters that are stored in another type, as their operators read them
+        self.cast: dict[str, Value] = {}  # parameters stored in another dtype, in the dtype of their consumers
         self.made: dict[str, PlacedValue] = {}
         self.completed: dict[str, PlacedValue] = {}
         self.moves: dict[tuple, PlacedValue] = {}
         self.uses: dict[str, list[Use]] = {}
         self.out: list[Instruction] = []
-        self.producer: dict[str, str] = {}  # value name -> the operator of the user's program that made it
+        self.producer: dict[str, str] = {}  # value name -> the operator of the user's program that produced it
         self.names: set[str] = set()
         self.padded: dict[str, Value] = {}  # parameter -> the padded value that is stored
         self.notes: list[str] = []
@@ -277,7 +291,7 @@ class Partitioner:
     # -- preparing --
 
     def pieces(self, decision: Decision) -> list[tuple[Op, Rule, Bound, Assignment]]:
-        """The operator, or those that do its work under this assignment."""
+        """The operators that do the work of the decided one under its assignment: that one itself, or several."""
         op = decision.op
         if any(v.name in self.renamed for v in op.inputs):
             op = replace(
@@ -291,8 +305,11 @@ class Partitioner:
         return steps
 
     def pad(self, work: list[Piece], outputs: list[Any], updated: dict[str, Value]) -> list[Piece]:
-        """The work on padded values, where cuts do not divide their dims. Of what is wanted at the end, the values that
-        have it then are put in the place of those that had."""
+        """The work on padded values, where cuts do not divide their dims.
+
+        `outputs` and `updated` are changed in place: each entry becomes the value that stands for it after the
+        padding.
+        """
         graph = self.graph
         self.collect(work, [])
         parameters = [(v, self.stored.get(n) or self.used(v)) for n, v in graph.parameters.items()]
@@ -314,7 +331,7 @@ class Partitioner:
         return made.work
 
     def handed(self, values: list[Value]) -> list[Layout]:
-        """The layouts in which results are handed out."""
+        """The layouts in which results are returned."""
         makers = (
             {
                 v.name: (d, k)
@@ -328,7 +345,7 @@ class Partitioner:
             layout or self.left(*makers[v.name], v)
             for v, layout in zip(values, output_layouts(values, self.devices, self.fed, self.carries))
         ]
-        changed = self.graph.changed  # an input that is changed in place comes back as it was fed
+        changed = self.graph.changed  # an input that is changed in place is returned in the layout it was fed in
         return layouts[: len(layouts) - len(changed)] + [self.fed.inputs[i] for i in changed]
 
     def left(self, decision: Decision, k: int, value: Value) -> Layout:
@@ -343,7 +360,8 @@ class Partitioner:
         return self.stored.get(value.name) or Layout.replicated(self.devices, len(value.shape))
 
     def collect(self, work: Sequence[tuple], outputs: Sequence[tuple[Value, Layout]]) -> None:
-        """All uses of every value, known before anything is routed: sums are completed once, gathers shared."""
+        """Record all uses of every value before any redistribution is emitted: sums are completed once, gathers
+        shared."""
         for decision, op, _rule, bound, assignment in work:
             for i, value in enumerate(op.inputs):
                 self.uses.setdefault(value.name, []).append(self.use(decision, op, bound, assignment, i))
@@ -358,7 +376,8 @@ class Partitioner:
         return Use(layout, tuple(sorted(partial)), decision.op.name)
 
     def storage(self, used: dict[str, Layout]) -> dict[str, ParameterSharding]:
-        """How each parameter is stored: as is settled already, or as its users ask for it, cut further if so set."""
+        """The storage of each parameter: as already fixed, or as its consumers ask for it, cut further where
+        `hsdp` is set."""
         settled = {n: ParameterSharding(self.stored[n]) for n in used if n in self.stored}
         settled |= {
             n: ParameterSharding(
@@ -376,7 +395,7 @@ class Partitioner:
         return settled | stored_layouts(used, self.hsdp)
 
     def used(self, parameter: Value) -> Layout:
-        """The layout that all users of a parameter ask for."""
+        """The layout that all consumers of a parameter ask for."""
         uses = self.uses.get(parameter.name, [])
         wants = {use.want: use.operator for use in uses if use.operator != "output"}
         if len(wants) > 1 and parameter.name in self.stored:
@@ -401,8 +420,8 @@ class Partitioner:
         return instance
 
     def enter(self, value: Value, layout: Layout) -> PlacedValue:
-        """What is fed or stored: a parameter in the type in which it is stored; a conversion brings it to the
-        operators'."""
+        """A placed input, parameter or buffer; a parameter in its storage dtype, which a redistribution casts for
+        its consumers."""
         if value.stored is not value:
             self.cast[value.name] = value
         return self.make(value.stored, layout)
@@ -441,8 +460,11 @@ class Partitioner:
                 self.made[final.name] = self.convert(self.made[final.name], use)
 
     def open_through(self, decision: Decision, op: Op, rule: Rule, assignment: Assignment) -> Digits | None:
-        """The digits of an open sum that passes through a linear operator: all its inputs have the same one, and the
-        operator's own cuts leave them alone. Into the operators that a decided one is worked out into none does."""
+        """The digits of a partial sum that passes through a linear operator.
+
+        All inputs have the same partial sum, and the operator's own cuts do not touch its digits. A decided partial
+        sum does not pass into the inner operators of an expanded operator.
+        """
         if decision.open is not None and op.origin is None:
             return decision.open or None
         if decision.open is not None and any(self.now(v).name == w.name for v in decision.op.inputs for w in op.inputs):
@@ -458,7 +480,7 @@ class Partitioner:
         return first
 
     def extreme(self, instance: PlacedValue, operand: PlacedValue, bound: Bound, operator: str) -> None:
-        """Complete a maximum or minimum at once: its gradient needs to know the winner."""
+        """Complete a maximum or minimum at once: its gradient needs the winner."""
         layout = instance.layout.without_partial()
         target = PlacedValue(self.name(instance.name), instance.value, layout)
         kept = {dim for dim in bound.outputs[0]}
@@ -492,7 +514,7 @@ class Partitioner:
         return self.completed[value.name]
 
     def complete_first(self, value: Value, source: PlacedValue) -> bool:
-        """Whether a sum is completed by an all-reduce before its uses convert it."""
+        """True where a sum is completed by an all-reduce before the redistributions of its uses."""
         uses = self.uses.get(value.name, [])
         return (
             value.name in self.completed
@@ -501,11 +523,14 @@ class Partitioner:
         )
 
     def convert(self, source: PlacedValue, use: Use, middle: Layout | None = None) -> PlacedValue:
-        """Shared by (instance, layout, digits of the gradient's sum): q, k and v then need one sum in the backward."""
+        """The source redistributed for a use.
+
+        Shared by (source, layout, digits of the gradient's sum): q, k and v then need one sum in the backward.
+        """
         partial = use.partial
         others = {u.partial for u in self.uses.get(source.value.name, ()) if u.want == use.want}
         if len(others) > 1 and partial and source.layout != use.want:
-            # Uses that want one layout but differ in the backward share the forward and sum their gradients apart.
+            # Uses of one layout that differ in the backward share the forward and sum their gradients separately.
             source = self.convert(source, Use(use.want, (), use.operator, use.cause))
         key = (source.name, use.want, partial)
         if key in self.moves:

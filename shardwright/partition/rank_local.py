@@ -1,11 +1,25 @@
-"""hybrid_parallel: each rank runs the user's program on its own part, as written; the user's collectives join them.
+"""Graphs of one rank's own shapes: `hybrid_parallel`, and batch norms under data parallel.
 
-    a value is one tensor a rank:      x_r, in the layout of terms over all digits, whose sum an all-reduce is
-    an ordinary parameter:             p on every rank; its gradient is Σ_r of what the ranks owe to it
-    a layerwise parameter:             w_r, a slice of what is stacked along a first dim that all digits cut
-    a loss inside:                     mean over ranks of their losses
+1. hybrid_parallel (`own_programs`): each rank runs the user's program on its own part, as written; the user's
+   collectives (`sw.ops`) join the ranks. Shapes are those of one rank.
 
-So `sw.ops` are conversions between layouts, and their transposes are their gradients. Shapes are those of one rank.
+    a value:                           one tensor x_r a rank, in the layout of partial sums over all digits: an
+                                       all-reduce gives their sum
+    an ordinary parameter:             p on every rank; its gradient is the sum over ranks of their gradients
+    a layerwise parameter:             w_r, a slice of the tensor stacked along a first dim that all digits cut
+    a loss:                            the mean over ranks of their losses
+
+So the collectives of `sw.ops` are redistributions between layouts, and their transposes are their gradients.
+
+2. Batch norms under data parallel (`with_own_statistics`): each device normalises by the statistics of its own part
+   of the batch.
+
+    output of part p = (x_p − mean_p) / √(variance_p + eps) · weight + bias
+    running statistics: next = (1 − momentum) · old + momentum · mean over the parts of their statistics
+
+Running statistics thus stay equal on all devices. They are the average of the parts' own running statistics (unbiased
+variances; not the variance of the whole batch, which also contains the distance between the parts' means). The
+statistics of all layers are averaged in one all-reduce at the end of the forward, instead of one per layer.
 """
 
 from __future__ import annotations
@@ -46,11 +60,11 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class OwnPrograms:
-    """What a graph of one rank's shapes does not say.
+    """Facts that a graph of one rank's shapes does not contain.
 
     Attributes:
-        parameters: names of those that are each rank's own.
-        loss: whether what it returns is a loss.
+        parameters: names of the parameters that each rank has for itself (layerwise).
+        loss: True where the model returns a loss.
     """
 
     parameters: frozenset[str]
@@ -58,7 +72,7 @@ class OwnPrograms:
 
 
 def local_inputs(args: tuple, kwargs: dict[str, Any], devices: int, dataset: Any) -> tuple[tuple, dict[str, Any]]:
-    """Whole inputs in the shapes that one rank feeds, as meta tensors.
+    """Whole inputs in the shapes that one rank is fed, as meta tensors.
 
     Raises:
         SettingError: a batch that the devices do not divide, or another setting that does not fit.
@@ -80,7 +94,7 @@ def local_inputs(args: tuple, kwargs: dict[str, Any], devices: int, dataset: Any
 
 
 def fed_whole(graph: Graph, devices: int, dataset: Any) -> InputPlacement:
-    """How the whole batch comes to ranks that each are fed what `graph` is."""
+    """The placement of the whole batch on ranks that each are fed a `graph` of their own shapes."""
     if dataset == "full_batch":
         return input_placement(graph, devices, dataset)
     if dataset == "data_parallel":
@@ -94,13 +108,14 @@ def fed_whole(graph: Graph, devices: int, dataset: Any) -> InputPlacement:
             True,
         )
     if not isinstance(dataset, (tuple, list)) or len(dataset) != len(graph.inputs):
-        return input_placement(graph, devices, dataset)  # which says what is wrong with it
+        return input_placement(graph, devices, dataset)  # raises the error
     layouts = tuple(entry if isinstance(entry, Layout) else Layout.from_cuts(devices, entry) for entry in dataset)
     return InputPlacement(layouts, any(not layout.is_replicated for layout in layouts))
 
 
 def with_stacked(graph: Graph, devices: int, own: OwnPrograms) -> Graph:
-    """The graph with each rank's own parameters as they are held: those of all ranks, along a first dim."""
+    """The graph with each layerwise parameter in its storage shape: all ranks' parameters stacked along a first
+    dim."""
     return replace(
         graph,
         parameters={
@@ -110,7 +125,7 @@ def with_stacked(graph: Graph, devices: int, own: OwnPrograms) -> Graph:
 
 
 def decided(graph: Graph, devices: int) -> dict[str, Decision]:
-    """Every operator as it stands, on every rank."""
+    """A decision per operator: the operator as written, on every rank."""
     out = {}
     for op in graph.ops:
         described = whole_rule(op)
@@ -128,7 +143,7 @@ class _Programs:
     def __init__(self, graph: Graph, devices: int, fed: InputPlacement, own: OwnPrograms) -> None:
         self.graph, self.devices, self.fed, self.own = graph, devices, fed, own
         self.all: Digits = (Digit(devices, 1),) if devices > 1 else ()
-        self.made: dict[str, PlacedValue] = {}  # value name -> it
+        self.made: dict[str, PlacedValue] = {}  # by value name
         self.renamed: dict[str, Value] = {}
         self.out: list[Any] = []
         self.seed: PlacedValue | None = None
@@ -171,7 +186,7 @@ class _Programs:
         return Layout.replicated(self.devices, len(value.shape))
 
     def apart(self, value: Value) -> Layout:
-        """The layout of a value that is another on each rank."""
+        """The layout of a value that differs from rank to rank."""
         return self.whole(value).with_partial(self.all)
 
     def stacked(self, value: Value) -> tuple[Value, Layout]:
@@ -179,7 +194,7 @@ class _Programs:
         whole = Value(value.name, (self.devices, *value.shape), value.dtype, value.requires_grad)
         return whole, Layout.of(self.devices, (self.all,) + ((),) * len(value.shape))
 
-    # -- what comes in --
+    # -- inputs and parameters --
 
     def enter(self, instance: PlacedValue) -> PlacedValue:
         self.made[instance.value.name] = instance
@@ -196,7 +211,7 @@ class _Programs:
         return instance
 
     def summed(self, source: PlacedValue, layout: Layout, value: Value) -> None:
-        """Every rank uses its copy in its own way: what they owe to it is summed."""
+        """Sum the gradients of a replicated tensor: each rank uses its replica differently."""
         target = PlacedValue(f"{source.name}~own", value, self.apart(value))
         gradient = redistribution(layout.with_partial(layout.replicas), layout)
         self.out.append(
@@ -258,7 +273,7 @@ class _Programs:
         reads: tuple[PlacedValue, ...],
         operator: str = "",
     ) -> PlacedValue:
-        """An operator of ours; what it makes stands for `value` from here on."""
+        """Add an internal operator; its output stands for `value` from here on."""
         made = PlacedValue(name, value, layout)
         op = Op(name, target, (), {}, tuple(i.value for i in reads), (value,), origin=operator or value.name)
         self.out.append(LocalOp(op, target, args, {}, (made,), operator or value.name))
@@ -268,7 +283,7 @@ class _Programs:
     def compute(self, op: Op) -> None:
         steps = [(op, None, None, None)]
         described = find_rule(op)
-        if described is not None and described.expand is not None:  # as random operators are, of the one stream
+        if described is not None and described.expand is not None:  # e.g. random operators, which share one stream
             bound = bound_rule(op, described)
             steps, renamed = expand(self.swapped(op), described, bound, bound.whole(self.devices))
             self.renamed.update(renamed)
@@ -323,7 +338,8 @@ class _Programs:
         self.made[value.name] = target
 
     def between(self, op: Op, group: Digits, dims: int) -> tuple[Layout, Layout, bool]:
-        """The layouts that a collective goes between, and whether the gradients that come to it are terms of a sum."""
+        """The source and target layouts of a collective, and True where the gradients of its output are partial
+        sums."""
 
         def cut(dim: int) -> Layout:
             return Layout.of(self.devices, [group if d == dim else () for d in range(dims)])
@@ -338,10 +354,10 @@ class _Programs:
             return whole.with_partial(group), cut(op.args[1]), False
         return cut(op.args[2]), cut(op.args[1]), False
 
-    # -- what goes out --
+    # -- outputs --
 
     def mean(self, value: Value, name: str) -> PlacedValue:
-        """The mean over ranks, on each of them; what it owes to each rank is its share."""
+        """The mean over ranks, on each rank; the gradient of each rank's term is its share of the mean's gradient."""
         x = self.made[value.name]
         total = PlacedValue(f"{name}~sum", value, self.whole(value))
         back = redistribution(self.whole(value), self.whole(value)) if value.requires_grad else None
@@ -384,7 +400,7 @@ class _Programs:
             return x
         if value.dtype.is_floating_point:
             return self.mean(value, value.name)
-        target = PlacedValue(f"{value.name}~one", value, self.whole(value))  # a count, alike on all
+        target = PlacedValue(f"{value.name}~one", value, self.whole(value))  # a count, equal on all ranks
         self.out.append(
             Redistribute(
                 PlacedValue(x.name, value, self.whole(value)),
@@ -399,29 +415,20 @@ class _Programs:
 
 
 def _of_all(value: Value, layout: Layout) -> Value:
-    """The value of which a rank's is a part in `layout`."""
+    """The value of all ranks' slices in `layout`, given one rank's slice."""
     shape = tuple(size * cut for size, cut in zip(value.shape, layout.cuts))
     return Value(value.name, shape, value.dtype, value.requires_grad)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Data-parallel batch norms: each device normalises by the statistics of its own part of the batch.
-#
-#     out of part p = (x_p − mean_p) / √(variance_p + eps) · weight + bias
-#     running statistics: next = (1 − momentum) · old + momentum · mean over the parts of their statistics
-#
-# So running statistics stay equal on all devices, and are what each part's own would be on average (unbiased variances;
-# not the variance of the whole batch, which also holds how far the parts lie from each other). What all layers have
-# seen is averaged in one all-reduce at the end of the forward, instead of one per layer.
-# ----------------------------------------------------------------------------------------------------
+# -- batch norms under data parallel
 
-_Layer = tuple[Op, Value]  # the batch norm, and the sums over the parts that it leaves: [2, channels]
+_Layer = tuple[Op, Value]  # the batch norm, and the sums over the parts that it produces: [2, channels]
 
 
 def with_own_statistics(graph: Graph, devices: int, on_missing_rule: str = "error") -> Graph:
-    """The graph with every batch norm that trains along the batch working on `devices` parts of it.
+    """The graph in which every batch norm that trains along the batch normalises `devices` parts of it separately.
 
-    One whose batch dim is not the batch, or that the devices do not divide, stays as it is.
+    A batch norm stays as it is where its batch dim is not the batch, or where the devices do not divide the batch.
 
     Raises:
         StrategyError: a part would have one value a channel, which has no variance.
@@ -429,7 +436,7 @@ def with_own_statistics(graph: Graph, devices: int, on_missing_rule: str = "erro
     if devices == 1 or not any(map(_trains, graph.ops)):
         return graph
     carries = batch_dims(graph, {op.name: description(op, on_missing_rule, devices)[1] for op in graph.ops})
-    changed: dict[str, Value] = {}  # new running statistics as the plain operator names them -> as they are made now
+    changed: dict[str, Value] = {}  # name of the plain operator's new running statistics -> the value that replaces it
     read = {v.name for op in graph.ops for v in op.inputs}
     layers: list[_Layer] = []
     ops = []
@@ -440,7 +447,7 @@ def with_own_statistics(graph: Graph, devices: int, on_missing_rule: str = "erro
             continue
         own, stats = _own(op, devices)
         ops.append(own)
-        if any(v.name in read for v in op.outputs[1:]):  # as by the same layer, called again
+        if any(v.name in read for v in op.outputs[1:]):  # e.g. by a second call of the same layer
             ops += _averaged([(op, stats)], f"{op.name}.running_statistics", devices, changed)
         elif len(op.outputs) == 3:
             layers.append((op, stats))
@@ -462,7 +469,7 @@ def _trains(op: Op) -> bool:
 
 
 def _own(op: Op, devices: int) -> tuple[Op, Value]:
-    """The operator on parts, and what it leaves of their statistics."""
+    """The operator on parts, and the sums of the parts' statistics that it produces."""
     x, mean = op.inputs[0], op.argument("running_mean")
     if x.numel // x.shape[1] == devices:
         raise StrategyError(
@@ -492,7 +499,7 @@ def _swapped(op: Op, changed: dict[str, Value]) -> Op:
 
 
 def _averaged(group: list[_Layer], name: str, devices: int, changed: dict[str, Value]) -> list[Op]:
-    """The operators that make the new running statistics of several layers."""
+    """The operators that produce the new running statistics of several layers."""
     made, stats = [], tuple(s for _, s in group)
     seen = stats[0]
     if len(group) > 1:

@@ -1,7 +1,34 @@
-"""Weights that are gathered again in the backward: which, and for whom first.
+"""Values that the backward needs: saved by autograd, recomputed, or gathered again; and live ranges.
 
-A gathered weight that is not kept for the backward is gathered again where the first operator wants it: the last, in
-the order of the program, that saves it or a view of it.
+1. Saved tensors (`saved_by`): autograd itself is asked which forward tensors the backward of an instruction needs.
+   Each operator is called on tensors without values, of local shapes; each tensor that autograd packs is identified
+   by its memory: an input, an output, or a tensor internal to the operator. No operator is described here. An
+   operator with internal tensors is called again with fake CPU tensors: on the meta device, attention computes all
+   its scores, unlike on any real device. Calls of one operator with equal arguments on equal tensors are answered
+   once (`AutogradCall`).
+
+2. Gathered weights (`wanted_again`): a gathered weight that is not saved for the backward is gathered again for its
+   first consumer in the backward: the last operator, in program order, that saves the weight or a view of it.
+
+3. Live ranges (`LiveRanges`, `waiting`):
+
+    a tensor      from its producer to its last consumer. A view lies in the memory of the tensor it views, and so
+                  does the target of a redistribution without steps: they share one *root*
+    a gradient    from the backward of the tensor's last consumer (for an output: from the start) to that of its
+                  producer; each further term exists while it is added
+
+4. Recomputed regions (`regions_of`):
+
+    a region      the instructions of one recomputed call, including the redistributions of its operators
+    dropped       tensors that some backward needs and an instruction of the region produces
+    again         the instructions of the region that recompute the dropped tensors
+    inputs        tensors that these consume and do not produce: they are saved
+
+An instruction of a region runs again only where some backward needs it, so a collective whose result nobody saves is
+not sent again. A region recomputes when a backward first needs one of its dropped tensors.
+
+5. Recomputation by a search (`segments_of`, `with_recompute`): operators by name; neighbours within one segment of
+   the program form one region.
 """
 
 from __future__ import annotations
@@ -37,26 +64,18 @@ __all__ = [
 ]
 
 
-# ----------------------------------------------------------------------------------------------------
-# What the backward of each instruction needs of what the forward had: asked of autograd itself.
-#
-# Every instruction is called on tensors without values, of local shapes, and what autograd packs is told apart by
-# memory: an input, an output, or something of the operator's own. No operator is described here. Where there is
-# something
-# of its own, the tensors then stand for those of a CPU: on the meta device attention works out all its scores, as no
-# device does. Calls of the same operator with equal arguments on equal tensors are made once (`Call`).
-# ----------------------------------------------------------------------------------------------------
+# -- saved tensors
 
 
 @dataclass(frozen=True)
 class SavedTensors:
-    """What autograd saves of one instruction.
+    """The tensors that autograd saves for the backward of one instruction.
 
     Attributes:
-        values: the names of what it reads or makes that are saved.
-        own: whether it saves something else, which only calling it again brings back.
-        views: (a result, the input in whose memory it lies).
-        own_bytes: of what else it saves.
+        values: names of the saved inputs and outputs.
+        own: True where it also saves an internal tensor, which only recomputing the instruction restores.
+        views: (an output, the input in whose memory it lies).
+        own_bytes: bytes of the internal tensors.
     """
 
     values: frozenset[str] = frozenset()
@@ -80,14 +99,14 @@ class Blank(NamedTuple):
 
 
 class AutogradCall(NamedTuple):
-    """A local call with all that decides what it saves, its tensors numbered.
+    """A local call with everything that decides its saved tensors; tensors are numbered.
 
     Attributes:
-        target: what is called.
-        tree: how the arguments are nested.
-        leaves: each plain argument with its type (True and 1 are equal), of a tensor `Ref` and its number.
+        target: the function called.
+        tree: the nesting of the arguments.
+        leaves: per argument its type and value (True and 1 are equal); for a tensor, `Ref` and its number.
         reads: the tensors.
-        outputs: the local shapes that it has to give.
+        outputs: the local shapes that it must return.
     """
 
     target: Any
@@ -113,10 +132,10 @@ class Answer(NamedTuple):
     """The saved tensors and the results of one call.
 
     Attributes:
-        reads, outputs: the numbers of those that are saved.
-        views: (number of a result, that of the input in whose memory it lies).
-        own: bytes of what else is saved; None: nothing is.
-        strides: of the results.
+        reads, outputs: the numbers of the saved inputs and outputs.
+        views: (number of a result, number of the input in whose memory it lies).
+        own: bytes of saved internal tensors; None: there are none.
+        strides: strides of the results.
     """
 
     reads: tuple[int, ...]
@@ -127,7 +146,7 @@ class Answer(NamedTuple):
 
 
 def saved_by(routed: LocalProgram) -> list[SavedTensors]:
-    """What each instruction of a program saves, in their order."""
+    """The saved tensors of each instruction of a program, in program order."""
     env: dict[str, Blank] = {}
     sources: list[Iterable[PlacedValue]] = [
         routed.inputs,
@@ -155,7 +174,7 @@ def saved_by(routed: LocalProgram) -> list[SavedTensors]:
 
 
 def _blank(instance: PlacedValue, stride: tuple[int, ...] | None = None) -> Blank:
-    """A tensor that stands for an instance."""
+    """A tensor without values in the place of an instance."""
     shape = instance.local_shape
     return Blank(
         shape, _contiguous(shape) if stride is None else stride, instance.value.dtype, instance.value.requires_grad
@@ -172,7 +191,7 @@ def _of_operator(instruction: LocalOp, env: dict[str, Blank]) -> SavedTensors:
     call = AutogradCall.of(instruction, names, env)
     try:
         hash(call)
-    except TypeError:  # an argument that equal ones are not known by
+    except TypeError:  # an argument that cannot be hashed
         answer = _answer.__wrapped__(call)
     else:
         answer = _answer(call)
@@ -188,13 +207,13 @@ def _of_operator(instruction: LocalOp, env: dict[str, Blank]) -> SavedTensors:
 
 @lru_cache(maxsize=1 << 14)
 def _answer(call: AutogradCall) -> Answer | None:
-    """Autograd's answer on a call; None: the call runs on tensors with values only, and whatever it may save counts."""
+    """Autograd's answer on a call; None where the call needs values: every tensor it may save then counts."""
     try:
         found = _called(call, "meta")
         if found.own is not None:
             with FakeTensorMode():
                 found = _called(call, "cpu")
-    except Exception:  # of any kind, by an operator that needs values: all that it may save counts then
+    except Exception:  # an operator that needs values may raise anything; every tensor it may save then counts
         return None
     return found
 
@@ -203,7 +222,7 @@ def _called(call: AutogradCall, device: str) -> Answer:
     packed: list[Tensor] = []
 
     def pack(x: Tensor) -> None:
-        # Held, for memory is known by its address; without its graph, which would hold an output for ever.
+        # Kept alive, since memory is identified by its address; detached, since its graph would keep an output alive.
         packed.append(x.detach())
 
     read = [blank.made(device) for blank in call.reads]
@@ -236,10 +255,10 @@ def _memory(x: Tensor) -> int:
 
 @dataclass(frozen=True)
 class Regather:
-    """In the backward: the conversion of a stored weight, once more.
+    """A step of the backward: the redistribution of a stored weight, a second time.
 
     Args:
-        operator: the operator whose backward wants it first.
+        operator: the operator whose backward needs the weight first.
     """
 
     move: Redistribute
@@ -247,10 +266,11 @@ class Regather:
 
 
 def wanted_again(routed: LocalProgram) -> dict[int, tuple[Redistribute, ...]]:
-    """For each operator, by its place among the instructions, the weights that it saves and that are not kept."""
+    """For each operator, by its index among the instructions, the weights that it saves and that are gathered
+    again."""
     if not any(isinstance(i, Redistribute) and i.again for i in routed.instructions):
         return {}
-    held: dict[str, Redistribute] = {}  # the name of a gathered weight, or of a view of one -> what gathers it
+    held: dict[str, Redistribute] = {}  # name of a gathered weight, or of a view of one -> its gather
     out: dict[int, tuple[Redistribute, ...]] = {}
     for place, (instruction, saved) in enumerate(zip(routed.instructions, saved_by(routed))):
         if isinstance(instruction, Redistribute):
@@ -266,25 +286,19 @@ def wanted_again(routed: LocalProgram) -> dict[int, tuple[Redistribute, ...]]:
     return out
 
 
-# ----------------------------------------------------------------------------------------------------
-# From when to when tensors of a local program are there: in its forward, and their gradients in its backward.
-#
-#     a tensor      from the instruction that makes it to the last that reads it; a view lies in the memory of what it views,
-#                   and so does the target of a conversion that takes no step: they are one, their root
-#     a gradient    of a tensor: from the backward of its last reader (of an output, from the first) to that of its maker.
-#                   Further terms of it are there while they are added.
-# ----------------------------------------------------------------------------------------------------
+# -- live ranges
 
 
 class LiveRanges:
-    """The tensors of a forward.
+    """The live ranges of the tensors of a forward.
 
     Attributes:
-        instances: all of them, by name.
-        given: the names of those that no instruction makes.
-        root: of every tensor, the one in whose memory it lies.
-        born: of every root that an instruction makes, that instruction's place.
-        read: of every root, the last place at which it is made or read; of one that is given and not read, none.
+        instances: all tensors, by name.
+        given: names of the tensors that no instruction produces.
+        root: tensor -> the tensor in whose memory it lies.
+        born: root -> the index of its producer, for each root that an instruction produces.
+        read: root -> the last index at which it is produced or consumed; no entry for a given tensor without
+            consumers.
     """
 
     def __init__(self, given: Iterable[PlacedValue], program: Sequence[Any], saved: Sequence[SavedTensors]) -> None:
@@ -313,13 +327,13 @@ def waiting(
     begin: Mapping[str, int],
     grows: Callable[[str], bool],
 ) -> Iterator[tuple[str, int, int]]:
-    """The gradients of a backward: (of which tensor, from, up to), the last moment not included.
+    """Yield the live ranges of a backward's gradients: (tensor, first moment, end), the end not included.
 
     Args:
         backward: (moment, instruction) in the order in which the instructions' backwards run.
         instances: the tensors by name.
-        begin: the gradients that are there from the start, and since when.
-        grows: whether a tensor has a gradient that counts.
+        begin: the gradients that exist from the start -> the moment.
+        grows: True for a tensor whose gradient counts.
     """
     waits = dict(begin)
     for at, instruction in backward:
@@ -338,31 +352,21 @@ def waiting(
                 waits.setdefault(name, at + 1)
 
 
-# ----------------------------------------------------------------------------------------------------
-# What of a program is dropped in the forward and computed again in the backward.
-#
-#     a region      the instructions of one recomputed call, the conversions of its operators among them
-#     dropped       what some backward needs, and an instruction of the region makes
-#     again         the instructions of the region from which what is dropped follows
-#     inputs        what these read and do not make: it is kept
-#
-# Nothing of a region runs twice that no backward asks for, so a collective whose result nobody saves is not sent again.
-# A region hands its `inputs` to `again` when a backward first asks for something dropped.
-# ----------------------------------------------------------------------------------------------------
+# -- recomputed regions
 
 
 @dataclass(frozen=True)
 class Region:
-    """A part of a program that the backward computes again. Numbers are indices of `Routed.instructions`.
+    """A part of a program that the backward recomputes. Numbers are indices of `LocalProgram.instructions`.
 
     Attributes:
-        path: who asks for it: a module's path or an operator's name.
+        path: the module's path or the operator's name for which recomputation was requested.
         operators: the operators of the user's program in it.
-        again: what the backward runs, in order.
-        own: those of `again` that save something of their own, which is dropped with the rest.
-        inputs: names of the tensors that it is given; a further region may have to compute some of them first.
-        dropped: names of the tensors of which no backward keeps the forward's.
-        savers: the instructions that save any of that: the first of their backwards starts the region.
+        again: the instructions that the backward runs, in order.
+        own: those of `again` that save internal tensors, which are dropped too.
+        inputs: names of the tensors that `again` consumes; another region may have to recompute some of them first.
+        dropped: names of the tensors that are not saved from the forward for any backward.
+        savers: the instructions that save any dropped tensor; the first of their backwards starts the region.
     """
 
     path: str
@@ -379,10 +383,10 @@ class Region:
 
 @dataclass(frozen=True)
 class RecomputedInstruction:
-    """In the backward: an instruction of the forward, once more.
+    """A step of the backward: an instruction of the forward, a second time.
 
     Args:
-        operator: the operator whose backward wants it.
+        operator: the operator whose backward needs it.
     """
 
     instruction: Any
@@ -393,7 +397,11 @@ class RecomputedInstruction:
 def started(
     place: int, operator: str, regions: tuple[Region, ...], done: set[int], instructions: tuple
 ) -> list[RecomputedInstruction]:
-    """What runs again before the backward of the instruction at `place`; `done`: the regions that have, by number."""
+    """The instructions recomputed before the backward of the instruction at `place`.
+
+    Args:
+        done: the numbers of the regions that have already run; changed in place.
+    """
     out: list[RecomputedInstruction] = []
 
     def start(k: int) -> None:
@@ -410,7 +418,7 @@ def started(
 
 
 def regions_of(graph: Graph, routed: LocalProgram) -> tuple[Region, ...]:
-    """The regions of a program in the order in which they begin; those that would drop nothing are left out."""
+    """The regions of a program in the order in which they begin; regions that would drop nothing are left out."""
     said = {op.name: op.recompute for op in graph.ops if op.recompute is not None}
     return _Regions(said, routed).run() if said else ()
 
@@ -424,15 +432,15 @@ class _Regions:
             self.calls.setdefault(recompute.call, []).append(name)
         self.settings = {call: said[operators[0]] for call, operators in self.calls.items()}
         self.everywhere = {call for call in self.calls if self.settings[call].everywhere or self.single(call)}
-        self.inside: list[int | None] = []  # per instruction: the call whose operator it works for
-        self.member: list[int | None] = []  # ... and by which it is computed again
-        self.maker: dict[str, int] = {}  # name -> the instruction that makes it
+        self.inside: list[int | None] = []  # per instruction: the call whose operator it belongs to
+        self.member: list[int | None] = []  # per instruction: the call with which it is recomputed
+        self.maker: dict[str, int] = {}  # name -> its producer
         for i in range(len(self.instructions)):
             self.place(i)
         self.droppable = self.find_droppable()
 
     def single(self, call: int) -> bool:
-        """Whether a region is one operator, views aside."""
+        """True where a region is one operator, apart from views."""
         computes = {
             i.operator
             for i in self.instructions
@@ -466,8 +474,10 @@ class _Regions:
         self.maker.update((name, i) for name in makes)
 
     def follows(self, instruction: Any, read: tuple[str, ...]) -> int | None:
-        """The region whose results a conversion or a view hands on: dropped with them, where they are dropped
-        everywhere."""
+        """The region whose results a redistribution or a view hands on.
+
+        These are dropped with the region's own results where the region drops its results everywhere.
+        """
         if (isinstance(instruction, LocalOp) and not hands_on(instruction.target)) or not read:
             return None
         calls = {self.member[self.maker[n]] if n in self.maker else None for n in read}
@@ -478,7 +488,10 @@ class _Regions:
         return None if sends and not self.settings[call].mp_comm else call
 
     def find_droppable(self) -> set[str]:
-        """What may be dropped: made by a member, and not used outside of its region unless that does not matter."""
+        """Names of the tensors that may be dropped: produced by a member, and consumed only inside the region.
+
+        Consumers outside the region do not matter where the call drops its results everywhere.
+        """
         out = {name for i, (_, makes) in enumerate(self.names) if self.member[i] is not None for name in makes}
         out -= {o.name for o in self.routed.outputs if isinstance(o, PlacedValue)}
         out -= {i.name for i in self.routed.updates.values()}
@@ -514,7 +527,7 @@ class _Regions:
                         waiting += more
                 elif name not in inputs:
                     inputs.add(name)
-                    if name in self.droppable:  # another region's, which begins earlier
+                    if name in self.droppable:  # produced by another region, which begins earlier
                         needed[self.call_of(name)].add(name)
             if not again:
                 continue
@@ -539,19 +552,20 @@ class _Regions:
 
 
 def hands_on(target: Any) -> bool:
-    """Whether what an operator makes may lie in the memory of its one input, as its schema says."""
+    """True where an operator's output may lie in the memory of its one input, by its schema."""
     schema = schema_of(target)
     return schema is not None and len(schema.returns) == 1 and schema.returns[0].alias_info is not None
 
 
-# ----------------------------------------------------------------------------------------------------
-# What a search lets run again in the backward: operators by name, neighbours of one segment of the program together.
-# ----------------------------------------------------------------------------------------------------
+# -- recomputation by a search
 
 
 def segments_of(graph: Graph) -> dict[str, int]:
-    """Operator -> the segment of the program that it is in: numbered modules (such as "layers.3"), outermost, and what
-    stands between them; joined until each has about √n of the n operators."""
+    """Operator -> the number of its segment of the program.
+
+    A segment is an outermost numbered module (such as "layers.3"), or the operators between two of them. Consecutive
+    segments are joined until each has about √n of the n operators.
+    """
     least, number, size, before = math.isqrt(len(graph.ops)), 0, 0, None
     out = {}
     for op in graph.ops:
@@ -566,7 +580,12 @@ def segments_of(graph: Graph) -> dict[str, int]:
 
 
 def with_recompute(graph: Graph, names: frozenset[str], segments: Mapping[str, int]) -> Graph:
-    """The graph with these operators computed again in the backward: neighbours of one segment together."""
+    """The graph with these operators recomputed in the backward; neighbours within one segment form one region.
+
+    Args:
+        names: the operators to recompute.
+        segments: operator -> its segment, from `segments_of`.
+    """
     calls = 1 + max((op.recompute.call for op in graph.ops if op.recompute is not None), default=-1)
     ops, last = [], None
     for op in graph.ops:

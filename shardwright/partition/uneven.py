@@ -1,18 +1,19 @@
-"""Dims that their cuts do not divide: padded while operators work on them, trimmed where they are wanted as they are.
+"""Dims that their cuts do not divide: padded for the operators, trimmed for consumers of the true shape.
 
-    50257 cut 8 ways: 8 parts of ⌈50257 / 8⌉ = 6283, together 50264, of which the last part has 7 beyond the end
+    50257 cut 8 ways: 8 parts of ⌈50257 / 8⌉ = 6283, together 50264; the last part has 7 padding elements
 
-A value is padded, and trimmed, where the dim is whole on a rank, by operators like any others; conversions stand
-between them and know nothing of it. What is padded stays so from operator to operator.
+A value is padded and trimmed on ranks that hold the dim whole, by ordinary operators; the redistributions between
+them are unaware of padding. A padded value stays padded from operator to operator.
 
-What stands in padding is nobody's: operators leave in it what they will. An operator *meets* a padded dim where one of
-its operands lacks the dim: it sums over it, in the forward or in the backward. So that nothing of the padding gets into
-a sum,
+Padding elements are undefined. An operator *meets* a padded dim where one of its operands lacks the dim: the operator
+sums over the dim, in the forward or in the backward. Masks keep padding out of these sums:
 
-    what an operator reads in a dim that it meets is masked: zero, or what adds nothing to its maximum;
-    what it makes in such a dim is masked for those who do not meet it themselves: no gradient comes out of padding.
+    1. An input is masked in a dim that its consumer meets: with zero, or with the neutral element of a maximum.
+    2. An output is masked in a dim that its producer meets, for consumers that do not meet the dim: no gradient flows
+       out of padding.
 
-What is linear makes zeros of zeros in the backward too, so that the mask can wait until something is not.
+A linear operator produces zeros from zeros in the backward too; the mask is therefore delayed to the first consumer
+that is not linear.
 """
 
 from __future__ import annotations
@@ -41,14 +42,15 @@ Piece = tuple[Decision, Op, Rule, Bound, Assignment]
 
 @dataclass(frozen=True)
 class Padded:
-    """Work on padded values.
+    """The work on padded values.
 
     Attributes:
-        work: the operators, those that pad, trim and mask among them.
-        handed: name -> what stands for an operator's output where an out_strategy takes effect, if not that itself.
-        parameters: name -> the padded value, of those that are stored so.
-        wanted: what was wanted as it is, in order.
-        notes: what the plan says of it.
+        work: the operators, including those that pad, trim and mask.
+        handed: name of an operator's output -> the value that replaces it after an out_strategy, where another one
+            does.
+        parameters: name -> the padded value, for each parameter that is stored padded.
+        wanted: the values that end in their true shape, in the order of the request.
+        notes: notes for the plan.
     """
 
     work: list[Piece]
@@ -59,19 +61,23 @@ class Padded:
 
 
 def true_slice(layout: Layout, shape: Sequence[int], rank: int) -> tuple[slice, ...]:
-    """The part of a tensor of `shape` on `rank`: of parts of one length, as much as there is."""
+    """The part of a tensor of `shape` on `rank`: parts have one length, and the last one is cut short at the end
+    of the dim."""
     index = layout.slice(layout.padded(shape), rank)
     return tuple(slice(min(s.start, size), min(s.stop, size)) for s, size in zip(index, shape))
 
 
 def amounts(shape: Sequence[int], wide: Sequence[int]) -> list[int]:
-    """By how much each dim is padded at its end, as torch counts: the last dim first, nothing at the beginnings."""
+    """The padding at the end of each dim in torch's order: last dim first, and 0 at each beginning."""
     return [x for a, b in zip(reversed(shape), reversed(wide), strict=True) for x in (0, b - a)]
 
 
 def is_stored_padded(layout: Layout, shape: Sequence[int]) -> bool:
-    """Whether slices of a parameter are parts of one length that may not be full: of dims that one digit cuts. (Then
-    they are what torch takes for the shards of a dim that does not divide, too.)"""
+    """True where the slices of a parameter are equal parts, the last ones possibly not full.
+
+    Each uneven dim is then cut by one digit. Such slices are also the shards that torch expects of a dim that does
+    not divide.
+    """
     return all(size % cut == 0 or len(digits) == 1 for size, cut, digits in zip(shape, layout.cuts, layout.dims or ()))
 
 
@@ -82,14 +88,15 @@ def pad(
     wanted: Iterable[tuple[Value, Layout]],
     renamed: Mapping[str, Value],
 ) -> Padded:
-    """Put the operators that pad, mask and trim into planned work.
+    """Insert the operators that pad, mask and trim into planned work.
 
     Args:
-        work: the operators of a plan, worked out.
+        work: the expanded operators of a plan.
         sources: the layouts of inputs, buffers and constants, by name.
-        parameters: with the layouts in which they are stored.
-        wanted: what is wanted as it is at the end, and in which layouts: outputs, and new values of buffers.
-        renamed: name -> the value that is an operator's output since it was worked out.
+        parameters: each parameter with its storage layout.
+        wanted: the values needed in their true shape at the end (outputs and new values of buffers), with their
+            layouts.
+        renamed: name of an operator's output -> the value that replaced it when the operator was expanded.
 
     Raises:
         StrategyError: an operator that cannot work on padded slices.
@@ -106,11 +113,11 @@ class _Made:
     """A value that exists padded.
 
     Attributes:
-        value: it, of its padded shape; named like the value that it stands for, or like what pads that.
-        shape: of the value that it stands for.
-        zeros: whether the padding holds zeros.
-        leaks: whether gradients that come to its padding would get into a sum.
-        detached: what it is without its gradient.
+        value: the value in its padded shape, under the name of the true value or of the operator that pads it.
+        shape: the true shape.
+        zeros: True where the padding holds zeros.
+        leaks: True where gradients that come to its padding would get into a sum.
+        detached: the value before a ``detach``; None: it was not detached.
     """
 
     value: Value
@@ -129,8 +136,8 @@ class _Padder:
         self.renamed, self.handed = renamed, {}
         self.notes: list[str] = []
         self.parameters: dict[str, Value] = {}
-        self.layouts = dict(sources)  # of what exists as it is
-        self.made: dict[str, _Made] = {}  # of what operators leave padded
+        self.layouts = dict(sources)  # name of a value in its true shape -> its layout
+        self.made: dict[str, _Made] = {}  # name of a true value -> its padded form
         self.variants: dict[tuple, Value] = {}
         self.decision: Decision | None = None
         for value, layout in parameters:
@@ -147,7 +154,7 @@ class _Padder:
     # -- operators --
 
     def piece(self, decision: Decision, op: Op, rule: Rule, bound: Bound, assignment: Assignment) -> None:
-        """An operator, on padded values where its cuts ask for them."""
+        """Add an operator, on padded values where its cuts do not divide."""
         self.decision = decision
         factors = tuple(
             replace(f, size=-(-f.size // digits_size(d)) * digits_size(d))
@@ -227,7 +234,7 @@ class _Padder:
         self.hand_on(decision, op)
 
     def hand_on(self, decision: Decision, op: Op) -> None:
-        """An out_strategy whose cuts do not divide what the operator leaves: padded, or trimmed, for it."""
+        """Pad or trim an output for an out_strategy whose cuts do not divide the shape that the operator produces."""
         ends = [v for v in decision.op.outputs if v is not None]
         for output, layout in zip(ends, decision.out or ()):
             end = self.renamed.get(output.name, output)
@@ -243,12 +250,13 @@ class _Padder:
     # -- values --
 
     def obtain(self, value: Value, shape: tuple[int, ...], want: Layout, fill: Any = None, flows: bool = True) -> Value:
-        """A value in its own shape or a padded one.
+        """The value in its true shape or a padded one.
 
         Args:
-            want: the layout in which it is wanted.
-            fill: what its padding must hold; None: whatever it does.
-            flows: whether a gradient comes back to it from there.
+            shape: the shape that the consumer needs.
+            want: the layout that the consumer asks for.
+            fill: the number that its padding must hold; None: any.
+            flows: True where a gradient comes back from the consumer.
         """
         made = self.made.get(value.name)
         if shape == value.shape:
@@ -260,7 +268,7 @@ class _Padder:
         return self.masked(made, filling(value.dtype, 0) if fill is None else fill)
 
     def widened(self, value: Value, shape: tuple[int, ...], want: Layout, fill: Any) -> Value:
-        """A value padded with `fill`."""
+        """The value padded with `fill`."""
         key = (value.name, shape, fill)
         if key not in self.variants:
             dims = [d for d, (a, b) in enumerate(zip(value.shape, shape)) if a != b]
@@ -273,7 +281,7 @@ class _Padder:
         return self.variants[key]
 
     def trimmed(self, made: _Made, want: Layout) -> Value:
-        """A value in its own shape again."""
+        """The padded value in its true shape."""
         dims = [d for d, (a, b) in enumerate(zip(made.shape, made.value.shape)) if a != b]
         if not dims:
             return made.value
@@ -288,7 +296,7 @@ class _Padder:
         return self.variants[key]
 
     def masked(self, made: _Made, fill: Any) -> Value:
-        """A padded value with `fill` in its padding, and no gradient out of it."""
+        """The padded value with `fill` in its padding; no gradient flows out of the padding."""
         key = (made.value.name, made.value.shape, fill, "masked")
         if key not in self.variants and made.detached is not None and made.detached.value.shape == made.value.shape:
             whole = self.masked(made.detached, fill)  # one mask for both
@@ -304,7 +312,7 @@ class _Padder:
         return self.variants[key]
 
     def starts(self, builder: Builder, made: _Made, dim: int) -> Value:
-        """Where the parts of a padded dim begin; the same for all that are cut so."""
+        """The start of each part of a padded dim; one value for all dims with the same parts."""
         digits = made.layout.dims[dim]
         parts = digits_size(digits)
         key = (parts, made.value.shape[dim] // parts)
@@ -314,7 +322,7 @@ class _Padder:
         return builder.lay(self.variants[key], [digits])
 
     def builder(self, value: Value, layouts: dict[str, Layout]) -> Builder:
-        """Writes operators that work for the present one."""
+        """A builder of operators that are part of the present one."""
         assert self.decision is not None
         op = replace(self.decision.op, name=f"{value.name}.padding{len(self.variants)}")
         return Builder(op, layouts)
@@ -327,7 +335,7 @@ class _Padder:
 
 
 def _met(bound: Bound, uneven: set[int]) -> tuple[set[int], set[int]]:
-    """Of some factors those that an operand lacks, and those that an output lacks."""
+    """Among some factors: those that some operand lacks, and those that some output lacks."""
 
     def lacks(dims: Sequence[tuple[int, ...]]) -> set[int]:
         return {i for i in uneven if all(i not in dim for dim in dims)}
@@ -341,7 +349,7 @@ def _whole(layout: Layout, dims: Sequence[int]) -> Layout:
 
 
 def _between(source: Layout | None, want: Layout, dims: Sequence[int]) -> Layout:
-    """On the way from one layout to another, one in which some dims are whole: that in which least is sent."""
+    """An intermediate layout with some dims whole: the one of two through which least is sent."""
     if source is None:
         return _whole(want, dims)
     return min(
@@ -351,7 +359,7 @@ def _between(source: Layout | None, want: Layout, dims: Sequence[int]) -> Layout
 
 
 def _check(op: Op, rule: Rule, bound: Bound, assignment: Assignment) -> None:
-    """See that the operator makes slices of the padded shapes out of such."""
+    """Check that the operator produces slices of the padded shapes from padded slices."""
     local = local_call(op, rule, bound, assignment)
     shapes = iter([bound.input_layout(i, assignment).local_shape(v.shape) for i, v in enumerate(op.inputs)])
     wanted = [bound.output_layout(i, assignment).local_shape(shape) for i, shape in enumerate(bound.out_shapes)]

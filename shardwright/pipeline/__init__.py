@@ -1,13 +1,13 @@
-"""Pipelines: a graph in stages, a batch in micro-batches, and the order in which they are computed.
+"""Pipelines: a graph in stages, a batch in micro-batches, and a schedule of their computations.
 
 schedules            gpipe, 1f1b, interleaved, zero bubble, ZBV, and schedules from a CSV file
-stages               the stages of a graph, and the blocks between which it may be cut
-batch_semantics      what an operator makes of a batch that comes in parts
-microbatch           the graph of one micro-batch, and how results are joined
-microbatch_values    what each value is when the batch comes in micro-batches
+stages               the stages of a graph, and the units between which it may be cut
+batch_semantics      the relation of an operator's output on a batch to its outputs on the parts
+microbatch           the graph of one micro-batch, and the join of the parts' results
+microbatch_values    the kind of each value in micro-batches
 pipeline_plan        the plan as a value
 build                each stage planned on its own devices
-stage_costs          costs of blocks, and the least time over all cuts
+stage_costs          costs of units, and the least time over all cuts
 stage_search         ``stages="auto"``
 simulate             a step in time: bubbles, waiting, memory
 """

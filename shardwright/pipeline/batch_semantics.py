@@ -1,15 +1,24 @@
-"""What an operator makes of a batch that comes in parts, told by its rule. With v_k what a value is in part k of m:
+"""Batch semantics: how an operator's output on the whole batch follows from its outputs on the parts of the batch.
 
-    carried     the whole is the parts beside each other, along one dim
-    sum         Σ_k v_k
-    mean        Σ_k v_k / m           parts are equally long
-    same        v_k, whichever k      it does not depend on the batch
-    mixed       none of these: rows of one part have met rows of another
+1. Kinds of a value. With v_k the value in part k of m:
 
-An operator whose batch factor is cut by the digit of the part is what `rules` say of that cut: it runs on slices, or is
-worked out into operators that do, and what it leaves open over the digit is a sum. Where it is worked out, a sum that
-is divided by a number is a mean, for the number is how many terms there are; divided by another sum it is a ratio,
-which is a mean of terms that do not count alike.
+    carried     the whole is the parts concatenated along one dim                               `BatchDim`
+    sum         Σ_k v_k                                                                         `ReducedOverBatch`
+    mean        Σ_k v_k / m           parts are equally long                                    `ReducedOverBatch`
+    same        v_k, for any k        the value does not depend on the batch                    `ReducedOverBatch`
+    mixed       none of these: rows of one part are combined with rows of another               `NotSeparable`
+
+An operator whose batch factor is cut by the part's digit behaves as `rules` describes the cut: it runs on slices, or
+is expanded into operators that do, and an output that is partial over the digit is a sum. In an expansion, a sum
+divided by a number is a mean, since the number is the count of terms; a sum divided by another sum is a ratio, a mean
+whose terms have unequal weights.
+
+Example: ``mse_loss`` with mean reduction on 2 parts of 4 rows is the mean of the parts' losses; ``cross_entropy``
+with ``ignore_index`` is a ratio, as the parts may ignore different numbers of targets.
+
+2. Two captures (`pairs`): the same model captured for two sizes of the batch, compared operator by operator. The
+   captures are one program, but torch leaves out an operator that returns its input: `contiguous` of a contiguous
+   tensor, `expand` to the tensor's own shape. A batch of one row has fewer of these.
 """
 
 from __future__ import annotations
@@ -47,7 +56,7 @@ _ADDITIVE = ("add", "sub", "subtract", "rsub")
 _PRODUCTS = ("mul", "multiply")
 _QUOTIENTS = ("div", "divide", "true_divide")
 
-#: Operators of which an input lends its dtype or device alone: which input.
+#: Operator -> the index of the input from which it reads the dtype or device alone.
 _LENDS = {
     aten.type_as.default: 1,
     aten.to.other: 1,
@@ -63,10 +72,10 @@ class BatchDim:
     """A value with rows of the batch in one dim.
 
     Args:
-        dim: which.
-        outer: what stands before the batch in that dim: its size is outer · rows · …; 1 where the batch is its major
-            part.
-        numbers: its elements are the numbers of the rows, counted in each part from 0: they are good to choose rows.
+        dim: the dim.
+        outer: the size of the dim's part before the batch: the dim's size is outer · rows · …; 1 where the batch is
+            the major part.
+        numbers: True where the elements are row numbers, counted in each part from 0: valid as indices of rows.
     """
 
     dim: int
@@ -83,18 +92,19 @@ class ReducedOverBatch:
 
 @dataclass(frozen=True)
 class NotSeparable:
-    """A value that mixes the parts, and the error that says so to whom it matters."""
+    """A value that mixes the parts, and the error to raise where a result depends on it."""
 
     error: ShardwrightError
 
 
 def lends(op: Op, index: int) -> bool:
-    """Whether nothing of an input but its type is read."""
+    """True where an operator reads nothing but the dtype or device of input `index`."""
     return _LENDS.get(op.target) == index
 
 
 def batch_place(bound: Bound, dims: tuple[tuple[int, ...], ...], carried: BatchDim) -> tuple[int, int] | None:
-    """The factor that the batch lies in, and what stands before it within that factor; None where none divides so."""
+    """The factor that contains the batch, and the size before the batch within the factor; None where no factor
+    divides so."""
     at = 1
     for index in dims[carried.dim]:
         size = bound.factors[index].size
@@ -105,7 +115,7 @@ def batch_place(bound: Bound, dims: tuple[tuple[int, ...], ...], carried: BatchD
 
 
 def image(bound: Bound, dims: tuple[tuple[int, ...], ...], place: tuple[int, int]) -> BatchDim | None:
-    """Where in an output the batch lies; None where it is reduced."""
+    """The batch's dim in an output; None where the batch is reduced."""
     for d, dim in enumerate(dims):
         at = 1
         for index in dim:
@@ -119,7 +129,8 @@ def image(bound: Bound, dims: tuple[tuple[int, ...], ...], place: tuple[int, int
 
 
 def after_cut(op: Op, described: Rule, bound: Bound, factor: int, parts: int) -> list[str]:
-    """What each tensor output is when one factor comes in so many parts: "cut", "sum", "mean", "ratio" or "mixed"."""
+    """The kind of each tensor output where one factor comes in `parts` parts: "cut", "sum", "mean", "ratio" or
+    "mixed"."""
     outputs = [v for v in op.outputs if v is not None]
     if not bound.factors[factor].splittable:
         return ["mixed"] * len(outputs)
@@ -144,7 +155,7 @@ def after_cut(op: Op, described: Rule, bound: Bound, factor: int, parts: int) ->
 
 
 def _outcome(bound: Bound, dims: tuple[tuple[int, ...], ...], factor: int) -> str:
-    """Of an operator that runs on slices as it stands."""
+    """The kind of an output of an operator that runs on slices unchanged."""
     if any(factor in dim for dim in dims):
         return "cut"
     return "sum" if bound.reduction == "sum" else "mixed"
@@ -162,13 +173,13 @@ def _follow_step(
     kinds: dict[str, str],
     layouts: dict[str, Layout | None],
 ) -> None:
-    """Note what one of the operators, that another was worked out into, makes of its inputs."""
-    draws = any(v.name == SEED.name for v in op.inputs)  # a part begins elsewhere in the whole: see rules.generator
+    """Record the kinds of the outputs of one operator of an expansion."""
+    draws = any(v.name == SEED.name for v in op.inputs)  # a part's random numbers are offset: see rules/counter_rng.py
     read = []
     for i, value in enumerate(op.inputs):
         wanted, kind = bound.input_layout(i, assignment), kinds.get(value.name, "same")
         if (kind == "cut" and wanted != layouts[value.name]) or (kind != "cut" and not _is_whole(wanted) and not draws):
-            kind = "mixed"  # it would be gathered, or say where in the whole the part lies
+            kind = "mixed"  # it would be gathered, or depend on the part's position in the whole
         read.append(kind)
     for i, value in enumerate(v for v in op.outputs if v is not None):
         layout = bound.output_layout(i, assignment)
@@ -189,7 +200,7 @@ def _follow_step(
 
 
 def _worked_out(op: Op, described: Rule, read: Sequence[str]) -> str:
-    """The same, of values that are reduced already."""
+    """The kind of an output of one operator of an expansion whose inputs are already reduced."""
     if op.kind in _QUOTIENTS and read[0] == "sum":
         if len(read) == 1:
             return "mean"
@@ -208,7 +219,7 @@ def _worked_out(op: Op, described: Rule, read: Sequence[str]) -> str:
 
 
 def additive(op: Op) -> bool:
-    """True for a sum, a difference, or so much of one tensor and the rest of another."""
+    """True for a sum, a difference, or a weighted sum of two tensors (``lerp`` with a number)."""
     return (op.kind in _ADDITIVE or (op.kind == "lerp" and overload_name(op.target) == "Scalar")) and op.outputs[
         0
     ] is not None
@@ -217,47 +228,47 @@ def additive(op: Op) -> bool:
 def product(op: Op) -> int:
     """1 for a product, -1 for a quotient, 0 for neither."""
     if overload_name(op.target) not in ("Tensor", "Scalar"):
-        return 0  # another rounds
+        return 0  # other overloads round
     return 1 if op.kind in _PRODUCTS else -1 if op.kind in _QUOTIENTS else 0
 
 
 def followed(op: Op, described: Rule, kinds: Sequence[str]) -> str | None:
-    """What a linear operator makes of reduced inputs, of which the terms of one sum are alike: "sum", where one input
-    is, else "mean"; None: it is not linear in them. What adds is so only when all its inputs are of that kind."""
+    """The kind of a linear operator's output on reduced inputs: "sum" where one input is a sum, else "mean".
+
+    None where the operator is not linear in them. An additive operator is so only where all its inputs are of that
+    kind.
+    """
     reduced = [i for i, kind in enumerate(kinds) if kind != "same"]
     how = kinds[reduced[0]] if len(reduced) == 1 else "sum" if "sum" in (kinds[i] for i in reduced) else "mean"
     if additive(op) or described.is_linear(op) or (described.view and len(kinds) == 1):
         return how
     if op.kind in ("to", "_to_copy") and all(v.dtype.is_floating_point for v in (op.inputs[0], op.outputs[0])):
-        return how  # terms that are rounded before they are summed: there is no other place to round them
+        return how  # terms are rounded before their sum, since each part can round only its own term
     of = product(op)
     if of and len(reduced) == 1 and (of > 0 or reduced == [0]):
         return how
     return None
 
 
-# ----------------------------------------------------------------------------------------------------
-# Two captures of one model, of batches of unlike sizes, operator by operator.
-#
-# They are one program. But an operator that gives back what it is given is not there where torch leaves it out: what is
-# contiguous as it is, what is expanded to the shape it has. Where a batch has one row there are fewer of these.
-# ----------------------------------------------------------------------------------------------------
+# -- two captures
 
-#: Operators that may be left out.
+#: Operators that torch may leave out.
 _LEFT_OUT = (aten.contiguous.default, aten.expand.default)
 
-#: Arguments that the shapes of the results tell.
+#: Arguments that follow from the shapes of the results.
 _SIZES = ("size", "shape", "sizes", "repeats")
 
 
 def pairs(graph: Graph, wide: Graph, refused: Callable[[Op, str], Exception]) -> Iterator[tuple[Op, Op | None]]:
-    """Each operator of the one with its twin of the other; None for one that is left out there.
+    """Yield each operator of one capture with its twin of the other; None for one that is left out there.
 
-    Twins are called at the same line. Where the two captures were made by calls of the model at different lines of the
-    user's loop, the loss's operators have those lines: then lines are not compared.
+    Twins are called at the same line. Where the captures were made by calls of the model at different lines of the
+    user's loop, the loss's operators have those lines; lines are then not compared.
 
     Args:
-        refused: the error for an operator and what is wrong with it, raised where the two are not one program.
+        graph: the capture whose operators are yielded.
+        wide: the capture of a larger batch.
+        refused: the error for an operator and a reason, raised where the two are not one program.
     """
     try:
         found = list(_pairs(graph, wide, refused, _alike))
@@ -302,8 +313,10 @@ def _alike_anywhere(op: Op, twin: Op) -> bool:
 
 
 def differences(op: Op, twin: Op) -> list[tuple[str, Any, Any]]:
-    """The arguments, but for sizes that the shapes of the results tell, in which two captures of a call differ: their
-    name and both."""
+    """The arguments in which two captures of a call differ: (name, value, the twin's value).
+
+    Sizes that follow from the shapes of the results are not compared.
+    """
     sliced = op.kind in ("slice", "narrow") and op.inputs[0].shape == op.outputs[0].shape  # all of a dim
     found = []
     names = op.argument_names or tuple(str(i) for i in range(len(op.args)))

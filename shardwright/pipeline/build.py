@@ -1,8 +1,10 @@
-"""Making the plan of a pipeline: micro-batches, stages, and for each stage a plan on its own devices.
+"""The plan of a pipeline: micro-batches, stages, and for each stage a plan on its own devices.
 
-devices of a group      devices / groups, neighbouring ranks
-inputs of a stage       those of the model as the dataset_strategy has them on the stage's devices; values and parameters
-                        of earlier stages in the layout in which those have them
+    devices of a group      devices / groups, neighbouring ranks
+    inputs of a stage       the model's inputs, laid out by the dataset_strategy on the stage's devices; values and
+                            parameters of earlier stages, in the layout in which those stages hold them
+
+Equal stages are planned once (`PlanCache`): the decisions of one hold for the others, in the same places.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from .stages import StageGraph, StageInput, cut
 
 __all__ = ["PlanCache", "pipeline_plan", "planned_stages", "schedule_of"]
 
-#: Makes the plan of a stage: (graph, devices, fed, number) -> Plan.
+#: The planner of one stage: (graph, devices, fed, number) -> Plan.
 Planner = Callable[[Graph, int, InputPlacement, int], Plan]
 
 
@@ -35,7 +37,7 @@ def schedule_of(setting: PipelineSettings, devices: int) -> Schedule:
     """The schedule that a setting asks for.
 
     Raises:
-        SettingError: devices that the stages do not divide, or a schedule that there is not.
+        SettingError: devices that the stages do not divide, or an unknown schedule.
     """
     groups = setting.stages
     if devices % groups:
@@ -74,16 +76,16 @@ def pipeline_plan(
     """Plan a captured model as a pipeline.
 
     Args:
-        graph, wide: of one micro-batch, as `micro.split` takes them.
+        graph, wide: captures for one micro-batch, as `microbatch.split` takes them.
         planned: its schedule.
         modules: dotted path -> stage.
-        planner: of a stage.
-        splits: of the tensor inputs, which are split into micro-batches.
-        sizes: how many devices each group has; None: all the same.
-        chosen: who chose the stages, where it was not the user.
+        planner: the planner of a stage.
+        splits: per tensor input, True where it is split into micro-batches.
+        sizes: devices of each group; None: equal groups.
+        chosen: the report of the search that chose the stages; None: the user chose them.
 
     Raises:
-        ShardwrightError: stages that cannot be, or what the planner says, with the stage.
+        ShardwrightError: impossible stages, or an error of the planner, with the stage.
     """
     sizes = sizes or (devices // planned.groups,) * planned.groups
     fed = {n: input_placement(graph, n, dataset) for n in sorted(set(sizes))}
@@ -111,15 +113,14 @@ def planned_stages(
     fed: Mapping[int, InputPlacement],
     planner: Planner,
 ) -> tuple[Stage, ...]:
-    """The stages, each planned on devices of its own, in order: in which layout a value leaves one, it comes to
-    another.
+    """The stages, each planned on its own devices, in order; a value arrives in the layout in which it left its stage.
 
     Args:
-        inputs: of the model, without totals.
-        counting: what counts targets, where totals are made of that.
-        placement: by stage, the group of devices.
-        sizes: by group, how many devices.
-        fed: by number of devices, how the model is fed.
+        inputs: the model's inputs, without totals.
+        counting: the graph that counts targets (`MicrobatchPlan.counts`); None without totals.
+        placement: stage -> group of devices.
+        sizes: group -> its number of devices.
+        fed: number of devices -> the placement of the model's inputs.
     """
     firsts = [sum(sizes[:g]) for g in range(len(sizes))]
     stages: list[Stage] = []
@@ -146,12 +147,12 @@ def planned_stages(
 
 
 def _parts(fed: InputPlacement) -> int:
-    """Into how many parts the batch is cut where each rank feeds its own."""
+    """The number of parts of the batch where each rank feeds its own."""
     return next((layout.cuts[0] for layout in fed.inputs if layout.dims and layout.dims[0]), 1) if fed.own_part else 1
 
 
 def _feeding(part: StageGraph, fed: InputPlacement, inputs: int, stages: list[Stage], devices: int) -> InputPlacement:
-    """How the inputs of a stage come in."""
+    """The placement of a stage's inputs."""
     layouts = []
     for value, source in zip(part.graph.inputs, part.sources):
         if source.kind == "input":
@@ -170,13 +171,11 @@ def _feeding(part: StageGraph, fed: InputPlacement, inputs: int, stages: list[St
     return InputPlacement(tuple(layouts), fed.own_part, first if fed.own_part else ())
 
 
-# ----------------------------------------------------------------------------------------------------
-# Stages that are alike are planned once: what was decided for one holds for the others, in the same places.
-# ----------------------------------------------------------------------------------------------------
+# -- equal stages
 
 
 class PlanCache:
-    """A planner of stages that knows what it has planned.
+    """A planner of stages that remembers its plans.
 
     Args:
         planner: (graph, devices, fed, number) -> Plan.
@@ -190,7 +189,7 @@ class PlanCache:
         self.known: list[tuple[Any, Plan]] = []
 
     def __call__(self, graph: Graph, devices: int, fed: InputPlacement, number: int) -> Plan:
-        """The plan of a stage."""
+        """The plan of a stage; that of an equal stage where there is one."""
         if number < 0:
             return self.planner(graph, devices, fed, number)
         form = (tuple(name in self.whole for name in graph.parameters), *_form(graph, fed, devices))
@@ -203,7 +202,7 @@ class PlanCache:
 
 
 def _taken(plan: Plan, graph: Graph, fed: InputPlacement) -> Plan:
-    """The plan of a graph that is alike to the plan's."""
+    """The plan carried over to an equal graph."""
     names = dict(zip(_values(plan.graph), _values(graph)))
     names.update((a.name, b.name) for a, b in zip(plan.graph.ops, graph.ops))
     decisions = {}
@@ -215,7 +214,7 @@ def _taken(plan: Plan, graph: Graph, fed: InputPlacement) -> Plan:
 
 
 def _values(graph: Graph) -> Iterator[str]:
-    """All values by name, in an order that graphs which are alike share."""
+    """Names of all values, in an order that equal graphs share."""
     for value in (*graph.inputs, *graph.parameters.values(), *graph.buffers.values()):
         yield value.name
     yield from graph.constants
@@ -224,7 +223,7 @@ def _values(graph: Graph) -> Iterator[str]:
 
 
 def _form(graph: Graph, fed: InputPlacement, devices: int) -> Iterator[Any]:
-    """What decides the plan of a stage, with numbers for names."""
+    """Everything that decides the plan of a stage, with numbers for names."""
     number = {name: k for k, name in enumerate(_values(graph))}
     calls: dict[int, int] = {}
 

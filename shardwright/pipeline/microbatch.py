@@ -1,28 +1,32 @@
 """Micro-batches: a batch of B rows runs as m parts of b = B/m rows, through one graph captured for b rows.
 
-    output     beside the others along the dim that carries the batch    "cat"
-               Σ_k v_k             a sum over the batch                   "sum"
-               Σ_k v_k / m         a mean over it                         "mean"
-               v_0                 what does not depend on it             "same"
+An output of the whole batch is joined from the outputs v_k of the parts:
 
-What each value is, `batching` reads off the rules. After a reduction over the batch only linear operators may follow.
-Where a sum meets a mean, the mean is divided by m, so that the result is a sum. A mean whose terms do not count alike
-(a cross entropy that ignores targets or weighs classes, a sum of losses divided by the sum of a mask) is of no part's
-making: it is rewritten as
+    "cat"      concatenation along the dim that carries the batch
+    "sum"      Σ_k v_k             for a sum over the batch
+    "mean"     Σ_k v_k / m         for a mean over the batch
+    "same"     v_0                 for a value that does not depend on the batch
 
-    Σ_k (Σ of the terms of part k) / total       total = Σ_k (what counts of part k)
+`batch_semantics` reads the kind of each value off the rules. Only linear operators may follow a reduction over the
+batch. Where a sum meets a mean, the mean is divided by m and the result is a sum. A mean whose terms have unequal
+weights (a cross entropy that ignores targets or weighs classes, a sum of losses divided by the sum of a mask) cannot
+be computed by any part alone. It is rewritten as
 
-with the total a further input of the graph. What counts comes from the model's inputs alone, so that `counts` makes
-it of each part before the first of them runs.
+    Σ_k (Σ of the terms of part k) / total       total = Σ_k (weights of part k)
 
-The batch has to be read off more than the one graph, in which a number that a model makes of its batch size is a
-number
-like any other: the same model captured with more rows a part (`wide`) tells them apart, and rows of which a part has
-only one from dims of size 1.
+with the total as a further input of the graph. The weights depend on the model's inputs alone, so `counts` computes
+them for each part before the first part runs.
 
-Buffers that change hold their old values in all parts, and get their new ones after the last, put together as outputs
-are: what one device would give them. A batch norm that trains normalises each part by its own mean and variance; what
-it counts is changed by each part in turn, as where parts are batches of their own.
+Example: 8 rows in 2 micro-batches, of which 3 and 1 targets are not ignored: total = 4, and the loss is the sum of
+the 4 losses / 4, not the mean of the two parts' means.
+
+One capture is not enough: a number that a model computes from its batch size looks like any other number. The same
+model captured with more rows a part (`wide`) distinguishes the two, and distinguishes a part's single row from a dim
+of size 1.
+
+Buffers that change keep their old values in all parts. They get their new values after the last part, joined like
+outputs: the values that one device would give them. A batch norm that trains normalises each part by its own mean and
+variance; its running statistics are updated by each part in turn, as where parts are batches of their own.
 """
 
 from __future__ import annotations
@@ -45,9 +49,11 @@ aten = torch.ops.aten
 
 
 class Join(NamedTuple):
-    """How an output of the parts makes that of the whole batch: "cat" along `dim`, "sum", "mean" or "same". A gradient
-    of the whole goes to every part: as it is for a sum, in slices for "cat", divided by m for a mean and what is the
-    same."""
+    """The join of the parts' outputs to the output of the whole batch: "cat" along `dim`, "sum", "mean" or "same".
+
+    A gradient of the whole goes to every part: unchanged for "sum", in slices for "cat", divided by m for "mean" and
+    "same".
+    """
 
     how: str
     dim: int = 0
@@ -58,13 +64,13 @@ class MicrobatchPlan:
     """A model that runs in micro-batches.
 
     Args:
-        graph: what each of them runs. Totals are its last inputs.
-        joins: for each entry of its outputs how the parts go together; None for one that is no value.
-        totals: the names of its last inputs: sums over all micro-batches of the outputs of `counts`, in their order.
-        counts: of those of the model's inputs (by their names) and buffers that it reads, what counts in one
-            micro-batch; None where there are no totals.
-        updates: by the names of buffers that change once a step, how the parts' new values go together; those of batch
-            norms, which change in turn, are not among them.
+        graph: the graph that each micro-batch runs. Totals are its last inputs.
+        joins: for each of its outputs, the join of the parts; None for an output that is no value.
+        totals: names of its last inputs: sums over all micro-batches of the outputs of `counts`, in their order.
+        counts: the graph that computes the weights of one micro-batch from the model's inputs (by name) and buffers;
+            None where there are no totals.
+        updates: buffer that changes once a step -> the join of the parts' new values. Buffers of batch norms, which
+            change in turn, are not among them.
     """
 
     graph: Graph
@@ -78,14 +84,16 @@ class MicrobatchPlan:
 
 
 def rows_of(args: tuple, kwargs: dict[str, Any]) -> int | None:
-    """How many rows a batch has: dim 0 of the first tensor that has dims; None without any."""
+    """The number of rows of a batch: the size of dim 0 of the first tensor with dims; None without such a tensor."""
     tensors = (x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
     return next((x.shape[0] for x in tensors if x.dim()), None)
 
 
 def is_split(args: tuple, kwargs: dict[str, Any] | None = None) -> tuple[bool, ...]:
-    """For each tensor among the inputs whether micro-batches get a part of it, along dim 0: those with as many rows as
-    the first tensor that has dims. Every micro-batch gets all of the others."""
+    """For each tensor among the inputs, True where each micro-batch gets a part of it along dim 0.
+
+    Inputs with as many rows as the first tensor with dims are split; every micro-batch gets all of the others.
+    """
     rows = rows_of(args, kwargs or {})
     return tuple(
         bool(x.dim()) and x.shape[0] == rows
@@ -95,8 +103,9 @@ def is_split(args: tuple, kwargs: dict[str, Any] | None = None) -> tuple[bool, .
 
 
 def micro_calls(args: tuple, kwargs: dict[str, Any] | None, count: int) -> list[tuple[tuple, dict[str, Any]]]:
-    """Inputs of one micro-batch's shapes, on the meta device; where there are several micro-batches, also such with
-    twice the rows, with which `split` compares.
+    """Inputs in one micro-batch's shapes, on the meta device.
+
+    With several micro-batches, a second entry has twice the rows, for the wide capture of `split`.
 
     Args:
         args, kwargs: those of the whole batch.
@@ -137,7 +146,7 @@ def _resized(args: tuple, kwargs: dict[str, Any], count: int, times: int) -> tup
 
 
 def _called(path: Sequence[Any]) -> str:
-    """``0`` or ``mask['left']`` for where a leaf lies in (args, kwargs)."""
+    """``0`` or ``mask['left']``: the name of a leaf by its path in (args, kwargs)."""
     first = path[1]
     return f"{getattr(first, 'idx', getattr(first, 'key', first))}{pytree.keystr(tuple(path[2:]))}"
 
@@ -146,19 +155,18 @@ def _called(path: Sequence[Any]) -> str:
 
 
 def split(graph: Graph, count: int, wide: Graph | None = None, parts: int = 1) -> MicrobatchPlan:
-    """How a model runs in micro-batches.
+    """The plan of a model in micro-batches.
 
     Args:
         graph: the model, with its loss where that is inside, captured for the rows of one micro-batch.
-        count: how many micro-batches there are.
-        wide: the same captured for more rows (`micro_calls`); needed where there is more than one micro-batch.
-        parts: of how many parts the whole batch is the concatenation, where ranks feed their own: a micro-batch is a
-            piece of each, in their order.
+        count: the number of micro-batches.
+        wide: the same captured for more rows (`micro_calls`); required for more than one micro-batch.
+        parts: the number of parts of which the whole batch is the concatenation, where ranks feed their own: a
+            micro-batch is a piece of each part, in their order.
 
     Raises:
-        SettingError: an output, or a buffer's new value, that mixes the rows of one micro-batch with those of another
-            in another way than a sum or a mean, with the operator that does; a program that is another one for more
-            rows.
+        SettingError: an output, or a buffer's new value, that combines rows of different micro-batches in another way
+            than a sum or a mean, with the operator that does; a program that differs for more rows.
     """
     if count == 1:
         return MicrobatchPlan(graph, tuple(Join("same") if isinstance(x, Value) else None for x in graph.outputs))
@@ -189,7 +197,7 @@ def _join(found: MicrobatchRewriter, value: Value) -> Join:
 
 
 def _update(found: MicrobatchRewriter, name: str, value: Value) -> Join:
-    """How the new values that the parts have for a buffer make that of the whole batch."""
+    """The join of the parts' new values of a buffer."""
     kind = found.kinds[value.name]
     if isinstance(kind, ReducedOverBatch):
         return Join(kind.how)
@@ -206,7 +214,7 @@ def _update(found: MicrobatchRewriter, name: str, value: Value) -> Join:
 
 
 def _counts(found: MicrobatchRewriter) -> Graph:
-    """The operators that lead from inputs to what counts."""
+    """The graph of the operators between inputs and weights."""
     graph, outputs = found.graph, tuple(term for _, term in found.totals.values())
     wanted, ops = {v.name for v in outputs}, []
     for op in reversed([*found.ops, *found.counting]):
@@ -225,7 +233,7 @@ def _counts(found: MicrobatchRewriter) -> Graph:
 
 
 def _alive(graph: Graph, ops: Sequence[Op]) -> tuple[Op, ...]:
-    """The operators without those of the graph that only counted."""
+    """The operators without those of the graph whose only use was to compute weights."""
     wanted = {v.name for v in (*values_in(graph.outputs), *graph.updates.values())}
     read = wanted | {v.name for op in graph.ops for v in op.inputs}
     kept = []

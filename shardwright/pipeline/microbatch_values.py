@@ -1,10 +1,11 @@
-"""What each value of a model is when its batch comes in micro-batches, operator by operator, and how the program is
-rewritten where it would be none of them.
+"""Kinds of a model's values in micro-batches, operator by operator, and the rewrites of values without a kind.
 
-    sum + mean, sum + what is the same     the others divided by m: a sum
-    mean of what counts                    Σ of the terms / total      see `micro`
-    sum / sum, and whatever is not linear  sums that come from inputs alone give way to their totals, which are the same
-                                           for all micro-batches; an error where they do not
+    sum + mean, sum + a value that is the same    the others are divided by m: a sum
+    mean of terms with unequal weights            Σ of the terms / total      see `microbatch`
+    sum / sum, and other nonlinear operators      a sum that depends on inputs alone is replaced by its total, which
+                                                  is the same for all micro-batches; an error for other sums
+
+`batch_semantics` gives the kind of one operator's output by its rule; this file follows a whole graph.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ __all__ = ["MicrobatchRewriter"]
 SAME = ReducedOverBatch("same")
 
 
-#: Operators that may use the statistics of a part, whose further outputs are its own.
+#: Operators that may normalise by the statistics of one part; their further outputs differ from part to part.
 _BATCH_NORMS = (aten.batch_norm.default, normalisation.batch_norm, normalisation.instance_norm)
 
 
@@ -53,14 +54,14 @@ Kind = BatchDim | ReducedOverBatch | NotSeparable
 
 
 class MicrobatchRewriter:
-    """Goes through a graph, and through its wide twin, and says of each value what it is.
+    """Walks a graph and its wide twin and determines the kind of each value.
 
     Attributes:
-        kinds: value name -> what it is.
-        batch: of the inputs that are split, the dim that carries the batch.
+        kinds: value name -> its kind.
+        batch: split input -> the dim that carries the batch.
         ops: the program of one micro-batch.
-        totals: value name -> its total, a further input of that program, and the value that the total is a sum of.
-        counting: what makes of the values of the program those that only totals are of.
+        totals: value name -> its total, a further input of that program, and the value that is summed to the total.
+        counting: operators that compute the summed values and nothing else.
         in_turn: the buffers that every micro-batch changes: those of batch norms that train.
     """
 
@@ -71,8 +72,8 @@ class MicrobatchRewriter:
         self.ops: list[Op] = []
         self.counting: list[Op] = []
         self.totals: dict[str, tuple[Value, Value]] = {}
-        self.free: set[str] = set()  # values that come from inputs alone
-        self.alike: dict[Any, list[Kind]] = {}  # what calls of one form make of rows of the batch
+        self.free: set[str] = set()  # values that depend on inputs alone
+        self.alike: dict[Any, list[Kind]] = {}  # form of a call that reads rows of the batch -> kinds of its outputs
         self.in_turn = _statistics(graph)
         self.names = {v.name for op in graph.ops for v in op.outputs if v is not None} | set(graph.constants)
         self.names |= {op.name for op in graph.ops} | {v.name for v in graph.sources()}
@@ -88,7 +89,7 @@ class MicrobatchRewriter:
         ):
             self._take(op, twin)
 
-    # -- where it begins
+    # -- sources
 
     def error(self, op: Op | None, reason: str, legal: str | None = None) -> SettingError:
         where = op.where if op is not None else {}
@@ -141,10 +142,10 @@ class MicrobatchRewriter:
             )
             self.free.add(name)
 
-    # -- an operator
+    # -- one operator
 
     def _take(self, op: Op, twin: Op | None) -> None:
-        """Add an operator, and say what its outputs are."""
+        """Add an operator and determine the kinds of its outputs."""
         outputs = [v for v in op.outputs if v is not None]
         if twin is None:
             self.ops.append(op)
@@ -176,8 +177,11 @@ class MicrobatchRewriter:
             )
 
     def _pieces(self, value: Value, rows: BatchDim) -> Pieces:
-        """Where the numbers of a random operator lie in the whole batch. Where the dim has not the rows of each part
-        that ranks feed in a piece of their own, they lie elsewhere, but not where those of other micro-batches do."""
+        """The position of a random operator's numbers in the whole batch.
+
+        Where the dim does not have the rows of each rank's part in a piece of their own, the position differs from
+        that of one device, but never overlaps that of another micro-batch.
+        """
         parts = rows.outer * self.parts
         return Pieces(rows.dim, self.count, rows.outer if value.shape[rows.dim] % parts else parts)
 
@@ -188,7 +192,8 @@ class MicrobatchRewriter:
         return tuple(s * self.ratio if d == carries else s for d, s in enumerate(value.shape)) == wider.shape
 
     def _decided(self, op: Op, twin: Op) -> tuple[Op | None, list[Kind]]:
-        """The operator as it runs in a micro-batch (None: others do its work, and are there), and what it makes."""
+        """The operator as it runs in a micro-batch, and the kinds of its outputs; None where others, already
+        added, replace it."""
         inputs = [SAME if lends(op, i) else self._read(*both) for i, both in enumerate(zip(op.inputs, twin.inputs))]
         if op.target in _BATCH_NORMS and isinstance(inputs[0], BatchDim):
             return self._normalised(op, twin, inputs[0])
@@ -204,7 +209,7 @@ class MicrobatchRewriter:
         return self._of_reduced(op, twin, [kind.how for kind in inputs])
 
     def _read(self, value: Value, wider: Value) -> Kind:
-        """What an operator reads; a micro-batch's one row, where it stands for all rows of a larger one, is carried."""
+        """The kind of an input; a dim of size 1 that stands for all rows of a larger micro-batch carries the batch."""
         kind = self.kinds[value.name]
         grown = [d for d, (a, b) in enumerate(zip(value.shape, wider.shape)) if a != b]
         if kind == SAME and len(grown) == 1 and value.shape[grown[0]] == 1:
@@ -242,7 +247,8 @@ class MicrobatchRewriter:
         return op, [kind, *[own] * (len(bound.outputs) - 1)]
 
     def _of_nothing(self, op: Op, twin: Op) -> list[Kind]:
-        """Of inputs that do not depend on the batch: so do the outputs, but for a dim that it gives them."""
+        """The kinds of the outputs where no input depends on the batch: "same", unless an argument gives a dim
+        the batch's size."""
         values = [v for v in op.outputs if v is not None]
         wider = [v for v in twin.outputs if v is not None]
         kinds: list[Kind] = []
@@ -264,7 +270,8 @@ class MicrobatchRewriter:
         return kinds
 
     def _of_alike(self, op: Op, twin: Op, inputs: Sequence[Kind]) -> tuple[Op | None, list[Kind]]:
-        """The result of `_of_rows`, worked out once for all calls of one form: the layers of a model are alike."""
+        """The result of `_of_rows`, computed once for all calls of one form, since layers of a model are often
+        equal."""
         form = _form(op), _form(twin), tuple(inputs)
         try:
             known = self.alike.get(form)
@@ -323,7 +330,7 @@ class MicrobatchRewriter:
         raise self.error(op, "it is not linear in what was reduced over the batch")
 
     def _grown(self, op: Op, twin: Op, how: str) -> str:
-        """The same after a product with a number that grows with the batch, or a quotient."""
+        """The kind after a product with, or a quotient by, a number that grows with the batch."""
         found = differences(op, twin)
         if not found:
             return how
@@ -335,7 +342,7 @@ class MicrobatchRewriter:
         raise self._grows(op, *found[0])
 
     def _scaled(self, op: Op, twin: Op, inputs: Sequence[str], how: str) -> Op | None:
-        """The operator with its inputs brought to one kind, that of its result; None where that cannot be."""
+        """The operator with its inputs brought to one kind, that of its result; None where this is impossible."""
         rule = find_rule(op)
         adds = additive(op) or (len(inputs) > 1 and rule is not None and rule.is_linear(op))
         if how != "sum" or not adds:
@@ -351,7 +358,7 @@ class MicrobatchRewriter:
     def _adds_number(self, op: Op) -> bool:
         return additive(op) and op.kind != "lerp" and not isinstance(op.argument("other"), Value)
 
-    # -- what is inserted
+    # -- inserted operators
 
     def _fresh(self, base: str) -> str:
         name, n = base, 0
@@ -383,7 +390,7 @@ class MicrobatchRewriter:
         """The operator with totals in the place of inputs that are reduced over the batch.
 
         Raises:
-            SettingError: one does not come from the inputs alone.
+            SettingError: an input that does not depend on the model's inputs alone.
         """
         changes = {}
         for i in which:
@@ -407,7 +414,7 @@ class MicrobatchRewriter:
         return self.totals[value.name][0]
 
     def _counted(self, op: Op) -> None:
-        """A mean whose terms do not count alike, written as a sum divided by what counts in the whole batch."""
+        """Rewrite a mean with unequal weights as a sum divided by the sum of weights of the whole batch."""
         for name in ("target", "weight"):
             value = op.argument(name)
             if isinstance(value, Value) and value.name not in self.free:
@@ -433,7 +440,7 @@ class MicrobatchRewriter:
 
 
 def _statistics(graph: Graph) -> set[str]:
-    """The buffers that change with the statistics of a batch norm, and the others of its module that do."""
+    """The buffers updated with the statistics of a batch norm, and ``num_batches_tracked`` of the same modules."""
     made: set[str] = set()
     for op in graph.ops:
         values = [v.name for v in op.outputs if v is not None]
@@ -449,7 +456,7 @@ def _statistics(graph: Graph) -> set[str]:
 
 
 def _form(op: Op) -> tuple:
-    """A call but for its names: equal for calls of which the rules say the same."""
+    """A call without its names: equal for calls with equal kinds by the rules."""
     places: dict[str, int] = {}
 
     def form(x: Any) -> Any:
@@ -472,12 +479,12 @@ def _form(op: Op) -> tuple:
 
 
 def _counts_off(op: Op) -> bool:
-    """Whether it gives 0, 1, …"""
+    """True for the operator that produces 0, 1, …"""
     return op.kind == "arange" and (op.argument("start", 0), op.argument("step", 1)) == (0, 1)
 
 
 def _chooses_rows(op: Op, inputs: Sequence[Kind]) -> bool:
-    """Whether it takes of each row what other indices say, by the numbers of the rows."""
+    """True where the operator picks one element of each row by other indices, using the row numbers."""
     rows = inputs[0]
     if op.target is not aten.index.Tensor or not isinstance(rows, BatchDim) or rows != BatchDim(rows.dim):
         return False
@@ -488,7 +495,7 @@ def _chooses_rows(op: Op, inputs: Sequence[Kind]) -> bool:
 
 
 def _reading(op: Op, changes: dict[str, Value]) -> Op:
-    """The operator with other values in the place of some."""
+    """The operator with some inputs replaced."""
     if not changes:
         return op
     args, kwargs = map_values((op.args, op.kwargs), lambda v: changes.get(v.name, v))

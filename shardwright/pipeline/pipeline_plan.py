@@ -1,8 +1,14 @@
-"""A plan of a pipeline: each stage planned on devices of its own, a schedule, and what is sent between them.
+"""A pipeline plan: each stage planned on its own devices, a schedule, and the transfers between stages.
 
-    rank of the world = first of the stage's group of devices + rank in the stage
+    rank of the world = first rank of the stage's group of devices + rank in the stage
 
-A stage's plan is an ordinary `Plan` of one micro-batch on the stage's own devices.
+1. Chosen stages (`PipelineSearchResult`): the stages that a search has chosen, and the alternatives it priced.
+
+2. The plan (`PipelinePlan`). A stage's plan is an ordinary `Plan` of one micro-batch on the stage's own devices.
+
+3. The timeline (`timeline_of`): a step in time. A stage's forward and backward take the seconds that one more
+   micro-batch adds to the stage's price; the rest of the price is spent once a step. A transfer takes as long as the
+   slowest of the ranks that send, each over its own links.
 """
 
 from __future__ import annotations
@@ -51,13 +57,11 @@ __all__ = [
 ]
 
 
-# ----------------------------------------------------------------------------------------------------
-# The stages of a pipeline that a search has chosen, and what else it priced.
-# ----------------------------------------------------------------------------------------------------
+# -- chosen stages
 
 
 class StageChoice(NamedTuple):
-    """A stage: units [first, last) on so many devices, computed again in the backward or not."""
+    """A stage: units [first, last) on `devices` devices, recomputed in the backward or not."""
 
     first: int
     last: int
@@ -67,15 +71,15 @@ class StageChoice(NamedTuple):
 
 @dataclass(frozen=True)
 class PricedPipeline:
-    """What was priced.
+    """One pipeline that the search priced.
 
     Attributes:
-        devices: by stage.
-        micro_batches: how many.
-        recomputed: how many of the stages are computed again.
-        seconds: of a step, by the formula of `balance`; None: it cannot be.
-        peak: bytes of the device that holds the most; of what does not fit the least that there is.
-        why: it cannot be.
+        devices: number of devices of each stage.
+        micro_batches: the number of micro-batches.
+        recomputed: the number of stages that are recomputed.
+        seconds: of a step, by the formula of `balance`; None: the pipeline is impossible.
+        peak: bytes of the device that holds the most; for a pipeline that does not fit, the least achievable.
+        why: the reason why it is impossible.
     """
 
     devices: tuple[int, ...]
@@ -87,18 +91,18 @@ class PricedPipeline:
 
     @property
     def stages(self) -> int:
-        """How many stages."""
+        """The number of stages."""
         return len(self.devices)
 
 
 @dataclass(frozen=True)
 class PipelineSearchResult:
-    """What was chosen, and among what.
+    """The chosen pipeline and its alternatives.
 
     Attributes:
-        paths: by unit, its modules.
+        paths: for each unit, its modules.
         stages: in order.
-        seconds, peak: as of `Alternative`.
+        seconds, peak: as in `PricedPipeline`.
         alternatives: the best first.
     """
 
@@ -122,42 +126,43 @@ class PipelineSearchResult:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Devices, by stage."""
+        """Number of devices of each stage."""
         return tuple(stage.devices for stage in self.stages)
 
     @property
     def unequal(self) -> bool:
-        """Whether stages have unequal numbers of devices."""
+        """True where stages have unequal numbers of devices."""
         return len(set(self.sizes)) > 1
 
     @property
     def setting(self) -> PipelineSettings:
-        """As a user would ask for it, but for the sizes."""
+        """The setting by which a user would ask for these stages, apart from the numbers of devices."""
         return PipelineSettings(len(self.stages), "1f1b", self.micro_batches)
 
     @property
     def schedule(self) -> Schedule:
-        """Who does what when."""
+        """The 1F1B schedule of the chosen stages."""
         return schedule("1f1b", len(self.stages), self.micro_batches)
 
     @property
     def recomputed(self) -> tuple[int, ...]:
-        """The units that are computed again."""
+        """The units that are recomputed."""
         return tuple(u for stage in self.stages if stage.recompute for u in range(stage.first, stage.last))
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage.
+    """One stage of a pipeline.
 
     Attributes:
         number: from 0.
         plan: of one micro-batch on its own devices.
         first: its first rank in the world.
-        sources: where each input of the plan's graph comes from.
-        results: the outputs of the model, by index, that come first among the plan's; what it sends follows.
-        sent: the names of the values that it sends.
-        counts: what counts the targets of a micro-batch for the means over the whole batch, where its loss has such.
+        sources: for each input of the plan's graph, its source.
+        results: indices of the model's outputs that come first among the plan's outputs; the sent values follow.
+        sent: names of the values that it sends.
+        counts: the plan that counts the targets of a micro-batch, where the loss is a mean over the whole batch with
+            unequal weights; else None.
     """
 
     number: int
@@ -170,7 +175,7 @@ class Stage:
 
     @property
     def devices(self) -> int:
-        """How many devices it runs on."""
+        """The number of its devices."""
         return self.plan.devices
 
     @property
@@ -179,16 +184,18 @@ class Stage:
         return range(self.first, self.first + self.devices)
 
     def outgoing(self, value: str) -> PlacedValue:
-        """A value that it sends, as it leaves."""
+        """A value that the stage sends, in the layout in which it is sent."""
         return self.plan.routed.outputs[len(self.results) + self.sent.index(value)]
 
 
 @dataclass(frozen=True)
 class StageParameter(ParameterPlan):
-    """Where a parameter of one stage lies. Ranks are those of the world; on those of other stages lies nothing of it.
+    """The placement of a parameter of one stage.
+
+    Ranks are those of the world; ranks of other stages hold nothing of it.
 
     Attributes:
-        stage: its number.
+        stage: the number of its stage.
         ranks: of the stage, in the world.
     """
 
@@ -203,16 +210,16 @@ class StageParameter(ParameterPlan):
 
 
 class Transfer(NamedTuple):
-    """What one stage sends another.
+    """A transfer from one stage to another.
 
     Attributes:
         kind: "value", once for each micro-batch, or "parameter", once a step.
         name: of the value, or of the parameter.
         source, target: stages.
-        layout: in which it leaves; in which it comes: see `crossing`.
-        arriving: as the target has it.
-        value: shape and type, of the whole.
-        gradient: whether a gradient comes back.
+        layout: on the sending stage; see `partition.partitioner`.
+        arriving: on the receiving stage.
+        value: global shape and dtype.
+        gradient: True where a gradient comes back.
     """
 
     kind: str
@@ -226,12 +233,12 @@ class Transfer(NamedTuple):
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape of what one rank sends."""
+        """The shape of the part that one rank sends."""
         return self.layout.local_shape(self.layout.padded(self.value.shape))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what one rank sends."""
+        """Bytes of the part that one rank sends."""
         out = self.value.dtype.itemsize
         for size in self.local_shape:
             out *= size
@@ -240,18 +247,18 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class PipelinePlan(SavedPlan):
-    """What every operator does on every device of a pipeline. See `shardwright.plan` for how one is made.
+    """The strategy and placement of every operator on every device of a pipeline; made by `shardwright.plan`.
 
     Attributes:
-        graph: of one micro-batch, before it was cut.
+        graph: of one micro-batch, before it was cut into stages.
         devices: of all stages together.
-        mode: the planners' of the stages.
+        mode: the parallel mode of the stages' planners.
         stages: by number.
-        schedule: which group of devices does what when.
-        micro: how results of micro-batches are put together.
-        split: of the model's tensor inputs, which are split into micro-batches; the others go whole to each.
+        schedule: the order of actions of each group of devices.
+        micro: the join of the micro-batches' results.
+        split: per tensor input of the model, True where it is split into micro-batches; the others go whole to each.
         cluster: of all devices; None: see `Cluster.of`.
-        chosen: where stages="auto" chose them, what it chose.
+        chosen: the report of the search for stages="auto"; else None.
     """
 
     graph: Graph
@@ -268,28 +275,28 @@ class PipelinePlan(SavedPlan):
 
     @property
     def alternatives(self) -> tuple[PricedPipeline, ...]:
-        """Of stages that were chosen, what was priced, the best first; otherwise nothing."""
+        """For stages="auto", the priced pipelines, the best first; otherwise empty."""
         return () if self.chosen is None else self.chosen.alternatives
 
     @property
     def micro_batches(self) -> int:
-        """How many micro-batches a step has."""
+        """The number of micro-batches of a step."""
         return self.schedule.micro_batches
 
     @property
     def parts(self) -> int:
-        """Into how many parts the batch is cut where each rank feeds its own: a micro-batch has a piece of each."""
+        """The number of parts of the batch where each rank feeds its own; a micro-batch has a piece of each part."""
         fed = self.stages[0].plan.fed
         return digits_size(fed.batch) if fed.own_part else 1
 
     @property
     def draws(self) -> bool:
-        """Whether it draws random numbers."""
+        """True where it draws random numbers."""
         return any(stage.plan.draws for stage in self.stages)
 
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
-        """What stages send one another: values in the order of the stages that make them."""
+        """The transfers between stages, in the order of the sending stages."""
         out = []
         for stage in self.stages:
             for value, source, layout in zip(stage.plan.graph.inputs, stage.sources, stage.plan.fed.inputs):
@@ -309,7 +316,7 @@ class PipelinePlan(SavedPlan):
                 )
         return tuple(sorted(out, key=lambda t: (t.source, t.target)))
 
-    # -- looking -----------------------------------------------------------------------------------------------------
+    # -- queries -----------------------------------------------------------------------------------------------------
 
     @cached_property
     def operators(self) -> tuple[OperatorPlan, ...]:
@@ -350,7 +357,7 @@ class PipelinePlan(SavedPlan):
 
     @cached_property
     def parameters(self) -> dict[str, StageParameter]:
-        """Every parameter and buffer by its dotted name; a buffer that several stages use is that of the first."""
+        """Every parameter and buffer by its dotted name; a buffer of several stages is listed with the first."""
         out: dict[str, StageParameter] = {}
         for stage in self.stages:
             for name, p in stage.plan.parameters.items():
@@ -367,12 +374,12 @@ class PipelinePlan(SavedPlan):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What could not be done as one might expect, a line each."""
+        """Limitations that a user would not expect, a line each."""
         own = tuple(f"stage {stage.number}: {note}" for stage in self.stages for note in stage.plan.notes)
         return self.notes_of_its_own + own
 
     def of_rank(self, rank: int) -> tuple[Stage, ...]:
-        """The stages that a rank works for.
+        """The stages that run on a rank.
 
         Raises:
             PlanError: no such rank.
@@ -382,7 +389,11 @@ class PipelinePlan(SavedPlan):
         return tuple(stage for stage in self.stages if rank in stage.ranks)
 
     def peers(self, transfer: Transfer, rank: int, back: bool = False) -> tuple[int, ...]:
-        """The ranks that `rank` sends a value to, or that it has it from; `back`: its gradient."""
+        """The ranks to which `rank` sends a value, or the rank from which it receives the value.
+
+        Args:
+            back: the same for the value's gradient.
+        """
         source, target = self.stages[transfer.source], self.stages[transfer.target]
         if back:
             source, target = target, source
@@ -395,18 +406,21 @@ class PipelinePlan(SavedPlan):
         return (source.first + sender(rank - target.first, source.devices, target.devices),)
 
     def collectives(self, rank: int) -> tuple[Collective, ...]:
-        """Every collective, send and receive of one step that `rank` takes part in, in the order of the schedule."""
+        """Every collective, send and receive of one step in which `rank` takes part, in the order of the schedule."""
         return tuple(_Step(self, rank).run())
 
     @cached_property
     def sent(self) -> int:
-        """Bytes that a rank sends in one step: of all ranks the most."""
+        """Bytes that a rank sends in one step; the maximum over the first ranks of all stages."""
         firsts = {stage.first for stage in self.stages}
         return max(sum(c.sent for c in self.collectives(rank)) for rank in firsts)
 
     def memory(self, rank: int) -> dict[str, int]:
-        """Bytes on `rank`, by kind, as `Plan.memory` has them; activations of as many micro-batches as are kept at one
-        time, "sent": what is being sent and received."""
+        """Bytes on `rank` by kind, as `Plan.memory` has them.
+
+        Activations count for as many micro-batches as are kept at one time. "sent": the values being sent and
+        received.
+        """
         out: dict[str, int] = {}
         for stage in self.of_rank(rank):
             for kind, count in self.memory_of(stage).items():
@@ -415,7 +429,7 @@ class PipelinePlan(SavedPlan):
         return out | {"sent": sum(moving)}
 
     def memory_of(self, stage: Stage) -> dict[str, int]:
-        """What one stage has of it on each of its devices."""
+        """Bytes of one stage on each of its devices, by kind."""
         kept = max(1, self.schedule.most_kept(stage.number))
         return {kind: count * (kept if kind == "activations" else 1) for kind, count in stage.plan.memory(0).items()}
 
@@ -423,24 +437,24 @@ class PipelinePlan(SavedPlan):
 
     @cached_property
     def simulation(self) -> Simulation:
-        """A step of it in time (`simulate.Simulation`)."""
+        """The timeline of one step (`simulate.Simulation`)."""
         return timeline_of(self)
 
     @property
     def cost(self) -> float:
-        """Seconds of one step: what its schedule takes with each stage's price and what is sent between them."""
+        """Seconds of one step: its schedule, played with each stage's price and the transfers."""
         return self.simulation.total
 
     @property
     def bound(self) -> None:
-        """None: that each stage is the best for itself proves nothing of the whole."""
+        """None: the optimality of each single stage gives no bound for the pipeline."""
         return None
 
     gap = bound
 
     @property
     def peak(self) -> float:
-        """The most bytes that a device holds at any moment of a step."""
+        """The most bytes held by a device at any moment of a step."""
         return max(self.simulation.peak(group) for group in range(self.schedule.groups))
 
     @cached_property
@@ -449,7 +463,9 @@ class PipelinePlan(SavedPlan):
         return short_hash(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        yield f"{self.devices} {self.mode} {self.schedule.placement} {self.split} {self.micro.joins} {self.micro.updates}"
+        yield (
+            f"{self.devices} {self.mode} {self.schedule.placement} {self.split} {self.micro.joins} {self.micro.updates}"
+        )
         yield self.schedule.to_csv()
         for stage in self.stages:
             yield f"{stage.first} {stage.plan.fingerprint} {stage.counts and stage.counts.fingerprint} {stage.sources}"
@@ -457,7 +473,7 @@ class PipelinePlan(SavedPlan):
 
 
 class _Step:
-    """What one rank communicates in one step."""
+    """The communication of one rank in one step."""
 
     def __init__(self, plan: PipelinePlan, rank: int) -> None:
         self.plan, self.rank = plan, rank
@@ -513,7 +529,7 @@ class _Step:
             yield replace(collective, ranks=tuple(stage.first + r for r in ranks))
 
     def moved_of(self, stage: Stage, phase: str, into: bool) -> Iterator[Collective]:
-        """What comes into a stage, or leaves it, with one micro-batch."""
+        """Yield the transfers into or out of a stage with one micro-batch."""
         back = phase == "backward"
         for t in self.plan.transfers:
             here, there = (t.target, t.source) if into != back else (t.source, t.target)
@@ -521,7 +537,7 @@ class _Step:
                 yield from self.moved(t, phase, back, stage)
 
     def moved(self, t: Transfer, phase: str, back: bool = False, at: Stage | None = None) -> Iterator[Collective]:
-        """A transfer, if this rank takes part in it; `back`: of the gradient."""
+        """Yield a transfer if this rank takes part in it; `back`: that of the gradient."""
         for stage in (at,) if at is not None else tuple(self.mine.values()):
             if stage.number not in (t.source, t.target) or {t.source, t.target} <= set(self.mine):
                 continue
@@ -541,14 +557,11 @@ class _Step:
                 )
 
 
-# -- a step in time --------------------------------------------------------------------------------------------------
-#
-# A stage's forward and backward take what one more micro-batch adds to the stage's price. The rest of the price is
-# spent once a step. A transfer takes as long as the slowest of the ranks that send, each over its own links.
+# -- the timeline ----------------------------------------------------------------------------------------------------
 
 
 class Moment(NamedTuple):
-    """A moment of a plan's timeline: who is at work, in the "forward" or the "backward", and for how many seconds."""
+    """A moment of a plan's timeline: the operator that runs, in the "forward" or the "backward", and its seconds."""
 
     operator: str
     half: str
@@ -556,7 +569,7 @@ class Moment(NamedTuple):
 
 
 def moments(plan: Plan) -> tuple[Moment, ...]:
-    """The moments of a plan's timeline, with the seconds that each takes."""
+    """The moments of a plan's timeline, with their seconds."""
     routed, costs = plan.routed, CostModel(Cluster.of(plan.cluster, plan.devices), plan.devices)
     tables = (routed.parameters, routed.buffers, routed.constants)
     seed = () if routed.seed is None else (routed.seed,)
@@ -569,8 +582,11 @@ def moments(plan: Plan) -> tuple[Moment, ...]:
 
 
 def timeline_of(plan: Plan | PipelinePlan) -> Simulation:
-    """A step of a plan in time. One without a pipeline is one stage and one micro-batch, whose bytes are those of every
-    moment (`Plan.timeline`); of the stages of a pipeline it is the most during a forward, and during a backward."""
+    """The timeline of one step of a plan.
+
+    A plan without a pipeline is one stage and one micro-batch, with its bytes at every moment (`Plan.timeline`). For
+    a stage of a pipeline, the bytes are the maximum during a forward, and during a backward.
+    """
     return _of_one(plan) if isinstance(plan, Plan) else _of_stages(plan)
 
 
@@ -590,17 +606,17 @@ def _of_one(plan: Plan) -> Simulation:
 
 
 def _profile(seconds: Sequence[float], held: Sequence[float]) -> Profile:
-    """Bytes from moment to moment."""
+    """Bytes over the moments of one half, as parts of the half's time."""
     total = sum(seconds) or 1.0
     return tuple(zip((min(before / total, 1.0) for before in accumulate(seconds, initial=0.0)), held)) or ((0.0, 0.0),)
 
 
 def _held(plan: Plan, together: bool) -> tuple[float, float, tuple[list[float], list[float]]]:
-    """Bytes of a stage: what is always there; of a micro-batch, what is kept for the backward, and what is there at
-    each moment of the forward and of the backward.
+    """Bytes of a stage: always held; kept by a micro-batch for its backward; at each moment of its forward and
+    backward.
 
     Args:
-        together: whether micro-batches share what is gathered of the parameters and kept for the backward.
+        together: True where micro-batches share gathered parameters that are saved for the backward.
     """
     line = plan.timeline
     crosses = lambda h: h.start < line.forward < h.stop
@@ -656,7 +672,7 @@ def _of_stages(plan: PipelinePlan) -> Simulation:
 
 
 def _sends(plan: PipelinePlan, transfer: Transfer, costs: CostModel) -> float:
-    """Seconds in which a value gets from one stage to another: of the rank that takes the longest."""
+    """Seconds of a transfer: those of the rank that takes the longest."""
     most = 0.0
     for rank in plan.stages[transfer.source].ranks:
         peers = [peer for peer in plan.peers(transfer, rank) if peer != rank]

@@ -1,14 +1,22 @@
-"""Schedules of a pipeline: which group of devices computes what, in which order.
+"""Schedules of a pipeline: the order of computations of each group of devices.
 
-An action is a computation of one stage on one micro-batch: F its forward, B its backward; or the backward in two, I the
-gradients of its inputs and W those of its weights. With S stages:
+An action is a computation of one stage on one micro-batch: F its forward, B its backward; or the backward in two
+parts, I the gradients of its inputs and W those of its weights. With S stages:
 
     F(s, k)        needs F(s-1, k)
     B or I(s, k)   needs F(s, k), and B or I(s+1, k)
     W(s, k)        needs I(s, k)
 
-and a group does its actions one after the other. What is sent follows from that. The orders of the interleaved and the
-zero-bubble schedules are those of torch.distributed.pipelining; no process group is needed for them.
+A group runs its actions one after the other. The transfers follow from the actions. The orders of the interleaved and
+the zero-bubble schedules are those of torch.distributed.pipelining; no process group is needed for them.
+
+Example: 1f1b with 2 stages and 3 micro-batches:
+
+    group 0   0F0 0F1 0B0 0F2 0B1 0B2
+    group 1   1F0 1B0 1F1 1B1 1F2 1B2
+
+CSV files (`read`, `Schedule.to_csv`) have a row for each group of devices and an action in each cell; cells may be
+empty. The format is that of torch.distributed.pipelining, with computations alone: ``0F0,0F1,,0B0,0B1``.
 """
 
 from __future__ import annotations
@@ -32,7 +40,7 @@ __all__ = ["SCHEDULES", "Action", "Schedule", "action_of", "check", "forward_onl
 #: The schedules by name, and the chunks of stages that a group has by default.
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1, "zbv": 2}
 
-#: What an action may be.
+#: The legal actions, for errors.
 LEGAL = (
     "a computation: stage, kind and micro-batch, such as 2F3, of the kinds F (forward), B (backward), "
     "I (gradients of inputs) and W (of weights)"
@@ -40,7 +48,7 @@ LEGAL = (
 
 
 class Action(NamedTuple):
-    """A computation of one stage on one micro-batch; ``str`` is as torch writes it, ``2F3``.
+    """A computation of one stage on one micro-batch; ``str`` is torch's notation, ``2F3``.
 
     Attributes:
         kind: "F" forward, "B" backward, "I" backward to the inputs alone, "W" to the weights alone.
@@ -56,11 +64,11 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every group of devices computes, in order. Values made by `schedule` and `forward_only` have been checked.
+    """The actions of every group of devices, in order. Schedules from `schedule` and `forward_only` are checked.
 
     Attributes:
         name: one of `SCHEDULES`, "forward" for one without backward, or the path of the file that it was read from.
-        placement: by stage, the group that runs it.
+        placement: stage -> the group that runs it.
         actions: by group, in order.
     """
 
@@ -84,7 +92,7 @@ class Schedule:
         return frozenset(action for row in self.actions for action in row)
 
     def needs(self, action: Action) -> tuple[Action, ...]:
-        """What must be done before an action can be, of its own stage and its neighbours."""
+        """The actions that must be done before an action, of its own stage and its neighbours."""
         stage, kind, micro = action
         if kind == "F":
             return (Action(stage - 1, "F", micro),) if stage else ()
@@ -98,12 +106,13 @@ class Schedule:
 
     @cached_property
     def order(self) -> tuple[Action, ...]:
-        """All actions in one order in which what an action needs comes before it; up to a deadlock, if there is one."""
+        """All actions in one order in which the needs of an action come before it; ends early at a deadlock."""
         return tuple(self.actions[group][place] for group, place in _played(self))
 
     @cached_property
     def steps(self) -> dict[Action, int]:
-        """When each action runs if all take one step of time: as soon as its group is free and all it needs is done."""
+        """The time step of each action if all take one step: the first at which its group is free and its needs
+        are done."""
         out: dict[Action, int] = {}
         free = [0] * self.groups
         for action in self.order:
@@ -113,7 +122,7 @@ class Schedule:
         return out
 
     def grid(self) -> str:
-        """A table of steps of time by groups, each action taking one step; blank where a group waits."""
+        """A table of time steps by groups, each action taking one step; blank where a group waits."""
         at = {(step, self.placement[action.stage]): str(action) for action, step in self.steps.items()}
         count = 1 + max(self.steps.values(), default=-1)
         rows = [["", *(f"Group {g}" for g in range(self.groups))]]
@@ -126,23 +135,23 @@ class Schedule:
         return "".join(f"{line.rstrip()}\n" for line in lines)
 
     def to_csv(self) -> str:
-        """One row a group, its actions in order: as torch writes schedules of computations alone."""
+        """CSV text with one row a group, its actions in order: torch's format for schedules of computations alone."""
         out = io.StringIO()
         csv.writer(out, lineterminator="\n").writerows(map(str, row) for row in self.actions)
         return out.getvalue()
 
     def most_kept(self, stage: int) -> int:
-        """The most micro-batches of a stage at one time whose forward is done and backward, all of it, is not."""
+        """The largest number of micro-batches of a stage at one time between their forward and the end of their
+        backward."""
         return self._most(self.placement[stage], lambda action: action.stage == stage)
 
     def most_kept_by(self, group: int) -> int:
-        """The most micro-batches of all of a group's stages at one time whose forward is done and backward is not; a
-        micro-batch counts in each stage."""
+        """The same over all of a group's stages; a micro-batch counts in each stage."""
         return self._most(group, lambda action: True)
 
     def _most(self, group: int, counts: Callable[[Action], bool]) -> int:
         kept = most = 0
-        if self.name != "forward":  # which keeps nothing
+        if self.name != "forward":  # a forward alone keeps nothing
             for action in filter(counts, self.actions[group]):
                 kept += {"F": 1, "I": 0}.get(action.kind, -1)
                 most = max(most, kept)
@@ -158,16 +167,16 @@ def schedule(
     """A schedule by name, or that of a file.
 
     Args:
-        name: one of `SCHEDULES`; not asked for with `csv`.
-        groups: how many groups of devices there are. Stage v of groups · chunks lies on group v mod groups; for "zbv",
+        name: one of `SCHEDULES`; ignored with `csv`.
+        groups: the number of groups of devices. Stage v of groups · chunks lies on group v mod groups; for "zbv",
             which goes there and back, on the lesser of v and 2 · groups - 1 - v.
-        chunks: how many stages a group has; None: as `SCHEDULES` says, or as the file has it.
-        csv: a file with a row for each group and an action in each cell, as `Schedule.to_csv` writes it. Cells may be
-            empty. A stage lies where its actions stand.
+        chunks: the number of stages of a group; None: the default of `SCHEDULES`, or that of the file.
+        csv: a file with a row for each group and an action in each cell, as written by `Schedule.to_csv`. Cells may
+            be empty. A stage lies on the group that has its actions.
 
     Raises:
-        SettingError: an unknown name; a number that the schedule cannot take; a file that cannot be read, or what
-            `check` finds, with its row and cell.
+        SettingError: an unknown name; a number that the schedule cannot take; a file that cannot be read, or an error
+            of `check`, with its row and cell.
     """
     numbers = {"stages": groups, "micro_batches": micro_batches, "chunks": 1 if chunks is None else chunks}
     for what, value in numbers.items():
@@ -198,10 +207,10 @@ def schedule(
 
 
 def forward_only(placement: Sequence[int], micro_batches: int) -> Schedule:
-    """The forwards alone: at every step a group takes, of what is ready, the stage nearest to the end.
+    """A schedule of forwards alone: at every step a group runs the ready stage that is nearest to the end.
 
     Args:
-        placement: by stage, the group that runs it.
+        placement: stage -> the group that runs it.
 
     Raises:
         SettingError: no micro-batch, or a group without a stage.
@@ -226,23 +235,23 @@ def forward_only(placement: Sequence[int], micro_batches: int) -> Schedule:
 
 
 def check(schedule: Schedule) -> None:
-    """That every stage does all it must with every micro-batch, once, on its group, and that nobody waits for ever.
+    """Check that every stage has all actions of every micro-batch, once, on its group, and that no deadlock exists.
 
     Raises:
-        SettingError: an action that is no computation, of a stage or micro-batch that there is not, missing, there
-            twice, on another group, or before what it needs; B together with I or W; a group without actions; a
-            deadlock, with the actions that wait for each other.
+        SettingError: an action that is no computation, of an unknown stage or micro-batch, missing, repeated, on
+            another group, or before its needs; B together with I or W; a group without actions; a deadlock, with the
+            actions that wait for each other.
     """
     check_placed(schedule, lambda group, place: f"group {group}, action {place}", schedule.name != "forward", "")
 
 
 def check_placed(schedule: Schedule, where: Callable[[int, int], str], backward: bool, file: str) -> None:
-    """As `check`, with errors that say where in a file an action stands.
+    """Do the same as `check`; errors name the place of an action in a file.
 
     Args:
-        where: a place by its group and its number within.
-        backward: whether there must be backwards, or must be none.
-        file: that it was read from, or empty.
+        where: the text for a place, by its group and its number within.
+        backward: True where there must be backwards; False where there must be none.
+        file: the file that it was read from, or empty.
     """
     at: dict[Action, tuple[int, int]] = {}
 
@@ -297,7 +306,7 @@ def check_placed(schedule: Schedule, where: Callable[[int, int], str], backward:
 
 
 def _in_range(schedule: Schedule, action: Action, group: int, source: str, backward: bool) -> None:
-    """That there is such an action, and that it belongs to the group."""
+    """Check that the action exists and belongs to the group."""
     if action.kind not in ("FBIW" if backward else "F"):
         why = "is of an unknown kind" if backward else "stands in a schedule of forwards alone"
         raise SettingError(f"{action} {why}", source=source, legal=LEGAL if backward else "forwards, such as 2F3")
@@ -326,14 +335,14 @@ def _no_deadlock(
     error: Callable[..., SettingError],
     place: Callable[[Action], str],
 ) -> None:
-    """That every action is reached when each group does its own in order."""
+    """Check that every action is reached when each group runs its own in order."""
     done = [0] * schedule.groups
     for group, number in _played(schedule):
         done[group] = number + 1
     stuck = [group for group in range(schedule.groups) if done[group] < len(schedule.actions[group])]
     if not stuck:
         return
-    # Each that is stuck waits for one that is behind another's first: from any of them one comes to a circle.
+    # Each stuck action waits for one behind another group's stuck action: following these leads to a cycle.
     chain: list[tuple[Action, Action]] = []
     group = stuck[0]
     while True:
@@ -359,7 +368,8 @@ def _no_deadlock(
 
 
 def _played(schedule: Schedule) -> Iterator[tuple[int, int]]:
-    """Group and number of every action, in an order in which each finds done what it needs; the end, or a deadlock."""
+    """Yield group and number of every action, in an order in which needs come first; ends after all, or at a
+    deadlock."""
     done: set[Action] = set()
     places = [0] * schedule.groups
     waiting: dict[Action, list[int]] = {}
@@ -380,7 +390,7 @@ def _played(schedule: Schedule) -> Iterator[tuple[int, int]]:
 
 
 def _one_forward_one_backward(stage: int, ahead: int, micro_batches: int) -> list[Action]:
-    """Forwards until `ahead` are kept, then a backward and a forward in turn, then the backwards that are left."""
+    """Forwards until `ahead` are kept, then a backward and a forward in turn, then the remaining backwards."""
     out = [Action(stage, "F", k) for k in range(ahead)]
     for k in range(micro_batches):
         out.append(Action(stage, "B", k))
@@ -390,7 +400,7 @@ def _one_forward_one_backward(stage: int, ahead: int, micro_batches: int) -> lis
 
 
 def _fits(name: str, groups: int, micro_batches: int, chunks: int) -> None:
-    """That a schedule takes these numbers."""
+    """Check that a schedule accepts these numbers."""
     if name in ("gpipe", "1f1b", "zbv") and chunks != SCHEDULES[name]:
         raise SettingError(
             f"chunks={chunks} for scheduler={name!r}",
@@ -410,8 +420,8 @@ def _fits(name: str, groups: int, micro_batches: int, chunks: int) -> None:
 
 def _torch_order(name: str, groups: int, chunks: int, micro_batches: int) -> list[list[Action]]:
     """The order of one of torch's own schedules."""
-    # gpipe and 1f1b are not asked for: torch 2.13 numbers the forwards of the last stage of 1f1b from 1.
-    from torch.distributed.pipelining import schedules as theirs
+    # gpipe and 1f1b are not taken from torch: torch 2.13 numbers the forwards of the last stage of 1f1b from 1.
+    from torch.distributed.pipelining import schedules as theirs  # noqa: PLC0415  only three schedules need it
 
     base: Any = {
         "interleaved": theirs.ScheduleInterleaved1F1B,
@@ -437,15 +447,11 @@ def _torch_order(name: str, groups: int, chunks: int, micro_batches: int) -> lis
     ]
 
 
-# ----------------------------------------------------------------------------------------------------
-# Schedules of a pipeline as CSV files: a row for each group of devices, an action in each cell, empty cells allowed.
-#
-# As torch.distributed.pipelining writes them, with computations alone: ``0F0,0F1,,0B0,0B1``.
-# ----------------------------------------------------------------------------------------------------
+# -- CSV files
 
 _ACTION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
 
-#: What torch may write beside computations.
+#: Actions of torch's files that are no computations.
 _OTHERS = re.compile(r"UNSHARD|RESHARD|REDUCE_GRAD|SEND_[FB]|RECV_[FB]|OVERLAP_F_B")
 
 
@@ -453,12 +459,12 @@ def read(path: Path, groups: int, micro_batches: int, chunks: int | None) -> Sch
     """The schedule of a file.
 
     Args:
-        groups: how many rows it has.
-        chunks: how many stages a group has; None: what the file has.
+        groups: the number of its rows.
+        chunks: the number of stages of a group; None: as in the file.
 
     Raises:
         SettingError: a file that cannot be read, another number of rows, a cell that is no action, a stage without
-            actions, or what `schedules.check` finds, with its row and cell.
+            actions, or an error of `check`, with its row and cell.
     """
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -481,7 +487,7 @@ def read(path: Path, groups: int, micro_batches: int, chunks: int | None) -> Sch
         tuple(action_of(text, where(group, place)) for place, (_, text) in enumerate(row))
         for group, row in enumerate(cells)
     ]
-    counts: dict[int, Counter[int]] = {}  # of every stage, how many of its actions stand where: one may have strayed
+    counts: dict[int, Counter[int]] = {}  # stage -> number of its actions by group: single ones may be misplaced
     for group, row in enumerate(actions):
         for action in row:
             counts.setdefault(action.stage, Counter())[group] += 1
@@ -514,7 +520,7 @@ def read(path: Path, groups: int, micro_batches: int, chunks: int | None) -> Sch
 
 
 def action_of(text: str, source: str) -> Action:
-    """The action of a cell."""
+    """The action of a cell; `source` names the cell in errors."""
     found = _ACTION.fullmatch(text)
     if found is None:
         why = ": what is sent, gathered or overlapped follows from the computations" if _OTHERS.search(text) else ""

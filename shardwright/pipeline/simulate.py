@@ -1,13 +1,15 @@
-"""A step of a pipeline in time: when each group of devices does what, how long it waits, and what it holds.
+"""Simulation of one pipeline step in time: the spans of each group of devices, its waiting, and its memory.
 
-    start(a)    = max(the group is free, max over what a needs of its stop + the seconds of the value that crosses)
+    start(a)    = max(the group is free, max over the needs of a of their stop + seconds of the transfer)
     stop(a)     = start(a) + seconds of the stage's forward, backward, or part of the backward
     bubble      = 1 - Σ over devices of the seconds at work / (devices · total)
     held(g, t)  = fixed + Σ over micro-batches between the start of their forward and the end of their backward
 
-What crosses between groups is sent while they go on computing, and each value as if it had the link for itself. What is
-done once a step, before a group's first action or after its last, counts as work. With equal stages and nothing sent
-the bubble is (p-1) / (m + p-1) for gpipe and 1f1b, (p-1) / (m·v + p-1) for interleaved stages, v on a group.
+Transfers between groups overlap with computing, and each has its link for itself. Work that is done once a step,
+before a group's first action or after its last, counts as work. With equal stages and no transfers the bubble is
+(p-1) / (m + p-1) for gpipe and 1f1b, (p-1) / (m·v + p-1) for interleaved stages, v on a group.
+
+Example: p = 4 stages, m = 8 micro-batches: bubble 3/11 = 27 % for 1f1b, 3/19 = 16 % with v = 2 stages on a group.
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ from .schedules import Action, Schedule, check
 
 __all__ = ["Once", "Profile", "Simulation", "Span", "simulate"]
 
-#: Bytes that a micro-batch holds while an action runs: (part of its time, in [0, 1), bytes from there on).
+#: Bytes of a micro-batch while an action runs: (part of the action's time, in [0, 1), bytes from there on).
 Profile = Sequence[tuple[float, float]]
 
 
 class Once(NamedTuple):
-    """What a stage does once a step.
+    """Work of a stage that is done once a step.
 
     Attributes:
         kind: "begin": before its group's first action; "end": after its last.
@@ -42,7 +44,7 @@ class Once(NamedTuple):
 
 
 class Span(NamedTuple):
-    """What a group does from one time to another, in seconds."""
+    """Work of a group from `start` to `stop`, in seconds."""
 
     group: int
     action: Action | Once
@@ -56,8 +58,8 @@ class Simulation:
 
     Attributes:
         spans: in the order in which they start; those of a group do not overlap.
-        devices: by group, how many it has.
-        fixed: by stage, the bytes that a device of it always holds.
+        devices: by group, its number of devices.
+        fixed: by stage, the bytes that each of its devices always holds.
         kept: by stage, the bytes of each micro-batch between its forward and its backward.
         running: by stage, the bytes of a micro-batch during its forward, and during its backward.
     """
@@ -83,12 +85,12 @@ class Simulation:
         return tuple(map(tuple, out))
 
     def busy(self, group: int) -> float:
-        """Seconds that a group is at work, with what it does once a step."""
+        """Seconds that a group is at work, including its work once a step."""
         return math.fsum(span.stop - span.start for span in self.by_group[group])
 
     @property
     def bubble(self) -> float:
-        """The part of the devices' time in which they wait, in [0, 1]."""
+        """The part of the devices' time that they wait, in [0, 1]."""
         if not self.total:
             return 0.0
         work = math.fsum(n * self.busy(group) for group, n in enumerate(self.devices))
@@ -133,23 +135,24 @@ def simulate(
     running: Sequence[tuple[Profile, Profile]] | None = None,
     devices: Sequence[int] | None = None,
 ) -> Simulation:
-    """Play a schedule. Everything that there is of stages has an entry for each.
+    """Play a schedule. Sequences by stage have one entry for each stage.
 
     Args:
         forward, backward: seconds of one micro-batch.
-        weights: of `backward`, the gradients of the weights, where a schedule does them apart; None: half.
-        transfer: (source stage, target stage) -> seconds of what crosses between them, values forwards and their
-            gradients backwards; asked for stages on different groups alone. None: no time.
-        skips: pairs of stages that are no neighbours, between which values cross: (maker, user).
-        begin, end: seconds of what a stage does once a step, before the first action of its group, and after the last.
+        weights: the part of `backward` for the gradients of the weights, where a schedule splits the backward; None:
+            half.
+        transfer: (source stage, target stage) -> seconds of a transfer between them, of values forwards and of their
+            gradients backwards; called for stages on different groups alone. None: no time.
+        skips: (producer, consumer) pairs of stages that are not neighbours and have a transfer.
+        begin, end: seconds of a stage's work once a step, before the first action of its group, and after the last.
         fixed: bytes that a device always holds.
         kept: bytes that it keeps for each micro-batch between its forward and its backward.
-        running: what a micro-batch holds during its forward and during its backward; None: as `kept`, all the time.
-        devices: by group, how many it has; None: each as many.
+        running: bytes of a micro-batch during its forward and during its backward; None: as `kept`, all the time.
+        devices: by group, its number of devices; None: equal.
 
     Raises:
-        SettingError: another number of entries; seconds or bytes below 0, or no numbers; weights that take longer than
-            the backward; a schedule that `schedules.check` refuses.
+        SettingError: another number of entries; seconds or bytes below 0, or no numbers; weights that take longer
+            than the backward; a schedule that `schedules.check` refuses.
     """
     count = planned.stages
     seconds = {
@@ -207,7 +210,7 @@ class _Play:
     def run(self) -> tuple[Span, ...]:
         schedule, placement = self.schedule, self.schedule.placement
         if len(schedule.order) < sum(map(len, schedule.actions)):
-            check(schedule)  # which says what is in whose way
+            check(schedule)  # raises the error of the deadlock
         spans: list[Span] = []
         free = [0.0] * schedule.groups
 
@@ -225,7 +228,7 @@ class _Play:
         for stage, seconds in enumerate(self.seconds["end"]):
             if seconds:
                 add(placement[stage], Once(stage, "end"), free[placement[stage]], seconds)
-        spans.sort(key=lambda span: (span.start, span.stop))  # a stable sort: those of a group stay in order
+        spans.sort(key=lambda span: (span.start, span.stop))  # a stable sort: spans of a group stay in order
         return tuple(spans)
 
     def takes(self, action: Action) -> float:
@@ -237,7 +240,7 @@ class _Play:
         return part if kind == "W" else self.seconds["backward"][stage] - (part if kind == "I" else 0.0)
 
     def ready(self, action: Action) -> float:
-        """When everything that an action needs has come."""
+        """Seconds at which everything that an action needs has arrived."""
         stage, kind, micro = action
         needs = self.schedule.needs(action)
         out = max((self.stops[need] + self.crosses(need.stage, stage) for need in needs), default=0.0)
@@ -250,7 +253,7 @@ class _Play:
         return out
 
     def crosses(self, source: int, target: int) -> float:
-        """Seconds of what a stage sends another."""
+        """Seconds of the transfers from one stage to another."""
         if self.transfer is None or self.schedule.placement[source] == self.schedule.placement[target]:
             return 0.0
         key = source, target

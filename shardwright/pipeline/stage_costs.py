@@ -1,14 +1,33 @@
-"""Cutting a chain of units into the stages of a pipeline: the least time of a step under 1F1B.
+"""Stage costs: prices of a model's units, and the cut of the units into stages with the least time under 1F1B.
+
+1. Cut (`balance`):
 
     minimise  Σ_s t_s + max_s p_s,  p_s = (m - 1) · t_s + once_s
-    where     t_s         seconds of a stage's units on its devices for one of m micro-batches, with what it sends on
-              once_s      what it does once a step
-              Σ_s d_s     = the devices;  each stage from a first device at which its devices stand together
+    where     t_s         seconds of a stage's units on its devices for one of m micro-batches, with its transfers
+              once_s      seconds of its work once a step
+              Σ_s d_s     = the devices;  each stage begins at a device from which its devices are contiguous
               fixed + working + kept · min(m, S - s) <= memory             of stage s of S
 
-For a bound P on all p_s the least Σ is found from the end, by stages left, first unit and devices left; and of all P
-that some stage has for its p, those that cannot be better than what is known are never tried: with F(P) that least,
-no P in [a, b] gives less than F(b) + a.
+For a bound P on all p_s the least Σ is found from the end, by stages left, first unit and devices left. Candidates
+for P are the values of p of single stages; those that cannot improve on the best known cut are never tried: with F(P)
+that least Σ, no P in [a, b] gives less than F(b) + a.
+
+Example: m = 8, two stages of 1 s and 3 s per micro-batch, nothing once a step: 1 + 3 + 7 · 3 = 25 s. Two stages of 2
+s each: 2 + 2 + 7 · 2 = 18 s.
+
+2. Prices (`unit_prices`): seconds and bytes of each unit on a number of devices, read off one plan of the units'
+   representatives.
+
+    seconds(u)   cost of one more micro-batch for the operators of u, including the redistributions that they ask for
+    once(u)      the rest of their price: sums of gradients, gathers of stored parameters
+    fixed(u)     parameters, gradients and the optimizer's state of u; and its gathered parameters saved for the
+                 backward
+    kept(u)      tensors that u produces and the backward needs
+    working(u)   the most bytes held besides, while u runs
+    send(u)      transfers from u and the units before it to a later stage, and their gradients back
+
+A stage of units [i, j) takes the sums over its units (for `working`, the maximum). Its own plan is made later. The
+representatives' plan stands for it, since their inner neighbours are the same.
 """
 
 from __future__ import annotations
@@ -42,13 +61,15 @@ __all__ = [
 
 @dataclass(frozen=True)
 class StageOption:
-    """A way to run any stage: so many devices, recomputed or not. All arrays are by (first unit, one past the last).
+    """A way to run any stage: a number of devices, recomputed or not.
+
+    All arrays are by (first unit, one past the last).
 
     Attributes:
-        seconds: of one micro-batch, forward and backward, with what is sent on; infinite where it cannot be.
+        seconds: of one micro-batch, forward and backward, with transfers to the next stage; infinite where impossible.
         once: seconds once a step.
-        fixed: bytes that are always there, with what is at work.
-        kept: bytes a micro-batch between its forward and its backward.
+        fixed: bytes always held, and those held besides while a unit runs.
+        kept: bytes per micro-batch between its forward and its backward.
     """
 
     devices: int
@@ -61,7 +82,7 @@ class StageOption:
 
 @dataclass(frozen=True)
 class StageSpan:
-    """A stage: units [first, last), in one of the ways."""
+    """A stage: units [first, last), run by option number `way`."""
 
     first: int
     last: int
@@ -74,7 +95,7 @@ class StageCut:
 
     Attributes:
         seconds: of a step.
-        peak: bytes, of the stage that holds the most.
+        peak: bytes of the stage that holds the most.
     """
 
     stages: tuple[StageSpan, ...]
@@ -94,18 +115,18 @@ def balance(
     near: float = 0.0,
     stands: Callable[[int, int], bool] | None = None,
 ) -> StageCut | None:
-    """The best stages.
+    """The cut into stages with the least time.
 
     Args:
-        ways: numbers of devices of which one always divides the other.
-        memory: bytes a device.
-        stages: how many; None: as many as are best, but no more than micro-batches.
-        most: what is not below it is not wanted.
-        near: how far from the best, relative to it, an answer may be.
-        stands: (first device, how many) -> whether they stand together; None: wherever they begin.
+        ways: the options for a stage; of any two numbers of devices, one divides the other.
+        memory: bytes per device.
+        stages: the number of stages; None: the best, but at most the number of micro-batches.
+        most: only cuts below this many seconds are wanted.
+        near: allowed distance of the answer from the best, relative to it.
+        stands: (first device, number of devices) -> True where they are contiguous; None: always.
 
     Returns:
-        None where there are none, or none below `most`.
+        None where there is no cut, or none below `most`.
     """
     if not ways or units < 1:
         return None
@@ -121,14 +142,16 @@ def least_memory(
     stages: int | None = None,
     stands: Callable[[int, int], bool] | None = None,
 ) -> StageCut | None:
-    """The best stages of those that need the least memory a device; None where there are none at all. Arguments are
-    those of `balance`."""
+    """The best cut among those that need the least memory per device; None where there are none.
+
+    Arguments as for `balance`.
+    """
     if not ways or units < 1:
         return None
     least = _Search(ways, units, devices, micro_batches, math.inf, stages, stands).least_memory()
     if least is None:
         return None
-    least *= 1 + 1e-12  # sums that rounding alone tells apart need the same
+    least *= 1 + 1e-12  # sums that differ by rounding alone count as equal
     return balance(ways, units, devices, micro_batches, least, stages=stages, stands=stands)
 
 
@@ -166,7 +189,8 @@ class _Search:
         self.spent = self.least_spent()
 
     def least_spent(self) -> np.ndarray:
-        """By unit, the least Σ over stages of the units before it of p times its `unit` devices. It does not fall."""
+        """By unit, the least Σ of p times devices over stages of the units before it, in multiples of `unit`;
+        non-decreasing."""
         out = np.zeros(self.units + 1)
         for last in range(1, self.units + 1):
             out[last] = min(
@@ -182,7 +206,7 @@ class _Search:
         times = times[times * self.devices >= self.spent[-1] * (1 - 1e-12)]
         if not len(times) or (loosest := self.least(times[-1])) is None:
             return None
-        if most < math.inf:  # P cannot be more than what leaves the rest its least
+        if most < math.inf:  # P is at most `most` less the least Σ
             times = times[: max(1, int(np.searchsorted(times, most - loosest[0], side="right")))]
         found: list[tuple[float, StageCut]] = []
 
@@ -190,7 +214,7 @@ class _Search:
             return min((cost for cost, _ in found), default=most)
 
         def tried(bound: float) -> float | None:
-            """F(bound); what it finds is remembered."""
+            """F(bound); records the cut that it finds."""
             least = self.least(bound)
             if least is None:
                 return None
@@ -200,7 +224,7 @@ class _Search:
                 found[:] = [(cost, StageCut(stages, cost, self.peak(stages)))]
             return total
 
-        # The least P for which there are stages at all.
+        # The least P with any cut.
         if tried(times[-1]) is None:
             return None
         low, high = 0, len(times) - 1
@@ -220,7 +244,7 @@ class _Search:
         return found[0][1] if found else None
 
     def peak(self, stages: tuple[StageSpan, ...]) -> float:
-        """The most that a stage holds."""
+        """The most bytes that a stage holds."""
         return max(
             float(way.fixed[at] + min(self.micro_batches, len(stages) - s) * way.kept[at])
             for s, c in enumerate(stages)
@@ -261,7 +285,7 @@ class _Search:
         return float(ends[count]), self.traced(tables, fits, count)
 
     def least_memory(self) -> float | None:
-        """The least over all stages of the most that one of them holds, by stages left, first unit and devices left."""
+        """The least possible maximum of the stages' memory, found by stages left, first unit and devices left."""
         n, width, found = self.units, self.devices + 1, []
         before = np.full((n + 1, width), np.inf)
         before[n, 0] = 0.0
@@ -279,7 +303,7 @@ class _Search:
         return least if math.isfinite(least) else None
 
     def traced(self, tables: list[np.ndarray], fits: list[np.ndarray], count: int) -> tuple[StageSpan, ...]:
-        """The stages that give the least."""
+        """The stages of the least Σ."""
         out, at, left = [], 0, self.devices
         for k in range(count, 0, -1):
             for w, (way, size) in enumerate(zip(self.ways, self.sizes)):
@@ -297,28 +321,20 @@ class _Search:
         return tuple(out)
 
 
-# ----------------------------------------------------------------------------------------------------
-# What the units of a model take on a number of devices: seconds and bytes, read off one plan of their representatives.
-#
-#     seconds(u)   what one more micro-batch costs the operators of u, conversions that they ask for among it
-#     once(u)      the rest of their price: sums of gradients, the gathering of stored parameters
-#     fixed(u)     parameters, gradients and the optimizer's state of u; of what is gathered of them and kept
-#     kept(u)      what u makes and the backward wants
-#     working(u)   the most that is there besides, while u is at work
-#     send(u)      what goes on from u and those before it to a further stage, and its gradient back
-#
-# A stage of units [i, j) then takes the sums over them. Its plan is made later for its own; that of the representatives
-# stands for it, because in between they have the neighbours that they have there.
-# ----------------------------------------------------------------------------------------------------
+# -- prices of units
 
-#: What of a plan's memory is there all the time.
+#: Kinds of a plan's memory that are held during the whole step.
 STANDING = ("parameters", "gradients", "optimizer")
 
 
 @dataclass(frozen=True)
 class UnitPrices:
-    """Of every unit, in order; as above. `sends` is of the borders between them, `shared` (home, unit, bytes, seconds)
-    of parameters that a later unit reads too."""
+    """Prices by unit, in order; see the module's header.
+
+    Attributes:
+        sends: by border between two units.
+        shared: (home, unit, bytes, seconds) of each parameter that a later unit reads too.
+    """
 
     devices: int
     recompute: bool
@@ -332,7 +348,7 @@ class UnitPrices:
 
     @property
     def way(self) -> StageOption:
-        """By stage: units from one to another."""
+        """The prices of all stages, by (first unit, one past the last)."""
         n = len(self.seconds)
         total = lambda each: np.subtract.outer(np.r_[0.0, np.cumsum(each)], np.r_[0.0, np.cumsum(each)]).T
         seconds = total(self.seconds) + np.r_[0.0, self.sends, 0.0][None, :]
@@ -343,14 +359,16 @@ class UnitPrices:
             working[first, first + 1 :] = np.maximum.accumulate(self.working[first:])
         for home, unit, nbytes, takes in self.shared:
             fixed[home + 1 : unit + 1, unit + 1 :] += nbytes  # a stage with the unit and without its home
-            once[: home + 1, home + 1 : unit + 1] += takes  # the home's stage has its gradient back
+            once[: home + 1, home + 1 : unit + 1] += takes  # the home's stage receives its gradient
             once[home + 1 : unit + 1, unit + 1 :] += takes
         return StageOption(self.devices, self.recompute, seconds, once, fixed + working, total(self.kept))
 
 
 def recomputed(graph: Graph, units: Units, which: Sequence[int]) -> Graph:
-    """The graph with these units computed again in the backward, each by itself, but for what makes the results: its
-    backward comes next."""
+    """The graph with these units recomputed in the backward, each by itself.
+
+    Units that produce the results are left out: their backward comes next.
+    """
     which = [u for u in which if u not in units.last]
     first = 1 + max((op.recompute.call for op in graph.ops if op.recompute is not None), default=-1)
     calls = {u: Recompute(first + k, units.paths[u][0]) for k, u in enumerate(which)}
@@ -365,7 +383,7 @@ def recomputed(graph: Graph, units: Units, which: Sequence[int]) -> Graph:
 
 
 def all_recomputed(plan: Plan, units: Units) -> Plan:
-    """The plan with all units computed again."""
+    """The plan with all units recomputed."""
     graph = recomputed(plan.graph, units, range(len(units)))
     ops = {op.name: op for op in graph.ops}
     return replace(plan, graph=graph, decisions={name: replace(d, op=ops[name]) for name, d in plan.decisions.items()})
@@ -376,8 +394,8 @@ def unit_prices(plan: Plan, units: Units, cluster: Cluster, recompute: bool = Fa
 
     Args:
         plan: of `units.reduced`.
-        cluster: of all devices: what crosses between stages goes over its links.
-        recompute: whether it is one `all_recomputed`.
+        cluster: of all devices: transfers between stages use its links.
+        recompute: True where `plan` is from `all_recomputed`.
     """
     count, last = len(units), len(units) - 1
     unit_of = lambda operator: units.of.get(operator, last)
@@ -415,7 +433,7 @@ def unit_prices(plan: Plan, units: Units, cluster: Cluster, recompute: bool = Fa
 
 
 def _sends(plan: Plan, units: Units, cluster: Cluster) -> np.ndarray:
-    """Of the borders between units."""
+    """Seconds of the transfers across each border between units."""
     left = {}
     for op in plan.graph.ops:
         decision = plan.decisions[op.name]
@@ -434,7 +452,7 @@ def _sends(plan: Plan, units: Units, cluster: Cluster) -> np.ndarray:
 
 
 def _shared(plan: Plan, units: Units, cluster: Cluster) -> tuple[tuple[int, int, float, float], ...]:
-    """Of parameters that units read besides their home."""
+    """(home, unit, bytes, seconds) of the parameters that units read besides their home."""
     out, costs = [], CostModel(cluster)
     for instance in plan.routed.parameters.values():
         name = instance.value.name
@@ -452,6 +470,6 @@ def _shared(plan: Plan, units: Units, cluster: Cluster) -> tuple[tuple[int, int,
 
 
 def _sent(costs: CostModel, devices: int, nbytes: float) -> float:
-    """Seconds from a stage to the next one, where that is farthest."""
+    """Seconds of a transfer between neighbouring stages; the maximum over the borders."""
     borders = {between(costs.cluster, first, first + devices) for first in range(0, costs.devices - devices, devices)}
     return max((costs.collective("send", digits, nbytes) for digits in borders), default=0.0)

@@ -1,15 +1,30 @@
-"""stages="auto": where a model is cut, how many devices each stage has, what is computed again, and how many
-micro-batches there are.
+"""stages="auto": the search for a model's cut, devices of each stage, recomputation, and number of micro-batches.
 
-    price        for numbers of devices d and of micro-batches m: the units of the model, by one plan (`unit_prices`)
+1. Search (`StageSearch`):
+
+    price        the units of the model, for each pair of d devices and m micro-batches, by one plan (`unit_prices`)
     cut          for each (d, m) the best stages of d devices, and for the best m of unequal numbers (`balance`)
-    choose       the cheapest that fits in memory; where the prices of its (d, m) were taken over from another m, they
-                 are found for it itself, until the cheapest is priced so
+    choose       the cheapest cut that fits in memory; where the prices of its (d, m) come from the plan of another m,
+                 they are replaced by prices of its own plan, until the cheapest cut has its own prices
 
-Numbers of micro-batches are powers of two that divide the batch. Of each d the most are tried first, then half as many,
-until a step takes longer or does not fit; S stages begin with 16·S, when the bubble is less than one sixteenth. What is
-computed again in the backward is priced only where something does not fit. Nothing here looks at a clock, so that all
-processes would choose alike.
+Numbers of micro-batches are powers of two that divide the batch. For each d the largest number is tried first, then
+half of it, until a step takes longer or does not fit; S stages begin with 16·S, where the bubble is less than one
+sixteenth. Recomputation is priced only where a cut does not fit. No decision depends on a clock, so all processes
+would choose alike.
+
+2. Other numbers of rows (`with_rows`): a captured program for another number of rows, from two captures of it.
+
+    number(rows) = number(b) + (number(2b) - number(b)) · (rows - b) / b
+
+for every size and every number among the arguments of operators. Example: a size of 32 for b = 4 rows and of 64 for 8
+rows is 128 for 16 rows. The result is right for a program with the same operators for more rows, and is used for
+prices; the program that runs is captured for its own rows.
+
+3. From the choice to a plan (`AutomaticStages`): choose stages, make the pipeline of the choice, and check that it
+   fits. The prices come from a plan in which stages have other neighbours than in the pipeline. Where the pipeline's
+   own peak is above the limit, stages are chosen again with proportionally less memory. Borders between stages of
+   unequal numbers of devices have redistributions of their own; where such a pipeline costs more than the price of
+   equal stages, equal stages are made too, and the cheaper pipeline is taken.
 """
 
 from __future__ import annotations
@@ -34,14 +49,7 @@ from .stages import units_of
 __all__ = ["UNITS_BY", "AutomaticStages", "StageSearch", "check_automatic", "first_count", "with_rows"]
 
 
-# ----------------------------------------------------------------------------------------------------
-# A captured program for another number of rows, told from two captures of it.
-#
-#     number(rows) = number(b) + (number(2b) - number(b)) · (rows - b) / b
-#
-# for every size and every number among the arguments of operators. It is what a program that takes as many steps for
-# more rows does, and so serves to reckon what others would cost; what is to run is captured for its own rows.
-# ----------------------------------------------------------------------------------------------------
+# -- other numbers of rows
 
 
 def with_rows(graph: Graph, wide: Graph, rows: int, wanted: int) -> Graph:
@@ -51,7 +59,7 @@ def with_rows(graph: Graph, wide: Graph, rows: int, wanted: int) -> Graph:
         graph, wide: captured for `rows`, and for twice as many.
 
     Raises:
-        SettingError: they are not the same program, or a number would be no whole one.
+        SettingError: the captures are not the same program, or a number would not be whole.
     """
     return graph if rows == wanted else _Resizing(graph, wide, rows, wanted).run()
 
@@ -125,35 +133,39 @@ class _Resizing:
         )
 
 
-#: Of S stages, up to how many times S micro-batches.
+#: S stages are tried with at most this many times S micro-batches.
 MOST_ROUNDS = 16
 
-#: How near to the best, relative to it, stages of unequal numbers of devices are searched; and how near to it those of
-#: equal ones have to be for that m.
+#: NEAR: allowed distance of unequal stages from the best, relative to it. PROMISING: unequal stages are searched for
+#: the numbers m whose equal stages cost at most this many times the best.
 NEAR, PROMISING = 2e-3, 1.1
 
-#: Devices of a stage, and micro-batches.
+#: (devices of a stage, number of micro-batches).
 Pair = tuple[int, int]
 
-#: Makes the plan that units are priced by: (graph, devices, fed) -> Plan.
+#: The planner of the plan that units are priced by: (graph, devices, fed) -> Plan.
 Planner = Callable[[Graph, int, InputPlacement], Plan]
 
 
 def counts_of(rows: int) -> tuple[int, ...]:
-    """The numbers of micro-batches for a batch of so many rows: powers of two that divide it."""
+    """The numbers of micro-batches for a batch of `rows` rows: powers of two that divide it."""
     return tuple(1 << k for k in range((rows & -rows).bit_length())) if rows else (1,)
 
 
 def first_count(rows: int) -> int:
-    """For how many micro-batches a model is captured first, where that is to be chosen: such that a micro-batch has
-    two rows at least, as one of a single row may be another program."""
+    """The number of micro-batches for which a model is captured first, where the number is to be chosen.
+
+    A micro-batch has at least two rows where possible, as a program of a single row may differ.
+    """
     counts = [c for c in counts_of(rows) if rows // c >= 2] or [1]
     return counts[len(counts) // 2]
 
 
 def stands(cluster: Cluster, first: int, devices: int) -> bool:
-    """Whether so many devices from the first on lie together as the innermost ones do: in one unit of a level where
-    they are no more than that has, else from a unit's beginning on."""
+    """True where `devices` devices from `first` on are contiguous like the innermost ones.
+
+    Inside each level whose units have more devices, they lie in one unit; at each other level, they begin at a unit.
+    """
     below = 1
     for level in cluster.levels:
         below *= level.size
@@ -163,8 +175,10 @@ def stands(cluster: Cluster, first: int, devices: int) -> bool:
 
 
 class _Priced(NamedTuple):
-    """Prices of all units, kept and, where that was asked for, computed again; `own`: by a plan that was searched for
-    this number of rows."""
+    """Prices of all units, without and, where requested, with recomputation.
+
+    `own` is True where the plan was searched for this number of rows.
+    """
 
     plan: Plan
     own: bool
@@ -172,12 +186,16 @@ class _Priced(NamedTuple):
 
 
 class StageSearch:
-    """The choice for one model.
+    """The search for the stages of one model.
 
     Args:
         graph, wide: captured for `count` micro-batches, and for twice the rows.
         rows: of a micro-batch of the graph.
-        micro_batches: how many, or "auto".
+        count: the number of micro-batches for which the graph was captured.
+        devices: of all stages together.
+        dataset: the dataset strategy.
+        planner: the planner of the plans that units are priced by.
+        micro_batches: the number of micro-batches, or "auto".
     """
 
     def __init__(
@@ -204,15 +222,15 @@ class StageSearch:
         self.unequal: dict[int, tuple[list[StageOption], StageCut]] = {}
 
     def run(self, memory: float, unequal: bool = True) -> PipelineSearchResult:
-        """Choose.
+        """The chosen stages and the alternatives.
 
         Args:
-            memory: bytes a device.
-            unequal: whether stages may have unequal numbers of devices.
+            memory: bytes per device.
+            unequal: True where stages may have unequal numbers of devices.
 
         Raises:
-            PlanError: nothing fits; with the least memory that was found, and what needs it.
-            ShardwrightError: nothing can be planned, as the planner says.
+            PlanError: no pipeline fits; with the least memory that was found, and the pipeline that needs it.
+            ShardwrightError: no plan is possible; the planner's error.
         """
         self.memory = memory
         self.equal.clear()
@@ -226,17 +244,17 @@ class StageSearch:
                     break
                 before = found.seconds if found is not None else before
         self.settle()
-        if unequal and self.dataset == "full_batch":  # else a rank's part of the batch would be another in each stage
+        if unequal and self.dataset == "full_batch":  # else a rank's part of the batch would differ between stages
             near = PROMISING * self.least()
             there = ((m, found) for (_, m), found in self.equal.items() if found is not None)
             for count in sorted({m for m, found in there if found.seconds <= near}):
                 self.cut_unequally(count)
         return self.result()
 
-    # -- what there is -------------------------------------------------------------------------------------------------
+    # -- candidates ----------------------------------------------------------------------------------------------------
 
     def sizes(self) -> list[int]:
-        """Devices of a stage, where all have as many."""
+        """Numbers of devices of a stage where all stages have equally many."""
         most = min(len(self.units), max(self.counts))
         return [
             d
@@ -247,28 +265,28 @@ class StageSearch:
         ]
 
     def counts_for(self, devices: int) -> list[int]:
-        """Numbers of micro-batches for stages of so many devices, the most first."""
+        """Numbers of micro-batches for stages of `devices` devices, the largest first."""
         stages = self.devices // devices
         fits = [m for m in self.counts if m >= stages]
         return [m for m in reversed(fits) if m <= max(MOST_ROUNDS * stages, fits[0])]
 
     def on_rows(self, rows: int) -> Graph:
-        """The representatives of the units, for a micro-batch of so many rows."""
+        """The graph of the units' representatives for a micro-batch of `rows` rows."""
         if rows not in self.graphs:
             wide = self.wide or self.units.graph
             if len(wide.ops) != len(self.units.graph.ops):
-                with_rows(self.units.graph, wide, self.rows, rows)  # which says so
+                with_rows(self.units.graph, wide, self.rows, rows)  # raises the error
             self.graphs[rows] = with_rows(self.graphs[self.rows], self.units.on(wide).reduced, self.rows, rows)
         return self.graphs[rows]
 
     # -- prices --------------------------------------------------------------------------------------------------------
 
     def price(self, pair: Pair, own: bool = False) -> None:
-        """Price the units, and cut.
+        """Price the units for a pair, and cut.
 
         Args:
-            own: by a plan that is searched for this number of rows; otherwise by one that another number of them has,
-                if there is one that holds here too.
+            own: True: by a plan searched for this number of rows; False: by the plan of another number of
+                micro-batches, where one is valid here too.
         """
         devices, count = pair
         try:
@@ -290,11 +308,11 @@ class StageSearch:
                 table.pop(pair, None)
 
     def cut_equally(self, pair: Pair, memory: float) -> StageCut | None:
-        """The best stages, all of one size."""
+        """The best cut into stages of one size."""
         return balance(self.ways(pair), len(self.units), self.devices, pair[1], memory, stages=self.devices // pair[0])
 
     def taken_over(self, graph: Graph, devices: int, fed: InputPlacement) -> Plan | None:
-        """A plan of the graph with the decisions of one for another number of rows."""
+        """A plan of the graph with the decisions of a plan for another number of rows; None where none is valid."""
         for pair in sorted(self.priced):
             known = self.priced[pair]
             if pair[0] == devices and known.own:
@@ -311,19 +329,19 @@ class StageSearch:
                         _ = made.routed
                         return made
                     except ShardwrightError:
-                        continue  # a conversion that these rows do not divide for
+                        continue  # these rows do not divide for a redistribution
         return None
 
     def ways(self, *pairs: Pair) -> list[StageOption]:
-        """The ways to run a stage."""
+        """The options to run a stage."""
         return [each.way for pair in pairs for each in self.priced[pair].prices]
 
     def least(self) -> float:
-        """Seconds of the best that is known."""
+        """Seconds of the best known cut."""
         return min((found.seconds for found in self.equal.values() if found is not None), default=math.inf)
 
     def settle(self) -> None:
-        """Price the best by a plan of its own, until it is."""
+        """Price the best pair by its own plan, until the best pair is so priced."""
         while True:
             found = [(balanced.seconds, pair) for pair, balanced in self.equal.items() if balanced is not None]
             if not found or self.priced[best := min(found)[1]].own:
@@ -331,7 +349,7 @@ class StageSearch:
             self.price(best, own=True)
 
     def cut_unequally(self, count: int) -> None:
-        """Stages of unequal numbers of devices, if they are better than all that is known."""
+        """Cut into stages of unequal numbers of devices, and keep the cut where it is better than all known ones."""
         most = self.least() * (1 - NEAR)
         for chain in _chains(sorted({d for d, m in self.priced if m == count})):
             ways = self.ways(*((d, count) for d in chain))
@@ -348,7 +366,7 @@ class StageSearch:
             if found is not None:
                 self.unequal[count], most = (ways, found), found.seconds
 
-    # -- what comes of it ----------------------------------------------------------------------------------------------
+    # -- result --------------------------------------------------------------------------------------------------------
 
     def result(self) -> PipelineSearchResult:
         alternatives, best = [], None
@@ -383,7 +401,7 @@ class StageSearch:
         )
 
     def too_large(self, pair: Pair) -> PricedPipeline:
-        """What says of a pair that does not fit how much it needs."""
+        """The alternative for a pair that does not fit: the memory that it needs."""
         devices, count = pair
         ways, stages = self.ways(pair), self.devices // devices
         found = least_memory(ways, len(self.units), self.devices, count, stages=stages)
@@ -396,7 +414,7 @@ class StageSearch:
         )
 
     def nothing(self, alternatives: Sequence[PricedPipeline]) -> Exception:
-        """The error that nothing can be."""
+        """The error that no pipeline is possible."""
         needs = [a for a in alternatives if a.peak is not None]
         if not needs:
             errors = list(self.refused.values())
@@ -412,15 +430,16 @@ class StageSearch:
         least = min(needs, key=lambda a: a.peak or 0.0)
         return PlanError(
             f'stages="auto": no pipeline fits in {format_bytes(self.memory)} a device: the least that was found is '
-            f"{format_bytes(least.peak or 0.0)}, with {least.stages} stage{'s' * (least.stages > 1)} of {least.devices[0]} "
-            f"devices, {least.micro_batches} micro-batch{'es' * (least.micro_batches > 1)} and {least.recomputed} of "
+            f"{format_bytes(least.peak or 0.0)}, with {least.stages} stage{'s' * (least.stages > 1)} of "
+            f"{least.devices[0]} devices, "
+            f"{least.micro_batches} micro-batch{'es' * (least.micro_batches > 1)} and {least.recomputed} of "
             "the stages computed again in the backward",
             legal="more devices, smaller batches, optimizer parallel (hsdp), or more memory",
         )
 
 
 def _chains(sizes: list[int]) -> list[tuple[int, ...]]:
-    """The longest rows of sizes of which each divides the next: stages of such numbers can send to one another."""
+    """The longest chains of sizes in which each divides the next: stages of such sizes can send to one another."""
     out: list[tuple[int, ...]] = []
 
     def grow(chain: tuple[int, ...], rest: list[int]) -> None:
@@ -435,24 +454,17 @@ def _chains(sizes: list[int]) -> list[tuple[int, ...]]:
     return out
 
 
-# ----------------------------------------------------------------------------------------------------
-# From stages="auto" to a plan: choose, make the pipeline of what was chosen, and see that it fits.
-#
-# The prices by which stages are chosen are read off a plan of other neighbours than they come to have. Where the
-# pipeline's own peak is above the limit, it is chosen again with so much less. Where stages of unequal numbers of
-# devices, whose borders have conversions of their own, turn out to be dearer than equal ones were priced, these are
-# made too and the cheaper pipeline is taken.
-# ----------------------------------------------------------------------------------------------------
+# -- from the choice to a plan
 
-#: Mode -> that in which units are priced, where it is another one: what the recursion finds is near to the best.
+#: Mode -> the mode in which units are priced instead: the recursion finds plans near the best.
 UNITS_BY = {"dynamic_programming": "recursive_programming"}
 
-#: How often stages are chosen anew with less memory.
+#: Attempts to choose stages, each with less memory than the one before.
 MOST_TRIES = 4
 
 
 def check_automatic(setting: PipelineSettings, modules: Mapping[str, int], strategies: Any = None) -> None:
-    """That nothing is said besides which is to be chosen.
+    """Check that no setting fixes something that stages="auto" chooses.
 
     Raises:
         SettingError: a module in a stage, another schedule, chunks, a plan's strategies.
@@ -477,14 +489,14 @@ def check_automatic(setting: PipelineSettings, modules: Mapping[str, int], strat
 
 @dataclass(frozen=True)
 class AutomaticStages:
-    """How the stages of one model are chosen.
+    """The settings by which the stages of one model are chosen.
 
     Attributes:
-        count: for how many micro-batches it is captured first.
-        captured: captures it: number of micro-batches -> graph, and that for twice the rows.
-        before: what was chosen when it was called with other shapes: its stages stay.
-        first: who chooses, where several processes plan together: (graph, settings, what chooses) -> what it chose;
-            None: this one.
+        count: the number of micro-batches for which it is captured first.
+        captured: number of micro-batches -> the captured graph, and that for twice the rows.
+        before: the choice for an earlier call with other shapes: its stages are kept.
+        first: where several processes plan together, the function that runs the choice on one: (graph, settings,
+            choose) -> the choice; None: each process chooses.
     """
 
     count: int
@@ -503,16 +515,16 @@ class AutomaticStages:
         first: Callable | None = None,
         fed_apart: bool = False,
     ) -> AutomaticStages:
-        """For a call of a model; where no stages are chosen, for as many micro-batches as are asked for.
+        """The settings for a call of a model; without stages="auto", for the requested number of micro-batches.
 
         Args:
             args, kwargs: the whole batch.
             before: the plan of an earlier call.
-            fed_apart: each process feeds a part of the batch.
+            fed_apart: True where each process feeds a part of the batch.
 
         Raises:
-            SettingError: micro-batches to be chosen for given stages, or stages to be chosen where the batch depends on
-                their number.
+            SettingError: micro-batches to be chosen for given stages, or stages to be chosen where the batch depends
+                on their number.
         """
         if setting.stages != "auto":
             if setting.micro_batches == "auto":
@@ -549,14 +561,14 @@ class AutomaticStages:
         piped: Callable[[PipelineSearchResult], Any],
         micro_batches: int | str,
     ) -> Any:
-        """The pipeline.
+        """The pipeline of the chosen stages.
 
         Args:
-            memory: bytes a device; None: those of the cluster.
-            piped: makes the pipeline of what was chosen.
+            memory: bytes per device; None: those of the cluster.
+            piped: chosen stages -> the pipeline.
 
         Raises:
-            PlanError: nothing fits.
+            PlanError: no pipeline fits.
         """
         if self.before is not None:
             return piped(self.before)

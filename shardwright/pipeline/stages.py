@@ -1,11 +1,27 @@
-"""A graph cut into the stages of a pipeline.
+"""The stages of a pipeline: cutting a graph, and the units between which it may be cut.
 
-stage of an operator    that of the innermost module around it that is in one; else the latest of what it reads;
-                        what reads nothing of any stage: the earliest of those that use it
-crossing                a value that another stage uses: it leaves the stage that makes it by an operator `send`, and
-                        is an input of every stage that uses it
-parameter               of the first stage that uses it; of further ones it is an input: they are sent it at the
-                        beginning of a step, and send its gradient back at the end
+1. Stages (`cut`):
+
+    stage of an operator    that of its innermost module with a stage; else the latest stage among its producers;
+                            without producers in any stage, the earliest stage among its consumers
+    crossing                a value with consumers in another stage: an operator `send` ends its producer's stage, and
+                            the value is an input of each consumer's stage
+    parameter               belongs to the first stage that reads it; it is an input of further ones, which receive it
+                            at the beginning of a step and send its gradient back at the end
+
+2. Units (`units_of`): the modules with parameters, in program order. Stages are cut between units.
+
+    module of an operator   its path down to the first number ("blocks.3" of "blocks.3.attention.query"), else its
+                            whole path, if an operator of the module reads a parameter
+    unit                    modules whose operators do not read values of later units: modules that call each other in
+                            turns form one unit, and a module without a trained parameter of its own joins the module
+                            before it
+    other operators         belong to the unit of their producers, by the rule for stages
+    equal units             have equal operators on equal shapes, and read the same values of the unit before
+
+The first unit of a run of equal units is its representative; the graph of representatives is searched instead of the
+whole graph. Example: an embedding, 12 equal blocks and a head are 14 units; blocks 2 to 12 each read an equal block,
+so they share one representative.
 """
 
 from __future__ import annotations
@@ -24,10 +40,10 @@ __all__ = ["StageGraph", "StageInput", "Units", "cut", "placed", "units_of"]
 
 
 class StageInput(NamedTuple):
-    """Where an input of a stage comes from.
+    """The source of an input of a stage.
 
     Attributes:
-        kind: "input" of the model; "stage": a value that an earlier one makes; "parameter" of an earlier one.
+        kind: "input" of the model; "stage": a value that an earlier one produces; "parameter" of an earlier one.
         index: of the model's input, or the stage.
         name: of the model's input, the value, or the parameter.
     """
@@ -42,11 +58,11 @@ class StageGraph:
     """The graph of one stage.
 
     Attributes:
-        graph: its inputs are those of the model, then parameters, then values of earlier stages; its outputs those of
-            the model that it makes, then what it sends.
+        graph: its inputs are those of the model, then parameters, then values of earlier stages; its outputs are
+            those of the model that it produces, then the values that it sends.
         sources: one an input.
-        results: of the model's outputs that are tensors, the indices of those that come first among its own.
-        sent: the names of the values that follow.
+        results: indices of the model's tensor outputs that come first among its own outputs.
+        sent: names of the values that follow.
     """
 
     graph: Graph
@@ -56,16 +72,16 @@ class StageGraph:
 
 
 def cut(graph: Graph, modules: Mapping[str, int], count: int, carries: Mapping[str, int]) -> tuple[StageGraph, ...]:
-    """Cut a graph.
+    """Cut a graph into stages.
 
     Args:
-        modules: dotted path -> stage, as `staging.staged_modules` gives it.
-        count: how many stages there are.
+        modules: dotted path -> stage.
+        count: the number of stages.
         carries: value name -> the dim that carries the batch.
 
     Raises:
         SettingError: a stage past the count, one without an operator or without a parameter that is trained.
-        PlanError: a value flows back to an earlier stage; a buffer is changed in one and used in another.
+        PlanError: a value flows back to an earlier stage; a buffer is changed in one stage and used in another.
     """
     past = next(((path, s) for path, s in modules.items() if s >= count), None)
     if past is not None:
@@ -90,7 +106,7 @@ class _Cutter:
         self.producers = graph.producers()
         self.stage = self.stages()
         self.parameters = {v.name: n for n, v in graph.parameters.items()}
-        self.used: dict[str, list[int]] = {}  # of what no operator makes: the stages that use it
+        self.used: dict[str, list[int]] = {}  # value without a producer -> the stages that use it
         for op in graph.ops:
             for v in op.inputs:
                 if v.name not in self.producers and self.stage[op.name] not in self.used.setdefault(v.name, []):
@@ -99,7 +115,7 @@ class _Cutter:
             stages.sort()
 
     def marked(self, op: Op) -> int | None:
-        """The stage of the innermost module around an operator that is in one."""
+        """The stage of the innermost module around an operator that has a stage; None without one."""
         path = op.module
         while True:
             if path in self.modules:
@@ -109,7 +125,7 @@ class _Cutter:
             path = path.rpartition(".")[0]
 
     def stages(self) -> dict[str, int]:
-        """By operator."""
+        """The stage of every operator."""
         found: dict[str, int] = {}
         for op in self.graph.ops:
             before = [
@@ -212,7 +228,8 @@ class _Cutter:
         return StageGraph(part, tuple(sources), tuple(results), tuple(sent))
 
     def home(self, value: Value, buffer: str | None = None) -> int:
-        """The stage that hands out a result; what no operator makes is handed out by the first that uses it."""
+        """The stage that returns a result: that of its producer; for a value without a producer, the first that
+        uses it."""
         maker = self.producers.get(value.name)
         if maker is not None:
             return self.stage[maker.name]
@@ -229,18 +246,7 @@ class _Cutter:
                 )
 
 
-# ----------------------------------------------------------------------------------------------------
-# What a pipeline may be cut between: the modules of a model that hold parameters, in the order of the program.
-#
-#     module of an operator   down to its first number ("blocks.3" of "blocks.3.attention.query"), else all of its path,
-#                             if an operator of it reads a parameter
-#     unit                    modules whose operators do not read later units': such as call each other in turns are one,
-#                             and so is a module with the one before it where it has no trained parameter of its own
-#     other operators         go with what they read, as `stages` has it
-#     kind                    alike are units of equal operators on equal shapes, which read the same of the one before
-#
-# A run of alike units is represented by its first: the graph without the others is searched in its place.
-# ----------------------------------------------------------------------------------------------------
+# -- units
 
 
 @dataclass(frozen=True)
@@ -248,9 +254,9 @@ class Units:
     """A graph in units.
 
     Attributes:
-        graph: it.
-        paths: by unit, its modules.
-        of: by operator, its unit.
+        graph: the graph.
+        paths: for each unit, its modules.
+        of: operator -> its unit.
     """
 
     graph: Graph
@@ -261,7 +267,7 @@ class Units:
         return len(self.paths)
 
     def on(self, graph: Graph) -> Units:
-        """The same units of the same program, captured for other shapes."""
+        """The same units for a capture of the same program with other shapes."""
         of = {other.name: self.of[op.name] for op, other in zip(self.graph.ops, graph.ops)}
         made = Units(graph, self.paths, of)
         made.__dict__["representative"] = self.representative
@@ -269,7 +275,7 @@ class Units:
 
     @cached_property
     def members(self) -> tuple[tuple[Op, ...], ...]:
-        """The operators of each."""
+        """The operators of each unit."""
         out: list[list[Op]] = [[] for _ in self.paths]
         for op in self.graph.ops:
             out[self.of[op.name]].append(op)
@@ -291,7 +297,7 @@ class Units:
 
     @cached_property
     def crossing(self) -> tuple[tuple[str, ...], ...]:
-        """By unit but the last, the values that it and those before make and later ones read."""
+        """For each unit but the last, the values that it or earlier units produce and later units read."""
         out: list[list[str]] = [[] for _ in range(len(self) - 1)]
         for op in self.graph.ops:
             for v in op.outputs:
@@ -302,7 +308,7 @@ class Units:
 
     @cached_property
     def last(self) -> frozenset[int]:
-        """The units that make the model's outputs."""
+        """The units that produce the model's outputs."""
         makers = self.graph.producers()
         return frozenset(
             self.of[makers[v.name].name] for v in self.graph.outputs if isinstance(v, Value) and v.name in makers
@@ -310,7 +316,7 @@ class Units:
 
     @cached_property
     def representative(self) -> tuple[int, ...]:
-        """By unit, the first of the run of alike units that it is in."""
+        """For each unit, the first of its run of equal units."""
         forms = _Forms(self)
         out: list[int] = []
         for unit in range(len(self)):
@@ -320,7 +326,7 @@ class Units:
 
     @cached_property
     def same(self) -> dict[str, Value]:
-        """Value that a unit makes -> the one in its place in the unit's representative."""
+        """Name of a value that a unit produces -> the value in its place in the unit's representative."""
         out = {}
         for unit, first in enumerate(self.representative):
             if first != unit:
@@ -330,7 +336,7 @@ class Units:
 
     @cached_property
     def reduced(self) -> Graph:
-        """The graph with the representatives alone."""
+        """The graph of the representatives alone."""
         graph = self.graph
         change = lambda v: self.same.get(v.name, v)
         ops = tuple(
@@ -357,7 +363,7 @@ def _changed(op: Op, change: Any) -> Op:
 
 
 def units_of(graph: Graph) -> Units:
-    """The units of a graph. One that cannot be cut is one unit."""
+    """The units of a graph; a graph that cannot be cut is one unit."""
     groups = _modules(graph)
     while len(groups) > 1:
         pair = _backwards(graph, groups) or _without_own(graph, groups)
@@ -374,14 +380,15 @@ def _stage_of(groups: list[list[str]]) -> dict[str, int]:
 
 
 def _module(path: str) -> tuple[str, bool]:
-    """A module's path down to its first number, and whether it has one."""
+    """A module's path down to its first number, and True where it has one."""
     parts = path.split(".")
     first = next((k for k, part in enumerate(parts) if part.isdigit()), None)
     return (path, False) if first is None else (".".join(parts[: first + 1]), True)
 
 
 def _modules(graph: Graph) -> list[list[str]]:
-    """The modules that read parameters, in the order of their first operators; one around numbered ones is none."""
+    """The modules that read parameters, in the order of their first operators, without modules around numbered
+    ones."""
     own = {v.name for v in graph.parameters.values()}
     reading = {_module(op.module) for op in graph.ops if any(v.name in own for v in op.inputs)}
     around = {
@@ -393,7 +400,7 @@ def _modules(graph: Graph) -> list[list[str]]:
 
 
 def _backwards(graph: Graph, groups: list[list[str]]) -> tuple[int, int] | None:
-    """Two groups of which the first reads what the other makes, or None."""
+    """Two groups of which the first reads a value of the second; None without such a pair."""
     modules, makers, found = _stage_of(groups), graph.producers(), dict[str, int]()
     for op in graph.ops:
         latest = max(
@@ -412,7 +419,7 @@ def _backwards(graph: Graph, groups: list[list[str]]) -> tuple[int, int] | None:
 
 
 def _without_own(graph: Graph, groups: list[list[str]]) -> tuple[int, int] | None:
-    """A group without a trained parameter that it reads first, and its neighbour; or None."""
+    """A group that is not the first to read any trained parameter, and its neighbour; None without one."""
     units = Units(graph, tuple(map(tuple, groups)), placed(graph, _stage_of(groups), len(groups)))
     trained = {units.homes[v.name] for v in graph.parameters.values() if v.requires_grad and v.name in units.homes}
     without = next((i for i in range(len(groups)) if i not in trained), None)
@@ -420,7 +427,7 @@ def _without_own(graph: Graph, groups: list[list[str]]) -> tuple[int, int] | Non
 
 
 class _Forms:
-    """What tells units apart."""
+    """Keys of units, equal for equal units."""
 
     def __init__(self, units: Units) -> None:
         self.units, self.places = units, {}
@@ -436,7 +443,7 @@ class _Forms:
         self.known: dict[int, tuple] = {}
 
     def of(self, unit: int) -> tuple:
-        """Equal for units that are alike."""
+        """The key of a unit."""
         if unit not in self.known:
             seen: dict[str, int] = {}
             self.known[unit] = tuple(self.operator(op, unit, seen) for op in self.units.members[unit])

@@ -1,14 +1,14 @@
 """Planners: a strategy for each operator of a graph.
 
-semi_auto            marks, and the batch where nothing is marked; data_parallel
-propagation          marks that others follow: sharding_propagation
+semi_auto            marked operators as marked, the others along the batch; data_parallel
+propagation          sharding_propagation: unmarked operators follow the marks
 recursive            recursive_programming: device count by device count
 dynamic              dynamic_programming: all strategies at once
 memory_fit           the cheapest plan that fits into a device's memory
-demands              how operators would be cut if they followed the marks
+demands              the cuts of operators that follow the marks
 search_space         the strategies that a search considers for an operator
 graph_problem        a graph as a problem of nodes, states and costs, and back
-memory_problem       the same with bytes and a limit
+memory_problem       the same problem with bytes and a limit
 remat_states         the choice between saving and recomputing a value
 implied_inputs       devices that marks imply; the whole batch of which a process feeds a part
 replanning           a plan reused at other sizes of the inputs

@@ -1,22 +1,33 @@
-"""How the operators of a program would be cut if they followed the marks: layouts that flow through factors.
+"""The cuts that the operators of a program would have if they followed the marks: layouts flow through factors.
 
-    layout of a value -> factors of every operator that reads or makes it -> layouts of its other values
+    layout of a value -> factors of every operator that consumes or produces it -> layouts of its other values
 
-and so on, forwards and backwards, until nothing new is found. The leading operand says how its dims are cut; what the
-operator has of further factors, the others add (*basic*: they do not contradict one another). Where they do, each
-leads
-once, and the operator is asked for several cuts: which of them it gets is decided elsewhere, by cost. *Aggressive* is
-what goes beyond what was asked for:
+The flow runs forwards and backwards until nothing new is found. Three terms:
 
-    an open sum may be left as slices       its digits cut a dim of the output further: reduce-scatter, not all-reduce
-    digits that would repeat the work       cut a factor that the leading operand has not, such as a product's columns
+    leading operand     the operand whose layout arrives: its dims decide the cuts of their factors
+    basic               cuts that were asked for; the other operands add factors that the leading one does not have
+    aggressive          cuts beyond what was asked for:
+                        a partial sum is reduce-scattered to a dim of the output, instead of an all-reduce;
+                        digits of replicas, which would repeat the work, cut a factor that the leading operand has not,
+                        such as the columns of a product
 
-Marks come first, and are left alone. Those of the highest priority, the lowest number, are followed to the end before
-the next are heard: what these ask of an operator that basic propagation has reached must leave it cut as it was asked
-to be, or is outranked, and goes no further. Then comes what passes layouts through: pointwise operators and views,
-which contract nothing, so that following sends nothing and decides nothing. Products and reductions so have heard
-both sides when they are reached. For one operator, basic comes before aggressive. This order decides who is heard
-where an operator is asked for more than `MOST` cuts, and whom a leading operand is joined by.
+Where operands contradict one another, each leads once: the operator is asked for several cuts, and cost decides
+between them (`propagation`).
+
+A mark that cuts the rows of x in x @ w 4 ways leads with x: the factor of the rows is cut 4 ways, w is whole, and so
+the rows of the output are cut 4 ways, which a pointwise operator after the product follows.
+
+The order of the flow decides which demands count where an operator is asked for more than `MOST` cuts, and which
+operands add to a leading one:
+
+1. Marks come first, and are left unchanged.
+2. Marks of the highest priority, the lowest number, are followed to the end before the next priority. A later demand
+   on an operator that basic propagation has reached must keep the cuts asked of it before; otherwise the demand is
+   outranked, and goes no further.
+3. Operators that pass layouts through (pointwise operators, views) come before products and reductions. Such
+   operators contract nothing, so following sends nothing; products and reductions then know both operands when they
+   are reached.
+4. Basic demands on an operator come before aggressive ones.
 """
 
 from __future__ import annotations
@@ -33,23 +44,24 @@ from ..rules import Assignment, Bound
 __all__ = ["Demand", "demands_of", "ranking", "within"]
 
 
-#: How many cuts one operator is asked for at most, of those found by basic propagation, and as many by aggressive; not
-#: counting those by which it shares a parameter with a marked one.
+#: Most demands on one operator found by basic propagation, and as many by aggressive propagation. Demands through a
+#: parameter that the operator shares with a marked one are not counted.
 MOST = 6
 
 
 @dataclass(frozen=True)
 class Demand:
-    """How an operator would be cut if it followed a mark.
+    """The cuts that an operator would have if it followed a mark.
 
     Args:
-        assignment: which digits would cut which factor.
-        mark: the name of the marked operator that it comes from.
-        via: the operator that handed it on.
-        aggressive: it goes beyond what was asked for.
-        priority: of the mark.
-        outranked: a mark of higher priority asks for something else.
-        settled: a marked operator lays out a parameter of this one so, which no priority changes.
+        assignment: the digits of each factor.
+        mark: the name of the marked operator.
+        via: the operator that passed the layout on.
+        aggressive: True where the cuts go beyond what was asked for.
+        priority: the priority of the mark.
+        outranked: True where a mark of higher priority asks for something else.
+        settled: True where a marked operator fixes the layout of a parameter of this operator, which no priority
+            changes.
     """
 
     assignment: Assignment
@@ -63,7 +75,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class _Port:
-    """Where an operator touches a value: as its input or output of that number."""
+    """An operator's input or output with a number."""
 
     op: Op
     index: int
@@ -72,7 +84,7 @@ class _Port:
 
 @dataclass(frozen=True)
 class _Offer:
-    """A layout that some operator has a value in, or would have."""
+    """A layout that an operator has for a value, or would have under a demand."""
 
     layout: Layout
     mark: str
@@ -82,28 +94,33 @@ class _Offer:
 
 
 def demands_of(graph: Graph, decisions: Mapping[str, Decision], devices: int) -> dict[str, tuple[Demand, ...]]:
-    """What the marks ask of every operator that has none: none twice, in the order in which they are heard.
+    """The demands of the marks on every unmarked operator, without duplicates, in the order of the flow.
 
     Args:
-        decisions: of every operator, its rule bound to its shapes; of marked ones, what the mark says.
+        graph: the captured program.
+        decisions: by operator, its rule bound to its shapes; for a marked operator, the decision of the mark.
+        devices: the number of devices.
+
+    Returns:
+        By operator, its demands; the outranked ones are last.
     """
     return _Propagation(graph, decisions, devices).run()
 
 
 def ranking(demands: Iterable[Demand]) -> tuple[Demand, ...]:
-    """Those of the highest priority among the basic demands to be cut: others may cut further, but not otherwise."""
+    """The basic demands of the highest priority that cut anything; later demands may cut further, but not otherwise."""
     cutting = [d for d in demands if d.assignment.used and not d.aggressive and not d.outranked]
     first = min((d.priority for d in cutting), default=0)
     return tuple(d for d in cutting if d.priority == first)
 
 
 def within(some: Assignment, all_: Assignment) -> bool:
-    """Whether an assignment cuts every factor at least as another does, by the same digits."""
+    """True where `all_` cuts every factor at least as `some` does, by the same digits."""
     return all(not mine or _begins(theirs, mine) for mine, theirs in zip(some.digits, all_.digits))
 
 
 def _begins(digits: Digits, start: Digits) -> bool:
-    """Whether `digits`, most major first, begin with `start`."""
+    """True where `digits`, most major first, begin with `start`."""
     if digits[: len(start)] == start:
         return True
     head, k = start[:-1], len(start) - 1
@@ -114,7 +131,7 @@ def _begins(digits: Digits, start: Digits) -> bool:
 
 
 def passes_through(bound: Bound) -> bool:
-    """Whether an operator contracts nothing, so that what its inputs have its outputs can have."""
+    """True where an operator contracts nothing: every input factor that may be cut is a factor of every output."""
     kept = [{f for dim in dims for f in dim} for dims in bound.outputs]
     return all(
         f in names
@@ -128,11 +145,11 @@ def passes_through(bound: Bound) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Cut:
-    """One way to cut operators of one form, and what values then lie in.
+    """One way to cut operators of one form, and the layouts of their values under it.
 
     Args:
         inputs, outputs: the layouts, sums completed.
-        scattered: by output, those with its open sum left as slices.
+        scattered: by output, the layouts with its partial sum reduce-scattered.
     """
 
     assignment: Assignment
@@ -142,7 +159,7 @@ class _Cut:
 
 
 class _Form:
-    """What operators have in common whose factors and dims are alike: each question is answered once for them all."""
+    """Operators with the same factors and dims: each question is answered once for all of them."""
 
     def __init__(self, bound: Bound, devices: int) -> None:
         self.bound, self.devices = bound, devices
@@ -161,7 +178,7 @@ class _Form:
         return self.projected[key]
 
     def cut(self, digits: Mapping[int, Digits]) -> _Cut | None:
-        """The legal cut by these digits; None where none is."""
+        """The legal cut by these digits; None where there is none."""
         key = tuple(digits.items())
         if key not in self.cuts:
             assignment = legal(self.bound, digits, self.devices) if digits else self.bound.whole(self.devices)
@@ -205,9 +222,10 @@ class _Propagation:
         self.offers: dict[str, dict[Layout, _Offer]] = {}
         self.found: dict[str, dict[int, Demand]] = {}
         self.outranked: dict[str, dict[str, Demand]] = {}  # by operator, then by mark
-        self.priority = 0  # of the marks that are followed now
+        self.priority = 0  # priority of the marks that are followed now
         self.counts: dict[tuple[str, bool], int] = {}
-        # offers on their way: (to one that contracts, aggressive, in the order in which they were sent, to whom, what)
+        # offers on their way: (True where the operator contracts, aggressive, number in the order of sending, port,
+        # offer)
         self.waves: list[tuple[bool, bool, int, _Port, _Offer]] = []
         self.sent = 0
 
@@ -223,18 +241,18 @@ class _Propagation:
         return {name: (*found.values(), *self.outranked.get(name, {}).values()) for name, found in self.found.items()}
 
     def begin(self, op: Op) -> None:
-        """The layouts that a mark asks for."""
+        """Send the layouts that a mark asks for."""
         decision = self.decisions[op.name]
         if op.name in self.marked:
             self.emit(op, self.forms[op.name].of(decision.assignment), op.name, False)
-        elif decision.out is not None:  # its result is marked, how it works is not
+        elif decision.out is not None:  # the layout of the result is marked, the strategy is not
             for k, layout in enumerate(decision.out):
                 self.send(_Port(op, k, True), _Offer(layout, op.name, op.name, False, self.priority))
 
-    # -- what an operator says --
+    # -- layouts that an operator sends --
 
     def emit(self, op: Op, cut: _Cut, mark: str, aggressive: bool) -> None:
-        """The layouts of all values of an operator that is cut so."""
+        """Send the layouts of all values of an operator under a cut."""
         for value, layout in zip(op.inputs, cut.inputs):
             self.offer(value, layout, op, mark, aggressive)
         out = self.decisions[op.name].out
@@ -246,24 +264,25 @@ class _Propagation:
     def offer(self, value: Value, layout: Layout, sender: Op, mark: str, aggressive: bool) -> None:
         known = self.offers.setdefault(value.name, {})
         if self.heard_of(known.get(layout), aggressive) or (layout.is_replicated and value.name in self.parameters):
-            return  # a weight that some operator wants whole tells its other users nothing
+            return  # a weight that some operator wants whole says nothing about its other users
         offer = known[layout] = _Offer(layout, mark, sender.name, aggressive, self.priority)
         for port in self.ports[value.name]:
             if port.op is not sender and port.op.name not in self.marked:
                 self.send(port, offer)
 
     def heard_of(self, earlier: _Offer | Demand | None, aggressive: bool) -> bool:
-        """Whether an offer or demand is no news; it is where marks of higher priority made it but aggressively."""
+        """True where an offer or demand adds nothing. It adds something where the earlier one is aggressive, of a
+        mark of higher priority, and the new one is basic."""
         return earlier is not None and (aggressive or not earlier.aggressive or earlier.priority == self.priority)
 
     def send(self, port: _Port, offer: _Offer) -> None:
         self.sent += 1
         heapq.heappush(self.waves, (self.forms[port.op.name].contracts, offer.aggressive, self.sent, port, offer))
 
-    # -- what an operator hears --
+    # -- layouts that an operator receives --
 
     def hear(self, port: _Port, offer: _Offer) -> None:
-        """The cuts that an operator would have if this operand led."""
+        """Ask the operator for the cuts with this operand leading."""
         op, form = port.op, self.forms[port.op.name]
         digits = dict(form.project(port.output, port.index, offer.layout))
         if not digits and not offer.layout.is_replicated:
@@ -274,7 +293,7 @@ class _Propagation:
             if added and beside(self.devices, (*taken, *added)):
                 digits |= further
                 break
-        # A parameter that a mark lays out has that layout for all its users: they are asked whatever else they are.
+        # All users of a parameter share its layout. A mark's demand through a parameter is therefore always kept.
         value = (self.outputs[op.name] if port.output else op.inputs)[port.index]
         settled = value.name in self.parameters and offer.via in self.marked
         self.ask(op, digits, offer, offer.aggressive, settled)
@@ -286,7 +305,8 @@ class _Propagation:
                     self.ask(op, {**digits, f: spare}, offer, True)
 
     def further(self, port: _Port, offer: _Offer, leading: set[int]) -> Iterator[dict[int, Digits]]:
-        """What the other operands say, no more aggressively, of the factors that the leading one has not."""
+        """The digits that the other operands have for factors that the leading operand lacks, from offers no more
+        aggressive than its own."""
         op, form = port.op, self.forms[port.op.name]
         for output, values in ((False, op.inputs), (True, self.outputs[op.name])):
             for i, value in enumerate(values):
@@ -301,7 +321,7 @@ class _Propagation:
                             yield {f: digits for f, digits in said.items() if f not in leading}
 
     def ask(self, op: Op, digits: Mapping[int, Digits], offer: _Offer, aggressive: bool, settled: bool = False) -> None:
-        """One more demand, if it is legal, new, and there is room."""
+        """Add a demand, if it is legal and new, and fewer than `MOST` are there."""
         cut, found = self.forms[op.name].cut(digits), self.found.setdefault(op.name, {})
         if cut is None:
             return
@@ -323,7 +343,8 @@ class _Propagation:
 
 
 def project(bound: Bound, dims: tuple[tuple[int, ...], ...], layout: Layout) -> dict[int, Digits]:
-    """The digits of the factors of an operand in a layout: as many of each dim's, major first, as its factors take."""
+    """The digits of an operand's factors under a layout: of each dim's digits, major first, as many as its factors
+    take."""
     out: dict[int, Digits] = {}
     for dim, digits in zip(dims, layout.dims or ()):
         if digits and dim:
@@ -354,8 +375,8 @@ def _takes(bound: Bound, factor: int, digits: Digits) -> bool:
 
 
 def legal(bound: Bound, digits: Mapping[int, Digits], devices: int) -> Assignment | None:
-    """The assignment of these digits, less those of the last factors with which it would not be legal; None where
-    nothing is left."""
+    """The assignment of these digits, without those of the last factors that make it illegal; None where nothing is
+    left."""
     left = {f: ds for f, ds in digits.items() if ds}
     while left:
         assignment = bound.cut_by(devices, left)
@@ -366,7 +387,7 @@ def legal(bound: Bound, digits: Mapping[int, Digits], devices: int) -> Assignmen
 
 
 def _scattered(layout: Layout, shape: tuple[int, ...]) -> Iterator[Layout]:
-    """A layout with its open sum left as slices, along one dim or another; none where no sum is open."""
+    """The layouts with the partial sum reduce-scattered to one dim or another; none where no sum is partial."""
     if not layout.partial or layout.reduction != "sum" or layout.dims is None:
         return
     for d, size in enumerate(shape):

@@ -1,15 +1,23 @@
-"""dynamic_programming: the exact search.
+"""The exact planner, dynamic_programming: the cheapest plan over all strategies of all operators at once.
 
-    minimise the energy of `graph_problem` over all strategies of `search_space` and those that the quicker planners chose
+    minimise the cost graph of `graph_problem` over all strategies of `search_space`,
+    and those that semi_auto, the recursion and (with marks) propagation chose
 
-With a limit of memory, what is best without one is taken where it fits. Otherwise what is recomputed and how
-parameters are stored is searched too (`memory_fit`), and the recursion's strategies within the limit are among the
-others. The recursion's plan is taken where it is cheaper still: no other planner's is ever priced below this one's.
-But of networks above `RECURSED` operators the recursion within a limit is not made: each of its levels is a problem
-as large as the search's.
+With a memory limit:
 
-The plan comes with the least price that any other of them has in this energy (`SearchResult.bound`); where its own is that,
-it is the best of them, as the energy prices plans.
+1. Where the plan found without a limit and the recursion's both fit, the former is returned.
+2. Otherwise the recursion also runs within the limit, for a network of at most `RECURSED` operators: each of its
+   levels is a problem as large as the search's own.
+3. Where the plan found without a limit fits, the cheaper of that plan and the plan of case 2 is returned.
+4. Otherwise the choice between saving and recomputing and the storage of parameters are searched too (`memory_fit`).
+   The strategies of case 2 are among the options, and the cheaper of the two plans is returned.
+
+No other planner's plan is therefore priced below the plan of this one.
+
+`SearchResult.bound` is a lower bound on the cost of every plan in the same cost graph. A plan whose cost equals the
+bound is optimal under the cost graph's prices.
+
+`recursive` chooses one digit of the rank at a time; this planner assigns all digits at once.
 """
 
 from __future__ import annotations
@@ -34,7 +42,7 @@ from .semi_auto import semi_auto
 __all__ = ["dynamic_programming"]
 
 
-#: Operators of a network up to which the recursion within a limit of memory is made besides.
+#: The largest network, in operators, for which the recursion is also run within a memory limit.
 RECURSED = 600
 
 
@@ -55,11 +63,22 @@ def dynamic_programming(
     """Decide every operator that no mark decides.
 
     Args:
-        costs: a `Costs`: what a step takes.
-        memory: bytes that a device may hold at any moment; None: not looked at. With it, what operators leave may be
-            computed again in the backward, and where `hsdp` is None parameters may be stored cut over their replicas.
-        optimizer: with memory, what keeps state for each parameter: see `memory.optimizer_bytes`.
-        cut: with memory, how parameters may be stored.
+        graph: the captured program.
+        devices: the number of devices.
+        fed: the layouts of the inputs, and the handling of the results.
+        costs: a `Costs`: prices of a step.
+        on_missing_rule: "error", or "replicate" to run an operator without a rule whole.
+        stored: layouts of parameters that are settled already.
+        uneven: pad dims that their cuts do not divide, where the operator allows it.
+        memory: the limit in bytes a device, at any moment; None: no limit. With a limit, outputs of operators may be
+            recomputed in the backward, and where `hsdp` is None parameters may be stored cut over their replicas.
+        hsdp: ZeRO/FSDP sharding (optimizer parallel) of the other parameters.
+        optimizer: used with `memory`: the optimizer that keeps state for each parameter, see
+            `memory_timeline.optimizer_bytes`.
+        cut: used with `memory`: the storage that a parameter may have.
+
+    Returns:
+        The decisions, with cost, bound and notes in `found`.
 
     Raises:
         StrategyError, LayoutError, MissingRuleError: as `semi_auto`.
@@ -100,11 +119,13 @@ def _tried(plan: Callable[[], Decisions]) -> Decisions | TooLittleMemoryError:
 
 
 def _cheaper(found: Decisions | TooLittleMemoryError, other: Decisions | TooLittleMemoryError | None) -> Decisions:
-    """What the search found, or what the recursion did within the same limit, where that is cheaper: a search ends near
-    its bound, and reckons with less than the limit where its plans would be above it.
+    """The cheaper of the search's plan and the recursion's plan within the same limit.
+
+    The recursion's can be cheaper: a search ends near its bound, and searches below the limit where the peak of its
+    plans would be above the limit.
 
     Raises:
-        PlanError: neither fits. It names the least memory of both.
+        PlanError: neither fits. The error names the least memory of both.
     """
     if not isinstance(other, Decisions):
         if isinstance(found, Decisions):

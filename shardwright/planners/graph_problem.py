@@ -1,13 +1,21 @@
-"""A graph's planning problem as a pairwise energy, and back.
+"""A graph's planning problem as a pairwise cost graph, and a solution of it as a plan.
 
     node of an operator     states: its strategies             cost: its footprint (forward and backward, seconds)
-    node of a parameter     states: `Storage`                  cost: none
-    node of a shared value  states: (layout it is left in, one use that is served once for all who share it)
-    edge                    what brings the value to its reader, and its gradient back (`delivery`)
+    node of a parameter     states: `StorageState`             cost: the use that is served once, if any
+    node of a shared value  states: `SharedState`              cost: none
+    edge                    the redistributions of a value to a consumer, and of its gradient back (`EdgeCosts`)
 
-A value that one operator reads needs no node: its edge joins producer and reader. Of one that several read, the router
-serves equal uses together; which use that is, is the state of the shared value's node. The energy of a plan is then
-what the routed program costs; where more than one use of a value is shared by several, the program is cheaper still.
+1. A value with one consumer needs no node: its edge joins producer and consumer.
+2. A value with several consumers has a node. The partitioner serves equal uses together: the state says the layout in
+   which the value is left, and the one use that is served once for all consumers with that use.
+3. A result that is handed out, or a buffer update, is one more use of its value.
+
+The cost of a plan is then the cost of its partitioned program. Where several consumers share more than one use of a
+value, the program is cheaper than the cost graph says: with uses a, a, b, b the state serves a once and b twice.
+
+`CostGraph` is the problem with its nodes' meaning, `cost_graph` builds it, and `Search` holds what the searching
+planners have in common: the operators, the decisions of marks, and the way from a solution to a plan.
+`memory_problem` adds memory to a `CostGraph`.
 """
 
 from __future__ import annotations
@@ -43,15 +51,15 @@ from .semi_auto import marked_decision, marked_output
 
 __all__ = ["CostGraph", "Search", "SharedState", "StorageState", "cost_graph"]
 
-#: How many uses of a shared value, in each layout that it may be left in, are tried as the one that is served once.
+#: Most uses of a shared value, in each layout that it may be left in, that are tried as the use that is served once.
 MOST_SHARED = 8
 
 Uses = frozenset[Use]
 
 
 class SharedState(NamedTuple):
-    """A state of a shared value: the layout it is left in, whether its sum is completed before anyone reads it, and the
-    use that is served once (None: each reader is served by itself)."""
+    """A state of a shared value: the layout that it is left in, True where its sum is completed before any consumer,
+    and the use that is served once (None: each consumer is served by itself)."""
 
     left: Layout
     completed: bool
@@ -59,8 +67,14 @@ class SharedState(NamedTuple):
 
 
 class StorageState(NamedTuple):
-    """A state of a parameter: the layout of its use, that in which it is stored, whether what is gathered of it is
-    gathered again in the backward, and of one that several read the use that is served once (None: each by itself)."""
+    """A state of a parameter.
+
+    Attributes:
+        layout: the layout of its use.
+        stored: the layout of its storage.
+        again: True where the gathered copy is gathered again in the backward.
+        use: with several consumers, the use that is served once; None: each consumer is served by itself.
+    """
 
     layout: Layout
     stored: Layout
@@ -70,7 +84,7 @@ class StorageState(NamedTuple):
 
 @dataclass(frozen=True)
 class CostGraph:
-    """A problem with what its nodes stand for.
+    """A problem and the meaning of its nodes.
 
     Attributes:
         problem: nodes in program order.
@@ -96,8 +110,9 @@ class CostGraph:
         """The decisions that states of the nodes stand for.
 
         Args:
-            causes: operators that were decided beforehand, and so keep who decided them.
-            cause: who decided the others.
+            states: by node.
+            causes: operators that were decided before; they keep the cause of their decision.
+            cause: the cause of the other decisions.
         """
         out = {}
         for op in self.described.graph.ops:
@@ -107,10 +122,11 @@ class CostGraph:
         return out
 
     def states(self, chosen: Mapping[str, Strategy]) -> tuple[int, ...]:
-        """The states that strategies of all operators stand for; of parameters and shared values the best ones.
+        """The states of the nodes under given strategies of all operators; parameters and shared values have their
+        best states.
 
         Raises:
-            PlanError: a strategy that is not among the options.
+            PlanError: a strategy is not among the options.
         """
         states = [-1] * len(self.problem.costs)
         for name, node in self.operators.items():
@@ -128,7 +144,7 @@ class CostGraph:
         return tuple(states)
 
     def cost(self, chosen: Mapping[str, Strategy]) -> float:
-        """Seconds of a step under these strategies; infinite where they cannot be together."""
+        """Seconds of a step under these strategies; infinite where they exclude one another."""
         return self.problem.cost(self.states(chosen))
 
 
@@ -148,15 +164,17 @@ def cost_graph(
     """The problem of choosing one of the options of every operator.
 
     Args:
+        described: the operators.
         options: by operator; operators that are alike should have the same tuple: it is priced once.
-        fed: how inputs come in and results go out.
+        fed: the layouts of the inputs, and the handling of the results.
         carries: value name -> the dim that carries the batch.
         costs: a `Costs`.
-        stored: how parameters and buffers are stored, where that is settled already.
-        hsdp: how the other parameters are stored; None: as their operators ask for them.
-        cut: where `hsdp` is None, each of the others may also be stored so, and what is gathered of it kept or not.
-        known: plans out of these options whose shared uses are to be among those that may be served once.
-        deliveries: prices that are known from before, of the same operators and costs; to be added to.
+        stored: layouts of parameters and buffers that are settled already.
+        hsdp: ZeRO/FSDP sharding (optimizer parallel) of the other parameters; None: stored as their operators use them.
+        cut: where `hsdp` is None, a storage that each of the other parameters may have too, its gathered copy kept or
+            gathered again in the backward.
+        known: plans out of these options; their shared uses are among those that may be served once.
+        deliveries: prices of the same operators and costs that are known already; new prices are added to it.
 
     Raises:
         PlanError: an operator none of whose strategies can be worked out.
@@ -199,12 +217,12 @@ class _Builder:
         self.tables: dict[Hashable, np.ndarray] = {}
         self.asked: dict[tuple[int, int], tuple[tuple[Uses, ...], np.ndarray]] = {}
         self.left: dict[tuple[int, int], tuple[tuple[Layout, ...], np.ndarray]] = {}
-        self.waiting: dict[str, list[tuple[int, np.ndarray]]] = {}  # by operator, edges from before its node is there
+        self.waiting: dict[str, list[tuple[int, np.ndarray]]] = {}  # by operator, edges that wait for its node
 
-    # -- what is given --
+    # -- the inputs and outputs of the program --
 
     def _ends(self, fed: InputPlacement, carries: Mapping[str, int]) -> dict[str, Uses]:
-        """By value, what is made of it at the end: results that are handed out, buffers that are updated."""
+        """By value, the uses at the end of the program: results that are handed out, buffers that are updated."""
         graph, devices = self.graph, self.described.devices
         out: dict[str, set[Use]] = {}
         values = [v for v in graph.outputs if isinstance(v, Value)]
@@ -263,7 +281,7 @@ class _Builder:
         return len(self.names) - 1
 
     def _read(self, op: Op) -> list[int]:
-        """Of the values that an operator reads, the first places at which it does."""
+        """The first input place of each value that an operator consumes."""
         return list({v.name: i for i, v in reversed(list(enumerate(op.inputs)))}.values())[::-1]
 
     def _look_at(self, op: Op) -> tuple[tuple[Strategy, ...], tuple[OpCost, ...], np.ndarray]:
@@ -293,7 +311,7 @@ class _Builder:
         return self.looked_at[key]
 
     def _parameter(self, value: Value) -> None:
-        """A parameter's states: the layouts that its users can ask for."""
+        """Add a parameter's node: its states are the layouts that its consumers can ask for."""
         wants: dict[Layout, None] = {}
         readers: dict[Use, set[str]] = {}
         for op, i in self.consumers[value.name]:
@@ -314,7 +332,7 @@ class _Builder:
         )
 
     def _storages(self, value: Value, layout: Layout) -> list[StorageState]:
-        """How a parameter may lie that is used in `layout`."""
+        """The states of a parameter that is used in `layout`."""
         if value.name in self.stored:
             return [
                 StorageState(layout, self.stored[value.name], self.hsdp is not None and self.hsdp.lets_go(value.name))
@@ -335,7 +353,7 @@ class _Builder:
     # -- edges --
 
     def _asks(self, op: Op, index: int) -> tuple[tuple[Uses, ...], np.ndarray]:
-        """The uses that the strategies make of an input: the different ones, and which each strategy makes."""
+        """The distinct uses that the strategies make of an input, and by strategy the number of its uses among them."""
         prints = self._look_at(op)[1]
         return self._distinct(self.asked, prints, index, lambda p: p.asks[index])
 
@@ -353,7 +371,7 @@ class _Builder:
         return known[key]
 
     def _reads(self, op: Op, node: int, index: int, parameters: set[str]) -> None:
-        """The edge from a value that no operator makes."""
+        """Add the edge from a parameter, or the cost of an input, a buffer or a constant."""
         value = op.inputs[index]
         uses, which = self._asks(op, index)
         if value.name in parameters:
@@ -369,10 +387,11 @@ class _Builder:
             self.node_costs[node] = self.node_costs[node] + self.deliveries.table((source,), uses, value)[0, which]
 
     def _used(self, value: Value, storage: StorageState, uses: Uses, saved: bool) -> float:
-        """Of a parameter whose use is agreed to be in one layout; where it is settled how it lies, each may differ.
+        """The price of an operator's uses of a parameter. All its users agree on one layout; where the storage is
+        settled, each may differ.
 
         Args:
-            saved: whether the operator's backward wants it.
+            saved: True where the operator's backward needs the parameter.
         """
         if any(use.want != storage.layout for use in uses) and value.name not in self.stored:
             return float("inf")
@@ -383,7 +402,7 @@ class _Builder:
         return total
 
     def _makes(self, op: Op, node: int, index: int, value: Value) -> None:
-        """The edges from a value to those that read it."""
+        """Add the edges from a value to its consumers."""
         left, which = self._leaves(op, index)
         readers = {reader.name: (reader, i) for reader, i in reversed(self.consumers.get(value.name, ()))}
         ends = self.ends.get(value.name, frozenset())
@@ -406,7 +425,7 @@ class _Builder:
         readers: list[tuple[Op, int]],
         ends: Uses,
     ) -> None:
-        """A node of its own for a value that several read."""
+        """Add the node of a value with several consumers."""
         asked = [self._asks(reader, i) for reader, i in readers]
         several = {
             u
@@ -432,10 +451,11 @@ class _Builder:
     def _shared_in(
         self, plan: Mapping[str, Strategy], value: Value, readers: list[tuple[Op, int]]
     ) -> Iterator[SharedState]:
-        """How a known plan shares a value, once its sum is completed: by each use that two of its readers make."""
+        """The states in which a known plan shares a value after completing its sum: each use that two of its
+        consumers make."""
         maker = self.makers[value.name]
         if any(plan.get(op.name) not in self._look_at(op)[0] for op in (maker, *(reader for reader, _ in readers))):
-            return  # it has a strategy there that cannot be worked out
+            return  # the plan has a strategy here that cannot be worked out
         left = self._footprint(maker, plan).leaves[[v.name for v in maker.outputs if v is not None].index(value.name)]
         asked = [self._footprint(reader, plan).asks[i] for reader, i in readers]
         for k, uses in enumerate(asked):
@@ -443,7 +463,7 @@ class _Builder:
                 yield SharedState(left, True, next(iter(uses)))
 
     def _footprint(self, op: Op, plan: Mapping[str, Strategy]) -> OpCost:
-        """That of an operator in a known plan."""
+        """The footprint of an operator in a known plan."""
         options, prints, _ = self._look_at(op)
         return prints[options.index(plan[op.name])]
 
@@ -471,7 +491,8 @@ class _Builder:
     def _left_costs(
         self, value: Value, states: Sequence[SharedState], left: tuple[Layout, ...], ends: Uses
     ) -> np.ndarray:
-        """What serves the shared use, and completes the sum, by layout in which the value is left and state."""
+        """Costs of completing the sum and of serving the shared use, by layout in which the value is left and by
+        state."""
         out = np.full((len(left), len(states)), np.inf)
         price = self.deliveries.price
         for j, state in enumerate(states):
@@ -489,8 +510,8 @@ class _Builder:
     def _shared_costs(
         self, value: Value, states: Sequence[SharedState], left: tuple[Layout, ...], uses: tuple[Uses, ...]
     ) -> np.ndarray:
-        """What serves a reader beyond what is shared, by state and set of uses. A use that keeps the sum open is served
-        from where it is open."""
+        """Costs of serving a consumer beyond what is shared, by state and set of uses. A use with a partial sum is
+        served from the partial sum."""
         rows = np.array([left.index(s.left) for s in states])
         keeps = np.array([any(use.want.partial for use in some) for some in uses])
         closed = self.deliveries.table(tuple(layout.without_partial() for layout in left), uses, value)
@@ -504,13 +525,13 @@ class _Builder:
         return out
 
     def _table(self, key: Hashable, make: Any) -> Any:
-        """A table, or what else is made of the same things, made once."""
+        """A table, or another result of `make`, computed once a key."""
         if key not in self.tables:
             self.tables[key] = make()
         return self.tables[key]
 
     def _spread(self, table: np.ndarray, rows: np.ndarray | None, columns: np.ndarray | None) -> np.ndarray:
-        """A table of different layouts and uses as one of strategies; the same object for the same."""
+        """A table of distinct layouts and uses as one of strategies; the same object for the same arguments."""
         key = ("spread", id(table), rows is not None and rows.tobytes(), columns is not None and columns.tobytes())
         if key not in self.tables:
             spread = table if rows is None else table[rows]
@@ -525,25 +546,23 @@ class _Builder:
 
 
 def _kind(value: Value) -> tuple[int, bool, Any]:
-    """What two values have in common that travel alike."""
+    """The properties of a value that its prices depend on."""
     return value.nbytes, value.requires_grad, value.master
 
 
-# ----------------------------------------------------------------------------------------------------
-# What the searching planners share: the operators, what marks decide of them, and how a solution becomes a plan.
-# ----------------------------------------------------------------------------------------------------
+# -- the search --
 
 
 @dataclass(frozen=True)
 class Search:
-    """The givens of a search.
+    """The givens of a search, shared by the searching planners.
 
     Args:
         described: the operators.
-        fed: how inputs come in and results go out.
+        fed: the layouts of the inputs, and the handling of the results.
         costs: a `Costs`.
-        stored: how parameters and buffers are stored, where that is settled already.
-        hsdp: how the other parameters are stored.
+        stored: layouts of parameters and buffers that are settled already.
+        hsdp: ZeRO/FSDP sharding of the other parameters.
     """
 
     described: OperatorTable
@@ -565,7 +584,7 @@ class Search:
         uneven: bool = False,
         hsdp: OptimizerParallel | None = None,
     ) -> Search:
-        """Look the operators up.
+        """The search of a graph, with the rule of every operator.
 
         Raises:
             MissingRuleError: an operator without a rule.
@@ -573,7 +592,7 @@ class Search:
         return cls(OperatorTable.of(graph, devices, on_missing_rule, uneven), fed, costs, stored, hsdp)
 
     def check(self) -> Search:
-        """Itself, if there is anything to search.
+        """The search itself, where there is anything to search.
 
         Raises:
             PlanError: nothing of the model can be cut for so many devices, or two marks ask for a parameter in
@@ -611,7 +630,7 @@ class Search:
 
     @cached_property
     def fixed(self) -> dict[str, Decision]:
-        """The operators that marks decide.
+        """The decisions of operators that marks settle.
 
         Raises:
             StrategyError, LayoutError: a mark that the operator cannot follow.
@@ -626,7 +645,7 @@ class Search:
 
     @cached_property
     def outs(self) -> dict[str, tuple[Layout, ...]]:
-        """The layouts to which marks bring outputs."""
+        """By operator, the output layouts that marks settle."""
         return {
             op.name: marked_output(op, self.described.rules[op.name][1], self.described.devices)
             for op in self.described.graph.ops
@@ -635,18 +654,23 @@ class Search:
 
     @cached_property
     def atoms(self) -> Digits:
-        """The digits that are assigned."""
+        """The digits of the rank that the search assigns to factors."""
         return atoms_of(self.described.devices, [level.size for level in self.costs.cluster.levels])
 
     @cached_property
     def deliveries(self) -> EdgeCosts:
-        """Prices that all energies of the search share."""
+        """Prices that all cost graphs of the search share."""
         return EdgeCosts(self.costs)
 
     def options(
         self, known: Iterable[Mapping[str, Decision]] = (), atoms: Digits | None = None
     ) -> dict[str, tuple[Strategy, ...]]:
-        """The strategies of every operator, those of known plans among them."""
+        """The strategies of every operator, those of known plans among them.
+
+        Args:
+            known: plans by operator.
+            atoms: the digits to assign; None: `self.atoms`.
+        """
         return options_of(self.described, self.atoms if atoms is None else atoms, self.fixed, self.outs, known)
 
     def energy(
@@ -655,10 +679,13 @@ class Search:
         known: Iterable[Mapping[str, Decision]] = (),
         cut: OptimizerParallel | None = None,
     ) -> CostGraph:
-        """The problem of choosing among them; no dearer than the known plans, whose strategies are among them.
+        """The cost graph over the options. Its minimum is no dearer than a known plan whose strategies are among the
+        options.
 
         Args:
-            cut: how else each parameter may be stored, where nothing says how.
+            options: by operator, its strategies.
+            known: plans whose shared uses are among those that may be served once.
+            cut: a further storage of each parameter whose storage nothing settles.
         """
         plans = [{name: strategy_of(decision) for name, decision in plan.items()} for plan in known]
         return cost_graph(
@@ -675,7 +702,14 @@ class Search:
         )
 
     def decided(self, made: CostGraph, solution: Solution, cause: str, proved: bool = True) -> Decisions:
-        """A solution as a planner's result."""
+        """A solution as a planner's result.
+
+        Args:
+            made: the cost graph.
+            solution: its solution.
+            cause: the cause of the decisions that no mark settles.
+            proved: False drops the solution's bound.
+        """
         decisions = made.decisions(solution.states, self.fixed, cause)
         count = sum(map(len, made.options.values()))
         found = SearchResult(solution.cost, solution.bound if proved else None, len(decisions), count, solution.notes)

@@ -1,4 +1,8 @@
-"""The number of devices that the marks of a model imply, and the whole batch of which a process feeds a part."""
+"""The number of devices that the marks of a model imply, and the whole batch of which a process feeds a part.
+
+A mark ((2, 4), (4, 1)) of x @ w cuts the three factors 2, 4 and 1 ways, and so implies 8 devices. Marks that imply 8
+and 6 devices imply 24 together.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +23,15 @@ __all__ = ["global_inputs", "implied_devices"]
 
 
 def implied_devices(net: nn.Module, graph: Graph | None = None) -> int:
-    """How many devices the marks of a model speak of: the least number that all of them fit.
+    """The number of devices that the marks of a model imply: the least number that all marks fit.
 
     Args:
-        graph: of a call of the model. Without it the cuts of one tensor are counted together, not those of an operator.
+        net: the model.
+        graph: a captured call of the model. With it, the cuts of all inputs of one operator are multiplied over the
+            operator's factors; without it, only the cuts of one tensor are.
+
+    Returns:
+        The least common multiple of the numbers that the marks imply one by one.
 
     Raises:
         SettingError: nothing is marked.
@@ -46,7 +55,7 @@ def _product(cuts: Any) -> int:
 
 
 def _devices_of(op: Op) -> int:
-    """The number of devices that the tuples of a mark cut for: their product over the operator's factors."""
+    """The number of devices that the tuples of a mark cut for: the product of the cuts over the operator's factors."""
     described, cuts = find_rule(op), {}
     if described is not None and isinstance(op.mark.in_strategy, (tuple, list)):
         inputs = bound_rule(op, described).inputs
@@ -57,7 +66,18 @@ def _devices_of(op: Op) -> int:
 
 
 def global_inputs(args: tuple, kwargs: dict[str, Any], devices: int, dataset: Any) -> tuple[tuple, dict[str, Any]]:
-    """What a process feeds, as meta tensors of the whole batch's shapes."""
+    """The whole batch of which a process feeds a part, as meta tensors.
+
+    Args:
+        args, kwargs: the arguments that one process feeds.
+        devices: the number of devices.
+        dataset: "full_batch": the arguments are the whole batch already; "data_parallel": dim 0 of every tensor is
+            one of `devices` parts; a tuple or list: by tensor in order, a `Layout` or a tuple of cuts. Every other
+            value, and a tensor without a fitting entry, leaves the shape as it is.
+
+    Returns:
+        `args` and `kwargs` with every tensor replaced by a meta tensor of the whole batch's shape.
+    """
     if dataset == "full_batch":
         return args, kwargs
     tensors = iter(range(1_000_000))
@@ -74,7 +94,7 @@ def global_inputs(args: tuple, kwargs: dict[str, Any], devices: int, dataset: An
         else:
             cuts = (1,) * len(shape)
         if not isinstance(cuts, (tuple, list)) or len(cuts) != len(shape) or not all(isinstance(c, int) for c in cuts):
-            cuts = (1,) * len(shape)  # the planner says what is wrong with it
+            cuts = (1,) * len(shape)  # the planner reports a wrong `dataset`
         return torch.empty(
             [s * c for s, c in zip(shape, cuts)], dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad
         )

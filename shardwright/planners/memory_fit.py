@@ -1,10 +1,14 @@
 """A search for the cheapest plan that fits in a device's memory.
 
-    minimise the energy with what is kept (`usages`) within a limit; check the plan's own peak (`memory.timeline`)
+1. Minimise the cost graph with its memory usages (`memory_problem`) within a limit.
+2. Compute the peak of the plan's own program (`memory_timeline.timeline`). A plan within the limit is returned.
+3. Otherwise solve again with a lower limit: the problem may count a little less than the program holds.
+4. After `MOST_TRIES` solves, or where no states are within the limit, try the plan of the least memory.
 
-The problem may reckon with a little less than the program holds (`usages`): where the program's peak is above the
-limit, the problem is solved again with so much less, at last with the least that it can do with. So a plan that is
-given fits; and if none is, the least memory that is named is that of a plan which was made.
+With a limit of 10 GB, a peak of 10.4 GB lowers the problem's limit to 9.6 GB (over by less than `SLIGHTLY`); a peak
+of 20 GB lowers it to 10 · 10 / 20 = 5 GB.
+
+A plan that is returned therefore fits. The error names the peak of a plan that exists.
 """
 
 from __future__ import annotations
@@ -30,25 +34,26 @@ from .memory_problem import MemoryProblem, holding
 __all__ = ["CUT", "ENOUGH", "TooLittleMemoryError", "fit", "fits", "limited"]
 
 
-#: How parameters may be stored to save memory: cut over all replicas, gathered again in the backward or kept till then.
+#: Storage that a search may choose for a parameter: cut over all replicas, and gathered again in the backward or kept
+#: until then.
 CUT = OptimizerParallel(-1, 0, "level3")
 
 
-#: How often a problem is solved, with less because its plan's peak is above the limit, or with more because nothing
-#: keeps that; and how often the least limit is halved.
+#: Most solves of one problem: with a lower limit because the plan's peak is above the limit, or with a higher one
+#: because no states are within it. Also the most halvings towards the least limit.
 MOST_TRIES = 6
 
 
-#: By how much of the limit a peak may be above it for that much to be taken off; if by more, all is taken to be too
-#: little.
+#: Relative excess of the peak up to which the excess is subtracted from the limit. With a larger excess, the whole
+#: problem is taken to count too little, and the limit is scaled.
 SLIGHTLY = 0.1
 
 
-#: How near to its bound a plan within a limit is near enough: the proof of the rest takes most of the time.
+#: Relative gap to the bound at which a plan within a limit is good enough: proving the rest takes most of the time.
 ENOUGH = 1e-3
 
 
-#: How near, relative to it, the least limit is found where the solver does not name it.
+#: Relative precision of the least limit, where the solver does not name it.
 NEAR = 2e-3
 
 
@@ -56,11 +61,11 @@ Solver = Callable[[Problem], Solution]
 
 
 class TooLittleMemoryError(PlanError):
-    """A limit of memory in which no plan was found that fits.
+    """A memory limit within which no plan was found.
 
     Attributes:
-        least: bytes a device, with which one does.
-        bound: what those that the search may choose from are priced at least within the limit; None: not known.
+        least: bytes a device of a plan that exists.
+        bound: a lower bound on the cost of the search's plans within the limit; None: not known.
     """
 
     least: float = float("inf")
@@ -80,28 +85,38 @@ def fit(
     cause: str = "search",
     solver: Solver | None = None,
 ) -> Decisions:
-    """The cheapest plan within a limit, of those that the search may choose from.
+    """The cheapest plan within a limit, among the options of the search.
 
     Args:
-        made: the search's energy; its parameters may have states of storage.
+        search: the operators, the marks and the prices.
+        made: the search's cost graph; its parameters may have states of storage.
         limit: bytes a device.
-        optimizer: as `memory.optimizer_bytes` takes it.
+        optimizer: as `memory_timeline.optimizer_bytes` takes it.
+        cause: the name under which the decisions are recorded.
         solver: of problems with a limit; None: `solve`, to within `ENOUGH`. It raises a PlanError where there is no
             plan, whose `least` may be the least limit with which there is one.
 
     Returns:
-        What was decided; its decisions' operators and its storage are what keeps the limit.
+        The decisions. The recomputed operators (in the decisions' operators) and the storage (`hsdp`) are part of
+        what keeps the limit.
 
     Raises:
-        TooLittleMemoryError: no plan fits. It names the moments that cannot be met, and the least memory with which one
-            does.
+        TooLittleMemoryError: no plan fits. It names the moments above the limit, and the least memory with which a
+            plan fits.
     """
     held = holding(made, search.fed, search.carries, limit, optimizer_bytes(optimizer))
     return _Fitting(search, held, limit, optimizer, cause, solver or partial(solve, gap=ENOUGH)).run()
 
 
 def fits(search: Search, decided: Decisions, limit: float, optimizer: Any = "adam") -> bool:
-    """Whether a plan keeps a limit as it is."""
+    """True where a plan keeps a limit unchanged.
+
+    Args:
+        search: the operators and the storage of parameters.
+        decided: the plan.
+        limit: bytes a device.
+        optimizer: as `memory_timeline.optimizer_bytes` takes it.
+    """
     plan = Plan(
         search.described.graph,
         search.described.devices,
@@ -117,7 +132,7 @@ def fits(search: Search, decided: Decisions, limit: float, optimizer: Any = "ada
 
 
 def limited(decided: Decisions, limit: float) -> Decisions:
-    """A plan that was found without a limit, as one within it."""
+    """A plan that was found without a limit, recorded as one within the limit."""
     return decided._replace(found=replace(decided.found, limit=limit))
 
 
@@ -131,13 +146,13 @@ class _Fitting:
 
     def run(self) -> Decisions:
         target, refused = self.limit, None
-        low, high = 0.0, self.limit  # below the one nothing was found, and what keeps the other is too much
+        low, high = (0.0, self.limit)  # no states were found at `low`; a plan within `high` has too high a peak
         for _ in range(MOST_TRIES):
             try:
                 solution = self.solver(replace(self.problem, limit=target))
             except PlanError as error:
                 self.seldom(error)
-                if target == self.limit or refused is not None:  # what nothing keeps takes long to tell
+                if target == self.limit or refused is not None:  # proving that nothing is within a limit takes long
                     return self.least(error)
                 refused, low = error, target
                 target = (low + high) / 2
@@ -153,12 +168,12 @@ class _Fitting:
         return self.least(refused)
 
     def seldom(self, error: PlanError) -> None:
-        """An error that is not about memory is raised again: the marks contradict one another."""
+        """Raise an error that is not about memory again: the marks contradict one another."""
         if getattr(error, "states", None) is None:
             self.solver(replace(self.problem, limit=None, usages=()))
 
     def least(self, error: PlanError | None) -> Decisions:
-        """The plan that does with the least memory, if that is within the limit."""
+        """The plan of the least memory, if its peak is within the limit."""
         states, said = getattr(error, "states", None), self.bound is None
         if said:
             self.bound = getattr(error, "bound", None)
@@ -170,13 +185,12 @@ class _Fitting:
         decided, walked = self.decided(solution)
         if walked.peak <= self.limit:
             return decided
-        none = (
-            said and getattr(error, "least", 0.0) > self.limit
-        )  # else the search reckons with less than the program holds
+        none = said and getattr(error, "least", 0.0) > self.limit  # else the search counts less than the program holds
         raise self.refused(walked, "fits" if none else "was found that fits")
 
     def bisected(self, low: float) -> Solution:
-        """The solution with the least limit: at `low`, or found by halving what lies between it and what holds more."""
+        """The solution with the least limit: at `low`, or found by halving the range between `low` and a limit that
+        is kept."""
         try:
             return self.solver(replace(self.problem, limit=low))
         except InfeasibleMemoryError as error:
@@ -198,7 +212,7 @@ class _Fitting:
         return best
 
     def decided(self, solution: Solution) -> tuple[Decisions, MemoryTimeline]:
-        """What a solution decides, and the memory of its program."""
+        """The decisions of a solution, and the memory timeline of its program."""
         search, held = self.search, self.held
         graph = with_recompute(search.described.graph, held.recomputed(solution.states), held.segments)
         ops = {op.name: op for op in graph.ops}

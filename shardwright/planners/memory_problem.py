@@ -1,24 +1,33 @@
-"""What a plan's choices hold in memory: an `Energy` with usages and a limit.
+"""Memory of a plan's choices: a `CostGraph` with memory usages and a limit.
+
+A usage is a number of bytes by state of one node or of two, over the moments [start, stop). Usages by kind:
 
     moments     forward of operator k of n: k;  results are handed out: n, and their gradients come in: n + 1;
                 backward of operator k: 2n + 1 - k
     always      parameters, gradients, optimizer state as stored; inputs, buffers, constants
-    source      an operator's output, as it is left: up to where the one that reads it has its own; where several read
-                it, up to the last, together with the use that is served once
-    delivered   an operator's input, as it asks for it: while it runs; where several read the value and it has a copy of
-                its own, on to its backward if that wants it, or if the operator may run again
-    kept        what some backward wants of a value (`keep_states`), from there to that backward
-    dropped     what is made again: from the backward of the end of its segment
+    source      an operator's output as it is left: up to where its consumer has its own copy; with several consumers,
+                up to the last one, together with the copy that is served once
+    delivered   an operator's input as it asks for it: while it runs; with several consumers, a copy of one consumer's
+                own on to its backward if that needs it, or if the operator may run again
+    kept        the saved part of a value (`SaveOrRecompute`), from there to the backward that needs it
+    dropped     a recomputed value: from the backward of the end of its segment
     gathered    a parameter that is stored cut: from its first use to its last backward, or only around either; where a
-                reader of it runs again, from the beginning of what does
-    backward    gradients of inputs while an operator's backward runs; of an output from its last reader's on
-    inside      what an operator of several instructions makes on the way, and its gradients (`inside.py`)
-    sent        the other end of a conversion, where there is more of it than of what its reader makes or keeps alone
+                consumer of it runs again, from the beginning of the recomputation
+    backward    gradients of inputs while an operator's backward runs; of an output from its last consumer's backward on
+    inside      values inside an operator of several instructions, and their gradients (`remat_states.inside`)
+    sent        the other end of a redistribution, where it is larger than the tensors that its consumer produces or
+                alone saves
 
-What is a view of an input, a buffer or a constant takes no memory, but where it is converted. The estimate is that of
-`memory.timeline` where nothing is dropped, but that a view of what is kept may count once more. It is above where a
-value is dropped, for longer than need be, and where an inner one is sent that is not dropped after all, or sent twice
-on its way.
+With n = 3 operators, the forwards are at moments 0 to 2, the results at 3, their gradients at 4, and the backwards of
+operators 2, 1, 0 at 5, 6, 7.
+
+A view of an input, a buffer or a constant takes no memory, except where it is redistributed. Where nothing is dropped
+the estimate is that of `memory_timeline.timeline`, except that a view of a saved value may count once more. The
+estimate is too high where a value is dropped, for longer than necessary; and where an inner value is sent that is not
+dropped after all, or is sent twice on its way.
+
+`remat_states` supplies the nodes of saved and recomputed values, and bytes by strategy; this file lays them over the
+moments.
 """
 
 from __future__ import annotations
@@ -42,22 +51,17 @@ from .remat_states import DROPPED, KEPT, OperatorMemory, RematStates, SaveOrReco
 __all__ = ["MemoryProblem", "holding"]
 
 
-# ----------------------------------------------------------------------------------------------------
-# A search's energy with memory, and what its states say is stored cut and computed again.
-# ----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class MemoryProblem:
-    """An energy with memory.
+    """A cost graph with memory.
 
     Attributes:
-        energy: its problem has a limit, usages, and the nodes of what is kept.
-        kept: by value, the node of what is kept of it.
+        energy: the cost graph; its problem has a limit, usages, and a node for each value that may be saved.
+        kept: by value, the node that decides between saving and recomputing it.
         states: by value, that node's states.
-        segments: by operator, the segment of the program that it is in.
-        remade: by value that may be dropped, the operators that then run again; what `recompute.hands_on` says of comes
-            with what it views.
+        segments: by operator, its segment of the program.
+        remade: by value that may be dropped, the operators that then run again. An operator for which
+            `rematerialization.hands_on` is true comes with the value that it views, and is not listed.
     """
 
     energy: CostGraph
@@ -67,7 +71,7 @@ class MemoryProblem:
     remade: dict[str, tuple[str, ...]]
 
     def recomputed(self, states: tuple[int, ...]) -> frozenset[str]:
-        """The operators that run again."""
+        """The operators that run again under these states."""
         return frozenset(
             name
             for v, names in self.remade.items()
@@ -76,7 +80,7 @@ class MemoryProblem:
         )
 
     def storage(self, states: tuple[int, ...]) -> OptimizerParallel | None:
-        """The setting that stores parameters as the states say."""
+        """The setting that stores parameters as the states say; None where no parameter is stored cut."""
         whole, kept, cut = set(), set(), False
         graph = self.energy.described.graph
         names = {value.name: name for name, value in graph.parameters.items()}
@@ -93,7 +97,7 @@ class MemoryProblem:
         return OptimizerParallel(-1, 0, "level3", frozenset(whole), frozenset(kept))
 
     def peak(self, states: tuple[int, ...]) -> float:
-        """The most bytes that the states hold at any moment, as the problem reckons them."""
+        """The most bytes at any moment under these states, as the problem counts them."""
         uses = self.energy.problem.usages
         changes = np.zeros(max((u.stop for u in uses), default=0) + 1)
         for u in uses:
@@ -106,13 +110,14 @@ class MemoryProblem:
 def holding(
     energy: CostGraph, fed: InputPlacement, carries: Mapping[str, int], limit: float, state: float
 ) -> MemoryProblem:
-    """The problem with memory.
+    """The cost graph with memory.
 
     Args:
-        fed: how inputs come in and results go out.
+        energy: the cost graph without memory.
+        fed: the layouts of the inputs, and the handling of the results.
         carries: value name -> the dim that carries the batch.
         limit: bytes a device.
-        state: bytes of an optimizer's state for each element of a parameter.
+        state: bytes of the optimizer's state for each element of a parameter.
     """
     return _MemoryProblemBuilder(energy, fed, carries, limit, state).run()
 
@@ -139,15 +144,19 @@ class _MemoryProblemBuilder:
         }
         self.usages: list[tuple[tuple[Any, ...], int, int, np.ndarray, str]] = []
         self.keeping = RematStates(self.memory, self.segments)
-        #: By operator, the value whose dropping makes it run again.
+        #: By operator that may run again, a value whose dropping makes it run again.
         self.run_with = {op.name: value for value, ops in self.keeping.remade.items() for op in ops}
 
     # -- usages --
 
     def use(self, node: Any, start: int, stop: int, amount: np.ndarray, what: str) -> None:
-        """
+        """Add a usage.
+
         Args:
-            node: a number of the energy's, ("kept", value), or two of these, whose states decide together.
+            node: a node number of the cost graph, ("kept", value), or a pair of these whose states decide together.
+            start, stop: the first moment, and the one after the last.
+            amount: bytes by state of the node, or of both nodes.
+            what: the kind of memory.
         """
         nodes = node if isinstance(node, tuple) and node[0] != "kept" else (node,)
         if stop > start and amount.any():
@@ -171,7 +180,7 @@ class _MemoryProblemBuilder:
         return self.finish()
 
     def standing(self) -> None:
-        """What every plan holds; it stands with the first node."""
+        """Add the memory of every plan as a usage of the first node."""
         fixed = sum(self.memory.bytes_of(v, layout) for v, layout in zip(self.graph.inputs, self.fed.inputs))
         fixed += sum(t.numel() * t.element_size() for t in self.graph.constants.values())
         fixed += sum(v.nbytes for v in self.graph.buffers.values())
@@ -190,7 +199,7 @@ class _MemoryProblemBuilder:
         self.use(node, 0, self.end, stored, "parameters")
         cut = np.array(
             [s.stored != s.layout or value.stored is not value for s in states]
-        )  # there is a copy for its use
+        )  # the use has a copy of its own
         if not cut.any():
             return
         readers = self.consumers[value.name]
@@ -210,8 +219,8 @@ class _MemoryProblemBuilder:
             self.use(node, self.back(last), self.back(first) + 1, whole * cut, "backward")
 
     def gathered_earlier(self, node: int, readers: list[tuple[Op, int]], stop: int, whole: np.ndarray) -> None:
-        """A weight that is gathered again, where a reader of it runs again: it is there from the beginning of what runs
-        again. Of several readers the first to run again counts."""
+        """Add a weight that is gathered again where a consumer of it runs again: from the beginning of the
+        recomputation. With several consumers, the first to run again counts."""
         values = [self.run_with[reader.name] for reader, _ in readers if reader.name in self.run_with]
         if values:
             value = max(values, key=lambda name: -self.begun(name))
@@ -219,7 +228,7 @@ class _MemoryProblemBuilder:
             self.use((node, ("kept", value)), self.begun(value), stop, np.outer(whole, gone), "gathered")
 
     def begun(self, name: str) -> int:
-        """The moment at which what makes a value again begins, where that is dropped."""
+        """The moment at which the recomputation of a dropped value begins."""
         op, k = self.memory.made_by[name]
         value = [v for v in op.outputs if v is not None][k]
         savers = [self.place[reader.name] for reader in self.keeping.savers(value)]
@@ -227,7 +236,7 @@ class _MemoryProblemBuilder:
         return self.back(max([self.segment_end[op.name], *(savers or readers)]))
 
     def operator(self, op: Op) -> None:
-        """What an operator holds of its own, and of its inputs while it runs."""
+        """Add an operator's own memory, and that of its inputs while it runs."""
         node, here = self.energy.operators[op.name], self.place[op.name]
         grads = self.grads
         if grads:
@@ -261,7 +270,7 @@ class _MemoryProblemBuilder:
                 self.use(node, self.back(here), self.back(here) + 1, wanted, "backward")
 
     def given(self, op: Op, index: int, value: Value) -> None:
-        """An input of the program, a buffer or a constant: there is more of it where it is converted."""
+        """Add the copy of an input of the program, a buffer or a constant, where it is redistributed."""
         node, here, prints = self.energy.operators[op.name], self.place[op.name], self.memory.prints(op)
         at = dict(zip((v.name for v in self.graph.inputs), self.fed.inputs)).get(value.name)
         amount = np.array(
@@ -274,7 +283,7 @@ class _MemoryProblemBuilder:
         self.use(node, here, self.until(op, index) + 1, amount, "activations")
 
     def until(self, op: Op, index: int) -> int:
-        """The moment up to which an operator, or what reads a view that it makes, needs what is brought to it."""
+        """The last moment at which an operator, or a consumer of its views, needs its input."""
         out = self.place[op.name]
         if self.grads and (self.memory.saves_input(op, index) or self.keeping.runs_again(op)):
             out = self.back(out)
@@ -285,7 +294,7 @@ class _MemoryProblemBuilder:
         return out
 
     def viewing(self, op: Op, k: int, value: Value) -> None:
-        """A view of what comes in: there is more of it where it is converted."""
+        """Add the copies of a view of an input, a buffer or a constant, where it is redistributed."""
         readers, shared = self.consumers.get(value.name, []), self.energy.shared.get(value.name)
         if shared is not None:
             self.copies(value, shared, readers)
@@ -309,13 +318,13 @@ class _MemoryProblemBuilder:
             )
 
     def made(self, op: Op, k: int, value: Value) -> None:
-        """A value that an operator makes: up to its last reader, and beyond where some backward wants it."""
+        """Add an operator's output: up to its last consumer, and beyond where some backward needs it."""
         node, here = self.energy.operators[op.name], self.place[op.name]
         left, readers = self.memory.left(op, k, value), self.consumers.get(value.name, [])
         places = [self.place[reader.name] for reader, _ in readers]
         ends, last = value.name in self.ends, max(places, default=here)
         shared = self.energy.shared.get(value.name)
-        if ends:  # what is handed out is there to the end; where it is converted, for a while so is its source
+        if ends:  # a result stays to the end; with a redistribution, its source stays for a while
             to = self.ends[value.name]
             handed = np.array(
                 [float(self.memory.bytes_of(value, to) * (p.leaves[k] != to)) for p in self.memory.prints(op)]
@@ -344,7 +353,7 @@ class _MemoryProblemBuilder:
         if value.name in self.keeping.states:
             self.keep(op, k, value, readers)
         resent = self.keeping.resent(value)
-        if resent is not None:  # what runs again begins with what was sent, and ends before its reader's backward
+        if resent is not None:  # the recomputation begins with the sent value, and ends before its consumer's backward
             ((reader, _),) = readers
             self.use(
                 (node, self.energy.operators[reader.name]),
@@ -355,10 +364,10 @@ class _MemoryProblemBuilder:
             )
 
     def sent(self, op: Op, k: int, value: Value, reader: Op) -> None:
-        """What is converted for one reader is there twice on its way: in the forward before the reader makes anything,
-        in the backward when all that only the reader's needed is gone."""
+        """Add the second end of a redistribution to a single consumer: in the forward before the consumer produces
+        anything, in the backward after the memory of the consumer alone is released."""
         nodes, at = (self.energy.operators[op.name], self.energy.operators[reader.name]), self.place[reader.name]
-        # of several one is sent after the other
+        # several inputs are sent one after the other: the room counts for the first
         first = next(v.name for v in reader.inputs if self.memory.reads_alone(v.name)) == value.name
 
         def beyond(table: np.ndarray, backward: bool) -> np.ndarray:
@@ -378,8 +387,8 @@ class _MemoryProblemBuilder:
             self.use(nodes, self.back(at), self.back(at) + 1, beyond(self.keeping.sent_back(value), True), "backward")
 
     def viewed(self, op: Op, k: int, value: Value, view: Op) -> None:
-        """What a view reads: both ends of a conversion to it are there while it is sent, and the gradient of what it
-        reads with that of what it makes, or with that of what was sent."""
+        """Add the redistribution to a view: both ends while it is sent, and the gradient of the view's input together
+        with that of its output, or with that of the sent value."""
         nodes, at = (self.energy.operators[op.name], self.energy.operators[view.name]), self.place[view.name]
         if not self.memory.saves_output(op, k):
             self.use(nodes, at, at + 1, self.keeping.sent(value), "activations")
@@ -393,10 +402,10 @@ class _MemoryProblemBuilder:
         both = np.array([float(sum(self.keeping.shared_bytes(value, s))) for s in states])
         self.use(node, first, stop, both, "activations")
 
-    # -- what is kept --
+    # -- saved and recomputed values --
 
     def keep(self, op: Op, k: int, value: Value, readers: list[tuple[Op, int]]) -> None:
-        """What is kept of a value, and what is made again."""
+        """Add the saved or recomputed memory of a value."""
         here, name = self.place[op.name], ("kept", value.name)
         mine = self.memory.saves_output(op, k)
         savers = [self.place[reader.name] for reader in self.keeping.savers(value)]
@@ -414,7 +423,7 @@ class _MemoryProblemBuilder:
             )
 
         def together(amount: np.ndarray, how: str = KEPT) -> np.ndarray:
-            """Of what is as another node has it: by state of the other and of what is kept."""
+            """Bytes by state of another node and of the save-or-recompute node."""
             some = by_state(how, amount)
             return self.memory.once(("together", id(some), id(amount)), lambda: (np.outer(amount, some), some, amount))[
                 0
@@ -433,7 +442,7 @@ class _MemoryProblemBuilder:
             self.use(name, here if mine else after, until, by_state(KEPT, None), "activations")
             if mine:
                 left = self.memory.left(op, k, value)
-                if value.name in self.keeping.as_left:  # where it is for its maker alone, and that does not want it
+                if value.name in self.keeping.as_left:  # saved for its producer alone, where that needs it
                     left = self.memory.once(
                         ("left where wanted", id(left), id(self.memory.prints(op)), k),
                         lambda: left * self.memory.wants_output(op, k),
@@ -446,12 +455,13 @@ class _MemoryProblemBuilder:
         if shared is not None and any(s == SaveOrRecompute(DROPPED) for s in states):
             self.use((shared, name), begun, until, together(amount, DROPPED), "recomputed")
         elif gone.any():
-            if shared is None and mine:  # it is there until it is read, all the same
+            if shared is None and mine:  # present until consumed, even where it is dropped
                 self.use(name, here, after, gone, "activations")
             self.use(name, begun, until, gone, "recomputed")
 
     def copies(self, value: Value, node: int, readers: list[tuple[Op, int]]) -> None:
-        """Of a value that several read: what each has for itself, which is neither as it was left nor served once."""
+        """Add the copies of a shared value that single consumers have: in a layout that is neither the one it is left
+        in nor the one that is served once."""
         states = self.energy.shares[value.name]
         for reader, i in readers:
             prints, here = self.memory.prints(reader), self.place[reader.name]
@@ -478,7 +488,8 @@ class _MemoryProblemBuilder:
     # -- the whole --
 
     def finish(self) -> MemoryProblem:
-        """Everything as one problem; the node of what is kept of a value stands behind what makes it."""
+        """The whole problem. The save-or-recompute node of a value comes right after the node of its producer, or of
+        the shared value."""
         energy, problem, kept = self.energy, self.energy.problem, self.keeping.states
         order: list[tuple[float, Any]] = [(node, node) for node in range(len(problem.costs))]
         for value in kept:
@@ -512,7 +523,7 @@ class _MemoryProblemBuilder:
             for name in ("operators", "parameters", "shared")
         }
         made = Problem(tuple(costs), edges, tuple(names), tuple(usages), self.limit)
-        # a dropout of nothing gives back its input too, but no region takes it along: it has to be said
+        # a dropout with p = 0 returns its input too, but no region takes it along: it has to be listed
         views = {op.name for op in self.graph.ops if self.memory.is_view(op) and hands_on(op.target)}
         remade = {v: tuple(op.name for op in ops if op.name not in views) for v, ops in self.keeping.remade.items()}
         nodes = {v: number["kept", v] for v in kept}

@@ -1,18 +1,21 @@
-"""sharding_propagation: a few operators are marked, the others follow, and where demands meet, the cheaper one wins.
+"""The planner sharding_propagation: operators follow a few marks, and cost decides between conflicting demands.
 
     options(operator) = what the marks ask of it (`demands`), and what `semi_auto` would do
-    choice            = argmin of the energy of all options together (`energy`, `exact`)
+    choice            = argmin of the cost graph over all options together (`graph_problem`, `solve`)
 
-A marked operator has one option. One that no mark reaches is cut along the batch. Of the others, all that the marks
-ask is weighed at once: a conflict is decided by the seconds of the whole step, and the operator's note says who lost
-it, and the price of each. As what `semi_auto` does is among the options, the plan is not dearer than that of the same
-marks there; where the two are near, their programs are compared.
+1. A marked operator has one option.
+2. An operator that no mark reaches is cut along the batch.
+3. Every other operator has all strategies that the marks ask of it. The seconds of the whole step decide a conflict;
+   the operator's note names the marks that lost, and the price of each strategy.
 
-Where marks have several priorities, what a mark above the lowest priority asks of an operator is followed whatever it
-costs: its options are what such marks ask, and what cuts it further.
+The strategies of `semi_auto` are among the options, so the plan is not dearer than that of `semi_auto` with the same
+marks. Where the costs of the two plans are near, their programs are priced and compared.
 
-A search weighs everything that the rules allow; this weighs what follows from the marks: a handful an operator, so that
-the time grows with the operators alone.
+With several priorities, an operator follows the marks above the lowest priority whatever the cost: its options are
+what these marks ask, and what cuts it further.
+
+`recursive` and `dynamic` weigh everything that the rules allow. This planner weighs what follows from the marks, a
+handful of strategies an operator, so its time grows with the number of operators alone.
 """
 
 from __future__ import annotations
@@ -42,11 +45,11 @@ from .semi_auto import semi_auto
 __all__ = ["path_from_mark", "sharding_propagation"]
 
 
-#: Where the energies of this plan and of `semi_auto`'s are nearer than so, their programs are priced: in them more is
-#: shared than in the energy.
+#: Ratio of this plan's cost to that of `semi_auto`'s plan from which on both programs are priced: a program shares
+#: more redistributions than the cost graph counts.
 NEAR = 0.9
 
-#: What is preferred among strategies of one cost: what was asked for, more than was asked for, the batch, nothing cut.
+#: Preference among strategies of one cost: a basic demand, an aggressive demand, the batch, nothing cut.
 _BASIC, _AGGRESSIVE, _ALONG, _WHOLE = range(4)
 
 
@@ -64,11 +67,17 @@ def sharding_propagation(
     """Decide every operator.
 
     Args:
-        costs: a `Costs`: what a step takes; None: on the default cluster of so many devices.
+        graph: the captured program.
+        devices: the number of devices.
+        fed: the layouts of the inputs, and the handling of the results.
+        costs: a `Costs`: prices of a step; None: those of the default cluster of `devices` devices.
         on_missing_rule: "error", or "replicate" to run an operator without a rule whole.
         stored: layouts of parameters that are settled already.
-        uneven: dims that their cuts do not divide are padded, where that can be.
-        hsdp: how the other parameters are stored.
+        uneven: pad dims that their cuts do not divide, where the operator allows it.
+        hsdp: ZeRO/FSDP sharding (optimizer parallel) of the other parameters.
+
+    Returns:
+        The decisions, each with the mark that it follows (`origin`) and the operator that passed it on (`via`).
 
     Raises:
         SettingError: no operator is marked.
@@ -96,7 +105,7 @@ def sharding_propagation(
         try:  # a priority cannot be kept where other users of a parameter want it otherwise
             made = search.energy(_options(search.described, along, heard, {}))
             solution = solve(made.problem)
-        except PlanError:  # marks that contradict one another: the router says which
+        except PlanError:  # marks that contradict one another: the partitioner reports which
             return Decisions(along, carries)
     marks = {name: decision for name, decision in along.items() if _settled(decision.op)}
     decisions = _labelled(graph, made.decisions(solution.states, marks, "search"), along, heard)
@@ -130,10 +139,10 @@ def _options(
     asked: Mapping[str, tuple[Demand, ...]],
     bound_to: Mapping[str, tuple[Demand, ...]],
 ) -> dict[str, tuple[Strategy, ...]]:
-    """The strategies of every operator, the preferred first: of those that cost the same the solver takes the first.
+    """The strategies of every operator, the preferred first: the solver takes the first of those that cost the same.
     Operators that are alike have the same tuple.
 
-    Whole is one only where nothing else may be, or where the other users of a parameter might want it so.
+    The strategy "whole" is an option only where no other is legal, or where other users of a parameter might need it.
 
     Args:
         bound_to: operators that must follow their marks -> the demands of which their cuts must hold one.
@@ -165,12 +174,12 @@ def _options(
 
 
 def _follows(assignment: Assignment, demands: tuple[Demand, ...] | None) -> bool:
-    """Whether an operator that is cut so is cut as one of these asks; None: nothing has to be."""
+    """True where an assignment holds the cuts of one of the demands, or where `demands` is None."""
     return demands is None or any(within(d.assignment, assignment) for d in demands)
 
 
 def path_from_mark(decisions: Mapping[str, Decision], name: str) -> tuple[str, ...]:
-    """The operators through which a propagated one got its cuts: from the marked one to itself."""
+    """The operators through which a propagated operator got its cuts: from the marked operator to itself."""
     out = [name]
     while decisions[out[-1]].via:
         out.append(decisions[out[-1]].via)
@@ -178,17 +187,17 @@ def path_from_mark(decisions: Mapping[str, Decision], name: str) -> tuple[str, .
 
 
 def _marked(op: Op) -> bool:
-    """Whether a mark says how an operator works, or in what layout its result is."""
+    """True where a mark settles the strategy of an operator, or the layout of its result."""
     return _settled(op) or (op.mark is not None and op.mark.out_strategy is not None)
 
 
 def _settled(op: Op) -> bool:
-    """Whether a mark says how an operator works."""
+    """True where a mark settles the strategy of an operator."""
     return op.mark is not None and op.mark.in_strategy is not None
 
 
 def _plans(along: Mapping[str, Decision], asked: Mapping[str, tuple[Demand, ...]]) -> Iterator[dict[str, Decision]]:
-    """The options of all operators, as plans: `semi_auto`'s, then what each operator is asked for first, second, …"""
+    """The options of all operators as plans: `semi_auto`'s, then the first demand of every operator, the second, …"""
     yield dict(along)
     for row in zip_longest(*(tuple((name, d.assignment) for d in demands) for name, demands in asked.items())):
         yield {
@@ -197,17 +206,19 @@ def _plans(along: Mapping[str, Decision], asked: Mapping[str, tuple[Demand, ...]
         }
 
 
-# -- who asked --
+# -- the mark behind each decision --
 
 
 def _labelled(
     graph: Graph, decisions: dict[str, Decision], along: Mapping[str, Decision], asked: Mapping[str, tuple[Demand, ...]]
 ) -> dict[str, Decision]:
-    """The decisions with the mark that each comes from: of the highest priority, the nearest from which values lie
-    alike up to there, those that lie wholly alike before those that do in part.
+    """The decisions with the mark that each comes from.
 
-    Where no such chain is left, because those on the way went with another mark, it is the one that asked; an operator
-    that is cut as none asked is as `semi_auto` has it.
+    The mark has the highest priority; among those, it is the nearest one along a chain of values with digits in
+    common. Chains with equal layouts come before chains with layouts that agree in part.
+
+    Where no such chain is left, because operators on the way followed another mark, the mark is that of the
+    operator's own demand. An operator whose cuts no mark asked for is labelled as in `semi_auto`.
     """
     touching: dict[str, list[tuple[Op, int, bool]]] = {}
     for op in graph.ops:
@@ -215,7 +226,8 @@ def _labelled(
             touching.setdefault(value.name, []).append((op, index, output))
     by_name = {op.name: op for op in graph.ops}
     nearest: dict[str, tuple[str, str]] = {}
-    # (priority, links where only some digits are alike, links, place in the program), operator, its mark, who told it
+    # (priority, links where only some digits are alike, links, place in the program), operator, its mark, previous
+    # operator
     reached = [
         (op.mark.priority, 0, 0, place, op.name, op.name, "") for place, op in enumerate(graph.ops) if _marked(op)
     ]
@@ -251,7 +263,8 @@ def _labelled(
 
 
 def _ports(op: Op) -> Iterator[tuple[Value, int, bool]]:
-    """What an operator touches: values with the number of the input, or output."""
+    """The values that an operator consumes and produces, with the number of the input or output, and True for an
+    output."""
     yield from ((v, i, False) for i, v in enumerate(op.inputs))
     yield from ((v, k, True) for k, v in enumerate(v for v in op.outputs if v is not None))
 
@@ -263,14 +276,15 @@ def _layout(decision: Decision, index: int, output: bool) -> Layout:
 
 
 def _alike(one: Layout, other: Layout) -> bool:
-    """Whether two layouts of a value have digits in common: on a dim, or of a sum that is left as slices of one."""
+    """True where two layouts of a value have digits in common: on a dim, or in a partial sum that is reduce-scattered
+    to a dim."""
     assert one.dims is not None and other.dims is not None
     return any(
         overlap(a, b) or overlap(one.partial, b) or overlap(a, other.partial) for a, b in zip(one.dims, other.dims)
     )
 
 
-# -- who lost --
+# -- demands that were not met --
 
 
 def _with_losers(
@@ -280,7 +294,7 @@ def _with_losers(
     asked: Mapping[str, tuple[Demand, ...]],
     bound_to: Mapping[str, tuple[Demand, ...]],
 ) -> dict[str, Decision]:
-    """The decisions, with a note where marks that did not get their way asked for something else."""
+    """The decisions, with a note where marks that were not followed asked for something else."""
     prices = _Prices(found, states)
     out = dict(decisions)
     for name, decision in decisions.items():
@@ -309,13 +323,16 @@ def _with_losers(
 
 
 def _cuts(bound: Bound, assignment: Assignment) -> str:
-    """A strategy in cuts; where another of the same cuts might be meant, the reader finds the digits in the plan."""
+    """A strategy as cuts. Two strategies with the same cuts differ in digits, which the plan lists."""
     return str(bound.in_strategy(assignment))
 
 
 class _Prices:
-    """What strategies of one operator cost with all the others as they are: its own time and that of the conversions
-    around it, values that several read delivered as is best then."""
+    """Costs of the strategies of one operator with all other operators as they are.
+
+    A cost is the operator's own time and that of the redistributions around it; parameters and shared values take
+    their best states for it.
+    """
 
     def __init__(self, found: CostGraph, states: Sequence[int]) -> None:
         self.found, self.states = found, states

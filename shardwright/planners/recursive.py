@@ -1,17 +1,20 @@
-"""recursive_programming: recursion over the device count.
+"""The planner recursive_programming: recursion over the device count, one digit of the rank a level.
 
     devices = p_1 · p_2 ⋯ p_k, the primes of the outermost level of links first; digit i is p_i @ devices / (p_1 ⋯ p_i)
     level i: every operator gives digit i to one of its factors, or to none; all choose together:
-        minimise the energy of `graph_problem` over {strategy of level i - 1} × {factor, none}, exactly
+        minimise the cost graph of `graph_problem` over {strategy of level i - 1} × {factor, none}, exactly
 
-What was chosen on a level stays and shapes shrink by it; the digits of further levels are repeated until their turn
-comes. An operator has a handful of states on a level, so the search is linear in operators and logarithmic in
-devices.
-To give a digit to none is always allowed: no level makes the plan dearer than the level before it left it.
+8 devices have three levels: 2 @ 4, 2 @ 2, 2 @ 1.
 
-With a memory limit, what it finds without one is taken where it fits. Otherwise a level may hold as much more as the
-levels below it can still cut: r devices that they tell apart hold r times the limit together. The last level has to
-fit. Where it cannot, the levels above it are given less.
+The choice of a level stays, and shapes shrink by it; on each level the digits of the later levels are replicas. An
+operator has a handful of states on a level, so the search is linear in the operators and logarithmic in the devices.
+An operator may always give the digit to none: no level makes the plan dearer than the level before left it.
+
+With a memory limit, the plan found without a limit is returned where it fits. Otherwise a level's limit is larger by
+what the later levels can still cut: with r = the product of their digits, r^hope times the limit. The last level has
+the limit itself. Where no plan fits there, the levels above it run again with a smaller `hope`.
+
+`dynamic` assigns all digits at once, and so proves a bound; nothing is proved here.
 """
 
 from __future__ import annotations
@@ -37,12 +40,12 @@ from .search_space import atoms_of, options_among
 __all__ = ["recursive_programming"]
 
 
-#: How much the levels below are counted on to cut, the most first; see `_Recursion.run`.
+#: Exponents of the limit that a level gets for the cuts of later levels, the most hopeful first; see `_Recursion.run`.
 HOPES = (1.0, 0.5, 0.0)
 
 
-#: How near to its bound a level within a limit is near enough: it is a step on the way to a plan of which nothing is
-#: proved.
+#: Relative gap to the bound at which a level within a memory limit stops: a level is a step to a plan of which nothing
+#: is proved.
 NEAR_MARGINAL = 1e-2
 
 
@@ -65,13 +68,24 @@ def recursive_programming(
     """Decide every operator that no mark decides.
 
     Args:
-        costs: a `Costs`: what a step takes, and how the devices are joined.
-        memory: bytes that a device may hold at any moment; None: not looked at. With it, what operators leave may be
-            computed again in the backward, and where `hsdp` is None parameters may be stored cut over their replicas.
-        optimizer: with memory, what keeps state for each parameter: see `memory.optimizer_bytes`.
-        cut: with memory, how parameters may be stored.
-        free: with memory, what this finds without a limit, where it is known already.
-        search: that of the same operators by another planner, whose prices are known here too.
+        graph: the captured program.
+        devices: the number of devices.
+        fed: the layouts of the inputs, and the handling of the results.
+        costs: a `Costs`: prices of a step, and the links between the devices.
+        on_missing_rule: "error", or "replicate" to run an operator without a rule whole.
+        stored: layouts of parameters that are settled already.
+        uneven: pad dims that their cuts do not divide, where the operator allows it.
+        memory: the limit in bytes a device, at any moment; None: no limit. With a limit, outputs of operators may be
+            recomputed in the backward, and where `hsdp` is None parameters may be stored cut over their replicas.
+        hsdp: ZeRO/FSDP sharding (optimizer parallel) of the other parameters.
+        optimizer: used with `memory`: the optimizer that keeps state for each parameter, see
+            `memory_timeline.optimizer_bytes`.
+        cut: used with `memory`: the storage that a parameter may have.
+        free: used with `memory`: this planner's plan without a limit, where it is known already.
+        search: the search of another planner over the same operators; its prices are reused.
+
+    Returns:
+        The decisions, with cost and notes in `found`; `found.bound` is None.
 
     Raises:
         StrategyError, LayoutError, MissingRuleError: as `semi_auto`.
@@ -93,7 +107,7 @@ def recursive_programming(
             return recursion.run(memory, hope)
         except TooLittleMemoryError:
             if not recursion.hoped:
-                raise  # with less it is the same
+                raise  # no level kept its limit: a smaller `hope` changes nothing
     return recursion.run(memory, HOPES[-1])
 
 
@@ -103,16 +117,17 @@ class _Recursion:
     def __init__(self, search: Search, optimizer: Any, cut: OptimizerParallel) -> None:
         self.search, self.described, self.optimizer, self.cut = search, search.described, optimizer, cut
         self.grown: dict[tuple, tuple[Assignment, ...]] = {}
-        #: Whether a level above the last kept its limit in the latest run: less hope would have asked it for less.
+        #: True where a level above the last kept its limit in the latest run: a smaller `hope` would have given it a
+        #: smaller limit.
         self.hoped = False
 
     def run(self, memory: float | None = None, hope: float = 0.0) -> Decisions:
-        """Go through the levels.
+        """Solve the levels one after the other.
 
         Args:
-            memory: bytes that a device may hold at last.
-            hope: what the levels below are counted on for: to cut what is held by r^hope, where r are the devices that
-                they tell apart.
+            memory: the limit of the last level in bytes a device; None: no limit.
+            hope: the exponent of the limit of the levels above: r^hope · memory, with r the product of the digits of
+                the levels below.
         """
         assigned, decided, self.hoped = self.beginning(), None, False
         levels = self.levels() or (None,)
@@ -146,7 +161,7 @@ class _Recursion:
             if gaps
             else ()
         )
-        # What is best on each level need not be the best of all: nothing is proved of the whole.
+        # Optimal levels need not make an optimal plan: nothing is proved of the whole.
         return decided._replace(found=replace(decided.found, bound=None, strategies=strategies, notes=notes))
 
     def levels(self) -> tuple[Digit, ...]:
@@ -155,8 +170,11 @@ class _Recursion:
         return atoms_of(self.described.devices, sizes, most=self.described.devices)
 
     def beginning(self) -> dict[str, Assignment]:
-        """The strategies before any level: everything whole, but for what a mark on another operator settles. Where it
-        asks for a parameter in some layout, the parameter's other users have to ask for it so too, and so on."""
+        """The strategies before any level: every operator whole, except where a mark settles more.
+
+        A marked operator has its mark. Another operator that consumes a parameter in a marked operator's layout has
+        to ask for the same layout, and so on along shared parameters.
+        """
         graph, devices, rules = self.described.graph, self.described.devices, self.described.rules
         out = {op.name: rules[op.name][1].whole(devices) for op in graph.ops}
         out |= {name: decision.assignment for name, decision in self.search.fixed.items()}
@@ -191,9 +209,11 @@ class _Recursion:
 
 
 def _nearest(problem: Problem) -> tuple[Solution, bool]:
-    """The best that keeps the limit, to within `NEAR`, and whether there is one; where none does, the states of the
-    least memory known, or the best without a limit: the last level is the one that has to fit, and that says what does
-        not.
+    """The best states within the limit, to within `NEAR_MARGINAL`, and True; with False where none is within the
+    limit.
+
+    With False: the states of the least memory that is known, or the best states without a limit. The last level alone
+    has to fit, and reports where it does not.
 
     Raises:
         PlanError: nothing is allowed, whatever the memory.
@@ -210,7 +230,8 @@ def _nearest(problem: Problem) -> tuple[Solution, bool]:
 
 
 def _grown(bound: Bound, before: Assignment, digit: Digit) -> Iterator[Assignment]:
-    """The legal ways to give one more digit to a factor, where it is cut already as its minor part."""
+    """The legal assignments that give one more digit to a factor; a factor that is cut already gets it as its minor
+    part."""
     if not beside(before.devices, (*before.used, digit)):
         return
     for i, factor in enumerate(bound.factors):

@@ -1,16 +1,36 @@
-"""What a plan may let go of a value and make again: a node for what is kept of it, and what that node asks of others.
+"""For each activation the search decides: save it for the backward, or recompute it.
 
-A `Keeping` is kept (as its reader has it, or as its maker left it, or both where these differ; of a value that several
-read, as it was left and as it is served once), dropped (made again, which costs the forward of its operators once more)
-or, of a value that no backward wants, absent.
+A value that may be saved gets a node whose states (`SaveOrRecompute`) are:
 
-    inner       a value that no backward wants and one operator reads: it is made again with what that one makes
-    remade      what makes a value again: its operator, and those of the inner values that this one reads, and so on
+    kept        saved as its consumer has it, or as its producer left it, or both where these differ; with several
+                consumers, as it was left and as it is served once
+    dropped     recomputed, at the cost of its operators' forward once more
+    absent      not saved, where no backward needs it
 
-Nothing is sent again: a value can be dropped where it is read in the layout in which it was left; of a value that
-several read, what is sent in between is kept all the same. Inner values have to have as many bytes at both ends; what
-is sent between two layouts that do is kept too (`resent`). What is read by operators that run again has to be kept, or
-dropped in the same segment of the program.
+Two more terms:
+
+    inner       a value that no backward needs and one operator consumes: it is recomputed with that operator's output
+    remade      the operators that recompute a value: its own operator, the producers of that one's inner inputs, and
+                so on
+
+A recomputation sends nothing, so a value can be dropped only where it is consumed in the layout in which it was left;
+with several consumers, the copies that were sent are saved. An inner value needs as many bytes at its producer as at
+its consumer; where two such layouts differ, the sent copy is saved too (`RematStates.resent`). Inputs of a recomputed
+operator have to be saved, or dropped in the same segment of the program.
+
+The file has three parts:
+
+1. `inside`: the memory of an operator of several instructions while these run, beyond its inputs, outputs and saved
+   tensors. The forward counts values inside the operator from their production to their last use; the backward counts
+   their gradients, from the backward of the consumer to that of the producer. The operator's program is taken alone:
+   an input is released after its last use, a saved tensor after the backward that uses it.
+2. `OperatorMemory`: bytes that a graph's operators consume, produce and save, by strategy. `left` is an output as it
+   is left, its sum completed; `wanted` an input as it is asked for; `own` the saved tensors that are neither;
+   `inside` as in part 1. An operator's first strategy says which inputs and outputs the backward needs; `wants_input`
+   and `wants_output` say where another strategy differs. Operators that share their footprints share one result.
+3. `RematStates`: the nodes and the edges between them.
+
+`memory_problem` lays these bytes over the moments of a step.
 """
 
 from __future__ import annotations
@@ -32,22 +52,15 @@ from .search_space import KeptTensors, OpCost, keeps, saved_inside
 __all__ = ["ABSENT", "DROPPED", "KEPT", "OperatorMemory", "RematStates", "SaveOrRecompute", "inside"]
 
 
-# ----------------------------------------------------------------------------------------------------
-# What an operator of several instructions holds while these run, beyond what it reads, leaves and keeps together.
-#
-#     forward     what it makes on the way, from where it is made to where it is last read
-#     backward    gradients of that, from the backward of its reader to that of its maker
-#
-# It is the operator's part of a program alone (`footprint`): what it reads is taken to go where it is read last, and
-# what it keeps where that is used.
-# ----------------------------------------------------------------------------------------------------
+# -- memory inside an operator --
 
 
 def inside(footprint: OpCost, given: Set[int]) -> tuple[float, float]:
-    """Bytes at the fullest moment, forward and backward.
+    """Bytes inside an operator at the fullest moment, in the forward and in the backward.
 
     Args:
-        given: the numbers of inputs that no operator makes: they, and their gradients, are counted elsewhere.
+        footprint: the operator under one strategy.
+        given: the numbers of inputs that no operator produces; they and their gradients are counted elsewhere.
     """
     if len(footprint.program) < 2:
         return 0.0, 0.0
@@ -65,7 +78,7 @@ class _Part:
         elsewhere = lives.given - self.asked
         self.apart = {name for name, root in lives.root.items() if root in elsewhere}
         self.born = {**dict.fromkeys(self.asked, 0), **lives.born}
-        self.kept: dict[str, int] = {}  # what is saved, and the first instruction that saves it
+        self.kept: dict[str, int] = {}  # saved value -> the first instruction that saves it
         for place, saved in reversed(list(enumerate(self.saved))):
             self.kept.update((lives.root[name], place) for name in saved.values if lives.root.get(name) in self.born)
 
@@ -73,7 +86,7 @@ class _Part:
         return float(sum(self.lives.instances[name].local_bytes for name in names))
 
     def grows(self, name: str) -> bool:
-        """Whether it has a gradient that is counted here."""
+        """True where a value has a gradient that is counted here."""
         return name not in self.apart and self.lives.instances[name].value.requires_grad
 
     def forward(self) -> float:
@@ -106,7 +119,7 @@ class _Part:
 
 
 def _beyond(spans: Iterable[tuple[int, int, float]], whole: float) -> float:
-    """Of (from, up to, bytes): what they are together at the fullest moment, beyond all that is counted in any case."""
+    """Bytes at the fullest moment of spans (start, stop, bytes), less the bytes that are counted in any case."""
     spans = list(spans)
     changes = [0.0] * (max((stop for _, stop, _ in spans), default=0) + 1)
     for start, stop, count in spans:
@@ -115,30 +128,19 @@ def _beyond(spans: Iterable[tuple[int, int, float]], whole: float) -> float:
     return max(0.0, max(accumulate(changes)) - whole)
 
 
-# ----------------------------------------------------------------------------------------------------
-# What a graph's operators hold, strategy by strategy: bytes of what they read, leave and save.
-#
-#     left      of an output, as it is left, its sum completed
-#     wanted    of an input, as it is asked for
-#     own       what the backward wants that is neither
-#     inside    what is there beyond all these, forward and backward, while the operator's own instructions run
-#
-# Which inputs and outputs a backward wants is asked of an operator's first strategy; where another one differs
-# (`wants_input`, `wants_output`) that is said for each. Everything is worked out once for operators that share their
-# footprints, and is then one object.
-# ----------------------------------------------------------------------------------------------------
+# -- memory of operators by strategy --
 
 
 class OperatorMemory:
-    """The operators of an energy.
+    """The memory of the operators of a cost graph.
 
     Attributes:
         place: by operator, its number in the program.
-        grads: whether there is a backward.
-        consumers: by value, the operators that read it, each once, with the first place at which it does.
-        made_by: by value, its operator and the number of the output.
+        grads: True where there is a backward.
+        consumers: by value, the operators that consume it, each once, with the first input place.
+        made_by: by value, its producer and the number of the output.
         ends: names of values that are handed out or update a buffer.
-        of_given: names of values that an operator makes as a view of what comes in, or of such a view.
+        of_given: names of values that are views of inputs, buffers or constants, or views of such views.
     """
 
     def __init__(self, energy: CostGraph) -> None:
@@ -162,11 +164,12 @@ class OperatorMemory:
                 self.of_given.update(outputs[k] for k, i in self.keeps(op).views if self.is_given(op.inputs[i].name))
 
     def is_given(self, name: str) -> bool:
-        """Whether a value lies in the memory of what comes in: an input, a buffer or a constant."""
+        """True where a value lies in the memory of an input, a buffer or a constant."""
         return name in self.of_given or (name not in self.made_by and name not in self.energy.parameters)
 
     def once(self, key: Hashable, make: Any) -> Any:
-        """Made once; equal arrays are then one object. A key may name an object by its id if that lives as long."""
+        """The result of `make`, computed once a key; equal arrays are then one object. A key may hold the id of an
+        object that lives as long as this one."""
         if key not in self._known:
             self._known[key] = make()
         return self._known[key]
@@ -175,12 +178,12 @@ class OperatorMemory:
         return self.energy.footprints[op.name]
 
     def keeps(self, op: Op) -> KeptTensors:
-        """What an operator's backward needs, as its first strategy has it."""
+        """The tensors that an operator's backward needs under its first strategy."""
         prints = self.prints(op)
         return self.once(("keeps", id(prints)), lambda: keeps(prints[0]))
 
     def own(self, op: Op) -> np.ndarray:
-        """Bytes of what is kept that is neither an input nor an output, by strategy."""
+        """Bytes of saved tensors that are neither inputs nor outputs, by strategy."""
         prints, first = self.prints(op), self.keeps(op)
 
         def count() -> np.ndarray:
@@ -191,8 +194,8 @@ class OperatorMemory:
         return self.once(("own", id(prints)), count)
 
     def inside(self, op: Op) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes that are there while it runs beyond what it reads, leaves and keeps, in the forward and in the
-        backward: of operators of several instructions, by strategy."""
+        """Bytes inside an operator of several instructions, beyond its inputs, outputs and saved tensors: forward and
+        backward, each by strategy."""
         prints = self.prints(op)
         given = frozenset(i for i, v in enumerate(op.inputs) if v.name not in self.made_by)
 
@@ -210,7 +213,7 @@ class OperatorMemory:
         return self.grads and index in self.keeps(op).outputs
 
     def wants_input(self, op: Op, index: int) -> np.ndarray:
-        """By strategy, whether its backward wants an input that that of the first strategy does not."""
+        """True, by strategy, where the backward needs an input that the backward of the first strategy does not."""
         prints, first = self.prints(op), self.keeps(op)
         same = frozenset(i for i, v in enumerate(op.inputs) if v.name == op.inputs[index].name)
         return self.once(
@@ -221,7 +224,7 @@ class OperatorMemory:
         )
 
     def wants_output(self, op: Op, index: int) -> np.ndarray:
-        """By strategy, whether its backward wants an output."""
+        """True, by strategy, where the backward needs an output."""
         prints = self.prints(op)
         return self.once(
             ("wants output", id(prints), index), lambda: np.array([index in keeps(p).outputs for p in prints])
@@ -232,7 +235,7 @@ class OperatorMemory:
         return outputs > 0 and len(self.keeps(op).views) == outputs
 
     def bytes_of(self, value: Value, layout: Layout) -> int:
-        """Of a rank's part of a value, its sum completed."""
+        """Bytes of a rank's slice of a value, its sum completed."""
 
         def count() -> int:
             layout_ = layout.without_partial()
@@ -260,8 +263,8 @@ class OperatorMemory:
         )
 
     def room(self, op: Op, backward: bool) -> np.ndarray:
-        """Bytes that are there while an operator runs, but not while what it reads is sent before it; or not while the
-        gradients of that are sent behind its backward. By strategy."""
+        """Bytes of an operator while it runs that are not there while its inputs are sent before it; or, in the
+        backward, while the gradients of its inputs are sent after it. By strategy."""
         prints, outputs = self.prints(op), [v for v in op.outputs if v is not None]
         counted = tuple(k for k, v in enumerate(outputs) if v.requires_grad or not backward)
         places = {v.name: i for i, v in reversed(list(enumerate(op.inputs)))}
@@ -282,7 +285,8 @@ class OperatorMemory:
         )
 
     def reads_alone(self, name: str) -> bool:
-        """Whether a value is made by an operator, for one reader, and no view of what comes in."""
+        """True where a value is produced by an operator, has one consumer, and is no view of an input, a buffer or a
+        constant."""
         return name in self.made_by and name not in self.energy.shared and name not in self.of_given
 
 
@@ -290,12 +294,13 @@ ABSENT, KEPT, DROPPED = "absent", "kept", "dropped"
 
 
 class SaveOrRecompute(NamedTuple):
-    """A state of what is kept of a value.
+    """A state of a value's save-or-recompute node.
 
     Attributes:
         how: "absent", "kept" or "dropped".
-        layout: of what is kept, in which it is both left and read, where the state says that these are one.
-        size: bytes of the one tensor of that layout, or of what is dropped; 0: who makes and who reads it say how many.
+        layout: the one layout in which the value is both left and consumed; None: the state does not fix it.
+        size: bytes of the one tensor of that layout, or of the dropped value; 0: the states of producer and consumer
+            determine the bytes.
     """
 
     how: str
@@ -304,13 +309,14 @@ class SaveOrRecompute(NamedTuple):
 
 
 class _Ends(NamedTuple):
-    """How a value is left (rows) and how it is asked for (columns), each layout once.
+    """The layouts in which a value is left (rows) and asked for (columns), each layout once.
 
     Attributes:
-        left, want: bytes; 0 where several layouts are asked for.
-        same, closed: whether it is asked for as it is left, and as it is left with its sum completed.
-        several: whether it is asked for in several layouts.
-        open: whether it is left with its sum open.
+        left, want: bytes; `want` is 0 where several layouts are asked for.
+        same: True where the value is asked for as it is left.
+        closed: True where it is asked for as it is left with its sum completed.
+        several: True where it is asked for in several layouts.
+        open: True where it is left as a partial sum.
     """
 
     left: np.ndarray
@@ -322,17 +328,17 @@ class _Ends(NamedTuple):
 
 
 class RematStates:
-    """The nodes of what is kept.
+    """The save-or-recompute nodes.
 
     Args:
         memory: the operators.
-        segments: by operator, the segment of the program that it is in.
+        segments: by operator, its segment of the program.
 
     Attributes:
         states: by value that has a node, its states.
         remade: by value that may be dropped, the operators that run again.
-        edges: by (node, node), tables; a node is a number of the energy's, or ("kept", value).
-        as_left: values that are kept for their maker alone: what is sent of them is not.
+        edges: by (node, node), tables; a node is a node number of the cost graph, or ("kept", value).
+        as_left: values that are saved for their producer alone; a sent copy of them is not saved.
     """
 
     def __init__(self, memory: OperatorMemory, segments: dict[str, int]) -> None:
@@ -357,13 +363,13 @@ class RematStates:
             self._chain(name)
 
     def runs_again(self, op: Op) -> bool:
-        """Whether it may."""
+        """True where an operator may run again."""
         return op.name in self._again
 
-    # -- who runs again with whom --
+    # -- operators that run again together --
 
     def savers(self, value: Value) -> list[Op]:
-        """Its readers whose backward wants it."""
+        """The consumers of a value whose backward needs it."""
         return [reader for reader, i in self.memory.consumers.get(value.name, ()) if self.memory.saves_input(reader, i)]
 
     def _is_inner(self, name: str) -> bool:
@@ -384,8 +390,8 @@ class RematStates:
         )
 
     def droppable(self, op: Op) -> bool:
-        """Whether an operator can be computed again by itself: it makes one thing, and its backward wants the weights
-        that it reads, biases aside, so that they are there."""
+        """True where an operator can be recomputed by itself: it has one output, and its backward needs the weights
+        that it consumes (biases excepted), so they are gathered then. With a backward, a view always can."""
         memory = self.memory
         if not memory.grads or memory.is_view(op):
             return memory.grads
@@ -410,7 +416,8 @@ class RematStates:
     # -- a node --
 
     def _node(self, op: Op, k: int, value: Value) -> None:
-        """The node of what is kept of a value, with its edges to the operators and to how the value is shared."""
+        """Add the save-or-recompute node of a value, with its edges to the operators, or to the node of the shared
+        value."""
         memory, name = self.memory, ("kept", value.name)
         mine, savers = memory.saves_output(op, k), self.savers(value)
         droppable = self.droppable(op)
@@ -457,7 +464,7 @@ class RematStates:
                 self._again_edge(value, other)
 
     def _again_edge(self, value: Value, op: Op) -> None:
-        """What it costs that an operator runs again with a value, and that what comes in between is not sent."""
+        """Add the cost of recomputing an operator with a value; infinite where an inner value would have to be sent."""
         memory, states = self.memory, self.states[value.name]
         prints = memory.prints(op)
         inner = tuple((i, v) for i, v in enumerate(op.inputs) if v.name in self._inner)
@@ -477,7 +484,7 @@ class RematStates:
             fits = np.ones((len(prints), len(gone)), bool)
 
             def as_large(v: Value, there: list[int]) -> np.ndarray:
-                """Where an inner value has as many bytes as what is dropped, in proportion."""
+                """True where an inner value has as many bytes as the dropped value, in proportion."""
                 unit = math.gcd(value.nbytes, v.nbytes) or 1
                 return np.array(there)[:, None] * (value.nbytes // unit) == sizes * (v.nbytes // unit)
 
@@ -495,8 +502,8 @@ class RematStates:
         self._edge(self.energy.operators[op.name], ("kept", value.name), memory.once(key, make))
 
     def resent(self, value: Value) -> np.ndarray | None:
-        """Bytes that are kept of an inner value because they were sent, by state of who makes and of who reads it;
-        None: it is no inner value of something that may be dropped."""
+        """Bytes of an inner value that are saved because they were sent, by state of producer and consumer; None
+        where the value is not inner to a value that may be dropped."""
         memory = self.memory
         if value.name not in self._inner or not self.runs_again(memory.made_by[value.name][0]):
             return None
@@ -508,30 +515,30 @@ class RematStates:
         )
 
     def sent_back(self, value: Value) -> np.ndarray:
-        """Bytes of the gradient of a value that one operator reads, as its maker takes it, where the reader's is in
-        another
-        layout: by state of who makes and of who reads it."""
+        """Bytes of the gradient of a value with one consumer, as its producer takes it, where the consumer's gradient
+        has another layout: by state of producer and consumer."""
         return self._of_both(value, "sent back", lambda ends: np.where(ends.closed, 0.0, ends.left))
 
     def received(self, value: Value) -> np.ndarray:
-        """Bytes of a value that one operator reads, as that reader asks for it, where it is sent to it: by state of who
-        makes and of who reads it."""
+        """Bytes of a value with one consumer, as that consumer asks for it, where it is sent: by state of producer
+        and consumer."""
         return self._of_both(
             value, "received", lambda ends: np.where(ends.same, 0.0, np.where(ends.several, ends.left, ends.want))
         )
 
     def sent(self, value: Value) -> np.ndarray:
-        """Bytes of a value that one operator reads, as its maker leaves it, where it is sent to that reader: by state
-        of who makes and of who reads it."""
+        """Bytes of a value with one consumer, as its producer leaves it, where it is sent: by state of producer and
+        consumer."""
         return self._of_both(value, "sent", lambda ends: np.where(ends.same, 0.0, ends.left))
 
     def viewed_back(self, value: Value) -> np.ndarray:
-        """Bytes of the gradient of a value that a view reads, the larger one of its two ends where it is sent: by state
-        of who makes and of who reads it."""
+        """Bytes of the gradient of a value that a view consumes, at the larger of its two ends: by state of producer
+        and view."""
         return self._of_both(value, "viewed back", lambda ends: np.maximum(ends.left, ends.want))
 
     def _of_both(self, value: Value, what: str, count: Callable[[_Ends], np.ndarray]) -> np.ndarray:
-        """By state of who makes and of who reads a value: a number of how it is left and how it is asked for."""
+        """A number, by state of a value's producer and consumer, computed from the layouts that the value is left in
+        and asked for."""
         memory = self.memory
         (op, k), ((reader, i),) = memory.made_by[value.name], memory.consumers[value.name]
         prints, asks = memory.prints(op), memory.prints(reader)
@@ -567,7 +574,7 @@ class RematStates:
         return memory.once((what, *key), make)
 
     def _chain(self, name: str) -> None:
-        """What the operators read that run again has to be there."""
+        """Add edges that forbid a dropped value where an input of a recomputed operator is not there."""
         for op in self.remade[name]:
             for value in {v.name: v for v in op.inputs}.values():
                 if value.name not in self.states:
@@ -598,19 +605,22 @@ class RematStates:
             else self.memory.once(("sum", id(known), id(table)), lambda: (known + table, known, table))[0]
         )
 
-    # -- the states of a value that several read --
+    # -- a value with several consumers --
 
     def shared_bytes(self, value: Value, state: SharedState) -> tuple[int, int]:
-        """Of a shared value: bytes of it as it is left, complete, and as it is served once."""
+        """Bytes of a shared value as it is left, its sum completed, and as it is served once."""
         left = self.memory.bytes_of(value, state.left) if state.completed else 0
         return left, 0 if state.use is None else self.memory.bytes_of(value, state.use.want)
 
     def _states_of_shared(
         self, value: Value, wanted: bool, droppable: bool, inner: bool
     ) -> tuple[SaveOrRecompute, ...]:
-        """
+        """The states of a value with several consumers.
+
         Args:
-            inner: whether inner values are made again with it, which have to have as many bytes.
+            wanted: True where some backward needs the value.
+            droppable: True where its operator can be recomputed.
+            inner: True where inner values, which need as many bytes, are recomputed with it.
         """
         out = [SaveOrRecompute(KEPT)] if wanted else [SaveOrRecompute(ABSENT), SaveOrRecompute(KEPT)]
         if droppable and not inner:
@@ -628,7 +638,7 @@ class RematStates:
         fits = carrier.use is None and not carrier.left.partial
         return 0.0 if fits and state.size in (0, self.memory.bytes_of(value, carrier.left)) else math.inf
 
-    # -- of a value that one reads --
+    # -- a value with one consumer --
 
     def _states_of_one(
         self, op: Op, k: int, reader: Op, i: int, value: Value, mine: bool, theirs: bool, droppable: bool
@@ -641,7 +651,7 @@ class RematStates:
             wants = dict.fromkeys(_want(p.asks[i]) for p in asks)
             both = [layout for layout in left if layout in wants and not layout.partial]
             out = [SaveOrRecompute(KEPT)] if mine or theirs else [SaveOrRecompute(ABSENT), SaveOrRecompute(KEPT)]
-            if mine:  # it is one tensor for both, or for what runs again
+            if mine:  # one tensor serves producer and consumer, or the recomputation
                 out += [SaveOrRecompute(KEPT, layout, memory.bytes_of(value, layout)) for layout in both]
             if droppable:
                 out += [SaveOrRecompute(DROPPED, layout, memory.bytes_of(value, layout)) for layout in both]
@@ -666,13 +676,13 @@ class RematStates:
 
 
 def _want(asked: frozenset) -> Layout | None:
-    """The one layout of the uses; None: there are several."""
+    """The one layout of the uses; None where there are several."""
     wants = {use.want for use in asked}
     return wants.pop() if len(wants) == 1 else None
 
 
 def _numbered(things: Iterable[Any]) -> tuple[list[Any], np.ndarray]:
-    """The different ones, and which of them each is."""
+    """The distinct things in order, and by thing its number among them."""
     place: dict[Any, int] = {}
     which = np.array([place.setdefault(one, len(place)) for one in things])
     return list(place), which

@@ -1,13 +1,16 @@
-"""A plan reused at other sizes of the model's inputs: the same operators, with the same strategies.
+"""A plan reused at other sizes of the model's inputs: the same operators with the same strategies.
 
-A batch of 16 rows after one of 8, or 512 tokens after 2,048, need no search of their own where each cut of the
-earlier plan divides the new sizes just as it did the old ones:
+A new size needs no search of its own where each cut of the earlier plan divides it as it divided the old one:
 
     gcd(old size, devices) = gcd(new size, devices)      for every dim of every value
 
-A batch of 6 rows after one of 8 on 4 devices is planned anew: 4 no longer divides it. So is a batch of 8 after one of
-6, which could be cut further than it was. A bound that a search has proved holds for its own sizes alone, and is
-dropped.
+On 4 devices, after a plan for a batch of 8 rows:
+
+    16 rows     gcd(8, 4) = gcd(16, 4) = 4: the plan is reused
+    6 rows      gcd(6, 4) = 2: a new search, because 4 does not divide 6
+
+A batch of 8 after one of 6 is searched anew too: the batch can be cut further than before. A bound that a search has
+proved holds for its own sizes alone; the reused plan has none.
 """
 
 from __future__ import annotations
@@ -26,11 +29,16 @@ __all__ = ["at_other_sizes"]
 def at_other_sizes(
     plan: Plan, graph: Graph, devices: int, *, on_missing_rule: str = "error", uneven: bool = False
 ) -> Decisions | None:
-    """The strategies of a plan on the graph of the same model at other sizes; None where they do not fit.
+    """The strategies of a plan on the graph of the same model at other sizes.
 
     Args:
-        graph: of the other sizes.
-        on_missing_rule, uneven: as the planner was given them.
+        plan: the earlier plan.
+        graph: the captured program at the other sizes.
+        devices: the number of devices.
+        on_missing_rule, uneven: the settings that the planner was given.
+
+    Returns:
+        The decisions; None where the plan does not fit.
     """
     if (
         plan.devices != devices
@@ -54,13 +62,13 @@ def at_other_sizes(
 
 
 def _of_one_form(mine: Bound, theirs: Bound) -> bool:
-    """True where two descriptions of an operator differ in the sizes of factors alone: a dim of one row, say, is none
-    in a view."""
+    """True where two bindings of an operator differ in the sizes of factors alone. A view of a dim of one row, for
+    instance, has fewer factors."""
     return (len(mine.factors), mine.inputs, mine.outputs) == (len(theirs.factors), theirs.inputs, theirs.outputs)
 
 
 def _alike(mine: Op, theirs: Op, devices: int) -> bool:
-    """Whether two captures of an operator differ in sizes alone, and in none that matters to its cuts."""
+    """True where two captures of an operator differ in sizes alone, and in no size that matters to its cuts."""
     if (mine.name, mine.target, mine.mark) != (theirs.name, theirs.target, theirs.mark):
         return False
     for a, b in zip((*mine.inputs, *mine.outputs), (*theirs.inputs, *theirs.outputs)):

@@ -1,10 +1,22 @@
-"""Which strategies a search considers for an operator.
+"""The strategies that a search considers for an operator, and the price and saved tensors of each.
 
-    a strategy = each atom of the rank to one splittable factor of the operator, or to none (repeated there)
+    a strategy = each atom of the rank to one splittable factor of the operator, or to none (replicas)
 
-Atoms are digits that together are the whole rank: its prime digits where there are few, else larger ones that keep to
-the cluster's levels. An operator through which open sums pass may also let one through. Everything that the rules allow
-under these atoms is there; nothing else is.
+Atoms are digits that together are the whole rank: its prime digits where there are few, else larger digits that keep
+to the cluster's levels. A linear operator may also pass a partial sum through. The options are all strategies that
+the rules allow under these atoms, and no others.
+
+8 devices in one level have the atoms 2 @ 4, 2 @ 2, 2 @ 1; a matmul has 3 factors, so at most 4³ = 64 strategies.
+
+The file has four parts:
+
+1. Prices of edges (`EdgeCosts`): the redistributions from a value's producer to its consumers, and of its gradient
+   back. The partitioner finds them by the same calls, and none depends on the value's shape.
+2. Prices of operators (`op_cost`): one operator under one strategy, partitioned alone, with its inputs in the layouts
+   that it asks for and its outputs without consumers. Redistribution of its inputs belongs to part 1.
+3. Options (`options_of`, `options_among`).
+4. Saved tensors (`keeps`): the inputs, outputs and other tensors of an operator's forward that its backward needs, as
+   autograd says for the operator's part of a program alone.
 """
 
 from __future__ import annotations
@@ -60,16 +72,12 @@ __all__ = [
 ]
 
 
-# ----------------------------------------------------------------------------------------------------
-# What it costs to bring a value from where it was made to the operators that read it, and its gradient back.
-#
-# The conversions are those of the router, asked for by the same calls; nothing of them depends on the value's shape.
-# ----------------------------------------------------------------------------------------------------
+# -- prices of edges --
 
 
 @lru_cache(maxsize=1 << 16)
 def casts_of(source: Layout, uses: frozenset[Use]) -> int:
-    """How often a parameter is cast that is stored in another type, to serve all its uses by one operator."""
+    """The number of casts of a parameter that is stored in another dtype, to serve all its uses by one operator."""
     if len(uses) < 2:
         return len(uses)
     router = _router(source, uses, True, Master(torch.float64, torch.float32))
@@ -80,9 +88,17 @@ def casts_of(source: Layout, uses: frozenset[Use]) -> int:
 def conversions_of(
     source: Layout, uses: frozenset[Use], gradient: bool
 ) -> tuple[tuple[Redistribution, bool], ...] | None:
-    """The conversions that serve all uses of a value which lies in `source`, each with whether it is the gradient's;
-    None where
-    one of them cannot be served: it would leave open a sum that is not."""
+    """The redistributions that serve all uses of a value, each with True for a redistribution of the gradient.
+
+    Args:
+        source: the layout of the value.
+        uses: the uses to serve.
+        gradient: True where the value has a gradient.
+
+    Returns:
+        The redistributions; None where a use cannot be served, because it asks for a partial sum of a value without
+        one.
+    """
     if len(uses) == 1 and (use := next(iter(uses))).operator != "output":
         return _alone(*_sorted(source, use), gradient)
     try:
@@ -100,10 +116,10 @@ def conversions_of(
 
 
 def _router(source: Layout, uses: frozenset[Use], gradient: bool, master: Master | None = None) -> Partitioner:
-    """A router that has served all uses of one value.
+    """A partitioner that has served all uses of one value.
 
     Raises:
-        LayoutError: one of them cannot be served.
+        LayoutError: a use cannot be served.
     """
     dims = len(source.dims or ())
     value = Value("value", (0,) * dims, torch.float32, gradient, master)
@@ -120,10 +136,11 @@ def _router(source: Layout, uses: frozenset[Use], gradient: bool, master: Master
 
 
 def _sorted(source: Layout, use: Use) -> tuple[Layout, Use]:
-    """The same delivery of a tensor whose dims stand in one order, without those that are whole on both sides.
+    """The same delivery with the tensor's dims in one order, and without dims that are whole on both sides.
 
-    What a conversion sends, by which collectives and over which digits, does not depend on which dim is which: many
-    pairs of layouts have one price. (Where radices mix, several ways may be equally short; those are left as they are.)
+    The bytes, collectives and digits of a redistribution do not depend on the order of the dims, so many pairs of
+    layouts have one price. A device count that is no power of two is left unchanged: there, several ways may be
+    equally short.
     """
     want, devices = use.want, source.devices
     if devices & (devices - 1):
@@ -137,13 +154,13 @@ def _sorted(source: Layout, use: Use) -> tuple[Layout, Use]:
 
 @lru_cache(maxsize=1 << 16)
 def _number(pair: tuple[Digits, Digits]) -> tuple[tuple[int, int], ...]:
-    """What dims are sorted by."""
+    """The sort key of a dim."""
     return tuple((d.size, d.stride) for digits in pair for d in (*digits, Digit(0, 1)))
 
 
 @lru_cache(maxsize=1 << 18)
 def _alone(source: Layout, use: Use, gradient: bool) -> tuple[tuple[Redistribution, bool], ...] | None:
-    """The same for one use, without a router."""
+    """The same as `conversions_of` for one use, without a partitioner."""
     try:
         forward = brought(source, use.want)
     except LayoutError:
@@ -153,7 +170,7 @@ def _alone(source: Layout, use: Use, gradient: bool) -> tuple[tuple[Redistributi
 
 
 class EdgeCosts:
-    """Prices of deliveries, in seconds, and footprints of operators; each is worked out once.
+    """Prices of deliveries in seconds, and footprints of operators; each is computed once.
 
     Args:
         costs: a `Costs`.
@@ -162,21 +179,27 @@ class EdgeCosts:
     def __init__(self, costs: Any) -> None:
         self.costs = costs
         self.known: dict[tuple, np.ndarray] = {}
-        self.footprints: dict[tuple, Any] = {}  # of operators, by kind and strategy
+        self.footprints: dict[tuple, Any] = {}  # by (kind of operator, strategy)
         self.terms: dict[tuple, tuple[list[tuple[Redistribution, bool]], np.ndarray, np.ndarray, np.ndarray]] = {}
 
     def price(self, source: Layout, uses: Iterable[Use], value: Value, parameter: bool = False) -> float:
-        """Of a value that lies in `source` and is used so; infinite where it cannot be."""
+        """Seconds to serve uses of a value that lies in `source`; infinite where that is impossible."""
         return float(self.table((source,), (frozenset(uses),), value, parameter)[0, 0])
 
     def table(
         self, sources: tuple[Layout, ...], uses: tuple[frozenset[Use], ...], value: Value, parameter: bool = False
     ) -> np.ndarray:
-        """The prices of a value in each of the layouts for each of the sets of uses, shape (layouts, sets).
+        """The prices of a value in each of the layouts for each of the sets of uses.
 
         Args:
-            parameter: it is one, whose gradient is summed together with others; a set of its uses takes a cast, where
-                it is stored in another type.
+            sources: the layouts.
+            uses: the sets of uses.
+            value: the value; its size, dtypes and gradient matter.
+            parameter: True for a parameter, whose gradient is summed together with others. A set of its uses takes a
+                cast where it is stored in another dtype.
+
+        Returns:
+            Seconds, shape (layouts, sets); infinite where a set cannot be served.
         """
         key = (sources, uses, value.nbytes, value.requires_grad, parameter, value.master)
         if key not in self.known:
@@ -203,7 +226,7 @@ class EdgeCosts:
     def _terms(
         self, sources: tuple[Layout, ...], uses: tuple[frozenset[Use], ...], gradient: bool
     ) -> tuple[list[tuple[Redistribution, bool]], np.ndarray, np.ndarray, np.ndarray]:
-        """The different conversions, and which of them stand in which cell of the table: nothing of it depends on the
+        """The distinct redistributions, and the cells of the table that hold each; nothing here depends on the
         value's size."""
         key = (sources, uses, gradient)
         if key not in self.terms:
@@ -223,12 +246,7 @@ class EdgeCosts:
         return self.terms[key]
 
 
-# ----------------------------------------------------------------------------------------------------
-# What one operator under one strategy costs by itself, what it asks of its inputs, and what it leaves.
-#
-# It is routed alone, by the router that makes the program that runs: fed as it asks, its outputs read by nobody. What
-# brings inputs there is the business of the values, see `delivery`.
-# ----------------------------------------------------------------------------------------------------
+# -- prices of operators --
 
 
 @dataclass(frozen=True)
@@ -236,14 +254,14 @@ class OpCost:
     """An operator's part of a program.
 
     Attributes:
-        asks: by tensor input, the uses that are made of it; an input that stands twice has its uses once, the first
-            time, nothing afterwards.
-        leaves: by tensor output, the layout in which it is left, open sums included.
-        forward, backward: seconds, of the operator and of what is sent inside of it.
-        made: bytes that a rank makes in the forward.
-        program: the instructions, alone.
-        fed: by tensor input, the instance that they are given.
-        left: by tensor output, the instance that they leave.
+        asks: by tensor input, the uses that are made of it; an input that is passed twice has its uses at its first
+            place alone.
+        leaves: by tensor output, the layout in which it is left, partial sums included.
+        forward, backward: seconds of the operator and of the redistributions inside it.
+        made: bytes that a rank produces in the forward.
+        program: the instructions of the operator alone.
+        fed: by tensor input, the instance that the instructions consume.
+        left: by tensor output, the instance that they produce.
     """
 
     asks: tuple[frozenset[Use], ...]
@@ -262,7 +280,7 @@ class OpCost:
 
 
 def kind_of_call(op: Op) -> Hashable:
-    """What two calls have in common that cost alike: the operator, its plain arguments, its shapes and dtypes."""
+    """The properties that calls of one cost share: the operator, its plain arguments, its shapes and dtypes."""
     position = {v.name: i for i, v in reversed(list(enumerate(op.inputs)))}
     args = map_values((op.args, sorted(op.kwargs.items())), lambda v: f"#{position[v.name]}")
     return (
@@ -274,10 +292,11 @@ def kind_of_call(op: Op) -> Hashable:
 
 
 def op_cost(decision: Decision, costs: Any) -> OpCost:
-    """The footprint of a decision that says what it lets through, priced by a `Costs`.
+    """The footprint of a decision, priced by a `Costs`. The decision names the partial sums that pass through
+    (`open`).
 
     Raises:
-        ShardwrightError: it cannot be worked out under this assignment.
+        ShardwrightError: the operator cannot be worked out under this assignment.
     """
     op, devices = decision.op, decision.assignment.devices
     inputs = {v.name: v for v in op.inputs}
@@ -329,20 +348,20 @@ def op_cost(decision: Decision, costs: Any) -> OpCost:
 
 
 def _padded(instance: PlacedValue) -> PlacedValue:
-    """An instance as large as its cuts make it."""
+    """An instance with its value's shape padded to the layout's cuts."""
     shape = instance.layout.padded(instance.value.shape)
     return instance if shape == instance.value.shape else replace(instance, value=replace(instance.value, shape=shape))
 
 
 def _on_padded(instruction: Instruction) -> Instruction:
-    """An instruction on values as large as their cuts make them."""
+    """An instruction with all its values padded to their layouts' cuts."""
     if isinstance(instruction, LocalOp):
         return replace(instruction, outputs=tuple(o and _padded(o) for o in instruction.outputs))
     operand = {"operand": _padded(instruction.operand)} if isinstance(instruction, GlobalExtreme) else {}
     return replace(instruction, source=_padded(instruction.source), target=_padded(instruction.target), **operand)
 
 
-#: How many atoms a search assigns at most: the strategies of an operator are (factors + 1) to this power.
+#: Most atoms that a search assigns: an operator has up to (factors + 1) to this power strategies.
 MOST_ATOMS = 3
 
 
@@ -361,10 +380,10 @@ def atoms_of(devices: int, sizes: Sequence[int] = (), most: int = MOST_ATOMS) ->
     """Digits that together are the rank, most major first.
 
     Args:
-        devices: how many.
-        sizes: of the cluster's levels, from the inside out; empty: one level.
-        most: how many atoms at most. Primes of one level are joined, of the level that then has most atoms, the
-            innermost last: what is near is cut finer.
+        devices: the number of devices.
+        sizes: sizes of the cluster's levels, from the inside out; empty: one level.
+        most: most atoms. With more primes than that, the two smallest of the level with most atoms are joined, of the
+            outermost such level: near devices keep finer cuts.
     """
     levels: list[list[int]] = []
     rest = devices
@@ -389,7 +408,7 @@ def atoms_of(devices: int, sizes: Sequence[int] = (), most: int = MOST_ATOMS) ->
 
 
 def assignments(bound: Bound, devices: int, atoms: Digits) -> Iterator[Assignment]:
-    """Every legal way to give atoms to factors; that which gives none is the first."""
+    """The legal ways to give atoms to factors; the first gives none."""
     factors = [i for i, f in enumerate(bound.factors) if f.splittable and f.size > 1]
     for chosen in product((None, *factors), repeat=len(atoms)):
         digits: dict[int, Digits] = {}
@@ -402,7 +421,13 @@ def assignments(bound: Bound, devices: int, atoms: Digits) -> Iterator[Assignmen
 
 
 class Strategy(NamedTuple):
-    """What may be decided of one operator: a `Decision` without the operator."""
+    """The choice for one operator: a `Decision` without the operator.
+
+    Attributes:
+        assignment: the digits of each factor.
+        open: the digits of the partial sum that passes through.
+        out: the output layouts that a mark settles; None: no mark does.
+    """
 
     assignment: Assignment
     open: Digits = ()
@@ -411,11 +436,13 @@ class Strategy(NamedTuple):
 
 @dataclass(frozen=True)
 class OperatorTable:
-    """The operators of a graph with what is known of them.
+    """The operators of a graph with their rules.
 
     Args:
+        graph: the captured program.
+        devices: the number of devices.
         rules: by operator, its rule, binding and note.
-        kinds: by operator, what it has in common with those that cost alike.
+        kinds: by operator, the properties that it shares with operators of the same cost.
     """
 
     graph: Graph
@@ -425,10 +452,10 @@ class OperatorTable:
 
     @classmethod
     def of(cls, graph: Graph, devices: int, on_missing_rule: str = "error", uneven: bool = False) -> OperatorTable:
-        """Look every operator up.
+        """The table of a graph.
 
         Raises:
-            MissingRuleError: as `decision.description`.
+            MissingRuleError: as `local_program.description`.
         """
         return cls(
             graph,
@@ -444,7 +471,7 @@ class OperatorTable:
 
 
 def strategy_of(decision: Decision) -> Strategy:
-    """A decision as a strategy that others may have; what it lets through unsaid is nothing."""
+    """A decision as a strategy that others may have; an undecided partial sum that passes through is none."""
     return Strategy(decision.assignment, decision.open or (), decision.out)
 
 
@@ -458,8 +485,10 @@ def options_of(
     """The strategies of every operator under these atoms. Operators that are alike have the same tuple.
 
     Args:
+        described: the operators.
+        atoms: the digits to assign.
         fixed: operators that a mark decides.
-        outs: the layouts to which marks bring the outputs of operators.
+        outs: by operator, the output layouts that marks settle.
         known: plans whose strategies are to be among the options, so that no search does worse than they.
     """
     cuts: dict[tuple, tuple[Assignment, ...]] = {}
@@ -480,12 +509,17 @@ def options_among(
     outs: Mapping[str, tuple[Layout, ...]] = {},
     known: Iterable[Mapping[str, Decision]] = (),
 ) -> dict[str, tuple[Strategy, ...]]:
-    """As `options_of`, of the assignments that a function gives to an operator: those of operators that are to have
-    the same strategies are one object."""
+    """The strategies of every operator, of the assignments that a function gives.
+
+    Args:
+        among: the assignments of an operator. Operators that are to have the same strategies need one object, not
+            equal ones.
+        described, fixed, outs, known: as `options_of`.
+    """
     known = tuple(known)
-    opened: dict[str, frozenset[Digits]] = {}  # value -> the digits of sums in which it may be left open
+    opened: dict[str, frozenset[Digits]] = {}  # value -> the digits of partial sums in which it may be left
     alike: dict[tuple, tuple[tuple[Strategy, ...], tuple[frozenset[Digits], ...]]] = {}
-    kept: list[tuple[Assignment, ...]] = []  # so that no two of them have one id
+    kept: list[tuple[Assignment, ...]] = []  # kept alive, so that no two of them have one id
     out: dict[str, tuple[Strategy, ...]] = {}
     for op in described.graph.ops:
         rule, bound, _ = described.rules[op.name]
@@ -511,7 +545,7 @@ def options_among(
 
 
 def _passing(op: Op, rule: Rule, opened: dict[str, frozenset[Digits]]) -> frozenset[Digits]:
-    """The digits of the sums that may pass through: those that all its inputs may have open."""
+    """The digits of the partial sums that may pass through: those that all inputs may have."""
     if not rule.is_linear(op) or not op.inputs:
         return frozenset()
     return frozenset.intersection(*(opened.get(v.name, frozenset()) for v in op.inputs))
@@ -520,8 +554,8 @@ def _passing(op: Op, rule: Rule, opened: dict[str, frozenset[Digits]]) -> frozen
 def _with_passing(
     described: OperatorTable, op: Op, strategies: tuple[Strategy, ...], passing: frozenset[Digits]
 ) -> tuple[Strategy, ...]:
-    """The strategies, and those of them that let one of these sums through: which an operator can that runs as
-    itself."""
+    """The strategies, and each plain one that also passes one of these partial sums through: possible where the
+    operator runs as itself."""
     if not passing:
         return strategies
     rule, bound, _ = described.rules[op.name]
@@ -536,7 +570,7 @@ def _with_passing(
 
 
 def _is_plain(op: Op, rule: Rule, bound: Bound, assignment: Assignment) -> bool:
-    """Whether the operator runs as itself, not as others into which it is worked out."""
+    """True where the operator runs as itself, and is not worked out as other operators."""
     try:
         steps, _ = expand(op, rule, bound, assignment)
     except ShardwrightError:
@@ -545,7 +579,7 @@ def _is_plain(op: Op, rule: Rule, bound: Bound, assignment: Assignment) -> bool:
 
 
 def _left(bound: Bound, strategy: Strategy, index: int) -> Digits:
-    """The digits of the sum in which an output is left open."""
+    """The digits of the partial sum in which an output is left."""
     if strategy.out is not None:
         return ()
     layout = bound.output_layout(index, strategy.assignment)
@@ -555,22 +589,17 @@ def _left(bound: Bound, strategy: Strategy, index: int) -> Digits:
     return layout.with_partial(strategy.open + layout.partial).partial
 
 
-# ----------------------------------------------------------------------------------------------------
-# What the backward of one operator under one strategy needs of what its forward had.
-#
-# Asked of autograd (`saved`), of the operator's part of a program alone (`footprint`): its inputs as they are given to
-# it, its outputs as they are left, and what else is made on the way.
-# ----------------------------------------------------------------------------------------------------
+# -- saved tensors --
 
 
 @dataclass(frozen=True)
 class KeptTensors:
-    """What is kept from the forward to the backward.
+    """The tensors saved from the forward for the backward.
 
     Attributes:
-        inputs, outputs: the numbers of those that are.
-        own: bytes of what is neither.
-        views: by number of an output that lies in the memory of an input, that input's number.
+        inputs, outputs: the numbers of the inputs and outputs that are saved.
+        own: bytes of saved tensors that are neither.
+        views: (output, input) numbers, for each output that lies in the memory of an input.
     """
 
     inputs: frozenset[int]
@@ -581,7 +610,7 @@ class KeptTensors:
 
 @dataclass(frozen=True, eq=False)
 class _Program:
-    """A footprint's program, known by what it does to which local shapes."""
+    """A footprint's program; two are equal where they do the same to the same local shapes."""
 
     footprint: OpCost
 
@@ -603,17 +632,17 @@ class _Program:
 
 
 def keeps(footprint: OpCost) -> KeptTensors:
-    """What an operator's backward needs under one strategy."""
+    """The tensors that an operator's backward needs under one strategy."""
     return _keeps(_Program(footprint))
 
 
 def saved_inputs(footprints: Sequence[OpCost]) -> frozenset[int]:
-    """The numbers of the inputs that an operator's backward needs, as its first strategy has it."""
+    """The numbers of the inputs that an operator's backward needs under its first strategy."""
     return keeps(footprints[0]).inputs
 
 
 def saved_inside(footprint: OpCost) -> tuple[SavedTensors, ...]:
-    """What each of its instructions saves."""
+    """The tensors that each of an operator's instructions saves."""
     return _saved(_Program(footprint))
 
 
@@ -652,7 +681,7 @@ def _keeps(program: _Program) -> KeptTensors:
 
 
 def _seed(footprint: OpCost, known: set[str]) -> PlacedValue | None:
-    """The instance of the seed, where the program reads one."""
+    """The instance of the seed, where the program consumes one; else None."""
     names = {name for i in footprint.program for name in reads(i)}
     if SEED.name not in names - known:
         return None

@@ -1,7 +1,14 @@
-"""semi_auto: marked operators as marked, the others along the batch.
+"""The planner semi_auto: marked operators as marked, the others along the batch.
 
-unmarked operator:  batch dim cut by gcd(its size, devices), the rest repeated; everything else whole
-unmarked view:      the layout that makes the least traffic with its input and its consumers
+1. Marked operator: the strategy of the mark.
+2. Unmarked operator: the batch dim cut by gcd(its size, devices), replicas over the remaining devices, every other
+   dim whole.
+3. Unmarked view: the layout with the least traffic to and from its producer and its consumers.
+
+A batch of 6 rows on 4 devices is cut gcd(6, 4) = 2 ways, and 2 devices each repeat the same work.
+
+`data_parallel` is the same without marks. Nothing is searched here: `propagation` follows marks by cost, `recursive`
+and `dynamic` search.
 """
 
 from __future__ import annotations
@@ -31,9 +38,12 @@ def semi_auto(
     """Decide every operator.
 
     Args:
+        graph: the captured program.
+        devices: the number of devices.
+        fed: the layouts of the inputs, and the handling of the results.
         on_missing_rule: "error", or "replicate" to run an operator without a rule whole.
         stored: layouts of parameters that are settled already.
-        uneven: dims that their cuts do not divide are padded, where that can be.
+        uneven: pad dims that their cuts do not divide, where the operator allows it.
 
     Returns:
         Decisions by operator name, and value name -> the dim that carries the batch.
@@ -67,10 +77,12 @@ def data_parallel(
     stored: dict[str, Layout] | None = None,
     uneven: bool = False,
 ) -> tuple[dict[str, Decision], dict[str, int]]:
-    """Every operator along the batch, parameters whole, marks not heeded.
+    """Cut every operator along the batch; parameters are whole and marks are ignored.
+
+    Args and Returns: as `semi_auto`.
 
     Raises:
-        StrategyError: the batch does not divide by the devices.
+        StrategyError: the devices do not divide the batch.
     """
     for value in graph.inputs:
         if value.shape and value.shape[0] % devices:
@@ -84,7 +96,12 @@ def data_parallel(
 
 
 def marked_decision(op: Op, rule: Rule, bound: Bound, devices: int) -> Decision:
-    """A mark's in_strategy, which stands in the order of the user's call, checked and in normal form."""
+    """The decision of a mark's in_strategy, checked and in normal form. The mark's entries are in the order of the
+    user's call.
+
+    Raises:
+        StrategyError, LayoutError: the operator cannot follow the mark; with the operator and its source line.
+    """
     given, order = op.mark.in_strategy, op.mark.order
     where = {
         "operator": op.name if op.kind in op.name else f"{op.name} ({op.kind})",
@@ -106,7 +123,11 @@ def marked_decision(op: Op, rule: Rule, bound: Bound, devices: int) -> Decision:
 
 
 def marked_output(op: Op, bound: Bound, devices: int) -> tuple[Layout, ...]:
-    """A mark's out_strategy, checked."""
+    """The layouts of a mark's out_strategy, checked.
+
+    Raises:
+        StrategyError, LayoutError: the outputs cannot have these layouts; with the operator and its source line.
+    """
     try:
         return output_layouts_of(bound, op.mark.out_strategy, devices)
     except ShardwrightError as error:
@@ -124,7 +145,8 @@ def _along_batch(op: Op, rule: Rule, bound: Bound, devices: int, carries: dict[s
 
 
 def batch_assignment(op: Op, bound: Bound, devices: int, carries: dict[str, int]) -> tuple[Assignment, str | None]:
-    """The batch factor cut by gcd(its size, devices), the rest repeated; and what is to be said about it."""
+    """The batch factor cut by gcd(its size, devices), with replicas over the remaining devices; and a note for the
+    report, or None."""
     factor = batch_factor(op, bound, carries)
     if factor is None:
         return bound.whole(devices), None
@@ -144,7 +166,7 @@ def batch_assignment(op: Op, bound: Bound, devices: int, carries: dict[str, int]
 
 
 class _Views:
-    """Views follow: each takes, among its neighbours' layouts, the one that sends least."""
+    """Views follow: each view takes, among the layouts of its neighbours, the one with the least traffic."""
 
     def __init__(
         self,
@@ -189,7 +211,7 @@ class _Views:
                 self.layouts[value.name] = decision.out[i] if decision.out is not None else layout
 
     def passed(self, op: Op, decision: Decision) -> tuple:
-        """The open sum that goes through a view which follows its input."""
+        """The digits of the partial sum that passes through a view which follows its input."""
         came = self.layouts.get(op.inputs[0].name)
         if came is None or not came.partial or not decision.rule.is_linear(op) or len(op.inputs) > 1:
             return ()
@@ -231,14 +253,15 @@ class _Views:
         return Decision(op, rule, bound, best[0], cause=best[1], note=note or (said if best[0] == along else None))
 
     def traffic(self, value: Value, source: Layout, target: Layout) -> float:
-        """Bytes that a rank sends, forward and, where a gradient flows, backward."""
+        """Bytes that a rank sends in the forward and, where a gradient flows, in the backward."""
         fraction = redistribution(source, target).sent
         if value.requires_grad:
             fraction += redistribution(target.without_partial(), source.without_partial()).sent
         return float(fraction) * value.nbytes
 
     def demands(self, value: Value | None) -> tuple[Layout, ...]:
-        """What the consumers of a value ask for; through further views, as it looks on this side of them."""
+        """The layouts in which the consumers want a value. A consumer that is an undecided view is replaced by its
+        own consumers, their layouts pulled back through the view."""
         if value is None:
             return ()
         if value.name not in self.demanded:

@@ -1,12 +1,12 @@
-"""The rules: one description for each operator, from which strategies, redistributions and costs follow.
+"""Rules: one description for each operator, from which strategies, redistributions and costs follow.
 
 notation             the string of a rule, its factors and their assignment
-registry             which rule describes which operator; operators made of simpler ones
-user_strategy        cuts or Layouts that a user gave, as an assignment: or the error that says why not
-dims                 names of dims, positions in a slice
+registry             operator -> its rule; operators expanded into simpler ones
+user_strategy        cuts or Layouts given by a user -> an assignment, or an error with the reason
+dims                 names of dims, positions in a slice, padding
 pointwise, matmul, spatial, reduction, normalization, loss, attention, shape, indexing, recurrent, random
                      the families of operators
-counter_rng          the random numbers: a word for each position of the whole tensor
+counter_rng          random numbers: a word for each position of the whole tensor
 """
 
 from __future__ import annotations

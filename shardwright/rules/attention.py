@@ -1,10 +1,11 @@
 """Scaled dot product attention:  out = softmax(scale · q kᵀ + mask) v.
 
-Batch, heads and the value's width may be split freely, and so may the queries: a causal mask is then written out, each
-rank takes the rows that belong to its queries. Where the keys or the width of the scores are split too, or weights are
-dropped, it is worked out: the softmax over split keys and the sums over ranks follow from the operators that it is made
-of. With grouped queries a head of the queries is a pair (head of the keys, member of its group), so that heads may be
-split further than there are key heads, the keys then repeated.
+1. Batch, heads and the width of the value may be split without further operators.
+2. Queries may be split too: the causal mask is then computed explicitly, and each rank takes the rows of its queries.
+3. Where the keys or the width of the scores are split too, or weights are dropped, the attention is expanded: the
+   softmax over split keys and the sums over ranks follow from the operators of the expansion.
+4. With grouped queries a head of the queries is a pair (head of the keys, member of its group). Heads may be split
+   further than there are key heads; the keys are then repeated.
 
 A row whose every key is masked gives zeros.
 """
@@ -27,14 +28,14 @@ GROUPED = "(h g)"
 
 
 def _grouping(op: Op) -> tuple[int, int]:
-    """Heads of the keys, and queries' heads to each of them."""
+    """The number of key heads, and the number of query heads for each key head."""
     queries, *rest = (op.argument(name).shape[-3] for name in ("query", "key", "value"))
     heads = math.gcd(*(size for size in rest if size > 1), queries) if max(rest) > 1 else 1
     return heads, queries // heads
 
 
 def _grouped(op: Op) -> bool:
-    """Whether several heads of the queries share one of the keys."""
+    """True where several query heads share a key head."""
     return bool(op.argument("enable_gqa")) and _grouping(op)[1] > 1
 
 
@@ -54,7 +55,7 @@ def _text(op: Op) -> str | tuple[str, dict[str, int]]:
             mine[-1] = {query.shape[-3]: GROUPED, heads: "h"}.get(tensor.shape[-3], "1")
         return operand([*mine, *last])
 
-    both = "!" if mask is not None and op.argument("is_causal") else ""  # kernels differ in what they make of both
+    both = "!" if mask is not None and op.argument("is_causal") else ""  # kernels differ in their treatment of both
     texts = {
         "query": dims(query, f"l{both}", f"d{both}"),
         "key": dims(key, f"s{both}", "d"),
@@ -75,7 +76,7 @@ def _expand(op: Op, bound: Bound, assignment: Assignment) -> Expansion | None:
 
 
 def _causal(b, op: Op) -> Value:
-    """True where a query may look: at the keys that do not stand behind it."""
+    """True where a query may see a key: the position of the key is not after the query."""
     query, key = op.argument("query"), op.argument("key")
     rows = b.call(aten.unsqueeze.default, positions(b, query, query, -2), 1)
     return b.call(aten.ge.Tensor, rows, positions(b, key, key, -2))
@@ -111,16 +112,16 @@ def _worked_out(b, op: Op) -> Value:
 
 
 def _by_group(b, x: Value, heads: int, members: int) -> Value:
-    """The dim of heads as two: [..., heads of the keys, members of a group, ·, ·], 1 where they are shared."""
+    """The dim of heads as two dims, [..., key heads, members of a group, ·, ·], with size 1 for shared heads."""
     count = x.shape[-3]
     pair = [heads, members] if count == heads * members else [count, 1]
     return b.call(aten.reshape.default, x, [*x.shape[:-3], *pair, *x.shape[-2:]])
 
 
 def _weights(b, scores: Value) -> Value:
-    """The softmax over the last dim, zeros where everything is masked."""
+    """The softmax over the last dim; zeros where every element is masked."""
     top = b.call(aten.amax.default, b.call(aten.detach.default, scores), [-1], True)
-    top = b.call(aten.masked_fill.Scalar, top, b.call(aten.isinf.default, top), 0)  # inf - inf is no number
+    top = b.call(aten.masked_fill.Scalar, top, b.call(aten.isinf.default, top), 0)  # inf - inf is NaN
     raised = b.call(aten.exp.default, b.call(aten.sub.Tensor, scores, top))
     total = b.call(aten.sum.dim_IntList, raised, [-1], True)
     total = b.call(aten.masked_fill.Scalar, total, b.call(aten.eq.Scalar, total, 0), 1)

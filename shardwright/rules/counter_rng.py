@@ -1,31 +1,31 @@
-"""The library's own random numbers: a word of 64 bits for each position of a whole tensor, whoever computes it.
+"""Counter-based random numbers: a 64-bit word for each position of a whole tensor, equal on every rank.
 
     key(seed, call, number)       start and odd step of an operator's stream
     word(k) = mix(start + k·step)                                    SplitMix64
     element i of the whole tensor, row-major:
         a number                  word(i)
-        one that is kept or not   half i mod 2 of word(i div 2), as an integer of 32 bits, below p·2³²
+        a mask element            half i mod 2 of word(i div 2), as an integer of 32 bits, below p·2³²
 
-So a rank computes its own elements alone, and they are those of one device under every layout. SplitMix64 and the
+A rank computes its own elements alone, and they equal those of one device under every layout. SplitMix64 and the
 choice of steps are those of G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014
 (the SplittableRandom of Java; it passes DieHarder and BigCrush), the mixing function is D. Stafford's "Mix13". It takes
 nine vector operations a word; Philox-4x32-10 takes over a hundred. Where the seed says "fast", numbers come from
-torch's own generator instead, seeded by the operator and by where the rank's slice begins: replicas agree, slices
-differ.
+torch's own generator instead, seeded by the operator and the start of the rank's slice: replicas agree, slices differ.
 
-The operators take the seed and the positions as tensors in host memory, for the program is the same on every rank:
+The operators take the seed and the positions as tensors in host memory, since the program is the same on every rank:
 
-    seed      (4,): torch.initial_seed(), the number of the call, whether numbers are exact (1) or fast (0), and the
-              number k of the micro-batch, 0 where there is one
-    starts    for each of `dims`, where this rank's slice begins in the whole tensor (1,); other dims begin at 0
+    seed      (4,): torch.initial_seed(), the number of the call, exact (1) or fast (0) numbers, and the number k of
+              the micro-batch, 0 where there is one
+    starts    for each of `dims`, the start of this rank's slice in the whole tensor (1,); other dims begin at 0
 
-In a program for one of m micro-batches `whole` is the shape for that one, and `micro` is (dim, m, pieces): the dim is
-made of so many pieces, each of n = whole[dim] / pieces rows, which in the whole batch lie m beside each other,
+In a program for one of m micro-batches `whole` is the shape of that micro-batch, and `micro` is (dim, m, pieces): the
+dim consists of `pieces` pieces, each of n = whole[dim] / pieces rows. In the whole batch, the m micro-batches of a
+piece are adjacent:
 
     row j of micro-batch k  ->  row (j div n)·m·n + k·n + j mod n of the whole batch
 
-One piece is a batch that is cut into m; P pieces are one of P parts that ranks feed; and so they are where the batch
-is the minor part of a dim.
+One piece: a batch that is cut into m. P pieces: a batch that P ranks feed in P parts, or a batch that is the minor
+part of a dim.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MIX13 = (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, None)
 _MIX_GAMMA = (33, 0xFF51AFD7ED558CCD), (33, 0xC4CEB9FE1A85EC53), (33, None)
 
-#: Words that are worked on at a time on a thread of a CPU: with a temporary, what fits the second cache.
+#: Words computed at a time on a CPU thread: with a temporary, they fit the second-level cache.
 _CHUNK = 1 << 14
 
 _NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
 
 _ROUNDS = tuple((np.uint64(shift), None if factor is None else np.uint64(factor)) for shift, factor in _MIX13)
 
-#: What `draw` gives: "uniform" in [0, 1); "normal"; "exponential", above 0; "integer" in [0, 2⁶³).
+#: Kinds of numbers of `draw`: "uniform" in [0, 1); "normal"; "exponential", above 0; "integer" in [0, 2⁶³).
 KINDS = ("uniform", "normal", "exponential", "integer")
 
 
@@ -83,13 +83,13 @@ def key(seed: int, call: int, number: int) -> tuple[int, int]:
 
 
 class Slice:
-    """Where a slice lies in its whole tensor, row-major: rows of neighbouring elements.
+    """The positions of a slice in its whole tensor, row-major: runs of adjacent elements.
 
     Attributes:
-        first: the position of its first element.
-        run: how many elements neighbour one another in a row.
-        rows: how far it is, in each of the dims before, from the first row to each.
-        aligned: whether all rows begin in the same half of a word.
+        first: the position of the first element.
+        run: the number of adjacent elements in a run.
+        rows: for each of the dims before, the distances of its rows from the first row.
+        aligned: True where all runs begin in the same half of a word.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Slice:
             stride *= extent
 
     def offsets(self) -> np.ndarray:
-        """The position of each row's first element."""
+        """The position of the first element of each run."""
         if not self.rows:
             return np.array([self.first])
         at = self.first + self.rows[0]
@@ -132,8 +132,12 @@ class Slice:
 
 
 def _in_whole_batch(at: int, count: int, piece: int, micros: int, k: int) -> tuple[int, int, np.ndarray | None]:
-    """The rows from `at` on of micro-batch k, in the whole batch: the first, how many neighbour one another, and how
-    far it is from the first to each lot of so many; None where there is one lot."""
+    """The rows from `at` on of micro-batch k, as rows of the whole batch.
+
+    Returns:
+        The first row; the number of adjacent rows; the distances from the first row to each group of adjacent rows,
+            None where there is one group.
+    """
     first = at // piece * micros * piece + k * piece + at % piece
     if at % piece + count <= piece:
         return first, count, None
@@ -156,13 +160,13 @@ def _words(start: int, step: int, offsets: np.ndarray | int, count: int) -> np.n
 
 
 def host_words(start: int, step: int, offsets: np.ndarray, count: int) -> Tensor:
-    """The words of each offset and the `count` positions from there, as (offsets, count) signed integers."""
+    """The words at each offset and the `count` positions from there, as (offsets, count) signed integers."""
     z = _words(start, step, int(offsets[0]) if offsets.size == 1 else offsets, count)
     return torch.from_numpy(z.view(np.int64)).view(-1, count)
 
 
 def _mix(z: np.ndarray) -> np.ndarray:
-    """The mixing function, in place."""
+    """Apply the mixing function, in place."""
     shifted = np.empty_like(z)
     for shift, factor in _ROUNDS:
         np.right_shift(z, shift, out=shifted)
@@ -173,13 +177,13 @@ def _mix(z: np.ndarray) -> np.ndarray:
 
 
 def device_words(start: int, step: int, offsets: np.ndarray, count: int, device: torch.device) -> Tensor:
-    """The same on another device, or on all threads of the CPU."""
+    """The same words as `host_words`, on another device, or on all threads of the CPU."""
     z = torch.arange(count, device=device).mul_(_signed(step))
     if offsets.size == 1:
         z = z.add_(_signed(start + int(offsets[0]) * step)).view(1, count)
     else:
         z = (torch.from_numpy(offsets).to(device) * _signed(step)).add_(_signed(start))[:, None] + z
-    for shift, factor in _MIX13:  # shifts of signed words copy the sign: it is masked away
+    for shift, factor in _MIX13:  # shifts of signed words copy the sign, which is masked
         z.bitwise_xor_((z >> shift).bitwise_and_((1 << 64 - shift) - 1))
         if factor is not None:
             z.mul_(_signed(factor))
@@ -189,7 +193,7 @@ def device_words(start: int, step: int, offsets: np.ndarray, count: int, device:
 def _filled(
     out: Tensor, at: Slice, stream: tuple[int, int], halves: bool, put: Callable[[Tensor, Tensor], Any]
 ) -> Tensor:
-    """Fill `out` with what ``put(words, into)`` makes of the words, (rows, elements) at a time.
+    """Fill `out` by ``put(words, into)``, (rows, elements) at a time.
 
     Args:
         halves: two elements a word: `put` gets them as integers of 32 bits.
@@ -219,7 +223,7 @@ def _filled(
                 made = words(here // 2, (begin + width + 1) // 2).view(torch.int32)
                 if begin or made.shape[1] != width:
                     made = made[:, begin : begin + width]
-            else:  # rows that begin in the one half and in the other
+            else:  # rows begin in different halves of a word
                 position = np.add.outer(here, np.arange(width))
                 made = words(position.ravel() // 2, 1).view(torch.int32)
                 half = torch.from_numpy(position.ravel() % 2).to(out.device)
@@ -237,7 +241,7 @@ def _state(
     number: int,
     micro: Sequence[int],
 ) -> tuple[Slice, tuple[int, int], int | None]:
-    """Where the slice lies, the stream of the operator, and for fast numbers the seed of torch's generator on it."""
+    """The positions of the slice, the stream of the operator, and for fast numbers the seed of torch's generator."""
     initial, call, exact, k = seed.tolist()
     at, stream = Slice(starts, dims, size, whole, micro, k), key(initial & _BITS, call, number)
     return at, stream, None if exact else _mixed(stream[0] + (at.first + 1) * stream[1] & _BITS) >> 1
@@ -268,7 +272,7 @@ def _mask(
     below, number_type = round(p * 2**32) - (1 << 31), _NUMPY.get(dtype) if on.type == "cpu" else None
     simple = fast is None and number_type is not None and -1 << 31 < below < 1 << 31 and at.aligned
     if simple and 0 < math.prod(size) <= 2 * _CHUNK:
-        begin = at.first % 2  # in one go, with the least around it: this is what a small dropout costs
+        begin = at.first % 2  # a single pass with little overhead: the cost of a small dropout
         made = _words(*stream, at.offsets() // 2 if at.rows else at.first // 2, (begin + at.run + 1) // 2)
         kept = made.view(np.int32)[..., begin : begin + at.run] < below
         return torch.from_numpy(np.multiply(kept, number_type(value))).view(size)
@@ -282,7 +286,9 @@ def _mask(
 
     def put(made: Tensor, into: Tensor) -> None:
         if number_type is not None:
-            np.multiply(made.numpy() < below, number_type(value), out=into.numpy())  # half the time of torch's
+            np.multiply(
+                made.numpy() < below, number_type(value), out=into.numpy()
+            )  # half the time of torch's operators
         else:
             torch.lt(made, below, out=into)
             if value != 1:
@@ -319,7 +325,7 @@ def _draw(
 
 
 def _upper(made: Tensor, bits: int) -> Tensor:
-    """The upper bits of words, as numbers that are not negative; in place."""
+    """The upper bits of words, as non-negative numbers; in place."""
     return made.bitwise_right_shift_(64 - bits).bitwise_and_((1 << bits) - 1)
 
 
@@ -329,7 +335,7 @@ def _put_uniform(made: Tensor, into: Tensor) -> None:
 
 
 def _between(made: Tensor) -> Tensor:
-    """In (0, 1), in float64."""
+    """Numbers in (0, 1), in float64."""
     return _upper(made, 53).to(torch.float64).add_(0.5).mul_(2.0**-53)
 
 
@@ -357,8 +363,11 @@ def _choose(
     replacement: bool,
     micro: Sequence[int] = (),
 ) -> Tensor:
-    """With replacement: where a uniform number falls among the sums of weights. Without: the `count` largest of
-    weight/e with e exponential, which is the order in which they would be drawn one by one."""
+    """Draw classes by weight.
+
+    With replacement: the class at which a uniform number falls among the cumulative weights. Without replacement: the
+    `count` largest of weight/e with e exponential, which is the order of draws one by one.
+    """
     wide = weights.double()
     rows, classes = list(weights.shape[:-1]), weights.shape[-1]
     if not replacement:
@@ -382,18 +391,18 @@ def _choose(
     sums = wide.cumsum(-1)
     chosen = torch.searchsorted(sums, drawn * sums[..., -1:], right=True)
     last = (wide > 0).long().mul_(torch.arange(classes, device=wide.device)).amax(-1, keepdim=True)
-    return torch.minimum(chosen, last)  # a product that rounds up to the whole sum
+    return torch.minimum(chosen, last)  # the product may round up to the whole sum
 
 
-#: Operator -> the function that does its work, for those who would rather call that: a call through torch costs as much
-#: as all the words of a small dropout.
+#: Operator -> the function that does its work, for callers that skip torch's dispatch: a call through torch costs as
+#: much as all the words of a small dropout.
 PLAIN: dict[Any, Callable[..., Tensor]] = {}
 
 _library = torch.library.Library("shardwright", "FRAGMENT")
 
 
 def _define(name: str, arguments: str, run, fake) -> None:
-    """An operator of ours through which no gradient goes: cheaper to call than what `torch.library.custom_op` makes."""
+    """Define an operator without a gradient, cheaper to call than one of `torch.library.custom_op`."""
     _library.define(f"{name}({arguments}) -> Tensor")
     _library.impl(name, run, "CompositeExplicitAutograd")
     _library.impl(name, torch.library.fallthrough_kernel, "Autograd")

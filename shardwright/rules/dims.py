@@ -1,4 +1,22 @@
-"""Names for the dims of a call: what rules that are written as a function of the call have in common."""
+"""Dims of a call: names, positions in a slice, and padding, shared by rules that are functions of the call.
+
+1. *Names*: the factor names of the dims, and the text of an operand.
+
+2. *Positions*: the place of a rank's slice in a dim, as data. The program is the same on all ranks; the numbers that it
+   computes with differ.
+
+       positions   0, 1, …, size-1                cut like the dim: each rank gets the positions of its slice
+       starts      0, n, 2n, …   n = ⌈size / cut⌉ one entry a part: each rank gets the start of its part
+
+   A local operator on a part of a dim names the dim ``(p q!)`` in its notation and the starts ``p``. There are as many
+   parts as starts, and the starts are cut like the dim. With all starts, the operator reads the first, 0, and its part
+   is the whole dim: it then equals the operator that it replaces.
+
+3. *Padding*: a dim whose cut does not divide it is padded to parts of one length, the last of which are not full.
+   Padding elements are undefined; `unpadded` fills them with one number and lets no gradient out of them.
+
+4. *send*: the identity at which a value leaves a stage of a pipeline; it moves nothing, and completes partial sums.
+"""
 
 from __future__ import annotations
 
@@ -40,23 +58,25 @@ def named(count: int, prefix: str = "d") -> list[str]:
 
 
 def whole(names: Iterable[str]) -> list[str]:
-    """The same dims, kept whole."""
+    """The names of the same dims, kept whole."""
     return [name if name == "1" else f"{name}!" for name in names]
 
 
 def lent(shape: Sequence[int], used: Sequence[int]) -> list[str]:
-    """Factor names for a tensor of which the dtype alone is read, beside one of shape `used` whose dims are `named`:
-    dims of equal size share a factor, so that the tensor need not be gathered for nothing."""
+    """Factor names for a tensor of which only the dtype is read, beside a tensor of shape `used` with `named` dims.
+
+    Dims of equal size share a factor, so that the tensor need not be gathered.
+    """
     return [f"d{i}" if i < len(used) and used[i] == size else f"lent{i}!" for i, size in enumerate(shape)]
 
 
 def operand(names: Sequence[str]) -> str:
-    """The text of one operand. A scalar is written ``...``, since an empty text means that there is no operand."""
+    """The text of one operand. A scalar is written ``...``, since an empty text means no operand."""
     return " ".join(names) or "..."
 
 
 def operands(op: Op, **texts: str) -> str:
-    """The texts of an operator's tensor arguments, by their schema names, in the order of its inputs."""
+    """The texts of an operator's tensor arguments, given by their schema names, in the order of its inputs."""
     given = [*zip(op.argument_names, op.args), *op.kwargs.items()]
     return ", ".join(texts[name] for name, argument in given if isinstance(argument, Value))
 
@@ -67,7 +87,7 @@ def normal(dim: int, rank: int) -> int:
 
 
 def dims_of(dims: int | Sequence[int] | None, rank: int) -> tuple[int, ...]:
-    """An argument that names dims, counted from 0 and ascending; none named means all."""
+    """The dims named by an argument, counted from 0 and ascending; all dims where it names none."""
     if dims is None or (not isinstance(dims, int) and not dims):
         return tuple(range(rank))
     dims = (dims,) if isinstance(dims, int) else dims
@@ -75,12 +95,12 @@ def dims_of(dims: int | Sequence[int] | None, rank: int) -> tuple[int, ...]:
 
 
 def listed(op: Op, name: str = "dim") -> tuple[int, ...]:
-    """The dims that an operator's argument names, of its first input; all where it names none or has no such one."""
+    """The dims of the first input that an operator's argument names; all where it names none or does not exist."""
     return dims_of(op.argument(name), len(op.inputs[0].shape))
 
 
 def cut_size(bound: Bound, assignment: Assignment, names: Iterable[str] | None = None) -> int:
-    """Into how many parts the named factors are cut together; all factors where none are named."""
+    """The number of parts into which the named factors are cut together; all factors where none are named."""
     wanted = None if names is None else set(names)
     return math.prod(
         digit.size
@@ -91,12 +111,12 @@ def cut_size(bound: Bound, assignment: Assignment, names: Iterable[str] | None =
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type that terms are summed in, so that no term is rounded before the sum is complete."""
+    """The dtype in which terms are summed, so that no term is rounded before the sum is complete."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def all_whole(op: Op) -> str:
-    """The notation of a call of which nothing can be split."""
+    """The notation of a call in which no dim can be split."""
     sides = [
         ", ".join(operand(whole(named(len(v.shape), f"{side}{i}_"))) for i, v in enumerate(values))
         for side, values in (("i", op.inputs), ("o", op.outputs))
@@ -110,14 +130,14 @@ def compound(factors: Sequence[str]) -> str:
 
 
 def refine(before: Sequence[int], after: Sequence[int]) -> tuple[list[str], list[str], dict[str, int]]:
-    """The dims of two shapes of the same elements in the same order, in common factors, major first.
+    """The common factors of two shapes of the same elements in the same order, major first.
 
-    (32, 16, 4) and (512, 4) are ``f0 f1 f2`` and ``(f0 f1) f2``. Where two dims have no common refinement, what they
-    share in front can be split and what is left stays whole: (6, 4) and (8, 3) are ``(f0 w0!) w2!`` and
+    (32, 16, 4) and (512, 4) are ``f0 f1 f2`` and ``(f0 f1) f2``. Where two dims have no common refinement, their
+    leading common factor can be split and the rest stays whole: (6, 4) and (8, 3) are ``(f0 w0!) w2!`` and
     ``(f0 w1!) w3!`` with f0 = 2.
 
     Returns:
-        The text of each dim of both, and the sizes of the factors.
+        The text of each dim of both shapes, and the sizes of the factors.
     """
     if math.prod(before) == 0:
         return whole(named(len(before), "b")), whole(named(len(after), "a")), {}
@@ -159,22 +179,13 @@ def refine(before: Sequence[int], after: Sequence[int]) -> tuple[list[str], list
             rest[:] = [1, 1]
 
 
-# ----------------------------------------------------------------------------------------------------
-# Where a rank's slice of a dim lies, as data: the program is the same on all ranks, the numbers it works on are not.
-#
-#     positions   0, 1, …, size-1                cut as the dim is: each rank gets those of its slice
-#     starts      0, n, 2n, …   n = ⌈size / cut⌉ one entry a part: each rank gets where its own begins
-#
-# An operator of ours that works on a part of a dim names it ``(p q!)`` in its notation and the starts ``p``: by as many
-# parts as there are starts, which are cut as the dim is. Given all starts it reads the first, 0, and all of the dim is
-# its part: whole, it is the operator that it stands for.
-# ----------------------------------------------------------------------------------------------------
+# -- positions
 
 _LIBRARY = torch.library.Library("shardwright", "FRAGMENT")
 
 
 def local_operator(schema: str) -> Callable[[Callable], Any]:
-    """An operator ``torch.ops.shardwright.…`` written in torch's own ones, from which its gradient follows."""
+    """Define an operator ``torch.ops.shardwright.…`` by torch's own operators, which give its gradient."""
     name = schema[: schema.index("(")]
 
     def define(function: Callable) -> Any:
@@ -196,29 +207,34 @@ def _count_text(op: Op) -> str:
 
 
 def positions(b, like: Value, value: Value, dim: int) -> Value:
-    """The positions of a dim of `value`, cut as it is. `like` lends its device."""
+    """The positions of a dim of `value`, cut like the dim. `like` gives the device."""
     made = b.call(count, like, value.shape[dim], 1)
     return b.lay(made, [b.layouts[value.name].dims[dim]])
 
 
 def starts(b, like: Value, value: Value, dim: int) -> Value:
-    """Where the parts of a dim of `value` begin, one a rank's part. `like` lends its device."""
+    """The starts of the parts of a dim of `value`, one for each part. `like` gives the device."""
     digits = b.layouts[value.name].dims[dim]
     parts = digits_size(digits)
     return b.lay(b.call(count, like, parts, part_length(value.shape[dim], parts)), [digits])
 
 
 def part_length(size: int, parts: int) -> int:
-    """The length of the parts of a dim: of all but the last, which are shorter, or empty, where they do not divide
-    it."""
+    """The length of the parts of a dim; where they do not divide the dim, the last parts are shorter or empty."""
     return -(-size // parts)
 
 
 def within(index: torch.Tensor, starts: torch.Tensor, length: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whether an index into a dim of `size` lies in this rank's part of `length`, and its place there; 0 elsewhere.
+    """A mask of the indices in this rank's part of a dim, and the places of the indices in the part (0 outside).
+
+    Args:
+        index: indices into a dim of `size`.
+        starts: the start of this rank's part, first.
+        length: the length of the part.
+        size: the size of the whole dim.
 
     Raises:
-        RuntimeError: an index that lies in no rank's part (on an accelerator when it is next waited for).
+        RuntimeError: an index outside of the dim (on an accelerator when it is next waited for).
     """
     assert_async(((index >= 0) & (index < size)).all(), f"an index is out of range: the dim has size {size}")
     place = index - starts[0]
@@ -229,23 +245,18 @@ def within(index: torch.Tensor, starts: torch.Tensor, length: int, size: int) ->
 register((count,), Rule(_count_text, reduction="none", neutral=0))
 
 
-# ----------------------------------------------------------------------------------------------------
-# What stands in the padding of a dim, made to be what an operator needs there.
-#
-# A dim whose cut does not divide it is padded to parts of one length, of which the last are not full. Whatever
-# operators leave in the padding, `unpadded` puts one number there, and lets no gradient out of it.
-# ----------------------------------------------------------------------------------------------------
+# -- padding
 
 
 @local_operator("unpadded(Tensor x, Tensor starts, int dim, int size, Scalar fill) -> Tensor")
 def unpadded(x: torch.Tensor, starts: torch.Tensor, dim: int, size: int, fill: float) -> torch.Tensor:
-    """`x` where its place in a dim lies below `size`, `fill` beyond; this rank's part begins at ``starts[0]``."""
+    """`x` where its position in a dim is below `size`, `fill` beyond; this rank's part begins at ``starts[0]``."""
     places = torch.arange(x.shape[dim], device=x.device).view(-1, *[1] * (x.dim() - 1 - dim))
     return torch.where(places < size - starts[0], x, fill)
 
 
 def filling(dtype: torch.dtype, neutral: float) -> float | int | bool:
-    """A number as a type has it: in place of an infinity the end of its range."""
+    """A number in a dtype; an infinity becomes the end of the range of an integer dtype."""
     if dtype.is_floating_point or dtype.is_complex:
         return float(neutral)
     if dtype == torch.bool:
@@ -264,9 +275,7 @@ def _text(op: Op) -> tuple[str, dict[str, int]]:
 register((unpadded,), Rule(_text))
 
 
-# ----------------------------------------------------------------------------------------------------
-# The operator at which a value leaves a stage of a pipeline: an identity that moves nothing and takes no open sum
-# along. ----------------------------------------------------------------------------------------------------
+# -- the end of a stage
 
 
 @torch.library.custom_op("shardwright::send", mutates_args=())
@@ -279,7 +288,7 @@ def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-#: The operator, as it stands in graphs.
+#: The operator as recorded in graphs.
 send = torch.ops.shardwright.send.default
 
 

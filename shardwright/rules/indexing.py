@@ -1,9 +1,19 @@
-"""Reading by index: embedding, gather, index_select, indexing by tensors, one_hot.
+"""Indexing: reads (embedding, gather, index_select, indexing by tensors, one_hot) and writes (scatter, index_add, …).
 
-    out[i] = x[index[i]]           x cut along the indexed dim:  out = Σ over parts  [index in part] · x[index - start]
+1. *Reads*. The indexed dim is contracted:
 
-The indexed dim is contracted: cut, each rank reads what lies in its part and has zeros for the rest, a term of a sum
-over ranks. The gradient needs nothing more: a rank's part gets what belongs to it. All other dims are cut freely.
+       out[i] = x[index[i]]        x cut along the indexed dim:  out = Σ over parts  [index in part] · x[index - start]
+
+   Where the dim is cut, each rank reads the elements in its part and has zeros for the rest: a term of a sum over
+   ranks. The gradient needs no further operator: each part receives its own rows. All other dims may be cut.
+
+2. *Writes* (scatter, index_add, index_copy, index_fill, index_put):
+
+       out = x;  out[index[i]] ∘= source[i]     cut along the indexed dim:   each rank writes the elements in its part
+                                                cut along i, where ∘ is +:   out = x + Σ over ranks of the added terms
+
+   The part of a rank gets one spare place. Elements of other parts are written there, and the place is removed
+   afterwards. Each operator thus keeps its order of writes and its gradient.
 """
 
 from __future__ import annotations
@@ -44,10 +54,10 @@ aten = torch.ops.aten
 def embedding_part(
     weight: torch.Tensor, index: torch.Tensor, starts: torch.Tensor, size: int, padding_idx: int
 ) -> torch.Tensor:
-    """The rows of a table of `size` rows of which this rank holds some; zeros for the others."""
+    """The rows of a table of `size` rows of which this rank holds a part; zeros for the other rows."""
     inside, place = within(index, starts, weight.shape[0], size)
     rows = F.embedding(place, weight)
-    if padding_idx >= 0 and weight.requires_grad:  # that row is read, but gets no gradient
+    if padding_idx >= 0 and weight.requires_grad:  # the padding row is read, but gets no gradient
         rows = torch.where((index == padding_idx).unsqueeze(-1), rows.detach(), rows)
     return torch.where(inside.unsqueeze(-1), rows, 0)
 
@@ -58,10 +68,10 @@ def _refuse_sparse(op: Op) -> None:
 
 
 def _embedding(op: Op) -> str:
-    """In the device matrix the index comes first and the table's rows last, before them what is repeated."""
+    """The notation of an embedding; device matrix order: index, width, replicas, rows of the table."""
     _refuse_sparse(op)
     index = named(len(op.inputs[1].shape), "i")
-    by_count = op.argument("scale_grad_by_freq")  # all of the index is counted, and all of the rows are in it
+    by_count = op.argument("scale_grad_by_freq")  # the counts need the whole index, and the whole table
     v, texts = ("v!", whole(index)) if by_count else ("v", index)
     return f"{' '.join(index)} w * v: {v} w, {operand(texts)} -> {operand([*texts, 'w'])}"
 
@@ -87,15 +97,17 @@ def _embedding_part(op: Op) -> tuple[str, dict[str, int]]:
 
 
 def _embedding_bag(op: Op) -> str:
-    """Bags lie anywhere in the index, so that only the width is cut; all else that is said of them is the same on
-    all ranks."""
+    """The notation of embedding_bag: only the width is cut, since a bag may start anywhere in the index.
+
+    The other outputs are equal on all ranks.
+    """
     _refuse_sparse(op)
     if op.argument("scale_grad_by_freq"):
         return all_whole(op)
     texts = operands(op, weight="v! w", indices="n!", offsets="offsets!", per_sample_weights="n!")
     outs = [operand(whole(named(len(v.shape), f"o{i}_"))) for i, v in enumerate(op.outputs)]
     outs[0] = "bags! w"
-    if len(op.outputs[3].shape) == 2:  # which element was the maximum
+    if len(op.outputs[3].shape) == 2:  # the position of the maximum
         outs[3] = "bags! w"
     return f"{texts} -> {', '.join(outs)}"
 
@@ -105,13 +117,13 @@ def _embedding_bag(op: Op) -> str:
 
 @local_operator("gather_part(Tensor x, int dim, Tensor index, Tensor starts, int size) -> Tensor")
 def gather_part(x: torch.Tensor, dim: int, index: torch.Tensor, starts: torch.Tensor, size: int) -> torch.Tensor:
-    """`torch.take_along_dim` along a dim of `size` of which this rank holds a part; zeros for what lies elsewhere."""
+    """`torch.take_along_dim` along a dim of `size` of which this rank holds a part; zeros for other parts."""
     inside, place = within(index, starts, x.shape[dim], size)
     return torch.where(inside, torch.take_along_dim(x, place, dim), 0)
 
 
 def _along_dim(op: Op) -> tuple[list[str], list[str], list[str], int]:
-    """Names of x's, the index's and the output's dims; a dim that the index has only a beginning of stays whole."""
+    """Names of x's, the index's and the output's dims; a dim whose beginning alone is indexed stays whole."""
     x, index = (op.inputs[i].shape for i in (0, 1))
     at = normal(op.argument("dim"), len(x))
     held, read, out = named(len(x)), named(len(x)), named(len(x))
@@ -141,7 +153,7 @@ def _expand_gather(op: Op, bound: Bound, assignment: Assignment) -> Expansion | 
     def work(b):
         held = x
         for d, (size, read) in enumerate(zip(x.shape, index.shape)):
-            if op.kind == "gather" and d != dim and read < size:  # the index has a beginning of this dim alone
+            if op.kind == "gather" and d != dim and read < size:  # the index covers the beginning of this dim only
                 held = b.call(aten.narrow.default, held, d, 0, read)
         return gathered(b, held, dim, index)
 
@@ -149,7 +161,7 @@ def _expand_gather(op: Op, bound: Bound, assignment: Assignment) -> Expansion | 
 
 
 def gathered(b, x: Value, dim: int, index: Value) -> Value:
-    """Of each line along a dim, which may be cut, the elements that an index names."""
+    """The elements named by an index, from each line along a dim that may be cut."""
     return b.call(gather_part, x, dim, index, starts(b, index, x, dim), x.shape[dim])
 
 
@@ -168,10 +180,10 @@ def _gather_part(op: Op) -> tuple[str, dict[str, int]]:
 def index_part(
     x: torch.Tensor, indices: list[torch.Tensor | None], starts: list[torch.Tensor], sizes: list[int]
 ) -> torch.Tensor:
-    """``x[indices]`` where this rank holds a part of each indexed dim; zeros for what lies elsewhere.
+    """``x[indices]`` where this rank holds a part of each indexed dim; zeros for elements of other parts.
 
     Args:
-        starts, sizes: one an index that is not None.
+        starts, sizes: one entry for each index that is not None.
     """
     at = [d for d, index in enumerate(indices) if index is not None]
     inside, places = part_places(x, indices, starts, sizes)
@@ -183,8 +195,10 @@ def index_part(
 def part_places(
     x: torch.Tensor, indices: list[torch.Tensor | None], starts: list[torch.Tensor], sizes: list[int]
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """Which elements of broadcast indices lie in this rank's parts, and the indices counted from where these begin.
-    An index below 0 counts from the end."""
+    """A mask of the elements of broadcast indices in this rank's parts, and the indices relative to these parts.
+
+    An index below 0 counts from the end.
+    """
     places: list[torch.Tensor | None] = [None] * len(indices)
     inside = None
     parts = iter(zip(starts, sizes))
@@ -198,17 +212,17 @@ def part_places(
 
 
 def index_place(at: Sequence[int]) -> int:
-    """Where in the output the indices' dims stand: in the place of the indexed dims where these stand together."""
+    """The position of the indices' dims in the output: that of the indexed dims where these are adjacent, else 0."""
     return at[0] if list(at) == list(range(at[0], at[-1] + 1)) else 0
 
 
 def is_mask(index: Any) -> bool:
-    """Whether an index chooses by true and false, so that what it gives depends on its values."""
+    """True for a mask, an index of true and false: the shape of its result depends on its values."""
     return isinstance(index, Value) and index.dtype in (torch.bool, torch.uint8)
 
 
 def indexed_dims(op: Op, indices: Sequence[Value | None]) -> tuple[list[str], list[str], list[str], list[int]]:
-    """Names of x's dims, of the broadcast indices' dims and of the output's dims; and which dims are indexed."""
+    """Names of x's dims, of the broadcast indices' dims and of the output's dims; and the indexed dims."""
     names = named(len(op.inputs[0].shape))
     at = [d for d, index in enumerate(indices) if index is not None]
     shared = named(max(len(i.shape) for i in indices if i is not None), "i")
@@ -253,7 +267,11 @@ def _expand_index(op: Op, bound: Bound, assignment: Assignment) -> Expansion | N
 
 
 def part_names(x: Value, names: list[str], at: Sequence[int], begins: Sequence[Value]) -> tuple[list[str], dict]:
-    """The indexed dims as parts ``(p v!)``: their starts' texts, and the factors' sizes. Changes `names`."""
+    """Name the indexed dims as parts ``(p v!)``, in `names`.
+
+    Returns:
+        The texts of the starts, and the sizes of the factors.
+    """
     sizes = {}
     for d, begin in zip(at, begins):
         names[d] = f"(p{d} v{d}!)"
@@ -273,7 +291,7 @@ def _index_part(op: Op) -> tuple[str, dict[str, int]]:
 
 @local_operator("one_hot_part(Tensor index, Tensor positions, int size) -> Tensor")
 def one_hot_part(index: torch.Tensor, positions: torch.Tensor, size: int) -> torch.Tensor:
-    """`F.one_hot` of `size` classes, those columns that stand at `positions`."""
+    """The columns at `positions` of `F.one_hot` of `size` classes."""
     within(index, positions, size, size)
     return (index.unsqueeze(-1) == positions).long()
 
@@ -287,7 +305,10 @@ def _expand_one_hot(op: Op, bound: Bound, assignment: Assignment) -> Expansion |
 
 
 def _sought(op: Op) -> str:
-    """How many boundaries lie below: counts of the parts add up. With a sorter, boundaries lie anywhere."""
+    """The notation of searchsorted and bucketize: the number of boundaries below is a sum over parts.
+
+    With a sorter, boundaries are in any order, and everything stays whole.
+    """
     if op.kind == "bucketize":
         return "..., c -> ..."
     if op.argument("sorter") is not None:
@@ -314,19 +335,11 @@ register((one_hot_part,), Rule("..., c -> ... c"))
 register((aten.bucketize.Tensor, aten.searchsorted.Tensor, aten.searchsorted.Scalar), Rule(_sought))
 
 
-# ----------------------------------------------------------------------------------------------------
-# Writing by index: scatter, index_add, index_copy, index_fill, index_put.
-#
-#     out = x;  out[index[i]] ∘= source[i]        cut along the indexed dim:   each rank writes what lies in its part
-#                                                 cut along i, where ∘ is +:   out = x + Σ over ranks of what each adds
-#
-# A rank's part gets one spare place: what belongs to other parts is written there, and the place is taken off again. So
-# each operator stays what it is, its order of writing and its gradient too.
-# ----------------------------------------------------------------------------------------------------
+# -- writes by index
 
 
 def _with_spare(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """One more place along a dim."""
+    """`x` with one more place along a dim."""
     spare = [*x.shape]
     spare[dim] = 1
     return torch.cat([x, x.new_zeros(spare)], dim)
@@ -337,7 +350,7 @@ def _without_spare(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _place(index: torch.Tensor, begin: torch.Tensor, length: int, size: int) -> torch.Tensor:
-    """An index counted from where this rank's part begins; the spare place for what lies elsewhere."""
+    """An index relative to this rank's part; the spare place for elements of other parts."""
     inside, place = within(index, begin, length, size)
     return torch.where(inside, place, length)
 
@@ -362,7 +375,7 @@ def write_part(
     """``aten.<target>`` into a dim of `size` of which this rank holds a part.
 
     Args:
-        source, value: what is written; that which the target takes.
+        source, value: the written tensor or number; one of them, as the target takes.
         reduce, include_self, alpha: given where the target takes them.
     """
     name, overload = target.split(".")
@@ -384,7 +397,7 @@ def _source(op: Op) -> Value | None:
 
 
 def _adds(op: Op) -> bool:
-    """Whether what is written is added to what stands there, so that ranks may each add a part."""
+    """True where the written elements are added to the present ones, so that each rank may add a part."""
     return (
         op.kind in ("scatter_add", "index_add")
         or (op.kind == "scatter_reduce" and op.argument("reduce") == "sum" and op.argument("include_self", True))
@@ -393,10 +406,10 @@ def _adds(op: Op) -> bool:
 
 
 def _write_names(op: Op, part: bool = False) -> tuple[list[str], list[str], list[str], int]:
-    """Names of x's, the index's and the source's dims, and the dim that is indexed.
+    """Names of x's, the index's and the source's dims, and the indexed dim.
 
-    The index of a scatter has all dims; of one that is shorter than x's or the source's only a beginning is read, so
-    that it stays whole. The index of an index_add has one dim.
+    The index of a scatter has all dims. A dim in which it is shorter than x or the source stays whole, since only its
+    beginning is read. The index of an index_add has one dim.
     """
     x, index, source = op.argument("x" if part else "self"), op.argument("index"), _source(op)
     at = normal(op.argument("dim"), len(x.shape))
@@ -512,7 +525,7 @@ def _put(op: Op, part: bool = False) -> str:
 
 
 def _put_by_mask(op: Op, masks: list[Value]) -> str:
-    """One value wherever a mask is true is put on slices as on the whole."""
+    """The notation of index_put with a mask: one value is put on slices as on the whole tensor."""
     x, values, indices = op.inputs[0], op.argument("values"), op.argument("indices")
     if len(masks) > 1 or len(indices) > 1 or values.numel != 1:
         return all_whole(op)
@@ -563,7 +576,7 @@ def assigned(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 @local_operator("overwritten(Tensor x, Tensor value) -> Tensor")
 def overwritten(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """The elements of `value`, in the shape and type of `x`, whose gradient is 0: what `copy_` leaves."""
+    """The elements of `value` in the shape and dtype of `x`; the gradient of `x` is 0: the result of `copy_`."""
     return _Overwritten.apply(x, value.to(x.dtype).expand(x.shape))
 
 
@@ -591,7 +604,7 @@ class _Overwritten(torch.autograd.Function):
 
 
 def _put_beside(op: Op) -> str:
-    """select_scatter, slice_scatter, diagonal_scatter: the dims that are written to stay whole."""
+    """The notation of select_scatter, slice_scatter and diagonal_scatter: the dims that are written stay whole."""
     names = named(len(op.inputs[0].shape))
     if op.kind == "diagonal_scatter":
         at = [normal(op.argument(d), len(names)) for d in ("dim1", "dim2")]

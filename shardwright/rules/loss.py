@@ -1,7 +1,17 @@
-"""Losses. A mean over a cut batch is a sum divided by the global count:
+"""Losses: elementwise and row losses, and losses over classes.
 
-    mse, l1, …               Σ loss / count
-    cross entropy, nll       see `classes`
+1. *Elementwise and row losses*. A mean over a cut batch is a sum divided by the global count:
+
+       mse, l1, …               Σ loss / count
+
+2. *Cross entropy and nll*: losses over classes, one of which is the target. Where the class dim is cut, no rank ever
+   holds the scores of all classes, forward or backward: each rank gives its terms of sums over ranks, which are
+   completed in one reduction.
+
+       y = x - max x        loss = log Σ exp y - y[target]
+       smoothed by ε:       loss = (1-ε) w[target] (log Σ exp y - y[target]) + ε/C (Σw · log Σ exp y - Σ w·y)
+       target t by class:   t' = (1-ε) t + ε/C,   loss = Σ w·t' · log Σ exp y - Σ w·t'·y
+       mean:                Σ loss / Σ w[target]·[target ≠ ignore_index]     both in one reduction; of t: Σ loss / rows
 
 In half precision the terms are summed in float32.
 """
@@ -29,7 +39,7 @@ def _elementwise_text(op: Op) -> str:
 
 
 def summed(b, op: Op) -> Value:
-    """The sum of the losses, wide enough to hold it."""
+    """The sum of the losses, in a dtype wide enough for it."""
     out = op.outputs[0].dtype
     args, kwargs = op.with_arguments(reduction=SUM if wide(out) == out else NONE)
     made = b.call(op.target, *args, **kwargs)
@@ -48,7 +58,7 @@ def _expand_elementwise(op: Op, bound: Bound, assignment: Assignment) -> Expansi
 
 
 def _rows_text(op: Op) -> str:
-    """One loss a row: the last dim stays whole."""
+    """The notation of losses with one value a row: the last dim stays whole."""
     rows = operand(named(len(op.inputs[0].shape) - 1, "n"))
     row = f"{'' if rows == '...' else rows} d!"
     texts = operands(
@@ -73,7 +83,7 @@ def _expand_rows(op: Op, bound: Bound, assignment: Assignment) -> Expansion | No
 
 
 def counted(b, op: Op, dtype: torch.dtype) -> Value:
-    """How much the targets that are not ignored count for together."""
+    """The total weight of the targets that are not ignored."""
     target, weight = op.argument("target"), op.argument("weight")
     kept = b.call(aten.ne.Scalar, target, op.argument("ignore_index"))
     if weight is None:
@@ -84,13 +94,13 @@ def counted(b, op: Op, dtype: torch.dtype) -> Value:
 
 
 def _take_text(op: Op) -> str:
-    """Any index may reach any element."""
+    """The notation of take: the source stays whole, since any index may reach any element."""
     held, index = (named(len(v.shape), name) for v, name in zip(op.inputs, ("h", "i")))
     return f"{operand(whole(held))}, {operand(index)} -> {operand(index)}"
 
 
 def _of_zeros(op: Op) -> float | None:
-    """Some losses of 0 against 0 are 0."""
+    """The neutral number of a loss: 0 where the loss of 0 against 0 is 0."""
     vanishes = op.kind in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy")
     return 0 if vanishes and len({v.shape for v in op.inputs}) == 1 else None
 
@@ -125,21 +135,11 @@ register(
 register((aten.take.default,), Rule(_take_text))
 
 
-# ----------------------------------------------------------------------------------------------------
-# Cross entropy and nll: losses over classes, of which one is the target. With the class dim cut no rank ever holds the
-# scores of all classes, forward or backward: each gives its terms of sums over ranks, which travel together.
-#
-#     y = x - max x        loss = log Σ exp y - y[target]
-#     smoothed by ε:       loss = (1-ε) w[target] (log Σ exp y - y[target]) + ε/C (Σw · log Σ exp y - Σ w·y)
-#     target t by class:   t' = (1-ε) t + ε/C,   loss = Σ w·t' · log Σ exp y - Σ w·t'·y
-#     mean:                Σ loss / Σ w[target]·[target ≠ ignore_index]     both in one reduction; of t: Σ loss / rows
-#
-# In half precision the terms are summed in float32.
-# ----------------------------------------------------------------------------------------------------
+# -- losses over classes
 
 
 def _has_probabilities(op: Op) -> bool:
-    """Whether the target holds a probability per class, not the index of one."""
+    """True where the target holds a probability per class instead of the index of a class."""
     scores, target = op.argument("self"), op.argument("target")
     return op.kind == "cross_entropy_loss" and scores.shape == target.shape and target.dtype.is_floating_point
 
@@ -157,7 +157,7 @@ def _expand(op: Op, bound: Bound, assignment: Assignment) -> Expansion | None:
     if cut_size(bound, assignment, ["c"]) > 1:
         return lambda b: _finished(b, op, *(_by_probability if _has_probabilities(op) else _by_class)(b, op))
     out = op.outputs[0].dtype
-    if not bound.divides(assignment) and op.argument("reduction") != NONE:  # padded rows have losses of their own
+    if not bound.divides(assignment) and op.argument("reduction") != NONE:  # padded rows would add to the sum
         return lambda b: _finished(b, op, *_by_row(b, op))
     if not needs_work(op, bound, assignment):
         return None
@@ -172,13 +172,13 @@ def _expand(op: Op, bound: Bound, assignment: Assignment) -> Expansion | None:
 
 
 def _ratio(b, op: Op, total: Value, count: Value) -> Value:
-    """A mean, its two sums in one reduction."""
+    """A mean: both of its sums in one reduction."""
     total, count = b.call(aten.unbind.int, b.call(aten.stack.default, [total, count]))
     return b.to(b.call(aten.div.Tensor, total, b.call(aten.detach.default, count)), op.outputs[0].dtype)
 
 
 def _fused(b, op: Op) -> tuple[Value, Value] | None:
-    """Numerator and denominator from the one kernel that makes both, where torch has it for this call."""
+    """Numerator and denominator from one kernel, where torch has it for this call; None otherwise."""
     scores, out = op.argument("self"), op.outputs[0].dtype
     if len(scores.shape) != 2 or op.argument("label_smoothing", 0.0) or wide(out) != out:
         return None
@@ -207,8 +207,11 @@ def _fused_text(op: Op) -> str:
 
 
 def _finished(b, op: Op, loss: Value, count: Value | None) -> Value:
-    """Losses of rows, or their sum, reduced as the call asks; `count` is by how much each row counts in a mean, None
-    where all count alike."""
+    """Losses of rows, or their sum, reduced as the call asks.
+
+    Args:
+        count: the weight of each row in a mean; None where all rows have the same weight.
+    """
     scores, out = op.argument("self"), op.outputs[0].dtype
     reduction = op.argument("reduction")
     if reduction == NONE:
@@ -230,20 +233,20 @@ def _class_dim(scores: Value) -> int:
 
 
 def _together(b, parts: Sequence[Value]) -> Sequence[Value]:
-    """Tensors of sums over ranks, completed in one reduction and taken apart along their first dim."""
+    """Sums over ranks, completed in one reduction and split along their first dim."""
     joined = b.call(aten.cat.default, list(parts)) if len(parts) > 1 else parts[0]
     return b.call(aten.unbind.int, joined) if joined.shape[0] > 1 else [b.call(aten.squeeze.dim, joined, 0)]
 
 
 def _beside_classes(b, scores: Value, weight: Value) -> Value:
-    """A weight a class, as it broadcasts against scores."""
+    """A weight per class, as it broadcasts against scores."""
     tail = len(scores.shape) - 1 - _class_dim(scores)
     weight = b.to(b.call(aten.detach.default, weight), wide(scores.dtype))
     return b.call(aten.view.default, weight, [weight.shape[0], *[1] * tail]) if tail else weight
 
 
 def _by_class(b, op: Op) -> tuple[Value, Value]:
-    """Loss and weight of each row, the target the index of a class."""
+    """Loss and weight of each row, where the target is the index of a class."""
     scores, target, weight = op.argument("self"), op.argument("target"), op.argument("weight")
     dim, classes, smoothing = _class_dim(scores), scores.shape[_class_dim(scores)], op.argument("label_smoothing", 0.0)
     kept = b.call(aten.ne.Scalar, target, op.argument("ignore_index"))
@@ -279,7 +282,7 @@ def _by_class(b, op: Op) -> tuple[Value, Value]:
 
 
 def _by_probability(b, op: Op) -> tuple[Value, None]:
-    """Loss of each row, the target a probability a class."""
+    """Loss of each row, where the target is a probability per class."""
     scores, target, weight = op.argument("self"), op.argument("target"), op.argument("weight")
     dim, smoothing = _class_dim(scores), op.argument("label_smoothing", 0.0)
     values, share = (b.to(x, wide(x.dtype)) for x in (scores, target))
@@ -297,8 +300,10 @@ def _by_probability(b, op: Op) -> tuple[Value, None]:
 
 @local_operator("class_picked(Tensor x, Tensor target, Tensor starts, int dim, int size) -> Tensor")
 def picked(x: torch.Tensor, target: torch.Tensor, starts: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """[1, rows…]: of each row what stands at its target, zero where that is another rank's. A weight a class has one
-    row for all targets."""
+    """[1, rows…]: the element of each row at its target, zero where the target is in another rank's part.
+
+    A weight per class has one row for all targets.
+    """
     inside, place = within(target, starts, x.shape[dim], size)
     found = torch.take(x, place) if x.dim() == 1 else x.gather(dim, place.unsqueeze(dim)).squeeze(dim)
     return torch.where(inside, found, 0).unsqueeze(0)
@@ -317,14 +322,17 @@ def _part_sizes(x: Value, dim: int, begin: Value) -> dict[str, int]:
     return {"p": begin.shape[0], "c": part_length(x.shape[dim], begin.shape[0])}
 
 
-# One operator for both sums, so that nothing of the scores' size is kept for the backward but the scores.
+# One operator for both sums: of all tensors of the scores' size, only the scores are saved for the backward.
 
 
 @torch.library.custom_op("shardwright::class_sums", mutates_args=())
 def _class_sums(
     x: torch.Tensor, highest: torch.Tensor, target: torch.Tensor, starts: torch.Tensor, dim: int, size: int
 ) -> torch.Tensor:
-    """[2, rows…]: of y = x - highest, Σ exp y over this rank's classes, and y at the target, zero if another rank's."""
+    """[2, rows…], with y = x - highest: Σ exp y over this rank's classes, and y at the target.
+
+    y is zero where the target is another rank's class.
+    """
     inside, place = within(target, starts, x.shape[dim], size)
     dtype = wide(x.dtype)
     high = highest.to(dtype)

@@ -1,9 +1,15 @@
-"""Products: matmul and its relatives, linear, einsum.
+"""Matrix products: matmul and its relatives, linear, einsum, and grouped products.
 
-Batch factors stand first in the device matrix, then the rows, the contracted factors, the columns, whichever way an
-operand is stored. A cut contraction leaves a partial sum; what is added to a product is added once: a bias to the term
-of the ranks that come first, so that the sum stays open and its conversion may be a reduce-scatter; else to the
-finished sum.
+1. *Products*. The device matrix has the batch factors first, then the rows, the contracted factors, the columns,
+   however an operand is stored. A cut contraction leaves a partial sum. A term beside the product is added once: a
+   bias to the term of the first ranks along the contraction, so that the sum stays partial and its redistribution may
+   be a reduce-scatter; any other term to the completed sum.
+
+2. *Grouped products*, the products of a mixture of experts: groups of rows, each with a matrix of its own.
+
+       out[i, n] = Σk x[i, k] · w[group of i, k, n]        the end of each group is data, one number a group
+
+   The widths k and n may be cut; k leaves a partial sum. Groups stay whole, and so do the rows that form them.
 """
 
 from __future__ import annotations
@@ -24,7 +30,7 @@ aten = torch.ops.aten
 
 
 def _matmul(op: Op) -> str:
-    """Vectors, matrices and batches of them; batch dims are aligned on the right and broadcast."""
+    """The notation of matmul: vectors, matrices and batches of them; batch dims broadcast, aligned on the right."""
     a, b = (len(v.shape) for v in op.inputs)
     batch = named(max(a, b, 2) - 2, "b")
     rows, columns = ["m"] * (a > 1), ["n"] * (b > 1)
@@ -34,7 +40,7 @@ def _matmul(op: Op) -> str:
 
 
 def _product(inputs: Sequence[Sequence[str]], out: Sequence[str], first: Sequence[str] = ()) -> str:
-    """The notation of a product: `first` are the factors that stand first, whatever the operands name first."""
+    """The notation of a product; `first` are the factors that come first in the device matrix."""
     order = f"{' '.join(first)}: " if first else ""
     return f"{order}{', '.join(map(operand, inputs))} -> {operand(out)}"
 
@@ -48,7 +54,7 @@ def _linear(op: Op) -> str:
 
 
 def _bias_after(op: Op, bound: Bound, assignment: Assignment, contracted: Sequence[str]) -> Expansion | None:
-    """linear and bilinear: the bias is the last input."""
+    """Add the bias, the last input, after the product."""
     *factors, bias = op.inputs
     if op.argument("bias") is None or cut_size(bound, assignment, contracted) == 1:
         return None
@@ -66,7 +72,7 @@ def _expand_linear(op: Op, bound: Bound, assignment: Assignment) -> Expansion | 
 
 @local_operator("linear_part(Tensor x, Tensor weight, Tensor bias, Tensor starts) -> Tensor")
 def linear_part(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """linear over a part of the contracted dim; the first part has the bias."""
+    """linear over a part of the contracted dim; the first part adds the bias."""
     return torch.nn.functional.linear(x, weight, torch.where(starts[0] == 0, bias, 0))
 
 
@@ -84,7 +90,7 @@ def _expand_bilinear(op: Op, bound: Bound, assignment: Assignment) -> Expansion 
 
 
 def _added(left: str, right: str, out: str):
-    """addmm and its relatives: the added term broadcasts against the product, aligned on the right."""
+    """The notation of addmm and its relatives: the added term broadcasts against the product, aligned on the right."""
 
     def notation(op: Op) -> str:
         term = [f"{name}?" for name in out.split()[len(out.split()) - len(op.inputs[0].shape) :]]
@@ -106,7 +112,7 @@ def _expand_added(product, contracted: str):
             if alpha != 1:
                 made = b.call(aten.mul.Tensor, made, alpha)
             if beta == 0:
-                return made  # what is added is not even read then: it may hold NaN
+                return made  # the added term is then not read: it may hold NaN
             return b.call(aten.add.Tensor, made, added if beta == 1 else b.call(aten.mul.Tensor, added, beta))
 
         return work
@@ -140,7 +146,7 @@ def _inner(op: Op) -> str:
 
 
 def _chain(op: Op) -> str:
-    """Matrices one after the other; the first and the last may be vectors."""
+    """The notation of a chain of matrices; the first and the last may be vectors."""
     last = len(op.inputs) - 1
     texts = [[f"k{i}", f"k{i + 1}"] for i in range(last + 1)]
     if len(op.inputs[0].shape) == 1:
@@ -160,7 +166,10 @@ def _kron(op: Op) -> tuple[str, dict[str, int]]:
 
 
 def _einsum(op: Op) -> str:
-    """The equation is a notation already. A letter that stands twice in one operand (a diagonal) stays whole."""
+    """The notation of einsum, read from its equation.
+
+    A letter that occurs twice in one operand (a diagonal) stays whole.
+    """
     left, arrow, right = op.argument("equation").replace(" ", "").partition("->")
     terms = left.split(",")
     dots = max((len(v.shape) - len(t.replace("...", "")) for t, v in zip(terms, op.inputs) if "..." in t), default=0)
@@ -222,21 +231,18 @@ register(
 register((aten.einsum.default,), Rule(_einsum, neutral=0, product=_of_two))
 
 
-# ----------------------------------------------------------------------------------------------------
-# Products of groups of rows, each with a matrix of its own: what mixtures of experts are made of.
-#
-#     out[i, n] = Σk x[i, k] · w[group of i, k, n]          where each group ends is data, one number a group
-#
-# The widths k and n may be cut, k leaves a partial sum. Rows stay whole where groups are made of them, and so do
-# groups. ----------------------------------------------------------------------------------------------------
+# -- grouped products
 
-#: Bytes that torch's kernel wants the strides of its operands to be multiples of.
+#: The strides of the operands of torch's kernel are multiples of so many bytes.
 _ALIGNED = 16
 
 
 def _grouped(op: Op) -> str | tuple[str, dict[str, int]]:
-    """Groups are rows of the first operand, columns of the second, what is contracted, or matrices side by side. Widths
-    are cut into parts of whole units that the kernel's alignment allows."""
+    """The notation of a grouped product.
+
+    Groups are rows of the first operand, columns of the second, parts of the contracted dim, or stacked matrices.
+    Widths are cut into whole units of the kernel's alignment.
+    """
     x, w = op.inputs[:2]
     if op.argument("bias") is not None:
         return all_whole(op)
@@ -267,14 +273,14 @@ def _grouped(op: Op) -> str | tuple[str, dict[str, int]]:
 
 
 def _flops(x: torch.Tensor, w: torch.Tensor, *args: object, **kwargs: object) -> int:
-    """Each row meets one matrix."""
+    """Flops: each row is multiplied by one matrix."""
     rows = x.shape[0] * x.shape[1] if x.dim() == w.dim() == 3 else x.shape[-2]
     return 2 * rows * x.shape[-1] * w.shape[-1]
 
 
 _FALLBACK = "transformers::grouped_mm_fallback"
 
-#: By an operator's name: its flops of its arguments, of which torch's own table does not know.
+#: Name of an operator -> a function of its arguments that returns its flops; these are missing in torch's table.
 FLOPS = {
     "aten::_grouped_mm": _flops,
     _FALLBACK: _flops,

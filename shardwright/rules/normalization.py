@@ -1,12 +1,22 @@
-"""Normalisation as operators without side effects, and the pieces that one over cut dims is worked out into.
+"""Normalization as operators without side effects, and the operators of its expansion over cut dims.
 
-torch's batch and instance norm change their running statistics though their schemas do not say so; here the new values
-are outputs. Over cut dims the statistics of the parts are put together by Chan's formula, for parts of equal size
+1. *Running statistics*. torch's batch and instance norm change their running statistics though their schemas do not
+   say so; here the new values are outputs.
 
-    mean = Σ mean_p / P          var = Σ (var_p + (mean_p − mean)²) / P
+2. *Statistics over cut dims* combine those of the parts by Chan's formula, for P parts of equal size:
 
-which needs one exchange and cancels nothing, however far the mean lies from zero. Each operator is made of torch's own,
-so that autograd, meta tensors and torch.compile see through it.
+       mean = Σ mean_p / P          var = Σ (var_p + (mean_p − mean)²) / P
+
+   The formula needs one exchange and has no cancellation, however far the mean is from zero. Each operator is a
+   composition of torch's own, so that autograd, meta tensors and torch.compile see through it.
+
+3. *Rules of the normalization layers*, over a cut dim by the combined statistics:
+
+       out = (x − mean) / √(variance + eps) · weight + bias          rms: x / √(Σ x² / count + eps) · weight
+
+   A batch norm in training normalizes by the whole batch, as on one device. Its running statistics are replicas: where
+   the channels are cut, each rank computes the new values of its own channels, and these are gathered. The backward of
+   all but rms is one sum over the ranks: of the gradients of mean and variance together.
 """
 
 from __future__ import annotations
@@ -45,7 +55,7 @@ _LIBRARY = torch.library.Library("shardwright", "FRAGMENT")
 
 
 def _operator(schema: str) -> Callable[[Callable], Any]:
-    """Make a function an operator of that schema, differentiated through what it calls."""
+    """Define an operator of that schema, differentiated through the operators that its function calls."""
 
     def make(function: Callable) -> Any:
         _LIBRARY.define(schema)
@@ -74,7 +84,14 @@ def batch_norm(
     eps: float,
     cudnn: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """In training: the result and the new running mean and variance; with `tracked`, averages over so many batches."""
+    """Batch norm in training.
+
+    Args:
+        tracked: the number of batches seen; with it the running statistics are averages over all batches.
+
+    Returns:
+        The result, the new running mean and the new running variance.
+    """
     if tracked is None:
         mean, var = mean.detach().clone(), var.detach().clone()
         return torch.batch_norm(x, weight, bias, mean, var, True, momentum, eps, cudnn), mean, var
@@ -97,7 +114,7 @@ def instance_norm(
     eps: float,
     cudnn: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """In training: the result and the new running mean and variance."""
+    """Instance norm in training: the result, the new running mean and the new running variance."""
     mean, var = mean.detach().clone(), var.detach().clone()
     return torch.instance_norm(x, weight, bias, mean, var, True, momentum, eps, cudnn), mean, var
 
@@ -109,7 +126,7 @@ def instance_norm(
 def own_batch_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, parts: int, dtype: torch.dtype, eps: float, cudnn: bool
 ) -> tuple[Tensor, Tensor]:
-    """Each of `parts` equal parts of the batch by its own statistics.
+    """Normalize each of `parts` equal parts of the batch by its own statistics.
 
     Returns:
         The result, and [2, channels] in `dtype`: the sums over the parts of their means and unbiased variances.
@@ -136,14 +153,18 @@ def running_averages(
     Args:
         stats: means and variances: two rows, layer after layer.
         old: mean and variance of the first layer, then those of the next.
-        tracked: per layer the number of batches seen, this one included, where averages are over all of them.
-        momenta: per layer the weight of `stats`, otherwise.
-        scales: what means and variances are multiplied by: of sums, or of biased ones.
+        tracked: per layer the number of batches seen, including this one, where the running statistics are averages
+            over all batches; empty otherwise.
+        momenta: per layer the weight of `stats`, without `tracked`.
+        scales: factors of means and of variances, where `stats` are sums or biased variances.
+
+    Returns:
+        The new values, in the order of `old`.
     """
     sizes = [mean.numel() for mean in old[::2]]
     rows = []
     for i, (seen, scale) in enumerate(zip(stats.reshape(2, -1).unbind(), scales)):
-        before = torch.cat(list(old[i::2])).to(seen.dtype)  # all layers at once: a step of many small operators is slow
+        before = torch.cat(list(old[i::2])).to(seen.dtype)  # all layers at once: many small operators are slow
         away = seen * scale - before
         if tracked:
             rows.append(before + torch.cat([a / count for a, count in zip(away.split(sizes), tracked)]))
@@ -162,7 +183,7 @@ def moments(x: Tensor, dims: Sequence[int], parts: Sequence[int]) -> Tensor:
     """Mean and biased variance over `dims`, of each part where dim ``dims[i]`` is cut into ``parts[i]``.
 
     Returns:
-        [product of parts, 2, *x.shape with 1 in the place of `dims`]; in half precision, in float32.
+        [product of parts, 2, *x.shape with 1 in place of `dims`]; for half precision inputs, in float32.
     """
     return _Moments.apply(x, list(dims), list(parts))
 
@@ -171,7 +192,7 @@ class _Moments(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dims: list[int], parts: list[int]) -> Tensor:
         cut, inner = _in_parts(x, dims, parts)
-        if x.device.type == "cpu":  # twice the speed of var_mean there, and as exact
+        if x.device.type == "cpu":  # on a CPU twice the speed of var_mean, and as exact
             mean = cut.mean(inner, True, dtype=_wide(x.dtype))
             var = (cut - mean).square_().mean(inner, True)
         else:
@@ -198,8 +219,10 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _in_parts(x: Tensor, dims: list[int], parts: list[int]) -> tuple[Tensor, list[int]]:
-    """Every dim as two, the part and the place in it; and which of these dims a part's statistics run over. Itself and
-    `dims` where there is one part."""
+    """`x` with every dim split into (part, place in the part), and the dims that the statistics of a part reduce.
+
+    `x` itself and `dims` where there is one part.
+    """
     if math.prod(parts) == 1:
         return x, dims
     count = dict(zip(dims, parts))
@@ -212,7 +235,7 @@ def _parts_first(m: Tensor) -> Tensor:
 
 
 def _parts_back(gradient: Tensor, cut: Tensor, inner: list[int]) -> Tensor:
-    """The parts of a gradient [product of parts, …] beside the dims that they cut."""
+    """The gradient [product of parts, …] with the parts moved beside the dims that they cut."""
     rank = cut.dim() // 2
     shape = [*cut.shape[::2], *(1 if d in inner else cut.shape[d] for d in range(1, cut.dim(), 2))]
     return gradient.reshape(shape).permute([d // 2 + rank * (d % 2) for d in range(cut.dim())])
@@ -220,7 +243,7 @@ def _parts_back(gradient: Tensor, cut: Tensor, inner: list[int]) -> Tensor:
 
 @_operator("combined_moments(Tensor moments) -> Tensor")
 def combined_moments(parts: Tensor) -> Tensor:
-    """Means and biased variances of equal parts [parts, 2, …] -> those of all together [2, …]."""
+    """Means and biased variances of equal parts [parts, 2, …] -> those of all parts together [2, …]."""
     means, variances = parts.unbind(1)
     mean = means.mean(0)
     return torch.stack([mean, (variances + (means - mean).square()).mean(0)])
@@ -237,7 +260,7 @@ def normalise(x: Tensor, stats: Tensor, weight: Tensor | None, bias: Tensor | No
 
 @_operator("batch_normalise(Tensor input, Tensor stats, Tensor? weight, Tensor? bias, float eps) -> Tensor")
 def batch_normalise(x: Tensor, stats: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """`normalise` along dim 1 by torch's one kernel, with a gradient for the statistics too."""
+    """`normalise` along dim 1 by torch's fused kernel, with a gradient for the statistics too."""
     return _BatchNormalise.apply(x, stats, weight, bias, eps)
 
 
@@ -253,7 +276,7 @@ class _BatchNormalise(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """With x̂ the normalised x: Σ g for the bias, Σ g·x̂ for the weight, and from these two
+        """Compute Σ g for the bias and Σ g·x̂ for the weight, with x̂ the normalized x, and from these the gradients
 
         of the mean      −weight/√(var + eps) · Σ g
         of the variance  −weight/2(var + eps) · Σ g·x̂
@@ -278,7 +301,8 @@ class _BatchNormalise(torch.autograd.Function):
 
 # -- for the capture ---------------------------------------------------------------------------------------------------
 
-#: Operators that change running statistics silently: which argument says that they do, and the one that returns them.
+#: Operators that change running statistics without saying so in their schema: the argument that makes them do so, and
+#: the operator that returns the new statistics instead.
 _SILENT = {
     aten.batch_norm.default: ("training", batch_norm),
     aten.instance_norm.default: ("use_input_stats", instance_norm),
@@ -293,7 +317,7 @@ def without_side_effects(target: Any, arguments: dict[str, Any]) -> Any | None:
 
 @contextlib.contextmanager
 def cumulative_momentum(module: nn.Module) -> Iterator[None]:
-    """While active, batch norms whose momentum is None pass on NaN: they would make a number of a tensor's value."""
+    """Make batch norms with momentum None pass on NaN, while active: they would read a number from a tensor's value."""
     changed = [
         m
         for m in module.modules()
@@ -312,16 +336,7 @@ def cumulative_momentum(module: nn.Module) -> Iterator[None]:
             norm.momentum = None
 
 
-# ----------------------------------------------------------------------------------------------------
-# Normalisation layers. Over a cut dim, by the mean and variance of each part, put together in one exchange:
-#
-#     out = (x − mean) / √(variance + eps) · weight + bias          rms: x / √(Σ x² / count + eps) · weight
-#
-# A batch norm that trains normalises by the whole batch, as on one device. Its running statistics are replicas: where
-# the channels are cut, each rank works out the new values of its own and they are gathered.
-#
-# The backward of all but rms is one sum over the ranks: of the gradients of mean and variance together.
-# ----------------------------------------------------------------------------------------------------
+# -- rules of the normalization layers
 
 
 def _dims(op: Op) -> list[str]:
@@ -329,14 +344,14 @@ def _dims(op: Op) -> list[str]:
 
 
 def _cuts(bound: Bound, assignment: Assignment, dims: Sequence[int]) -> list[int]:
-    """Into how many parts each of these dims of the first input is cut."""
+    """The number of parts of each of these dims of the first input."""
     layout = bound.input_layout(0, assignment)
     assert layout is not None
     return [layout.cuts[d] for d in dims]
 
 
 def _stats(b, x: Value, dims: Sequence[int], cuts: Sequence[int]) -> Value:
-    """Mean and biased variance of x over `dims`, stacked; the dims stay, as ones."""
+    """Mean and biased variance of x over `dims`, stacked; the dims stay, with size 1."""
     made = b.call(moments, x, list(dims), list(cuts))
     gathered = b.lay(made, ((), *b.layouts[made.name].dims[1:]))
     return b.call(combined_moments, gathered)
@@ -391,7 +406,7 @@ def _expand_rms(op: Op, bound: Bound, assignment: Assignment) -> Expansion | Non
 
 
 def _group_text(op: Op) -> tuple[str, dict[str, int]]:
-    """Channels are groups, each of so many: cut by groups first."""
+    """The notation of group_norm: the channels are (groups, channels of a group), cut between groups first."""
     shape, groups = op.inputs[0].shape, op.argument("num_groups")
     names = operand(["n", "(g k)", *named(len(shape) - 2, "s")])
     return f"{operands(op, input=names, weight='(g k)', bias='(g k)')} -> {names}", {
@@ -436,7 +451,7 @@ def _expand_group(op: Op, bound: Bound, assignment: Assignment) -> Expansion | N
 
 
 def _channel_text(op: Op) -> str:
-    """All that is not the input has one element a channel, but for the number of batches."""
+    """The notation of batch and instance norm: the other operands, except `tracked`, have one element a channel."""
     names = ["n", "c", *named(len(op.inputs[0].shape) - 2, "s")]
     texts = dict.fromkeys(("weight", "bias", "running_mean", "running_var"), "c")
     outputs = [operand(names), *["c"] * (len(op.outputs) - 1)]
@@ -444,7 +459,7 @@ def _channel_text(op: Op) -> str:
 
 
 def _updates(b, op: Op, stats: Value, count: int) -> Sequence[Value]:
-    """The new running statistics of one layer; `count` values were looked at for each."""
+    """The new running statistics of one layer; `count` is the number of values behind each statistic."""
     tracked = op.argument("tracked")
     return b.call(
         running_averages,
@@ -474,7 +489,7 @@ def _expand_batch(op: Op, bound: Bound, assignment: Assignment) -> Expansion | N
 
 
 def _expand_instance(op: Op, bound: Bound, assignment: Assignment) -> Expansion | None:
-    """The running statistics are those of the instances, averaged over the batch."""
+    """Expand an instance norm; the running statistics are those of the instances, averaged over the batch."""
     x = op.inputs[0]
     dims = list(range(2, len(x.shape)))
     cuts, updates = _cuts(bound, assignment, dims), len(op.outputs) > 1
@@ -499,11 +514,11 @@ def _expand_instance(op: Op, bound: Bound, assignment: Assignment) -> Expansion 
     return work
 
 
-# -- the pieces --------------------------------------------------------------------------------------------------------
+# -- operators of the expansions ---------------------------------------------------------------------------------------
 
 
 def _moments_text(op: Op) -> tuple[str, dict[str, int]]:
-    """A dim that is worked on in parts is cut into these, or into runs of them."""
+    """The notation of moments: a dim in parts may be cut between parts."""
     shape, dims, parts = op.inputs[0].shape, op.argument("dims"), op.argument("parts")
     sizes: dict[str, int] = {}
     before, after = _dims(op), _dims(op)
@@ -530,7 +545,7 @@ def _combined_text(op: Op) -> str:
 
 
 def _aligned(shape: Sequence[int], rank: int) -> str:
-    """An operand that is broadcast to `rank` dims."""
+    """The text of an operand that is broadcast to `rank` dims."""
     return operand(["1" if size == 1 else f"d{rank - len(shape) + i}" for i, size in enumerate(shape)])
 
 
@@ -548,7 +563,7 @@ def _batch_normalise_text(op: Op) -> str:
 
 
 def _running_text(op: Op) -> str:
-    """Of one layer, cut by channels; of several, whole."""
+    """The notation of running_averages: one layer may be cut by channels; several layers stay whole."""
     stats, old = op.argument("stats").shape, op.argument("old")
     counts = ["..."] * len(op.argument("tracked"))
     if len(old) > 2:
@@ -559,7 +574,7 @@ def _running_text(op: Op) -> str:
 
 
 def _own_text(op: Op) -> tuple[str, dict[str, int]]:
-    """The batch is cut between the parts that have statistics of their own."""
+    """The notation of own_batch_norm: the batch may be cut between the parts with their own statistics."""
     shape, parts = op.inputs[0].shape, op.argument("parts")
     names = operand(["(p q!)", "c", *whole(named(len(shape) - 2, "s"))])
     return f"{operands(op, input=names, weight='c', bias='c')} -> {names}, two! c", {"p": parts, "q": shape[0] // parts}

@@ -1,4 +1,4 @@
-"""The one-string notation of an operator, and what follows from it.
+"""The one-string notation of an operator, and the layouts and partial sums that follow from it.
 
     notation = [order ":"] input {"," input} "->" output {"," output}
     input    = {token}                       one token a tensor dim; nothing for a scalar
@@ -10,14 +10,17 @@ contracted: when it is cut, each rank holds a term of the result (a partial sum)
 ``?``: the input may be left out of a strategy, its cuts follow from the others. ``...`` stands for any number of
 leading dims, aligned on the right, that broadcast. ``(a b)`` is one dim made of two factors, the first major.
 ``1`` is a dim that carries no factor. The order of the factors in the device matrix is that in which the string names
-them first; an optional prefix ``m k n:`` names them earlier, and a ``*`` in it stands for the devices that a strategy
-leaves over, which otherwise come last.
+them first. An optional prefix ``m k n:`` names them earlier; a ``*`` in the prefix stands for the devices that a
+strategy leaves unused, which otherwise come last.
 
-From the string, bound to shapes, and an assignment of digits to factors follow the layouts of all inputs and
-outputs, the partial sums, and over which digits the gradient of an input is partial:
+The string, bound to shapes, and an assignment of digits to factors give the layouts of all inputs and outputs, the
+partial sums of the outputs, and the digits over which the gradient of an input is partial:
 
     partial(output) = digits of the factors that the output does not name
     partial(gradient of input i) = digits of the factors that input i does not carry
+
+Worked example: ``m k, k n -> m n`` for shapes (8, 4), (4, 6) -> (8, 6) on 4 devices, with m cut twice and k cut twice:
+the inputs have the cuts (2, 2) and (2, 1), the output (2, 1), a partial sum over the digit of k.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from ..layout import Digits, Layout, complement, digits_size, merge
 
 __all__ = ["Assignment", "Bound", "Factor", "Notation", "bind", "parse"]
 
-#: How many layouts a `Bound` remembers.
+#: Number of layouts that a `Bound` caches.
 LAYOUTS = 512
 
 _TOKEN = re.compile(
@@ -53,15 +56,15 @@ class Notation:
     whole: frozenset[str]
     optional: frozenset[int]
     order: tuple[str, ...]
-    rest: int | None = None  # before which factor the devices stand that a strategy leaves over; None: after all
+    rest: int | None = None  # index of the factor before the unused devices; None: they come last
 
 
 @cache
 def parse(text: str) -> Notation:
-    """Read a notation string.
+    """Parse a notation string.
 
     Raises:
-        RuleError: what is wrong, with the place in the string.
+        RuleError: a syntax error, with its place in the string.
     """
 
     def wrong(message: str, at: int) -> RuleError:
@@ -152,7 +155,14 @@ def parse(text: str) -> Notation:
 
 @dataclass(frozen=True)
 class Factor:
-    """A loop of the operator: its size, whether it may be split, and whether into parts that do not divide it."""
+    """A loop of the operator.
+
+    Attributes:
+        name: its name in the notation.
+        size: the size of the loop.
+        splittable: the factor may be cut.
+        pads: the factor may be cut into parts that do not divide it.
+    """
 
     name: str
     size: int
@@ -162,7 +172,7 @@ class Factor:
 
 @dataclass(frozen=True)
 class Assignment:
-    """Which digits of the rank cut which factor: a strategy in its one normal form."""
+    """The digits of the rank that cut each factor: a strategy in its one normal form."""
 
     devices: int
     digits: tuple[Digits, ...]
@@ -184,13 +194,13 @@ class Bound:
     in_shapes: tuple[tuple[int, ...], ...]
     out_shapes: tuple[tuple[int, ...], ...]
     reduction: str = "sum"
-    uneven: bool = False  # dims that their cuts do not divide are padded, where that can be
+    uneven: bool = False  # dims may be padded where a cut does not divide them
 
     def with_padding(self, contracted: bool) -> Bound:
-        """The same call, with factors that may be padded: those that have their dims to themselves.
+        """The same call, with padding allowed for every factor that is no part of a compound dim.
 
         Args:
-            contracted: whether also those that an output lacks: what is padded adds nothing to it.
+            contracted: allow padding of contracted factors too; their padding then adds nothing to the output.
         """
         sides = self.inputs + self.outputs
         beside = {i for dims in sides for dim in dims if len(dim) > 1 for i in dim}
@@ -205,7 +215,7 @@ class Bound:
         )
 
     def whole(self, devices: int) -> Assignment:
-        """Nothing is cut: every rank does all the work."""
+        """The assignment that cuts nothing: every rank does all the work."""
         return Assignment(devices, ((),) * len(self.factors))
 
     def cut_by(self, devices: int, digits: Mapping[int, Digits]) -> Assignment:
@@ -213,7 +223,7 @@ class Bound:
         return Assignment(devices, tuple(merge(digits.get(i, ())) for i in range(len(self.factors))))
 
     def dim_digits(self, dim: tuple[int, ...], assignment: Assignment) -> Digits | None:
-        """The digits of a dim, or None where a compound dim would be cut in its minor factor only."""
+        """The digits of a dim; None where a compound dim would be cut in its minor factor only."""
         if len(dim) == 1:
             return assignment.digits[dim[0]]
         out: Digits = ()
@@ -243,7 +253,10 @@ class Bound:
         return {}
 
     def _remembered(self, index: int, assignment: Assignment, output: bool) -> Layout | None:
-        """Equal calls share one `Bound` (`registry.bound_rule`), and ask for the same layouts many times."""
+        """The cached layout of an input or output.
+
+        Equal calls share one `Bound` (`registry.bound_rule`) and ask for the same layouts many times.
+        """
         known, key = self._layouts, (index, assignment, output)
         if key not in known:
             if len(known) >= LAYOUTS:
@@ -252,15 +265,15 @@ class Bound:
         return known[key]
 
     def input_layout(self, index: int, assignment: Assignment) -> Layout | None:
-        """What the operator asks of input `index`; None where that is no layout."""
+        """The layout in which the operator needs input `index`; None where the cuts form no layout."""
         return self._remembered(index, assignment, False)
 
     def output_layout(self, index: int, assignment: Assignment) -> Layout | None:
-        """What the operator leaves in output `index`, its partial sums included; None where that is no layout."""
+        """The layout of output `index`, including partial sums; None where the cuts form no layout."""
         return self._remembered(index, assignment, True)
 
     def is_consistent(self, assignment: Assignment) -> bool:
-        """Whether all inputs and outputs have layouts, every factor divides and none is split that may not be."""
+        """True where all inputs and outputs have layouts, and each cut factor is splittable and divides or pads."""
         known = self._consistent
         if assignment not in known:
             if len(known) >= LAYOUTS:
@@ -279,7 +292,7 @@ class Bound:
         return all(self._layout(d, assignment, False) is not None for d in self.inputs + self.outputs)
 
     def divides(self, assignment: Assignment) -> bool:
-        """Whether every cut divides its dim, so that nothing is padded."""
+        """True where every cut divides its dim, so that nothing is padded."""
         return all(f.size % digits_size(digits) == 0 for f, digits in zip(self.factors, assignment.digits))
 
     def dividing(self, assignment: Assignment) -> tuple[tuple[int, ...], ...]:
@@ -290,7 +303,7 @@ class Bound:
         )
 
     def gradient_partial(self, index: int, assignment: Assignment) -> Digits:
-        """Over which digits the gradient of input `index` comes out as a partial sum."""
+        """The digits over which the gradient of input `index` is a partial sum."""
         carried = {i for dim in self.inputs[index] for i in dim}
         return tuple(d for i, digits in enumerate(assignment.digits) if i not in carried for d in digits)
 
@@ -305,7 +318,7 @@ class Bound:
         )
 
     def spread(self, dim: tuple[int, ...], digits: Digits) -> dict[int, Digits] | None:
-        """Digits of a dim, shared out to its factors, major first; None where they do not fit."""
+        """The digits of a dim, distributed over its factors, major first; None where they do not fit."""
         if len(dim) == 1 and self.factors[dim[0]].pads:
             return {dim[0]: merge(digits)} if digits else {}
         out: dict[int, Digits] = {}
@@ -333,9 +346,16 @@ class Bound:
     def follow(
         self, layouts: Mapping[int, Layout], of_outputs: bool = False, devices: int | None = None
     ) -> Assignment | None:
-        """The assignment under which inputs (or outputs) have exactly the given layouts, open sums aside.
+        """The assignment under which inputs (or outputs) have exactly the given layouts, apart from partial sums.
 
-        Returns None where none does: the layouts contradict one another, cut what may not be split, or do not fit.
+        Args:
+            layouts: index of an input (or output) -> its layout.
+            of_outputs: the layouts are those of outputs.
+            devices: the number of devices, for empty `layouts`.
+
+        Returns:
+            None where no assignment exists: the layouts contradict one another, cut an unsplittable factor, or do not
+                fit.
         """
         found: dict[int, Digits] = {}
         for index, layout in layouts.items():
@@ -354,7 +374,7 @@ class Bound:
             complement(assignment.devices, assignment.used)
             if not self.is_consistent(assignment):
                 return None
-        except LayoutError:  # digits that overlap: two dims cut by the same part of the rank
+        except LayoutError:  # two dims are cut by the same part of the rank
             return None
         return assignment
 
@@ -366,10 +386,13 @@ def bind(
     sizes: Mapping[str, int] | None = None,
     reduction: str = "sum",
 ) -> Bound:
-    """Fit a notation to the shapes of one call.
+    """Bind a notation to the shapes of one call.
 
     Args:
-        sizes: sizes of factors that stand only in compound dims.
+        notation: the parsed string.
+        in_shapes, out_shapes: the shapes of the inputs and outputs.
+        sizes: sizes of factors that occur only in compound dims.
+        reduction: the reduction of partial results.
 
     Raises:
         RuleError: the notation has another number of operands or dims, or a factor two sizes.
@@ -403,7 +426,7 @@ def bind(
     opened = [open_up(dims, tuple(shape)) for dims, shape in operands]
     size_of: dict[str, int] = dict(sizes or {})
     seen: dict[str, None] = dict.fromkeys(notation.order)
-    for dims, _ in operands:  # the broadcast dims stand together, where the string first names them
+    for dims, _ in operands:  # broadcast dims are adjacent, at the place where the string first names them
         if (_ELLIPSIS,) in dims:
             seen.update(dict.fromkeys(f for d in dims[: dims.index((_ELLIPSIS,))] for f in d))
             seen.update(dict.fromkeys(f"...{i}" for i in range(ellipsis_rank)))
@@ -427,7 +450,7 @@ def bind(
                 total = 1
                 for factor in dim:
                     total *= size_of.setdefault(factor, 1)
-                if not 0 <= total - size < size_of[dim[0]]:  # parts of one length, of which the last are shorter
+                if not 0 <= total - size < size_of[dim[0]]:  # parts of one length; the last parts may be shorter
                     raise wrong(f"the compound dim {dim} makes {total}, the tensor has {size}")
                 out.append(tuple(position[f] for f in dim if size_of[f] != 1))
             else:

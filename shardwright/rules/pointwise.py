@@ -1,7 +1,10 @@
-"""Element by element: what torch does not tag as pointwise itself, and which of these operators are linear.
+"""Pointwise operators without torch's tag, their linear members, and tensors created from nothing.
 
-Everything with `torch.Tag.pointwise` has a rule already (`registry.POINTWISE`): dims correspond, aligned on the right,
-and broadcast.
+1. Every operator with `torch.Tag.pointwise` has a rule already (`registry.POINTWISE`): dims correspond, aligned on the
+   right, and broadcast. This file adds pointwise operators without the tag, and tells which operators are linear.
+
+2. *Created tensors*: where all elements have one value, any dim may be split, and a rank creates its slice alone; where
+   the value depends on the position, the tensor is created whole. `tril` and `triu` of a tensor are expanded.
 """
 
 from __future__ import annotations
@@ -31,32 +34,32 @@ def _untagged() -> tuple:
 
 
 def _by_a_number(op: Op) -> bool:
-    """A product or quotient is linear in its one tensor."""
+    """True where a product or quotient has one tensor, in which it is linear."""
     return len(op.inputs) == 1 and isinstance(op.args[0], Value)
 
 
 def _keeps_precision(op: Op) -> bool:
-    """Between floating types the terms of a sum may pass, unless that rounds them before they are summed."""
+    """True for a cast between floating dtypes that does not round the terms of a partial sum before they are summed."""
     before, after = op.inputs[0].dtype, op.outputs[0].dtype
     return before.is_floating_point and after.is_floating_point and after == torch.promote_types(before, after)
 
 
 def _like_other(op: Op) -> str:
-    """The second input lends its dtype alone."""
+    """The notation of a cast to the dtype of the second input."""
     shape, other = (v.shape for v in op.inputs)
     names = operand(named(len(shape)))
     return f"{names}, {operand(lent(other, shape))} -> {names}"
 
 
 def _prelu(op: Op) -> str:
-    """One weight a channel: dim 1."""
+    """The notation of prelu: one weight for each channel, dim 1."""
     channels = ["1"] if op.inputs[1].shape == (1,) else ["d1"] if op.inputs[1].shape else []
     names = named(len(op.inputs[0].shape))
     return f"{operand(names)}, {operand(channels)} -> {operand(names)}"
 
 
 def _glu(op: Op) -> str:
-    """The two halves of a dim meet, so that it stays whole."""
+    """The notation of glu: the two halves of a dim are combined, so that the dim stays whole."""
     before = named(len(op.inputs[0].shape))
     at = normal(op.argument("dim"), len(before))
     after = [*before]
@@ -67,7 +70,8 @@ def _glu(op: Op) -> str:
 register(_untagged(), POINTWISE)
 _LINEAR = "neg negative positive clone detach_copy alias_copy lift lift_fresh_copy conj_physical deg2rad rad2deg"
 _VIEWS = "contiguous detach alias lift_fresh conj _conj resolve_conj resolve_neg real imag _neg_view"
-_PRODUCTS = """mul.Tensor mul.Scalar multiply.Scalar div.Tensor div.Scalar divide.Scalar true_divide.Tensor true_divide.Scalar
+_PRODUCTS = """mul.Tensor mul.Scalar multiply.Scalar div.Tensor div.Scalar divide.Scalar \
+true_divide.Tensor true_divide.Scalar
     multiply.Tensor divide.Tensor"""
 _CASTS = "to.dtype to.device to.dtype_layout to.prim_Device to.prim_dtype _to_copy"
 register(operators(*_LINEAR.split()), Rule(POINTWISE.notation, linear=True))
@@ -81,10 +85,7 @@ register((aten.view_as_real.default,), Rule("... -> ... two!", linear=True, view
 register((aten.view_as_complex.default,), Rule("... two! -> ...", linear=True, view=True))
 
 
-# ----------------------------------------------------------------------------------------------------
-# Tensors made from nothing. Where the value is the same everywhere any dim may be split, and a rank makes its slice
-# alone; where it depends on the position the tensor is made whole. Triangles cut from a tensor.
-# ----------------------------------------------------------------------------------------------------
+# -- created tensors and triangles
 
 
 def _even(op: Op) -> str:
@@ -101,7 +102,7 @@ def _placed(op: Op) -> str:
 
 
 def _new(op: Op) -> str:
-    """The input lends its dtype and device alone, under any layout that its dims can share with the output's."""
+    """The notation of new_zeros and its like: the input gives dtype and device, and shares dims with the output."""
     shape = op.outputs[0].shape
     return f"{operand(lent(op.inputs[0].shape, shape))} -> {operand(named(len(shape)))}"
 
@@ -112,7 +113,7 @@ def _triangle(op: Op) -> str:
 
 
 def _expand_triangle(op: Op, bound: Bound, assignment: Assignment) -> Expansion | None:
-    """A slice keeps what stands, by its place in the whole, on the right side of the diagonal."""
+    """Mask a slice by its positions in the whole tensor."""
     if cut_size(bound, assignment, ["m", "n"]) == 1:
         return None
     x, beyond = op.inputs[0], aten.gt.Scalar if op.kind == "tril" else aten.lt.Scalar

@@ -1,4 +1,4 @@
-"""Random operators: each is worked out into numbers that belong to the positions of the whole tensor, see `generator`.
+"""Random operators: each is expanded into the numbers that belong to the positions of the whole tensor (`counter_rng`).
 
     dropout          x · mask / (1-p)                       feature forms: one number a channel
     alpha_dropout    x · kept·a + (kept·α·a - α·a + α·a·p)  α = 1.758…, a = 1/√((α²p + 1)(1-p))
@@ -8,9 +8,9 @@
     randint          low + integer mod (high - low)
     rrelu            x · (1 where x > 0, else uniform in [lower, upper))
 
-Any dim may be cut; a permutation is made whole, and the classes of a multinomial stay whole. No gradient goes through
-a number. In evaluation, and where nothing is dropped, an operator stays what it is. In a graph of one micro-batch the
-numbers are those of its rows of the whole batch (`Op.micro`).
+Any dim may be cut. A permutation is produced whole, and the classes of a multinomial stay whole. No gradient goes
+through a random number. In evaluation, and where nothing is dropped, an operator is not expanded. In the graph of one
+micro-batch the numbers are those of its rows in the whole batch (`Op.micro`).
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ draw = torch.ops.shardwright.draw.default
 permutation = torch.ops.shardwright.permutation.default
 choose = torch.ops.shardwright.choose.default
 
-ALPHA = 1.7580993408473766  # of a SELU: scale times alpha
+ALPHA = 1.7580993408473766  # scale times alpha of a SELU
 
-#: Beyond which a floating type has no longer every whole number, and what ``random_`` stays within.
+#: Bits of the largest range in which a floating dtype has every whole number: the range of ``random_``.
 _WHOLE_NUMBERS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
-# -- the operators of ours ---------------------------------------------------------------------------------------------
+# -- the operators of counter_rng --------------------------------------------------------------------------------------
 
 
 def _placed(op: Op, size: Sequence[int]) -> tuple[list[str], list[str], dict[str, int]]:
-    """The texts of the starts and of the dims of a tensor of which some are cut: their parts, times what a part has."""
+    """The texts of the starts and of the dims of a tensor; a cut dim is (parts, size of a part)."""
     starts, dims = op.argument("starts"), op.argument("dims")
     texts, sizes = whole(named(len(size), "w")), {}
     for start, d in zip(starts, dims):
@@ -58,7 +58,10 @@ def _placed(op: Op, size: Sequence[int]) -> tuple[list[str], list[str], dict[str
 
 
 def _numbers_text(op: Op) -> tuple[str, dict[str, int]]:
-    """The seed, the starts, and the tensor that lends its device: its other dims may be cut for all that it matters."""
+    """The notation of mask and draw: the seed, the starts, and the tensor that gives the device.
+
+    Dims of that tensor with another size than the output's may be cut freely.
+    """
     starts, texts, sizes = _placed(op, op.outputs[0].shape)
     like = op.argument("like")
     lent = []
@@ -85,7 +88,7 @@ register((permutation,), Rule("seed! -> n!"))
 register((choose,), Rule(_choose_text))
 
 
-# -- how torch's are made of them --------------------------------------------------------------------------------------
+# -- torch's operators, expanded ---------------------------------------------------------------------------------------
 
 
 class _Place:
@@ -94,7 +97,7 @@ class _Place:
     Args:
         shape: of the whole tensor.
         dims: the digits that cut each of its dims.
-        like: lends its device; None: `device`.
+        like: gives the device; None: `device`.
     """
 
     def __init__(
@@ -114,7 +117,7 @@ class _Place:
 
     @classmethod
     def of(cls, b, op: Op, x: Value) -> _Place:
-        """For each element of `x`, which lies where it lies."""
+        """Numbers for each element of `x`, with the layout of `x`."""
         return cls(b, op, x.shape, b.layouts[x.name].dims, x)
 
     @property
@@ -126,13 +129,15 @@ class _Place:
         return self.b.call(mask, *self.where, p, value, dtype, self.device, *self.micro)
 
     def numbers(self, kind: str, dtype: torch.dtype) -> Value:
-        """One of `generator.KINDS`."""
+        """Numbers of one of `counter_rng.KINDS`."""
         return self.b.call(draw, *self.where, kind, dtype, self.device, *self.micro)
 
 
 def _pieces(op: Op, shape: Sequence[int]) -> list[list[int]]:
-    """The last argument of what draws numbers for a tensor of that shape: none where it has none for rows of the batch,
-    as a feature dropout for a batch in one of the dims that share a number."""
+    """The last argument (`micro`) of a call that draws numbers for a tensor of that shape.
+
+    Empty where the tensor has no rows of the batch: a feature dropout for a batch in a dim that shares one number, say.
+    """
     out = op.outputs[0]
     assert out is not None
     has_rows = op.micro is not None and op.micro.dim < len(shape) and shape[op.micro.dim] == out.shape[op.micro.dim]
@@ -147,13 +152,13 @@ def _starts(b, size: int, digits: Digits) -> Value:
 
 
 def dropped(b, op: Op, x: Value, p: float) -> Value:
-    """Dropout of a value while an operator is worked out; the numbers are those of `op`."""
+    """Dropout of a value during the expansion of an operator; the numbers are those of `op`."""
     kept = _Place.of(b, op, x).kept(1 - p, 1 / (1 - p) if p < 1 else 0.0, x.dtype)
     return b.call(aten.mul.Tensor, x, kept)
 
 
 def _drops(op: Op) -> float:
-    """How much a dropout drops: 0 in evaluation."""
+    """The probability of a dropout: 0 in evaluation."""
     return op.argument("p") if op.argument("train") in (True, None) else 0.0
 
 
@@ -241,7 +246,7 @@ def _cauchy(b, op: Op, place: _Place, dtype: torch.dtype) -> Value:
 
 def _integers(b, op: Op, place: _Place, dtype: torch.dtype) -> Value:
     low, high = op.argument("low", 0), op.argument("high", op.argument("to"))
-    if high is None:  # ``random_()``: whatever the type holds
+    if high is None:  # ``random_()``: the range of the dtype
         high = (
             2 ** _WHOLE_NUMBERS[dtype] + 1
             if dtype.is_floating_point
@@ -268,7 +273,7 @@ _Maker = Callable[[Any, Op, _Place, torch.dtype], Value]
 
 
 def _with_rule(text: Callable[[Op], str], make: _Maker) -> Rule:
-    """The rule of an operator that makes one tensor: like its first input, or from nothing."""
+    """The rule of an operator that produces one tensor: like its first input, or from nothing."""
 
     def of_real(op: Op) -> str:
         if op.outputs[0].dtype.is_complex:
@@ -376,9 +381,10 @@ register((aten.multinomial.default,), Rule(_multinomial_text, expand=_expand_mul
 
 
 def run_on_one(op: Op, values: Mapping[str, Tensor]) -> list[Tensor]:
-    """The outputs of an operator on whole tensors, worked out as for one device.
+    """The outputs of an operator on whole tensors, expanded as for one device.
 
     Args:
+        op: the operator.
         values: its inputs and the seed, by name.
     """
     described = find_rule(op)

@@ -1,7 +1,8 @@
-"""nn.LSTM, nn.GRU, nn.RNN and their cells: the batch may be cut, steps and weights stay whole.
+"""Recurrent layers, nn.LSTM, nn.GRU, nn.RNN and their cells: the batch may be cut, steps and weights stay whole.
 
-torch's operators draw their dropout themselves. Here they are operators without one, and where a model drops between
-its layers, each layer is an operator by itself with a plain dropout behind it, which draws as every dropout does.
+torch's recurrent operators draw the numbers of their dropout internally. The operators here have no dropout. Where a
+model has dropout between its layers, each layer becomes an operator of its own, followed by a plain dropout. Its
+numbers are drawn like those of every other dropout.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def lstm(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """`aten.lstm` that drops nothing."""
+    """`aten.lstm` without dropout."""
     return aten.lstm.input(x, hx, params, biases, layers, 0.0, False, bidirectional, batch_first)
 
 
@@ -57,8 +58,11 @@ _OURS = {aten.lstm.input: lstm} | {getattr(aten, name).input: _simple(name) for 
 
 
 def without_dropout(target: Any, arguments: dict[str, Any]) -> tuple[Any, tuple, float] | None:
-    """The operator of ours that stands for a recurrent one of torch, its arguments, and with which probability elements
-    are dropped between its layers; None for other operators."""
+    """The dropout-free operator for a recurrent operator of torch.
+
+    Returns:
+        The operator, its arguments, and the probability of the dropout between its layers; None for other operators.
+    """
     if target not in _OURS:
         return None
     drops = arguments["dropout"] if arguments["train"] and arguments["num_layers"] > 1 else 0.0
@@ -69,7 +73,7 @@ def without_dropout(target: Any, arguments: dict[str, Any]) -> tuple[Any, tuple,
 def layer_by_layer(
     emit: Callable[[Any, tuple, dict], Sequence[Value]], target: Any, args: tuple, drops: float
 ) -> list[Value]:
-    """The layers of a recurrent operator as operators of their own, with a dropout between each two."""
+    """The outputs of a recurrent operator, recorded as one operator per layer with a dropout between layers."""
     x, hx, params, biases, layers, bidirectional, batch_first = args
     states, directions = (hx if isinstance(hx, (list, tuple)) else [hx]), 2 if bidirectional else 1
     each, ends = len(params) // layers, []
@@ -95,7 +99,7 @@ def layer_by_layer(
 
 
 def _text(values: Sequence[Value], batch: int, count: int, prefix: str) -> list[str]:
-    """The texts of operands of which the first `count` have the batch along a dim and the others stay whole."""
+    """The texts of operands: the first `count` have the batch along a dim, the others stay whole."""
     texts = []
     for i, value in enumerate(values):
         names = whole(named(len(value.shape), f"{prefix}{i}_"))
@@ -106,7 +110,7 @@ def _text(values: Sequence[Value], batch: int, count: int, prefix: str) -> list[
 
 
 def _layers(op: Op) -> str:
-    """The states have the batch along dim 1; where it stands in the sequences is an argument."""
+    """The notation: states have the batch along dim 1; the batch dim of the sequences is an argument."""
     at, states = (0 if op.argument("batch_first") else 1), len(op.outputs)
     return f"{', '.join(_text(op.inputs, at, states, 'i'))} -> {', '.join(_text(op.outputs, at, states, 'o'))}"
 

@@ -1,7 +1,28 @@
-"""Reductions: sums, extremes, means, and the operators that need one dim whole.
+"""Reductions: sums, extremes, means, norms, softmax, cumulative sums, and operators that need one dim whole.
 
-A reduced dim is a contracted factor: cut, it leaves terms of a sum or of a maximum. A mean is a sum divided by the
-global count; whether any or all are true is a count of them.
+1. *Plain reductions*. A reduced dim is a contracted factor: where the dim is cut, each rank holds a term of a sum or
+   of a maximum. A mean is a sum divided by the global count; any and all count true or false elements.
+
+2. *Variances and vector norms* over a cut dim:
+
+       var  = Σ (x - mean)² / (count - correction)      no gradient through the mean, since Σ (x - mean) = 0
+       norm = (Σ |x|^p)^(1/p), Σ [x ≠ 0] for p = 0, max |x| for p = ∞
+       weight norm = g v / √(Σ v²), over all dims but one
+
+   The gradient of the root at zero is zero, as in torch.
+
+3. *Softmax family* over a cut dim, with the maximum subtracted first, so that nothing overflows:
+
+       softmax x = e / Σ e     log_softmax x = y - log Σ e     logsumexp x = m + log Σ e
+       where m = max x, y = x - m, e = exp y
+
+   The maximum carries no gradient: it is a constant that cancels.
+
+4. *Cumulative sums and positions of extremes* along a cut dim:
+
+       cumsum x      = cumsum within the part + Σ totals of the parts before it     one reduce-scatter of the totals
+       argmax x      = min { i : x[i] = max x }                                     the first, as on one device
+       max x along a dim = x[argmax x], which alone gets the gradient
 """
 
 from __future__ import annotations
@@ -23,7 +44,7 @@ aten = torch.ops.aten
 
 
 def reduced_dims(op: Op) -> tuple[int, ...]:
-    """The dims that a reduction takes away."""
+    """The dims that a reduction removes."""
     if op.target in (aten.any.dims, aten.all.dims) and op.argument("dim") == []:
         return ()
     return listed(op)
@@ -40,7 +61,7 @@ def reduction_text(op: Op, keep_whole: bool = False) -> str:
 
 
 def reduction_cut(op: Op, bound: Bound, assignment: Assignment) -> int:
-    """Into how many parts the reduced dims are cut together."""
+    """The number of parts into which the reduced dims are cut together."""
     return cut_size(bound, assignment, [f"d{i}" for i in reduced_dims(op)])
 
 
@@ -62,7 +83,7 @@ def _expand_mean(op: Op, bound: Bound, assignment: Assignment) -> Expansion | No
 
 
 def _expand_truth(op: Op, bound: Bound, assignment: Assignment) -> Expansion | None:
-    """Any is true where the true ones count more than none, all where the false ones count none."""
+    """Count: any is true where the count of true elements is above 0, all where the count of false elements is 0."""
     if reduction_cut(op, bound, assignment) == 1:
         return None
     one, finished = (aten.ne.Scalar, aten.ne.Scalar) if op.kind == "any" else (aten.eq.Scalar, aten.eq.Scalar)
@@ -76,7 +97,7 @@ def _expand_truth(op: Op, bound: Bound, assignment: Assignment) -> Expansion | N
 
 
 def _along(op: Op) -> str:
-    """One dim stays whole, and stands in the outputs too, or is gone from them, or is a 1 in its place."""
+    """The notation of an operator along one whole dim; in the outputs that dim is kept, removed, or of size 1."""
     shape = op.inputs[0].shape
     names = named(len(shape))
     if not shape:
@@ -91,7 +112,7 @@ def _along(op: Op) -> str:
 
 
 def _diff(op: Op) -> str:
-    """Neighbours along one dim, which stays whole, as does what is put before and after it."""
+    """The notation of differences along one dim, which stays whole, as do the tensors prepended and appended."""
     shape = op.inputs[0].shape
     names = named(len(shape))
     at = normal(op.argument("dim"), len(shape))
@@ -107,12 +128,12 @@ def _quantile(op: Op) -> str:
 
 
 def _among(op: Op) -> str:
-    """Whether elements are among the elements of another tensor, which stays whole."""
+    """The notation of isin: the tensor of test elements stays whole."""
     return f"..., {operand(whole(named(len(op.inputs[1].shape), 't')))} -> ..."
 
 
 def _renorm(op: Op) -> str:
-    """A norm of all that has one index in one dim, which alone is cut."""
+    """The notation of renorm: a norm for each index of one dim; only that dim may be cut."""
     names = named(len(op.inputs[0].shape))
     at = normal(op.argument("dim"), len(names))
     texts = operand([n if d == at else f"{n}!" for d, n in enumerate(names)])
@@ -120,7 +141,7 @@ def _renorm(op: Op) -> str:
 
 
 def _paired(op: Op) -> str:
-    """Two tensors, broadcast against each other, compared along one dim, which stays whole."""
+    """The notation of a comparison of two broadcast tensors along one dim, which stays whole."""
     shapes = [v.shape for v in op.inputs]
     rank = max(map(len, shapes))
     at = normal(op.argument("dim", -1), rank)
@@ -178,15 +199,7 @@ register((aten.cdist.default,), Rule("... p d!, ... r d! -> ... p r"))
 register((aten.dist.default,), Rule("...!, ...! -> "))
 
 
-# ----------------------------------------------------------------------------------------------------
-# Variances and vector norms. Over a cut dim, with a mean first and its gradient left out where it is zero:
-#
-#     var  = Σ (x - mean)² / (count - correction)         Σ (x - mean) = 0, so no gradient goes through the mean
-#     norm = (Σ |x|^p)^(1/p), Σ [x ≠ 0] for p = 0, max |x| for p = ∞
-#     weight norm = g v / √(Σ v²), over all dims but one
-#
-# The root's gradient at zero is zero, as in torch.
-# ----------------------------------------------------------------------------------------------------
+# -- variances and vector norms
 
 
 def _moments_text(op: Op) -> str:
@@ -194,7 +207,7 @@ def _moments_text(op: Op) -> str:
 
 
 def _expand_moments(op: Op, bound: Bound, assignment: Assignment) -> Expansion | None:
-    """var, std and those that return the mean beside it."""
+    """Expand var and std, also those that return the mean."""
     if reduction_cut(op, bound, assignment) == 1:
         return None
     x, out, dims = op.inputs[0], op.outputs[0], list(reduced_dims(op))
@@ -221,7 +234,7 @@ def _expand_moments(op: Op, bound: Bound, assignment: Assignment) -> Expansion |
 
 
 def _root(b, total: Value, p: float) -> Value:
-    """total^(1/p), with the gradient zero where the total is."""
+    """total^(1/p), with gradient zero where the total is zero."""
     zero = b.call(aten.eq.Scalar, total, 0)
     safe = b.call(aten.masked_fill.Scalar, total, zero, 1)
     root = b.call(aten.sqrt.default, safe) if p == 2 else b.call(aten.pow.Tensor_Scalar, safe, 1 / p)
@@ -229,7 +242,7 @@ def _root(b, total: Value, p: float) -> Value:
 
 
 def _order(op: Op) -> float | None:
-    """The p of a call that is a vector norm, None where it is another norm."""
+    """The p of a vector norm; None for another norm."""
     if op.kind in ("linalg_vector_norm", "norm"):
         p = op.argument("ord") if op.kind == "linalg_vector_norm" else op.argument("p")
         return 2.0 if p is None else float(p)
@@ -280,7 +293,7 @@ def _expand_norm(op: Op, bound: Bound, assignment: Assignment) -> Expansion | No
 
 
 def _power(b, size: Value, p: float) -> Value:
-    """size^p, with the gradient zero where the size is, also for p < 1."""
+    """size^p, with gradient zero where the size is zero, also for p < 1."""
     if p > 1:
         return b.call(aten.pow.Tensor_Scalar, size, p)
     zero = b.call(aten.eq.Scalar, size, 0)
@@ -288,11 +301,11 @@ def _power(b, size: Value, p: float) -> Value:
     return b.call(aten.masked_fill.Scalar, b.call(aten.pow.Tensor_Scalar, safe, p), zero, 0)
 
 
-# -- a weight by its direction and its length --------------------------------------------------------------------------
+# -- weight norm -------------------------------------------------------------------------------------------------------
 
 
 def _lengths(op: Op) -> list[int]:
-    """The dims over which a weight's length is taken: all but one, or all."""
+    """The dims over which the norm of a weight is taken: all but one, or all."""
     kept, rank = op.argument("dim", 0), len(op.inputs[0].shape)
     return [d for d in range(rank) if kept == -1 or d != kept]
 
@@ -352,14 +365,7 @@ register(
 )
 
 
-# ----------------------------------------------------------------------------------------------------
-# The softmax family. Over a cut dim, with the maximum taken out first, so that nothing overflows:
-#
-#     softmax x = e / Σ e     log_softmax x = y - log Σ e     logsumexp x = m + log Σ e
-#     where m = max x, y = x - m, e = exp y
-#
-# The maximum carries no gradient: it is a constant that cancels.
-# ----------------------------------------------------------------------------------------------------
+# -- the softmax family
 
 
 def _text(op: Op) -> str:
@@ -368,7 +374,7 @@ def _text(op: Op) -> str:
 
 
 def maximum(b, x: Value, dims: list[int]) -> Value:
-    """The maximum, as a constant."""
+    """The maximum over `dims`, as a constant."""
     return b.call(aten.amax.default, b.call(aten.detach.default, x), dims, True)
 
 
@@ -400,7 +406,7 @@ def _expand_logsumexp(op: Op, bound: Bound, assignment: Assignment) -> Expansion
     def work(b):
         values = b.to(x, wide(out.dtype))
         top = maximum(b, values, dims)
-        top = b.call(aten.masked_fill.Scalar, top, b.call(aten.isinf.default, top), 0)  # inf - inf is no number
+        top = b.call(aten.masked_fill.Scalar, top, b.call(aten.isinf.default, top), 0)  # inf - inf is NaN
         raised = b.call(aten.exp.default, b.call(aten.sub.Tensor, values, top))
         total = b.call(aten.sum.dim_IntList, raised, dims, True)
         made = b.call(aten.add.Tensor, b.call(aten.log.default, total), top)
@@ -424,13 +430,7 @@ register(
 register((aten.logsumexp.default,), Rule(reduction_text, expand=_expand_logsumexp, neutral=0))
 
 
-# ----------------------------------------------------------------------------------------------------
-# Along a cut dim: cumulative sums, and where the largest and smallest lie.
-#
-#     cumsum x      = cumsum within the part + Σ totals of the parts before it      one reduce-scatter of the totals
-#     argmax x      = min { i : x[i] = max x }                                      the first, as on one device
-#     max x along a dim = x[argmax x], which alone gets the gradient
-# ----------------------------------------------------------------------------------------------------
+# -- cumulative sums and positions of extremes
 
 
 def _scanned(op: Op) -> str:
@@ -452,7 +452,8 @@ def _expand_cumsum(op: Op, bound: Bound, assignment: Assignment) -> Expansion | 
         within = b.call(aten.cumsum.default, b.call(aten.view.default, values, split), dim + 1)
         total = b.call(aten.narrow.default, within, dim + 1, split[dim + 1] - 1, 1)
         total = b.call(aten.unsqueeze.default, total, dim + 1)
-        # What each part adds to every part after it: a term of a sum over the ranks, of which each takes its own line.
+        # The total of each part for every part after it: a term of a sum over the ranks, of which each rank takes its
+        # own row.
         mine = b.call(aten.view.default, positions(b, x, total, dim), [parts, 1, 1, *tail])
         theirs = b.call(aten.view.default, b.call(count, x, parts, 1), [parts, 1, *tail])
         added = b.call(aten.where.ScalarOther, b.call(aten.lt.Tensor, mine, theirs), total, 0)
@@ -470,7 +471,7 @@ def _expand_cumsum(op: Op, bound: Bound, assignment: Assignment) -> Expansion | 
 
 
 def _first(b, x: Value, dim: int, largest: bool) -> Value:
-    """Where along a dim the extreme first stands, the dim kept with size 1. A NaN is the extreme."""
+    """The first position of the extreme along a dim, which keeps size 1. A NaN is the extreme."""
     x = b.call(aten.detach.default, x)
     top = b.call(aten.amax.default if largest else aten.amin.default, x, [dim], True)
     hit = b.call(aten.eq.Tensor, x, top)
@@ -482,7 +483,7 @@ def _first(b, x: Value, dim: int, largest: bool) -> Value:
 
 
 def _index_text(op: Op) -> str:
-    """Where no dim is named the position is one in all elements in order: of the dims only the first is cut."""
+    """The notation of argmax and argmin; without a dim the tensor counts as flat, and only dim 0 may be cut."""
     if op.argument("dim") is not None:
         return reduction_text(op)
     names = named(len(op.inputs[0].shape))

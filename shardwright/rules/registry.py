@@ -1,8 +1,12 @@
-"""Which rule describes which operator.
+"""The registry of rules: operator -> its rule.
 
-A `Rule` is the one description of an operator: its notation, and where plain notation does not suffice, how its
-arguments change on a slice (`localize`) or which simpler operators do its work when certain factors are cut
-(`expand`). Layouts, legality, partial sums, candidates of a search and costs all follow from it.
+1. A `Rule` is the one description of an operator: its notation, and where plain notation does not suffice, a change
+   of its arguments on a slice (`localize`), or simpler operators that do its work when certain factors are cut
+   (`expand`). Layouts, legality, partial sums, candidates of a search and costs all follow from the rule.
+
+2. `expand` with a `Builder` expands an operator into simpler ones, where its cut needs more than a run on slices. A
+   softmax whose dim is cut is a maximum, a difference, an exponential, a sum and a quotient. Each of these has a rule
+   of its own, from which the reductions over ranks, their transposes and their costs follow.
 """
 
 from __future__ import annotations
@@ -37,9 +41,9 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Local:
-    """What a rank calls on its slices: an operator and its arguments, with `Value`s in the place of tensors.
+    """The call of a rank on its slices: an operator and its arguments, with `Value`s in place of tensors.
 
-    The values are the operator's inputs in their order; last ones of which only the shape was read may be missing.
+    The values are the operator's inputs in order; trailing inputs of which only the shape was read may be missing.
     """
 
     target: Any
@@ -52,20 +56,20 @@ class Rule:
     """The description of an operator.
 
     Args:
-        notation: the string, or a function of the operator call that returns it (or it and the sizes of factors that
-            stand only in compound dims).
-        reduction: how terms of a cut contracted factor are put together: "sum", "max" or "min"; "none": every rank
-            has the same, whole result already.
-        linear: whether open sums pass through: of its one input, or of all its inputs where they are open over the same
-            digits; or a function of the operator call that says so.
-        view: it moves no data and follows its input where that costs nothing.
-        localize: the call on slices, where it is not the same call: ``(op, bound, assignment) -> Local``.
-        expand: simpler operators that do the same work when this assignment cuts what the plain operator cannot:
+        notation: the string, or a function of the operator call that returns it (or the string and the sizes of factors
+            that occur only in compound dims).
+        reduction: the reduction of the terms of a cut contracted factor: "sum", "max" or "min"; "none": every rank has
+            the whole result already.
+        linear: partial sums may pass through: of its one input, or of all inputs where they are partial over the same
+            digits; or a function of the operator call that returns this.
+        view: the operator moves no data and follows its input where that costs nothing.
+        localize: the call on slices, where it differs from the plain call: ``(op, bound, assignment) -> Local``.
+        expand: simpler operators that do the same work where the plain operator cannot run on this cut:
             ``(op, bound, assignment) -> function or None``; the function takes a builder and returns the outputs.
-        neutral: what may stand in the padding of contracted dims of its inputs and adds nothing to its outputs, or a
-            function of the operator call that says so; None: such dims are not padded.
+        neutral: a number that may fill the padding of contracted dims of the inputs and adds nothing to the outputs, or
+            a function of the operator call that returns it; None: such dims are not padded.
         product: each element of the output is a sum, over the contracted factors, of products of the elements of two
-            inputs, to which a third one is added, if there is one; or a function of the operator call that says so.
+            inputs, plus a third input, if there is one; or a function of the operator call that returns this.
     """
 
     notation: str | Callable[[Op], str | tuple[str, dict[str, int]]]
@@ -78,26 +82,26 @@ class Rule:
     product: bool | Callable[[Op], bool] = False
 
     def filling(self, op: Op) -> float | None:
-        """What adds nothing where this call contracts it; None where nothing is sure not to."""
+        """The number that adds nothing where this call contracts it; None where no such number is known."""
         return self.neutral(op) if callable(self.neutral) else self.neutral
 
     def is_linear(self, op: Op) -> bool:
-        """Whether open sums may pass through this call."""
+        """True where partial sums may pass through this call."""
         return self.linear(op) if callable(self.linear) else self.linear
 
     def is_product(self, op: Op) -> bool:
-        """Whether this call multiplies two inputs, and no more."""
+        """True where this call is a product of two inputs."""
         return self.product(op) if callable(self.product) else self.product
 
 
-#: Writes an operator's work as simpler operators: takes a builder, returns the outputs' values.
+#: A function that records an operator as simpler operators: takes a builder, returns the outputs' values.
 Expansion = Callable[["Builder"], Sequence[Any]]
 
 _RULES: dict[Any, Rule] = {}
 
 
 def _keys(target: Any) -> list[Any]:
-    """Registry keys of what a user may name: an overload, a packet (all overloads), a custom op, a function."""
+    """Registry keys of a user's target: an overload, a packet (all overloads), a custom op, a function."""
     if isinstance(target, str):
         return [target]
     overload = overload_of(target)
@@ -116,14 +120,15 @@ def _keys(target: Any) -> list[Any]:
 
 
 def register(targets: Sequence[Any], described: Rule) -> None:
-    """Describe operators. A later description of the same operator replaces the earlier one.
+    """Register a rule for operators. A later rule for the same operator replaces the earlier one.
 
     Args:
-        targets: operators, or names such as ``"library::operator"`` of those that a library registers when it is
+        targets: operators, or names such as ``"library::operator"`` of operators that a library registers when it is
             imported.
+        described: the rule.
 
     Raises:
-        RuleError: a notation that cannot be read, or a target that is no operator.
+        RuleError: a notation with a syntax error, or a target that is not an operator.
     """
     if isinstance(described.notation, str):
         parse(described.notation)
@@ -138,15 +143,15 @@ def rule(op: Any, notation: str, *, reduction: str = "sum", linear: bool = False
     Args:
         op: a function made with ``torch.library.custom_op``, an operator of ``torch.ops``, or a
             ``torch.autograd.Function``.
-        notation: how its dims correspond, e.g. ``"... m k, ... k n -> ... m n"``: dims of one name are cut alike, a
-            name that the output lacks is contracted and leaves a partial sum, ``!`` keeps a dim whole.
-        reduction: how the terms of a contracted dim go together: "sum", "max" or "min".
-        linear: a partial sum may pass through it.
+        notation: the correspondence of its dims, e.g. ``"... m k, ... k n -> ... m n"``: dims of one name are cut
+            alike, a name that the output lacks is contracted and leaves a partial sum, ``!`` keeps a dim whole.
+        reduction: the reduction of the terms of a contracted dim: "sum", "max" or "min".
+        linear: a partial sum may pass through the operator.
         neutral: a number that adds nothing where all inputs hold it in a contracted dim; None: such a dim is not
             padded.
 
     Raises:
-        RuleError: a notation that cannot be read, with the place in it.
+        RuleError: a notation with a syntax error, with its place in the string.
     """
     register((op,), Rule(notation, reduction=reduction, linear=linear, neutral=neutral))
 
@@ -156,12 +161,12 @@ def _pointwise(op: Op) -> str:
     return ", ".join(["..."] * len(op.inputs)) + " -> " + ", ".join(["..."] * outputs)
 
 
-#: Every operator that torch itself tags as pointwise.
+#: The rule of every operator that torch itself tags as pointwise.
 POINTWISE = Rule(_pointwise)
 
 
 def find_rule(op: Op) -> Rule | None:
-    """The rule of an operator call, or None. A user's `torch.autograd.Function` without one runs whole."""
+    """The rule of an operator call, or None. A user's `torch.autograd.Function` without a rule runs whole."""
     if type(op.target) is OpOverload and op.target in _RULES:
         return _RULES[op.target]
     if isinstance(op.target, UnderAutocast):
@@ -183,12 +188,12 @@ def find_rule(op: Op) -> Rule | None:
 
 
 def has_rule(op: Op) -> bool:
-    """Whether some rule describes the operator."""
+    """True where a rule describes the operator."""
     return find_rule(op) is not None
 
 
 def whole_rule(op: Op) -> Rule:
-    """A rule that keeps every dim whole: what an operator without a rule is taken for, when the user asks for it."""
+    """A rule that keeps every dim whole: for an operator without a rule, where the user asks for it."""
     names = iter(f"d{i}!" for i in range(10_000))
     sides = [
         ", ".join(" ".join(next(names) for _ in v.shape) or "..." for v in side if v is not None)
@@ -199,15 +204,17 @@ def whole_rule(op: Op) -> Rule:
 
 @lru_cache(4096)
 def _bound(text: str, in_shapes: tuple, out_shapes: tuple, sizes: tuple, reduction: str, pads: bool | None) -> Bound:
-    """The same for all calls of one kind and shape: the layers of a model are alike."""
+    """The bound notation, cached for all calls of one kind and shape: the layers of a model are alike."""
     bound = bind(parse(text), in_shapes, out_shapes, dict(sizes), reduction)
     return bound if pads is None else bound.with_padding(pads)
 
 
 def bound_rule(op: Op, described: Rule | None = None, uneven: bool = False) -> Bound:
-    """An operator's notation, bound to its shapes.
+    """The notation of an operator, bound to its shapes.
 
     Args:
+        op: the operator call.
+        described: its rule; None: the registered one.
         uneven: dims may be cut into parts that do not divide them, where padding them is right.
 
     Raises:
@@ -239,7 +246,7 @@ def bound_rule(op: Op, described: Rule | None = None, uneven: bool = False) -> B
 
 
 def local_call(op: Op, described: Rule, bound: Bound, assignment: Assignment) -> Local:
-    """What a rank calls on its slices of the operator's inputs."""
+    """The call of a rank on its slices of the operator's inputs."""
     if isinstance(op.target, UnderAutocast):
         local = local_call(replace(op, target=op.target.inner), described, bound, assignment)
         return replace(local, target=under(local.target, op.target.state))
@@ -255,16 +262,11 @@ def local_output_shape(bound: Bound, assignment: Assignment, index: int = 0) -> 
     return layout.local_shape(bound.out_shapes[index])
 
 
-# ----------------------------------------------------------------------------------------------------
-# Working an operator out into simpler ones, where the cut it gets needs more than running it on slices.
-#
-# A softmax whose dim is cut is a maximum, a difference, an exponential, a sum and a quotient; each of these has a rule
-# of its own, so that the reductions over ranks, their transposes and their prices follow and are written nowhere else.
-# ----------------------------------------------------------------------------------------------------
+# -- expansion into simpler operators
 
 
 class _Like(NamedTuple):
-    """A tensor but for its elements."""
+    """The shape and dtype of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -272,7 +274,7 @@ class _Like(NamedTuple):
 
 @lru_cache(maxsize=1 << 14)
 def _results(target: Any, spec: Any, leaves: tuple, kinds: tuple[type, ...]) -> tuple[_Like, ...]:
-    """What a call returns. Searches work the same operator out under hundreds of cuts, whose parts are much alike.
+    """The outputs of a call. Searches expand the same operator under hundreds of cuts, with much the same parts.
 
     Args:
         leaves: the flattened arguments, tensors as `_Like`s.
@@ -286,7 +288,10 @@ def _results(target: Any, spec: Any, leaves: tuple, kinds: tuple[type, ...]) -> 
 
 
 class Builder:
-    """Records operators. Each follows the layouts of its inputs; open sums are completed unless its rule is linear."""
+    """A recorder of operators.
+
+    Each operator follows the layouts of its inputs; partial sums are completed unless its rule is linear.
+    """
 
     def __init__(self, op: Op, layouts: Mapping[str, Layout], uneven: bool = False) -> None:
         self.op, self.uneven = op, uneven
@@ -294,7 +299,7 @@ class Builder:
         self.steps: list[tuple[Op, Rule, Bound, Assignment]] = []
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Any:
-        """Record ``target(*args, **kwargs)``; returns its output value, or a tuple of them."""
+        """Record ``target(*args, **kwargs)``; returns its output value, or a tuple of output values."""
         inputs = values_in((args, kwargs))
         leaves, spec = pytree.tree_flatten((args, kwargs))
         results = _results(
@@ -334,22 +339,25 @@ class Builder:
         return outputs[0] if len(outputs) == 1 else outputs
 
     def lay(self, value: Value, dims: Sequence[Digits]) -> Value:
-        """The value with its dims cut by these digits from here on; a conversion brings it there."""
+        """The value with its dims cut by these digits from here on; a redistribution gives it that layout."""
         self.layouts[value.name] = Layout.of(self.layouts[value.name].devices, dims)
         return value
 
     def to(self, value: Value, dtype: torch.dtype) -> Value:
-        """The value in another type; itself where it has that type."""
+        """The value in another dtype; the value itself where it has that dtype."""
         return value if value.dtype == dtype else self.call(torch.ops.aten.to.dtype, value, dtype)
 
 
 def expand(
     op: Op, described: Rule, bound: Bound, assignment: Assignment
 ) -> tuple[list[tuple[Op, Rule, Bound, Assignment]], dict[str, Value]]:
-    """An operator as it will run: itself, or the operators that do its work under this assignment.
+    """The operators that run for an operator: itself, or the simpler operators of its expansion under this assignment.
 
     Returns:
-        The operators with their rules and assignments, and for each output of `op` that got a new name, its new value.
+        The operators with their rules and assignments, and for each output of `op` with a new name, its new value.
+
+    Raises:
+        StrategyError: the operator cannot be expanded under this assignment.
     """
     worked_out = described.expand(op, bound, assignment) if described.expand is not None else None
     if worked_out is None:

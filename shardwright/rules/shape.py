@@ -1,8 +1,12 @@
-"""Views: the same elements under other dims. Splits and merges of dims go through compound dims.
+"""Shape operators: views, and operators that join, repeat, pad or reorder elements.
 
-Sizes that such a call carries are global; what a rank calls carries those of its slice. Dims of size 1 that come or go
-have no factor; a squeeze on a slice must not take away a dim that is 1 there only, so it too is a reshape. What takes a
-tensor apart does not let an open sum through: its parts would need a reduction each.
+1. *Views* keep the elements and change the dims. Splits and merges of dims go through compound dims. A call carries
+   global sizes; the call of a rank carries the sizes of its slice. Dims of size 1 that are added or removed have no
+   factor. A squeeze on a slice must not remove a dim that has size 1 in the slice only, so a squeeze too becomes a
+   reshape. An operator that splits a tensor lets no partial sum through: each of its outputs would need a reduction.
+
+2. *Joins, repetitions, pads and reorderings* (cat, stack, repeat, pad, flip, roll, …): the dim along which elements
+   move stays whole; a repetition is a factor of its own beside the repeated dim.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ def _local_expand(op: Op, bound: Bound, assignment: Assignment) -> Local:
 
 
 def _permuted(op: Op) -> str:
-    """Which dim goes where is read from the strides that the operator gives a tensor of dims of size 2."""
+    """The order of the dims, read from the strides that the operator gives a tensor with dims of size 2."""
     rank = len(op.inputs[0].shape)
     probe = torch.empty((2,) * rank, device="meta")
     args, kwargs = map_values((op.args, op.kwargs), lambda _: probe)
@@ -42,7 +46,7 @@ def _permuted(op: Op) -> str:
 
 
 def _one_dim(op: Op) -> tuple[list[str], int]:
-    """Names of the input's dims, and the one that the call is about."""
+    """Names of the input's dims, and the dim that the call names."""
     rank = len(op.inputs[0].shape)
     return named(rank), normal(op.argument("dim", 0), rank)
 
@@ -57,12 +61,12 @@ def _select(op: Op) -> str:
 def _slice(op: Op) -> str:
     names, at = _one_dim(op)
     if op.inputs[0].shape[at] == op.outputs[0].shape[at] and op.argument("step", 1) == 1:
-        return f"{operand(names)} -> {operand(names)}"  # all of it
+        return f"{operand(names)} -> {operand(names)}"  # the whole dim
     return _parted(op)
 
 
 def _local_slice(op: Op, bound: Bound, assignment: Assignment) -> Local:
-    """All of a dim is all of its slice."""
+    """Keep the whole slice of a cut dim, of which the call takes all elements."""
     names, at = _one_dim(op)
     if cut_size(bound, assignment, [names[at]]) == 1:
         return Local(op.target, op.args, op.kwargs)
@@ -70,7 +74,7 @@ def _local_slice(op: Op, bound: Bound, assignment: Assignment) -> Local:
 
 
 def _parted(op: Op) -> str:
-    """Parts of one dim: it stays whole, and so do the parts."""
+    """Parts of one dim; the dim and its parts stay whole."""
     names, at = _one_dim(op)
     if "dim" not in op.argument_names:  # hsplit, vsplit, dsplit
         at = {"v": 0, "h": min(1, len(names) - 1), "d": 2}[op.kind[0]]
@@ -164,18 +168,14 @@ register((aten.diagonal.default,), Rule(_diagonal, linear=True, view=True))
 register((aten.unfold.default,), Rule(_unfold, linear=True, view=True))
 
 
-# ----------------------------------------------------------------------------------------------------
-# Elements put beside one another, repeated, padded or turned round.
-#
-# The dim along which they move stays whole; a repetition is a factor of its own beside the dim that it repeats.
-# ----------------------------------------------------------------------------------------------------
+# -- joins, repetitions, pads and reorderings
 
 
 def _joined(op: Op, at: int) -> str:
     names = named(len(op.outputs[0].shape))
     texts = []
     for i, value in enumerate(op.inputs):
-        empty = value.shape == (0,) and len(names) > 1  # torch lets such a tensor stand beside any other
+        empty = value.shape == (0,) and len(names) > 1  # torch joins such a tensor with any other
         texts.append("empty!" if empty else operand([*names[:at], f"part{i}!", *names[at + 1 :]]))
     names[at] = "joined!"
     return f"{', '.join(texts)} -> {operand(names)}"
@@ -218,7 +218,7 @@ def _dstack(op: Op) -> str:
 
 
 def _turned(op: Op) -> str:
-    """flip and roll: the dims that move stay whole; a roll that names none moves all, as one."""
+    """flip and roll: the moved dims stay whole; a roll without dims moves all dims as one."""
     rank = len(op.inputs[0].shape)
     names, moved = named(rank), {"fliplr": [1], "flipud": [0]}.get(op.kind, op.argument("dims"))
     moved = () if op.kind == "flip" and not moved else dims_of(moved, rank)
@@ -227,7 +227,7 @@ def _turned(op: Op) -> str:
 
 
 def _rotated(op: Op) -> str:
-    """Two dims stay whole, and change places in a quarter turn."""
+    """Two dims stay whole, and are exchanged in a quarter turn."""
     before = named(len(op.inputs[0].shape))
     a, b = (normal(d, len(before)) for d in op.argument("dims"))
     before[a], before[b] = f"{before[a]}!", f"{before[b]}!"
@@ -238,7 +238,7 @@ def _rotated(op: Op) -> str:
 
 
 def _pad(op: Op) -> str:
-    """Padded dims stay whole. The amounts stand in pairs, the last dim first."""
+    """Padded dims stay whole. The amounts are in pairs, the last dim first."""
     names, amounts = named(len(op.inputs[0].shape)), op.argument("pad")
     out = [*names]
     for i in range(len(amounts) // 2):
@@ -253,7 +253,7 @@ def _pads_zeros(op: Op) -> bool:
 
 
 def _repeats(op: Op) -> list[int]:
-    """How often each output dim repeats the input's."""
+    """The number of repetitions of the input in each output dim."""
     times = op.argument("repeats" if op.kind == "repeat" else "dims")
     return [1] * (len(op.outputs[0].shape) - len(times)) + list(times)
 
@@ -275,7 +275,7 @@ def _local_repeat(op: Op, bound: Bound, assignment: Assignment) -> Local:
 
 
 def _grid(op: Op) -> str:
-    """Each input is a dim of all outputs; indexing "xy" lets the first two change places."""
+    """Each input is a dim of all outputs; indexing "xy" exchanges the first two."""
     names = named(len(op.inputs))
     out = [*names]
     if op.argument("indexing", "ij") == "xy" and len(out) > 1:
@@ -285,7 +285,7 @@ def _grid(op: Op) -> str:
 
 
 def _on_diagonal(op: Op) -> str:
-    """A new pair of dims, whole, of which the last one of the input is the diagonal."""
+    """A new pair of dims, whole; the last dim of the input is their diagonal."""
     batch = iter(named(len(op.inputs[0].shape) - 1))
     rank = len(op.outputs[0].shape)
     pair = {normal(op.argument("dim1"), rank): "rows!", normal(op.argument("dim2"), rank): "columns!"}

@@ -1,9 +1,30 @@
-"""Convolutions and transposed ones.
+"""Spatial operators: convolutions, patches and shuffles, pooling, resampling.
 
-Factors stand in the device matrix in the order n, groups, c_in, h, w, c_out. Cut input channels leave a partial sum;
-the bias is added once, to the finished sum. Channels of groups are ``(g ci)`` and ``(g co)``: cuts fall between groups
-first, and a rank convolves the groups that it holds. The kernel stays whole; spatial dims are as `window` says, and a
-transposed convolution is its mirror image.
+1. *Windows* over the spatial dims, shared by convolutions, pooling and patches:
+
+       window o of a dim has the elements  o·stride - padding + dilation·(0 … kernel-1)
+
+   A dim is divided into stretches of `stride` elements. Window o stays within stretch o where nothing is padded and
+   dilation·(kernel-1) < stride. If the stretches fill the dim, it is ``(o r!)``: it may be cut between stretches, and
+   the same call applies the windows to each slice. Otherwise the dim stays whole.
+
+2. *Convolutions*, also transposed. The factors in the device matrix are n, groups, c_in, h, w, c_out, in this order.
+   Cut input channels leave a partial sum; the bias is added once, to the completed sum. Channels of groups are
+   ``(g ci)`` and ``(g co)``: cuts fall between groups first, and a rank convolves the groups that it holds. The
+   kernel stays whole. A transposed convolution is the mirror image: its windows cover the output.
+
+3. *Patches and shuffles* exchange space and channels. Patches are extracted and put back, pixels shuffled. Nothing is
+   computed but sums of overlapping elements, so partial sums may pass.
+
+4. *Pooling*. Batch and channels may be cut, spatial dims by windows. One window that covers a whole dim is a mean
+   over the dim: over a cut dim a sum divided by the global count. An adaptive mean from a·g to b·g elements, g their
+   greatest common divisor, takes each stretch of a elements to b: the dim may be cut between stretches. Where indices
+   are returned, which count in the whole plane, spatial dims stay whole.
+
+5. *Resampling*: interpolation and grids. Interpolation from a·g to b·g elements takes stretches of a elements to b. A
+   dim may be cut between stretches in two cases: nearest neighbours stay within their stretch (where a/b is a power
+   of two, so that positions are exact), and a dim that keeps its size is not changed. Every other interpolation reads
+   neighbours, and its spatial dims stay whole.
 """
 
 from __future__ import annotations
@@ -23,27 +44,19 @@ from .registry import Expansion, Local, Rule, local_output_shape, register
 __all__ = ["Texts", "per_dim", "spatial", "windowed", "windows_of"]
 
 
-# ----------------------------------------------------------------------------------------------------
-# Windows over the spatial dims of a tensor, which convolutions, pooling and patches share.
-#
-#     window o of a dim has the elements  o·stride - padding + dilation·(0 … kernel-1)
-#
-# A dim falls into stretches of `stride` elements, and window o keeps within stretch o, where nothing is padded and
-# dilation·(kernel-1) < stride. If the stretches fill the dim, it is ``(o r!)``: it may be cut between stretches, and
-# each slice is windowed by the same call. Otherwise the dim stays whole.
-# ----------------------------------------------------------------------------------------------------
+# -- windows
 
-#: The texts of the dims that windows lie on, of the dims that count windows, and the sizes of their factors.
+#: The texts of the dims that windows cover, of the dims that count windows, and the sizes of their factors.
 Texts = tuple[list[str], list[str], dict[str, int]]
 
 
 def spatial(op: Op) -> int:
-    """How many spatial dims an operator has: its name says so, as in ``max_pool2d_with_indices``."""
+    """The number of spatial dims of an operator, read from its name, such as ``max_pool2d_with_indices``."""
     return next(int(letter) for letter in op.kind if letter.isdigit())
 
 
 def per_dim(argument: Any, count: int) -> tuple:
-    """An argument with one entry a spatial dim, where one for all may be given."""
+    """An argument with one entry for each spatial dim; one given entry holds for all dims."""
     listed = tuple(argument) if isinstance(argument, (tuple, list)) else (argument,)
     return listed * count if len(listed) == 1 else listed
 
@@ -51,8 +64,8 @@ def per_dim(argument: Any, count: int) -> tuple:
 def windows_of(op: Op, kernel: Sequence[int]) -> list[tuple[int, int, int]]:
     """The (stride, padding, extent) of an operator's windows in each spatial dim; an extent is dilation·(kernel-1) + 1.
 
-    Padding by name counts as none: "valid" is none, and "same" pads nothing where the kernel is 1, the one case in
-    which its windows keep apart.
+    Padding by name counts as none: "valid" pads nothing, and "same" pads nothing where the kernel is 1, the only kernel
+    with which its windows stay apart.
     """
     count, padding = len(kernel), op.argument("padding", 0)
     strides = per_dim(op.argument("stride") or kernel, count)
@@ -65,8 +78,12 @@ def windowed(op: Op, sizes: Sequence[int], counts: Sequence[int], kernel: Sequen
     """The spatial dims of an operator's windows.
 
     Args:
-        sizes: of the dims that the windows lie on: what a convolution reads, what its transpose writes.
-        counts: how many windows each dim has.
+        sizes: of the dims that the windows cover: the input of a convolution, the output of a transposed one.
+        counts: the number of windows in each dim.
+        kernel: the size of the kernel in each dim.
+
+    Returns:
+        The texts of the covered dims, of the dims that count windows, and the sizes of their factors.
     """
     before, after, factors = [], [], {}
     for i, (size, windows, (stride, padding, extent)) in enumerate(zip(sizes, counts, windows_of(op, kernel))):
@@ -140,10 +157,7 @@ register(
 )
 
 
-# ----------------------------------------------------------------------------------------------------
-# Space and channels exchanged: patches taken out and put back, pixels shuffled. Nothing is computed but sums of what
-# overlaps, so that open sums pass.
-# ----------------------------------------------------------------------------------------------------
+# -- patches and shuffles
 
 
 def _patches(op: Op) -> tuple[str, str, dict[str, int]]:
@@ -178,7 +192,7 @@ def _local_put_back(op: Op, bound: Bound, assignment: Assignment) -> Local:
 
 
 def _shuffled(op: Op) -> tuple[str, dict[str, int]]:
-    """pixel_shuffle spreads each channel's r·r parts over the plane, pixel_unshuffle gathers them."""
+    """The notation of pixel_shuffle, which spreads each channel's r·r parts over the plane, and of its inverse."""
     is_spread = op.kind == "pixel_shuffle"
     factor = op.argument("upscale_factor" if is_spread else "downscale_factor")
     deep, flat = "... (c p! q!) h w", "... c (h p!) (w q!)"
@@ -188,7 +202,7 @@ def _shuffled(op: Op) -> tuple[str, dict[str, int]]:
 
 
 def _channels(op: Op) -> str:
-    """channel_shuffle: the channels stay whole, since neighbours come to lie far apart."""
+    """The notation of channel_shuffle: the channels stay whole, since adjacent channels move far apart."""
     rest = operand(named(len(op.inputs[0].shape) - 2, "s"))
     return f"n c! {rest} -> n c! {rest}"
 
@@ -199,17 +213,11 @@ register((aten.pixel_shuffle.default, aten.pixel_unshuffle.default), Rule(_shuff
 register((aten.channel_shuffle.default,), Rule(_channels, linear=True))
 
 
-# ----------------------------------------------------------------------------------------------------
-# Pooling. Batch and channels may be cut, spatial dims as `window` says.
-#
-# One window that is a whole dim makes a mean over it, and over a cut dim a sum divided by the global count. Adaptive
-# means of sizes a·g and b·g, g their greatest common divisor, take each stretch of a elements to b: the dim may be cut
-# between stretches. Where indices come out, which count in the whole plane, spatial dims stay whole.
-# ----------------------------------------------------------------------------------------------------
+# -- pooling
 
 
 def _lead(op: Op) -> list[str]:
-    """Names of the dims in front of the spatial ones."""
+    """Names of the dims before the spatial dims."""
     return ["n", "c"][2 - (len(op.inputs[0].shape) - spatial(op)) :]
 
 
@@ -225,7 +233,7 @@ def _slid(op: Op) -> Texts:
 
 
 def _spread(op: Op) -> Texts:
-    """Adaptive windows."""
+    """The dims of adaptive windows."""
     texts, out, sizes = [], [], {}
     for i, (before, after) in enumerate(zip(*_planes(op))):
         shared = math.gcd(before, after)
@@ -236,7 +244,7 @@ def _spread(op: Op) -> Texts:
 
 
 def _covered(op: Op) -> list[int]:
-    """The spatial dims that one window takes in as they are."""
+    """The spatial dims that one window covers without padding."""
     before, after = _planes(op)
     if "adaptive" in op.kind:
         return [i for i, size in enumerate(after) if size == 1]
@@ -264,7 +272,7 @@ def _local_adaptive(op: Op, bound: Bound, assignment: Assignment) -> Local:
 
 
 def _expand_mean(op: Op, bound: Bound, assignment: Assignment) -> Expansion | None:
-    """First the mean over the dims that one window takes in, then the windows of the others."""
+    """Expand a mean: first over the dims that one window covers, then the windows of the other dims."""
     covered, (before, after) = _covered(op), _planes(op)
     if cut_size(bound, assignment, [f"h{i}" for i in covered]) == 1:
         return None
@@ -287,7 +295,7 @@ def _expand_mean(op: Op, bound: Bound, assignment: Assignment) -> Expansion | No
 
 
 def _plane_text(op: Op) -> str:
-    """Planes stay whole; further inputs and outputs have the same batch and channels."""
+    """The notation of operators on whole planes; further inputs and outputs have the same batch and channels."""
     lead = _lead(op)
     sides = [
         ", ".join(
@@ -324,24 +332,20 @@ register(
 )
 
 
-# ----------------------------------------------------------------------------------------------------
-# Images resampled: interpolation, grids.
-#
-# Interpolation by sizes a·g and b·g takes stretches of a elements to b. Nearest neighbours keep within their stretch
-# (where a/b is a power of two, so that positions are exact), and a dim that keeps its size is left as it is: those may
-# be cut between stretches. Everything else reads its neighbours, and its spatial dims stay whole.
-# ----------------------------------------------------------------------------------------------------
+# -- resampling
 
 
 def _keeps_apart(op: Op, before: int, after: int, scale: float | None) -> bool:
-    """Whether interpolation of `before` to `after` elements reads within the stretches that both have in common."""
+    """True where interpolation of `before` to `after` elements reads within the stretches common to both."""
     shared = math.gcd(before, after)
     stretch, made = before // shared, after // shared
     if scale is not None and scale * stretch != made:
-        return False  # positions follow the scale, which the rounded sizes hide
+        return False  # positions depend on the scale, which the rounded sizes hide
     if "nearest" in op.kind:
         return (stretch * made).bit_count() == 1
-    return stretch == made == 1 and not op.argument("align_corners")  # aligned, a slice of 1 has no scale
+    return stretch == made == 1 and not op.argument(
+        "align_corners"
+    )  # with align_corners, a slice of 1 element has no scale
 
 
 def _interpolated(op: Op) -> tuple[str, dict[str, int]]:
@@ -368,7 +372,7 @@ def _local_interpolated(op: Op, bound: Bound, assignment: Assignment) -> Local:
 
 
 def _sampled(op: Op) -> str:
-    """Any position of the grid may name any element."""
+    """The notation of grid_sampler: the plane stays whole, since a grid position may name any element."""
     count = len(op.inputs[0].shape) - 2
     out = operand(named(count, "o"))
     return f"n c {operand(whole(named(count, 's')))}, n {out} xy! -> n c {out}"

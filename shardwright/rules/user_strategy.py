@@ -1,4 +1,8 @@
-"""What a user gave, tuples of cuts or Layouts, as an assignment of digits to factors: or an error that says why not."""
+"""Strategies given by a user, tuples of cuts or Layouts: each becomes an assignment, or an error with the reason.
+
+Worked example: a matmul ``m k, k n -> m n`` on 8 devices with the in_strategy ``((2, 2), (2, 2))``: m, k and n are cut
+twice each, by the digits (2, stride 4), (2, stride 2) and (2, stride 1), row-major in the order of the factors.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +19,11 @@ __all__ = ["assignment_of", "output_layouts_of"]
 
 
 def _nearest(bound: Bound, strategy: Sequence[Any], devices: int) -> str:
-    """A legal tuple strategy close to the one asked for: its cuts, made to divide and to agree, the last ones reduced
-    until they fit the devices. The cuts of one tensor by themselves are taken for the first input's."""
+    """The text of a legal tuple strategy close to the given one.
+
+    The cuts are reduced until they divide and agree; then the last ones until they fit the devices. A strategy that is
+    the cuts of one tensor counts as the entry of the first input.
+    """
     if strategy and not any(isinstance(entry, (tuple, list, Layout)) for entry in strategy):
         strategy = (strategy,)
     cuts: dict[int, int] = {}
@@ -50,13 +57,14 @@ def assignment_of(bound: Bound, strategy: Any, devices: int) -> Assignment:
     """Check an ``in_strategy`` against one operator call and put it into normal form.
 
     Args:
-        strategy: one entry per tensor input: a tuple of cuts per dim, or a Layout; None, or nothing at the end, for an
-            input that the notation says may be left out. Or an Assignment of this operator.
+        bound: the notation of the call, bound to its shapes.
+        strategy: one entry per tensor input: a tuple of cuts per dim, or a Layout; None, or no entry at the end, for an
+            input that the notation marks as optional. Or an Assignment of this operator.
         devices: the number of devices (of the stage).
 
     Raises:
-        StrategyError: wrong numbers of inputs or dims, cuts that do not divide, differ on a shared factor, split what
-            may not be split, or need more devices than there are.
+        StrategyError: a wrong number of inputs or dims, cuts that do not divide, differ on a shared factor, split an
+            unsplittable factor, or need more devices than there are.
         LayoutError: a Layout of another device count.
     """
 
@@ -81,8 +89,8 @@ def assignment_of(bound: Bound, strategy: Any, devices: int) -> Assignment:
     if given > needed or not missing <= bound.notation.optional:
         raise wrong(f"{given} entries for an operator with {needed} tensor inputs of shapes {list(bound.in_shapes)}")
 
-    cuts: dict[int, tuple[int, int]] = {}  # factor -> (cut, the input that said so)
-    known: dict[int, tuple[Digits, int]] = {}  # factor -> (digits, the input that said so), from Layouts
+    cuts: dict[int, tuple[int, int]] = {}  # factor -> (cut, the input that gave it)
+    known: dict[int, tuple[Digits, int]] = {}  # factor -> (digits, the input that gave them), from Layouts
     for i, entry in enumerate(strategy):
         if i in missing:
             continue
@@ -159,7 +167,7 @@ def assignment_of(bound: Bound, strategy: Any, devices: int) -> Assignment:
 
 
 def _spread_cut(bound: Bound, dim: tuple[int, ...], cut: int) -> dict[int, int] | None:
-    """A dim's cut shared out to its factors, major first."""
+    """The cut of a dim, distributed over its factors, major first; None where it does not fit."""
     if len(dim) == 1 and bound.factors[dim[0]].pads:
         return {dim[0]: cut}
     out = {}
@@ -173,7 +181,7 @@ def _spread_cut(bound: Bound, dim: tuple[int, ...], cut: int) -> dict[int, int] 
 
 
 def _place(bound: Bound, cuts: dict[int, int], known: dict[int, Digits], devices: int) -> Assignment:
-    """Digits for factors: those that Layouts gave, the others row-major in the factors' order."""
+    """Digits for factors: the digits of Layouts, then row-major digits in the order of the factors."""
     if not known:
         order: list[int | None] = list(range(len(bound.factors)))
         sizes = [cuts.get(i, 1) for i in order]
@@ -182,7 +190,7 @@ def _place(bound: Bound, cuts: dict[int, int], known: dict[int, Digits], devices
             sizes.insert(bound.notation.rest, devices // math.prod(sizes))
         placed = dict(zip(order, allocate(devices, sizes)))
         return bound.cut_by(devices, {i: digits for i, digits in placed.items() if i is not None})
-    # Layouts name some factors; tuples beside them may cut further ones, out of the digits that are left.
+    # Layouts give digits to some factors; cuts of other factors, given by tuples, take from the free digits.
     digits = dict(known)
     for i in range(len(bound.factors)):
         if i in digits or cuts.get(i, 1) == 1:
@@ -197,8 +205,7 @@ def _place(bound: Bound, cuts: dict[int, int], known: dict[int, Digits], devices
 
 
 def _taken(free: Digits, cut: int) -> Digits:
-    """Digits out of the free ones that cut so many ways: of one of them if that will do, else of several, major first;
-    fewer ways where they do not suffice."""
+    """Free digits that cut `cut` ways: one digit if it suffices, else several, major first; fewer ways at need."""
     for digit in free:
         if digit.size % cut == 0:
             return (Digit(cut, digit.stride * (digit.size // cut)),)
@@ -213,7 +220,7 @@ def _taken(free: Digits, cut: int) -> Digits:
 def output_layouts_of(bound: Bound, strategy: Any, devices: int) -> tuple[Layout, ...]:
     """Check an ``out_strategy``: one entry per output, a tuple of cuts or a Layout.
 
-    Tuple cuts name digits as for a tensor by itself: row-major, the rest repeated on the right.
+    Tuple cuts get digits as for a single tensor: row-major, replicas on the right.
 
     Raises:
         StrategyError, LayoutError: as `assignment_of`.

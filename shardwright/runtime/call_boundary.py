@@ -1,9 +1,13 @@
-"""hybrid_parallel at the border: parameters and results that are each rank's own.
+"""`hybrid_parallel` at the border of the model: parameters, inputs and results that are each rank's own.
 
-A program has them stacked, a rank's along a first dim of size 1; users do not. Where all devices are in one process
-what
-the ranks return is put together: fed by parts, along the batch, and numbers as their mean; fed whole, all return the
-    same.
+Inside the program each rank's own tensor has an added first dim: size 1 on a rank, stacked over all ranks. Users see
+tensors without that dim. With a process a rank, each process returns its rank's result. Where all devices are in one
+process the ranks' results are put together:
+
+1. Each rank is fed its own part of the batch: results are joined along the batch; numbers become their mean.
+2. Every rank is fed the whole batch: all ranks must return the same.
+
+The file also restores the caller's view of inputs that the model changes in place.
 """
 
 from __future__ import annotations
@@ -22,10 +26,12 @@ __all__ = ["handings", "kept_apart", "put_back"]
 
 
 def handings(plan: Plan, processes: bool, mean: bool) -> list[Callable[[Tensor], Tensor] | None]:
-    """What is to be done with each output before the user has it; None: nothing.
+    """The function applied to each output before the user gets it; None where there is nothing to do.
 
     Args:
-        mean: whether gradients are those of the mean of the losses that the ranks compute, or of their sum.
+        plan: the plan, with its graph and its placed outputs.
+        processes: True where each rank is a process; False where all devices are in this process.
+        mean: True where gradients are those of the mean of the losses that the ranks compute; False for their sum.
     """
     out: list[Callable[[Tensor], Tensor] | None] = []
     for output, instance in zip(plan.graph.outputs, plan.routed.outputs):
@@ -71,17 +77,15 @@ def _same(x: Tensor) -> Tensor:
     return x.mean(0) if x.is_floating_point() or x.is_complex() else x[0]
 
 
-# ----------------------------------------------------------------------------------------------------
-# Inputs that the model changes in place: the caller's tensors are changed as on one device.
-# ----------------------------------------------------------------------------------------------------
+# -- inputs that the model changes in place: the caller's tensors change as on one device
 
 
 def kept_apart(tensors: list[Tensor], changed: Sequence[int]) -> list[Tensor]:
-    """A call's inputs, copies of those that it changes: what a backward needs of them stays as it was."""
+    """The inputs of a call, with copies of those that the call changes: the backward still needs their old elements."""
     return [x.clone() if i in changed else x for i, x in enumerate(tensors)]
 
 
 def put_back(tensors: list[Tensor], outputs: list[Any], changed: Sequence[int]) -> None:
-    """The caller's tensors that the model changed in place get their new elements, which are the last outputs."""
+    """Write the new elements, which are the last outputs, into the caller's tensors that the model changed in place."""
     for i, value in zip(changed, outputs[len(outputs) - len(changed) :]):
         tensors[i].copy_(value)

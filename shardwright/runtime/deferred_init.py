@@ -1,8 +1,12 @@
-"""Parameters that are planned before they exist, and come into being as slices.
+"""Deferred initialisation: parameters are planned before they have values, and are created as slices.
 
-Inside `no_init_parameters` every tensor is on the meta device and the operators that would have filled it are written
-down. Later the tape is replayed in its order with the random state of then, tensor by tensor; each rank keeps its slice
-and lets the rest go. The values are those of an ordinary construction on one device under the same seed, bit for bit.
+1. Inside `no_init_parameters` every tensor is on the meta device, and the operators that would have filled it are
+   recorded on a tape.
+2. `materialize` replays the tape in its order, from the random state at the begin of the tape, tensor by tensor. Each
+   rank keeps its slice and frees the rest.
+3. The values are those of an ordinary construction on one device under the same seed, bit for bit.
+
+`put_in_place` and `substitute` exchange a model's parameters, also in the optimizers that were built before.
 """
 
 from __future__ import annotations
@@ -35,8 +39,8 @@ _IS_META = torch.Tensor.is_meta.__get__
 
 @dataclass(frozen=True)
 class _Meta:
-    """A meta tensor as it was when an operator took or made it: ``module.double()`` gives the same object another
-    memory later. The storage is held so that no other gets its address."""
+    """A meta tensor at the time that an operator took or returned it: ``module.double()`` gives the same object another
+    memory later. The storage is held so that no other storage gets its address."""
 
     storage: torch.UntypedStorage
     shape: torch.Size
@@ -56,7 +60,8 @@ def _noted(x: Any) -> Any:
 
 @dataclass
 class _Tape:
-    """Operators in order, as (function, args, kwargs, result), and where the random state changed between them."""
+    """Operators in order, as (function, args, kwargs, result), and the calls before which the user changed the random
+    state."""
 
     state: torch.Tensor
     calls: list[tuple[Any, tuple, dict, Any]] = field(default_factory=list)
@@ -64,7 +69,7 @@ class _Tape:
     latest: torch.Tensor | None = None
 
     def note_seed(self) -> None:
-        """Before a call: where the user has seeded inside, the replay does so at the same place."""
+        """Note a random state that the user has set before this call, so that the replay sets it at the same place."""
         state = torch.get_rng_state()
         if not torch.equal(state, self.state if self.latest is None else self.latest):
             self.reseeded[len(self.calls)] = self.latest = state
@@ -82,14 +87,15 @@ class _Record(TorchDispatchMode):
         self.tape.note_seed()
         result = function(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in getattr(function, "tags", ()):
-            self.tape.latest = torch.get_rng_state()  # a draw of its own, on a real device: no seeding
+            self.tape.latest = torch.get_rng_state()  # the operator itself drew on a real device; the user did not seed
         self.tape.note(function, args, kwargs or {}, result)
         return result
 
 
 class _Construction(TorchFunctionMode):
-    """``torch.tensor([…])`` has values to keep: it stays real. What `torch.nn.init` leaves out for a meta tensor, since
-    it looks at values on the way (``trunc_normal_``, ``orthogonal_``), is written down as one call."""
+    """Exceptions to the meta device. ``torch.tensor([…])`` has values to keep and stays real. Functions of
+    `torch.nn.init` that look at values on the way (``trunc_normal_``, ``orthogonal_``) skip a meta tensor; each is
+    recorded as one call."""
 
     def __init__(self, tape: _Tape) -> None:
         super().__init__()
@@ -114,8 +120,9 @@ class _Construction(TorchFunctionMode):
 def no_init_parameters() -> Iterator[None]:
     """Build a model (and its optimizer) without allocating its parameters.
 
-    They come into being when the wrapped model first runs: each rank then holds its slice alone, with the values that
-    an ordinary construction would have had under the same seed. An optimizer may be built inside or right after.
+    The parameters get values when the wrapped model first runs. Each rank then holds its slice alone, with the values
+    that an ordinary construction would have had under the same seed. An optimizer may be built inside the block or
+    right after it.
     """
     tape = _Tape(torch.get_rng_state())
     made: list[torch.Tensor] = []
@@ -127,7 +134,7 @@ def no_init_parameters() -> Iterator[None]:
 
     def remember_copies(module: nn.Module, name: str, sub: nn.Module | None) -> None:
         for tensor in [] if sub is None else [*sub.parameters(), *sub.buffers()]:
-            remember(module, name, tensor)  # a deep copy registers its tensors nowhere
+            remember(module, name, tensor)  # a deep copy registers its module, not its tensors
 
     hooks = (
         register_module_parameter_registration_hook(remember),
@@ -145,9 +152,12 @@ def no_init_parameters() -> Iterator[None]:
 
 
 def beginnings(module: nn.Module) -> dict[str, float | str]:
-    """For each parameter something short that tells its values from others: a sum of them, or of the random state that
-    they will be drawn from; none for one that is cut already."""
-    from torch.distributed.tensor import DTensor  # a second to import, and of use to processes alone
+    """A short fingerprint of each parameter's initial values, by name; ranks compare it.
+
+    The fingerprint is the sum of the values, or for a parameter without values a hash of the random states that they
+    will be drawn from. A parameter that is already a DTensor has none.
+    """
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415  a second to import; processes alone use it
 
     out: dict[str, float | str] = {}
     for name, parameter in module.named_parameters():
@@ -172,11 +182,14 @@ def materialize(
 ) -> None:
     """Give values to the parameters and buffers of `module` that have none.
 
-    The tensor objects stay the same, so that an optimizer which holds them goes on holding the right ones.
+    The tensor objects stay the same, so that an optimizer that holds them goes on holding the right ones.
 
     Args:
-        keep: ``(name, object, whole tensor) -> what it becomes``; None: it is taken care of (see `substitute`).
-        real: whether those that have values already go through `keep` too.
+        module: the model.
+        keep: ``(name, object, whole tensor) -> the tensor to put in its place``; None where `keep` has taken care of
+            it itself (see `substitute`).
+        device: of the whole tensors handed to `keep`.
+        real: True where tensors that already have values go through `keep` too.
 
     Raises:
         SettingError: a meta parameter that was not made inside `no_init_parameters`, or was written to after it.
@@ -262,19 +275,19 @@ def _put(keep: Callable, name: str, tensor: torch.Tensor, whole: torch.Tensor) -
 
 
 def put_in_place(old: torch.Tensor, new: torch.Tensor) -> None:
-    """Put `new` into the place of `old`, the object staying the same."""
+    """Put `new` in the place of `old`; the tensor object stays the same."""
     if new is old:
         return
     wrapped = nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
-    vars(wrapped).update(
-        (k, v) for k, v in vars(old).items() if k not in (_TAPE, _VERSION)
-    )  # what users have noted on it
+    # Keep the attributes that users have set.
+    vars(wrapped).update((k, v) for k, v in vars(old).items() if k not in (_TAPE, _VERSION))
     torch.utils.swap_tensors(old, wrapped)
-    move_gradient_hooks(old, old)  # autograd has them by the memory, the object by itself
+    move_gradient_hooks(old, old)  # autograd keeps hooks by the memory, the tensor by the object
 
 
 def _optimizers() -> list[torch.optim.Optimizer]:
-    """Those that there are: an object refers to its type. (Half the time of a list of all objects, which are many.)"""
+    """All live optimizers, found by their types: an object refers to its type. (This takes half the time of listing all
+    objects.)"""
     kinds: set[type] = set()
     found: list[type] = [torch.optim.Optimizer]
     while found:
@@ -288,16 +301,17 @@ def substitute(
     successors: dict[int, nn.Parameter],
     cut: Callable[[int, torch.Tensor], torch.Tensor] | None = None,
 ) -> None:
-    """Put other parameter objects into the place of a model's own, there and in every optimizer that holds them.
+    """Replace parameter objects of a model, in its modules and in every optimizer that holds them.
 
     Args:
-        successors: ``id(old parameter)`` -> the new one. (A tensor cannot become a DTensor in place, as `put_in_place`
-            would have it; so the optimizers that were built before are looked up, once.)
-        cut: ``(id(old parameter), a tensor of its shape) -> what this rank keeps of it``, for what an optimizer has
-            noted for the parameter already, as Adagrad does when it is built; None: all of it.
+        module: the model.
+        successors: ``id(old parameter)`` -> the new one. (A tensor cannot become a DTensor in place with
+            `put_in_place`; therefore the optimizers that were built before are looked up, once.)
+        cut: ``(id(old parameter), a tensor of its shape) -> this rank's slice of it``, applied to state that an
+            optimizer already has for the parameter (Adagrad has state when it is built); None: state is kept whole.
 
     Raises:
-        SettingError: an optimizer has noted tensors of another shape.
+        SettingError: an optimizer's state for a parameter has another shape than the parameter.
     """
     for sub in module.modules():
         for name, parameter in parameter_table(sub).items():
@@ -320,7 +334,7 @@ def _cut_state(
     new: nn.Parameter,
     cut: Callable[[int, torch.Tensor], torch.Tensor],
 ) -> dict[str, Any]:
-    """What an optimizer has noted for a parameter, cut as that is."""
+    """An optimizer's state for a parameter, cut as the parameter is."""
     state = optimizer.state[old]
     if _is_unmade(state):
         return _made_anew(optimizer, group, new)
@@ -338,10 +352,10 @@ def _cut_state(
 
 
 def _is_unmade(state: dict[str, Any]) -> bool:
-    """Whether something was noted for a parameter that had no values yet."""
+    """True where the state was made while the parameter had no values yet."""
     return any(isinstance(x, torch.Tensor) and x.is_meta for x in state.values())
 
 
 def _made_anew(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-    """What an optimizer notes for a parameter when it is built."""
+    """The state that a newly built optimizer has for a parameter."""
     return type(optimizer)([parameter], **{name: group[name] for name in optimizer.defaults}).state[parameter]

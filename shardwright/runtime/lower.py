@@ -1,12 +1,14 @@
-"""From a plan to the local program: an ordinary `torch.fx.Graph` of local operators and conversions.
+"""Lowering: from a plan to the local program, an ordinary `torch.fx.Graph` of local operators and redistributions.
 
-The same for all ranks: what depends on the rank (which slice, which group) stands in the conversions, and a runtime
-    puts
-it in. Both runtimes execute this program; nothing dispatches on tensor subclasses while it runs.
+The program is the same for all ranks. All that depends on the rank (its slice, its group) stands in the
+redistributions, and a runtime fills it in. Both runtimes execute this program; nothing dispatches on tensor
+subclasses while it runs.
 
     placeholders:  parameters, buffers, constants, the seed if there is one, inputs (a rank's slices)
-    nodes:         local operators;  move(x): a conversion;  extreme(m, x): a maximum or minimum over ranks
+    nodes:         local operators;  move(x): a redistribution;  extreme(m, x): a maximum or minimum over ranks
     output:        the outputs that are tensors, then the new values of buffers
+
+`partition.local_program` has the same program as a list of instructions; this file writes it as a graph.
 """
 
 from __future__ import annotations
@@ -25,24 +27,25 @@ __all__ = ["Lowered", "cast", "extreme", "lower", "move", "sum_of_gradient"]
 
 
 def move(x: torch.Tensor) -> torch.Tensor:
-    """A conversion; a runtime replaces it by what it does on its ranks. The node's meta says which."""
+    """A redistribution of `x`. A runtime replaces it; ``node.meta["instruction"]`` says which redistribution it is."""
     raise AssertionError("a program that no runtime has bound")
 
 
 def extreme(reduced: torch.Tensor, operand: torch.Tensor) -> torch.Tensor:
-    """A maximum or minimum over ranks; likewise."""
+    """A maximum or minimum over ranks. A runtime replaces it, as `move`."""
     raise AssertionError("a program that no runtime has bound")
 
 
 @dataclass(frozen=True)
 class Lowered:
-    """A local program and the names of what goes in and comes out.
+    """A local program and the names of its inputs and outputs.
 
     Attributes:
-        graph: the program; conversions are nodes whose ``meta["instruction"]`` is a `Move` or `Extreme`.
-        plan: the plan that it was made of.
-        parameters, buffers, constants: names, in the order of the placeholders; the seed, if the plan
-            has one, and the inputs follow.
+        graph: the program; redistributions and extremes are nodes whose ``meta["instruction"]`` is a `Redistribute`
+            or a `GlobalExtreme`.
+        plan: the plan that was lowered.
+        parameters, buffers, constants: names, in the order of the placeholders; the seed, if the plan has one, and
+            the inputs follow.
         updates: names of the buffers whose new values follow the outputs.
     """
 
@@ -89,8 +92,10 @@ def lower(plan: Plan) -> Lowered:
 
 
 def sum_of_gradient(placeholder: torch.fx.Node) -> torch.fx.Node | None:
-    """The one use of a parameter or input, if all it does is to sum the gradient over ranks: a runtime takes that sum
-    when the gradient is complete, and otherwise passes it by."""
+    """The only consumer of a parameter or input, where it does nothing but sum the gradient over ranks; else None.
+
+    A runtime skips such a node and takes the sum when the gradient is complete.
+    """
     if len(placeholder.users) != 1:
         return None
     user = next(iter(placeholder.users))
@@ -102,7 +107,8 @@ def sum_of_gradient(placeholder: torch.fx.Node) -> torch.fx.Node | None:
 
 
 def cast(graph: torch.fx.Graph, x: torch.fx.Node, node: torch.fx.Node) -> torch.fx.Node:
-    """What is left of a conversion that moves nothing: a cast, whose backward casts the gradient, or `x` itself."""
+    """The remainder of a redistribution that moves nothing: `x`, cast where need be; the cast's backward casts the
+    gradient."""
     instruction = node.meta["instruction"]
     if not isinstance(instruction, Redistribute) or not instruction.casts:
         return x
@@ -110,7 +116,7 @@ def cast(graph: torch.fx.Graph, x: torch.fx.Node, node: torch.fx.Node) -> torch.
 
 
 def _identifier(name: str, taken: set[str]) -> str:
-    """A name that Python takes: ``fc.weight`` and ``fc_weight`` are two of them."""
+    """A Python identifier for `name` that is not taken yet: ``fc.weight`` and ``fc_weight`` get different ones."""
     wish = candidate = ("_" if name[:1].isdigit() else "") + "".join(c if c.isalnum() else "_" for c in name)
     count = 1
     while candidate in taken:

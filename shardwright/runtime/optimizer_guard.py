@@ -1,8 +1,11 @@
-"""What would go wrong silently in an optimizer's step, seen before it.
+"""Checks before an optimizer's step for mistakes that would otherwise go unnoticed.
 
-An optimizer that holds other parameter objects than the model finds no gradients there and does nothing; one that steps
-while gradients are not summed would take each rank elsewhere; one that steps while its state is copied for a checkpoint
-would mix two steps in it, and waits.
+1. An optimizer that holds other parameter objects than the model finds no gradients and does nothing: refused.
+2. An optimizer that steps while gradients are not summed over ranks would let the ranks diverge: refused.
+3. An optimizer that steps while `whole` has whole tensors in place of the slices: refused.
+4. An optimizer that steps while its state is copied for a checkpoint would mix two steps in it: the step waits.
+
+Parameters that are empty on this rank are also hidden from steps, to save time.
 """
 
 from __future__ import annotations
@@ -33,12 +36,12 @@ _REPLACED, _CLOSED = "_shardwright_replaced", "_shardwright_closed"
 
 
 def replace_noted(old: torch.Tensor, name: str) -> None:
-    """Note on a parameter object that the model has another one in its place."""
+    """Mark the parameter object `old` as replaced in the model; `name` is the parameter's name."""
     setattr(old, _REPLACED, name)
 
 
 def close_to_steps(parameter: torch.Tensor) -> None:
-    """Refuse an optimizer's step on a parameter: the model has a whole tensor in its place for a while."""
+    """Refuse optimizer steps on a parameter, while the model has a whole tensor in its place."""
     setattr(parameter, _CLOSED, True)
 
 
@@ -49,32 +52,35 @@ def open_to_steps(parameter: torch.Tensor) -> None:
 
 
 def watch_steps(net: nn.Module) -> None:
-    """See, before each step of any optimizer, that it is not one of a copy of `net`, nor of parameters that `net` no
-    longer has. Until `net` is gone."""
+    """Check each step of any optimizer until `net` is gone: refuse an optimizer of a copy of `net`, or of parameters
+    that `net` no longer has."""
     _STEPS.look_at(net)
 
 
 def set_empty_aside(net: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-    """Let optimizers pass by parameters that are empty on this rank, in each step: of a pipeline's other stages there
-    are many, and each would take as long as one that is there. Their gradients are back after it. Until `net` is
-    gone."""
+    """Let optimizers skip parameters that are empty on this rank, until `net` is gone.
+
+    A rank of a pipeline has many: all parameters of the other stages. Each would take as long in a step as a
+    parameter that is there. Their gradients are set to None for the step and restored after it.
+    """
     _STEPS.put_aside(net, parameters)
 
 
 def before_next_step(work: Callable[[], None]) -> None:
-    """Let no optimizer step before this is done, by the thread that steps; where several do, each calls it. It takes
-    the place of what was given before."""
+    """Call `work` before the next optimizer step, in the thread that steps; where several threads step, each calls it.
+
+    A later call replaces the earlier `work`.
+    """
     _STEPS.do_first(work)
 
 
 def says_when_it_steps(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether what is seen to around steps is seen to around those of this one: torch does so for its own class's
-    heirs."""
+    """True where torch calls the step hooks for this optimizer: it does so for subclasses of its own class only."""
     return isinstance(optimizer, torch.optim.Optimizer) and getattr(type(optimizer).step, "hooked", False)
 
 
 def not_summed(what: str) -> SettingError:
-    """The error of `what`, wanted between a backward under `no_sync` and the one that sums."""
+    """The error for `what`, requested between a backward under `no_sync` and the backward that sums."""
     return SettingError(
         f"{what} while gradients of a backward under no_sync() are still each rank's own",
         legal="the last backward before it outside of no_sync(), or zero_grad()",
@@ -82,19 +88,18 @@ def not_summed(what: str) -> SettingError:
 
 
 class _Aside(threading.local):
-    """The gradients put aside in a thread's step."""
+    """The gradients set aside during a step of this thread."""
 
     def __init__(self) -> None:
         self.gradients: list[tuple[nn.Parameter, torch.Tensor]] = []
 
 
 class _Steps:
-    """What is seen to around the steps of all optimizers, for each model that is alive.
+    """The state behind the step hooks, for each model that is alive.
 
-    torch goes through its hooks of all optimizers while they run, and a model can be collected in the midst of one: a
-        hook
-    a model, taken away with it, would end the step of another model with "OrderedDict mutated during iteration". So
-    there is one hook before a step and one after, for good, put in place by the first model or save.
+    torch iterates over its global optimizer hooks while they run, and a model can be collected during that. One hook
+    per model, removed with the model, would end the step of another model with "OrderedDict mutated during
+    iteration". Hence there is one hook before a step and one after, registered for good by the first model or save.
     """
 
     def __init__(self) -> None:
@@ -137,7 +142,7 @@ class _Steps:
 
         def closed() -> Any:
             loss = closure()
-            look()  # at the gradients that it has made
+            look()  # at the closure's gradients
             return loss
 
         if closure is None:

@@ -1,4 +1,16 @@
-"""A pipeline on processes: each rank has the stages of its group of devices, and nothing of the others."""
+"""A pipeline on processes: each rank has the stages of its group of devices, and nothing of the others.
+
+`process_pipeline` builds the program of one rank; `pipeline_step.PipelineProgram` plays it. `ProcessStageLink`
+carries the messages between ranks of different stages:
+
+1. Order: between two ranks messages in one direction arrive in the order in which they were sent. Both ranks derive
+   this order from the plan and the schedule, so no message needs a name.
+2. Groups: each direction between two ranks has a group of its own where a library serialises the operations of one
+   group.
+3. Receives ahead: a receive is posted before it is needed; while one message is worked on, the next ones travel.
+4. Results come last, from the rank at the same position in the stage that has them: no rank waits for all others.
+   Where a library serialises, results are broadcast among the ranks of one position.
+"""
 
 from __future__ import annotations
 
@@ -31,23 +43,12 @@ from .pipeline_step import PipelineProgram, StageBody
 __all__ = ["ProcessStageLink", "process_pipeline"]
 
 
-# ----------------------------------------------------------------------------------------------------
-# How ranks of different stages write to one another.
-#
-#     order       between two ranks messages in one direction come in the order in which they were sent, which both read off
-#                 the plan and the schedule: no message needs a name
-#     groups      each direction between two ranks has a group of its own where a library serialises what one group does
-#     ahead       a receive is posted before it is needed: while a message is worked on, the next ones travel
-#     results     come last, from the rank at one's own position in the stage that has them: nobody waits for all others.
-#                 Where a library serialises, they are broadcast among the ranks of one position
-# ----------------------------------------------------------------------------------------------------
-
-#: How many receives from one rank are posted at a time.
+#: The number of receives from one rank that are posted at a time.
 AHEAD = 2
 
 
 class _Message(NamedTuple):
-    """`transfer` None: an output of the model, whose index `micro` is."""
+    """A message between stages; `transfer` None: an output of the model, and `micro` is its index."""
 
     transfer: Transfer | None
     micro: int
@@ -63,8 +64,11 @@ class ProcessStageLink:
     """The link of one rank.
 
     Args:
+        plan: the plan.
         rank: in the world.
-        joined: by output of the model, the shape in which this rank has it once micro-batches are put together.
+        device: on which messages are received.
+        joined: by output of the model, its shape on this rank once micro-batches are put together; None where it has
+            none.
     """
 
     def __init__(
@@ -72,11 +76,11 @@ class ProcessStageLink:
     ) -> None:
         self.plan, self.rank, self.device, self.joined = plan, rank, device, joined
         self.mine = {stage.number for stage in plan.of_rank(rank)}
-        self._inside: dict[_Message, Tensor] = {}  # from stage to stage on this rank
+        self._inside: dict[_Message, Tensor] = {}  # between stages on this rank
         self._sent: list[_Posted] = []
-        self._coming: dict[int, deque[_Message]] = {}  # by rank, what it sends and is not posted yet
+        self._coming: dict[int, deque[_Message]] = {}  # by sending rank, messages whose receives are not posted yet
         self._posted: dict[_Message, _Posted] = {}
-        self._of: dict[int, deque[_Message]] = {}  # by rank, what is posted and not taken yet
+        self._of: dict[int, deque[_Message]] = {}  # by sending rank, receives posted and not taken yet
         self._expected: dict[Schedule, dict[int, tuple[_Message, ...]]] = {}
         self._homes = [
             next((s for s in plan.stages if i in s.results), None) if isinstance(v, Value) else None
@@ -87,7 +91,7 @@ class ProcessStageLink:
         self._column = self._make_column() if self._serialises else None
 
     def _directions(self) -> dict[tuple[int, int], dist.ProcessGroup | None]:
-        """By (sender, receiver) the group of the two: all ranks make all of them, in one order."""
+        """The group of each pair (sender, receiver). All ranks make all groups, in one order."""
         if not self._serialises:
             return {}
         pairs = {
@@ -101,7 +105,7 @@ class ProcessStageLink:
         return {pair: dist.new_group(list(pair)) for pair in sorted(pairs)}
 
     def _make_column(self) -> dist.ProcessGroup | None:
-        """The ranks at this one's position in their stages; None: all, where stages are of unlike sizes."""
+        """The ranks at this rank's position in their stages; None (all ranks) where stages differ in size."""
         sizes = {stage.devices for stage in self.plan.stages}
         if len(sizes) > 1:
             return None
@@ -110,12 +114,12 @@ class ProcessStageLink:
         return made[self.rank % size]
 
     def _told(self, home: Stage) -> tuple[int, ...]:
-        """The ranks that this one, which has an output of a stage, tells it."""
+        """The ranks to which this rank, of stage `home`, sends an output of the stage."""
         others = [r for r in range(self.plan.devices) if r not in home.ranks]
         return tuple(r for r in others if self._teller(home, r) == self.rank)
 
     def _teller(self, home: Stage, rank: int) -> int:
-        """The rank of a stage that tells another one an output of it."""
+        """The rank of stage `home` that sends the stage's outputs to `rank`."""
         alike = len({stage.devices for stage in self.plan.stages}) == 1
         return home.first + rank % home.devices if alike else home.first
 
@@ -124,7 +128,7 @@ class ProcessStageLink:
     def begin(self, schedule: Schedule) -> None:
         if schedule not in self._expected:
             self._expected[schedule] = self._incoming(schedule)
-        for posted in self._posted.values():  # since a step that ended in an error
+        for posted in self._posted.values():  # left by a step that ended in an error
             posted.work.wait()
         self._posted.clear()
         self._inside.clear()
@@ -169,7 +173,10 @@ class ProcessStageLink:
         t, micro = message.transfer, f", micro-batch {message.micro}," if message.micro >= 0 else ""
         if t is None:
             return WaitPoint(f"output {message.micro} of the model, from rank {peer}", (peer, self.rank))
-        what = f"the {'gradient of ' if message.back else ''}{t.kind} {t.name!r}{micro} of stage {t.source} for stage {t.target}"
+        what = (
+            f"the {'gradient of ' if message.back else ''}{t.kind} {t.name!r}{micro} "
+            f"of stage {t.source} for stage {t.target}"
+        )
         return WaitPoint(what, (peer, self.rank))
 
     def finish(self, results: list[Tensor | None]) -> list[Tensor | None]:
@@ -185,7 +192,7 @@ class ProcessStageLink:
         return out
 
     def _told_or_heard(self, index: int, home: Stage, result: Tensor | None) -> Tensor:
-        """An output of one stage on the ranks of all."""
+        """An output of one stage, on the ranks of all stages."""
         if result is None:
             return self._taken(_Message(None, index), self._teller(home, self.rank))
         self._post_sends(result, self._told(home))
@@ -210,7 +217,7 @@ class ProcessStageLink:
         self._of[peer].append(message)
 
     def _room(self, message: _Message) -> Tensor:
-        """What a message is received in."""
+        """An empty tensor to receive a message in."""
         t = message.transfer
         value = self.plan.graph.outputs[message.micro] if t is None else t.value
         shape = (
@@ -220,10 +227,10 @@ class ProcessStageLink:
         )
         return torch.empty(shape, dtype=value.dtype, device=self.device)
 
-    # -- what comes --
+    # -- the order of messages --
 
     def _incoming(self, schedule: Schedule) -> dict[int, tuple[_Message, ...]]:
-        """By rank, what it sends this one in a step, in its order."""
+        """The messages to this rank in a step, by sending rank, in the order of sending."""
         out: dict[int, list[_Message]] = {}
         for group in range(schedule.groups):
             for message in self._of_group(schedule, group):
@@ -239,7 +246,7 @@ class ProcessStageLink:
         return {peer: tuple(messages) for peer, messages in out.items()}
 
     def _of_group(self, schedule: Schedule, group: int) -> Iterator[_Message]:
-        """What a group of devices sends, in order: as `pipeline.PipelineProgram` does."""
+        """The messages that a group of devices sends, in the order in which `PipelineStep` sends them."""
         plan = self.plan
         shared = [t for t in plan.transfers if t.kind == "parameter"]
         on = lambda stage: plan.schedule.placement[stage] == group
@@ -275,13 +282,15 @@ def process_pipeline(
     broadcast: bool,
     compiled: str | None,
 ) -> PipelineProgram:
-    """Put a plan on this rank; at the first time parameters come into being as slices.
+    """Set up a pipeline's plan on this rank. With the model's first program, parameters are created as slices.
 
     Args:
-        holder: gives ``named_parameters`` and ``named_buffers`` under the graph's names.
+        plan: the plan.
+        holder: has ``named_parameters`` and ``named_buffers`` under the graph's names.
+        runtime: this process and its rank.
         before: the model's earlier program, if there is one.
-        fusion, accumulation: how gradients are summed.
-        broadcast: whether parameters and buffers begin with the values of rank 0.
+        fusion, accumulation: the way gradients are summed.
+        broadcast: True where parameters and buffers begin with the values of rank 0.
         compiled: the backend by which ``torch.compile`` compiles the stages' programs, or None.
     """
     stages = plan.of_rank(runtime.rank)
@@ -318,8 +327,11 @@ def process_pipeline(
 
 
 def _make_even(runtime: Runtime) -> None:
-    """Let every rank have made as many process groups: torch names one whose members alone make it after their number,
-    and members that have made unlike numbers, being of unlike stages, would wait for one another under unlike names."""
+    """Bring every rank to the same number of process groups.
+
+    torch names a group that its members alone make after the number of groups so far. Members from different stages
+    that had made different numbers of groups would wait for one another under different names.
+    """
     made = torch.tensor([number_of_groups()], device=runtime.device)
     dist.all_reduce(made, dist.ReduceOp.MAX)
     if dist.get_backend() != "mpi":
@@ -338,7 +350,7 @@ def _state(
 
     def place(name: str, whole: Tensor) -> ParameterPlacement | None:
         p = lying.get(name)
-        if p is None:  # nobody uses it
+        if p is None:  # no stage uses it
             return ParameterPlacement(Layout.replicated(size, whole.dim()), groups)
         return ParameterPlacement(p.storage, groups) if p.stage in mine else None
 
@@ -351,7 +363,7 @@ def _state(
 
 
 def _counting(lowered: Lowered, held: ShardedState, runtime: Runtime) -> Callable[..., list[Tensor]]:
-    """What counts targets, of the inputs that it reads."""
+    """The program that counts targets, as a function of the inputs that it reads."""
     constants = lowered.plan.graph.constants
     return partial(
         RankExecutor(lowered, held.groups),
@@ -361,7 +373,8 @@ def _counting(lowered: Lowered, held: ShardedState, runtime: Runtime) -> Callabl
 
 
 def _absent(plan: PipelinePlan, held: ShardedState) -> list[nn.Parameter]:
-    """The parameters of other stages that a loss reaches: they have empty gradients, so that all ranks have as many."""
+    """The parameters of other stages that a loss reaches. They get empty gradients, so that all ranks have
+    equally many."""
     graph = plan.graph
     reached = {v.name for v in graph.outputs if isinstance(v, Value) and v.requires_grad}
     for op in reversed(graph.ops):
@@ -371,7 +384,7 @@ def _absent(plan: PipelinePlan, held: ShardedState) -> list[nn.Parameter]:
 
 
 def _shapes(plan: PipelinePlan) -> list[tuple[int, ...] | None]:
-    """By output of the model, its shape on a rank once micro-batches are put together."""
+    """The shape of each output of the model on a rank, once micro-batches are put together."""
     out: list[tuple[int, ...] | None] = [None] * len(plan.graph.outputs)
     for stage in plan.stages:
         for index, instance in zip(stage.results, stage.plan.routed.outputs):
@@ -384,8 +397,8 @@ def _shapes(plan: PipelinePlan) -> list[tuple[int, ...] | None]:
 
 
 def _added(body: RankExecutor, rank: int, name: str, gradient: Tensor | None, part: Tensor) -> Tensor | None:
-    """What a later stage owes a parameter is complete: of ranks whose terms are still to be summed, the first adds
-    it."""
+    """The sum of a leaf's gradient and a later stage's part. The part is complete; where ranks' terms of the leaf are
+    still to be summed, only the first rank adds it."""
     if digits_value(body.sums.get(name, ()), rank):
         return gradient
     return part if gradient is None else gradient + part

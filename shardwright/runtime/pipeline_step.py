@@ -1,4 +1,19 @@
-"""One step of a pipeline: what its micro-batches compute, send, and leave behind."""
+"""One step of a pipeline: the actions of its schedule, played on the stages of this process.
+
+    model(...)          runs every forward and every backward of every micro-batch; returns the loss, put together
+    loss.backward()     hands over the gradients that exist already, times the gradient of the loss
+
+1. Micro-batches (`parts_of`, `pieces`, `together`). Where a process feeds several ranks' parts of the batch,
+   micro-batch k of m is the k-th of m pieces of every part, one after the other. Example: a batch of rows 0 to 7 in 2
+   parts and 2 micro-batches: micro-batch 0 has rows 0, 1, 4, 5; micro-batch 1 has rows 2, 3, 6, 7.
+2. One call (`PipelineStep`): a stage's program computes on leaves that share the memory of the parameters; the
+   gradients of all micro-batches are summed in these leaves.
+3. The program (`PipelineProgram`, `StageBody`), with the interface of `step_program.StepProgram`.
+4. Links between stages (`StageLink`): `LocalStageLink` where all stages are in one process,
+   `pipeline_p2p.ProcessStageLink` where ranks send to the ranks of other stages.
+5. A pipeline in one process (`local_pipeline`): every stage's devices in lockstep, the stages in the order of the
+   schedule. `pipeline_p2p.process_pipeline` is its counterpart with a process a rank.
+"""
 
 from __future__ import annotations
 
@@ -41,17 +56,17 @@ __all__ = [
 ]
 
 
-# ----------------------------------------------------------------------------------------------------
-# How a batch falls into micro-batches where a process feeds it for several ranks that each have a part of their own.
-#
-#     micro-batch k of m      the k-th of m pieces of every part, one after the other
-# ----------------------------------------------------------------------------------------------------
+# -- micro-batches
 
 
 def parts_of(plan: PipelinePlan, fed: int) -> tuple[list[int], list[int]]:
-    """Of how many parts of the batch this process has rows in each input, and in each output; `fed`: see
-    `pipeline.PipelineProgram`."""
-    alone = fed == 1  # a rank, which has of each what its layout says
+    """The number of parts of the batch that this process has rows of: in each input, and in each output.
+
+    Args:
+        plan: the plan.
+        fed: for how many ranks of a stage this process feeds the batch (`parts` of `PipelineProgram`).
+    """
+    alone = fed == 1  # one rank: its parts follow from the layouts
     inputs, outputs = [plan.parts] * len(plan.split), [plan.parts] * len(plan.graph.outputs)
     for stage in plan.stages if alone else ():
         for source, layout in zip(stage.sources, stage.plan.fed.inputs):
@@ -65,22 +80,21 @@ def parts_of(plan: PipelinePlan, fed: int) -> tuple[list[int], list[int]]:
 
 
 def pieces(x: Tensor, count: int, parts: int) -> tuple[Tensor, ...]:
-    """The micro-batches of a batch that this process feeds for so many: micro-batch k has the k-th piece of each
-    part."""
+    """The `count` micro-batches of a batch of `parts` parts: micro-batch k has the k-th piece of each part."""
     if parts == 1:
         return x.chunk(count)
     return tuple(piece.flatten(0, 1) for piece in x.unflatten(0, (parts, count, -1)).unbind(1))
 
 
 def together(made: Sequence[Tensor], dim: int, parts: int) -> Tensor:
-    """The inverse of `pieces`, along a dim."""
+    """The inverse of `pieces`, along dim `dim`."""
     if parts == 1:
         return torch.cat(list(made), dim)
     return torch.stack([piece.unflatten(dim, (parts, -1)) for piece in made], dim + 1).flatten(dim, dim + 2)
 
 
 class PipelineStep:
-    """One call of the model: all that its micro-batches leave behind."""
+    """One call of the model, with the state of its micro-batches."""
 
     def __init__(self, program: PipelineProgram, tensors: Sequence[Tensor], trains: bool) -> None:
         self.program, self.plan, self.trains = program, program.plan, trains
@@ -90,8 +104,8 @@ class PipelineStep:
             for x, split, parts in zip(tensors, self.plan.split, program.fed_parts)
         ]
         self.wanted = [x.requires_grad and trains for x in tensors]
-        self.gathered: dict[tuple[int, str], Tensor] = {}  # by stage and name, as stored
-        self.owed: dict[tuple[int, str], Tensor] = {}  # gradients of these so far, as used, in the type as stored
+        self.gathered: dict[tuple[int, str], Tensor] = {}  # by stage and name: leaves as stored, of gathered parameters
+        self.owed: dict[tuple[int, str], Tensor] = {}  # their gradients so far: layout as used, type as stored
         self.leaves = {
             s: {n: self._leaf(s, n, p) for n, p in body.parameters.items()} for s, body in program.bodies.items()
         }
@@ -99,14 +113,14 @@ class PipelineStep:
         self.shared: dict[tuple[int, str], Tensor] = {}  # parameters of earlier stages, by stage and name
         self.inputs: dict[tuple[int, int], list[Tensor]] = {}
         self.outputs: dict[tuple[int, int], list[Tensor]] = {}
-        self.results: dict[int, list[Tensor]] = {}  # of the model's outputs, by index
+        self.results: dict[int, list[Tensor]] = {}  # outputs of the model, by index
         self.updated: dict[tuple[int, str], Tensor] = {}  # new values of buffers that change once a step, so far
-        self.weights: dict[tuple[int, int], Any] = {}  # what is left of a backward in two
+        self.weights: dict[tuple[int, int], Any] = {}  # second half of a backward that runs in two
         self.fed_gradients: dict[tuple[int, int], Tensor] = {}
         self.given = False
 
     def _leaf(self, s: int, name: str, parameter: Tensor) -> Tensor:
-        """What a stage's program computes on."""
+        """The leaf that a stage's program computes on: the parameter's memory, or its gathered weight."""
         leaf = parameter.detach().requires_grad_(parameter.requires_grad and self.trains)
         gather = self.program.bodies[s].gathers.get(name)
         if gather is None:
@@ -116,7 +130,7 @@ class PipelineStep:
             return gather(leaf.detach()).requires_grad_(leaf.requires_grad)
 
     def _widen(self, s: int) -> None:
-        """Gradients that come in another type than their parameters are stored in are added up in that."""
+        """Sum gradients in the type in which the parameters are stored, where they come in another type."""
         for name, used in self.leaves[s].items():
             leaf = self.gathered.get((s, name))
             if leaf is not None and leaf.dtype != used.dtype and used.grad is not None:
@@ -125,7 +139,7 @@ class PipelineStep:
                 self.owed[s, name] = gradient.to(leaf.dtype) if before is None else before.add_(gradient)
 
     def _scatter(self) -> None:
-        """The gradients of gathered parameters, to where these are stored."""
+        """Reduce the gradients of gathered parameters to the layout in which these are stored."""
         for (s, name), leaf in self.gathered.items():
             gradient = self.owed.pop((s, name), self.leaves[s][name].grad)
             if gradient is not None:
@@ -135,7 +149,7 @@ class PipelineStep:
         self.gathered.clear()
 
     def _seeds(self) -> list[Tensor] | None:
-        """One seed a step; each micro-batch has its number in it."""
+        """One seed a micro-batch, derived from one draw a step; None where nothing random is computed."""
         if not self.plan.draws:
             return None
         seed = stream.draw(self.program.exact)
@@ -144,10 +158,10 @@ class PipelineStep:
     # -- the schedule --
 
     def run(self) -> list[Tensor | None]:
-        """Play it.
+        """Play the schedule.
 
         Returns:
-            The model's outputs, each put together; None for those of stages that are elsewhere.
+            The model's outputs, each put together; None for outputs of stages in other processes.
         """
         program = self.program
         schedule = self.plan.schedule if self.trains else program.forwards
@@ -184,7 +198,7 @@ class PipelineStep:
             self._widen(action.stage)
 
     def _totals(self, body: StageBody) -> list[Tensor]:
-        """What its targets count over all micro-batches."""
+        """The counts of targets, summed over all micro-batches."""
         if body.counts is None:
             return []
         names = [v.name for v in self.plan.graph.inputs]
@@ -213,7 +227,7 @@ class PipelineStep:
             inputs.append(x.detach().requires_grad_(wants))
         buffers = body.buffers.values()
         if body.updates and self.trains:
-            buffers = [b.clone() for b in buffers]  # what a forward has read is still there in its backward
+            buffers = [b.clone() for b in buffers]  # a forward's buffers must be unchanged in its backward
         seed = [self.seeds[k]] if body.stage.plan.routed.seed is not None else []
         with torch.set_grad_enabled(self.trains):
             made = body.run(*self.leaves[s].values(), *buffers, *body.constants, *seed, *inputs)
@@ -230,7 +244,7 @@ class PipelineStep:
             self.inputs[s, k], self.outputs[s, k] = inputs, outputs
 
     def _update(self, s: int, name: str, value: Tensor) -> None:
-        """Give a buffer the value that a micro-batch has for it; or keep that until the step ends."""
+        """Write a micro-batch's new value of a buffer, or collect it until the step ends."""
         join = self.plan.micro.updates.get(name)
         if join is None:
             self.program.bodies[s].buffers[name].copy_(value)
@@ -239,7 +253,7 @@ class PipelineStep:
         self.updated[s, name] = value if before is None else before + value
 
     def _write_buffers(self) -> None:
-        """The new values of buffers that change once a step."""
+        """Write the new values of buffers that change once a step."""
         with torch.no_grad():
             for (s, name), value in self.updated.items():
                 mean = self.plan.micro.updates[name].how == "mean"
@@ -248,7 +262,7 @@ class PipelineStep:
     # -- backward --
 
     def _owed(self, s: int, k: int) -> tuple[list[Tensor], list[Tensor]]:
-        """The outputs of a forward that gradients come to, and the gradients."""
+        """The outputs of a forward that receive gradients, and the gradients."""
         program, body = self.program, self.program.bodies[s]
         outputs, gradients = [], []
         made = self.outputs.pop((s, k))
@@ -265,7 +279,7 @@ class PipelineStep:
         return outputs, gradients
 
     def _trained(self, s: int) -> list[Tensor]:
-        """What gathers gradients over all micro-batches."""
+        """The leaves of a stage that sum gradients over all micro-batches."""
         return [
             x
             for x in (*self.leaves[s].values(), *(x for (stage, _), x in self.shared.items() if stage == s))
@@ -273,7 +287,7 @@ class PipelineStep:
         ]
 
     def _read(self, s: int, k: int) -> list[Tensor]:
-        """What gathers them in this one."""
+        """The inputs of a forward that need gradients of this micro-batch alone."""
         shared = {id(x) for x in self.shared.values()}
         return [x for x in self.inputs[s, k] if x.requires_grad and id(x) not in shared]
 
@@ -286,14 +300,15 @@ class PipelineStep:
     def _backward_to_inputs(self, s: int, k: int) -> None:
         outputs, gradients = self._owed(s, k)
         read = self._read(s, k)
-        # Recomputed values are there once, and some versions of torch cannot start at weights: weights have their turn
-        # now.
+        # Recomputed values exist once, and some versions of torch cannot start a backward at weights: then the
+        # gradients of the weights are computed now.
         if self.program.bodies[s].stage.plan.regions or not torch_private.backward_can_start_at_functions():
             torch.autograd.backward(outputs, gradients, inputs=[*read, *self._trained(s)])
         elif read and outputs:
-            with torch.enable_grad():  # it detaches outputs in place, which views cannot be
+            with torch.enable_grad():  # torch detaches outputs in place, which is an error for views
                 outputs = [o.clone() if is_view(o) else o for o in outputs]
-            # It marks where the ways to weights leave the way to inputs, so that nothing is computed twice.
+            # torch marks the nodes where the paths to weights leave the paths to inputs, so that nothing is computed
+            # twice.
             _, self.weights[s, k] = torch_private.stage_backward_input(outputs, gradients, read, iter(self._trained(s)))
         else:
             self.weights[s, k] = outputs, gradients
@@ -308,7 +323,7 @@ class PipelineStep:
             torch_private.stage_backward_weight(iter(self._trained(s)), left)
 
     def _return(self, s: int, k: int) -> None:
-        """The gradients of what a stage has read, to where it came from."""
+        """Send the gradients of a forward's inputs to their producers."""
         body = self.program.bodies[s]
         for x, source, transfer in zip(self.inputs.pop((s, k)), body.stage.sources, self.program.incoming[s]):
             if transfer is None:
@@ -319,7 +334,7 @@ class PipelineStep:
                 self.program.link.send(transfer, k, True, torch.zeros_like(x) if x.grad is None else x.grad)
 
     def _share(self) -> None:
-        """What later stages owe to parameters of earlier ones."""
+        """Send gradients of shared parameters from later stages to the stage that owns them."""
         program = self.program
         due = [t for t in self._parameters() if t.gradient]
         for t in due:
@@ -332,7 +347,7 @@ class PipelineStep:
                 part = program.link.receive(t, -1, True)
                 leaf.grad = program.bodies[t.source].shared(t.name, leaf.grad, part)
 
-    # -- what comes out --
+    # -- outputs and gradients of the step --
 
     def _joined(self, index: int) -> Tensor | None:
         made = self.results.get(index)
@@ -347,7 +362,12 @@ class PipelineStep:
         return total / self.count if how == "mean" else total
 
     def taken(self, gradient: Tensor) -> list[Tensor | None]:
-        """The gradients of all leaves and of the inputs that want one, times that of the loss; once."""
+        """The gradients of all leaves and of the inputs that want one, times `gradient`, that of the loss. Callable
+        once.
+
+        Raises:
+            SettingError: a second call.
+        """
         if self.given:
             raise SettingError(
                 "the backward of a pipeline's loss for a second time: its gradients have been handed over",
@@ -364,28 +384,17 @@ class PipelineStep:
                 )
         self.leaves.clear()
         if self.program.absent:
-            from .distributed.gradients import (
-                hand_nothing,  # imports DTensor, which is loaded where parameters are absent
-            )
+            from .distributed.gradients import hand_nothing  # noqa: PLC0415  imports DTensor
 
             for parameter in self.program.absent:
                 hand_nothing(parameter)
-        if gradient.device.type == "cpu" and gradient.item() == 1:  # as most are; elsewhere to ask takes longer
+        if gradient.device.type == "cpu" and gradient.item() == 1:  # the usual case; on other devices `item` would wait
             return out
         with torch.no_grad():
             return [None if g is None else g.mul_(gradient) for g in out]
 
 
-# ----------------------------------------------------------------------------------------------------
-# A pipeline at work: the actions of its schedule, played on the stages of this process.
-#
-#     model(...)          every forward and backward of every micro-batch; the loss, put together
-#     loss.backward()     hands over the gradients that are there already, times the gradient of the loss
-#
-# A stage's program computes on leaves that share the memory of the parameters: gradients of all micro-batches gather
-# there. Who sends, and how, is the `Link`'s: in one process all stages are here (`Here`), in processes the ranks of
-# other groups are written to (`pipeline_link`).
-# ----------------------------------------------------------------------------------------------------
+# -- the program, its stages and the links between them
 
 
 @dataclass
@@ -395,14 +404,14 @@ class StageBody:
     Attributes:
         stage: its plan.
         run: its program: parameters, buffers, constants, inputs in; outputs, then new values of buffers, out.
-        parameters: leaves, in the program's order.
+        parameters: leaves by name, in the program's order.
         buffers, constants: likewise.
-        updates: which of the buffers get new values.
-        counts: what counts targets, of the inputs of the model that it reads; or None.
-        shared: adds what a further stage owes a parameter to the gradient of its leaf: (name, gradient so far, part) ->
+        updates: names of the buffers that get new values.
+        counts: a function of the model's inputs that counts targets; None where the stage needs no counts.
+        shared: adds a later stage's gradient of a parameter to that of its leaf: (name, gradient so far, part) ->
             sum.
-        gathers: parameter -> what brings it to its use, for those that micro-batches of a step share
-            (`Plan.gathered_once`).
+        gathers: parameter -> the redistribution from its storage to its use, for weights that are gathered once a
+            step for all micro-batches (`Plan.gathered_once`).
     """
 
     stage: Stage
@@ -417,23 +426,23 @@ class StageBody:
 
 
 class StageLink(Protocol):
-    """How stages write to one another."""
+    """The messages between stages."""
 
     def send(self, transfer: Transfer, micro: int, back: bool, tensor: Tensor) -> None:
-        """A value, or its gradient, of one micro-batch; micro −1: what is sent once a step."""
+        """Send a value, or its gradient (`back`), of one micro-batch; micro −1: a message sent once a step."""
 
     def receive(self, transfer: Transfer, micro: int, back: bool) -> Tensor:
-        """What was sent, or will be."""
+        """The tensor that the other stage sent, or will send; arguments as of `send`."""
 
     def begin(self, schedule: Schedule) -> None:
-        """A step begins."""
+        """Begin a step."""
 
     def finish(self, results: list[Tensor | None]) -> list[Tensor]:
-        """The step is at its end: results of stages that are elsewhere, for None."""
+        """End the step; return all outputs, with those of stages elsewhere in place of None."""
 
 
 class LocalStageLink:
-    """All stages are in this process."""
+    """The link where all stages are in this process."""
 
     def __init__(self) -> None:
         self._sent: dict[tuple, Tensor] = {}
@@ -452,7 +461,7 @@ class LocalStageLink:
 
 
 class _Given(torch.autograd.Function):
-    """The loss of a step whose gradients are there: hands them over."""
+    """The loss of a step whose gradients exist already; its backward hands them over."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, step: PipelineStep, *leaves: Tensor) -> Tensor:
@@ -472,13 +481,13 @@ class PipelineProgram:
         plan: the plan.
         bodies: the stages of this process, by number.
         link: between stages.
-        held: as of `Program`.
-        device: to which inputs are brought; None: they are there.
+        held: as in `StepProgram`.
+        device: where inputs are moved to; None: they are there already.
         parts: for how many ranks of a stage this process feeds the batch, where each rank feeds its own part.
-        absent: parameters of other stages, which are empty here, and are given empty gradients.
+        absent: parameters of other stages, which are empty here, and get empty gradients.
 
     Attributes:
-        exact, begin, guards, effects: as of `Program`.
+        exact, begin, guards, effects: as in `StepProgram`.
     """
 
     def __init__(
@@ -503,7 +512,7 @@ class PipelineProgram:
         self.loss, self.why = _loss(plan)
         self._objects = holds_objects(plan.graph.out_spec)
         self._constants = [None if isinstance(v, Value) else v for v in outputs]
-        # What each stage sends and receives, in the order of its outputs and inputs.
+        # The transfers of each stage, in the order of its outputs and inputs.
         self.outgoing = {
             s: {
                 name: [t for t in plan.transfers if (t.kind, t.name, t.source) == ("value", name, s)]
@@ -544,10 +553,10 @@ class PipelineProgram:
         return closed(result) if self._objects else result
 
     def check(self) -> None:
-        """That it can be trained.
+        """Refuse a plan that cannot be trained.
 
         Raises:
-            SettingError: it returns no loss, or several.
+            SettingError: the model returns no loss, or several.
         """
         if self.why is not None:
             raise SettingError(
@@ -557,7 +566,7 @@ class PipelineProgram:
 
 
 def _loss(plan: PipelinePlan) -> tuple[int | None, str | None]:
-    """The index of the one output that is trained; and why none can be, if gradients would flow."""
+    """The index of the one output that is trained, and the reason why none can be, where gradients would flow."""
     wanted = [i for i, v in enumerate(plan.graph.outputs) if isinstance(v, Value) and v.requires_grad]
     losses = [i for i in wanted if not plan.graph.outputs[i].shape and plan.micro.joins[i].how != "cat"]
     if not wanted or len(losses) == 1:
@@ -566,7 +575,7 @@ def _loss(plan: PipelinePlan) -> tuple[int | None, str | None]:
 
 
 def _transfer(plan: PipelinePlan, stage: int, source: Any) -> Transfer | None:
-    """The transfer by which an input of a stage comes; None: it is fed."""
+    """The transfer that brings an input of a stage; None where the input is fed."""
     if source.kind == "input":
         return None
     kind = "value" if source.kind == "stage" else "parameter"
@@ -575,17 +584,17 @@ def _transfer(plan: PipelinePlan, stage: int, source: Any) -> Transfer | None:
     )
 
 
-# ----------------------------------------------------------------------------------------------------
-# A pipeline in one process: every stage's devices in lockstep, the stages in the order of the schedule.
-# ----------------------------------------------------------------------------------------------------
+# -- a pipeline in one process
 
 
 def local_pipeline(plan: PipelinePlan, holder: nn.Module, device: torch.device, first: bool) -> PipelineProgram:
-    """Put a plan on this process.
+    """Run a pipeline's plan in this process.
 
     Args:
-        holder: gives ``named_parameters`` and ``named_buffers`` under the graph's names.
-        first: whether it is the model's first program: parameters may be without values.
+        plan: the plan.
+        holder: has ``named_parameters`` and ``named_buffers`` under the graph's names.
+        device: of this process.
+        first: True for the model's first program: parameters may be without values.
     """
     if first:
         materialize(holder, lambda name, old, whole: whole, device, real=False)
@@ -612,7 +621,7 @@ def _body(lowered: Lowered) -> SingleDeviceExecutor | LocalExecutor:
 
 
 def _counting(plan: Plan, buffers: dict[str, Tensor]) -> Callable[..., list[Tensor]]:
-    """What counts targets, of the inputs that it reads."""
+    """The program that counts targets, as a function of the inputs that it reads."""
     lowered = lower(plan)
     return partial(
         _body(lowered), *(buffers[n] for n in lowered.buffers), *(plan.graph.constants[n] for n in lowered.constants)

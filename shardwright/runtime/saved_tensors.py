@@ -1,12 +1,22 @@
-"""Recomputation while a program runs: what a region drops is computed again when a backward first asks for it.
+"""Saved tensors that are not kept from the forward to the backward: recomputed regions, and weights gathered again.
 
-Autograd saves tensors through hooks around the nodes that save something dropped. In the place of a tensor in whose
-memory a dropped value lies stands a `Dropped`; what the region reads and does not make is kept. The first `Dropped`
-that is asked for runs the region's nodes once more, as they ran in the forward, and fills all that wait: each goes when
-its own backward is done. Both runtimes run it: a value is one tensor, or a list of the ranks' shards.
+1. Recomputation (`LoweredRegions`, `RegionRun`, `Saver`, `Dropped`). Autograd saves tensors through hooks around the
+   nodes that save a dropped value. A tensor that lies in the memory of a dropped value is saved as a `Dropped`
+   instead; the inputs of the region are kept. The first `Dropped` that a backward asks for runs the region's nodes
+   once more, as in the forward, and fills all other `Dropped` of the region; each is freed when its own backward is
+   done. Both runtimes use this: a value is one tensor, or a list of the ranks' shards.
 
-Private name of torch used here: ``_top_saved_tensors_default_hooks``, the hooks around a node (those of a user, or of
-weights that are not kept), which see what stays.
+2. Gathered weights (`RegatheredWeights`). Operators also save views of a weight;
+   `torch.autograd.graph.saved_tensors_hooks` sees them all, and the memory that a tensor lies in tells whether it
+   belongs to a gathered weight.
+
+    forward     a weight is gathered, used, freed; where an operator saves a tensor in its memory, only the place
+                is saved
+    backward    the first consumer of such a tensor gathers the weight again; the others share it; after the last
+                it is freed
+
+Private name of torch used here: ``_top_saved_tensors_default_hooks``, the hooks around a node (a user's, or those of
+`RegatheredWeights`), which receive the tensors that are not dropped.
 """
 
 from __future__ import annotations
@@ -27,12 +37,12 @@ from .lower import Lowered
 
 __all__ = ["LoweredRegions", "RegatheredWeights", "RegionRun", "Saver", "keep"]
 
-#: Computes a node of the program from the values of others, by key.
+#: A function that computes a node of the program from the values of other nodes, by key.
 Step = Callable[[Any], Any]
 
 
 class Dropped:
-    """A saved tensor that was dropped, or is about to be: filled when its region has run again."""
+    """A saved tensor that was dropped or is about to be; filled when its region has run again."""
 
     __slots__ = ("tensor", "run", "take", "__weakref__")
 
@@ -42,19 +52,20 @@ class Dropped:
         self.take: Callable[[Mapping, Mapping], Any] | None = None
 
     def drop(self, run: RegionRun, take: Callable[[Mapping, Mapping], Any]) -> Dropped:
-        """Let go; `take` finds it among the values, and what nodes saved of their own, of a region that ran again."""
+        """Free the tensor; `take` will find it in a region that ran again, among the values and the tensors that nodes
+        saved."""
         self.tensor, self.run, self.take = None, run, take
         run.waiting.add(self)
         return self
 
     def pass_on(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Dropped:
-        """It is not dropped after all: saved as the hooks around do."""
+        """Save the tensor through the surrounding hooks, without dropping it."""
         held, self.tensor = pack(self.tensor), None
         self.take = lambda *_: unpack(held)
         return self
 
     def get(self) -> Any:
-        """The tensor, or for an input of another region the value."""
+        """The tensor, or the value that another region lends as an input."""
         if self.run is None:
             return self.tensor if self.take is None else self.take({}, {})
         if self.tensor is None:
@@ -64,18 +75,18 @@ class Dropped:
 
 @dataclass(frozen=True)
 class _Again:
-    """How a region runs again: its nodes in order, and those of which is collected what they save of their own."""
+    """The recomputation of a region: its nodes in order, and the nodes whose own saved tensors are collected."""
 
     steps: tuple[tuple[Hashable, Step], ...]
     own: frozenset[Hashable]
 
     def __call__(self, env: dict[Hashable, Any]) -> tuple[dict[Hashable, Any], dict[Hashable, list[Tensor]]]:
         own: dict[Hashable, list[Tensor]] = {}
-        with torch.enable_grad():  # operators may do otherwise without
+        with torch.enable_grad():  # some operators compute differently without it
             for key, step in self.steps:
                 if key in self.own:
                     packed: list[Tensor] = []
-                    # Not the tensor itself: an output's graph would hold the output.
+                    # Detached: an output's graph would hold the output.
                     with saved_tensors_hooks(lambda x, packed=packed: packed.append(x.detach()), lambda x: x):
                         made = step(env)
                     own[key] = packed
@@ -89,8 +100,8 @@ class RegionRun:
     """One region in one call of the program.
 
     Attributes:
-        kept: what the region is given, by key: values, or `Dropped` of another region.
-        waiting: all `Dropped` of it that some backward still holds.
+        kept: the inputs of the region, by key: values, or a `Dropped` of another region.
+        waiting: all `Dropped` of the region that some backward still holds.
     """
 
     def __init__(self, again: _Again) -> None:
@@ -99,16 +110,16 @@ class RegionRun:
         self.versions: dict[Hashable, list[int]] = {}
 
     def keep(self, key: Hashable, value: Any, copy: bool = False) -> None:
-        """Keep a value; `copy`: it will be changed in place after the forward."""
+        """Keep an input value; `copy`: it will be changed in place after the forward, so a clone is kept."""
         value = _leaves(value, {})
         self.kept[key] = _mapped(value, Tensor.clone) if copy else value
         self.versions[key] = [version_of(x) for x in _tensors(self.kept[key])]
 
     def fill(self) -> None:
-        """Compute the region again, for all that wait.
+        """Recompute the region and fill all `Dropped` that wait for it.
 
         Raises:
-            RuntimeError: what it was given has been changed in place since.
+            RuntimeError: an input has been changed in place since the forward.
         """
         env = {}
         for key, value in self.kept.items():
@@ -127,12 +138,13 @@ class RegionRun:
 
 @dataclass(frozen=True)
 class Saver:
-    """A node that saves what is dropped.
+    """A node that saves dropped values.
 
     Attributes:
-        inputs: (region, key) of the dropped values that it reads.
-        outputs: (region, key, which of its results; None: it has one) of those that it makes.
-        own: (region, key of the node) if what it saves of its own is dropped.
+        inputs: (region, key) of each dropped value that the node reads.
+        outputs: (region, key, number of the result; None where the node has one result) of each dropped value that it
+            produces.
+        own: (region, key of the node) where the tensors that only the node itself saves are dropped; else None.
     """
 
     inputs: tuple[tuple[int, Hashable], ...]
@@ -140,7 +152,8 @@ class Saver:
     own: tuple[int, Hashable] | None
 
     def __call__(self, runs: Sequence[RegionRun], values: Sequence[Any], call: Callable[[], Any]) -> Any:
-        """``call()``, with what autograd saves meanwhile dropped as planned; `values` are those of `inputs`."""
+        """The result of ``call()``; tensors that autograd saves meanwhile are dropped as planned. `values` are those of
+        `inputs`."""
         known = _by_memory(zip(self.inputs, values))
         pending: list[tuple[int, Dropped]] = []
         count = 0
@@ -158,7 +171,7 @@ class Saver:
         outer = top_saved_tensors_hooks(True)
         with saved_tensors_hooks(pack, _unpack):
             made = call()
-        known.clear()  # the graph holds `pack`
+        known.clear()  # the graph holds `pack`, and `pack` holds this
         if pending:
             results = _by_memory([(entry[:2], _item(made, entry[2])) for entry in self.outputs])
             for index, dropped in pending:
@@ -179,14 +192,14 @@ def _unpack(held: Any) -> Tensor:
 
 
 def _item(made: Any, which: int | None) -> Any:
-    """Of all ranks' results, or of the one for all, that with the number `which`."""
+    """The result number `which`, of one tuple or of each rank's tuple."""
     if which is None:
         return made
     return [m[which] for m in made] if isinstance(made, list) and isinstance(made[0], (list, tuple)) else made[which]
 
 
 def _by_memory(values: Any) -> dict[int, tuple[int, Hashable, int | None, Tensor]]:
-    """Where a tensor's memory lies -> (region, key, rank, tensor) of the first value that lies there."""
+    """Memory of a tensor -> (region, key, rank, tensor) of the first value in that memory."""
     out: dict[int, tuple[int, Hashable, int | None, Tensor]] = {}
     for (region, key), value in values:
         for rank, x in enumerate(value) if isinstance(value, (list, tuple)) else ((None, value),):
@@ -197,7 +210,7 @@ def _by_memory(values: Any) -> dict[int, tuple[int, Hashable, int | None, Tensor
 def _drop(
     dropped: Dropped, runs: Sequence[RegionRun], region: int, key: Hashable, rank: int | None, base: Tensor
 ) -> bool:
-    """Let go of a tensor that lies in the memory of `base`; False: it is no plain view of that, and stays."""
+    """Drop a tensor that lies in the memory of `base`. False where it is not a plain view of `base`, and stays."""
     x = dropped.tensor
     assert x is not None
     if x.dtype != base.dtype or x.is_conj() != base.is_conj() or x.is_neg() != base.is_neg():
@@ -227,7 +240,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _leaves(value: Any, memo: dict[int, Tensor]) -> Any:
-    """The same tensors without the graph that made them; what is one object stays one."""
+    """The same tensors detached from their graph; an object that occurs twice stays one object."""
 
     def leaf(x: Tensor) -> Tensor:
         if id(x) not in memo:
@@ -241,11 +254,12 @@ class LoweredRegions:
     """The regions of a lowered program, by its nodes.
 
     Args:
-        key: node -> under what its value stands in the `env` of a step.
+        lowered: the program.
+        key: node -> the key of its value in the `env` of a step.
 
     Attributes:
-        savers: node -> how it saves.
-        reads: node -> (region, key, node, copy) of what regions keep before it runs.
+        savers: node -> its `Saver`.
+        reads: node -> (region, key, node, copy) of each value that regions keep before the node runs.
     """
 
     def __init__(self, lowered: Lowered, key: Callable[[torch.fx.Node], Hashable]) -> None:
@@ -304,14 +318,14 @@ class LoweredRegions:
         return [self.values[n] for n in reads if n in self.owner]
 
     def another(self, k: int, name: str) -> int | None:
-        """The region that drops an input of region `k`."""
+        """The region that drops an input of region `k`; None where no other region does."""
         return self.owner.get(name) if name not in self.regions[k].dropped else None
 
     def again(self, step: Callable[[torch.fx.Node], Step]) -> Callable[[], list[RegionRun]]:
-        """What begins a call: a `Run` for each region.
+        """A function that begins a call and returns a `RegionRun` for each region.
 
         Args:
-            step: node -> how it is computed from the values by their keys.
+            step: node -> a function that computes it from the values by their keys.
         """
         made = []
         for region in self.regions:
@@ -345,17 +359,7 @@ def keep(runs: list[RegionRun] | None, region: int, key: Hashable, value: Any, c
         runs[region].keep(key, value, copy)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Gathered weights that are not kept for the backward.
-#
-#     forward     a weight is gathered, used, let go; where an operator saves a tensor in its memory, the place is kept
-#     backward    whoever wants such a tensor first gathers again; the others share that; after the last it is let go
-#
-# Operators save what they save, views of a weight as well as itself: `torch.autograd.graph.saved_tensors_hooks` sees it
-# all, and the memory that a tensor lies in tells whether it is a gathered weight's.
-# ----------------------------------------------------------------------------------------------------
-
-# Hardly documented, though torch's own multiprocessing rests on it: while it is held, no other memory gets that number.
+# -- gathered weights that are not kept for the backward
 
 
 class _Weight:
@@ -368,11 +372,11 @@ class _Weight:
         self._gathered: Sequence[Tensor] | None = None
 
     def save(self) -> None:
-        """One more is saved."""
+        """Count one more saved tensor."""
         self._saved, self._due = self._saved + 1, self._due + 1
 
     def again(self, index: int) -> Tensor:
-        """For one of the saved: what is gathered on the rank of that index."""
+        """The gathered weight on the rank number `index`, for one of the saved tensors."""
         if any(version_of(x) != version for x, version in self._stored):
             raise SettingError(
                 f"the parameter {self.name!r} has been changed between a forward and its backward, "
@@ -383,13 +387,13 @@ class _Weight:
             with torch.no_grad():
                 self._gathered = self._gather()
         gathered, self._due = self._gathered[index], self._due - 1
-        if not self._due:  # the backward has all; another one through the same graph begins anew
+        if not self._due:  # all are served; a second backward through the same graph gathers again
             self._gathered, self._due = None, self._saved
         return gathered
 
 
 class RegatheredWeights:
-    """The weights of the forward that is under way; while active, operators do not save them."""
+    """The gathered weights of the current forward. While it is active, operators do not save them."""
 
     def __init__(self) -> None:
         self._places: dict[int, tuple[StorageWeakRef, _Weight, int]] = {}
@@ -408,22 +412,25 @@ class RegatheredWeights:
     def note(
         self, name: str, stored: Sequence[Tensor], gathered: Sequence[Tensor], gather: Callable[[], Sequence[Tensor]]
     ) -> None:
-        """A weight has been gathered.
+        """Note that a weight has been gathered.
 
         Args:
-            stored: what it is gathered from; none of it may be changed before the backward.
-            gathered: one entry a rank of this process.
-            gather: does so again, in the same way.
+            name: of the parameter, for the error.
+            stored: the tensors that it is gathered from; none of them may be changed before the backward.
+            gathered: one tensor a rank of this process.
+            gather: gathers again, in the same way.
         """
         weight = _Weight(name, stored, gather)
         for index, tensor in enumerate(gathered):
+            # Hardly documented, though torch's own multiprocessing uses it: while it is held, no other memory gets
+            # its number.
             memory = StorageWeakRef(tensor.untyped_storage())
             self._places.setdefault(memory.cdata, (memory, weight, index))
 
     def _pack(self, x: Tensor) -> Any:
         _, weight, index = self._places.get(storage_id(x.untyped_storage()), (None, None, 0))
         if weight is None:
-            return x.detach()  # without its graph, which would hold an output, and itself, for ever
+            return x.detach()  # detached: the graph of an output would hold the output in a cycle
         weight.save()
         return weight, index, x.dtype, x.storage_offset(), x.shape, x.stride()
 

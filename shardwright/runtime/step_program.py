@@ -1,4 +1,10 @@
-"""A planned model on its runtime: what a call of it does."""
+"""The step program: a planned model on its runtime, and the work of one call of it.
+
+A call checks in with the other ranks (`begin`), gives freed memory back, draws the seed, runs the local program,
+writes new values into buffers and inputs that the model changes, and builds the user's outputs. `make_program`
+chooses the runtime: one device, all devices in one process, a process a rank, or a pipeline of either kind.
+`pipeline_step.PipelineProgram` has the same interface for a plan with stages.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +44,13 @@ class StepProgram:
 
     Attributes:
         plan: the plan.
-        body: the runtime's own program: `SingleProgram`, `LocalProgram` or `ProcessProgram`.
+        body: the runtime's own program: `SingleDeviceExecutor`, `LocalExecutor` or `RankExecutor`.
         held: the parameters of the processes runtime, for the model's next program; None in the local one.
-        exact: whether random numbers belong to positions of whole tensors, or to operators and slices.
-        begin: what begins each call, or None.
-        guards, effects: the state of the model that it stands for, and what a call does besides its result.
+        exact: True where random numbers belong to positions of whole tensors; False where they belong to operators
+            and slices.
+        begin: called at the begin of each call, or None.
+        guards: the state of the model that the program was captured for.
+        effects: the side effects of a call besides its result.
     """
 
     def __init__(
@@ -87,7 +95,7 @@ class StepProgram:
             tensors.insert(0, stream.draw(self.exact))
         made = self.body(*self._state, *tensors)
         if self._sole and not self._updated:
-            return _handed(made[0], self._handings[0])  # the loss, most of the time: no tree to build
+            return _handed(made[0], self._handings[0])  # most often the loss: no tree to build
         results = iter(made)
         outputs = [
             _handed(next(results), handing) if isinstance(o, Value) else o
@@ -107,7 +115,7 @@ def _handed(output: Tensor, handing: Callable[[Tensor], Tensor] | None) -> Tenso
 
 
 def _share(output: Tensor, parts: int) -> Tensor:
-    """An output whose `parts` each get a loss of their own: gradients are those of the losses' mean."""
+    """An output of `parts` ranks' own losses: gradients are those of the losses' mean."""
     if output.requires_grad:
         output.register_hook(lambda gradient: gradient / parts)
     return output
@@ -125,23 +133,25 @@ def make_program(
     broadcast: bool = False,
     compiled: str | None = None,
 ) -> StepProgram | PipelineProgram:
-    """Lower a plan and put it on the runtime; at the first time parameters come into being as slices.
+    """Lower a plan and put it on the runtime. With the model's first program, parameters are created as slices.
 
     Args:
-        holder: gives ``named_parameters`` and ``named_buffers`` under the graph's names.
-        gradients_mean: with the loss outside and each rank feeding its own part: whether gradients are those of the
-            mean of the ranks' losses, or of their sum.
+        plan: the plan of a model or of a pipeline.
+        holder: has ``named_parameters`` and ``named_buffers`` under the graph's names.
+        runtime: the devices of this process, and whether there are others.
+        gradients_mean: with the loss outside of the model and each rank feeding its own part: True where gradients
+            are those of the mean of the ranks' losses, False for their sum.
         before: the model's earlier program, if there is one.
-        fusion, accumulation: how gradients are summed in processes.
-        broadcast: in processes, whether parameters and buffers begin with the values of rank 0.
-        compiled: the backend by which ``torch.compile`` compiles the program: not where one process plays several
-            devices.
+        fusion, accumulation: the way gradients are summed in processes.
+        broadcast: in processes, True where parameters and buffers begin with the values of rank 0.
+        compiled: the backend by which ``torch.compile`` compiles the program; ignored with a warning where one
+            process plays several devices.
     """
     freed.planned()
     if isinstance(plan, PipelinePlan):
         if runtime.processes:
-            from .distributed.agreement import counted
-            from .pipeline_p2p import process_pipeline  # see `_on_processes`
+            from .distributed.agreement import counted  # noqa: PLC0415  processes alone use it
+            from .pipeline_p2p import process_pipeline  # noqa: PLC0415  processes alone use it
 
             piped = process_pipeline(plan, holder, runtime, before, fusion, accumulation, broadcast, compiled)
             piped.begin = counted(plan)
@@ -182,11 +192,11 @@ def _on_processes(
     compiled: str | None,
 ) -> StepProgram:
     # DTensor and the rest take a second to import: a program that runs in one process does without.
-    from .distributed.agreement import counted
-    from .distributed.buckets import GradientSums
-    from .distributed.collectives import ProcessGroups
-    from .distributed.parameters import ParameterPlacement as Place, ShardedState
-    from .distributed.rank_executor import RankExecutor as ProcessProgram
+    from .distributed.agreement import counted  # noqa: PLC0415  processes alone use it
+    from .distributed.buckets import GradientSums  # noqa: PLC0415  imports DTensor
+    from .distributed.collectives import ProcessGroups  # noqa: PLC0415  processes alone use it
+    from .distributed.parameters import ParameterPlacement as Place, ShardedState  # noqa: PLC0415  imports DTensor
+    from .distributed.rank_executor import RankExecutor as ProcessProgram  # noqa: PLC0415  processes alone use it
 
     plan = lowered.plan
     held = before.held if before is not None else None

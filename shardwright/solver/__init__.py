@@ -1,17 +1,18 @@
-"""The solver: one state for each node of a `problem.Problem`, so that the sum of costs is least. No module of it knows
-of operators, layouts or devices.
+"""The solver: one state for each node of a `problem.Problem`, so that the sum of costs is least.
 
-    problem              nodes, states, costs of pairs; a limit of memory at every moment
-    solve                the way in, without and with a limit
-    presolve             states and nodes that need not be looked at
+No module of the solver knows of operators, layouts or devices.
+
+    problem              nodes, states, costs of pairs; a memory limit at every moment
+    solve                the entry points, without and with a limit
+    presolve             states and nodes that need not be searched; contradictions
     elimination          the exact least cost, node by node
     trws, anytime        bounds and states where elimination is too large
     memory_rows          the moments at which a limit matters
     lagrangian           a bound by prices of memory
     cutting_planes       the best prices
-    splicing             states that keep the limit, made of two that do not
+    splicing             states within the limit, combined from states above it and states within it
     least_memory         the least limit that can be kept, and the error that names it
-    milp                 the same problem through HiGHS, to test the others against
+    milp                 the same problem through HiGHS, to test the other solvers against
     search_memory        the bound on the host memory of a search, and its messages
 """
 

@@ -1,13 +1,23 @@
 """Bound and states of a problem that is too large to be eliminated at once.
 
-In turns, on the core that the exact reductions leave (reduce.py):
+In turns, on the core that the exact reductions leave (`presolve`):
 
-    sweeps             a bound, and states (trws.py)
-    descent            better states (descent.py)
-    reduced costs      what cannot be part of anything that costs at most those states goes
-    elimination        of what is left, as soon as that is small enough: then the answer is exact
+    sweeps             a bound, and states (`trws`)
+    descent            better states (`descend`)
+    reduced costs      states that cannot be part of an assignment as cheap as the best known are removed
+    elimination        of the rest, as soon as that is small enough: then the answer is exact
 
-until bound and cost meet, or neither moves. What is then left, if small, goes to HiGHS.
+until bound and cost meet, or neither moves. A small rest then goes to HiGHS.
+
+Three functions improve given states:
+
+1. `descend`: some nodes are held, and all others are chosen anew at once by elimination. The held nodes are drawn
+   anew in each pass, among those that keep the others' joints small. The others are minimised exactly, so a pass
+   never makes the cost higher. The descent ends when several passes in a row have found nothing. From forbidden
+   states it moves towards allowed ones: a forbidden state or pair then costs more than all allowed ones together can.
+2. `wide`: a single such pass, with nodes held until the rest can be eliminated within a joint of so many entries.
+3. `within`: each node may take one of a few states only; the problem that is left is small enough for HiGHS, with the
+   memory rows.
 """
 
 from __future__ import annotations
@@ -29,22 +39,15 @@ from .trws import ROUNDING, Messages
 __all__ = ["bounded", "descend", "eliminated", "wide", "within"]
 
 
-# ----------------------------------------------------------------------------------------------------
-# Better states from given ones: a few nodes are held, all others chosen anew at once by elimination.
-#
-# Which nodes are held is drawn anew in each pass, among those that keep the others' joints small; the others are
-# minimised exactly, so a pass never makes the cost higher. It ends when several in a row have found nothing. From
-# states
-# that are forbidden it goes towards allowed ones: what is forbidden then costs more than all that is allowed can.
-# ----------------------------------------------------------------------------------------------------
+# -- descent --
 
-MOST_HERE = 2**16  # entries of a joint
-SPREADS = (0.3, None, 1.0, None, 3.0, None)  # of the logarithm of the weights that say who is held; None: by distance
-GRACE = 1.0  # seconds that a pass may go on for
+MOST_HERE = 2**16  # most entries of a joint in a descent
+SPREADS = (0.3, None, 1.0, None, 3.0, None)  # spreads of the log weights that choose the held nodes; None: by distance
+GRACE = 1.0  # seconds that a pass may take past the end
 
 
 def _allowed(problem: Problem) -> Problem:
-    """The same with a finite cost for what is forbidden, above all that is allowed."""
+    """The same problem with a finite cost for forbidden states and pairs, above the cost of any allowed assignment."""
     tables = [*problem.costs, *problem.edges.values()]
     known = {id(table): table for table in tables}
     most = {key: float(np.abs(table[np.isfinite(table)]).max(initial=0.0)) for key, table in known.items()}
@@ -58,7 +61,7 @@ def _allowed(problem: Problem) -> Problem:
 
 
 def _distances(near: Sequence[Sequence[int]], start: int) -> np.ndarray:
-    """Of each node from the start, in edges; more than any where there is no way."""
+    """By node, its distance from the start in edges; the number of nodes where there is no way."""
     out = np.full(len(near), float(len(near)))
     out[start] = 0.0
     front = [start]
@@ -82,14 +85,14 @@ def descend(
     until: float | None = None,
     seed: int = 0,
 ) -> list[int]:
-    """States that cost no more than the given ones. The memory limit is not looked at.
+    """States that cost no more than the given ones. A memory limit is ignored.
 
     Args:
-        problem, states: where from.
-        patience: passes in a row that find nothing before it ends.
+        problem, states: the problem, and the first states.
+        patience: passes in a row without success before it ends.
         most: entries of a joint.
         until: a time of time.monotonic() after which no pass begins.
-        seed: of which nodes are held.
+        seed: of the choice of held nodes.
     """
     whole = problem
     if not np.isfinite(problem.cost(states)):
@@ -136,18 +139,28 @@ def descend(
     return best
 
 
-LARGEST = 2**26  # entries of a joint, of those that its tables allow
-WORK = 2**31  # entries of all joints up to which nothing smaller is looked for first; about 6 s
-SWEEPS = (1, 1, 2, 4, 8)  # between two looks at what they have changed: at first, then, ...; later the last
-STALLED = 1e-2  # of the gap: what that many sweeps have to close for more of them to be worth it
-SHRUNK = 0.9  # of the states: what has to be left at most for the core to be reduced again
-MILP_ENTRIES = 300_000  # entries of a core's edges up to which HiGHS is asked
+LARGEST = 2**26  # most entries of a joint, of those that its tables allow
+WORK = 2**31  # most entries of all joints for elimination without a further reduction first; about 6 s
+SWEEPS = (1, 1, 2, 4, 8)  # sweeps between two checks of their effect: at first, then, ...; later the last
+STALLED = 1e-2  # share of the gap that these sweeps must close for more of them
+SHRUNK = 0.9  # share of the states below which the core is reduced again
+MILP_ENTRIES = 300_000  # most entries of a core's edges for HiGHS
 
 
 def eliminated(
     problem: Problem, made: Tables, until: float | None = None, work: int | None = WORK
 ) -> Eliminated | None:
-    """Every node eliminated; None where that is too large: one joint, the entries of all of them, or the time."""
+    """Eliminate every node.
+
+    Args:
+        problem: the problem; a memory limit is ignored.
+        made: tables of earlier eliminations, to be used and added to.
+        until: a time of time.monotonic() at which it ends.
+        work: most entries of all joints; None: no limit.
+
+    Returns:
+        The result; None where one joint or all of them together are too large, or the time is over.
+    """
     facts = made.facts
     order = elimination_order(
         [len(own) for own in problem.costs],
@@ -168,7 +181,7 @@ class _Search:
 
     def __init__(self, problem: Problem, made: Tables, until: float) -> None:
         self.whole, self.made, self.until = problem, made, until
-        self.core, self.constant = problem, 0.0  # what the core's cost lacks of the whole's
+        self.core, self.constant = problem, 0.0  # the difference between the whole's cost and the core's
         self.states: list[int] | None = None
         self.cost, self.bound = np.inf, -np.inf
         self._lifts: list[ReducedProblem | RestrictedProblem] = []
@@ -183,7 +196,7 @@ class _Search:
         return self.cost < np.inf and self.cost - self.bound <= ROUNDING * abs(self.cost)
 
     def offer(self, states: Sequence[int]) -> None:
-        """States of the core: kept if they are the best."""
+        """Record states of the core where they are the best."""
         for step in reversed(self._lifts):
             states = step.lift(states)
         cost = self.whole.cost(states)
@@ -191,20 +204,20 @@ class _Search:
             self.states, self.cost = list(states), cost
 
     def prove(self, bound: float) -> None:
-        """A bound of the core."""
+        """Record a bound of the core."""
         self.bound = min(max(self.bound, self.constant + bound), self.cost)
 
     def reduce(self, compare: bool = True) -> None:
-        """The core without what the exact reductions take."""
+        """Apply the exact reductions to the core."""
         step = reduced(self.core, made=self.made, compare=compare)
         self.core, self.constant = step.problem, self.constant + step.constant
         self._lifts.append(step)
 
     def keep(self, messages: Messages) -> Messages | None:
-        """Only what the messages leave, and what is consistent of it; None where that is nothing."""
+        """Restrict the core to the states that the messages leave, made consistent; None where that is nothing."""
         step = restrict(self.core, messages.alive)
         left = arcs(step.problem)
-        if isinstance(left, Wiped):  # whatever is not known yet costs more
+        if isinstance(left, Wiped):  # every assignment that is not known yet costs more
             self.bound = self.cost
             return None
         last = restrict(step.problem, left)
@@ -213,7 +226,7 @@ class _Search:
         return messages.cut(last.problem, [kept[more] for kept, more in zip(step.kept, last.kept)])
 
     def sweep(self) -> None:
-        """Sweeps and descents until they stall; what they exclude is taken out of the core."""
+        """Sweep and descend until both stall; states that the sweeps exclude are removed from the core."""
         messages = Messages(self.core)
         looks = 0
         while not (self.late or self.proved):
@@ -248,29 +261,29 @@ class _Search:
         return Solution(tuple(self.states), self.cost, self.bound, (note,))
 
     def finish(self, gone: Eliminated) -> None:
-        """The core is eliminated: what went before costs more than the states that were known then."""
+        """Record the elimination of the core. States removed before cost more than the best ones known then."""
         if np.isfinite(gone.constant):
             self.offer(gone.complete([0] * len(self.core.costs)))
         self.bound = self.cost
 
 
 def bounded(problem: Problem, made: Tables, until: float) -> Solution | None:
-    """The best states that were found and a bound; None where nothing is allowed.
+    """The best states that were found, and a bound; None where nothing is allowed.
 
     Args:
-        problem: a consistent one (see reduce.py). Its limit is not looked at.
-        made: tables known from before.
+        problem: a consistent one (`presolve.consistent`); a memory limit is ignored.
+        made: tables of earlier eliminations, to be used and added to.
         until: a time of time.monotonic() at which it ends.
 
     Raises:
-        PlanError: where nothing was found in time.
+        PlanError: nothing was found in time.
     """
     search = _Search(problem, made, until)
-    compare = False  # at first: bounds shrink it sooner
+    compare = False  # not at first: bounds shrink the core sooner
     while True:
         try:
             search.reduce(compare)
-        except PlanError:  # nothing is left that is allowed and costs less than what is known
+        except PlanError:  # nothing allowed is left that costs less than the best known
             search.bound = search.cost
             return search.solution("exact: the bound meets the cost") if search.states is not None else None
         gone = eliminated(search.core, made, until)
@@ -306,23 +319,16 @@ def bounded(problem: Problem, made: Tables, until: float) -> Solution | None:
     return search.solution(note)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Better states from given ones, where the problem is too large to be solved at once.
-#
-# wide: nodes are held at their states until the rest can be eliminated within a joint of so many entries; the rest is
-# then chosen anew at once, and exactly. Which are held is drawn anew each time, so that all have their turn.
-#
-# within: each node may take one of a few states only; what is left is small enough for HiGHS, with the memory rows.
-# ----------------------------------------------------------------------------------------------------
+# -- wide, within --
 
 
 def wide(problem: Problem, states: Sequence[int], *, most: int = 2**12, seed: int = 0) -> list[int]:
-    """States that cost no more than the given ones. The memory limit is not looked at.
+    """States that cost no more than the given ones. A memory limit is ignored.
 
     Args:
-        problem, states: where from; the states allowed.
+        problem, states: the problem, and the first states, which are allowed.
         most: entries of a joint.
-        seed: of the choice of what is held.
+        seed: of the choice of held nodes.
     """
     random = np.random.default_rng(seed)
     sizes = [len(own) for own in problem.costs]
@@ -356,12 +362,13 @@ def within(
 
     Args:
         problem: with its limit.
-        entries: of the edges that are left; None is returned where there are more.
+        alive: by node, the states to choose from.
+        entries: most entries of the edges that are left.
         until: a time of time.monotonic() at which HiGHS ends.
         work: of HiGHS (`milp`), after which it ends.
 
     Returns:
-        The states; None where there are none, or none was found in time.
+        The states; None where there are none, none was found in time, or more than `entries` are left.
     """
     try:
         some = restrict(problem, alive)

@@ -1,10 +1,38 @@
-"""The best prices of memory, where the least at any prices is known exactly (pricing.py): cutting planes.
+"""The cheapest states within a memory limit, and the least limit, by the best prices of memory: cutting planes.
 
     max θ   with   θ <= cost_k + Σ_t λ_t (used_t,k - limit)  for all states k that are known,   λ >= 0
 
-Each λ that this gives brings new states, which are least there, and a bound; until bound and θ meet. θ is also what the
-known states come to where they may be mixed: what no mixture of them keeps has no bound above, until dearer states are
-found that hold less. What is looked at lies between the best λ so far and the one of the program, which jumps about.
+Each λ of this linear program gives new states, which are least there, and a bound; until bound and θ meet. θ is also
+the cost of the best mixture of known states. Where no mixture is within the limit, the bound rises until dearer
+states are found that take less memory. The next λ lies between the best λ so far and the program's, which jumps
+about.
+
+Two known states of (cost, memory) (0, 15) and (4, 5) and a limit of 10 at one moment give λ = 0.4 and θ = 2.
+
+The file has three parts:
+
+1. `ascend`: the program and its cuts, over a problem whose least at any prices is known (`lagrangian.Pricing`).
+
+2. `leanest_by_prices`, `swept_leanest`: the states of the least memory at their fullest moment:
+
+    least limit = min_s max_t used_t(s) >= max_λ min_s Σ_t λ_t used_t(s),   λ >= 0, Σ λ = 1
+
+   Part 1 finds the best λ, which gives the lower end. The upper end is kept by states that were least at some λ,
+   spliced with one another (`splicing`). The lower end of a part of a problem's states (`Part`) holds for that part
+   alone.
+
+3. `priced_search`: the cheapest states within the limit, in turns, until cost and bound are near enough:
+
+    prices    the best ones for a part of the problem: states that were least at some prices, and further states that
+              go with them (part 1 on few states, which is quick)
+    bound     the least of the whole at those prices, exactly (`lagrangian.Pricing`); its states join the part. Where
+              elimination cannot do the whole: a bound by sweeps (`lagrangian.SweptPricing`); the states that look best
+              to the sweeps join the part
+    states    all known states, spliced and then improved stretch by stretch (`splicing`)
+
+No clock is read: the same problem has the same answer on every machine.
+
+`lagrangian.Ascent` climbs to the best prices step by step; this file solves for them.
 """
 
 from __future__ import annotations
@@ -39,15 +67,19 @@ __all__ = [
     "swept_leanest",
 ]
 
-BETWEEN = 0.6  # how far it goes from the best λ towards the program's
+BETWEEN = 0.6  # share of the way from the best λ towards the program's
 
 
 class Prices:
-    """The best multipliers so far, and all states that are known.
+    """The best multipliers so far, and all known states.
+
+    Args:
+        count: the number of moments.
+        limit: the memory limit.
 
     Attributes:
-        multipliers, bound: the best, and the bound that they gave.
-        cuts: states.
+        multipliers, bound: the best multipliers, and their bound.
+        cuts: the states.
     """
 
     def __init__(self, count: int, limit: float) -> None:
@@ -62,8 +94,14 @@ class Prices:
 
 
 def cheapest(cuts: Sequence[Cut], limit: float, most: float) -> tuple[np.ndarray, float]:
-    """λ and θ of the linear program; the price of the limit's worth of memory is at most `most`."""
-    import highspy  # see `milp`
+    """λ and θ of the linear program.
+
+    Args:
+        cuts: the known states.
+        limit: the memory limit.
+        most: bound on the price of the limit's worth of memory.
+    """
+    import highspy  # noqa: PLC0415  see `milp`: few plans need it
 
     over = np.array([(cut.used - limit) / max(limit, 1.0) for cut in cuts])
     active = np.flatnonzero((over > 0).any(axis=0))
@@ -98,17 +136,18 @@ def cheapest(cuts: Sequence[Cut], limit: float, most: float) -> tuple[np.ndarray
 
 
 def ascend(pricing: Any, prices: Prices, *, cap: float, gap: float, most: int) -> float:
-    """Better prices, and more states.
+    """Improve the prices, and add states.
 
     Args:
-        pricing: whose `least` says what is least at any prices.
-        cap: what the limit's worth of memory may cost at most.
-        gap: how near bound and program come, relative to it, for it to end.
-        most: evaluations.
+        pricing: a problem with `least` at any prices, such as a `Pricing`.
+        prices: the prices and states so far; they are changed.
+        cap: bound on the price of the limit's worth of memory.
+        gap: relative distance of bound and θ at which it ends.
+        most: evaluations of `pricing`.
 
     Returns:
-        The program's value: what the states that are known come to at best; infinite where no mixture of them keeps the
-        limit, as far as such prices can tell.
+        The program's value: the cost of the best mixture of known states within the limit. Infinite where prices up
+        to `cap` show that no mixture is within it.
     """
     if not prices.cuts:
         prices.see(prices.multipliers, *pricing.least(prices.multipliers))
@@ -127,27 +166,19 @@ def ascend(pricing: Any, prices: Prices, *, cap: float, gap: float, most: int) -
             prices.see(at, found, cut)
             if len(prices.cuts) > known or found >= value - gap * abs(value):
                 continue
-        prices.see(multipliers, *pricing.least(multipliers))  # nothing new in between: the program's own
+        prices.see(multipliers, *pricing.least(multipliers))  # nothing new in between: use the program's own
     return value
 
 
-# ----------------------------------------------------------------------------------------------------
-# The states that hold least at their fullest moment, by prices of memory.
-#
-#     least limit = min_s max_t used_t(s) >= max_λ min_s Σ_t λ_t used_t(s),   λ >= 0, Σ λ = 1
-#
-# The best λ is found by cutting planes (ascent.py). It gives the lower end; the upper end is held by the states that
-# were least at some λ, spliced with one another (splicing.py). Of a part of a problem's states (`Part`) the lower end
-# is the part's alone.
-# ----------------------------------------------------------------------------------------------------
+# -- the least limit --
 
-EVALUATIONS = 20  # at prices, at most
-APART = 1e-2  # how near the two ends of a large problem's least limit are near enough, relative to it
-SPLICED = 8  # of its known states, by what they hold at most, are spliced with one another
+EVALUATIONS = 20  # most evaluations at prices
+APART = 1e-2  # relative distance of the two ends of a large problem's least limit that is near enough
+SPLICED = 8  # number of the leanest known states that are spliced with one another
 
 
 class _Priced(Protocol):
-    """A problem, or a part of one, whose least at any prices is known."""
+    """A problem, or a part of one, with its least at any prices."""
 
     rows: Rows
 
@@ -156,12 +187,12 @@ class _Priced(Protocol):
 
 @dataclass(frozen=True)
 class LeastMemory:
-    """How far the limit can be lowered.
+    """The range of the least limit.
 
     Attributes:
         least: no plan keeps a limit below it.
         enough: the states keep this limit; None: no states are known.
-        states: of the plan that does.
+        states: of the plan that keeps `enough`.
     """
 
     least: float
@@ -170,7 +201,7 @@ class LeastMemory:
 
 
 def costless(problem: Problem) -> Problem:
-    """The problem with the same states allowed, all of them for nothing."""
+    """The problem with the same states allowed, all at no cost."""
     given = (*problem.costs, *problem.edges.values())
     free = {
         id(table): np.where(np.isfinite(table), 0.0, np.inf) for table in {id(table): table for table in given}.values()
@@ -186,13 +217,16 @@ def leanest_by_prices(problem: Problem, rows: Rows, pricing: _Priced, low: float
     """The least limit of a problem without costs, of `binding`, as near as prices and splicing come to it.
 
     Args:
+        problem: the problem; see `costless`.
+        rows: its usages.
+        pricing: its least at any prices.
         low: no plan keeps a limit below it.
     """
-    unit = max(low, 1.0)  # in which limits are said here: with Σ λ · unit = 1, L(λ) = least limit / unit - 1
+    unit = max(low, 1.0)  # unit of the limits here: with Σ λ · unit = 1, L(λ) = least limit / unit - 1
     rows = replace(rows, limit=unit)
     known, in_units = Prices(rows.count, unit), _InUnits(pricing, unit)
     even = np.full(rows.count, 1.0 / (unit * rows.count))
-    known.see(even, *in_units.least(even))  # what holds little everywhere
+    known.see(even, *in_units.least(even))  # the states of little memory everywhere
     ascend(in_units, known, cap=1.0, gap=APART / 4, most=EVALUATIONS)
     least = max(low, unit * (1.0 + known.bound))
     best = min(known.cuts, key=lambda cut: cut.used.max())
@@ -217,62 +251,50 @@ def leanest_by_prices(problem: Problem, rows: Rows, pricing: _Priced, low: float
 
 
 class _InUnits:
-    """Prices of memory in another unit than bytes: all that `ascend` asks of a `Pricing`."""
+    """A pricing in another unit than bytes, as far as `ascend` needs one."""
 
     def __init__(self, pricing: _Priced, unit: float) -> None:
         self.pricing, self.unit = pricing, unit
 
     def least(self, multipliers: np.ndarray) -> tuple[float, Cut]:
         value, cut = self.pricing.least(multipliers)
-        # The pricing takes its own limit off, which is another one.
+        # The pricing subtracts its own limit, which differs from the unit.
         return value + float(multipliers.sum()) * (self.pricing.rows.limit - self.unit), cut
 
 
-# ----------------------------------------------------------------------------------------------------
-# The cheapest states within a memory limit, by prices of memory.
-#
-# In turns, until cost and bound are near enough:
-#
-#     1. prices    the best ones for a part of the problem: states that were least at some prices, and what goes with them
-#                  (ascent.py on few states, which is quick)
-#     2. bound     the least of the whole at those prices, exactly (pricing.py); its states join the part. Where elimination
-#                  cannot do the whole, a bound by sweeps (swept_pricing.py); the states that look best to them join
-#     3. states    of all that are known, spliced and then improved stretch by stretch (splicing.py)
-#
-# Nothing here looks at a clock: the same problem has the same answer everywhere.
-# ----------------------------------------------------------------------------------------------------
+# -- the cheapest states within the limit --
 
-DIRECT = 2**21  # entries of the joints up to which the whole is its own part
-ROUNDS = 8  # turns
-DEAR = 1  # turn from which on states that nothing mixes to within the limit make it ask for those of the least memory
-QUICK = 2**24  # entries of all joints up to which the leanest states of the whole are asked for
-MOMENTS = 4  # that have a price when sweeps look for what holds little
+DIRECT = 2**21  # entries of the joints up to which the part is the whole
+ROUNDS = 8  # most turns
+DEAR = 1  # first turn that searches the states of the least memory, where no mixture is within the limit
+QUICK = 2**24  # entries of all joints up to which the whole's leanest states are searched
+MOMENTS = 4  # moments with a price when sweeps search for states of little memory
 ROUNDING = 1e-9  # relative, of a bound by prices
-ROUGH = 1e-2  # how near the first of them comes to a part's best prices; each further one a tenth of that
-EVALUATIONS_of_priced_search = 40  # of a part, in a turn
-FIRST_PRICE = 0.2  # what the limit's worth of memory may cost at first, in times what is cheapest without a limit
-MOST_PRICE = 1e5  # ... at most
-DEARER = 4.0  # how much more at a time
-HIGHER = (1.02, 1.1, 1.4, 2.0, 4.0, 16.0, 256.0)  # times the best prices, to find what keeps the limit
-FEW = 12  # states: a node of no more has all of them in the part
-NEAREST = 8  # of the known states, by what they come to at the best prices, are spliced with one another
-SETTLED = 0.2  # of what the bound lacks of the part's value: what a turn has to bring for another one
-MIXED = 500  # nodes up to which HiGHS is asked to mix known states: it may take minutes over thousands
-ENTRIES = 20_000  # ... and entries of the edges
-WORK = 1e7  # of HiGHS, then
-WINDOWS = 60  # stretches that are chosen anew
-LENGTH = 96  # nodes of a stretch
+ROUGH = 1e-2  # relative gap of the first turn's prices to a part's best ones; each later turn's is a tenth of it
+EVALUATIONS_of_priced_search = 40  # most evaluations of a part in a turn
+FIRST_PRICE = 0.2  # first bound on the price of the limit's worth of memory, as a multiple of the cost without a limit
+MOST_PRICE = 1e5  # its largest bound
+DEARER = 4.0  # factor from one bound to the next
+HIGHER = (1.02, 1.1, 1.4, 2.0, 4.0, 16.0, 256.0)  # factors on the best prices, to find states within the limit
+FEW = 12  # a node with at most so many states has all of them in the part
+NEAREST = 8  # number of the known states, the best at the best prices, that are spliced with one another
+SETTLED = 0.2  # share of the gap between bound and the part's value that a turn must close for another turn
+MIXED = 500  # most nodes for which HiGHS mixes known states: it may take minutes over thousands
+ENTRIES = 20_000  # most entries of the edges for it
+WORK = 1e7  # its work, see `milp`
+WINDOWS = 60  # most stretches that are chosen anew
+LENGTH = 96  # most nodes of a stretch
 
 
 class Searched(NamedTuple):
-    """A search's end.
+    """The result of a search.
 
     Attributes:
-        found: states that keep the limit, and a bound; None: none were found.
-        leanest: of all states that were seen those that hold least at their fullest moment.
-        least: no states keep a limit below it; None: the states of the least memory were not asked for.
-        bound: what states that keep the limit cost at least.
-        prices: of memory, by moment, at which the bound is highest.
+        found: states within the limit, and a bound; None: none were found.
+        leanest: the states seen that take least memory at their fullest moment.
+        least: no states keep a limit below it; None: the states of the least memory were not searched.
+        bound: a lower bound on the cost of states within the limit; None: not known.
+        prices: of memory by moment, at which the bound is highest.
     """
 
     found: Solution | None = None
@@ -286,9 +308,12 @@ def priced_search(problem: Problem, rows: Rows, pricing: Pricing | SweptPricing,
     """The cheapest states within the limit.
 
     Args:
-        problem, rows: of `moments.binding`, consistent.
-        pricing: its own.
-        gap: how far from the bound, relative to it, the cost may be for the search to end.
+        problem, rows: of `memory_rows.binding`, consistent.
+        pricing: the problem's least, or a bound on it, at any prices.
+        gap: relative gap to the bound at which the search ends.
+
+    Raises:
+        OutOfBudgetError: the host memory does not suffice for a single elimination of a `Pricing`.
     """
     search = _PricedSearch(problem, rows, pricing, gap)
     found = search.run()
@@ -302,7 +327,7 @@ class _PricedSearch:
         self.problem, self.rows, self.pricing, self.gap = problem, rows, pricing, gap
         self.facts = pricing.facts if isinstance(pricing, Pricing) else Facts()
         self.kinds = None if isinstance(pricing, Pricing) else kinds(problem.costs, problem.edges).tolist()
-        self.looks: list[np.ndarray] = []  # states (bool, by node) that looked best to sweeps
+        self.looks: list[np.ndarray] = []  # states (bool, by node) that look best to the sweeps
         self.splicer = Splicer(problem, rows)
         self.prices = Prices(rows.count, rows.limit)
         self.states: list[int] | None = None
@@ -315,9 +340,10 @@ class _PricedSearch:
         return self.states is not None and self.cost - self.prices.bound <= max(self.gap, 1e-9) * abs(self.cost)
 
     def run(self) -> Solution | None:
-        """
+        """The solution; None where no states within the limit were found.
+
         Raises:
-            OutOfBudgetError: there is not the memory to eliminate even once.
+            OutOfBudgetError: the host memory does not suffice for a single elimination.
         """
         try:
             return self.turns()
@@ -368,7 +394,7 @@ class _PricedSearch:
                     break
                 if not exact:
                     if value - self.prices.bound > (1.0 - SETTLED) * lacking:
-                        break  # so it would go on
+                        break  # a further turn would close as little
                     lacking = value - self.prices.bound
         if not self.near:
             self.keep(part)
@@ -388,7 +414,7 @@ class _PricedSearch:
         )
 
     def lean(self) -> bool:
-        """Ask for the states of the least memory. False: none of them keeps the limit."""
+        """Search the states of the least memory. False: none of them is within the limit."""
         free, low = costless(self.problem), float(self.rows.least().max(initial=0.0))
         self.least = low
         try:
@@ -410,12 +436,12 @@ class _PricedSearch:
         return may
 
     def tell(self) -> None:
-        """How far it has come."""
+        """Report the progress."""
         best, bound = None if self.states is None else self.cost, self.prices.bound
         current().watch("prices of memory", best, None if bound == -np.inf else bound)
 
     def keep(self, part: Any) -> None:
-        """States that keep the limit: those that are least at higher prices than the best ones."""
+        """Add states within the limit: those that are least at higher prices than the best ones."""
         spliced = False
         for times in HIGHER:
             self.tell()
@@ -424,13 +450,13 @@ class _PricedSearch:
             _, cut = part.least(times * self.prices.multipliers)
             self.offer(cut)
             if not spliced and (cut.used <= self.rows.limit).all():
-                self.splice()  # the cheapest of them is often enough
+                self.splice()  # splicing the cheapest of them is often enough
                 spliced = True
             if self.near:
                 break
 
     def look(self, multipliers: np.ndarray) -> None:
-        """What the whole comes to at these prices."""
+        """Evaluate the whole at these prices."""
         if isinstance(self.pricing, Pricing):
             value, cut = self.pricing.least(multipliers)
             self.prices.see(multipliers, value, cut)
@@ -447,8 +473,11 @@ class _PricedSearch:
             self.states, self.cost = list(cut.states), cut.cost
 
     def marks(self) -> list[np.ndarray]:
-        """Which states (bool, by node) the part has: of a node with few neighbours, few states or states that say which
-        one a neighbour has, all; of others those that are known."""
+        """The states (bool, by node) of the part.
+
+        A node has all its states where it has few neighbours or few states, or where a state follows from a
+        neighbour's; of other nodes the known states.
+        """
         problem = self.problem
         neighbours = [0] * len(problem.costs)
         follows = [False] * len(problem.costs)
@@ -461,7 +490,7 @@ class _PricedSearch:
                 follows[pair[large]] = True
         seen = np.array(list(self.known), np.int64).reshape(-1, len(neighbours))
         which = [id(own) for own in problem.costs] if self.kinds is None else self.kinds
-        alike: dict[int, np.ndarray] = {}  # by what nodes cost: in equal layers the same operator's
+        alike: dict[int, np.ndarray] = {}  # by the node's costs: in equal layers the same operator's
         for v, own in enumerate(problem.costs):
             mark = alike.setdefault(which[v], np.zeros(len(own), bool))
             mark[seen[:, v]] = True
@@ -474,14 +503,14 @@ class _PricedSearch:
         ]
 
     def splice(self) -> None:
-        """Known states that keep the limit with known ones that do not."""
+        """Splice known states within the limit with known states above it."""
         limit, order = self.rows.limit, self.order()
         keep = [cut for cut in order if (cut.used <= limit).all()][:NEAREST]
         others = [cut for cut in order if (cut.used > limit).any()][:NEAREST]
         if not keep and self.states is not None:
             keep = [self.known[tuple(self.states)]] if tuple(self.states) in self.known else []
         again: list[Sequence[int]] = [cut.states for cut in keep]
-        while again:  # what came out is spliced once more
+        while again:  # splice the result once more
             before = self.cost
             for inside in again:
                 for outside in others:
@@ -497,7 +526,7 @@ class _PricedSearch:
         return True
 
     def windows(self) -> None:
-        """Stretches anew, one after the other, until all of them have found nothing or as many as may be were tried."""
+        """Choose stretches of nodes anew, one after the other."""
         alive = self.marks()
         for mark, state in zip(alive, self.states):
             mark[state] = True
@@ -515,7 +544,7 @@ class _PricedSearch:
                 break
 
     def mix(self) -> None:
-        """The best out of the states of the nearest that are known, by HiGHS, where that is little to ask of it."""
+        """Let HiGHS combine the best known states, where the problem is small enough for it."""
         nearest = [*self.order()[: 2 * NEAREST], *(() if self.states is None else (self.cut(self.states),))]
         alive = [np.zeros(len(own), bool) for own in self.problem.costs]
         for cut in nearest:
@@ -530,7 +559,7 @@ class _PricedSearch:
         return Cut(states, self.problem.cost(states), self.rows.used(states))
 
     def order(self) -> list[Cut]:
-        """What is known, by what it comes to at the best prices."""
+        """The known states, ordered by their cost with memory at the best prices."""
         limit, prices = self.rows.limit, self.prices.multipliers
         return sorted(self.known.values(), key=lambda cut: cut.cost + float(prices @ (cut.used - limit)))
 
@@ -542,11 +571,14 @@ class _PricedSearch:
 
 
 def swept_leanest(problem: Problem, rows: Rows, alive: Sequence[np.ndarray], low: float) -> LeastMemory:
-    """The states of the least memory of a problem without costs that elimination cannot do, among those that look best
-    to
-    sweeps where a few moments have a price: with one at each, no two layers would be equal.
+    """The states of the least memory of a problem without costs that elimination cannot do.
+
+    The search covers the states that look best to sweeps where a few moments have a price: with a price at each
+    moment, no two layers would be equal.
 
     Args:
+        problem: the problem; see `costless`.
+        rows: its usages.
         alive: further states (bool, by node) to choose from.
         low: no plan keeps a limit below it.
     """
@@ -555,7 +587,7 @@ def swept_leanest(problem: Problem, rows: Rows, alive: Sequence[np.ndarray], low
     search.looks = list(alive)
     held, prices = rows.least(), np.zeros(rows.count)
     for stretch in np.array_split(np.arange(rows.count), min(MOMENTS, rows.count)):
-        prices[stretch[held[stretch].argmax()]] = 1.0  # the moment at which any states hold most
+        prices[stretch[held[stretch].argmax()]] = 1.0  # the stretch's moment with the largest least memory
     search.look(prices / prices.sum())
     swept.forget()
     low = max(low, search.prices.bound + rows.limit)
@@ -566,7 +598,15 @@ def swept_leanest(problem: Problem, rows: Rows, alive: Sequence[np.ndarray], low
 
 
 class Part:
-    """A part of a problem's states, minimised as the whole is; what it finds is said in states of the whole."""
+    """A part of a problem's states, minimised like the whole; its results are states of the whole.
+
+    Args:
+        problem, rows: the whole.
+        alive: the states (bool, by node) of the part.
+
+    Raises:
+        PlanError: the part's states exclude one another, or elimination is too large for them.
+    """
 
     def __init__(self, problem: Problem, rows: Rows, alive: Sequence[np.ndarray]) -> None:
         self.rows = rows

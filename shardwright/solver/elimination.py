@@ -1,17 +1,34 @@
 """Exact minimisation by vertex elimination (bucket elimination, min-plus).
 
-    To eliminate v: join all tables that mention v, and keep of the joint the least over v's states:
+    To eliminate v: join all tables that mention v, and keep the joint's least over v's states:
 
         f(N) = min_(s_v) Σ_(tables g that mention v) g(s_v, s_N)        N: v's neighbours at that time
 
-    When all are gone the constant that is left is the least cost. Backwards, each takes the state in which the joint is
-    least, given its neighbours' states.
+The constant after the last elimination is the least cost. Backwards, each node takes the state in which its joint is
+least, given its neighbours' states.
 
-Sharing: tables are told apart by identity, and what is made of the same tables in the same way is the same table. In a
-network of L equal layers each layer's inside is then computed once, and a chain of equal links is squared log2(L)
-times. A node with one state separates its tables: it makes no joint.
+A chain a - b - c of nodes with 10 states: eliminating a joins its costs and the edge a-b, 100 entries, into a table
+of 10 over b; b and c follow likewise. No joint is larger than 100 entries, instead of 1000 assignments.
+
+Sharing: tables are told apart by identity, and the same operation on the same tables gives the same table. The inside
+of L equal layers is computed once, and a chain of equal links is squared log2(L) times. A node with one state
+separates its tables: it makes no joint.
 
 Time and space: the largest joint; the number of nodes times a few microseconds for the rest.
+
+The file has four parts:
+
+1. Facts about single tables (`Facts`, `slices`): the share of a table that is allowed, and its equal columns. A
+   layout determines the strategy that left it, and a save-or-recompute state says only whether the value is saved:
+   such tables are mostly forbidden, or have few distinct columns. Elimination then has less to do than the number of
+   states suggests.
+2. The order of the nodes (`elimination_order`): the least weighted fill first (entries of the pair tables that the
+   node would newly make), then the smallest joint, then the node whose neighbourhood has been eliminated from least
+   often, so that a long chain is halved again and again.
+3. Tables made of tables (`Tables`): the same operation on the same tables is computed once. Where a table allows few
+   pairs of a node and a neighbour, the joint covers the allowed pairs alone; where it has few distinct columns, those
+   alone.
+4. The elimination itself (`Script`, `eliminate`, `Eliminated`).
 """
 
 from __future__ import annotations
@@ -44,21 +61,26 @@ __all__ = [
 ]
 
 
-# ----------------------------------------------------------------------------------------------------
-# What is known of single tables: what share of a table is allowed, and which of its columns are equal.
-#
-# A layout says which strategy left it, and of what is kept only whether it is: such tables are mostly forbidden, or
-# have few different columns. Elimination then has less to do than the number of states says.
-# ----------------------------------------------------------------------------------------------------
+# -- facts about single tables --
 
-FEW = 0.5  # the share of different columns up to which a table is worth going through by these
-SPARSE = 0.25  # the share of finite entries up to which a table is worth going through by what it allows
-SAMPLE = 8  # entries along each further dim that are looked at first, to tell slices apart
+FEW = 0.5  # share of distinct columns up to which an operation works on these alone
+SPARSE = 0.25  # share of finite entries up to which an operation works on these alone
+SAMPLE = 8  # entries along each further dim that are compared first, to tell slices apart
 
 
 def slices(table: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """A table with each different slice along a dim once, and which of these each one was; the table itself and None
-    where few are equal. Nothing is remembered: it is for large tables that are made and gone."""
+    """A table's distinct slices along a dim.
+
+    Nothing is remembered between calls: the function is for large tables of a short life.
+
+    Args:
+        table: a table.
+        axis: the dim.
+
+    Returns:
+        A table with each distinct slice once, and by slice its number in it; the table itself and None where few
+        slices are equal.
+    """
     rows = np.moveaxis(table, axis, 0)
     some = rows[(slice(None), *(slice(None, None, max(1, size // SAMPLE)) for size in rows.shape[1:]))]
     alike: dict[bytes, list[int]] = {}
@@ -78,7 +100,7 @@ def slices(table: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray | None]
 
 
 class Facts:
-    """What is known of single tables, by identity."""
+    """Properties of single tables, remembered by identity."""
 
     def __init__(self) -> None:
         self._columns: dict[tuple[int, int], tuple] = {}
@@ -91,8 +113,8 @@ class Facts:
         return self._shares[id(table)][0]
 
     def columns(self, table: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """A table of two dims with each different column (along `axis`) once, and which of these each one was; the
-        table itself and None where few are equal."""
+        """The distinct columns of a table of two dims along `axis`, and by column its number among them; the table
+        itself and None where few columns are equal."""
         key = (id(table), axis)
         if key not in self._columns:
             rows = np.ascontiguousarray(table.T if axis else table)
@@ -106,11 +128,11 @@ class Facts:
         return self._columns[key][:2]
 
     def sparse(self, edges: Mapping[tuple[int, int], np.ndarray]) -> dict[tuple[int, int], float]:
-        """The share of the entries that is finite, of edges that allow few pairs."""
+        """By edge that allows few pairs, the share of its entries that is finite."""
         return {pair: share for pair, table in edges.items() if (share := self.share(table)) <= SPARSE}
 
     def few(self, edges: Mapping[tuple[int, int], np.ndarray]) -> dict[tuple[int, int], int]:
-        """By (node, other): how many states of the other the edge tells apart, where that is few of them."""
+        """By (node, other): the number of the other's states that the edge distinguishes, where that is few of them."""
         out = {}
         for pair, table in edges.items():
             for axis in (0, 1):
@@ -120,28 +142,23 @@ class Facts:
         return out
 
 
-# ----------------------------------------------------------------------------------------------------
-# In which order nodes are eliminated.
-#
-# The least weighted fill first (entries of the pair tables that it would newly make), then the smallest joint, then the
-# one whose neighbourhood has been eliminated from least often, so that a long chain is halved again and again.
-# ----------------------------------------------------------------------------------------------------
+# -- the order of the nodes --
 
-MOST = 2**24  # entries of a joint: 128 MiB where it is made at once, about 50 ms
+MOST = 2**24  # most entries of a joint: 128 MiB where it is made at once, about 50 ms
 
 Scope = tuple[int, ...]  # nodes, ascending
 
 
 @dataclass(frozen=True)
 class Order:
-    """In which order the nodes go.
+    """The order in which nodes are eliminated.
 
     Attributes:
         steps: (node, its neighbours at that time, ascending).
-        left: the nodes that were not eliminated, ascending.
-        held: of them, those that were taken out to let others go; their tables are to be taken at a given state.
+        left: the nodes that are not eliminated, ascending.
+        held: those of `left` that are taken out to let others go; their tables are to be taken at a given state.
         largest: entries of the largest joint.
-        work: entries of all joints; what sharing saves is not taken off.
+        work: entries of all joints, without the savings of sharing.
     """
 
     steps: tuple[tuple[int, Scope], ...]
@@ -152,7 +169,7 @@ class Order:
 
 
 class _Rest:
-    """What is left of the graph while an order is made."""
+    """The part of the graph that is not yet ordered."""
 
     def __init__(
         self,
@@ -180,12 +197,12 @@ class _Rest:
         self.open = [True] * len(sizes)  # may still be eliminated or held
         for v in keep:
             self.open[v] = False
-        self._level = [0] * len(sizes)  # how often the neighbourhood has been eliminated from, one after the other
+        self._level = [0] * len(sizes)  # eliminations from the neighbourhood so far, one after the other
         self._current: list[tuple[int, int, int] | None] = [None] * len(sizes)
         self._heap: list[tuple[int, int, int, int]] = []
 
     def key(self, v: int) -> tuple[int, int, int] | None:
-        """(fill, joint, level), or None where v cannot go."""
+        """(fill, joint, level); None where v cannot be eliminated."""
         sizes, near = self.sizes, self.near
         if len(near[v]) > self.degree:
             return None
@@ -208,7 +225,7 @@ class _Rest:
         return fill, joint, self._level[v]
 
     def look(self, nodes: Iterable[int]) -> None:
-        """These nodes' keys anew."""
+        """Compute these nodes' keys again."""
         for v in nodes:
             if self.open[v]:
                 self._current[v] = found = self.key(v)
@@ -216,7 +233,7 @@ class _Rest:
                     heapq.heappush(self._heap, (*found, v))
 
     def next(self) -> tuple[int, int] | None:
-        """(the best node to go, its joint); None: none can."""
+        """(the best node to eliminate, its joint); None where there is none."""
         while self._heap:
             *found, v = heapq.heappop(self._heap)
             if self.open[v] and self._current[v] == tuple(found):
@@ -224,14 +241,14 @@ class _Rest:
         return None
 
     def take(self, v: int) -> set[int]:
-        """Takes a node out; its neighbours."""
+        """Take a node out; its neighbours are returned."""
         self.open[v] = False
         for u in self.near[v]:
             self.near[u].discard(v)
         return self.near[v]
 
     def join(self, v: int) -> set[int]:
-        """Takes a node out and makes its neighbours neighbours of one another; the nodes whose keys that changed."""
+        """Take a node out and join its neighbours to one another; the nodes whose keys change are returned."""
         near, around = self.near, list(self.take(v))
         stale = set(around)
         for position, a in enumerate(around):
@@ -262,15 +279,16 @@ def elimination_order(
     """A min-fill order of the nodes.
 
     Args:
-        sizes: by node, how many states it has.
+        sizes: by node, the number of its states.
         pairs: the nodes that share a table.
         most: entries of a joint; a node that would need more stays.
-        degree: a node with more neighbours stays; None: no such limit. With 2, what is left is pairwise again.
+        degree: a node with more neighbours stays; None: no such limit. With 2, the nodes that stay form a pairwise
+            problem again.
         keep: nodes that stay.
-        hold: where nothing more can go, the node with the most (neighbours times this weight of it) is held, so that
-            all go or are held; None: none is.
-        allowed, few: what is known of the pairs' tables (`Facts.sparse`, `Facts.few`): they make joints smaller.
-        room: so many entries of what a joint leaves count as one of fill; 0: they do not count.
+        hold: weights by node. Where no node can be eliminated, the node with the largest (neighbours times weight) is
+            held, so that every node is eliminated or held; None: none is held.
+        allowed, few: facts about the tables of the pairs (`Facts.sparse`, `Facts.few`), which make joints smaller.
+        room: number of entries of the table that a joint leaves which count as one of fill; 0: they do not count.
     """
     rest = _Rest(sizes, pairs, most, degree, keep, allowed or {}, few or {}, room)
     steps: list[tuple[int, Scope]] = []
@@ -306,27 +324,22 @@ def elimination_order(
             else:
                 break
     done = {v for v, _ in steps}
-    if held:  # also of those that went before them
+    if held:  # held nodes also leave the neighbourhoods of earlier steps
         out = frozenset(held)
         steps = [(v, tuple(u for u in around if u not in out)) for v, around in steps]
     return Order(tuple(steps), tuple(v for v in range(len(sizes)) if v not in done), tuple(held), largest, work)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Tables made of tables: what was made of the same ones in the same way is made once.
-#
-# Few states: where a table allows few pairs of a node and a neighbour, their joint is gone through by what it allows;
-# where it tells few states of a neighbour apart, by those that it does (facts.py).
-# ----------------------------------------------------------------------------------------------------
+# -- tables made of tables --
 
-BLOCK = 2**14  # entries of what is left that are made at once, where it is made state by state: 128 KiB; measured
+BLOCK = 2**14  # entries of the result made at once, where it is made state by state: 128 KiB; measured
 AT_ONCE = 2**18  # entries of a joint up to which it is made at once, not state by state: 2 MiB; measured
 
 
 class Tables:
-    """What was made of which tables: the same of the same is made once.
+    """Tables made of tables; the same operation on the same tables is computed once.
 
-    Tables are known by identity. All that were ever asked about are held, so that an identity is not used again.
+    Tables are known by identity. Every table that was an argument is kept alive, so that an identity is not used again.
     """
 
     def __init__(self, facts: Facts | None = None) -> None:
@@ -352,11 +365,12 @@ class Tables:
         return one + other
 
     def least(self, where: tuple[tuple[int, ...], ...], tables: Sequence[np.ndarray], dims: int) -> np.ndarray:
-        """The joint of tables, less its dim -1 by a minimum.
+        """The minimum of the joint of tables over its dim -1.
 
         Args:
-            where: for each table the dim of the joint that each of its own is; -1: the one that goes.
-            dims: of the result.
+            where: for each table, the joint's dim of each of its own dims; -1: the dim that is minimised over.
+            tables: the tables.
+            dims: the number of dims of the result.
         """
         key = (where, *map(id, tables))
         found = self._made.get(key)
@@ -397,8 +411,8 @@ class Tables:
 
 
 def _least(parts: Sequence[tuple[tuple[int, ...], np.ndarray]], dims: int, facts: Facts) -> np.ndarray:
-    """Tables.least, computed."""
-    # the dims it has; with all of them, the one that goes first; whether it is a copy, which may be added to in place
+    """The result of `Tables.least`, computed."""
+    # (its dims; the table with all dims, the minimised one first; True for a copy, which may be added to in place)
     aligned: list[tuple[frozenset[int], np.ndarray, bool]] = []
     for where, table in parts:
         by_dim = sorted(range(len(where)), key=where.__getitem__)
@@ -406,7 +420,7 @@ def _least(parts: Sequence[tuple[tuple[int, ...], np.ndarray]], dims: int, facts
         for axis in by_dim:
             shape[where[axis] + 1] = table.shape[axis]
         turned = table.transpose(by_dim)
-        if table.size <= AT_ONCE or where[-1] == -1:  # another is gone through as it lies: that is less than to turn it
+        if table.size <= AT_ONCE or where[-1] == -1:  # transposing a larger table takes longer
             turned = np.ascontiguousarray(turned)
         aligned.append((frozenset(where), turned.reshape(shape), turned.base is None))
     pairs = [(facts.share(table), where, n) for n, (where, table) in enumerate(parts) if len(where) == 2 and dims > 1]
@@ -415,7 +429,7 @@ def _least(parts: Sequence[tuple[tuple[int, ...], np.ndarray]], dims: int, facts
         found = found[0], found[1], aligned[found[2]][1]
     aligned.sort(key=lambda part: -part[1].size)
     joined: list[tuple[frozenset[int], np.ndarray, bool]] = []
-    for has, table, own in aligned:  # a table within another is added there: that is less to do than in the joint
+    for has, table, own in aligned:  # a table within another is added to it: less work than in the joint
         for n, (more, larger, mine) in enumerate(joined):
             if has <= more and (mine or larger.size <= AT_ONCE):
                 joined[n] = more, np.add(larger, table, out=larger if mine else None), True
@@ -442,11 +456,11 @@ def _least(parts: Sequence[tuple[tuple[int, ...], np.ndarray]], dims: int, facts
 
 
 def _by_state(tables: Sequence[np.ndarray], least: np.ndarray) -> None:
-    """The least of a joint over its first dim, state by state.
+    """Write the least of a joint over its first dim, state by state, into `least`.
 
     Args:
         tables: two or more, the smallest first.
-        least: where to.
+        least: the result.
     """
     joint = np.empty(least.shape)
     for state in range(max(len(table) for table in tables)):
@@ -460,11 +474,12 @@ def _by_state(tables: Sequence[np.ndarray], least: np.ndarray) -> None:
 
 
 def _by_group(tables: Sequence[np.ndarray], dims: int, dim: int, which: np.ndarray) -> np.ndarray:
-    """The least of a joint over its first dim, state by state of a dim with which few states of the first are allowed.
+    """The least of a joint over its first dim, state by state of a dim that allows few states of the first.
 
     Args:
-        tables: of `dims` + 1 dims, that go or are of size one.
-        dim: of the result.
+        tables: of `dims` + 1 dims; each dim has its full size or size one.
+        dims: the number of dims of the result.
+        dim: that dim of the result.
         which: the table of the first dim and that one.
     """
     shape = np.broadcast_shapes(*(table.shape for table in tables))
@@ -486,7 +501,7 @@ def _by_group(tables: Sequence[np.ndarray], dims: int, dim: int, which: np.ndarr
 
 
 class Shapes(Tables):
-    """Tables whose values are not computed: only how many entries their joints would have."""
+    """Tables without values: it counts the entries that their joints would have."""
 
     def __init__(self, facts: Facts | None = None) -> None:
         super().__init__(facts)
@@ -508,16 +523,16 @@ class Shapes(Tables):
 
 
 LEAST, SLICE, SUM, CONSTANT = range(4)
-WATCHED = 512  # steps between two looks at how much memory there is
+WATCHED = 512  # steps between two checks of the host memory
 
-#: The number of a table, and where v stands among its nodes: those before it, those after it.
+#: The number of a table, and the nodes of its scope before and after v.
 Seen = tuple[int, Scope, Scope]
 
 
 def shared_work(
     costs: Sequence[np.ndarray], edges: Mapping[tuple[int, int], np.ndarray], order: Order, facts: Facts | None = None
 ) -> int:
-    """Entries of the joints that eliminate makes, each of them once."""
+    """Entries of the joints that `eliminate` makes, each shared joint once."""
     shapes = Shapes(facts)
     eliminate(costs, edges, order, made=shapes)
     return shapes.entries
@@ -525,11 +540,11 @@ def shared_work(
 
 @dataclass(frozen=True)
 class Eliminated:
-    """What elimination leaves.
+    """The result of an elimination.
 
     Attributes:
-        constant: the least cost, of what no longer depends on any node that is left; infinite where nothing is allowed.
-        tables: of the nodes that are left, by scope.
+        constant: the least cost, as far as it depends on no node that is left; infinite where nothing is allowed.
+        tables: the tables of the nodes that are left, by scope.
     """
 
     constant: float
@@ -538,7 +553,14 @@ class Eliminated:
     _back: Sequence[tuple[int, tuple[Seen, ...]]] = field(repr=False)
 
     def complete(self, states: list[int]) -> list[int]:
-        """The states with those of the eliminated nodes filled in, in place: the best for the states of the others."""
+        """Fill in the states of the eliminated nodes, in place: the best for the states of the others.
+
+        Args:
+            states: of all nodes; those of the eliminated nodes are overwritten.
+
+        Returns:
+            `states`.
+        """
         made, every = self._made, slice(None)
         for v, tables in reversed(self._back):
             costs = None
@@ -552,14 +574,15 @@ class Eliminated:
 
 
 class Script:
-    """An order, worked out for the edges of a problem: which tables each step joins. It serves any costs.
+    """An elimination order worked out for the edges of a problem: the tables that each step joins. It serves any
+    costs.
 
-    Tables are numbered: the nodes' own, then the edges', then what is made, one after the other.
+    Tables are numbered: the nodes' own, then the edges', then the new ones in the order in which they are made.
 
     Args:
-        sizes: by node, how many states it has.
+        sizes: by node, the number of its states.
         pairs: the nodes that share a table.
-        order: of these.
+        order: an order of these nodes.
     """
 
     def __init__(self, sizes: Sequence[int], pairs: Iterable[tuple[int, int]], order: Order) -> None:
@@ -623,12 +646,15 @@ class Script:
         made: Tables | None = None,
         until: float | None = None,
     ) -> Eliminated | None:
-        """The nodes eliminated.
+        """Eliminate the nodes.
 
         Args:
             costs, edges: of these sizes and pairs.
-            made: tables known from before, to be used and added to.
-            until: a time of time.monotonic(); past it None is returned.
+            made: tables of earlier runs, to be used and added to.
+            until: a time of time.monotonic().
+
+        Returns:
+            The result; None past `until`.
         """
         made = Tables() if made is None else made
         tables = [*map(made.vector, costs), *(edges[pair] for pair in self._pairs)]
@@ -658,5 +684,5 @@ def eliminate(
     made: Tables | None = None,
     until: float | None = None,
 ) -> Eliminated | None:
-    """The nodes eliminated in that order, see `Script`."""
+    """Eliminate the nodes in that order; see `Script.run`."""
     return Script([len(own) for own in costs], edges, order).run(costs, edges, made=made, until=until)

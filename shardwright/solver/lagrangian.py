@@ -1,10 +1,35 @@
 """A lower bound where memory is limited: the limit's price at each moment (Lagrangian multipliers).
 
-    bound(λ) = min_s [cost(s) + Σ_t λ_t (used_t(s) - limit)],   λ >= 0
+    L(λ) = min_s [cost(s) + Σ_t λ_t (used_t(s) - limit)],   λ >= 0
 
-The inner minimum has no limit: nodes of at most two neighbours are eliminated, the rest is swept (sweeps.py), which
-bounds it from below; the messages are kept from one λ to the next. λ grows where the states that the sweep takes hold
-more than the limit, in proportion, and falls where they hold less.
+L(λ) is a lower bound on every assignment within the limit, for each λ. The inner minimum has no limit. One moment, a
+limit of 10, states of (cost, memory) (0, 15) and (4, 5): L(0) = 0, and L(0.4) = min(0 + 0.4 · 5, 4 - 0.4 · 5) = 2,
+the best bound.
+
+The file has four parts:
+
+1. `Pricing`: L and its states exactly, by elimination.
+
+2. `SweptPricing`: a bound on L by sweeps (`trws`), where elimination is too large:
+
+    L(λ) >= Σ_v min θ_v + Σ_(u,v) min e'_uv      θ_v = c_v + Σ_u m_uv,   e'_uv(s, t) = e_uv(s, t) - m_vu(s) - m_uv(t)
+
+   for any messages m. The messages are those of sweeps over a shorter problem of few equal layers
+   (`memory_rows.shorter`). Where equal layers are many, most of θ and e' are then the same, and are computed once. A
+   bound of the whole then takes the time and memory of a few layers, and is as true as if all had been swept.
+
+3. `Batched`: elimination of nodes with at most two neighbours, again for each new costs of the nodes:
+
+    one neighbour:   c_u(t)     += min_s c_v(s) + e_vu(s, t)
+    two:             e_ab(t, r) += min_s c_v(s) + e_va(s, t) + e_vb(s, r)
+
+   Steps of one level (none needs the result of another) and of one shape are one operation on arrays.
+
+4. `PricedProblem` and `Ascent`: nodes of at most two neighbours are eliminated, the rest is swept (`trws.Sweeps`),
+   and the messages are kept from one λ to the next. λ grows where the states of the sweep take more memory than the
+   limit, in proportion, and falls where they take less.
+
+`cutting_planes` finds the best λ with parts 1 and 2; part 4 climbs step by step.
 """
 
 from __future__ import annotations
@@ -24,28 +49,22 @@ from .trws import Messages, Sweeps
 __all__ = ["Ascent", "Batched", "Cut", "PricedProblem", "Pricing", "SweptPricing", "bound_of"]
 
 
-# ----------------------------------------------------------------------------------------------------
-# The least of a problem whose memory is paid for, exactly: by elimination.
-#
-#     L(λ) = min_s [cost(s) + Σ_t λ_t (used_t(s) - limit)],   λ >= 0
-#
-# is a lower bound of whatever keeps the limit, for each λ; the states that it is reached in come with it.
-# ----------------------------------------------------------------------------------------------------
+# -- by elimination --
 
-MOST = 2**26  # entries of a joint, counting only what its tables allow
-WORK = 2**31  # ... of all joints, equal ones once, above which the problem is not for elimination; about 3 s
-ROOM = 64  # entries of what a joint leaves that count as one of fill; measured
-DEGREE = 3  # of a node that is merged into a neighbour
+MOST = 2**26  # entries of a joint, of those that its tables allow
+WORK = 2**31  # entries of all joints, equal ones once, above which elimination is too large; about 3 s
+ROOM = 64  # entries of a joint's result that count as one of fill; measured
+DEGREE = 3  # least neighbours of a node that is merged into another
 
 
 @dataclass(frozen=True)
 class Cut:
-    """States, and what they say of every λ: L(λ) is at most cost + Σ_t λ_t (used_t - limit).
+    """States, and their upper bound on L at every λ: L(λ) <= cost + Σ_t λ_t (used_t - limit).
 
     Attributes:
         states: of the problem.
-        cost: theirs, memory aside.
-        used: what they hold at each moment.
+        cost: the cost of the states, without memory.
+        used: by moment, the memory of the states.
     """
 
     states: tuple[int, ...]
@@ -54,10 +73,10 @@ class Cut:
 
 
 class Pricing:
-    """A problem that elimination can do at any prices.
+    """A problem that elimination can do at any prices of memory.
 
     Args:
-        problem: of `moments.binding`, consistent.
+        problem: of `memory_rows.binding`, consistent.
         rows: its usages.
     """
 
@@ -69,9 +88,11 @@ class Pricing:
 
     @classmethod
     def of(cls, problem: Problem, rows: Rows, most: int = MOST) -> Pricing | None:
-        """None where elimination is too large.
+        """The pricing of a problem; None where elimination is too large.
 
         Args:
+            problem: of `memory_rows.binding`, consistent.
+            rows: its usages.
             most: entries of a joint.
         """
         facts = Facts()
@@ -104,7 +125,7 @@ class Pricing:
         return self._order.work
 
     def least(self, multipliers: np.ndarray) -> tuple[float, Cut]:
-        """L at these multipliers, and states in which it is reached.
+        """L at these multipliers, and states that reach it.
 
         Args:
             multipliers: by moment, the price of a unit of memory.
@@ -120,28 +141,20 @@ class Pricing:
         return Cut(states, self.problem.cost(states), self.rows.used(states))
 
 
-# ----------------------------------------------------------------------------------------------------
-# A bound of a problem whose memory is paid for, where elimination is too large (pricing.py): by sweeps (trws.py).
-#
-#     L(λ) >= Σ_v min θ_v + Σ_(u,v) min e'_uv      θ_v = c_v + Σ_u m_uv,   e'_uv(s, t) = e_uv(s, t) - m_vu(s) - m_uv(t)
-#
-# for any messages m. They are those that sweeps over a shorter problem of few equal layers end with (repeats.py); where
-# such layers are many, most of θ and e' are the same then, and are worked out once. So a bound of the whole costs what
-# a few layers cost, in time and in memory, and it is as true as if all had been swept.
-# ----------------------------------------------------------------------------------------------------
+# -- by sweeps --
 
-SWEEPS = 48  # of the shorter problem at most
-LOOK = 4  # after how many of them
-STALLED = 3e-5  # ... the bound has to have moved, relative to it, for more of them
-ENTRIES = 2**29  # entries of the tables that all sweeps together go through; about 2 s
-BEST = 3  # states of a node, by what the sweeps say of them, that are worth a closer look
+SWEEPS = 48  # most sweeps of the shorter problem
+LOOK = 4  # sweeps between two checks of the bound
+STALLED = 3e-5  # relative change of the bound between two checks below which the sweeps end
+ENTRIES = 2**29  # entries of tables in all sweeps together; about 2 s
+BEST = 3  # states of a node that the sweeps propose
 
 
 class SweptPricing:
-    """A problem that sweeps bound at any prices.
+    """A problem that sweeps bound at any prices of memory.
 
     Args:
-        problem: of `moments.binding`, consistent.
+        problem: of `memory_rows.binding`, consistent.
         rows: its usages.
     """
 
@@ -151,7 +164,7 @@ class SweptPricing:
         self._last: Messages | None = None
 
     def least(self, multipliers: np.ndarray) -> tuple[float, list[np.ndarray]]:
-        """A lower bound of L at these multipliers, and of each node the states that look best at them.
+        """A lower bound of L at these multipliers, and by node the states (bool) that look best at them.
 
         Args:
             multipliers: by moment, the price of a unit of memory.
@@ -188,12 +201,12 @@ class SweptPricing:
         return value - float(multipliers.sum()) * self.rows.limit, [looks[v] for v in short.stands.tolist()]
 
     def forget(self) -> None:
-        """Let go of the messages of the last sweeps, from which the next ones would begin."""
+        """Release the messages of the last sweeps, from which the next sweeps would begin."""
         self._last = None
 
     @staticmethod
     def _unswept(costs: Sequence[np.ndarray], edges: Mapping[Pair, np.ndarray], short: Shorter) -> float:
-        """The bound without any messages: it takes no memory."""
+        """The bound without any messages, which take memory."""
         zeros = {size: np.zeros(size) for size in {len(own) for own in costs}}
         sent = {}
         for (x, y), table in short.edges.items():
@@ -201,7 +214,7 @@ class SweptPricing:
         return bound_of(costs, edges, short, sent)
 
     def _nearest(self, inner: Problem, short: Shorter) -> list[np.ndarray]:
-        """The states of each node that look best by their own costs and those over its edges, each at its least."""
+        """By node, the states (bool) that look best by their own costs plus the least of each of their edges."""
         least: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
         totals = list(inner.costs)
         for pair, table in inner.edges.items():
@@ -228,9 +241,9 @@ def bound_of(
     """The bound that messages give.
 
     Args:
-        costs, edges: of the whole.
+        costs, edges: of the whole problem.
         short: the problem that was swept.
-        sent: its messages, by (from, to): to each state of the latter.
+        sent: its messages by (from, to), one entry by state of the latter node.
     """
     thetas: list[list[np.ndarray]] = [[] for _ in costs]
     known: dict[tuple[int, ...], float] = {}
@@ -253,32 +266,24 @@ def bound_of(
     return total
 
 
-# ----------------------------------------------------------------------------------------------------
-# Elimination of nodes with at most two neighbours, again for each new costs of the nodes: all of one shape at once.
-#
-#     one neighbour:   c_u(t)     += min_s c_v(s) + e_vu(s, t)
-#     two:             e_ab(t, r) += min_s c_v(s) + e_va(s, t) + e_vb(s, r)
-#
-# What depends on what is the same each time. Steps of one level (none needs what another of it makes) and of one shape
-# are one operation on arrays.
-# ----------------------------------------------------------------------------------------------------
+# -- easy nodes --
 
-AT_ONCE = 2**20  # entries of the joints that are made at once; above it state by state
+AT_ONCE = 2**20  # entries of joints made at once; above it state by state
 
 
 @dataclass
 class _Steps:
-    """Equal steps.
+    """Steps of equal shape.
 
     Attributes:
-        size: states of the nodes that go.
+        size: states of the eliminated nodes.
         around: states of their neighbours: none, one or two.
-        nodes: which they are.
-        at: where the nodes lie among those of their size.
-        near: by neighbour: which they are, where they lie among those of their size, the key of the tables between,
-            where those lie, and whether they are turned.
-        out: the key of the tables that are added to, and where they lie; of two neighbours.
-        single: no table or node is added to twice.
+        nodes: the eliminated nodes.
+        at: their places among the nodes of their size.
+        near: by neighbour: the nodes, their places among those of their size, the key of the tables between, the
+            places of these tables, and True where they are transposed.
+        out: with two neighbours, the key and the places of the tables that are added to.
+        single: True where no table or node is added to twice.
     """
 
     size: int
@@ -291,14 +296,14 @@ class _Steps:
 
 
 class Batched:
-    """A problem whose easy nodes are eliminated.
+    """A problem whose nodes of at most two neighbours are eliminated.
 
     Args:
-        problem: its edges; its costs are given anew each time.
+        problem: with its edges; its costs are given anew each time.
         order: of `elimination_order(..., degree=2)`.
 
     Attributes:
-        constant: what the last elimination left.
+        constant: the constant of the last elimination.
     """
 
     def __init__(self, problem: Problem, order: Order) -> None:
@@ -325,10 +330,10 @@ class Batched:
 
         for a, b in problem.edges:
             slot(a, b)
-        level_of: dict[object, int] = {}  # of what a node or a pair was last written at
+        level_of: dict[object, int] = {}  # by node or pair, the level of its last change
         found: dict[tuple, list] = {}
         for v, around in order.steps:
-            if sizes[v] == 1:  # it makes no joint: each neighbour is a step
+            if sizes[v] == 1:  # no joint is made: each neighbour is a step
                 for u in around:
                     self._step(found, level_of, slot, v, (u,))
                 self._step(found, level_of, slot, v, ())
@@ -351,7 +356,7 @@ class Batched:
         ]
 
     def _step(self, found: dict, level_of: dict, slot, v: int, around: tuple[int, ...]) -> None:
-        """Put one step where it belongs."""
+        """Add one step to those of its level and shape."""
         sizes = self.sizes
         pairs = [(v, u) if v < u else (u, v) for u in around]
         level = 1 + max([level_of.get(v, 0), *(level_of.get(pair, 0) for pair in pairs)])
@@ -383,7 +388,7 @@ class Batched:
         return _Steps(size, around, nodes, self._at[nodes], near, out, len(np.unique(written)) == len(written))
 
     def eliminate(self, costs: Sequence[np.ndarray]) -> Problem:
-        """What is left with these costs of the nodes; its tables are the same memory each time."""
+        """The problem that is left with these costs of the nodes; its tables are the same memory each time."""
         own = {size: np.stack([costs[v] for v in mine]) for size, mine in self._members.items()}
         for shape, given in self._given.items():
             np.copyto(self._tables[shape], given)
@@ -395,7 +400,7 @@ class Batched:
                 continue
             parts = [self._between(near) for near in step.near]
             if step.out is None:
-                # a node with one state pays for itself once, in the step of its own
+                # a node with one state adds its own cost once
                 least = (parts[0] + (mine[:, :, None] if step.size > 1 else 0.0)).min(axis=1)
                 target, where = own[step.around[0]], step.near[0][1]
             else:
@@ -418,13 +423,13 @@ class Batched:
         )
 
     def _between(self, near: tuple) -> np.ndarray:
-        """The tables of a step's nodes and one neighbour each: (steps, own states, its states)."""
+        """The tables between a step's nodes and one neighbour each: (steps, own states, its states)."""
         _, _, shape, at, turn = near
         tables = self._tables[shape][at]
         return tables.swapaxes(1, 2) if turn else tables
 
     def complete(self, states: np.ndarray) -> np.ndarray:
-        """The states with the best of the eliminated nodes filled in, in place."""
+        """Fill in the best states of the eliminated nodes, in place."""
         for step in reversed(self._steps):
             costs = self._own[step.size][step.at]
             for near in step.near:
@@ -436,21 +441,21 @@ class Batched:
 
 
 FIRST = 20  # sweeps before there is any price
-FIXING = 20  # sweeps that look which states may be part of something as good as what is known
-NEAR = 0.1  # of the limit: how far below the fullest moment one may be to have a price at first
+FIXING = 20  # sweeps that find the states that may be part of an assignment as good as the best known
+NEAR = 0.1  # share of the limit: a moment this far below the fullest one starts without a price
 
 
 class PricedProblem:
     """A problem whose memory is paid for.
 
     Args:
-        problem: of `moments.binding`, consistent.
+        problem: of `memory_rows.binding`, consistent.
         rows: its usages.
 
     Attributes:
         multipliers: by moment, the price of a unit of memory.
-        bound: no assignment that keeps the limit costs less: the best one of all multipliers so far.
-        best: the multipliers that gave it.
+        bound: the best lower bound so far on the cost of an assignment within the limit.
+        best: the multipliers of that bound.
     """
 
     def __init__(self, problem: Problem, rows: Rows) -> None:
@@ -463,9 +468,9 @@ class PricedProblem:
         self._fresh = False
 
     def price(self, multipliers: np.ndarray) -> None:
-        """Look at the problem with these multipliers from now on: `core` and `constant` are at these."""
+        """Set the multipliers; `core` and `constant` are then at these."""
         self.multipliers = multipliers
-        if self.rows.paired:  # the tables themselves change
+        if self.rows.paired:  # the prices change the tables themselves
             edges = self.rows.priced_edges(self.problem.edges, multipliers)
             self.easy = Batched(replace(self.problem, edges=edges), self.order)
         self.core = self.easy.eliminate(self.rows.priced(self.problem.costs, multipliers))
@@ -474,7 +479,7 @@ class PricedProblem:
 
     @property
     def messages(self) -> Sweeps:
-        """Of the core; kept from one price to the next."""
+        """The messages of the core, kept from one price to the next."""
         if self._messages is None:
             self._messages = Sweeps(self.core)
         elif not self._fresh:
@@ -484,7 +489,7 @@ class PricedProblem:
 
     def sweep(self, times: int = 1) -> float:
         """The bound at these multipliers after so many sweeps."""
-        self.messages.bound = -np.inf  # that of earlier prices says nothing about these
+        self.messages.bound = -np.inf  # the bound at earlier prices does not hold at these
         for _ in range(times):
             self.messages.sweep()
         now = self.messages.bound + self.constant
@@ -499,7 +504,7 @@ class PricedProblem:
         return self.easy.complete(out).tolist()
 
     def alive(self, cost: float) -> list[np.ndarray]:
-        """Which states (bool, by node) may be part of an assignment that keeps the limit and costs at most so much."""
+        """The states (bool, by node) that may be part of an assignment within the limit that costs at most `cost`."""
         self.price(self.best)
         self.messages.best = cost - self.constant
         self.sweep(FIXING)
@@ -510,12 +515,16 @@ class PricedProblem:
 
 
 class Ascent:
-    """Multipliers made better step by step.
+    """Multipliers that improve step by step.
 
-    They start where they are said to, or where the least that every plan holds comes nearest to the limit. A step has
-    two halves: one that is added, in all so large a part of the multipliers' sum, and one by which each is multiplied.
-        After steps that have
-    brought nothing it goes back to the best multipliers, and the steps are shorter.
+    They start at `start`, or at the moments where the least memory of every plan comes nearest to the limit. A step
+    has two halves: an amount added to each multiplier, in all a share of the multipliers' sum, and a factor on each.
+    After several steps without a better bound, the ascent returns to the best multipliers with shorter steps.
+
+    Args:
+        priced: the problem.
+        start: the first multipliers; None: as above.
+        step: the share of the multipliers' sum that a step moves.
     """
 
     def __init__(self, priced: PricedProblem, start: np.ndarray | None = None, *, step: float = 0.2) -> None:
@@ -530,10 +539,13 @@ class Ascent:
         priced.price(near / near.sum() * self._scale if start is None else start)
 
     def advance(self, sweeps: int) -> list[int]:
-        """Sweep at these multipliers, and go on to the next.
+        """Sweep at the current multipliers, then move to the next ones.
+
+        Args:
+            sweeps: the number of sweeps.
 
         Returns:
-            The states that the sweeps took at these.
+            The states of the sweeps.
         """
         priced = self.priced
         now = priced.sweep(sweeps)

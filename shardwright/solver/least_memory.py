@@ -1,18 +1,20 @@
-"""The least memory limit with which there is a plan, and the error that says so.
+"""The least memory limit with which there is a plan, and the error that names it.
 
     least limit = min_s max_t used_t(s)
 
-1. Prices of memory bring two ends near to one another, where elimination can do the problem (lean_states.py):
+1. Prices of memory narrow the least limit to a range, where elimination can do the problem
+   (`cutting_planes.leanest_by_prices`):
 
        least limit >= max_λ min_s Σ_t λ_t used_t(s),   λ >= 0, Σ λ = 1
 
-   by cutting planes (ascent.py); the upper end is held by states of these minima, spliced.
-2. HiGHS halves what is left between them: it is asked whether a limit can be kept, without any cost. Of a small problem
-   whose amounts are whole numbers the answer is exact. Of another one the two ends are `NEAR`.
-3. HiGHS is not asked about a large problem. Where elimination cannot do it either, the lower end is a bound by sweeps,
-   and the upper one is that of the states which look best to them (`swept_leanest`).
+   by cutting planes; the upper end is kept by states of these minima, spliced.
+2. HiGHS halves the rest of the range: it is asked whether a limit can be kept, without any cost. For a small problem
+   whose amounts are whole numbers the answer is exact. The two ends of another small problem come within `CLOSE`,
+   those of a larger one within `NEAR`.
+3. HiGHS is not used for a large problem. Where elimination cannot do it either, the lower end is a bound by sweeps,
+   and the upper end is that of the states which look best to the sweeps (`swept_leanest`).
 
-Nothing here looks at a clock unless the caller gives seconds.
+No clock is read unless the caller gives seconds.
 """
 
 from __future__ import annotations
@@ -35,26 +37,26 @@ from .problem import Problem
 __all__ = ["InfeasibleMemoryError", "LeastMemory", "infeasible", "least_memory"]
 
 SHOWN = 5  # moments that the error names
-LARGE = 300_000  # entries of the edges above which HiGHS is not asked: it may take hours
+LARGE = 300_000  # entries of the edges above which HiGHS is not used: it may take hours
 SMALL = 10_000  # entries of the edges up to which the two ends meet
-NEAR = 2e-3  # of the limit: how near the two ends come otherwise
-QUICK = 2**25  # entries of all joints up to which prices narrow a smaller one down before HiGHS is asked
+NEAR = 2e-3  # relative distance of the two ends otherwise
+QUICK = 2**25  # entries of all joints up to which prices narrow a smaller problem's range before HiGHS
 ROUNDING = 1e-9  # relative, of a bound by prices
 MOST_WORK = (
     2**28
-)  # entries of all joints above which a large one is not priced at every moment: no two tables are equal then
-CLOSE = 1e-6  # of the limit: how near the two ends of a small problem come where amounts are not whole numbers
+)  # entries of all joints above which a large problem is not priced at every moment: no two tables are equal then
+CLOSE = 1e-6  # relative distance of the two ends of a small problem whose amounts are not whole numbers
 
 
 class InfeasibleMemoryError(PlanError):
     """A memory limit that no plan keeps.
 
     Attributes:
-        moments: that cannot be met: by themselves, or in the plan of the least memory known.
+        moments: the moments that cannot be met: by themselves, or in the plan of the least memory known.
         least: no plan keeps a limit below it.
         enough: a plan keeps this limit; None: none is known.
         states: of that plan.
-        bound: what a plan within the limit costs at least, where that is known.
+        bound: a lower bound on the cost of a plan within the limit; None: not known.
     """
 
     moments: tuple[int, ...] = ()
@@ -78,8 +80,8 @@ def _fits(problem: Problem, limit: float, seconds: float | None) -> tuple[int, .
     """States that keep the limit.
 
     Raises:
-        NoAssignmentError: where there are none.
-        PlanError: where none were found in the time, or in HiGHS's work.
+        NoAssignmentError: there are none.
+        PlanError: none were found in the time, or in HiGHS's work.
     """
     bound, _ = binding(replace(problem, limit=limit))
     less = reduced(bound)
@@ -88,14 +90,15 @@ def _fits(problem: Problem, limit: float, seconds: float | None) -> tuple[int, .
 
 
 def least_memory(problem: Problem, *, seconds: float | None = None, near: float = 0.0) -> LeastMemory:
-    """The least limit with which the problem has an assignment: two ends, which meet for a small problem.
+    """The least limit with which the problem has an assignment: a range, whose ends meet for a small problem.
 
     Args:
-        seconds: for HiGHS at most; None: no clock decides.
-        near: how near the two ends have to come, relative to the limit, where that is enough.
+        problem: the problem; its own limit is ignored.
+        seconds: for HiGHS at most; None: no clock is read.
+        near: relative distance of the two ends that is near enough.
 
     Raises:
-        PlanError: where nothing is allowed, whatever the memory.
+        PlanError: nothing is allowed, whatever the memory.
     """
     until = math.inf if seconds is None else time.monotonic() + seconds
     inner = consistent(problem)
@@ -114,13 +117,13 @@ def least_memory(problem: Problem, *, seconds: float | None = None, near: float 
         found = leanest_by_prices(bound, rows, pricing, low)
         if large:
             return replace(found, states=tuple(inner.lift(found.states[:-1])))
-        if np.isfinite(free.cost(found.states[:-1])):  # what is left between the two ends is HiGHS's
+        if np.isfinite(free.cost(found.states[:-1])):  # HiGHS does the rest of the range
             low, high, states = found.least * (1.0 - ROUNDING), found.enough, found.states[:-1]
             low = float(np.ceil(low)) if whole else low
     near = max(near, NEAR if not small else 0.0 if whole else CLOSE)
     trial = low if high is None else (low + high) / 2
     if small and whole and high is not None:
-        trial = high - 1.0  # such states are often those of the least limit
+        trial = high - 1.0  # these states often have the least limit
     while (left := until - time.monotonic()) > 0 and (high is None or high - low > near * abs(high)):
         try:
             states = _fits(free, trial, None if left == math.inf else left)
@@ -146,14 +149,15 @@ def infeasible(
     least: float | None = None,
     near: float = 0.0,
 ) -> InfeasibleMemoryError:
-    """The error for a problem whose limit nothing keeps.
+    """The error for a problem whose limit no assignment keeps.
 
     Args:
-        seconds: to look for the least limit at most; None: no clock decides.
-        known: states that hold little.
-        least: a limit below which no plan is, if these states are near enough to the leanest; None: others are looked
-            for.
-        near: how near to its bound the least limit is named, relative to it.
+        problem: the problem.
+        seconds: to look for the least limit at most; None: no clock is read.
+        known: states of little memory.
+        least: a limit below which there is no plan, if the known states are near enough to it; None: the least limit
+            is searched.
+        near: relative distance from its bound at which the least limit is named.
     """
     found = LeastMemory(least, None, None) if least is not None else least_memory(problem, seconds=seconds, near=near)
     if known is not None:
@@ -166,7 +170,7 @@ def infeasible(
     held = rows.least()
     if (
         not (held > problem.limit).any() and found.states is not None and near < APART
-    ):  # each can be met, but not all at once
+    ):  # each moment can be met, but not all at once
         held = rows.used((*_lean(problem, found), 0))
     over = np.flatnonzero(held > problem.limit)
     moments = tuple(int(times[row]) for row in over)
@@ -191,7 +195,7 @@ def infeasible(
 
 
 def _lean(problem: Problem, found: LeastMemory) -> tuple[int, ...]:
-    """States that keep the least limit and hold little besides."""
+    """States that keep the least limit and take little memory besides."""
     if _large(problem):
         return found.states
     inner = consistent(problem)
@@ -203,12 +207,12 @@ def _lean(problem: Problem, found: LeastMemory) -> tuple[int, ...]:
     )
     try:
         return tuple(inner.lift(_fits(replace(inner.problem, costs=tuple(costs), edges=edges), found.enough, None)))
-    except PlanError:  # not in the time: those that are known
+    except PlanError:  # none in the time: return the known states
         return found.states
 
 
 def _who(problem: Problem, moment: int) -> str:
-    """Who holds most at a moment, at least."""
+    """The nodes with the most memory at a moment, in their least states, as text."""
     held: dict[int, float] = {}
     for use in problem.usages:
         if use.start <= moment < use.stop:

@@ -1,7 +1,21 @@
-"""The moments at which a memory limit matters, and what a plan holds at each.
+"""The moments at which a memory limit matters, and the memory of a plan at each.
 
-A moment is a row: Σ_(usages u that live then) m_u(s) <= limit. What lives at one moment may be part of what lives at
-another: then only the other is a row. A row that even the greatest states cannot break is none.
+A moment is a row: Σ_(usages u that live then) m_u(s) <= limit. Where the live usages of one moment are part of those
+of another, only the other is a row. A row that even the largest states cannot break is none.
+
+Usages over [0, 3), [1, 2) and [2, 4) have two rows: moment 1 (the first two) and moment 2 (the first and the third).
+
+`shorter` finds the equal layers of a problem, and a shorter problem that has a few of them in place of all:
+
+    period P        node v + P costs what node v does, and shares the same tables with nodes that stand P further on;
+                    tables are the same where they are one object
+    run             nodes [a, b + P) of which all v in [a, b) repeat P later
+    shorter         of a run of more than `KEPT` layers those in the middle are left out, and the two sides are joined
+                    as neighbouring layers are
+    hub             a node that shares tables with nodes of many layers, as a table of positions does: it is joined to
+                    the layers that are left
+
+A run ends at a moment with a price: prices of memory differ between its two sides.
 """
 
 from __future__ import annotations
@@ -19,10 +33,10 @@ __all__ = ["Rows", "Shorter", "binding", "kinds", "period", "shorter"]
 
 
 def _latest(first: np.ndarray, stop: np.ndarray) -> np.ndarray:
-    """The moments at which as much as possible lives: something begins at one or since the last, and then something
-    ends."""
+    """The moments at which as much as possible lives: a usage has begun since the last such moment, and the next
+    event is an end."""
     begins, ends = np.unique(first), np.unique(stop)
-    before = np.searchsorted(begins, ends)  # how many moments of beginning lie before that end
+    before = np.searchsorted(begins, ends)  # number of distinct beginnings before that end
     grown = np.diff(before, prepend=0) > 0
     return begins[before[grown] - 1]
 
@@ -30,10 +44,13 @@ def _latest(first: np.ndarray, stop: np.ndarray) -> np.ndarray:
 def binding(problem: Problem) -> tuple[Problem, np.ndarray]:
     """The same problem with usages only where the limit can be broken; its moments are numbered from 0.
 
-    One node with one state is added at the end. It holds what every plan holds.
+    One node with one state is added at the end. Its memory is the part that does not depend on the states.
+
+    Args:
+        problem: a problem with a limit.
 
     Returns:
-        The problem, and of each of its moments which one of the given problem it is.
+        The problem, without a limit where none can be broken; and by moment of it, the moment of the given problem.
     """
     fixed = len(problem.costs)
     uses = [use for use in problem.usages if use.start < use.stop and np.any(use.amount)]
@@ -80,7 +97,7 @@ def binding(problem: Problem) -> tuple[Problem, np.ndarray]:
 
 
 class _Extremes:
-    """The least and the most that usages hold in allowed states."""
+    """The least and the largest amounts of usages in allowed states."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -102,7 +119,7 @@ class _Extremes:
 
 
 def _running(first: np.ndarray, last: np.ndarray, amounts: np.ndarray, count: int) -> np.ndarray:
-    """The sum of the amounts that live at each of so many moments."""
+    """By moment of `count`, the sum of the amounts that live there."""
     change = np.zeros(count + 1)
     np.add.at(change, first, amounts)
     np.add.at(change, last, -amounts)
@@ -114,14 +131,14 @@ class Rows:
     """The usages of a problem of `binding`, or of a part of it, as arrays.
 
     Attributes:
-        count: of the moments.
-        limit: at each.
-        node, first, last: of each usage its node, and its moments [first, last).
-        other, step: of each usage the other node that decides it, and how many states that has; of one that a single
-            node decides: any node, and 0.
-        amounts: the different arrays of amounts, one after the other.
-        array, offset: of each usage, which of these is its own, and where that begins.
-        arrays: these, as they were given.
+        count: the number of moments.
+        limit: at each moment.
+        node, first, last: by usage, its node, and its moments [first, last).
+        other, step: by usage, the other node that decides it, and the number of that node's states; for a usage that
+            a single node decides: any node, and 0.
+        amounts: the distinct arrays of amounts, one after the other.
+        array, offset: by usage, the number of its array, and the array's beginning in `amounts`.
+        arrays: the distinct arrays, as they were given.
     """
 
     count: int
@@ -170,30 +187,30 @@ class Rows:
         )
 
     def used(self, states: Sequence[int]) -> np.ndarray:
-        """What the states hold at each moment."""
+        """By moment, the memory of the states."""
         return _running(self.first, self.last, self.held(states), self.count)
 
     def held(self, states: Sequence[int]) -> np.ndarray:
-        """What each usage holds."""
+        """By usage, the memory of the states."""
         states = np.asarray(states, np.int64)
         mine, theirs = states[self.node], states[self.other]
         return self.amounts[self.offset + np.where(self.step > 0, mine * self.step + theirs, mine)]
 
     @property
     def unit(self) -> float:
-        """What `over` counts in: the limit."""
+        """The unit of `over`: the limit."""
         return self.limit if self.limit > 0 else 1.0
 
     def over(self, states: Sequence[int]) -> np.ndarray:
-        """How far the states pass the limit at each moment, relative to it; below 0 where they keep it."""
+        """By moment, the memory of the states above the limit, relative to the limit; below 0 where they keep it."""
         return (self.used(states) - self.limit) / self.unit
 
     def least(self) -> np.ndarray:
-        """What is held at each moment at least: each usage in its least state."""
+        """By moment, a lower bound on the memory: each usage in its least state."""
         return self._sum([float(np.min(array)) for array in self.arrays])
 
     def most(self) -> np.ndarray:
-        """What is held at each moment at most."""
+        """By moment, an upper bound on the memory: each usage in its largest state."""
         return self._sum([float(np.max(array)) for array in self.arrays])
 
     def _sum(self, by_array: Sequence[float]) -> np.ndarray:
@@ -202,12 +219,12 @@ class Rows:
         return _running(self.first, self.last, np.array(by_array)[self.array], self.count)
 
     def prices(self, multipliers: np.ndarray) -> np.ndarray:
-        """What a unit of each usage costs: Σ_t multiplier_t over the moments at which it lives."""
+        """By usage, the price of a unit of it: Σ_t multiplier_t over the moments at which it lives."""
         total = np.concatenate(([0.0], np.cumsum(multipliers)))
         return total[self.last] - total[self.first]
 
     def priced(self, costs: Sequence[np.ndarray], multipliers: np.ndarray) -> list[np.ndarray]:
-        """The costs of the nodes with the memory paid for that they decide alone."""
+        """The costs of the nodes, with the memory paid for that one node decides alone."""
         price, out = self.prices(multipliers), list(costs)
         paid: dict[tuple[int, float], np.ndarray] = {}
         for n in np.flatnonzero((price > 0) & (self.step == 0)).tolist():
@@ -219,13 +236,13 @@ class Rows:
 
     @property
     def paired(self) -> bool:
-        """Whether two nodes decide any of it."""
+        """True where two nodes decide a usage together."""
         return bool(self.step.any())
 
     def priced_edges(
         self, edges: Mapping[tuple[int, int], np.ndarray], multipliers: np.ndarray
     ) -> dict[tuple[int, int], np.ndarray]:
-        """The edges with the memory paid for that two nodes decide; of equal tables and prices one table is made."""
+        """The edges, with the memory paid for that two nodes decide; equal tables and prices give one table."""
         price, out = self.prices(multipliers), dict(edges)
         paid: dict[tuple[int, int, float], tuple[np.ndarray, np.ndarray]] = {}
         budget = current()
@@ -242,24 +259,12 @@ class Rows:
         return out
 
 
-# ----------------------------------------------------------------------------------------------------
-# Equal layers of a problem: where they stand, and a shorter problem that has a few of them in place of all.
-#
-#     period P        node v + P costs what node v does, and shares the same tables with nodes that stand P further on;
-#                     tables are the same where they are one object
-#     run             nodes [a, b + P) of which all v in [a, b) repeat P later
-#     shorter         of a run of more than `KEPT` layers those in the middle go, and the two sides are joined as
-#                     neighbouring layers are
-#     hub             a node that shares tables with nodes of many layers, as a table of positions does: it is joined to the
-#                     layers that are left
-#
-# Prices of memory differ between the two sides of a moment that has a price: they end a run.
-# ----------------------------------------------------------------------------------------------------
+# -- equal layers --
 
-KEPT = 3  # layers of a run that are left
-AHEAD = 1  # of them, before the cut; the one behind the cut stands for those that went
-NEAR = 2  # periods: up to so far from a node another one is its neighbour in its own layer, or in the next
-TRIED = 16  # periods that are tried
+KEPT = 3  # layers of a run that stay
+AHEAD = 1  # of these, layers before the cut; the layer behind the cut stands for those that are left out
+NEAR = 2  # in periods: a nearer node counts as a neighbour in the same layer or the next
+TRIED = 16  # most periods that are tried
 
 Pair = tuple[int, int]
 
@@ -269,7 +274,7 @@ class Shorter:
     """A problem without most of its equal layers.
 
     Attributes:
-        nodes: by node of the shorter problem, which one of the whole it was.
+        nodes: by node of the shorter problem, its number in the whole.
         edges: the shorter problem's.
         stands: by node of the whole, the node of the shorter problem that stands for it.
         pairs: by edge of the whole, the edge of the shorter problem that stands for it.
@@ -282,7 +287,7 @@ class Shorter:
 
 
 def period(costs: Sequence[np.ndarray], edges: Mapping[Pair, np.ndarray]) -> int | None:
-    """After how many nodes a layer begins anew; None: there are no equal layers."""
+    """The number of nodes after which a layer begins anew; None where there are no equal layers."""
     kind = kinds(costs, edges)
     last: dict[int, int] = {}
     gaps: Counter[int] = Counter()
@@ -296,7 +301,7 @@ def period(costs: Sequence[np.ndarray], edges: Mapping[Pair, np.ndarray]) -> int
 
 
 def kinds(costs: Sequence[np.ndarray], edges: Mapping[Pair, np.ndarray]) -> np.ndarray:
-    """By node a number, which nodes of equal costs that share the same tables with others have in common."""
+    """By node, a number that it shares with the nodes of equal costs and the same tables."""
     looks: list[list[tuple[int, ...]]] = [[] for _ in costs]
     for (i, j), table in edges.items():
         looks[i].append((0, id(table)))
@@ -305,7 +310,7 @@ def kinds(costs: Sequence[np.ndarray], edges: Mapping[Pair, np.ndarray]) -> np.n
 
 
 def _kinds(costs: Sequence[np.ndarray], looks: Sequence[list[tuple[int, ...]]]) -> np.ndarray:
-    """By node a number, which nodes of equal costs and equal tables have in common."""
+    """By node, a number that it shares with the nodes of equal costs and equal looks."""
     number: dict[tuple, int] = {}
     return np.array([number.setdefault((own.tobytes(), *sorted(mine)), len(number)) for own, mine in zip(costs, looks)])
 
@@ -314,6 +319,7 @@ def shorter(costs: Sequence[np.ndarray], edges: Mapping[Pair, np.ndarray], size:
     """The problem without most of its equal layers; None where there is nothing to leave out.
 
     Args:
+        costs, edges: of the problem.
         size: the period.
     """
     count, reach = len(costs), NEAR * size
@@ -325,7 +331,7 @@ def shorter(costs: Sequence[np.ndarray], edges: Mapping[Pair, np.ndarray], size:
     kind = _kinds(costs, looks)
     same = np.concatenate(([False], kind[size:] == kind[:-size], [False]))
     begins, ends = np.flatnonzero(same[1:] & ~same[:-1]), np.flatnonzero(same[:-1] & ~same[1:])
-    cuts: list[tuple[int, int]] = []  # the nodes [from, to) that go
+    cuts: list[tuple[int, int]] = []  # the nodes [from, to) that are left out
     for a, b in zip(begins.tolist(), ends.tolist()):
         layers = (b - a) // size + 1
         if layers > KEPT:
@@ -350,5 +356,5 @@ def shorter(costs: Sequence[np.ndarray], edges: Mapping[Pair, np.ndarray], size:
             y = x + j - i
         pairs[i, j] = (x, y)
         if not x < y < len(nodes) or out.setdefault((x, y), table) is not table:
-            return None  # it repeats itself in another way than this file knows
+            return None  # the repetition is of another kind than this file knows
     return Shorter(tuple(nodes.tolist()), out, stands, pairs)

@@ -1,13 +1,13 @@
-"""The same problem as a mixed integer linear program, through HiGHS: the oracle of the other solvers.
+"""The same problem as a mixed integer linear program through HiGHS: the oracle of the other solvers.
 
     least  Σ_i Σ_s c_i(s) x_is + Σ_(ij) Σ_(S,T) e'_ij(S, T) y_ijST
     with   Σ_s x_is = 1                                              x binary
            Σ_T y_ijST = Σ_(s in S) x_is,  Σ_S y_ijST = Σ_(t in T) x_jt     y >= 0
-           Σ_(living uses u) Σ_s m_u(s) x_is + Σ_(S,T) m_u(S, T) y_ijST <= limit     at each moment of a row of its own
+           Σ_(living usages u) Σ_s m_u(s) x_is + Σ_(S,T) m_u(S, T) y_ijST <= limit     at each moment with a row
 
-S, T: classes of states whose edge costs are equal but for a constant, which is added to c, and which hold the same
-together with any other; a pair that is forbidden has no y. A moment is a row of its own when what lives then is no part
-of what lives at another, and when it can bind.
+S and T are classes of states. The states of a class have equal edge costs except for a constant, which is added to c,
+and equal memory together with every state of the other node. A forbidden pair has no y. A moment has a row where its
+live usages are not part of those of another moment, and where it can bind.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ __all__ = ["WORK", "NoAssignmentError", "milp", "moments"]
 
 #: Entries of HiGHS's matrix times nodes of its tree: about ten seconds.
 WORK = 2e7
-#: Nodes for which there has to be enough work: HiGHS takes longer for the first one than for many others.
+#: Least nodes of the tree that the work has to suffice for: HiGHS takes longer for the first node than for many
+#: others.
 FEWEST = 100
 
 
@@ -32,7 +33,11 @@ class NoAssignmentError(PlanError):
 
 
 def moments(problem: Problem) -> list[tuple[int, ...]]:
-    """The sets of usages (their numbers, ascending) that live at once and lie in no other such set."""
+    """The sets of usages that live at once and lie in no other such set.
+
+    Returns:
+        By moment, the numbers of its usages, ascending.
+    """
     uses = problem.usages
     events = sorted(
         [(use.start, 1, n) for n, use in enumerate(uses) if use.start < use.stop]
@@ -53,12 +58,12 @@ def moments(problem: Problem) -> list[tuple[int, ...]]:
 
 
 def _classes(table: np.ndarray, amounts: Sequence[np.ndarray] = ()) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(class by row, constant by row, a row of each class): rows that are equal but for a constant are one class, if
-    those of the further tables are equal as they stand."""
+    """(class by row, constant by row, a row of each class). Rows of one class are equal except for a constant, and
+    their rows in the further tables are equal."""
     finite = np.isfinite(table)
     least = np.where(finite, table, np.inf).min(axis=1, initial=np.inf)
     shift = np.where(np.isfinite(least), least, 0.0)
-    # to 12 digits of the table's own size: what rounding tells apart is one class all the same
+    # 12 digits of the table's own size: rows that differ by rounding alone are one class
     digits = float(np.abs(table[finite]).max(initial=0.0)) * 1e-12 or 1.0
     level = np.where(finite, np.round((np.where(finite, table, 0.0) - shift[:, None]) / digits), np.inf)
     _, first, number = np.unique(
@@ -86,18 +91,19 @@ class _Rows:
 
 
 def milp(problem: Problem, *, seconds: float | None = None, work: float | None = None) -> Solution:
-    """The best assignment that keeps the limit, proved by HiGHS.
+    """The best assignment within the limit, proved by HiGHS.
 
     Args:
-        seconds: after so much time the best one found is returned, with the bound reached.
-        work: after so many nodes of HiGHS's tree times entries of its matrix, likewise; None: no bound. Unlike seconds,
-            it is the same on every machine.
+        problem: the problem.
+        seconds: HiGHS ends after this time with the best assignment found and its bound; None: no limit.
+        work: HiGHS ends likewise after this many nodes of its tree times entries of its matrix; None: no limit.
+            Unlike seconds, the work is the same on every machine.
 
     Raises:
-        NoAssignmentError: where there is none.
-        PlanError: where none was found in time, or the matrix is too large for `FEWEST` nodes.
+        NoAssignmentError: there is no assignment.
+        PlanError: none was found in time, or the matrix is too large for `FEWEST` nodes.
     """
-    import highspy  # 4 MiB of each process that trains, and most plans need no linear program
+    import highspy  # noqa: PLC0415  4 MiB a process, and few plans need it
 
     costs = [np.where(np.isfinite(own), own, 0.0).astype(float) for own in problem.costs]
     column: list[np.ndarray] = []  # by node and state: the number of its x, -1 where forbidden
@@ -112,11 +118,11 @@ def milp(problem: Problem, *, seconds: float | None = None, work: float | None =
         rows.add(1.0, 1.0, mine, [1.0] * len(mine))
     paid: list[float] = []  # by y
     known: dict[tuple[int, ...], tuple] = {}
-    between: dict[tuple[int, int], list[np.ndarray]] = {}  # by edge, the amounts that two nodes decide
+    between: dict[tuple[int, int], list[np.ndarray]] = {}  # by edge, the amounts that both nodes decide
     for use in problem.usages if problem.limit is not None else ():
         if use.other is not None:
             between.setdefault((use.node, use.other), []).append(np.asarray(use.amount, float))
-    chosen: dict[tuple[int, int], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}  # of these: the y of each pair
+    chosen: dict[tuple[int, int], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}  # by edge: y by pair of classes
     for (i, j), table in problem.edges.items():
         amounts = between.get((i, j), ())
         key = (id(table), *map(id, amounts))

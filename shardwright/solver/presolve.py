@@ -1,16 +1,31 @@
-"""A smaller problem with the same best: states that cannot be, or need not be, chosen go, and so do easy nodes.
+"""Exact reductions of a problem: states that cannot be, or need not be, chosen, and nodes that are easy to eliminate.
 
-Arc consistency. A state of i goes where its own cost is infinite, or where an edge (i, j) forbids it with every state
-of j that is left; until nothing changes.
+1. Arc consistency (`consistent`). A state of i is removed where its own cost is infinite, or where an edge (i, j)
+   forbids it with every state of j that is left; until nothing changes.
 
-Dominance. State a of i goes where b is never worse, whatever the neighbours do:
+2. Dominance (`undominated`). State a of i is removed where b is never worse, whatever the neighbours' states:
 
     c_i(b) - c_i(a) + Σ_j max_t (e_ij(b, t) - e_ij(a, t)) <= 0        t: states of j that a allows
 
-and, where memory is limited, where b needs no more at any moment.
+   and, with a memory limit, where b needs no more memory at any moment.
 
-Elimination of nodes with at most two neighbours, which leaves a pairwise problem (elimination.py). A node whose state
-decides memory stays where memory is limited.
+3. Elimination of nodes with at most two neighbours (`core`), which leaves a pairwise problem (`elimination`). With a
+   memory limit, a node whose state decides memory stays.
+
+4. Merging of a node into a neighbour that leaves it few states (`candidates`, `merged`): an equal problem, in which
+   elimination has less to do. A node a whose edge to b allows few pairs, for instance because a only says whether
+   something of b's state is saved, enlarges the joints of both by all of its states. The merged node's states are
+   the allowed pairs:
+
+    c_ab(s, t) = c_a(s) + c_b(t) + e_ab(s, t)       (s, t) with e_ab(s, t) < inf
+
+5. `contradiction` explains a problem without an assignment by a smallest set of nodes whose states contradict one
+   another. The method is QuickXplain: halve the nodes; the nodes needed of one half, given the other, are found by
+   halving again. For k nodes of n it asks about k·log2(n/k) times whether some nodes alone can be satisfied. Arc
+   consistency answers, and elimination of its 0/∞ tables where arc consistency says yes.
+
+Dominance with c_i = (0, 0) and e_ij = ((0, ∞), (0, 2)): state 0 of i is removed, because it allows only state 0 of j,
+where state 1 of i costs the same. State 1 stays: with state 1 of j, state 0 of i is forbidden.
 """
 
 from __future__ import annotations
@@ -43,9 +58,9 @@ __all__ = [
     "undominated",
 ]
 
-MOST_COMPARED = 2**26  # differences that comparing a node's states over one edge may take; about 0.2 s
-MOST_STATES = 512  # of a node whose states are compared, each with each
-COLUMNS = 4  # of a neighbour's states, how many rule pairs out
+MOST_COMPARED = 2**26  # most differences in comparing a node's states over one edge; about 0.2 s
+MOST_STATES = 512  # most states of a node whose states are compared, each with each
+COLUMNS = 4  # states of a neighbour that are compared first, to rule pairs out
 AT_ONCE = 2**17  # differences computed at once: 1 MiB
 
 
@@ -54,8 +69,8 @@ class RestrictedProblem:
     """A problem with fewer states.
 
     Attributes:
-        problem: what is left.
-        kept: by node, the numbers that its states had.
+        problem: with the states that are left.
+        kept: by node, the numbers of these states in the larger problem.
     """
 
     problem: Problem
@@ -67,7 +82,7 @@ class RestrictedProblem:
 
 
 def interned(problem: Problem) -> Problem:
-    """The same problem, in which equal tables are one object: what is made of them is then made once."""
+    """The same problem with equal tables as one object: operations on them are then computed once."""
     known: dict[tuple, np.ndarray] = {}
     by_id: dict[int, np.ndarray] = {}
 
@@ -127,20 +142,20 @@ def restrict(problem: Problem, alive: Sequence[np.ndarray]) -> RestrictedProblem
 
 
 def _among(table: np.ndarray, numbers: Sequence[np.ndarray]) -> np.ndarray:
-    """The entries of these rows, and columns."""
+    """The entries of these rows, and columns where given."""
     return table[numbers[0]] if len(numbers) == 1 else table[numbers[0][:, None], numbers[1]]
 
 
 @dataclass(frozen=True)
 class Wiped:
-    """A node that has no state left, and the nodes whose states took its own away, itself included."""
+    """A node without any state left, and the nodes whose states removed its own, itself included."""
 
     node: int
     causes: tuple[int, ...]
 
 
 def arcs(problem: Problem) -> list[np.ndarray] | Wiped:
-    """Which states are left by arc consistency (bool, by node), or the node that has none."""
+    """The states that arc consistency leaves (bool, by node), or the node that has none."""
     alive = [np.isfinite(own) for own in problem.costs]
     known: dict[int, np.ndarray | None] = {}
     near: list[list[tuple[int, np.ndarray, int]]] = [[] for _ in alive]  # (other node, allowed, this node's axis)
@@ -193,7 +208,7 @@ def consistent(problem: Problem) -> RestrictedProblem:
     """The problem without the states that arc consistency forbids.
 
     Raises:
-        PlanError: where a node has none left; it names the nodes that contradict one another.
+        PlanError: a node has no state left; the error names the nodes that contradict one another.
     """
     found = arcs(problem)
     if isinstance(found, Wiped):
@@ -202,19 +217,19 @@ def consistent(problem: Problem) -> RestrictedProblem:
 
 
 def _stay(own: np.ndarray, tables: Sequence[np.ndarray], amounts: Sequence[np.ndarray]) -> np.ndarray:
-    """Which of a node's states (bool) stay: those that no other one that stays dominates.
+    """The states (bool) of a node that stay: those that no other staying state dominates.
 
-    A few states of each neighbour rule most pairs out; only those that are left are compared over all.
+    A few states of each neighbour rule most pairs out; the pairs that are left are compared over all states.
 
     Args:
         own: its costs.
         tables: by edge, (its states, the neighbour's).
         amounts: by usage, the memory of each state.
     """
-    gain = own[:, None] - own  # of b over a, by (b, a)
+    gain = own[:, None] - own  # gain of b over a, at (b, a)
     least = gain.copy()
     stays = np.ones(len(own), bool)
-    with np.errstate(invalid="ignore"):  # what both forbid, inf - inf, says nothing: fmax passes it over
+    with np.errstate(invalid="ignore"):  # inf - inf, where both forbid, says nothing: fmax skips it
         larger = [np.maximum if np.isfinite(table).all() else np.fmax for table in tables]
         for table, most in zip(tables, larger):
             some = np.full(gain.shape, -np.inf)
@@ -244,21 +259,25 @@ def _stay(own: np.ndarray, tables: Sequence[np.ndarray], amounts: Sequence[np.nd
 
 
 def undominated(problem: Problem, *, rounds: int = 3) -> RestrictedProblem:
-    """The problem without dominated states. Of states that are always equal the first stays.
+    """The problem without dominated states. The first of several states that are always equal stays.
 
-    The memory that the nodes hold counts where the problem has a limit. The problem has to be consistent.
+    Memory counts where the problem has a limit.
+
+    Args:
+        problem: a consistent problem.
+        rounds: passes over the nodes at most.
     """
     near: list[list[int]] = [[] for _ in problem.costs]
     for i, j in problem.edges:
         near[i].append(j)
         near[j].append(i)
-    # by node, amounts, along which axis it decides, and who else does
+    # by node: (amounts, the node's axis of them, the other node that decides them)
     uses: list[list[tuple[np.ndarray, int, int | None]]] = [[] for _ in problem.costs]
     for use in problem.usages if problem.limit is not None else ():
         for axis, v in enumerate(use.nodes):
             uses[v].append((np.asarray(use.amount), axis, None if use.other is None else use.nodes[1 - axis]))
-    known: dict[tuple, np.ndarray] = {}  # which states stay, by all that decides it: equal layers decide it once
-    held = []  # what that knows by identity
+    known: dict[tuple, np.ndarray] = {}  # the states that stay; equal layers are compared once
+    held = []  # keeps alive the tables that `known` identifies by id
     total = RestrictedProblem(problem, tuple(np.arange(len(own)) for own in problem.costs))
     changed = range(len(problem.costs))
     for _ in range(rounds):
@@ -300,8 +319,8 @@ class Core:
 
     Attributes:
         problem: of the nodes that are left.
-        nodes: by node of the core, which one it was.
-        constant: what has to be added to the core's cost.
+        nodes: by node of the core, its number in the whole.
+        constant: the difference between the whole's cost and the core's.
     """
 
     problem: Problem
@@ -319,7 +338,12 @@ class Core:
 
 
 def core(problem: Problem, *, made: Tables | None = None) -> Core:
-    """The problem without its nodes of at most two neighbours; where memory is limited, only those that hold none."""
+    """The problem without its nodes of at most two neighbours; with a memory limit, nodes with usages stay.
+
+    Args:
+        problem: any problem.
+        made: tables of earlier eliminations, to be used and added to.
+    """
     sizes = [len(own) for own in problem.costs]
     keep = () if problem.limit is None else {v for use in problem.usages for v in use.nodes}
     order = elimination_order(sizes, problem.edges, degree=2, keep=keep)
@@ -341,8 +365,8 @@ class ReducedProblem:
     """A problem after all reductions: restricted, then without its easy nodes.
 
     Attributes:
-        problem: what is left.
-        constant: what has to be added to its cost.
+        problem: the reduced problem.
+        constant: the difference between the whole's cost and the reduced problem's.
     """
 
     problem: Problem
@@ -350,28 +374,28 @@ class ReducedProblem:
     _lifts: tuple[RestrictedProblem | Core, ...]
 
     def lift(self, states: Sequence[int]) -> list[int]:
-        """States of what is left as states of the whole."""
+        """States of the reduced problem as states of the whole."""
         for step in reversed(self._lifts):
             states = step.lift(states)
         return list(states)
 
 
 def reduced(problem: Problem, *, made: Tables | None = None, compare: bool = True) -> ReducedProblem:
-    """Everything above, in turns, until nothing changes.
+    """The problem after cases 1 to 3 of this file, in turns, until little changes.
 
     Args:
-        problem: any.
-        made: tables known from before.
-        compare: look for dominated states too, which takes longest; otherwise once without.
+        problem: any problem.
+        made: tables of earlier eliminations, to be used and added to.
+        compare: remove dominated states too, which takes longest; False: a single turn without that.
 
     Raises:
-        PlanError: where arc consistency leaves a node without a state.
+        PlanError: arc consistency leaves a node without a state.
     """
     lifts: list[RestrictedProblem | Core] = []
     constant = 0.0
     while True:
         before = sum(len(own) for own in problem.costs)
-        # without a node its neighbours may forbid each other more than they did: hence once more
+        # an eliminated node may make its neighbours forbid more pairs: hence `consistent` once more
         for step in (consistent, lambda now: core(now, made=made), consistent, undominated)[: 4 if compare else 3]:
             found = step(problem)
             lifts.append(found)
@@ -381,19 +405,13 @@ def reduced(problem: Problem, *, made: Tables | None = None, compare: bool = Tru
             return ReducedProblem(problem, constant, tuple(lifts))
 
 
-# ----------------------------------------------------------------------------------------------------
-# Why nothing is allowed: a smallest set of nodes whose states already contradict one another.
-#
-# QuickXplain: halve the nodes; what is needed of one half, given the other, is found by halving again. With k nodes in
-# the answer out of n it asks about k·log2(n/k) times whether some nodes alone can be satisfied, which arc consistency
-# answers, and elimination of its 0/∞ tables where that says yes.
-# ----------------------------------------------------------------------------------------------------
+# -- contradictions --
 
-NAMED = 12  # nodes that the message names
+NAMED = 12  # most nodes that the message names
 
 
 def _allowed(problem: Problem, nodes: Sequence[int]) -> bool:
-    """Whether these nodes alone have states that allow one another; True where that is not known."""
+    """True where these nodes alone have states that allow one another, or where that is not known."""
     number = {v: n for n, v in enumerate(nodes)}
     edges = {(number[i], number[j]): table for (i, j), table in problem.edges.items() if i in number and j in number}
     own = Problem(tuple(problem.costs[v] for v in nodes), edges)
@@ -418,11 +436,11 @@ def _needed(problem: Problem, given: list[int], changed: bool, nodes: list[int])
 
 
 def contradiction(problem: Problem, among: Sequence[int] | None = None) -> PlanError:
-    """The error that names a set of nodes, none of which can be left out, whose states contradict one another.
+    """The error that names a set of nodes whose states contradict one another, none of which can be left out.
 
     Args:
-        problem: one of which no assignment is allowed.
-        among: nodes that are known to contradict one another already; None: all.
+        problem: a problem without an allowed assignment.
+        among: nodes that are known to contradict one another; None: all nodes.
     """
     nodes = list(range(len(problem.costs)) if among is None else among)
     # A contradiction that is too large to be proved with these nodes alone names all of them.
@@ -445,7 +463,7 @@ def contradiction(problem: Problem, among: Sequence[int] | None = None) -> PlanE
 
 
 def _pairs(problem: Problem, nodes: Sequence[int]) -> list[tuple[int, int]]:
-    """The positions of those two that forbid each other something."""
+    """The positions of those pairs of nodes that forbid each other something."""
     number = {v: n for n, v in enumerate(nodes)}
     return [
         (number[i], number[j])
@@ -454,18 +472,10 @@ def _pairs(problem: Problem, nodes: Sequence[int]) -> list[tuple[int, int]]:
     ]
 
 
-# ----------------------------------------------------------------------------------------------------
-# Nodes made one with a neighbour that leaves them few states: an equal problem, in which elimination has less to do.
-#
-# A node a whose edge to b allows few pairs, as where a says of b's state only whether something of it is kept, makes
-# the joints that both are part of larger by all of its states. Merged, the states of the two are the pairs that are
-# allowed:
-#
-#     c_ab(s, t) = c_a(s) + c_b(t) + e_ab(s, t)       (s, t) with e_ab(s, t) < inf
-# ----------------------------------------------------------------------------------------------------
+# -- merged nodes --
 
-GROWN = 2.5  # how many times the states of a node may become those of it and another
-MANY = 256  # states of the two together at most
+GROWN = 2.5  # factor by which merging may multiply the states of a node
+MANY = 256  # most states of a merged node
 
 
 @dataclass(frozen=True)
@@ -473,7 +483,7 @@ class Merged:
     """A problem in which nodes are merged.
 
     Attributes:
-        problem: with the same nodes; one that was merged into another is left with one state that says nothing.
+        problem: with the same nodes; a node that was merged into another has one state without costs.
     """
 
     problem: Problem
@@ -490,10 +500,15 @@ class Merged:
 
 
 def candidates(problem: Problem, allowed: Mapping[tuple[int, int], float], degree: int) -> dict[int, int]:
-    """Which nodes of at least so many neighbours may be merged into which.
+    """Nodes of at least so many neighbours, each with a neighbour that it may be merged into.
 
     Args:
+        problem: the problem.
         allowed: by pair, the share of its entries that is finite.
+        degree: the least number of neighbours.
+
+    Returns:
+        Node -> the node to merge it into; no node takes part twice.
     """
     sizes = [len(own) for own in problem.costs]
     near: list[set[int]] = [set() for _ in sizes]
@@ -505,7 +520,7 @@ def candidates(problem: Problem, allowed: Mapping[tuple[int, int], float], degre
         small, large = sorted(pair, key=lambda v: (sizes[v], v))
         count = share * sizes[small] * sizes[large]
         if sizes[small] > 1 and len(near[small]) >= degree and count <= min(MANY, GROWN * sizes[large]):
-            # with the more neighbours in common, the fewer it gets; of equal ones the one that stands last
+            # the most common neighbours first, then the fewest states of the merged node; of equal candidates the last
             found = -len(near[small] & near[large]), count, -large
             best[small] = min(best.get(small, found), found)
     out: dict[int, int] = {}
@@ -516,7 +531,12 @@ def candidates(problem: Problem, allowed: Mapping[tuple[int, int], float], degre
 
 
 def merged(problem: Problem, into: Mapping[int, int]) -> Merged:
-    """The problem with each of these nodes merged into the other, which share an edge. A node takes part once."""
+    """The problem with each of these nodes merged into a neighbour.
+
+    Args:
+        problem: the problem.
+        into: node -> the neighbour to merge it into; a node takes part once.
+    """
     known: dict[tuple, tuple] = {}
 
     def once(key: tuple, make, *held) -> np.ndarray:
@@ -543,7 +563,7 @@ def merged(problem: Problem, into: Mapping[int, int]) -> Merged:
         costs[a] = np.zeros(1)
 
     def spread(table: np.ndarray, nodes: Sequence[int]) -> np.ndarray:
-        """A table of these nodes as one of what they have become."""
+        """A table of these nodes as one of the merged nodes."""
         chosen = [index.get(v) for v in nodes]
         if all(rows is None for rows in chosen):
             return table

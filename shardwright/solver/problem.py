@@ -1,10 +1,13 @@
-"""What every search solves: a pairwise energy over the states of nodes, with memory limited at every moment.
+"""The problem of every search: a pairwise cost graph over the states of nodes, with memory limited at every moment.
 
     cost(s) = Σ_i c_i(s_i) + Σ_(i,j) e_ij(s_i, s_j)
     subject to, at every moment t,   Σ_(u: start_u <= t < stop_u) m_u(s) <= limit
 
-What a usage u holds, m_u, depends on the state of one node, or of two that share an edge. A node is an operator, a
-parameter, a value that several operators read or what is kept of a value. What is forbidden costs infinity.
+The memory m_u of a usage u depends on the state of one node, or of two nodes that share an edge. A node is an
+operator, a parameter, a value with several consumers, or the choice between saving and recomputing a value. A
+forbidden state or pair costs infinity.
+
+Two nodes with costs (0, 3) and (0, 0) and the edge ((5, 1), (0, 0)) have their least cost 1 in the states (0, 1).
 """
 
 from __future__ import annotations
@@ -19,14 +22,14 @@ __all__ = ["MemoryUsage", "Problem", "Solution"]
 
 @dataclass(frozen=True)
 class MemoryUsage:
-    """Memory that a node holds from one moment to another.
+    """Memory that a node takes from one moment to another.
 
     Args:
-        node: whose state decides how much.
+        node: the node whose state decides the amount.
         start, stop: the moments, in [start, stop).
-        amount: by state, in bytes; where another node has a say, by (state of the node, state of the other).
-        what: of which kind it is ("parameters", "activations", ...), for reports.
-        other: a node of a higher number, which shares an edge with the first; None: it is decided by one.
+        amount: bytes by state; with `other`, by (state of the node, state of the other).
+        what: the kind of memory ("parameters", "activations", ...), for reports.
+        other: a node of a higher number that shares an edge with the first and also decides; None: one node decides.
     """
 
     node: int
@@ -38,25 +41,25 @@ class MemoryUsage:
 
     @property
     def nodes(self) -> tuple[int, ...]:
-        """Whose states decide."""
+        """The nodes whose states decide the amount."""
         return (self.node,) if self.other is None else (self.node, self.other)
 
     def held(self, states: Sequence[int]) -> float:
-        """How much it is."""
+        """The amount under these states of all nodes."""
         at = states[self.node] if self.other is None else (states[self.node], states[self.other])
         return float(self.amount[at])
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A pairwise energy.
+    """A pairwise cost graph.
 
     Args:
         costs: by node, its cost in each state (float64, one dim).
         edges: by (i, j) with i < j, the cost of each pair of states, shape (states of i, states of j).
         names: of the nodes, for errors and reports; empty: their numbers.
-        usages: what the nodes hold when; a node may have several.
-        limit: of the memory at every moment, in the unit of the usages; None: none.
+        usages: the memory of the nodes; a node may have several usages.
+        limit: of the memory at every moment, in the unit of the usages; None: no limit.
     """
 
     costs: tuple[np.ndarray, ...]
@@ -66,7 +69,7 @@ class Problem:
     limit: float | None = None
 
     def cost(self, states: Sequence[int]) -> float:
-        """The cost of an assignment; infinite where it is forbidden. The limit is not looked at."""
+        """The cost of an assignment; infinite where it is forbidden. The limit is ignored."""
         return float(
             sum(c[s] for c, s in zip(self.costs, states))
             + sum(e[states[i], states[j]] for (i, j), e in self.edges.items())
@@ -75,12 +78,13 @@ class Problem:
 
 @dataclass(frozen=True)
 class Solution:
-    """What a solver found.
+    """A solver's result.
 
     Attributes:
-        states: of each node.
-        cost: of the states.
-        bound: no assignment that keeps the limit costs less.
+        states: by node.
+        cost: the cost of the states.
+        bound: a lower bound on the cost of every assignment within the limit.
+        notes: remarks on the way it was found.
     """
 
     states: tuple[int, ...]
@@ -90,5 +94,5 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """How far the cost is from the bound, relative to the cost."""
+        """The distance of the cost from the bound, relative to the cost."""
         return 0.0 if self.cost <= self.bound else (self.cost - self.bound) / abs(self.cost) if self.cost else 0.0

@@ -1,11 +1,11 @@
-"""A search's bound on the host memory that it takes itself, and what it says while it goes on.
+"""A search's bound on its own host memory, and its progress messages.
 
-    allowed     bytes by which the process may grow while a search goes on; by default half of what is free
-    ask         before something large is made: refused (`OutOfBudgetError`) where the process would grow past that
-    watch       the same between two steps that make nothing large; it also says how far the search has come
+    allowed     bytes by which the process may grow during a search; by default half of the free memory
+    ask         before a large allocation: refused (`OutOfBudgetError`) where the process would grow past `allowed`
+    watch       between two steps without a large allocation: the same check, and a progress message
 
-How far the process has grown is read of the system, so that all that it holds counts. What is refused is caught where
-there is another way that takes less: sweeps in the place of elimination, fewer states in the place of all.
+The growth of the process is read from the system, so all its memory counts. A refusal is caught where another method
+takes less memory: sweeps instead of elimination, a few states instead of all.
 """
 
 from __future__ import annotations
@@ -22,27 +22,29 @@ from typing import NamedTuple
 
 __all__ = ["LEAST", "OutOfBudgetError", "SearchBudget", "SearchProgress", "current", "free_memory", "spending"]
 
-SHARE = 0.5  # of the memory that is free, which a search may take where nothing else is said
-UNKNOWN = 4e9  # bytes that are taken to be free where the system does not say
-LEAST = 256e6  # bytes that a search may be given at least: what lies between two strategies takes some of it
-SMALL = 2**20  # bytes up to which nobody has to ask
-SILENT = 2.0  # seconds of a search before it says anything
-EVERY = 3.0  # seconds between two lines
+SHARE = 0.5  # default share of the free memory that a search may take
+UNKNOWN = 4e9  # bytes taken as free where the system does not say
+LEAST = 256e6  # least budget in bytes: memory between two strategies takes some of it
+SMALL = 2**20  # bytes up to which `ask` always grants
+SILENT = 2.0  # seconds before the first message of a search
+EVERY = 3.0  # seconds between two messages
 
 logger = logging.getLogger("shardwright.search")
 
 
 class OutOfBudgetError(Exception):
-    """A search that would take more host memory than it may. It never leaves the search: no `ShardwrightError`, lest it
-    be taken for a problem without a solution."""
+    """A search that would take more host memory than allowed.
+
+    The error never leaves the search. A `ShardwrightError` would be taken for a problem without a solution.
+    """
 
 
 class SearchProgress(NamedTuple):
-    """How far a search has come.
+    """The progress of a search.
 
     Attributes:
-        phase: what it is doing.
-        seconds: since it began.
+        phase: the current phase.
+        seconds: since the search began.
         best: seconds of a step of the best plan so far; None: there is none.
         bound: no plan is priced below it; None: nothing is proved yet.
         grown: bytes of host memory by which the process has grown.
@@ -61,12 +63,13 @@ class SearchProgress(NamedTuple):
 
 
 class SearchBudget:
-    """What a search may take.
+    """The host memory that a search may take, and the receiver of its messages.
 
     Args:
-        allowed: bytes; None: half of what is free.
+        allowed: bytes; None: half of the free memory.
         progress: called with a `SearchProgress` every few seconds, once a search takes longer than `SILENT`; None: a
-            line to the log `shardwright.search`, and to stderr where that is a terminal; False: nothing.
+            line to the log `shardwright.search`, and to stderr where that is a terminal; True: to stderr always;
+            False: nothing.
     """
 
     def __init__(
@@ -88,7 +91,10 @@ class SearchBudget:
         return self.allowed - self.grown
 
     def ask(self, size: float) -> None:
-        """Before so many bytes are taken.
+        """Check an allocation before it is made.
+
+        Args:
+            size: bytes of the allocation.
 
         Raises:
             OutOfBudgetError: the process would grow past what is allowed.
@@ -99,7 +105,7 @@ class SearchBudget:
             )
 
     def watch(self, phase: str | None = None, best: float | None = None, bound: float | None = None) -> None:
-        """Between two steps.
+        """Report progress and check the growth of the process.
 
         Args:
             phase, best, bound: as `tell` takes them.
@@ -112,7 +118,7 @@ class SearchBudget:
             self.ask(2 * SMALL)
 
     def tell(self, phase: str | None = None, best: float | None = None, bound: float | None = None) -> None:
-        """How far it has come.
+        """Report progress.
 
         Args:
             phase, best, bound: see `SearchProgress`; None: as before. A new phase has neither best nor bound.
@@ -146,7 +152,7 @@ _CURRENT: ContextVar[SearchBudget | None] = ContextVar("search_budget", default=
 
 @contextmanager
 def spending(budget: SearchBudget) -> Iterator[SearchBudget]:
-    """Whatever searches inside keeps to this budget."""
+    """Make `budget` the current budget of all searches inside the context."""
     token = _CURRENT.set(budget)
     try:
         yield budget
@@ -155,7 +161,7 @@ def spending(budget: SearchBudget) -> Iterator[SearchBudget]:
 
 
 def current() -> SearchBudget:
-    """The budget of the search that goes on; outside of any, one of its own."""
+    """The budget of the current search; outside a search, a new one without messages."""
     return _CURRENT.get() or SearchBudget(progress=False)
 
 
@@ -169,7 +175,7 @@ def resident_memory() -> float:
 
 
 def free_memory() -> float:
-    """Bytes of memory that are free: of the machine, and of the control group that the process is in."""
+    """Bytes of free memory: the least of the machine's and of what the process's control groups allow."""
     found = [_available(), *_of_groups()]
     return min((size for size in found if size is not None), default=UNKNOWN)
 
@@ -188,7 +194,7 @@ def _available() -> float | None:
 
 
 def _of_groups() -> Iterator[float]:
-    """What the control groups leave, of version 2 or 1: that of the process, and those above it."""
+    """The free bytes of the process's control group and of those above it, version 2 or 1."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -207,5 +213,5 @@ def _of_groups() -> Iterator[float]:
                 break
             try:
                 yield max(0.0, float((place / most).read_text()) - float((place / used).read_text()))
-            except (OSError, ValueError):  # there is none, or "max"
+            except (OSError, ValueError):  # no such file, or "max"
                 continue

@@ -1,11 +1,25 @@
-"""The assignment of least cost, with a proof of how far it can be from the best.
+"""The assignment of least cost, with a bound on its distance from the best: the solver's entry points.
 
-1. States that cannot be chosen go (reduce.py). If every node can then be eliminated (elimination.py) the answer is
-   exact. Equal layers are computed once, where they share their tables; `merge` makes them share.
-2. Otherwise bounds, better states and reductions in turns (bounding.py) until it can, or until neither moves.
+Without a limit (`solve`):
 
-Memory rows, where the problem has a limit, are the subject of limits.py, which solves such problems by the same means.
-`milp` is the oracle of all of it: the same problem through HiGHS.
+1. Remove states that cannot be chosen (`presolve`).
+2. Eliminate every node (`elimination`) where no joint is too large: the answer is exact. Equal layers are computed
+   once where they share their tables; `merge` makes them share.
+3. Otherwise alternate bounds, better states and reductions (`anytime`), until elimination is possible or neither
+   bound nor cost moves.
+
+With a memory limit (`solve_limited`):
+
+1. Remove states that cannot be chosen, and moments at which the limit cannot be broken (`memory_rows`). With no
+   moment left, the problem has no limit.
+2. Where elimination can do the problem at any prices of memory, find the cheapest states by these prices
+   (`cutting_planes`). Where it cannot, and the problem is large, bound by sweeps instead.
+3. Otherwise give the limit a price at each moment (`lagrangian`): a bound, and states near the limit.
+4. HiGHS (`milp`) or a local search at these prices makes the best states within the limit out of those that were
+   seen.
+5. A problem that is small enough goes to HiGHS as a whole, without the states that the bound excludes.
+
+`marginals` gives the least cost with one node fixed in each of its states. `milp` is the oracle of all of it.
 """
 
 from __future__ import annotations
@@ -33,47 +47,38 @@ from .trws import Messages
 __all__ = ["InfeasibleMemoryError", "Marginals", "marginals", "milp", "min_marginals", "solve", "solve_limited"]
 
 
-# ----------------------------------------------------------------------------------------------------
-# The assignment of least cost that keeps a memory limit at every moment.
-#
-# 1. States that cannot be chosen go, and so do the moments at which the limit cannot be broken (moments.py). Without
-# any
-#    left the problem has no limit.
-# 2. Where elimination can do the problem at any prices, they are found exactly (priced_search.py). Otherwise:
-# 3. The limit gets a price at each moment (multipliers.py): that gives a bound, and states that nearly keep the limit.
-# 4. Of the states that were seen, HiGHS or a local search at those prices (local_search.py) makes the best that keep
-# it.
-# 5. A problem that is small enough goes to HiGHS as a whole, without the states that the bound excludes.
-# ----------------------------------------------------------------------------------------------------
+# -- with a memory limit --
 
-TURNS = 200  # of the multipliers, and of a search; where no time is given, of the largest problems too
-FEW = 10  # turns of multipliers that are the best ones at the beginning
-SWEEPS = 8  # at each of the multipliers
-LAST = 20  # ... at those that a search begins at
+TURNS = 200  # most turns of the multipliers (of a large problem: only without a time limit), and of a search
+FEW = 10  # the same, where the multipliers begin at the best ones
+SWEEPS = 8  # sweeps at each of the multipliers
+LAST = 20  # sweeps at the multipliers at which a search begins
 WIDE = 2**12  # entries of a joint in a search among all nodes
-SPARE = 0.05  # of the time, for the last of the searches and what comes after it
-DEARER = (1.1, 1.4, 2.0, 4.0, 16.0, 256.0)  # than at the best multipliers, for first states that keep the limit
-STILL = 3  # searches that find nothing, after which one begins elsewhere
-WHOLE = 300_000  # entries of the edges up to which HiGHS is asked about the whole
-LEAST = 5.0  # seconds to look for the least limit at least
+SPARE = 0.05  # share of the time for the end of the last search and the steps after it
+DEARER = (1.1, 1.4, 2.0, 4.0, 16.0, 256.0)  # factors on the best multipliers, to find first states within the limit
+STILL = 3  # searches without success before one begins elsewhere
+WHOLE = 300_000  # entries of the edges up to which HiGHS solves the whole problem
+LEAST = 5.0  # least seconds to look for the least limit
 NOTHING = "no assignment within the memory limit was found in the time given"
-COPIES = 4  # of all tables that this takes, none shared
-MANY = 10_000  # nodes above which dominated states are not looked for
+COPIES = 4  # copies of all tables that a search takes, none shared
+MANY = 10_000  # nodes above which dominated states are not removed
 
 
 def solve_limited(problem: Problem, *, seconds: float | None = None, gap: float = 1e-9) -> Solution:
-    """The best assignment that keeps the limit, as far as it is found in the time.
+    """The best assignment within the limit, as far as it is found in the time.
 
     Args:
-        seconds: to search at most; None: nothing looks at a clock, and so the answer is the same everywhere.
-        gap: how far from the bound, relative to it, the cost may be for the search to end.
+        problem: a problem with a limit.
+        seconds: of the search at most; None: no clock is read, so the answer is the same on every machine.
+        gap: relative gap to the bound at which the search ends.
 
     Raises:
-        InfeasibleMemoryError: where none keeps it; it names moments that cannot be met, and the least limit that can.
-        PlanError: where nothing is allowed, whatever the memory, or nothing was found in the time.
+        InfeasibleMemoryError: no assignment keeps the limit; the error names moments that cannot be met, and the
+            least limit that can.
+        PlanError: nothing is allowed, whatever the memory, or nothing was found in the time.
     """
 
-    # What is under way at the end may take `GRACE` longer.
+    # A step that is running at the end may take `GRACE` longer.
     until = math.inf if seconds is None else time.monotonic() + seconds - min(GRACE, SPARE * seconds)
     inner = consistent(problem)
     bound, times = binding(inner.problem)
@@ -94,7 +99,7 @@ def solve_limited(problem: Problem, *, seconds: float | None = None, gap: float 
             Searched() if pricing is None else priced_search(bound, rows, pricing, gap)
         )
     except OutOfBudgetError:
-        pricing = None  # what it made goes first
+        pricing = None  # release its tables before the next attempt
         found, leanest, least, priced, prices = priced_search(bound, rows, SweptPricing(bound, rows), gap)
     known = None if leanest is None else inner.lift(leanest.states[:-1])
     if known is not None and found is None and large:
@@ -108,7 +113,7 @@ def solve_limited(problem: Problem, *, seconds: float | None = None, gap: float 
             better = _searched(bound, rows, until, gap, prices)
         except NoAssignmentError:
             raise infeasible(problem, seconds=_left(until), near=gap) from None
-        except PlanError:  # HiGHS was not asked, or not for long enough
+        except PlanError:  # HiGHS was not used, or ended without an assignment
             if found is None and known is None:
                 raise
             better = None
@@ -122,12 +127,12 @@ def solve_limited(problem: Problem, *, seconds: float | None = None, gap: float 
 
 
 def swept(problem: Problem, gap: float) -> Solution:
-    """A consistent problem without a limit, where there is not the memory for elimination.
+    """The solution of a consistent problem without a limit, where the host memory does not suffice for elimination.
 
     Raises:
         PlanError: nothing was found.
     """
-    names = (*problem.names, "what every plan holds") if problem.names else ()  # as `binding` leaves it
+    names = (*problem.names, "what every plan holds") if problem.names else ()  # names as `binding` leaves them
     free = replace(problem, costs=(*problem.costs, np.zeros(1)), names=names, usages=(), limit=0.0)
     rows = Rows.of(free, 0)
     found = priced_search(free, rows, SweptPricing(free, rows), gap).found
@@ -140,13 +145,13 @@ def swept(problem: Problem, gap: float) -> Solution:
 
 
 def _leanest(problem: Problem, error: InfeasibleMemoryError, bound: float | None) -> Solution:
-    """The states of the least memory known, where the limit is not below that after all.
+    """The states of the least memory known, where the limit allows them after all.
 
     Args:
-        bound: what states that keep the limit cost at least.
+        bound: a lower bound on the cost of states within the limit; None: not known.
 
     Raises:
-        InfeasibleMemoryError: it is.
+        InfeasibleMemoryError: the limit does not allow them.
     """
     error.bound = bound
     if error.states is None or error.enough is None or error.enough > problem.limit:
@@ -160,7 +165,7 @@ def _leanest(problem: Problem, error: InfeasibleMemoryError, bound: float | None
 
 
 def _best_of(a: Solution | None, b: Solution | None) -> Solution:
-    """The cheaper of two answers, with the higher of their bounds. One of them is there."""
+    """The cheaper of two answers, with the higher of their bounds; at least one is not None."""
     if a is None or b is None:
         return b if a is None else a
     best, bound = min(a, b, key=lambda found: found.cost), max(a.bound, b.bound)
@@ -173,15 +178,15 @@ def _left(until: float) -> float | None:
 
 
 class _Best:
-    """The best states that keep the limit, and which states have been seen."""
+    """The best states within the limit, and the states that have been seen."""
 
     def __init__(self, problem: Problem, rows: Rows) -> None:
         self.problem, self.rows = problem, rows
         self.states, self.cost = None, np.inf
-        self.taken: list[np.ndarray] = []  # all states that were seen, last ones last
+        self.taken: list[np.ndarray] = []  # all states that were seen, in order
 
     def see(self, states) -> bool:
-        """Whether they are better than the best."""
+        """Record states; True where they keep the limit and are cheaper than the best."""
         self.taken.append(np.asarray(states, np.int16))
         if (self.rows.used(states) > self.rows.limit).any():
             return False
@@ -192,7 +197,7 @@ class _Best:
         return False
 
     def lately(self, many: int) -> list[np.ndarray]:
-        """Which states (bool, by node) the best and the last so many have."""
+        """The states (bool, by node) of the best assignment and of the last `many` ones."""
         alive = [np.zeros(len(own), bool) for own in self.problem.costs]
         for states in (*self.taken[-many:], *((self.states,) if self.states is not None else ())):
             for mark, state in zip(alive, states):
@@ -201,7 +206,7 @@ class _Best:
 
 
 def _searched(problem: Problem, rows: Rows, until: float, gap: float, prices: np.ndarray | None) -> Solution:
-    """`_search`, of a problem that is not among the largest without its dominated states."""
+    """The result of `_search`; for a problem of at most `MANY` nodes, without its dominated states."""
     if len(problem.costs) > MANY:
         return _search(problem, rows, until, gap, prices)
     less = reduced(problem)
@@ -215,7 +220,7 @@ def _search(problem: Problem, rows: Rows, until: float, gap: float, prices: np.n
     """Bound and states of a problem of `binding`.
 
     Args:
-        prices: of memory, by moment, the best ones if they are known.
+        prices: of memory by moment, the best ones where they are known.
     """
     start = time.monotonic()
     current().ask(COPIES * 8 * sum(table.size for table in problem.edges.values()))
@@ -224,7 +229,7 @@ def _search(problem: Problem, rows: Rows, until: float, gap: float, prices: np.n
     best = _Best(problem, rows)
     large = len(problem.costs) > MANY
     entries = sum(table.size for table in problem.edges.values())
-    share = 0.3  # of the time for the multipliers
+    share = 0.3  # share of the time for the multipliers
     turn = 0
     while time.monotonic() < start + share * (until - start):
         best.see(ascent.advance(SWEEPS))
@@ -281,7 +286,7 @@ def _search(problem: Problem, rows: Rows, until: float, gap: float, prices: np.n
 
 
 def _merge(best: _Best, until: float) -> None:
-    """The best of the states that have been seen lately, by HiGHS; of more and more of them."""
+    """Let HiGHS combine the states seen lately, of more and more assignments."""
     many = 10
     while time.monotonic() < until:
         forever = until == math.inf
@@ -300,9 +305,10 @@ def _merge(best: _Best, until: float) -> None:
 
 
 def _polish(best: _Best, priced: PricedProblem, until: float) -> None:
-    """Search at the best multipliers, and move those so that the limit is just kept.
+    """Search at the best multipliers, and move the multipliers so that the limit is just kept.
 
-    Where a search from what is held finds nothing more, the next begins at what the sweeps take at these prices.
+    Where a search from the current states finds nothing more, the next begins at the states of the sweeps at these
+    prices.
     """
     rows, left = priced.rows, np.array(priced.order.left)
     if best.states is None:
@@ -340,11 +346,15 @@ def _polish(best: _Best, priced: PricedProblem, until: float) -> None:
 
 
 def _dear(best: _Best, priced: PricedProblem, until: float) -> None:
-    """See what is cheapest where memory is dearer than at the best multipliers, up to the first that keeps the limit:
-    states far from the best, but some, in the time of a few sweeps. They are looked for even where the time is over."""
+    """See the cheapest states at multiples of the best multipliers, up to the first multiple whose states keep the
+    limit.
+
+    Such states are far from the best, but take the time of a few sweeps. They are looked for even after the time is
+    over.
+    """
     rows = best.rows
     multipliers = priced.best
-    if not multipliers.any():  # there was no time for any: as much at each moment, and together what all else costs
+    if not multipliers.any():  # none were found in time: equal prices, and a limit's worth of memory costs the bound
         multipliers = np.full(rows.count, max(priced.bound, 1.0) / (rows.count * rows.limit))
     for times in DEARER:
         priced.price(times * multipliers)
@@ -354,30 +364,30 @@ def _dear(best: _Best, priced: PricedProblem, until: float) -> None:
 
 
 def _allowed(priced: PricedProblem, until: float) -> list[int]:
-    """What the sweeps took, made allowed where it is not."""
+    """The states of the last sweep, repaired where they are forbidden."""
     states = priced.messages.states().tolist()
     if not np.isfinite(priced.core.cost(states)):
         states = descend(priced.core, states, patience=2, until=until)
     return states
 
 
-SECONDS = 60.0  # for a problem that cannot be eliminated at once, where the caller gives no time
-PROVED = 1e-9  # relative: what is as near as that to its bound is the best, but for rounding
+SECONDS = 60.0  # default time for a problem that cannot be eliminated at once
+PROVED = 1e-9  # relative gap up to which an answer is the best, except for rounding
 
 
 def solve(problem: Problem, *, seconds: float | None = None, merge: bool = False, gap: float = PROVED) -> Solution:
     """The best assignment.
 
     Args:
-        problem: the energy; with a limit, the memory is kept too (limits.py).
-        seconds: about how long to search at most; None: as long as elimination takes, or a minute for what cannot be
-            eliminated at once.
+        problem: the cost graph; a memory limit is kept too (`solve_limited`).
+        seconds: approximate time of the search at most; None: as long as elimination takes, or `SECONDS` for a
+            problem that cannot be eliminated at once.
         merge: make tables of equal values one table, so that repeated blocks are computed once although their tables
-            are different objects. It restricts nothing: the answer is as exact as without.
-        gap: with a limit, how far from the bound, relative to it, an answer may be at which the search ends.
+            are different objects. The answer is as exact as without.
+        gap: with a limit, the relative gap to the bound at which the search ends.
 
     Raises:
-        PlanError: where nothing is allowed; it names nodes whose states contradict one another.
+        PlanError: nothing is allowed; the error names nodes whose states contradict one another.
     """
     with spending(current()):
         try:
@@ -403,7 +413,7 @@ def _solve(problem: Problem, seconds: float | None, merge: bool, gap: float) -> 
         gone = eliminated(inner.problem, made, None if seconds is None else until)
         found = None if gone is not None else bounded(inner.problem, made, until)
     except OutOfBudgetError:
-        gone, made = None, Tables()  # what was made goes
+        gone, made = None, Tables()  # release the tables
         found = swept(inner.problem, gap)
     if gone is None:
         if found is None:
@@ -420,11 +430,11 @@ def _solve(problem: Problem, seconds: float | None, merge: bool, gap: float) -> 
 
 @dataclass(frozen=True)
 class Marginals:
-    """What the whole costs at least with a node in each of its states.
+    """The least cost of the whole with a node in each of its states.
 
     Attributes:
-        costs: by state; infinite where none is allowed.
-        exact: whether they are reached; otherwise they are lower bounds.
+        costs: by state; infinite where nothing is allowed.
+        exact: True where an assignment reaches each cost; otherwise the costs are lower bounds.
     """
 
     costs: np.ndarray
@@ -432,15 +442,17 @@ class Marginals:
 
 
 def marginals(problem: Problem, node: int, *, sweeps: int = 30) -> Marginals:
-    """The least cost of the whole with the node in each state, by eliminating all others.
+    """The least cost of the whole with the node in each state, by eliminating all other nodes.
 
-    A memory limit is not looked at: with one they are lower bounds, and `exact` is False.
+    A memory limit is ignored: with one the costs are lower bounds, and `exact` is False.
 
     Args:
-        sweeps: of trws.py, where elimination is too large.
+        problem: the cost graph.
+        node: the number of the node.
+        sweeps: of `trws.Messages`, where elimination is too large.
 
     Raises:
-        PlanError: where nothing is allowed.
+        PlanError: nothing is allowed.
     """
     inner = consistent(problem)
     costs = np.full(len(problem.costs[node]), np.inf)
@@ -451,7 +463,7 @@ def marginals(problem: Problem, node: int, *, sweeps: int = 30) -> Marginals:
         if not np.isfinite(costs).any():
             raise contradiction(problem)
         return Marginals(costs, problem.limit is None)
-    # swept backwards to the node, everything else's share is in its own
+    # a sweep backwards to the node collects the shares of all other nodes in it
     others = [v for v in range(len(problem.costs)) if v != node]
     messages = Messages(inner.problem, [node, *others])
     for _ in range(sweeps):

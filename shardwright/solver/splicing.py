@@ -1,10 +1,12 @@
-"""States that keep a limit, of states that do not and others that do: one up to some node, the other from there on.
+"""States within a memory limit, combined from states above it and states within it.
 
-    splice      the nodes before k as the one has them, the others as the other does: the best of all k
-    windows     nodes of a stretch anew, at prices between nothing and the best ones, the others as they are
+    splice      the nodes before k from the one states, the others from the other: the best of all k
+    window      the nodes of a stretch chosen anew, at prices between zero and the best ones, the others unchanged
 
-The nodes stand in the order of the program, so two plans of a network of many layers come together at a boundary that
-is as short as any edge is, and what a mixture of the two is worth is reached but for about one layer.
+The nodes stand in program order. A splice of two plans of a network of many layers therefore changes plan at one
+boundary, which is as short as an edge, and reaches the value of a mixture of the two except for about one layer.
+
+With 4 nodes, states (0, 0, 0, 0) and (1, 1, 1, 1) and k = 1, the splices are (0, 1, 1, 1) and (1, 0, 0, 0).
 """
 
 from __future__ import annotations
@@ -19,17 +21,17 @@ from .problem import Problem
 
 __all__ = ["Splicer"]
 
-WORST = 16  # moments at which all places are looked at at once
-TRIED = 24  # places that are then looked at one by one
-PARTS = (0.0, 0.5, 0.8, 0.95)  # of the prices, in a window
-JOINT = 2**22  # entries of a joint in a window; where more are needed it is left out
+WORST = 16  # moments at which all places are checked at once
+TRIED = 24  # places that are then checked one by one
+PARTS = (0.0, 0.5, 0.8, 0.95)  # shares of the prices, in a window
+JOINT = 2**22  # most entries of a joint in a window; a window that needs more is skipped
 
 
 class Splicer:
-    """A problem of `moments.binding`, to mix states of.
+    """States of a problem of `memory_rows.binding`, mixed.
 
     Args:
-        problem, rows: it, and its usages.
+        problem, rows: the problem and its usages.
     """
 
     def __init__(self, problem: Problem, rows: Rows) -> None:
@@ -45,8 +47,16 @@ class Splicer:
         return bool((self.rows.used(states) <= self.rows.limit).all())
 
     def splice(self, first: Sequence[int], second: Sequence[int], below: float) -> tuple[list[int], float] | None:
-        """The cheapest states that keep the limit and cost less than `below`: one of the two up to some node, the other
-        from there on."""
+        """The cheapest states within the limit that take their nodes up to some node from one assignment, and the
+        rest from the other.
+
+        Args:
+            first, second: the two assignments, in either order.
+            below: only states that cost less.
+
+        Returns:
+            The states and their cost; None where there are none.
+        """
         best: tuple[list[int], float] | None = None
         for a, b in ((first, second), (second, first)):
             a, b = np.asarray(a, np.int64), np.asarray(b, np.int64)
@@ -67,7 +77,7 @@ class Splicer:
         return best
 
     def _held(self, a: np.ndarray, b: np.ndarray, row: int) -> np.ndarray:
-        """By place, what is held at a moment."""
+        """By place, the memory at a moment."""
         rows = self.rows
         live = np.flatnonzero((rows.first <= row) & (row < rows.last))
         low, high = np.minimum(rows.node[live], rows.other[live]), np.maximum(rows.node[live], rows.other[live])
@@ -90,10 +100,17 @@ class Splicer:
         multipliers: np.ndarray,
         below: float,
     ) -> tuple[list[int], float] | None:
-        """The nodes from `begin` to `end` anew, out of the states that are alive (bool, by node).
+        """The nodes from `begin` to `end` chosen anew.
+
+        Args:
+            states: of all nodes.
+            begin, end: the stretch [begin, end).
+            alive: by node, the states (bool) to choose from.
+            multipliers: by moment, the price of a unit of memory.
+            below: only states that cost less.
 
         Returns:
-            The cheapest states found that keep the limit and cost less than `below`.
+            The cheapest states found within the limit, and their cost; None where there are none.
         """
         problem, inside = self.problem, range(begin, end)
         numbers = [np.flatnonzero(alive[v]) for v in inside]
@@ -162,7 +179,7 @@ class _Flat:
         self.step = np.array([table.shape[1] if table.ndim == 2 else 0 for table in tables], np.int64)
 
     def at(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-        """The entries with the lower nodes' states from x and the higher ones' from y."""
+        """The entries with the lower nodes' states from x and the higher nodes' from y."""
         mine = x[self.low]
         return self.values[self.offset + np.where(self.step > 0, mine * self.step + y[self.high], mine)]
 
@@ -174,7 +191,7 @@ class _Flat:
 def _along(
     low: np.ndarray, high: np.ndarray, before: np.ndarray, across: np.ndarray, after: np.ndarray, count: int
 ) -> np.ndarray:
-    """By place k in 0..count: Σ before (of what has both nodes below k) + across (the lower one) + after (neither)."""
+    """By place k in 0..count: Σ before (both nodes below k) + across (the lower node alone) + after (neither)."""
     change = np.zeros((2, count + 2))
     none = np.zeros(len(low), np.int64)
     for start, stop, values in (

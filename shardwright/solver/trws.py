@@ -7,20 +7,28 @@
 
     then the same backwards. After a sweep each edge costs e'_vw(s, t) = γ_v θ_v(s) - m_wv(s) + e_vw(s, t) - m_vw(t),
     whose least over s is 0 for every t, and each node costs r_v = (1 - γ_v · neighbours after v) θ_v; their sum is the
-    energy, so
+    cost, so
 
         bound = Σ_v min r_v                                         which no sweep lowers
 
     While v is being swept everything between v and its neighbours is in θ_v. Another node u has min r_u, and, where it
-    is still to come, what the sweep has already brought it, which for each edge is at least min_t of the new message
-    and of what u had given that edge. With the sum of these, any assignment with state s at v costs at least
+    is still to come, the amount that the sweep has already brought it, which for each edge is at least min_t of the
+    new message and of what u had given that edge. So any assignment with state s at v costs at least
 
         θ_v(s) + Σ_(u != v) (min r_u + brought to u)
 
-    and where that is above the cost of states that are known, s is not looked at again (reduced-cost fixing).
+    and where that is above the cost of states that are known, s is not considered again (reduced-cost fixing).
 
-States come from the sweep itself: v takes the state that is best given those taken before it and the messages from
-those after it.
+States come from the sweep itself: v takes the state that is best given the states taken before it and the messages
+from the nodes after it.
+
+1. `Messages` sweeps node by node, in any order.
+2. `Sweeps` does the same colour by colour. Nodes of one colour share no edge: none of them needs the messages of
+   another, so they are swept at once, and all edges between nodes of two colours with equally many states are one
+   operation on arrays. Its bounds are those of `Messages` in that order. A sweep brings less than one in program
+   order, in which a message reaches from one end to the other in one sweep, but takes a small part of the time.
+
+`elimination` is exact but needs large joints; the tables of a sweep are no larger than an edge's.
 """
 
 from __future__ import annotations
@@ -36,8 +44,8 @@ from .search_memory import current
 
 __all__ = ["Messages", "Sweeps", "Swept", "colours", "trws"]
 
-ROUNDING = 1e-9  # of the best cost known: what a bound must be above it by before a state is given up,
-UNIT = 1e-12  # and this of the largest single cost, where the best is the difference of large ones
+ROUNDING = 1e-9  # share of the best cost known by which a bound must exceed it before a state is removed,
+UNIT = 1e-12  # and of the largest single cost, where the best is the difference of large costs
 
 
 @dataclass
@@ -45,14 +53,14 @@ class _Side:
     """The neighbours of a node on one side of the order.
 
     Attributes:
-        nodes: which they are.
-        rows: by neighbour, which of its rows of incoming messages is this node's.
+        nodes: their numbers.
+        rows: by neighbour, the row of its incoming messages that is this node's.
         starts: by neighbour, its first column in `tables`.
         ends: by neighbour, the column after its last.
-        counts: by neighbour, its states.
+        counts: by neighbour, the number of its states.
         tables: the edges side by side, (own states, all states of the neighbours).
-        incoming: the messages from them, (neighbours, own states).
-        given: what the node gave each edge when it last sent over it, less the message that had come over it.
+        incoming: the messages from the neighbours, (neighbours, own states).
+        given: the node's share for each edge at its last sending, less the message that had come over the edge.
     """
 
     nodes: np.ndarray
@@ -69,13 +77,14 @@ class Messages:
     """The messages of a problem, swept forwards and backwards.
 
     Args:
-        problem: every state finite, and with some finite state of each neighbour (see reduce.consistent).
+        problem: every state finite, and with some finite state of each neighbour (see `presolve.consistent`).
         order: of the nodes; None: as they are numbered.
+        best: the cost of the best states known.
 
     Attributes:
-        bound: no assignment costs less.
-        alive: by node, which states (bool) may still be part of one that costs at most `best`.
-        best: the cost of the best states known; the caller's to lower.
+        bound: a lower bound on the cost of every assignment.
+        alive: by node, the states (bool) that may still be part of an assignment of cost at most `best`.
+        best: the cost of the best states known; the caller lowers it.
         states: the states of the last forward sweep.
     """
 
@@ -84,7 +93,7 @@ class Messages:
         self.order = list(range(len(problem.costs))) if order is None else list(order)
         self.alive = [np.ones(len(own), bool) for own in problem.costs]
         self.states = np.zeros(len(problem.costs), np.int64)
-        self._retained = [0.0] * len(problem.costs)  # min r_v of the last sweep over v, and what was brought since
+        self._retained = [0.0] * len(problem.costs)  # min r_v of the last sweep over v, and the amounts since
         self._swept = 0
         tables = {id(table): table for table in (*problem.costs, *problem.edges.values())}
         most = (float(np.abs(table[np.isfinite(table)]).max(initial=0.0)) for table in tables.values())
@@ -129,8 +138,11 @@ class Messages:
             self._sides.append(made)
 
     def resume(self, other: Messages) -> bool:
-        """Begin with the messages of another problem of the same nodes and edges, with other costs; whether it is
-        one."""
+        """Begin with the messages of another problem of the same nodes and edges, with other costs.
+
+        Returns:
+            False where the other problem has other nodes, states or edges; the messages are then unchanged.
+        """
         if (
             self.order != other.order
             or self.problem.edges.keys() != other.problem.edges.keys()
@@ -151,7 +163,7 @@ class Messages:
     def _pass(self, to: int) -> None:
         """One sweep; `to` 1: forwards, 0: backwards."""
         retained, states, sides = self._retained, self.states, self._sides
-        ahead = sum(retained)  # of the nodes that are still to come; meaningless before the first sweep's end
+        ahead = sum(retained)  # sum over the nodes still to come; meaningless before the first sweep's end
         behind = 0.0
         fixing = self._swept > 0 and np.isfinite(self.best)
         worst = self.best + ROUNDING * abs(self.best) + self._slack
@@ -170,7 +182,7 @@ class Messages:
                 if len(here.nodes):
                     taken = here.tables[:, here.starts + states[here.nodes]]
                     before = taken.sum(axis=1)
-                    if not np.isfinite(before.min()):  # those taken contradict one another here: the fewest of them
+                    if not np.isfinite(before.min()):  # contradictions among these: choose the fewest
                         forbidden = np.isinf(taken).sum(axis=1)
                         allowed = np.where(taken < np.inf, taken, 0.0).sum(axis=1)
                         before = np.where(forbidden == forbidden.min(), allowed, np.inf)
@@ -192,27 +204,29 @@ class Messages:
                     ahead += brought
                     start = end
             least = float(theta.min())
-            # where all of it is shared out what is left is 0, and not what rounding makes of it
+            # where all of it is shared out, the rest is 0, without rounding
             retained[v] = 0.0 if many and many >= len(here.nodes) else (1.0 - many * share) * least
             behind += retained[v]
         self._swept += 1
         self.bound = max(self.bound, behind)
 
     def at_first(self) -> np.ndarray:
-        """By state of the order's first node, what any assignment with it costs at least; after a whole sweep."""
+        """Lower bounds on every assignment with a state of the order's first node, by that state; after a whole
+        sweep."""
         first = self.order[0]
         own = self.problem.costs[first] + sum(side.incoming.sum(axis=0) for side in self._sides[first])
         return own + (sum(self._retained) - self._retained[first])
 
     def thetas(self) -> list[np.ndarray]:
-        """By node, its costs and all that it was sent: what its states come to, next to one another."""
+        """By node, its costs and all its incoming messages: the relative costs of its states."""
         return [
             c + two[0].incoming.sum(axis=0) + two[1].incoming.sum(axis=0)
             for c, two in zip(self.problem.costs, self._sides)
         ]
 
     def sent(self) -> dict[tuple[int, int], np.ndarray]:
-        """After a whole sweep, by (from, to): what the edge gives the latter's states, what these gave it taken off."""
+        """The messages by (from, to) after a whole sweep: an edge's share for the states of the latter node, less
+        what these gave the edge."""
         out = {}
         for v, (before, _) in enumerate(self._sides):
             for n, u in enumerate(before.nodes.tolist()):
@@ -221,7 +235,7 @@ class Messages:
         return out
 
     def costs(self) -> tuple[list[np.ndarray], dict[tuple[int, int], np.ndarray]]:
-        """The energy as the last sweep, a backward one, leaves it: costs r by node; edges, not below 0."""
+        """The cost graph after the last sweep, a backward one: costs r by node; edges, not below 0."""
         own, edges = [], {}
         thetas = [
             c + two[0].incoming.sum(axis=0) + two[1].incoming.sum(axis=0)
@@ -238,9 +252,12 @@ class Messages:
         return own, edges
 
     def cut(self, problem: Problem, kept: Sequence[np.ndarray]) -> Messages:
-        """The messages of the same problem with fewer states (see reduce.Restricted), from where these are.
+        """The messages of the same problem with fewer states (see `presolve.RestrictedProblem`), continued from the
+        current ones.
 
-        What is left has to be consistent again.
+        Args:
+            problem: the smaller problem, consistent again.
+            kept: by node, the numbers of the states that are left.
         """
         out = Messages(problem, self.order, self.best)
         for new, old, states in zip(out._sides, self._sides, kept):
@@ -252,14 +269,14 @@ class Messages:
 
 @dataclass(frozen=True)
 class Swept:
-    """What sweeps found.
+    """The result of sweeps.
 
     Attributes:
         states: the best states met.
-        cost: theirs.
-        bound: no assignment costs less.
-        costs, edges: the energy reparametrised, in the states of the problem; infinite where no state can be.
-        alive: by node, which states (bool) may be part of an assignment that costs no more than `cost`.
+        cost: the cost of these states.
+        bound: a lower bound on the cost of every assignment.
+        costs, edges: the reparametrised cost graph, in the states of the problem; infinite for impossible states.
+        alive: by node, the states (bool) that may be part of an assignment that costs no more than `cost`.
     """
 
     states: tuple[int, ...]
@@ -271,15 +288,15 @@ class Swept:
 
 
 def trws(problem: Problem, iterations: int, *, best: float = np.inf) -> Swept:
-    """That many sweeps forwards and backwards, of any problem. The memory limit is not looked at.
+    """Sweep any problem forwards and backwards; a memory limit is ignored.
 
     Args:
-        problem: the energy.
-        iterations: how many.
+        problem: the cost graph.
+        iterations: the number of sweeps.
         best: the cost of states that are known.
 
     Raises:
-        PlanError: where nothing is allowed.
+        PlanError: nothing is allowed.
     """
     inner = consistent(problem)
     messages = Messages(inner.problem, best=best)
@@ -305,20 +322,13 @@ def trws(problem: Problem, iterations: int, *, best: float = np.inf) -> Swept:
     return Swept(tuple(inner.lift(states)), cost, messages.bound, tuple(costs), edges, tuple(alive))
 
 
-# ----------------------------------------------------------------------------------------------------
-# Sequential tree-reweighted message passing (trws.py) in an order in which many nodes are swept at once.
-#
-# Nodes of one colour share no edge: swept one after the other, none needs what another of them sends. The order is by
-# colour, and all edges between nodes of two colours with equally many states are one operation on arrays. Bounds are
-# those of `trws.Messages` in that order: a sweep brings less than in the order of a program, along which what one end
-# says reaches the other in one sweep, and takes a small part of its time.
-# ----------------------------------------------------------------------------------------------------
+# -- colour by colour --
 
-AT_ONCE = 2**15  # entries of the sums that are made at once; above it state by state: 256 KiB; measured
+AT_ONCE = 2**15  # entries of sums made at once; above it state by state: 256 KiB; measured
 
 
 def colours(count: int, pairs: Sequence[tuple[int, int]]) -> np.ndarray:
-    """By node, a number that none of its neighbours has: the least, the nodes of most neighbours first."""
+    """By node, a number that no neighbour has: the least one, for the nodes of most neighbours first."""
     near: list[list[int]] = [[] for _ in range(count)]
     for i, j in pairs:
         near[i].append(j)
@@ -331,12 +341,12 @@ def colours(count: int, pairs: Sequence[tuple[int, int]]) -> np.ndarray:
 
 
 class _ColourSide:
-    """What nodes of one colour get from neighbours of lower colours, or of higher ones.
+    """The messages to nodes of one colour from neighbours of lower colours, or of higher ones.
 
     Attributes:
-        begin, end: where that lies in the messages of that direction.
-        at: of each entry, which state of the colour's nodes it is for.
-        share: by state of the colour's nodes, what part of it they give each edge to the other side.
+        begin, end: their place in the messages of that direction.
+        at: by entry, the state of the colour's nodes that it is for.
+        share: by state of the colour's nodes, the share that each edge to the other side gets.
     """
 
     def __init__(self, begin: int, end: int, at: np.ndarray, share: np.ndarray) -> None:
@@ -347,11 +357,12 @@ class _Between:
     """Edges between nodes of a lower and a higher colour, with equally many states each.
 
     Attributes:
-        pairs: the edges, and whether the node of the higher colour has the lower number.
+        pairs: the edges.
+        turned: True where the node of the higher colour has the lower number.
         ends: the nodes of the lower colour, and of the higher.
-        colours, sizes: of the two.
+        colours, sizes: the two colours, and the numbers of states.
         tables: (states below, states above, edges).
-        at: where the messages to either side begin.
+        at: the beginning of the messages to either side.
     """
 
     def __init__(self, key: tuple[int, ...], pairs: Sequence[tuple[int, int]]) -> None:
@@ -367,12 +378,13 @@ class Sweeps:
     """The messages of a problem, swept through its colours upwards and downwards.
 
     Args:
-        problem: its memory limit is not looked at.
+        problem: the cost graph; a memory limit is ignored.
+        best: the cost of states that are known.
 
     Attributes:
-        bound: no assignment costs less.
-        best: the cost of states that are known; the caller's to lower.
-        alive: by node, which states (bool) may still be part of an assignment that costs at most `best`.
+        bound: a lower bound on the cost of every assignment.
+        best: the cost of states that are known; the caller lowers it.
+        alive: by node, the states (bool) that may still be part of an assignment of cost at most `best`.
     """
 
     def __init__(self, problem: Problem, best: float = np.inf) -> None:
@@ -390,13 +402,13 @@ class Sweeps:
         self._groups = [_Between(tuple(map(int, key)), mine) for key, mine in sorted(groups.items())]
         self._lay(sizes, colour)
         self.alive = [np.ones(size, bool) for size in sizes.tolist()]
-        self._retained = np.zeros(len(sizes))  # min r_v of the last sweep over v, and what was brought since
+        self._retained = np.zeros(len(sizes))  # min r_v of the last sweep over v, and the amounts since
         self._swept = 0
         self.load(problem)
 
     def _lay(self, sizes: np.ndarray, colour: np.ndarray) -> None:
-        """Put the messages where those of one colour's nodes are side by side."""
-        first = np.zeros(len(sizes), np.int64)  # of each node among the states of its colour
+        """Lay the messages out so that those of one colour's nodes are side by side."""
+        first = np.zeros(len(sizes), np.int64)  # by node, its first place among the states of its colour
         count = np.zeros((2, len(sizes)), np.int64)  # neighbours of lower colours, of higher ones
         for mine, starts in zip(self._nodes, self._starts):
             first[mine] = starts
@@ -441,13 +453,13 @@ class Sweeps:
         self._slack = UNIT * float(max(finite, default=0.0))
 
     def sweep(self) -> float:
-        """Once up and once down; the bound."""
+        """One sweep up and one down; the bound."""
         self._pass(1)
         self._pass(0)
         return self.bound
 
     def _pass(self, to: int) -> None:
-        """`to` 1: upwards, 0: downwards."""
+        """One sweep; `to` 1: upwards, 0: downwards."""
         retained, behind, ahead = self._retained, 0.0, float(self._retained.sum())
         fixing = self._swept > 0 and np.isfinite(self.best)
         worst = self.best + ROUNDING * abs(self.best) + self._slack
@@ -466,14 +478,15 @@ class Sweeps:
         self.bound = max(self.bound, behind)
 
     def _theta(self, c: int) -> np.ndarray:
-        """A colour's costs and all that its nodes were sent."""
+        """A colour's costs and all messages to its nodes."""
         theta = self._own[c].copy()
         for side, messages in zip(self._sides[c], self._messages):
             theta += np.bincount(side.at, messages[side.begin : side.end], len(theta))
         return theta
 
     def _send(self, c: int, to: int, theta: np.ndarray) -> float:
-        """The messages of a colour to those above (`to` 1) or below; what they bring those at least, all in all."""
+        """Send the messages of a colour to the colours above (`to` 1) or below; the least that they bring in all is
+        returned."""
         side = self._sides[c][to]
         given = self._given[to][side.begin : side.end]
         with np.errstate(invalid="ignore"):
@@ -490,7 +503,7 @@ class Sweeps:
         return total
 
     def _part(self, flat: np.ndarray, group: _Between, end: int) -> np.ndarray:
-        """What is for the nodes at one end of the edges: (states, edges)."""
+        """The messages to the nodes at one end of the edges: (states, edges)."""
         begin, shape = group.at[end], (group.sizes[end], len(group.pairs))
         return flat[begin : begin + shape[0] * shape[1]].reshape(shape)
 
@@ -500,7 +513,7 @@ class Sweeps:
                 self.alive[v] &= stays[start : start + size]
 
     def states(self) -> np.ndarray:
-        """States: each colour's are the best given those of lower colours and what those of higher ones send."""
+        """States: each colour's are the best given those of lower colours and the messages from higher ones."""
         out = np.zeros(len(self.alive), np.int64)
         for c, mine in enumerate(self._nodes):
             above = self._sides[c][1]
@@ -512,7 +525,7 @@ class Sweeps:
                 finite = np.isfinite(taken)
                 choice += np.bincount(at, np.where(finite, taken, 0.0), len(choice))
                 forbidden += np.bincount(at, ~finite, len(choice))
-            # where those taken contradict one another: the fewest of them
+            # where the states taken contradict one another: the fewest contradictions
             fewest = np.repeat(np.minimum.reduceat(forbidden, self._starts[c]), self._sizes[c])
             choice = np.where(forbidden == fewest, choice, np.inf)
             least = np.repeat(np.minimum.reduceat(choice, self._starts[c]), self._sizes[c])

@@ -2,14 +2,14 @@
 
 rank_executor        the program on one rank
 collectives          process groups, and the steps of a redistribution as collectives
-shared_memory        collectives of ranks of one host, through memory that they share
+shared_memory        collectives of the ranks of one host, through memory that they share
 parameters, dtensors          parameters: DTensors outside, plain tensors inside
-gradients, buckets, gradient_edits    gradients: summed in buckets, and changed by the user
+gradients, buckets, gradient_edits    gradients: summed in buckets, and edited by the user
 parameter_hooks      hooks that users put on parameters
-agreement            all ranks come to one plan, or to one error
-coordination         what ranks tell one another of a checkpoint
-watchdog             where each rank is, which rank is missing, and how all end together
-calibrate            the cluster, measured
+agreement            one plan for all ranks, or one error
+coordination         messages between ranks about a checkpoint
+watchdog             the position of each rank, the rank that others wait for, and a common end
+calibrate            measurement of the cluster
 """
 
 from __future__ import annotations

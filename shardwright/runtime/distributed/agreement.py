@@ -1,15 +1,36 @@
-"""All ranks come to one plan before anything runs, or to one error.
+"""Agreement of all ranks: on one plan before anything runs, and on one program in each call; or one error on all ranks.
+
+1. Planning (`Agreement`).
 
     every rank:   capture ── plan ──────────────────────────── agree
     a search:     capture ── meet ── rank 0 searches ── hand ── agree
 
-Planning that decides by rules alone is done by each rank for itself, and compared afterwards. A search is done once, by
-rank 0: it takes long, and it weighs figures that machines may reckon differently, so that ranks could each find another
-plan of nearly one price. The others take its decisions, or its error.
+Planning by rules alone is done by each rank for itself, and compared afterwards. A search is done once, by rank 0: it
+takes long, and it compares figures that machines may compute differently, so that each rank could find another plan
+of nearly the same cost. The other ranks take rank 0's decisions, or its error.
 
-To meet and to agree, every rank says something to all others at once. One on which something has gone wrong in between
-says so instead (`Agreement.missed`), whichever of the two the others have come to: nobody waits for one that has given
-up.
+To meet and to agree, every rank sends a message to all others at once. A rank that has failed in between sends its
+failure instead (`Agreement.missed`), at whichever of the two the others are: no rank waits for one that has given up.
+
+2. Calls (`Steps`). Two programs that differ send different messages in a different order; ranks that run one each
+   hang, or end deep inside a collective. Therefore a rank meets the others before it runs something other than in its
+   last call:
+
+    call n runs the program of call n-1    nothing is sent: two numbers are compared
+    another program, or planning           meet: (n, program) is counted in the store until all have come
+
+Proof by induction: at a meeting all ranks agree on (n, program), and until the next meeting each repeats its program.
+Let one rank turn to another program at call n, and another rank not. The first waits at the meeting, outside of any
+collective, and no rank waits for it by mistake: nothing of call n has been computed from it. After a look it asks for
+the positions of the others (`watchdog.Peers`). A rank that has begun call n, or is at another meeting, has not come
+and never will: this is the error, on every rank.
+
+A program is identified by the number of its planning, which all ranks did together and alike. Calls of one program
+are distinguished by whether a gradient is recorded, and by whether a backward came before: a rank that ran no
+backward waits at its next call, and not in the middle of the others' backward. A program without any collective, as
+an evaluation in data_parallel, is not counted: ranks may make different numbers of such calls.
+
+A repeated call costs 0.4 µs; a meeting of four Gloo processes 0.4 ms (measured: benchmarks/README.md).
 """
 
 from __future__ import annotations
@@ -29,21 +50,22 @@ from .watchdog import Peers, Seen, WaitPoint, peers, position, spelled, waiting
 
 __all__ = ["Agreement", "Steps", "begin_planning", "counted"]
 
-#: Type and shape of each input of the whole batch.
+#: Shape and dtype of each input of the whole batch.
 Fed = list[tuple[tuple[int, ...], str]]
 
 
 @dataclass(frozen=True)
 class _Said:
-    """What a rank says of itself.
+    """The message of a rank about itself.
 
     Attributes:
         mode: its parallel mode.
-        failed: what it could not plan for, in words.
-        program: what tells its plan, or before a search its graph, from others.
-        settings: what else must be alike.
-        started: what tells the values of each parameter from others.
-        seed: of the program's random numbers, how many calls have drawn before, and the setting `random`.
+        fed: shape and dtype of each input of the whole batch.
+        failed: the error of its planning, in words; None where it has not failed.
+        program: the fingerprint of its plan, or before a search of its graph.
+        settings: other settings that must be equal.
+        started: a fingerprint of the values of each parameter.
+        seed: the program's seed, the number of calls that have drawn before, and the setting `random`.
     """
 
     mode: str
@@ -60,26 +82,27 @@ class Agreement:
 
     Args:
         mode: the parallel mode.
-        fed: shape and type of each input of the whole batch; may be filled in until something is asked.
+        fed: shape and dtype of each input of the whole batch; may be filled in until the first message is sent.
     """
 
     def __init__(self, mode: str, fed: Fed) -> None:
         self.mode, self.fed = mode, fed
-        self._known = False  # whether every rank is about to raise what this one will
+        self._known = False  # True where all ranks are about to raise the same error
 
     def search(
         self, graph: Graph, settings: Any, find: Callable[[], Decisions], take: Callable[[PortableDecisions], Decisions]
     ) -> Decisions:
-        """What rank 0 finds, on every rank. There may be several searches, the same ones on every rank.
+        """The decisions that rank 0 finds, on every rank. There may be several searches, the same ones on every rank.
 
         Args:
-            settings: what decides, besides the graph; values that can be pickled and compared.
+            graph: the captured graph.
+            settings: all that decides besides the graph; values that can be pickled and compared.
             find: searches; called on rank 0 alone.
-            take: how another rank makes what it is handed its own.
+            take: turns the portable decisions into those of another rank.
 
         Raises:
-            RuntimeMismatchError: on every rank alike: ranks that would search for something else, or cannot plan.
-            Exception: what rank 0's search raised, on every rank.
+            RuntimeMismatchError: on every rank alike: ranks would search for something else, or cannot plan.
+            Exception: the error of rank 0's search, on every rank.
         """
         found: list[Decisions] = []
 
@@ -91,11 +114,12 @@ class Agreement:
         return found[0] if found else take(given)
 
     def first(self, graph: Graph, settings: Any, find: Callable[[], Any]) -> Any:
-        """What rank 0 finds, on every rank, as it is.
+        """The result of `find` on rank 0, unchanged, on every rank.
 
         Args:
-            settings: what decides, besides the graph; values that can be pickled and compared.
-            find: called on rank 0 alone; what it returns can be pickled.
+            graph: the captured graph.
+            settings: all that decides besides the graph; values that can be pickled and compared.
+            find: called on rank 0 alone; its result can be pickled.
 
         Raises:
             RuntimeMismatchError, Exception: as `search`.
@@ -120,7 +144,7 @@ class Agreement:
         return found
 
     def missed(self, error: Exception) -> None:
-        """Tell the others what this rank cannot plan for, before it is raised.
+        """Tell the others the error that keeps this rank from planning, before it is raised.
 
         Raises:
             RuntimeMismatchError: on every rank alike, where others can plan.
@@ -131,14 +155,14 @@ class Agreement:
     def agree(
         self, plan: Any, started: dict[str, Any], seed: tuple[int, int, str] | None = None, settings: Any = None
     ) -> None:
-        """See, before anything runs, that all ranks have made the same plan from the same parameters.
+        """Check, before anything runs, that all ranks have made the same plan from the same parameters.
 
         Args:
             plan: with a `fingerprint`.
-            started, seed, settings: as of `_Said`.
+            started, seed, settings: as in `_Said`.
 
         Raises:
-            RuntimeMismatchError: on every rank alike, naming the ranks that differ and in what.
+            RuntimeMismatchError: on every rank alike, with the ranks that differ and the difference.
         """
         everyone = _exchanged(_Said(self.mode, self.fed, None, plan.fingerprint, settings, started, seed))
         first = everyone[0]
@@ -167,10 +191,10 @@ class Agreement:
 
 
 def _exchanged(mine: _Said) -> list[_Said]:
-    """What every rank says, by rank.
+    """The messages of all ranks, by rank.
 
     Raises:
-        RuntimeMismatchError: ranks in different modes, with different inputs, or some of which failed.
+        RuntimeMismatchError: ranks have different modes or inputs, or some but not all ranks have failed.
     """
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
@@ -198,7 +222,7 @@ def _exchanged(mine: _Said) -> list[_Said]:
 
 
 def _others(everyone: list[_Said], name: str) -> list[int]:
-    """The ranks that say something else than rank 0."""
+    """The ranks whose message differs from rank 0's in the attribute `name`."""
     return [r for r, other in enumerate(everyone) if getattr(other, name) != getattr(everyone[0], name)]
 
 
@@ -209,7 +233,7 @@ def _alike(everyone: list[_Said], name: str, message: str, of: str) -> None:
 
 
 def _from_first(mine: PortableDecisions | Exception | None) -> Any:
-    """What rank 0 gives, on every rank."""
+    """The object that rank 0 passes, on every rank."""
     held = [mine]
     dist.broadcast_object_list(held, src=0)
     return held[0]
@@ -220,7 +244,7 @@ def _words(error: Exception) -> str:
 
 
 def _portable(error: Exception) -> Exception:
-    """An error as it can be sent: itself, or what it says."""
+    """An error that can be pickled: itself, a copy, or a RuntimeError with its words."""
     if isinstance(error, ShardwrightError):
         strategy = error.strategy if error.strategy is None or isinstance(error.strategy, str) else repr(error.strategy)
         return type(error)(
@@ -228,7 +252,7 @@ def _portable(error: Exception) -> Exception:
         )
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # whatever an error of another library holds
+    except Exception:  # errors of other libraries may hold anything
         return RuntimeError(_words(error))
     return error
 
@@ -237,34 +261,9 @@ def _same(a: Any, b: Any) -> bool:
     return a == b or (a is not None and a != a and b != b)
 
 
-# ----------------------------------------------------------------------------------------------------
-# All ranks call the same program at the same step, or an error says who does not.
-#
-# Two programs that differ send different things in a different order; ranks that run one each hang, or end in the depth
-# of a collective. So a rank meets the others before it runs what it did not run in its last call:
-#
-#     every rank:   call n runs what call n-1 ran    nothing is sent: two numbers are compared
-#                   another program, or planning     meet: (n, program) is counted in the store until all have come
-#
-# Induction: at a meeting all agree on (n, program), and until the next one each repeats its program. If some rank turns
-# to another at call n and some rank does not, the first waits at the meeting, outside of any collective, and cannot be
-# waited
-# for by mistake: nothing of call n is computed from it. After a look it asks where the others are (`peers`). One that
-# has
-# begun call n, or is at another meeting, has not come and never will: that is the error, on every rank.
-#
-# A program is known by the number of its planning, which all ranks did together and alike (`agreement`). Calls of one
-# are told
-# apart by whether a gradient is recorded, and by whether a backward came before: a rank that made none waits at its
-# next call, and not in the middle of the others' backward. A program without any collective, as an evaluation in
-# data_parallel, is not
-# counted: ranks may make unequal numbers of such calls.
-#
-# Measured with 4 Gloo processes of one thread on 2 cores: a call that repeats its program 0.4 us; a meeting 0.4 ms when
-# all come at once, where an all-gather of one number by Gloo takes 2.7. With 8 processes 0.8, and 17.
-# ----------------------------------------------------------------------------------------------------
+# -- calls
 
-#: What a call runs: the number of the program, whether a gradient is recorded, whether a backward came before.
+#: A call: the number of its program, whether a gradient is recorded, whether a backward came before.
 Runs = tuple[int, bool, bool]
 
 _PLANNING: Runs = (0, False, False)
@@ -274,35 +273,35 @@ class Steps:
     """The calls of this rank.
 
     Args:
-        ranks: the others.
+        ranks: the connection to the other ranks.
     """
 
     def __init__(self, ranks: Peers) -> None:
         self.ranks = ranks
-        self._made = 0  # programs
-        self._runs: Runs | None = None  # what the latest call runs
-        self._fresh = False  # it was planned in this call
+        self._made = 0  # programs planned so far
+        self._runs: Runs | None = None  # of the latest call
+        self._fresh = False  # the program was planned in this call
         self._meetings = 0
         self._last = ""
 
     def plan(self, why: str = "") -> None:
-        """A model is about to be planned: a call of its own, until the program is there."""
+        """Begin the planning of a model: a call of its own, until the program exists."""
         self._turn(_PLANNING, f"the planning of a model{': ' * bool(why)}{why}")
 
     def made(self) -> int:
-        """The number of the program that has been planned by all ranks."""
+        """The number of the program that all ranks have just planned."""
         self._made += 1
         self._runs, self._fresh = (self._made, torch.is_grad_enabled(), False), True
         return self._made
 
     def begin(self, number: int, what: str, talks: bool, looks_back: bool) -> None:
-        """A call runs a program.
+        """Begin a call of a program; meet the other ranks where the program is not that of the latest call.
 
         Args:
             number: of the program.
-            what: it in words.
-            talks: whether it has collectives where no gradient is recorded.
-            looks_back: whether all ranks come to places of a backward, if one does.
+            what: the program in words.
+            talks: True where the program has collectives even if no gradient is recorded.
+            looks_back: True where a backward brings all ranks to wait points of a backward.
 
         Raises:
             RuntimeMismatchError: other ranks run something else in this call.
@@ -320,7 +319,7 @@ class Steps:
                 self._turn(runs, what if grad else f"{what}, without gradients")
 
     def _turn(self, runs: Runs, what: str) -> None:
-        """To another program than that of the latest call."""
+        """Change to another program than that of the latest call."""
         position.call += 1
         position.program = what
         self._runs, self._fresh = runs, False
@@ -334,14 +333,15 @@ class Steps:
                 ranks.wait(f"met/{key}", lambda seen: _mismatch(seen, ranks.rank))
             else:
                 ranks.store.set(f"met/{key}", "1")
-                if self._last:  # which everybody has left
+                if self._last:  # all ranks have left it
                     for kind in ("meet", "met"):
                         ranks.store.delete_key(f"{kind}/{self._last}")
         self._last = key
 
 
 def _mismatch(seen: Mapping[int, Seen], rank: int) -> RuntimeMismatchError | None:
-    """That some ranks will never come to the meeting of `rank`: they have begun its call with something else."""
+    """The error where some ranks will never come to the meeting of `rank`, because they have begun its call with
+    something else."""
     mine = seen.get(rank)
     if mine is None or not mine.key:
         return None
@@ -359,7 +359,7 @@ def _mismatch(seen: Mapping[int, Seen], rank: int) -> RuntimeMismatchError | Non
     )
 
 
-#: Of the process group's peers: at most one.
+#: The calls that belong to the process group's peers: at most one entry.
 _current: list[Steps] = []
 
 
@@ -373,10 +373,10 @@ def _steps() -> Steps | None:
 
 
 def begin_planning(why: str = "") -> None:
-    """This rank is about to plan a model, which all do together.
+    """Note that this rank is about to plan a model, which all ranks do together.
 
     Args:
-        why: what has changed since it was planned before.
+        why: what has changed since the model was planned before.
 
     Raises:
         RuntimeMismatchError, StuckError: as `Steps.begin`.
@@ -387,7 +387,8 @@ def begin_planning(why: str = "") -> None:
 
 
 def counted(plan: Any) -> Callable[[], None] | None:
-    """What begins each call of a program that all ranks have just planned; None: nobody watches."""
+    """The function that begins each call of a program that all ranks have just planned; None where ranks are not
+    watched."""
     steps = _steps()
     if steps is None:
         return None

@@ -1,12 +1,28 @@
-"""From the leaves that a program computes on to the gradients of the parameters: sums over ranks, in buckets.
+"""Sums of gradients over ranks, in buckets: from the leaves that a program computes on to the parameters' gradients.
 
-A program computes on plain leaves that share the storage of the DTensor parameters. Gradients that are to be summed
-over the same ranks are laid one after the other into a bucket; when its last one has come the sum is started, and the
-backward goes on while it travels. Buckets start in one order on all ranks, and whenever one does those before it take
-their next turn (`SumInTurns`); a short one may wait to travel with a conversion. At the end of the backward all are
-finished; those that not all gradients have reached, since the loss does not depend on every parameter, are then summed
-as they are, which is alike on all ranks as their program is. The gradients handed over are views of the bucket: no copy
-is made after the sum.
+1. Buckets (`GradientSums`). A program computes on plain leaves that share the storage of the DTensor parameters.
+   Gradients that are summed over the same ranks are concatenated into a bucket. The sum of a bucket starts when its
+   last gradient has come, and the backward goes on while the sum travels. Buckets start in one order on all ranks,
+   and each start gives the buckets before it their next turn; a short one may wait to travel with a redistribution.
+   At the end of the backward all sums are finished. A bucket that some gradients have not reached, since the loss
+   does not depend on every parameter, is then summed without these; the program is the same on all ranks, so the
+   missing gradients are the same too. The gradients handed over are views of the bucket: no copy is made after the
+   sum.
+
+2. Sums in turns (`SumInTurns`): sums that travel while the backward goes on.
+
+    turns = sums(x)      a collective is under way
+    next(turns)          None: the collective has ended, and another one is under way; else the sum
+
+3. Unsummed gradients of parameters that are stored in parts (`Scatter`), left by a backward under `no_sync`.
+
+    term      a rank's own gradient of the weight that it computes with: whole, although it is stored as a part
+    scatter   the redistribution from terms to parts: most often a reduce-scatter
+
+Outside of `no_sync` a term is scattered as it comes, together with the terms kept before. (From optimizer level 2 on
+no term is kept: all are scattered.)
+
+`gradients` has the gradient tensors themselves, and the settings of buckets.
 """
 
 from __future__ import annotations
@@ -31,26 +47,16 @@ from .watchdog import WaitPoint, waiting
 __all__ = ["GradientSums", "Scatter", "SumInTurns"]
 
 
-# ----------------------------------------------------------------------------------------------------
-# Gradients of parameters that are stored in parts, while a backward under `no_sync` leaves them as each rank has them.
-#
-#     term      a rank's own gradient of what it works with: whole, where the parameter is stored as a part of that
-#     scatter   the conversion from terms to parts: a reduce-scatter, most of the time
-#
-# Outside of `no_sync` a term is scattered as it comes, and with it what was kept before. (From optimizer level 2 on
-# nothing is kept: terms are always scattered.)
-# ----------------------------------------------------------------------------------------------------
-
-
 class Scatter:
-    """What becomes of the gradient of one parameter, on this rank: called with a term, it gives the part.
+    """The reduction of one parameter's gradient on this rank: a term in, the part out.
 
     Args:
         name: of the parameter.
-        scatter: the conversion.
+        scatter: the redistribution.
         shape: of a term.
-        held: the type of the parameter, in which terms are kept.
-        sums: the type in which they are summed.
+        groups: this rank's process groups.
+        held: the dtype of the parameter, in which terms are kept.
+        sums: the dtype in which terms are summed.
     """
 
     def __init__(
@@ -73,11 +79,12 @@ class Scatter:
 
     @staticmethod
     def fits(scatter: Redistribution) -> bool:
-        """Whether a part has a place in terms: not where digits of mixed radices overlap, as 2@3 and 2@1·3@2 do."""
+        """True where a part has a place in terms; False where digits of mixed radices overlap, as 2@3 and
+        2@1·3@2 do."""
         return refine(scatter.source, scatter.target) is not None
 
     def attach(self, parameter: nn.Parameter, sums: GradientSums) -> None:
-        """To the parameter, and to what becomes of all gradients of the program."""
+        """Set the parameter, and the sums of the program's gradients."""
         self._parameter, self._sums = parameter, sums
 
     def __call__(self, term: Tensor) -> Tensor | None:
@@ -99,7 +106,8 @@ class Scatter:
         return term.to(self._held)
 
     def include(self, term: Tensor, part: Tensor) -> None:
-        """Add to a term what has been summed already: in its place, and where several ranks have it on the first."""
+        """Add a part that was summed already to its place in a term; where several ranks have the part, only the first
+        adds it."""
         if not digits_value(self._others, self._rank):
             for step in self._place:
                 term = step(term)
@@ -110,7 +118,7 @@ class Scatter:
         if unsummed_over(parameter) == self:
             local_tensor(parameter.grad).add_(term)
             return
-        self._sums.sum_kept(parameter)  # of another program, over other ranks
+        self._sums.sum_kept(parameter)  # a term of another program, over other ranks
         term = term.clone(memory_format=torch.contiguous_format)
         if parameter.grad is not None:
             self.include(term, local_tensor(parameter.grad))
@@ -126,7 +134,7 @@ class Scatter:
 
 
 def common(some: Digits, others: Digits) -> Digits:
-    """What two sets of digits speak of both."""
+    """The digits that two sets of digits share."""
     out = []
     for a in some:
         for b in others:
@@ -137,34 +145,29 @@ def common(some: Digits, others: Digits) -> Digits:
     return tuple(out)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Sums of gradients that travel while the backward goes on.
-#
-#     turns = sums(x)      a collective is under way
-#     next(turns)          None: it has come, and another one is under way; else the sum
-# ----------------------------------------------------------------------------------------------------
+# -- sums in turns
 
 
 class SumInTurns:
-    """Sums over the ranks that differ in `digits`, one after the other, each in turns: between two of them a collective
-    is under way. Ranks that share groups take the turns of all their sums in one order.
-    """
+    """Sums over the ranks that differ in `digits`, one after the other, each in turns; between two turns a
+    collective is under way. Ranks that share groups take the turns of all their sums in one order."""
 
     def __init__(self, digits: Digits, groups: ProcessGroups) -> None:
         self._group, self._scratch = groups.seen(digits), groups.scratch
 
     def __call__(self, x: Tensor, rides: bool = False) -> Iterator[Tensor | None]:
-        """The sum of everybody's `x`, flat and not complex: None for each turn, and the sum at the end. `x` is written
-        to, and may be the sum.
+        """The sum of all ranks' `x`: None for each turn, and the sum at the end. `x` is written to, and may become the
+        sum.
 
         Args:
-            rides: an all-gather over the same ranks is likely to come before the next turn: a short sum travels with
-                it.
+            x: this rank's term, flat and not complex.
+            rides: True where an all-gather over the same ranks is likely to come before the next turn: a short sum
+                travels with it.
         """
         group, n, numel = self._group, self._group.size, len(x)
         host = group.through_memory(x)
         if host is not None:
-            yield  # others need not have come here yet
+            yield  # other ranks may not have come here yet
             yield host.all_reduce(x, "sum", x)
         elif not group.exchanges or rings(n, x):
             work = dist.all_reduce(x, group=group.group, async_op=True)
@@ -186,7 +189,7 @@ class SumInTurns:
             yield from self._scattered(x)
 
     def _gathered(self, x: Tensor, rides: bool) -> Iterator[Tensor | None]:
-        """Everybody's terms, summed here."""
+        """The sum in one exchange: the terms of all ranks, summed here."""
         group, n = self._group, self._group.size
         if rides and not group.riders:
             rider = Rider(x)
@@ -207,7 +210,7 @@ class SumInTurns:
         yield total
 
     def _scattered(self, x: Tensor) -> Iterator[Tensor | None]:
-        """A piece of the sum here, and then everybody's."""
+        """The sum in two exchanges: a piece of the sum here, then the pieces of all ranks."""
         group, n, numel = self._group, self._group.size, len(x)
         whole = torch.cat((x, x.new_zeros(-numel % n))) if numel % n else x
         memory = self._scratch.take(len(whole), x)
@@ -215,7 +218,7 @@ class SumInTurns:
         work = group.group.alltoall_base(terms, whole, [], [])
         yield
         work.wait()
-        piece, received = reduced(terms.view(n, -1), "sum"), whole  # which has been sent
+        piece, received = reduced(terms.view(n, -1), "sum"), whole  # `whole` has been sent: its memory is free
         if received.nbytes <= transport.GATHERED_COPIES:
             copies = torch.cat((piece,) * n, out=terms)
             work = group.group.alltoall_base(received, copies, [], [])
@@ -227,19 +230,19 @@ class SumInTurns:
         yield received[:numel]
 
     def forget(self) -> None:
-        """After an error: nothing of a sum that is still under way travels with others."""
+        """Discard, after an error, the sums that wait to travel with others."""
         self._group.riders.clear()
 
 
 class _Bucket:
-    """Gradients of one type that are summed over the same ranks.
+    """Gradients of one dtype that are summed over the same ranks.
 
     Attributes:
         gradients: one entry a parameter, None until it comes.
-        missing: how many have not come.
-        place: its sum.
-        rides: whether a conversion follows with which it may travel.
-        dtype: the type of the sum.
+        missing: the number of gradients that have not come.
+        place: the wait point of its sum.
+        rides: True where a redistribution follows that the sum may travel with.
+        dtype: of the sum.
     """
 
     def __init__(
@@ -265,10 +268,12 @@ class _Sum:
     """The sum of some gradients, under way.
 
     Args:
-        parameters: whose, and their gradients on this rank.
-        place: where a rank is in it.
-        dtype: the type of the sum.
-        rides: as `SumInTurns` has it.
+        parameters: the parameters.
+        gradients: their gradients on this rank.
+        sums: makes the sum.
+        place: the wait point of the sum.
+        dtype: of the sum.
+        rides: as in `SumInTurns`.
     """
 
     def __init__(
@@ -291,13 +296,13 @@ class _Sum:
         self.turn()
 
     def turn(self) -> None:
-        """One turn further, if it is not at the end."""
+        """Take one turn, unless the sum is finished."""
         if self.result is None:
             with waiting(self.place):
                 self.result = next(self.turns)
 
     def finish(self, rank: int) -> None:
-        """To the end, and the gradients to their parameters."""
+        """Take all remaining turns, and hand the gradients over to their parameters."""
         while self.result is None:
             self.turn()
         total = self.result.to(self.held.to_real() if self.complex else self.held)
@@ -308,17 +313,18 @@ class _Sum:
 
 
 class GradientSums:
-    """The leaves of one program, and what becomes of their gradients.
+    """The leaves of one program, and the sums of their gradients.
 
     Args:
-        digits: parameter -> over which its gradient is summed once it is complete, in the order in which gradients
-            come; those that are not named need no sum.
-        groups: the process groups. All ranks must make the sums of a program at the same place.
-        types: parameter -> the type of its sum, where that is not its own.
-        fusion: which gradients travel together.
-        accumulation: whether they are summed in this backward, shared by all programs of a model.
-        scattered: of parameters that are stored in parts, what the program itself does with a gradient.
-        followed: parameters after whose gradient the backward's next conversion gathers over the ranks of its sum.
+        digits: parameter -> the digits over which its gradient is summed once it is complete, in the order in which
+            gradients come; parameters that are not named need no sum.
+        types: parameter -> the dtype of its sum, where that is not its own.
+        groups: the process groups. All ranks must construct the sums of a program at the same point.
+        fusion: the division of gradients into buckets.
+        accumulation: the state of `no_sync`, shared by all programs of a model.
+        scattered: a `Scatter` for each parameter stored in parts whose gradient the program itself reduces.
+        followed: parameters after whose gradient the backward's next redistribution gathers over the ranks of its
+            sum.
     """
 
     def __init__(
@@ -332,7 +338,7 @@ class GradientSums:
         followed: Collection[str] = (),
     ) -> None:
         self._digits, self._groups, self._fusion, self._accumulation = digits, groups, fusion, accumulation
-        self._types, self._type_of = types, dict[int, torch.dtype]()  # by name; by the parameter's id
+        self._types, self._type_of = types, dict[int, torch.dtype]()  # keys: name; id of the parameter
         self._scattered, self._followed = scattered, followed
         self._buckets: list[_Bucket] = []
         self._next = 0  # the bucket that is to start next
@@ -342,7 +348,8 @@ class GradientSums:
             groups.of(over)
 
     def leaves(self, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-        """A plain leaf on the storage of each DTensor parameter, whose gradients come to the parameter."""
+        """A plain leaf on the storage of each DTensor parameter, by name. Gradients of the leaves are handed
+        over to the parameters."""
         trained = {name: i for i, name in enumerate(n for n, p in parameters.items() if p.requires_grad)}
         out, due = {}, []
         for name, parameter in parameters.items():
@@ -377,26 +384,26 @@ class GradientSums:
 
     @property
     def accumulates(self) -> bool:
-        """Whether gradients stay as each rank has them, now."""
+        """True while gradients stay unsummed."""
         return self._accumulation.open
 
     def keep(self, parameter: nn.Parameter) -> None:
-        """A parameter has a gradient that is still to be summed."""
+        """Note a parameter whose gradient is still to be summed."""
         self._accumulation.kept[id(parameter)] = parameter
 
     def note_backward(self) -> None:
-        """A gradient has come."""
+        """Note that a gradient has come, possibly the first of a backward."""
         if backward_number() != self._backward:
             self._begin()
 
     def _complete(self, parameter: nn.Parameter, leaf: Tensor) -> None:
-        """The hook of a leaf whose gradient needs no sum, or has been kept whole."""
+        """Hand over the gradient of a leaf that needs no sum, or has been kept whole; a hook of the leaf."""
         gradient, leaf.grad = leaf.grad, None
         if gradient is not None:
             hand_over(parameter, beginning(gradient, local_tensor(parameter).shape), self._groups.rank)
 
     def _came(self, bucket: _Bucket, place: int, leaf: Tensor) -> None:
-        """The hook of a leaf whose gradient is to be summed."""
+        """Put the gradient of a leaf into its bucket; a hook of the leaf."""
         gradient, leaf.grad = leaf.grad, None
         self.note_backward()
         bucket.gradients[place] = beginning(gradient, bucket.shapes[place])
@@ -410,13 +417,13 @@ class GradientSums:
         self._backward, self._next = backward_number(), 0
         for bucket in self._buckets:
             bucket.clear()
-            if self._travelling:  # since a backward that ended in an error: what is under way still has its memory
+            if self._travelling:  # a backward ended in an error: sums under way keep their memory
                 bucket.sums.forget()
         self._travelling.clear()
         at_backward_end(self._finish)
 
     def _finish(self) -> None:
-        """At the end of the backward."""
+        """Start and finish the remaining sums at the end of the backward."""
         self._backward = -1
         if self._accumulation.open:
             for bucket in self._buckets:
@@ -428,7 +435,7 @@ class GradientSums:
         for started in self._travelling:
             started.finish(self._groups.rank)
         self._travelling.clear()
-        for parameter in self._accumulation.kept.values():  # another program's, or without a gradient in this backward
+        for parameter in self._accumulation.kept.values():  # of another program, or without a gradient in this backward
             self.sum_kept(parameter)
         self._accumulation.kept.clear()
 
@@ -448,7 +455,7 @@ class GradientSums:
         bucket.missing = 0
 
     def _keep(self, bucket: _Bucket) -> None:
-        """Each rank's own gradients onto the parameters."""
+        """Put each rank's own gradients onto the parameters, unsummed."""
         for parameter, gradient in zip(bucket.parameters, bucket.gradients):
             if gradient is not None:
                 if unsummed_over(parameter) not in (None, bucket.digits):
@@ -458,7 +465,7 @@ class GradientSums:
         bucket.clear()
 
     def sum_kept(self, parameter: nn.Parameter) -> None:
-        """Sum a rank's own term by itself, if the parameter still has one."""
+        """Sum a rank's own term by itself, where the parameter still has one."""
         digits = unsummed_over(parameter)
         if isinstance(digits, Scatter):
             hand_over(parameter, digits.part(take_unsummed(parameter)), self._groups.rank)

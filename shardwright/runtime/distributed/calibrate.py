@@ -1,11 +1,12 @@
-"""Measure the cluster that a run has: its collectives, its matmuls, its memory, while all ranks are at work at once.
+"""Calibration: measure the cluster of a run (collectives, matmuls, memory) while all ranks are at work at once.
 
-    seconds of a conversion = c + A latency + B / bandwidth     as the cost model has it, by its cheapest algorithm
-    (latency, 1 / bandwidth) of a level = argmin Σ over its conversions of (seconds - measured)² / (seconds · measured)
+    seconds of a redistribution = c + A latency + B / bandwidth     in the cost model, by its cheapest algorithm
+    (latency, 1 / bandwidth) of a level = argmin Σ over its redistributions of (seconds - measured)² / (seconds ·
+        measured)
 
-Conversions are measured as steps run them, on whatever transport: all groups of a level at once, all kinds of
-collectives, groups and messages from small to large. Each number is the median of rounds in which tasks take turns,
-each round as long as its slowest rank took. The levels are the ranks of one host, and the hosts.
+Redistributions are measured as steps run them, on the transport in use: all groups of a level at once, all kinds of
+collectives, groups and messages from small to large. Each number is the median of several rounds in which the tasks
+take turns; the time of a round is that of the slowest rank. The levels are the ranks of one host, and the hosts.
 
 On an accelerator every task ends with a synchronisation, so that queued kernels are counted.
 """
@@ -35,19 +36,20 @@ from .collectives import ProcessGroups, bind_all
 __all__ = ["Timing", "calibrate", "fit", "levels_of"]
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-#: Bytes of the largest of a rank's tensors, before or after a conversion.
+#: Bytes of the largest of a rank's tensors, before or after a redistribution.
 MESSAGES = (4 << 10, 64 << 10, 512 << 10, 4 << 20, 16 << 20)
 DTYPES = ("float32", "float64", "bfloat16", "float16")
-# A task is repeated until it takes so many seconds: ranks come out of a barrier milliseconds apart.
+# A task is repeated until it takes this many seconds, because ranks leave a barrier milliseconds apart.
 LONG_ENOUGH = 0.03
 ROUNDS = 7
 
 
 @dataclass(frozen=True)
 class Timing:
-    """How long a conversion takes.
+    """The measured time of a redistribution.
 
     Attributes:
+        conversion: the redistribution.
         nbytes: of the whole tensor.
         seconds: of the slowest rank.
     """
@@ -58,12 +60,12 @@ class Timing:
 
 
 def calibrate(runtime: Runtime, name: str | None = None, rounds: int = ROUNDS) -> Cluster:
-    """Measure the ranks of the default process group. All ranks call it, at the same time; all get the same cluster.
+    """Measure the ranks of the default process group. All ranks call this at the same time; all get the same cluster.
 
     Args:
         runtime: of processes, from `shardwright.init`.
         name: of the cluster; None: that of rank 0's host.
-        rounds: of which medians are taken.
+        rounds: the number of rounds of which medians are taken.
 
     Raises:
         SettingError: one rank alone; hosts with different numbers of ranks, or with ranks that are not neighbours.
@@ -75,9 +77,9 @@ def calibrate(runtime: Runtime, name: str | None = None, rounds: int = ROUNDS) -
         raise SettingError("one rank alone has no links to measure", legal="two ranks or more")
     watch = _Watch(runtime.device, rounds)
     peak = {dtype: rate for dtype in DTYPES for rate in (_matmul_rate(watch, getattr(torch, dtype)),) if rate}
-    # The levels' latencies and bandwidths take the place of these, one level after the other: nothing is left of them.
+    # Placeholders: the loop below replaces each level's latency and bandwidth by measured ones.
     levels = tuple(Level(level, size, 1.0, 1.0) for level, size in (("host", inner), ("network", outer)) if size > 1)
-    memory = -int(watch.slowest([-_memory(runtime.device, inner)])[0])  # the least that a rank has
+    memory = -int(watch.slowest([-_memory(runtime.device, inner)])[0])  # the least of all ranks
     cluster = Cluster(name or hosts[0], levels, memory, peak, _memory_bandwidth(watch), _overhead(watch))
     groups, stride = ProcessGroups(len(hosts), runtime.rank), 1
     for place, level in enumerate(levels):
@@ -112,17 +114,18 @@ def levels_of(hosts: Sequence[str]) -> tuple[int, int]:
 
 
 def fit(timings: Sequence[Timing], costs: Callable[[float, float], CostModel]) -> tuple[float, float]:
-    """The latency (seconds) and bandwidth (bytes/s) by which the cost model comes closest to what was measured.
+    """The latency (seconds) and bandwidth (bytes/s) at which the cost model comes closest to the measured times.
 
     Args:
-        costs: of a latency and a bandwidth; conversions are piecewise linear in latency and 1 / bandwidth.
+        timings: the measured times.
+        costs: (latency, bandwidth) -> cost model; costs are piecewise linear in latency and 1 / bandwidth.
     """
     measured = np.array([t.seconds for t in timings])
     best = np.array([measured.min(), measured.max() / max(t.nbytes for t in timings)])  # latency, 1 / bandwidth
     known, least = best, math.inf
-    while True:  # which algorithm is cheapest where, then least squares for these algorithms, while that is better
+    while True:  # fix the cheapest algorithms, solve least squares for these, repeat while the error falls
         now, slopes = _linear(timings, costs, known)
-        weights = 1 / np.sqrt(now * measured)  # too much by some factor is as bad as too little by it
+        weights = 1 / np.sqrt(now * measured)  # symmetric: a factor too much is as bad as the same factor too little
         error = float(np.sum(((now - measured) * weights) ** 2))
         if error >= least * (1 - 1e-9):
             return float(best[0]), float(1 / best[1])
@@ -131,10 +134,10 @@ def fit(timings: Sequence[Timing], costs: Callable[[float, float], CostModel]) -
 
 
 def _least_squares(rows: np.ndarray, wanted: np.ndarray, before: np.ndarray) -> np.ndarray:
-    """The two numbers above 0 that `rows` make closest to `wanted` of."""
+    """The two positive numbers x that minimise |rows · x - wanted|²."""
     found = np.linalg.lstsq(rows, wanted, rcond=None)[0]
     for i in (0, 1):
-        if found[i] <= 0:  # noise: so little of it that nothing is left; the other explains what it can
+        if found[i] <= 0:  # noise hides this one: the other explains what it can
             found[i] = before[i] * 1e-3
             other = rows[:, 1 - i]
             found[1 - i] = max(other @ (wanted - rows[:, i] * found[i]) / (other @ other), before[1 - i] * 1e-3)
@@ -144,7 +147,7 @@ def _least_squares(rows: np.ndarray, wanted: np.ndarray, before: np.ndarray) -> 
 def _linear(
     timings: Sequence[Timing], costs: Callable[[float, float], CostModel], at: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The price of each timing at (latency, 1 / bandwidth), and its two slopes there."""
+    """The cost of each timing at (latency, 1 / bandwidth), and its two slopes there."""
 
     def seconds(latency: float, inverse: float) -> np.ndarray:
         priced = costs(float(latency), float(1 / inverse))
@@ -161,11 +164,11 @@ def _with_level(cluster: Cluster, place: int, latency: float, bandwidth: float) 
     return replace(cluster, levels=tuple(levels))
 
 
-# -- what is measured --------------------------------------------------------------------------------------------------
+# -- measurements
 
 
 class _Watch:
-    """Times tasks on all ranks at once."""
+    """A stopwatch that times tasks on all ranks at once."""
 
     def __init__(self, device: torch.device, rounds: int) -> None:
         self.device, self.rounds = device, rounds
@@ -190,7 +193,7 @@ class _Watch:
         return (time.perf_counter() - start) / times
 
     def slowest(self, numbers: object) -> Tensor:
-        """Of each number the largest that a rank has."""
+        """The elementwise maximum of all ranks' numbers."""
         everyone = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         dist.all_reduce(everyone, dist.ReduceOp.MAX)
         return everyone.cpu()
@@ -201,7 +204,7 @@ class _Watch:
 
 
 def _conversions(watch: _Watch, groups: ProcessGroups, size: int, stride: int) -> list[Timing]:
-    """Collectives of all kinds among the units of a level, `size` of them, each of `stride` ranks."""
+    """The timings of all kinds of collectives among the `size` units of a level, each of `stride` ranks."""
     parts = [n for n in range(2, size + 1) if size % n == 0]
     tasks, found = [], []
     for n in dict.fromkeys((parts[0], parts[len(parts) // 2], parts[-1])):
@@ -217,7 +220,7 @@ def _conversions(watch: _Watch, groups: ProcessGroups, size: int, stride: int) -
 
 
 def _conversion(kind: str, devices: int, digit: Digit) -> Redistribution:
-    """The conversion of a matrix that is one such collective over the digit."""
+    """The redistribution of a matrix that is one collective of this kind over the digit."""
     whole = Layout.replicated(devices, 2)
     rows, columns = Layout.of(devices, ((digit,), ())), Layout.of(devices, ((), (digit,)))
     terms = whole.with_partial((digit,))
@@ -243,8 +246,8 @@ def _task(steps: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> Callable[[]
 
 
 def _matmul_rate(watch: _Watch, dtype: torch.dtype) -> float:
-    """The best flop/s of square matmuls, forward and backward, from small ones to those that take a while; 0: there are
-    none of this type."""
+    """The best flop/s of square matmuls, forward and backward, of growing size; 0 where the device has none of this
+    dtype."""
     best, size = 0.0, 128
     while True:
         a, b = (torch.ones(size, size, device=watch.device, dtype=dtype, requires_grad=True) for _ in range(2))
@@ -255,7 +258,7 @@ def _matmul_rate(watch: _Watch, dtype: torch.dtype) -> float:
 
         try:
             task()
-        except RuntimeError:  # on every rank alike
+        except RuntimeError:  # all ranks fail alike
             return best
         seconds = watch([task])[0]
         best = max(best, 3 * 2 * size**3 / seconds)
@@ -265,15 +268,15 @@ def _matmul_rate(watch: _Watch, dtype: torch.dtype) -> float:
 
 
 def _memory_bandwidth(watch: _Watch) -> float:
-    """Bytes/s that a pointwise operator reads and writes. As in a forward, several results are kept at a time: memory
-    that is new to the process costs its pages."""
+    """Bytes/s that a pointwise operator reads and writes. Several results are kept at a time, as in a forward, because
+    memory that is new to the process costs its pages."""
     nbytes, kept = (4 << 20, 8) if watch.device.type == "cpu" else (256 << 20, 4)
     x = torch.ones(nbytes // 4, device=watch.device)
     return 2 * kept * nbytes / watch([lambda: [torch.relu(x) for _ in range(kept)]])[0]
 
 
 def _overhead(watch: _Watch) -> float:
-    """Seconds that launching one operator takes: of a chain of small ones, forward and backward."""
+    """Seconds to launch one operator, from a chain of small operators, forward and backward."""
     length, x = 100, torch.ones(8, device=watch.device, requires_grad=True)
 
     def chain() -> None:
@@ -286,7 +289,7 @@ def _overhead(watch: _Watch) -> float:
 
 
 def _memory(device: torch.device, ranks: int) -> int:
-    """Bytes of memory that a rank has: its accelerator's, or its part of the host's."""
+    """Bytes of memory of a rank: its accelerator's, or its share of the host's."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks

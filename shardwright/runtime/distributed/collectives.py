@@ -1,7 +1,32 @@
-"""The processes runtime's executor: one rank's part of a step, through torch.distributed.
+"""Collectives of the processes runtime: one rank's part of a redistribution, through torch.distributed.
 
-bound = bind(step, x.shape, rank, groups)      once: plain ints, and the process group; `bind_all`: several steps
-x = bound(x)                                   every time; no autograd here
+    bound = bind(step, x.shape, rank, groups)      once: plain ints, and the process group; `bind_all`: several steps
+    x = bound(x)                                   every time; autograd does not see it
+
+1. Two steps as one exchange. On Gloo small messages take two steps of a redistribution as one: half the meetings for
+   the same bytes.
+
+    an all-reduce and a slice           every rank is sent the terms of its own slice alone, and sums these
+    an all-to-all and an all-gather     every rank is sent at once the pieces that the ranks of the all-gather would
+                                        have passed on
+
+2. Process groups (`ProcessGroups`, `Group`): the ranks that differ from this one in some digits alone. `Scratch` is
+   memory that several sums use one after the other.
+
+3. Transport. All functions take and return flat tensors, except an all-reduce, which keeps the shape.
+
+    NCCL, HCCL, MPI     the functional collectives, which torch.compile traces
+    one host on Gloo    shared memory (`shared_memory`)
+    other on Gloo       all-to-alls: groups of several hosts, programs that torch.compile has traced, hosts without
+                        such memory
+
+With all-to-alls, a reduce-scatter is one all-to-all and a local sum. An all-gather is one that sends the same to
+every rank. A small all-reduce is a gather and a local sum, a larger one a reduce-scatter and a gather, one of several
+MiB Gloo's own ring. Two ranks swap their tensors. Sums are taken in ascending order of the ranks, as in the local
+runtime, except in the ring: all replicas have the same bits everywhere.
+
+The thresholds are measured with 8, 4 and 2 Gloo processes on 2 cores (measured: benchmarks/README.md). Example: for 4
+KiB a rank on 8 ranks Gloo's all-reduce takes 19.1 ms, a gather and a local sum 4.1 ms.
 """
 
 from __future__ import annotations
@@ -51,12 +76,7 @@ __all__ = [
 ]
 
 
-# ----------------------------------------------------------------------------------------------------
-# Two steps of a conversion that small messages on Gloo take as one exchange: half the meetings for the same bytes.
-#
-#     an all-reduce and a slice           every rank is sent the terms of its own slice, and adds up those
-#     an all-to-all and an all-gather     every rank is sent by all what the others of its own gather would have passed on
-# ----------------------------------------------------------------------------------------------------
+# -- two steps as one exchange
 
 Exchange = Callable[[Tensor], Tensor]
 
@@ -70,15 +90,16 @@ def reduced_slice(
     whole: Exchange,
     limit: Callable[[], float],
 ) -> Exchange:
-    """An all-reduce and a slice.
+    """An all-reduce and the slice after it, as one exchange.
 
     Args:
-        slices: those of every rank of the group, flat.
-        mine: the slice of this rank.
-        ranks: how many they are.
-        reduce_scatter: equal pieces, flat, one after the other; gives this rank's, reduced.
+        slices: x -> the slices of all ranks of the group, each flat.
+        mine: x -> the slice of this rank.
+        ranks: the number of ranks in the group.
+        reduce_scatter: equal pieces, flat, one after the other -> this rank's piece, reduced.
         after: the shape of a slice.
-        whole: the all-reduce, for more received bytes than `limit` says.
+        whole: the all-reduce, used where more bytes than `limit` would be received.
+        limit: the greatest number of received bytes of one exchange.
     """
     numel = ranks * math.prod(after)
 
@@ -91,7 +112,7 @@ def reduced_slice(
 
 
 def joined_digits(first: RedistributionStep, second: RedistributionStep) -> Digits | None:
-    """The digits over which two steps are one exchange, most major first; None: they cannot be."""
+    """The digits over which two steps are one exchange, most major first; None where they cannot be one."""
     if first.kind != "all_to_all" or first.permuted or second.kind != "all_gather":
         return None
     return tuple(sorted(first.moved + second.moved, key=lambda d: -d.stride))
@@ -105,12 +126,14 @@ def exchanged_and_gathered(
     apart: Sequence[Exchange],
     limit: Callable[[], int],
 ) -> Exchange:
-    """An all-to-all and the all-gather after it.
+    """An all-to-all and the all-gather after it, as one exchange.
 
     Args:
+        first, second: the two steps.
         shape: of the local tensor before the two.
-        exchange: equal pieces, flat, one after the other, to all ranks of `joined_digits`; gives theirs.
-        apart: the two by themselves, for more received bytes than `limit` says.
+        exchange: equal pieces, flat, one after the other, to all ranks of `joined_digits` -> the pieces received.
+        apart: the two steps by themselves, used where more bytes than `limit` would be received.
+        limit: the greatest number of received bytes of one exchange.
     """
     digits = joined_digits(first, second)
     assert digits is not None
@@ -136,8 +159,9 @@ def exchanged_and_gathered(
 
 
 def _arranged(view: tuple[int, ...], perm: tuple[int, ...], copies: int, one: Geometry, two: Geometry) -> Exchange:
-    """How the received pieces, of shape `view`, become the result: brought by `perm` into the order in which `copies`
-    ranks have what the all-to-all gives each, then arranged as this arranges it, then as the all-gather does."""
+    """The function that arranges the received pieces, of shape `view`, into the result. `perm` brings them into the
+    order in which `copies` ranks have the pieces that the all-to-all gives each; then follow the all-to-all's and the
+    all-gather's own arrangements."""
     moves = [(view, perm)]
     for after in (
         ((copies, *one.post_view), (0, *(1 + k for k in one.post_perm))) if one.post_perm else None,
@@ -180,7 +204,7 @@ def _composed(
 
 
 def _runs(sizes: Sequence[int], shape: Sequence[int]) -> list[list[int]]:
-    """Which of `sizes`, one after the other, make up each of `shape`."""
+    """For each size of `shape`, the indices of the consecutive `sizes` whose product it is."""
     out, at = [], 0
     for size in shape:
         run: list[int] = []
@@ -191,54 +215,49 @@ def _runs(sizes: Sequence[int], shape: Sequence[int]) -> list[list[int]]:
     return out
 
 
-# ----------------------------------------------------------------------------------------------------
-# Memory that several sums use one after the other.
-# ----------------------------------------------------------------------------------------------------
+# -- memory that several sums use one after the other
 
 
 class Scratch:
-    """Memory into which ranks receive. What is freed and allocated anew in each step costs its pages, and sums that
-    come one
-    after the other can share it: it is kept, the largest that was asked for, for whoever asks next."""
+    """Memory into which ranks receive. Memory that is freed and allocated anew in each step costs its pages, and
+    consecutive sums can share it; so the largest tensor requested is kept for the next sum."""
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
 
     def take(self, numel: int, like: Tensor) -> Tensor:
-        """Uninitialised, flat, of at least `numel` elements of the type of `like`."""
+        """A flat, uninitialised tensor of at least `numel` elements, of the dtype and device of `like`."""
         for k, held in enumerate(self._free):
             if held.dtype == like.dtype and held.device == like.device:
                 del self._free[k]
                 if held.numel() >= numel:
                     return held
-                del held  # before there is a larger one
+                del held  # freed before a larger one is allocated
                 break
         return like.new_empty(numel)
 
     def give(self, x: Tensor) -> None:
-        """Back, what was taken. What an error has left under way is never given back."""
+        """Return a tensor of `take`. A tensor that an error has left in use is never returned."""
         self._free.append(x)
 
 
-# ----------------------------------------------------------------------------------------------------
-# The process groups of one rank: the ranks that differ from it in some digits alone.
-# ----------------------------------------------------------------------------------------------------
+# -- process groups
 
 
 class ProcessGroups:
-    """The process groups of one rank, made when first asked for: all ranks must ask for the same ones in one order.
+    """The process groups of one rank, made at first use: all ranks must use the same ones in one order.
 
     Args:
-        devices: the number of ranks that layouts speak of.
+        devices: the number of ranks that layouts refer to.
         rank: this rank among them.
         base: the world's rank of the first of them (a pipeline stage's, say).
-        timeout: after which a collective on a group made here fails; None: the default group's.
-        exchanges: whether steps are to be made of all-to-alls; None: on Gloo.
-        share: whether ranks of one host then do them through memory that they share; None: unless the environment has
+        timeout: of a collective on a group made here; None: the default group's.
+        exchanges: True where steps are made of all-to-alls; None: on Gloo.
+        share: True where ranks of one host then use shared memory; None: unless the environment has
             SHARDWRIGHT_SHARED_MEMORY=0.
 
     Attributes:
-        scratch: what sums receive into.
+        scratch: the memory that sums receive into.
     """
 
     def __init__(
@@ -261,7 +280,7 @@ class ProcessGroups:
         return self.seen(digits).group
 
     def seen(self, digits: Digits) -> Group:
-        """The same, as this rank sees it."""
+        """The same group as a `Group`."""
         key = merge(sorted(digits, key=lambda d: -d.stride))
         if key not in self._groups:
             made, size, position = self._make(key), digits_size(key), digits_value(key, self.rank)
@@ -277,24 +296,25 @@ class ProcessGroups:
         if len(mine) == dist.get_world_size():
             return dist.group.WORLD
         if dist.get_backend() != "mpi":
-            # Only the members meet: other pipeline stages need not know of the group.
+            # Only the members meet: other pipeline stages do not take part.
             return dist.new_group(mine, timeout=self.timeout, use_local_synchronization=True)
+        # With MPI the whole world makes every group.
         made = {
             ranks: dist.new_group(tuple(self.base + r for r in ranks), timeout=self.timeout)
             for ranks in groups(self.devices, digits)
-        }  # with MPI the whole world makes every group
+        }
         return made[group_of(self.rank, digits)]
 
 
 class Group:
-    """A process group as one of its ranks sees it.
+    """A process group from the position of one of its ranks.
 
     Attributes:
-        size: how many ranks.
+        size: the number of ranks.
         position: of this rank among them.
-        exchanges: whether steps are to be made of all-to-alls.
-        host: what does them where all ranks are on one host, or None.
-        name: by which functional collectives know the group.
+        exchanges: True where steps are made of all-to-alls.
+        host: the collectives through shared memory, where all ranks are on one host; else None.
+        name: of the group, for functional collectives.
         riders: sums that wait for an exchange of the group to travel with.
     """
 
@@ -306,15 +326,16 @@ class Group:
         self.riders: list[Rider] = []
 
     def through_memory(self, x: Tensor) -> SameHost | None:
-        """What does a collective of `x` on one host, if it can."""
+        """The collectives through shared memory, where they can take `x`; else None."""
         return self.host if x.is_cpu and not torch.compiler.is_compiling() else None
 
 
 class Rider:
-    """What is to be summed, and travels with the next all-gather of its group.
+    """A tensor to be summed that travels with the next all-gather of its group.
 
     Attributes:
-        terms: everybody's, stacked, once they have come.
+        x: this rank's term.
+        terms: the terms of all ranks, stacked, once they have come.
     """
 
     __slots__ = ("terms", "x")
@@ -323,75 +344,47 @@ class Rider:
         self.x, self.terms = x, None
 
 
-# ----------------------------------------------------------------------------------------------------
-# How collectives travel. All take and give flat tensors, but an all-reduce, which keeps the shape.
-#
-# Where collectives are a library's (NCCL, HCCL, MPI) they are the functional ones, which torch.compile traces. Where
-# they would be Gloo's, ranks of one host do them through memory that they share (`same_host`). What is left to Gloo,
-# groups of several hosts, what torch.compile has traced, hosts without such memory, is made of all-to-alls: a
-# reduce-scatter is one and a local sum, an all-gather one that sends everybody the same, an all-reduce of something
-# small a gather and a local sum, of something larger a reduce-scatter and a gather, of several MiB Gloo's own ring. Two
-# ranks swap what they have. Of an all-reduce that a slice follows every rank is sent the terms of its slice alone. Sums
-# are then taken in ascending order of the ranks, as in the
-# local runtime, but in the ring: all replicas have the same bits everywhere.
-#
-# Why, measured with 8, 4 and 2 Gloo processes of one thread on 2 cores, ms (all_to_all through the group's own method
-# takes 0.19 ms on 2 ranks where the functional one takes 0.5, and 0.8 where it takes 1.1 on 4):
-#
-#     KiB a rank   all_reduce          gather, sum      scatter, sum, gather   all_gather      by all_to_all
-#          4       19.1   4.0  0.36    4.1  1.7  0.28   6.9   2.8  0.52        10.0  2.5 0.26   3.3  1.6 0.20
-#        128       16.8   5.5  0.55    6.9  2.7  0.46   8.9   3.9  0.58        12.4  3.3 0.36   5.7  2.7 0.33
-#        512       15.9   5.3  0.70   18.7  6.7  1.0    9.6   3.7  1.0         20.1  6.6 1.4   16.3  5.4 0.80
-#       4096       26.2  12.7  4.4     -     -    -    34.5  13.9  5.4          412 33.6 6.1    472 45.4 5.3
-# ----------------------------------------------------------------------------------------------------
+# -- transport
 
-# Bytes from which two ranks on Gloo swap what they have, instead of exchanging two pieces each, one with itself. Eight
-# processes in pairs on 2 cores, ms, as an exchange and as a swap (and Gloo's own all-reduce):
-#     KiB a rank   all_reduce          all_gather    reduce_scatter
-#             8     0.9   1.0  ( 1.0)   0.9   0.9      1.0  1.1
-#            32     1.4   1.1  ( 1.4)   1.2   1.0      0.9  1.0
-#           392     4.1   2.0  ( 2.4)   3.6   2.3      1.8  1.2
-#          4096    40.9  16.1  (17.4)  90.8  32.7     13.0  8.4
+# Bytes from which two ranks on Gloo swap their tensors, instead of exchanging two pieces each, one of them with
+# itself.
 SWAPPED = 32 << 10
-# Received bytes up to which an all-reduce on Gloo gathers every term and sums locally (see the table: 8 x 128 KiB).
+# Received bytes up to which an all-reduce on Gloo gathers every term and sums locally (8 x 128 KiB).
 GATHERED_TERMS = 1 << 20
-# Received bytes up to which an all-gather on Gloo is an all-to-all; past it the n copies to send cost more (8 x 1 MiB).
+# Received bytes up to which an all-gather on Gloo is an all-to-all; above it the n copies to send cost more (8 x 1
+# MiB).
 GATHERED_COPIES = 8 << 20
-# Received bytes up to which an all-to-all and an all-gather on Gloo are one exchange: eight processes, of 4 and of 2,
-# take 0.7 of the two at 16 KiB, 0.6 at 256 KiB, 0.9 at 2 and at 8 MiB.
+# Received bytes up to which an all-to-all and an all-gather on Gloo are one exchange, which takes 0.6 to 0.9 of the
+# time of two.
 GATHERED_PIECES = 8 << 20
-# Bytes, for each of the ranks and each of them again, of numbers of 32 or 64 bits, from which more than two ranks on
-# Gloo leave an all-reduce to its own, a ring: its turns are many, but each has a part of the bytes. Eight processes on
-# 2 loaded cores, all together and in fours, ms, as a reduce-scatter and a gather and as a ring:
-#     MiB a rank     8 ranks        4 ranks
-#              1     18.4  25.6     21.6  17.1
-#              2     29.6  34.2     35.0  24.6
-#              4     52.8  47.7     69.1  45.5
-#              6     72.2  66.4    105.3  48.7
+# Bytes, times the square of the number of ranks, from which more than two ranks on Gloo use Gloo's own all-reduce, a
+# ring, for numbers of 32 or 64 bits: its turns are many, but each has a part of the bytes.
 RING = 64 << 10
 
-# The functional collectives here are what torch.distributed's public ones call, which take no group by name; names,
-# unlike groups, are constants to torch.compile.
+# The functional collectives here are those that torch.distributed's public ones call. The public ones take no group
+# by name; names, unlike groups, are constants to torch.compile.
 
-# torch 2.13 has renamed it, and warns of the older name.
+# torch 2.13 has renamed this function, and warns of the older name.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def exchange(group: Group, x: Tensor, sends: Sequence[int] = (), receives: Sequence[int] = ()) -> Tensor:
-    """Pieces to the ranks of the group, pieces from them; `x` is contiguous.
+    """An all-to-all: pieces of the contiguous `x` to the ranks of the group, and pieces from them.
 
     Args:
+        group: the group.
+        x: the pieces to send, one after the other.
         sends, receives: numbers of elements, for a flat `x`; empty: all pieces are equal.
     """
     if not receives and (host := group.through_memory(x)) is not None:
         return host.exchange(x)
-    if x.is_complex():  # Gloo's all_to_all knows no complex numbers
+    if x.is_complex():  # Gloo's all_to_all does not support complex numbers
         pairs = torch.view_as_real(x).reshape(-1)
         pairs = exchange(group, pairs, [2 * n for n in sends], [2 * n for n in receives])
         return torch.view_as_complex(pairs.view(*x.shape, 2) if not receives else pairs.view(-1, 2))
     if group.exchanges and not torch.compiler.is_compiling():
-        # The group's own method, private too: half the latency of the functional one, see the table above; and seven
-        # eighths of it where no numbers are given.
+        # The group's own method, private too: half the latency of the functional one, and seven eighths of that where
+        # no numbers of elements are given.
         received = x.new_empty(sum(receives)) if receives else torch.empty_like(x)
         group.group.alltoall_base(received, x, list(receives), list(sends)).wait()
         return received
@@ -400,7 +393,7 @@ def exchange(group: Group, x: Tensor, sends: Sequence[int] = (), receives: Seque
 
 
 def routed(group: Group, step: RedistributionStep, pieces: int, piece: int, rank: int) -> Callable[[Tensor], Tensor]:
-    """An all-to-all in which each rank sends so many pieces, not to all."""
+    """An all-to-all in which each rank sends `pieces` pieces of `piece` elements, not to all ranks."""
     to, source = step.partners(rank)
     sends = tuple(piece if r in to else 0 for r in range(step.size))
     receives = tuple(piece if r in source else 0 for r in range(step.size))
@@ -415,13 +408,13 @@ def routed(group: Group, step: RedistributionStep, pieces: int, piece: int, rank
 
 
 def _swap(group: Group, x: Tensor) -> Tensor:
-    """What the other one of two ranks has for its `x`, which is flat."""
+    """The other rank's counterpart of `x`, which is flat, in a group of two."""
     counts = (0, len(x)) if group.position == 0 else (len(x), 0)
     return exchange(group, x, counts, counts)
 
 
 def gather(group: Group) -> Callable[[Tensor], Tensor]:
-    """Flat -> everybody's, one after the other."""
+    """An all-gather: flat -> the tensors of all ranks, one after the other."""
     n, position, exchanges = group.size, group.position, group.exchanges
 
     def run(x: Tensor) -> Tensor:
@@ -437,14 +430,14 @@ def gather(group: Group) -> Callable[[Tensor], Tensor]:
             other = _swap(group, x)
             return torch.cat((other, x) if position else (x, other))
         if exchanges and n * size <= GATHERED_COPIES:
-            return exchange(group, torch.cat((x,) * n))  # a quarter of what `repeat` takes
+            return exchange(group, torch.cat((x,) * n))  # a quarter of the time of `repeat`
         return functional_wait(functional_all_gather(x, n, group.name))
 
     return run
 
 
 def reduce_scatter(group: Group, reduction: str) -> Callable[[Tensor], Tensor]:
-    """Flat pieces -> this rank's, reduced."""
+    """A reduce-scatter: flat pieces -> this rank's piece, reduced."""
     n, position, exchanges = group.size, group.position, group.exchanges
 
     def run(x: Tensor) -> Tensor:
@@ -461,11 +454,11 @@ def reduce_scatter(group: Group, reduction: str) -> Callable[[Tensor], Tensor]:
 
 
 def reduced(terms: Tensor, reduction: str) -> Tensor:
-    """The sum, max or min of the ranks' terms, stacked, taken in their order."""
+    """The sum, max or min of the ranks' stacked terms, taken in their order."""
     n, *shape = terms.shape
     if reduction != "sum" or n > 16 or terms.dtype not in (torch.float32, torch.float64):
         return reduce_terms(terms.unbind(0), reduction)
-    # One call for n: it adds up to 16 rows in their order, if columns fill whole vectors.
+    # One call for all n: `sum` adds up to 16 rows in their order, if columns fill whole vectors.
     numel = math.prod(shape)
     if numel % 64:
         return torch.constant_pad_nd(terms.view(n, numel), (0, -numel % 64)).sum(0)[:numel].view(shape)
@@ -473,12 +466,12 @@ def reduced(terms: Tensor, reduction: str) -> Tensor:
 
 
 def rings(n: int, x: Tensor) -> bool:
-    """Whether `n` ranks on Gloo sum their `x` in a ring."""
+    """True where `n` ranks on Gloo sum their `x` in a ring."""
     return n > 2 and x.nbytes >= n * n * RING and x.dtype in (torch.float32, torch.float64)
 
 
 def _both(received: Tensor, x: Tensor, reduction: str) -> Tensor:
-    """The sum, max or min of two ranks' terms: of two the order cannot matter."""
+    """The sum, max or min of two ranks' terms: the order of two does not matter."""
     return received.add_(x) if reduction == "sum" else reduce_terms((received, x), reduction)
 
 
@@ -506,7 +499,7 @@ def all_reduce(group: Group, reduction: str) -> Callable[[Tensor], Tensor]:
     return run
 
 
-#: A step on one rank and one local shape: a local tensor in, a local tensor out. A slice gives a view; what comes in is
+#: A step on one rank and one local shape: a local tensor in, a local tensor out. A slice returns a view; the input is
 #: never written to.
 Bound = Callable[[Tensor], Tensor]
 
@@ -515,7 +508,7 @@ def bind(step: RedistributionStep, local_shape: tuple[int, ...], rank: int, grou
     """A step for `rank`. Makes the step's process group: all ranks bind the same steps in one order.
 
     Raises:
-        LayoutError: a dim that does not divide.
+        LayoutError: a dim that its cut does not divide.
     """
     shape = tuple(local_shape)
     geometry = step.geometry(shape)
@@ -534,21 +527,23 @@ def bind(step: RedistributionStep, local_shape: tuple[int, ...], rank: int, grou
 
 
 def bind_all(steps: Redistribution, shape: tuple[int, ...], rank: int, groups: ProcessGroups) -> tuple[Bound, ...]:
-    """The steps of a conversion on one rank, in their order; two of them may be one exchange (`joined`).
+    """The steps of a redistribution on one rank, in their order; two of them may be one exchange (`_joined`).
 
     Args:
+        steps: the redistribution.
         shape: of the rank's local tensor.
+        rank: among those that the layouts refer to.
+        groups: its process groups.
 
     Raises:
-        LayoutError: a dim that does not divide.
+        LayoutError: a dim that its cut does not divide.
     """
-    if 0 in shape:  # nothing is sent of an empty tensor
+    if 0 in shape:  # an empty tensor needs no messages
         after = steps.local_shapes(tuple(shape))[-1]
         return (lambda x: x.new_empty(after),)
     out: list[Bound] = []
-    last: tuple[RedistributionStep, tuple[int, ...]] | None = (
-        None  # the step before, and the shape before it, where they may be joined
-    )
+    # The previous step and the shape before it, where it may be joined with the next.
+    last: tuple[RedistributionStep, tuple[int, ...]] | None = None
     for step, before in zip(steps.steps, steps.local_shapes(tuple(shape))):
         joined = _joined(*last, step, before, rank, groups, out[-1]) if last is not None and groups.exchanges else None
         if joined is not None:
@@ -568,7 +563,7 @@ def _joined(
     groups: ProcessGroups,
     bound: Bound,
 ) -> Bound | None:
-    """Two steps as one exchange, if they can be; `bound`: the first of them."""
+    """Two steps as one exchange, or None where they cannot be; `bound` is the first of them."""
     geometry = second.geometry(between)
     if first.kind == "all_reduce" and second.kind == "slice":
         group = groups.seen(first.digits)
@@ -618,7 +613,7 @@ def _slice(geometry: Geometry, rank: int) -> Bound:
 
 
 def _slices(geometry: Geometry, ranks: Sequence[int]) -> Callable[[Tensor], list[Tensor]]:
-    """Those of several ranks, flat."""
+    """The function that returns the slices of several ranks, each flat."""
     if geometry.cuts is not None:
         each = {r: _slice(geometry, r) for r in ranks}
         return lambda x: [each[r](x).reshape(-1) for r in ranks]
@@ -628,7 +623,7 @@ def _slices(geometry: Geometry, ranks: Sequence[int]) -> Callable[[Tensor], list
     order = (*axes, *(axis for axis in range(len(view)) if axis not in axes))
     permuted = None if order == tuple(range(len(view))) else order
     rows = []
-    for r in ranks:  # the slices in the order of the axes, the last one moving first
+    for r in ranks:  # the row of each slice: the last axis varies fastest
         row = 0
         for size, (_, digit) in zip(sizes, chosen):
             row = row * size + digit.value(r)
@@ -645,11 +640,12 @@ def _slices(geometry: Geometry, ranks: Sequence[int]) -> Callable[[Tensor], list
 
 
 def _shaped(geometry: Geometry, run: Bound) -> Bound:
-    """`run` takes the pieces to send, flat, one after the other, and gives those received likewise."""
+    """`run` between the local tensor and flat pieces: it takes the pieces to send, one after the other, and returns
+    those received."""
     pre_view, pre_perm, after = geometry.pre_view, geometry.pre_perm, geometry.after
     post_view, post_perm = geometry.post_view, geometry.post_perm
     if pre_perm is None and post_perm is None:
-        return lambda x: run(x.reshape(-1)).view(after)  # a copy where they were not one after the other
+        return lambda x: run(x.reshape(-1)).view(after)  # a copy where the pieces were not contiguous
 
     def shaped(x: Tensor) -> Tensor:
         if pre_perm is not None:

@@ -1,9 +1,10 @@
-"""What ranks tell one another of a checkpoint, over a group of their own: a save in the background does not get between
-the collectives of the training. Ranks of one host do so through memory that they share, which takes a tenth of the
-time.
+"""Messages between ranks about a checkpoint, over a process group of their own.
 
-Whatever one rank cannot do, none has done: each step of a save or a load ends in `Ranks.agreed`, which raises the same
-error on all.
+The separate group keeps a save in the background from getting between the collectives of the training. Ranks of one
+host exchange the messages through shared memory, which takes a tenth of the time.
+
+A step of a save or a load either succeeds on all ranks or on none: each step ends in `agreed`, which raises the same
+error on all ranks.
 """
 
 from __future__ import annotations
@@ -26,39 +27,43 @@ from .shared_memory import HostMemory, sharing
 
 __all__ = ["ProcessRanks", "SingleRank", "ranks_of_now"]
 
-#: A rank waits for others that write: longer than for a collective of a step.
+#: Longer than the timeout of a step's collective: a rank waits for others that write.
 _TIMEOUT = timedelta(minutes=60)
 
-#: Bytes that a rank says at a time through memory, and those that say how many they are: more goes another way.
+#: Bytes of a message through shared memory, and the bytes in it that hold its length; longer messages use Gloo.
 _ROW, _LENGTH = 256 << 10, 8
 
 
 class SingleRank:
-    """One process: all there is to agree is with itself."""
+    """One process, which agrees with itself alone."""
 
     rank, world = 0, 1
 
     def exchanged(self, mine: Any) -> list[Any]:
-        """What each rank says, by rank."""
+        """The messages of all ranks, by rank."""
         return [mine]
 
     def gathered(self, mine: Any) -> list[Any]:
-        """What each rank says, by rank, on rank 0; nothing on others."""
+        """The messages of all ranks, by rank, on rank 0; an empty list on other ranks."""
         return [mine]
 
     def from_first(self, mine: Any) -> Any:
-        """What rank 0 says."""
+        """The message of rank 0."""
         return mine
 
     def remote(self, rank: int) -> bool:
-        """Whether a rank is on another host than rank 0."""
+        """True where `rank` is on another host than rank 0."""
         return False
 
     def agreed(self, error: Exception | None, mine: Any = None) -> list[Any]:
-        """What each rank says, unless one of them has failed.
+        """The messages of all ranks, by rank, unless one of the ranks has failed.
+
+        Args:
+            error: the failure of this rank; None where it succeeded.
+            mine: the message of this rank.
 
         Raises:
-            Exception: that of the first rank that has failed, on all of them.
+            Exception: on all ranks, that of the first rank that has failed.
         """
         if self.world == 1 and error is not None and not isinstance(error, OSError):
             raise error
@@ -111,8 +116,8 @@ class ProcessRanks(SingleRank):
         return held[0]
 
     def _words(self, mine: Any) -> list[bytes] | None:
-        """What each rank says, through memory; None on all of them where there is none, or what one says does not
-        fit."""
+        """The messages of all ranks, pickled, through shared memory. None on all ranks where there is no such
+        memory, or where one message does not fit."""
         if self._memory is None:
             return None
         word = pickle.dumps(mine)
@@ -134,12 +139,12 @@ class ProcessRanks(SingleRank):
         self._talked(dist.send, tensor, dst=0, group=self.group)
 
     def receive(self, tensor: Tensor, rank: int) -> None:
-        """Fill host memory with the bytes that a rank sends."""
+        """Fill host memory with the bytes that `rank` sends."""
         self._talked(dist.recv, tensor, src=rank, group=self.group)
 
     def rows(self) -> HostMemory | None:
-        """Memory that all ranks share for what is long, with rows of `row_bytes`; None on all of them where there is
-        none. Every rank asks for it at the same time."""
+        """Memory that all ranks share for long messages, with rows of `row_bytes`; None on all ranks where there is
+        none. Every rank calls this at the same time."""
         if self._rows is None:
             made = HostMemory.of(self.group, self.world, self.rank, self.row_bytes, _TIMEOUT, sharing())
             self._rows = (made,)
@@ -147,17 +152,17 @@ class ProcessRanks(SingleRank):
 
     @property
     def row_bytes(self) -> int:
-        """Of the rows for what is long."""
+        """Bytes of one row for long messages."""
         return max(_ROW, min(4 << 20, (16 << 20) // self.world // _ROW * _ROW))
 
     def meet(self, memory: HostMemory) -> int:
-        """Wait for all ranks; the round whose rows they have written."""
+        """Wait for all ranks; return the number of the round whose rows they have written."""
         return self._talked(memory.meet, "all-to-all", 0)
 
     @staticmethod
     def _talked(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
-            with torch.device("cpu"):  # Gloo's own tensors, whatever the default device is
+            with torch.device("cpu"):  # Gloo allocates on the default device
                 return collective(*args, **kwargs)
         except RuntimeError as error:
             raise CheckpointError(
@@ -169,11 +174,12 @@ _ranks: dict[str, ProcessRanks] = {}
 
 
 def ranks_of_now(purpose: str = "saves and loads") -> SingleRank:
-    """The ranks that save and load together: this process, or all of the process group. Every rank asks at the same
-    time.
+    """The ranks that save and load together: this process, or all of the process group. Every rank calls this at the
+    same time.
 
     Args:
-        purpose: what they speak of: what goes on at the same time, in different threads, has ranks of its own.
+        purpose: the kind of exchange; exchanges that run at the same time in different threads need different
+            purposes, and get groups of their own.
     """
     if not current().processes or dist.get_world_size() == 1:
         return SingleRank()
@@ -183,7 +189,7 @@ def ranks_of_now(purpose: str = "saves and loads") -> SingleRank:
 
 
 def _host() -> str:
-    """What tells the kernel that this process runs on from others."""
+    """An identifier of the kernel that this process runs on."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -191,7 +197,7 @@ def _host() -> str:
 
 
 def portable(error: Exception) -> Exception:
-    """An error as it can be sent to other ranks."""
+    """A copy of an error that can be pickled and sent to other ranks."""
     if isinstance(error, ShardwrightError):
         strategy = error.strategy if error.strategy is None or isinstance(error.strategy, str) else repr(error.strategy)
         return type(error)(

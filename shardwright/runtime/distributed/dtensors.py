@@ -1,4 +1,14 @@
-"""A rank's slice as a DTensor, and back: its layout, the whole tensor, and values put into it."""
+"""A rank's slice as a DTensor, and back: the layout of a DTensor, its whole tensor, and values written into it.
+
+Where the cuts of a dim do not divide it, a rank stores only the elements that exist, and computes on slices of equal,
+padded length:
+
+    memory      a buffer of the padded slice's shape; the padding is zeros
+    DTensor     a view of the buffer's beginning: this rank's part of the parameter, which may be empty
+    leaf        the whole buffer; the DTensor gets the same beginning of its gradient
+
+Example: a parameter of 5 rows on 4 ranks has padded slices of 2 rows; the ranks' parts are of 2, 2, 1 and 0 rows.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +38,8 @@ __all__ = [
 ]
 
 
-# ----------------------------------------------------------------------------------------------------
-# Parameters whose dims their cuts do not divide: a rank holds what there is, and computes on slices of one length.
-#
-#     memory      a buffer of the padded slice's shape, zeros where there is nothing
-#     DTensor     a view of the buffer's beginning: this rank's part of the parameter, which may be empty
-#     leaf        the whole buffer; of its gradient the DTensor gets the same beginning
-# ----------------------------------------------------------------------------------------------------
-
-
 def slice_in_buffer(whole: Tensor, layout: Layout, rank: int, device: torch.device) -> Tensor:
-    """A rank's slice of a tensor, at the beginning of memory that holds a padded one."""
+    """A rank's slice of a whole tensor, at the beginning of memory that holds the padded slice."""
     part = whole[true_slice(layout, whole.shape, rank)]
     length = layout.local_shape(layout.padded(whole.shape))
     if tuple(part.shape) == length:
@@ -48,7 +49,7 @@ def slice_in_buffer(whole: Tensor, layout: Layout, rank: int, device: torch.devi
 
 
 def leaf_of(parameter: DTensor) -> Tensor:
-    """A plain tensor on the memory of a DTensor's slice, the padding included."""
+    """A plain tensor on the memory of a DTensor's slice, padding included."""
     local = parameter.to_local().detach()
     cuts = [1] * parameter.dim()
     for axis, placement in enumerate(parameter.placements):
@@ -61,7 +62,7 @@ def leaf_of(parameter: DTensor) -> Tensor:
 
 
 def beginning(x: Tensor, shape: torch.Size) -> Tensor:
-    """The part of `x` that has this shape: a view, or `x` itself."""
+    """The first elements of `x` along each dim, of this shape: a view, or `x` itself."""
     return x if x.shape == shape else x[tuple(slice(size) for size in shape)]
 
 
@@ -73,7 +74,7 @@ def to_dtensor(local: Tensor, layout: Layout, shape: tuple[int, ...], groups: Pr
         mesh = DeviceMesh.from_group(groups.of(()), local.device.type, mesh_dim_names=("alone",))
         return DTensor.from_local(local, mesh, [Replicate()], run_check=False)
     ranks = torch.full((), groups.base, dtype=torch.int)
-    for digit, _ in digits:  # mesh[c0, c1, …] = Σ c_i · stride_i: several digits on one dim keep their order
+    for digit, _ in digits:  # mesh[c0, c1, …] = Σ c_i · stride_i: digits of one dim keep their order
         ranks = ranks.unsqueeze(-1) + torch.arange(digit.size, dtype=torch.int) * digit.stride
     names = tuple(f"{digit}" for digit, _ in digits)
     own = [groups.of((digit,)) for digit, _ in digits]
@@ -90,8 +91,8 @@ def to_dtensor(local: Tensor, layout: Layout, shape: tuple[int, ...], groups: Pr
 
 
 def layout_of(tensor: DTensor) -> Layout | None:
-    """The layout in which `to_dtensor` made a DTensor of slices, or an operator a result in their manner, on the ranks
-    of its mesh; None: somebody else's."""
+    """The layout of a DTensor that `to_dtensor` made, or of an operator's result on such a mesh; None for a foreign
+    DTensor."""
     digits = [re.fullmatch(r"(\d+)@(\d+)", axis) for axis in tensor.device_mesh.mesh_dim_names or ()]
     if not digits or not all(digits):
         return None
@@ -105,16 +106,20 @@ def layout_of(tensor: DTensor) -> Layout | None:
 
 
 def gathered(parameter: DTensor) -> Tensor:
-    """The whole value of a parameter, on every rank of its mesh, in contiguous memory of its own. Those ranks call it
-    together. (`full_tensor` does the same, and logs a warning where several digits cut one dim.)"""
+    """The whole value of a parameter, on every rank of its mesh, in contiguous memory of its own.
+
+    The ranks of the mesh call this together. (`full_tensor` does the same, and logs a warning where several digits
+    cut one dim.)
+    """
     return gathered_as(parameter, leaf_of(parameter).detach().clone())
 
 
 def gathered_as(parameter: DTensor, value: Tensor) -> Tensor:
-    """The whole of a tensor that lies as a parameter does.
+    """The whole of a tensor that is laid out as `parameter` is.
 
     Args:
-        value: this rank's slice, padded to the length that all ranks' have; it is not written to.
+        parameter: gives the layout.
+        value: this rank's slice, padded to the length of all ranks' slices; not written to.
     """
     for axis, placement in reversed(list(enumerate(parameter.placements))):
         if isinstance(placement, Shard) and parameter.device_mesh.size(axis) > 1:
@@ -127,12 +132,13 @@ def gathered_as(parameter: DTensor, value: Tensor) -> Tensor:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Contiguous memory as bytes: every backend sends them, whatever the dtype."""
+    """Contiguous memory as bytes: every backend sends these, whatever the dtype."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
 def with_values(parameter: DTensor, whole: Tensor) -> DTensor:
-    """The parameter, with this rank's part of a whole tensor in it; one that lies elsewhere stays empty."""
+    """The parameter, with this rank's part of a whole tensor written into it. A parameter of other ranks stays
+    empty."""
     if whole_shape(parameter) == parameter.shape:
         local, layout = parameter.to_local().detach(), layout_of(parameter)
         here = dist.get_rank() - int(parameter.device_mesh.mesh.min())

@@ -1,11 +1,11 @@
-"""Changes of a cut gradient between backward and step, on each rank's own slice.
+"""Edits of a sharded gradient between backward and step, on each rank's own slice.
 
-    p.grad[:2] = 0              rows of the whole gradient: each rank sets those that it has
-    p.grad.mul_(mask)           a plain tensor is one of the whole gradient's shape: each rank takes its part
-    torch.randn_like(p.grad)    the numbers of the whole gradient, of which each rank keeps its part
-    p.grad[0].mul_(2)           refused where the row is a copy, gathered from the ranks that have it: nothing would change
+    p.grad[:2] = 0              rows of the whole gradient: each rank sets the rows that it has
+    p.grad.mul_(mask)           a plain tensor has the whole gradient's shape: each rank takes its part
+    torch.randn_like(p.grad)    the numbers of the whole gradient; each rank keeps its part
+    p.grad[0].mul_(2)           refused where the row is a gathered copy: the gradient would not change
 
-Nothing is sent but where an index or a value is a DTensor that lies otherwise than the gradient.
+Nothing is communicated unless an index or a value is a DTensor of another layout than the gradient's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .dtensors import layout_of
 
 __all__ = ["RANDOM", "VIEWS", "changes", "drawn_like", "is_copy", "lost", "part_of", "put"]
 
-#: Functions that give a view of a tensor on one device.
+#: Functions that return a view of a tensor on one device.
 VIEWS = frozenset(
     {
         Tensor.__getitem__,
@@ -70,7 +70,7 @@ VIEWS = frozenset(
     }
 )
 
-#: Functions that draw numbers of a tensor's shape.
+#: Functions that draw random numbers of a tensor's shape.
 RANDOM = frozenset({torch.randn_like, torch.rand_like})
 
 _OPERATORS = frozenset(
@@ -98,7 +98,7 @@ def changes(function: Any) -> bool:
 
 
 def lost(function: Any) -> SettingError:
-    """The error of a change that would be one of a copy."""
+    """The error for an edit that would change a copy."""
     return SettingError(
         f"{function.__name__} of a part of a gradient that is cut over several ranks: the part is a copy, "
         "and the gradient would stay as it is",
@@ -108,21 +108,24 @@ def lost(function: Any) -> SettingError:
 
 
 def is_copy(gradient: DTensor, part: DTensor, function: Any, args: tuple) -> bool:
-    """True where `part`, which a function of `VIEWS` has made of a gradient, lies in other memory.
+    """True where `part`, the result of a function of `VIEWS` on a gradient, lies in other memory than the gradient.
 
     Args:
+        gradient: the gradient.
+        part: the result.
+        function: the function.
         args: of the function.
     """
     if function is Tensor.__getitem__ and any(
         isinstance(i, (Tensor, list)) for i in pytree.tree_leaves(args[1], is_leaf=lambda i: isinstance(i, list))
     ):
-        return False  # it is a copy on one device, too
+        return False  # a copy on one device, too
     mine, whole = (storage_id(local_tensor(x).untyped_storage()) for x in (part, gradient))
     return mine != whole
 
 
 def _here(gradient: DTensor) -> tuple[slice, ...] | None:
-    """The part of the whole gradient that this rank has; None: whole."""
+    """The slices of the whole gradient that this rank has; None: all of it."""
     if not any(isinstance(p, Shard) for p in gradient.placements):
         return None
     layout = layout_of(gradient)
@@ -135,7 +138,7 @@ def _here(gradient: DTensor) -> tuple[slice, ...] | None:
 
 
 def part_of(gradient: DTensor, whole: Tensor) -> Tensor | None:
-    """This rank's part of a plain tensor that stands beside the whole gradient, broadcast as torch does; None: it does
+    """This rank's part of a plain tensor that is broadcast against the whole gradient; None where the shapes do
     not fit."""
     here = _here(gradient)
     if here is None:
@@ -147,7 +150,7 @@ def part_of(gradient: DTensor, whole: Tensor) -> Tensor | None:
 
 
 def put(gradient: DTensor, index: Any, value: Any) -> None:
-    """``gradient[index] = value``, of the whole gradient."""
+    """Compute ``gradient[index] = value``, with index and value of the whole gradient."""
     spec, local = spec_of(gradient), local_tensor(gradient)
     value = _whole(value.detach()) if isinstance(value, Tensor) else value
     if (
@@ -172,12 +175,12 @@ def put(gradient: DTensor, index: Any, value: Any) -> None:
 
 
 def drawn_like(function: Callable[..., Tensor], gradient: DTensor, given: Mapping[str, Any]) -> Tensor:
-    """This rank's part of the random numbers that one device draws."""
+    """This rank's part of the random numbers that one device would draw."""
     local = local_tensor(gradient)
     if not any(isinstance(p, Shard) for p in gradient.placements):
         return function(local, **given)
     drawn = function(torch.empty(gradient.shape, dtype=local.dtype, device=local.device), **given)
-    if not local.numel():  # a rank that has nothing draws as many numbers as the others
+    if not local.numel():  # an empty rank draws too: generators stay alike
         return drawn.new_empty(local.shape)
     return drawn[_here(gradient)].contiguous()
 

@@ -1,6 +1,15 @@
-"""What the gradients of the processes runtime's parameters are: DTensors, on the parameters' own meshes.
+"""Gradients of the processes runtime's parameters: DTensors, on the parameters' own meshes.
 
-How they come there from the leaves that a program computes on is told in `buckets`.
+1. `Gradient`: a DTensor on which optimizers' elementwise functions run without DTensor's dispatch, and whose norm is
+   a plain number. `GatheredPart` is a read-only copy of a part of it. `StageGradient` has the norm of a pipeline's
+   whole parameter on all ranks of all stages. `Unsummed` is a rank's own term under `no_sync`.
+2. `hand_over`, `hand_nothing`, `keep_unsummed`, `take_unsummed`: write and read a parameter's ``grad``, and run its
+   hooks.
+3. `Fusion`, `Accumulation`, `fusion_of`: the user's settings for the sums of gradients: the gradients that travel
+   together, and the backwards in which sums are due.
+
+`buckets` brings the gradients here from the leaves that a program computes on; `gradient_edits` has the edits of
+slices.
 """
 
 from __future__ import annotations
@@ -53,10 +62,10 @@ __all__ = [
 #: Attribute of a parameter that belongs to a stage of a pipeline.
 _OF_STAGE = "_shardwright_of_stage"
 
-#: Attribute of a parameter that lies on other ranks: its gradient here.
+#: Attribute of a parameter that is stored on other ranks: its empty gradient here.
 _NOTHING = "_shardwright_nothing"
 
-#: What optimizers do to a parameter or their state element by element with a gradient, in place.
+#: Functions that optimizers apply in place, element by element, to a parameter or their state with a gradient.
 _ELEMENTWISE = frozenset(
     {
         Tensor.add_,
@@ -78,20 +87,20 @@ _ELEMENTWISE = frozenset(
 #: Norms of a whole tensor.
 _NORMS = frozenset({torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm})
 
-#: Whole optimizer steps in one kernel, element by element too, over lists of parameters, gradients and their state;
-#: DTensor knows some of them.
+#: Whole optimizer steps in one kernel, also elementwise, over lists of parameters, gradients and their state; DTensor
+#: supports some of them.
 _FUSED = fused_optimizers()
 
 
 class Gradient(DTensor):
-    """The gradient of a parameter. Its norm is a plain number, so that ``clip_grad_norm_`` can put together the norms
-    of gradients which lie on different meshes."""
+    """The gradient of a parameter. Its norm is a plain number, so that ``clip_grad_norm_`` can combine the norms of
+    gradients on different meshes."""
 
     __slots__ = ()
-    is_sparse = False  # optimizers ask it of every gradient, which took a dispatch
+    is_sparse = False  # optimizers read it of every gradient; saves a dispatch
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: DTensor's own does nothing either, behind wrappers that take as long as all the rest."""
+        """Do nothing: DTensor's own does nothing either, behind wrappers that take as long as all the rest."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gradient:
         return memo.setdefault(id(self), copy_of_gradient(self))
@@ -100,14 +109,13 @@ class Gradient(DTensor):
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if function in _ELEMENTWISE and not (torch.is_grad_enabled() and _any_requires_grad(args)):
             local = _locals(args)
-            if local is not None:  # a third of what DTensor's dispatch takes
-                # Most empty ones are of a stage elsewhere: of those an optimizer has more than of its own.
+            if local is not None:  # takes a third of the time of DTensor's dispatch
+                # Most empty gradients belong to other stages; an optimizer has more of these than of its own stage's.
                 if local[0].numel():
                     function(*local, **(kwargs or {}))
                 return args[0]
-        if (
-            function is Tensor.detach
-        ):  # DTensor's makes a plain DTensor, which torch 2.9 does not take for a view of this
+        # DTensor's `detach` returns a plain DTensor, which torch 2.9 does not accept as a view of this.
+        if function is Tensor.detach:
             return _detached(args[0])
         if function is Tensor.__setitem__ and isinstance(args[0], Gradient):
             return put(*args)
@@ -118,9 +126,9 @@ class Gradient(DTensor):
                 return function(
                     *pytree.tree_map_only(DTensor, _local, args), **pytree.tree_map_only(DTensor, _local, kwargs or {})
                 )
-            if function is foreach_mul_:  # of lists, DTensor takes those on one mesh alone
+            if function is foreach_mul_:  # DTensor takes only lists on one mesh
                 return [gradient.mul_(factor) for gradient, factor in zip(args[0], _each(args[1], len(args[0])))]
-            if function in VIEWS and isinstance(args[0], Gradient):  # of a subclass torch 2.9's DTensor makes no view
+            if function in VIEWS and isinstance(args[0], Gradient):  # torch 2.9's DTensor makes no views of a subclass
                 result = function(
                     DTensor(local_tensor(args[0]), spec_of(args[0]), requires_grad=False), *args[1:], **(kwargs or {})
                 )
@@ -132,16 +140,15 @@ class Gradient(DTensor):
             return [_plain(norm) for norm in result]
         if function in VIEWS and isinstance(args[0], Gradient):
             return pytree.tree_map_only(DTensor, lambda part: _view(args[0], part, function, args), result)
-        if (
-            type(result) is DTensor and not result.requires_grad
-        ):  # what is made of a gradient is treated as one: see Rprop
+        # A value computed from a gradient is treated as a gradient: Rprop needs this.
+        if type(result) is DTensor and not result.requires_grad:
             return Gradient(local_tensor(result), spec_of(result), requires_grad=False)
         return result
 
 
 def _locals(args: Sequence[Any]) -> list[Any] | None:
-    """The slices of DTensors that have one placement and of plain tensors beside them, and single numbers as they are;
-    None: not all are such."""
+    """The slices of DTensors of one placement, this rank's parts of plain tensors beside them, and numbers unchanged;
+    None where an argument is none of these."""
     spec = spec_of(args[0])
     if spec is None:
         return None
@@ -197,7 +204,7 @@ def _plain(x: Tensor) -> Tensor:
 
 
 class GatheredPart(Gradient):
-    """A part of a gradient that was gathered from several ranks: to be read."""
+    """A part of a gradient that was gathered from several ranks: read-only."""
 
     __slots__ = ()
 
@@ -209,11 +216,11 @@ class GatheredPart(Gradient):
 
 
 class StageGradient(Gradient):
-    """The gradient of a parameter of a pipeline, or of its absence on a rank of another stage: empty there. Its norm is
-    that of the whole parameter on every rank of every stage; all of them must ask for it.
+    """The gradient of a pipeline's parameter; empty on ranks of other stages. Its norm is that of the whole
+    parameter on every rank of every stage; all of these ranks must compute it together.
 
     Attributes:
-        counts: whether this rank says what the norm is: the first of the parameter's stage.
+        counts: True where this rank contributes the norm: on the first rank of the parameter's stage.
     """
 
     __slots__ = ("counts",)
@@ -227,14 +234,14 @@ class StageGradient(Gradient):
 
 
 def _said(norms: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
-    """What those that count say of each norm, on every rank."""
+    """The norms that the counting ranks contribute, on every rank."""
     said = torch.stack([n if getattr(g, "counts", True) else torch.zeros_like(n) for n, g in zip(norms, gradients)])
     dist.all_reduce(said)
     return list(said.unbind())
 
 
 def of_stage(parameter: nn.Parameter, counts: bool) -> None:
-    """Note on a parameter that it belongs to a stage of a pipeline, and whether this rank counts (`StageGradient`)."""
+    """Mark a parameter as one of a pipeline's stage, and note whether this rank counts (`StageGradient`)."""
     setattr(parameter, _OF_STAGE, counts)
 
 
@@ -248,11 +255,11 @@ def _gradient(parameter: nn.Parameter, local: Tensor) -> Gradient:
 
 
 class Unsummed(Gradient):
-    """A rank's own term of a parameter's gradient, of a backward under `no_sync`: no gradient yet, and refused to
-    whoever would use it as one. What had been summed before counts as the first rank's.
+    """A rank's own term of a parameter's gradient, from a backward under `no_sync`. It is not a gradient yet, and uses
+    as a gradient are refused. A gradient that was summed before is part of the first rank's term.
 
     Attributes:
-        digits: over which it is to be summed; or the `Scatter` that makes a part of what is a whole term here.
+        digits: the digits over which the term is to be summed; or the `Scatter` that reduces a whole term to a part.
     """
 
     __slots__ = ("digits",)
@@ -283,7 +290,8 @@ _REFUSED = frozenset(
 
 
 def hand_over(parameter: nn.Parameter, gradient: Tensor, rank: int) -> None:
-    """Add a gradient, complete or in no need of a sum, to what a DTensor parameter has on `rank`. Its hooks see it."""
+    """Add a gradient to that of a DTensor parameter on `rank`, and run the parameter's hooks. The gradient is complete,
+    or needs no sum."""
     hooks = gradient_hooks(parameter)
     if hooks.before:
         gradient = seen_by_hooks(parameter, gradient, rank)
@@ -295,8 +303,8 @@ def hand_over(parameter: nn.Parameter, gradient: Tensor, rank: int) -> None:
 def _add(parameter: nn.Parameter, gradient: Tensor, rank: int) -> None:
     held = parameter.grad
     if held is None:
-        # Not `from_local`, which makes a spec of its own and an autograd node: 61 us against 4. The spec is private:
-        # mesh, placements, shape and strides in one, which the gradient shares.
+        # Not `from_local`, which makes a spec of its own and an autograd node, and takes 15 times as long. The spec
+        # is private: mesh, placements, shape and strides in one; the gradient shares the parameter's.
         parameter.grad = _gradient(parameter, gradient)
     elif type(held) is Unsummed and not isinstance(held.digits, tuple):
         held.digits.include(local_tensor(held), gradient)
@@ -305,7 +313,7 @@ def _add(parameter: nn.Parameter, gradient: Tensor, rank: int) -> None:
 
 
 def hand_nothing(parameter: nn.Parameter) -> None:
-    """Give a parameter that lies on other ranks an empty gradient, as it is empty itself; hooks after it run here
+    """Give a parameter that is stored on other ranks, and empty here, an empty gradient. Post-accumulate hooks run here
     too."""
     if parameter.grad is None:
         if not hasattr(parameter, _NOTHING):
@@ -316,9 +324,10 @@ def hand_nothing(parameter: nn.Parameter) -> None:
 
 
 def run_after(parameter: nn.Parameter) -> None:
-    """Call the hooks that want a parameter after its gradient has come.
+    """Call a parameter's post-accumulate hooks.
 
-    In a pipeline the ranks of one stage are in it, and others elsewhere: a norm is that of the stage's ranks meanwhile.
+    In a pipeline only the ranks of one stage call them at this time. Meanwhile the norm of the gradient is that over
+    the stage's ranks alone.
     """
     gradient = parameter.grad
     if isinstance(gradient, StageGradient):
@@ -331,7 +340,7 @@ def run_after(parameter: nn.Parameter) -> None:
 
 
 def keep_unsummed(parameter: nn.Parameter, term: Tensor, digits: Digits, rank: int) -> None:
-    """Add the term of `rank` to what a DTensor parameter has, to be summed over `digits` later."""
+    """Add the term of `rank` to that of a DTensor parameter, to be summed over `digits` later."""
     held = parameter.grad
     if type(held) is Unsummed:
         assert held.digits == digits
@@ -347,7 +356,7 @@ def copy_of_gradient(gradient: Gradient) -> Gradient:
     """A gradient with values of its own.
 
     Raises:
-        SettingError: it is still to be summed.
+        SettingError: the gradient is still to be summed.
     """
     if isinstance(gradient, Unsummed):
         raise not_summed("copy.deepcopy")
@@ -358,14 +367,14 @@ def copy_of_gradient(gradient: Gradient) -> Gradient:
 
 
 def unsummed_over(parameter: nn.Parameter) -> Any:
-    """Over which digits, or by which `Scatter`, the gradient that a parameter has is still to be summed; None: it has
-    none such."""
+    """The digits over which, or the `Scatter` by which, a parameter's gradient is still to be summed; None where it is
+    summed or absent."""
     held = parameter.grad
     return held.digits if type(held) is Unsummed else None
 
 
 def take_unsummed(parameter: nn.Parameter) -> Tensor:
-    """The rank's own term that a parameter has, which it has no longer.
+    """The rank's own term of a parameter's gradient; it is removed from the parameter.
 
     Raises:
         SettingError: a hook of the parameter would see the sum of several backwards.
@@ -376,23 +385,15 @@ def take_unsummed(parameter: nn.Parameter) -> Tensor:
     return term
 
 
-# ----------------------------------------------------------------------------------------------------
-# What a user says of the sums of gradients: which travel together, and whether they are due in this backward.
-# ----------------------------------------------------------------------------------------------------
+# -- settings for the sums of gradients
 
-# Bytes of a bucket where the user leaves it to us. Ours, ms a step of 8 layers of 1024×1024 (32 MiB of gradients), Gloo
-# processes of one thread on 2 shared cores, by MiB of a bucket (benchmarks/data_parallel.py --buckets --only mlp):
-#     MiB          0.25    1    2    4    8   16   32   64   DDP
-#     2 processes    64   61   65   63   68   64   71   71    63
-#     4 processes   149  143  142  143  133  130  145  146   132
-#     8 processes   332  340  332  346  282  262  290  294   257
-# (none alone but those of a bucket's size)
+# Bytes of a bucket in automatic mode: the fastest of 0.25 to 64 MiB for four and eight Gloo processes, and within 5 %
+# of the fastest for two (measured: benchmarks/README.md).
 AUTO = 16 << 20
-# Bytes for each of the ranks that sum it, at which a bucket is full before that, and from which a gradient travels by
-# itself: the pieces that ranks send each other are then long enough, and a copy into a bucket takes longer than another
-# start (`RING` in `collectives` has the times). With half of it, gradients of 4 MiB among four went alone, and a step
-# took 146 ms instead of
-# 130. A bucket lies in memory three times: its gradients, together, and what has come.
+# Bytes, times the number of ranks that sum: a bucket is full at this size, even below `AUTO`, and a gradient of this
+# size travels by itself. The pieces that ranks send one another are then long enough, and a copy into a bucket takes
+# longer than another start of a collective (`RING` in `collectives`). With half of it, steps took 12 % longer. A
+# bucket is in memory three times: its gradients, the concatenation, and the receive buffer.
 PIECE = 2 << 20
 
 LEGAL = (
@@ -403,14 +404,14 @@ LEGAL = (
 
 @dataclass(frozen=True)
 class Due:
-    """A gradient that will have to be summed.
+    """A gradient that is to be summed.
 
     Attributes:
         name: of the parameter.
         nbytes: of the gradient on one rank.
-        kind: gradients of another kind (other ranks, another type) cannot travel with it.
-        index: of the parameter among those that are trained, in the model's order.
-        ranks: over how many it is summed.
+        kind: gradients travel together only with those of equal kind (ranks, dtype).
+        index: of the parameter among the trained ones, in the model's order.
+        ranks: the number of ranks over which it is summed.
     """
 
     name: str
@@ -422,22 +423,25 @@ class Due:
 
 @dataclass(frozen=True)
 class Fusion:
-    """How gradients travel together.
+    """The division of gradients into buckets.
 
     Attributes:
-        limit: bytes at which a bucket is full, and from which a gradient travels by itself; 0: all do. None: `AUTO`,
-            and no more than `PIECE` for each rank.
-        ends: instead of it, indices of parameters before which a new bucket begins.
+        limit: bytes at which a bucket is full, and from which a gradient travels by itself; 0: every gradient by
+            itself; None: `AUTO`, and at most `PIECE` for each rank.
+        ends: in place of `limit`, indices of parameters before which a new bucket begins.
     """
 
     limit: int | None = None
     ends: tuple[int, ...] | None = None
 
     def check(self, trained: int) -> None:
-        """See that the model has the parameters that the indices speak of.
+        """Check that the indices refer to parameters of the model.
+
+        Args:
+            trained: the number of trained parameters.
 
         Raises:
-            SettingError: it has no more than `trained`.
+            SettingError: an index is not below `trained`.
         """
         if self.ends is not None and self.ends[-1] >= trained:
             raise SettingError(
@@ -447,7 +451,7 @@ class Fusion:
             )
 
     def buckets(self, gradients: Sequence[Due]) -> tuple[tuple[str, ...], ...]:
-        """The names of the gradients that travel together, in the order in which buckets are filled.
+        """The names of the gradients of each bucket, in the order in which buckets are filled.
 
         Args:
             gradients: in the order in which they come.
@@ -465,7 +469,7 @@ class Fusion:
         for due in gradients:
             pieces = due.ranks * PIECE
             limit = min(AUTO, pieces) if self.limit is None else self.limit
-            if due.nbytes >= min(limit, pieces):  # as it is: in a bucket it would be in memory twice
+            if due.nbytes >= min(limit, pieces):  # by itself: in a bucket it would be in memory twice
                 full.append((due.name,))
                 continue
             bucket = open_.setdefault(due.kind, [])
@@ -477,11 +481,12 @@ class Fusion:
 
 @dataclass
 class Accumulation:
-    """Whether the gradients of a backward are kept as each rank has them (`AutoParallel.no_sync`), and whose are so.
+    """The state of `AutoParallel.no_sync`: whether gradients of a backward stay unsummed, and the parameters that have
+    such.
 
     Attributes:
-        open: whether they are kept, now.
-        kept: id of a parameter -> the parameter, for those that hold such a gradient, or did.
+        open: True while gradients stay unsummed.
+        kept: id of a parameter -> the parameter, for those that hold an unsummed gradient, or did.
     """
 
     open: bool = False
@@ -489,13 +494,13 @@ class Accumulation:
 
 
 def fusion_of(given: Any) -> Fusion:
-    """What ``comm_fusion(allreduce=…)`` says.
+    """The `Fusion` of a user's ``comm_fusion(allreduce=…)``.
 
     Args:
         given: "auto", a number of MB, a list of indices, or ``{"mode": …, "config": …}``.
 
     Raises:
-        SettingError: none of these.
+        SettingError: `given` is none of these.
     """
     if isinstance(given, dict):
         if "mode" not in given or set(given) - {"mode", "config"}:

@@ -1,20 +1,20 @@
 """Hooks that users put on parameters, where autograd does not see the parameters.
 
-A program in processes computes on leaves of its own (`parameters`), of which autograd knows. The hooks of the
+A program in processes computes on leaves of its own (`parameters`), and autograd knows these alone. The hooks of the
 parameters run where gradients are handed over, and mean what they mean on one device:
 
-    register_hook                         the whole gradient of this backward, a plain tensor; what is made of it is cut again
-    register_post_accumulate_grad_hook    the parameter, after its gradient was added to ``grad``
+    register_hook                         gets the whole gradient of this backward, a plain tensor; its result is cut
+    register_post_accumulate_grad_hook    gets the parameter, after its gradient was added to ``grad``
 
-A gradient of which a rank has a part is gathered for its hook: one all-gather for each parameter with a hook. The ranks
-    of a
-parameter's stage call `register_hook`'s; all ranks call the others, for parameters that are empty there too.
+A sharded gradient is gathered for its hook: one all-gather for each parameter with a hook. The ranks of a parameter's
+stage call the hooks of `register_hook`; all ranks call the others, also where the parameter is empty.
 
-At the first call the parameters become other objects. Their hooks go with them, and what the hooks' functions hold of
-the old objects is exchanged, as in the loop that steps in the backward:
+At the first call the parameters are replaced by other objects. Their hooks move to these, and references to the old
+objects in the hooks' functions are exchanged. An example is the loop that steps in the backward:
 
     optimizers = {p: torch.optim.Adam([p]) for p in net.parameters()}
-    def step(p): optimizers[p].step(); optimizers[p].zero_grad()     # the keys of `optimizers` are the new objects afterwards
+    def step(p): optimizers[p].step(); optimizers[p].zero_grad()     # afterwards `optimizers` has the new objects as
+                                                                     keys
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from ...torch_private import gradient_hooks, move_gradient_hooks
 
 __all__ = ["call_after", "called_before", "carry_over", "leaf_of_slice", "put_within", "seen_by_hooks", "with_rank_dim"]
 
-#: How deep a hook's function is followed into functions and objects that it refers to.
+#: The depth to which a hook's function is followed into functions and objects that it refers to.
 _DEPTH = 3
 
 
 def called_before(parameter: nn.Parameter, whole: Tensor) -> Tensor:
-    """The gradient that ``register_hook``'s hooks make of a whole one.
+    """The whole gradient `whole` after the hooks of ``register_hook``.
 
     Raises:
-        SettingError: a hook that returns no gradient of its shape, or draws from torch's own random numbers, of which
-            each rank has others.
+        SettingError: a hook returns something other than a gradient of this shape, or draws from torch's own random
+            numbers, which differ between ranks.
     """
     for hook in list(gradient_hooks(parameter).before.values()):
         state = _random_state(whole.device)
@@ -68,25 +68,22 @@ def called_before(parameter: nn.Parameter, whole: Tensor) -> Tensor:
 
 
 def call_after(parameter: nn.Parameter) -> None:
-    """Call the hooks that want the parameter when its gradient is there."""
+    """Call the hooks of ``register_post_accumulate_grad_hook``."""
     for hook in list(gradient_hooks(parameter).after.values()):
         with torch.no_grad():
             hook(parameter)
 
 
 def seen_by_hooks(parameter: nn.Parameter, gradient: Tensor, rank: int) -> Tensor:
-    """This rank's part of what the hooks make of the gradient of a DTensor; all ranks of its mesh call it together.
+    """This rank's part of the gradient of a DTensor after its hooks. All ranks of its mesh call this together.
 
     Args:
+        parameter: the DTensor parameter.
         gradient: this rank's part.
-        rank: among those that the parameter's layout speaks of.
+        rank: this rank's number among those that the parameter's layout refers to.
     """
-    from ...partition.uneven import true_slice
-    from .dtensors import (
-        beginning,
-        gathered_as,
-        layout_of,  # DTensor takes a second to import
-    )
+    from ...partition.uneven import true_slice  # noqa: PLC0415  needed beside the next import alone
+    from .dtensors import beginning, gathered_as, layout_of  # noqa: PLC0415  DTensor takes a second to import
 
     layout = layout_of(parameter)
     if layout is None or layout.is_replicated:
@@ -101,7 +98,7 @@ def seen_by_hooks(parameter: nn.Parameter, gradient: Tensor, rank: int) -> Tenso
 
 
 def put_within(parameter: nn.Parameter) -> SettingError:
-    """The error of a hook that came between backwards whose gradients are summed together."""
+    """The error for a hook put on a parameter between backwards whose gradients are summed together."""
     return SettingError(
         f"the parameter {getattr(parameter, CUT, '')!r} was given a hook after a backward under no_sync(): it would "
         "see the sum of several backwards",
@@ -119,13 +116,14 @@ def _random_state(device: torch.device) -> Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
-# -- parameters that become other objects ------------------------------------------------------------------------------
+# -- parameters that are replaced by other objects
 
 
 def carry_over(olds: Sequence[nn.Parameter], successors: Mapping[int, nn.Parameter]) -> None:
-    """Put the hooks of parameters onto the objects in their places, and these into what the hooks' functions hold.
+    """Move the hooks of parameters to the objects that replace them, and exchange the objects in the hooks' functions.
 
     Args:
+        olds: the old parameters.
         successors: ``id(old parameter)`` -> the new one.
     """
     hooks = []
@@ -140,8 +138,7 @@ def carry_over(olds: Sequence[nn.Parameter], successors: Mapping[int, nn.Paramet
 
 
 class _Exchange:
-    """Puts new objects in the place of old ones: in cells, globals, defaults, attributes, and containers of a
-    function."""
+    """Replaces old objects by new ones in the cells, globals, defaults, attributes and containers of a function."""
 
     def __init__(self, successors: Mapping[int, nn.Parameter]) -> None:
         self._successors, self._seen = successors, set[int]()
@@ -153,7 +150,7 @@ class _Exchange:
         return self._successors.get(id(value), value)
 
     def within(self, value: Any, depth: int) -> None:
-        """Exchange what an object holds."""
+        """Exchange old objects in `value` and in all that it refers to."""
         if id(value) in self._seen or depth > _DEPTH or isinstance(value, (Tensor, nn.Module, type, types.ModuleType)):
             return
         self._seen.add(id(value))
@@ -173,7 +170,7 @@ class _Exchange:
             self.within(each, depth + 1)
 
     def _held(self, value: Any) -> Iterator[Any]:
-        """The objects that an object refers to: each old one is exchanged."""
+        """The objects that an object refers to; old ones among the references are exchanged on the way."""
         if isinstance(value, functools.partial):
             func, args, kwargs = value.func, value.args, value.keywords
             value.__setstate__(
@@ -211,7 +208,8 @@ class _Exchange:
 
 
 def leaf_of_slice(parameter: nn.Parameter) -> Tensor:
-    """A leaf on the storage of a rank's own slice, with the dim of the ranks; its gradient comes to the parameter."""
+    """A leaf on the storage of a rank's own slice, with the dim of the ranks. Its gradient is handed over to the
+    parameter."""
     leaf = parameter.detach().unsqueeze(0)
     if not parameter.requires_grad:
         return leaf
@@ -230,5 +228,6 @@ def leaf_of_slice(parameter: nn.Parameter) -> Tensor:
 
 
 def with_rank_dim(tensor: Tensor) -> Tensor:
-    """What a program in one process takes for a parameter or buffer: itself, but for the only rank's own slice."""
+    """The tensor that a program in one process computes on: `tensor` itself, or for the only rank's own slice
+    its leaf."""
     return leaf_of_slice(tensor) if is_own(tensor) and stacked(tensor) is None else tensor

@@ -1,8 +1,8 @@
 """Parameters of the processes runtime: DTensors at the border, plain local tensors inside.
 
-What optimizers, ``clip_grad_norm_`` and checkpoints see is a DTensor whose local tensor is this rank's slice. Each
-program computes on plain leaves that share its storage (dispatching on a DTensor costs ten times as much); how their
-gradients come back is told in `buckets`.
+Optimizers, ``clip_grad_norm_`` and checkpoints see a DTensor whose local tensor is this rank's slice. Each program
+computes on plain leaves that share the DTensor's storage, since dispatching on a DTensor costs ten times as much.
+`buckets` brings the leaves' gradients back to the parameters; `dtensors` has the functions of a single tensor.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ __all__ = ["ParameterPlacement", "ShardedState", "held_layouts"]
 
 
 def held_layouts(holder: nn.Module) -> dict[str, Layout]:
-    """The layouts of parameters that an earlier wrapper of the model has cut already.
+    """The layouts of parameters that an earlier wrapper of the model has cut already, by name.
 
     Raises:
-        SettingError: a DTensor of somebody else's.
+        SettingError: a parameter is a DTensor that some other library made.
     """
     out = {}
     for name, parameter in holder.named_parameters():
@@ -53,13 +53,12 @@ def _of_rank_0(whole: Tensor, device: torch.device) -> Tensor:
     """A tensor that all ranks have, with the values of rank 0; on `device`."""
     whole = whole.to(device, copy=True, memory_format=torch.contiguous_format)
     dist.broadcast(whole, 0)
-    return (
-        whole.clone()
-    )  # a worker of the process group may still hold the one it has received, which then has no successor
+    # A clone: a worker of the process group may still hold the received tensor, which then cannot be replaced.
+    return whole.clone()
 
 
 class ParameterPlacement(NamedTuple):
-    """Where a parameter lies: its layout, and the groups of the ranks that this speaks of."""
+    """The placement of a parameter: its layout, and the process groups of the ranks that the layout refers to."""
 
     layout: Layout
     groups: ProcessGroups
@@ -69,14 +68,17 @@ class ShardedState:
     """A model's parameters and buffers on one rank.
 
     Args:
-        places: where each parameter lies, by name, of which the whole value is given too; None: not on this rank.
-        holder: gives ``named_parameters`` and ``named_buffers`` under the graph's names. Its parameters become
+        places: (name, whole value) -> the parameter's placement; None: not on this rank.
+        holder: has ``named_parameters`` and ``named_buffers`` under the graph's names. Its parameters become
             DTensors, in the model and in every optimizer that holds them.
-        broadcast: whether they begin with the values that they have on rank 0.
+        groups: this rank's process groups.
+        device: of the slices.
+        broadcast: True where parameters and buffers begin with the values of rank 0.
 
     Attributes:
         groups: as the caller gives them, for the model's next program.
         absent: the parameters that are not on this rank, by name: each an empty tensor.
+        buffers: the model's buffers, by name.
     """
 
     def __init__(
@@ -94,9 +96,7 @@ class ShardedState:
 
         olds: list[nn.Parameter] = []
         successors: dict[int, nn.Parameter] = {}
-        found: dict[
-            int, ParameterPlacement | None
-        ] = {}  # where the parameters lie that had the whole before, by their ids
+        found: dict[int, ParameterPlacement | None] = {}  # id of an old, whole parameter -> its placement
 
         def cut(old: int, whole: Tensor) -> DTensor:
             place = found[old]
@@ -132,8 +132,8 @@ class ShardedState:
         self.buffers = dict(holder.named_buffers())
 
     def _nothing(self, whole: Tensor, device: torch.device) -> DTensor:
-        """What a rank has of a parameter that lies elsewhere: a DTensor, since optimizers take no plain tensors beside
-        those."""
+        """The empty tensor of a parameter that is on other ranks: a DTensor, since optimizers do not mix plain tensors
+        with those."""
         if self._elsewhere is None:
             alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
             self._elsewhere = DeviceMesh.from_group(alone, device.type, mesh_dim_names=("elsewhere",))
@@ -141,21 +141,22 @@ class ShardedState:
         return DTensor.from_local(nothing, self._elsewhere, [Replicate()], run_check=False)
 
     def take_buffers(self, holder: nn.Module, device: torch.device) -> None:
-        """Take the buffers that a model has now, some of which may be others than those that it began with."""
+        """Take the model's present buffers, some of which may have been replaced since the first program."""
         self.buffers = dict(holder.named_buffers())
         for buffer in self.buffers.values():
             if buffer.device.type != device.type:
                 buffer.data = buffer.data.to(device)
 
     def leaves(self, holder: nn.Module, sums: GradientSums, names: Collection[str] | None = None) -> dict[str, Tensor]:
-        """Leaves of parameters for one program.
+        """Leaves of parameters for one program, by name.
 
         Args:
-            sums: what becomes of their gradients.
+            holder: has ``named_parameters`` under the graph's names.
+            sums: receives the gradients of the leaves.
             names: of the parameters; None: all.
 
         Raises:
-            SettingError: a parameter that was put in later.
+            SettingError: a parameter that was put into the model after the first call.
         """
         parameters = {n: p for n, p in holder.named_parameters() if names is None or n in names}
         for name, parameter in parameters.items():

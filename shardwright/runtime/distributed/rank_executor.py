@@ -1,7 +1,8 @@
 """The processes runtime: one process a device, the lowered program on this rank's local tensors.
 
-The program stays a `torch.fx.GraphModule`; its conversions become submodules that hold this rank's part of each step,
-forward and transposed. A local operator costs what it costs in plain PyTorch.
+The program stays a `torch.fx.GraphModule`; its redistributions become submodules that hold this rank's part of each
+step, forward and transposed. A local operator costs what it costs in plain PyTorch. `local.local_executor` runs the
+same program for all ranks in one process.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ __all__ = ["RankExecutor"]
 
 Steps = tuple[Bound, ...]
 
-# Elements up to which a copy takes less than a function of Python in the backward.
+# Up to this many elements a copy takes less time than a Python function in the backward.
 SHORT = 1 << 10
 
 
 class _Convert(torch.autograd.Function):
-    """A conversion and its transpose, this rank's part of them."""
+    """This rank's part of a redistribution and of its transpose."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: Steps, backward: Steps) -> Tensor:
@@ -55,7 +56,7 @@ def _run(x: Tensor, steps: Steps) -> Tensor:
 
 
 class _Extreme(torch.autograd.Function):
-    """A maximum or minimum over ranks; see the local runtime's for the gradient."""
+    """A maximum or minimum over ranks; `local.local_executor` explains the gradient."""
 
     @staticmethod
     def forward(
@@ -75,7 +76,7 @@ class _Extreme(torch.autograd.Function):
 
 
 class Cast:
-    """A step that changes the type."""
+    """A step that changes the dtype."""
 
     __slots__ = ("dtype",)
 
@@ -87,7 +88,7 @@ class Cast:
 
 
 class BoundRedistribute(nn.Module):
-    """A conversion, as this rank does it."""
+    """This rank's part of a redistribution."""
 
     def __init__(self, forward_steps: Steps, backward_steps: Steps, label: str) -> None:
         super().__init__()
@@ -97,15 +98,15 @@ class BoundRedistribute(nn.Module):
         if not x.requires_grad or not torch.is_grad_enabled():
             return _run(x, self.forward_steps)
         if not self.backward_steps and x.numel() <= SHORT:
-            y = x.clone()  # whose backward is in the library: most of the time a loss
+            y = x.clone()  # its backward is in C++; most often a loss
             y.detach().copy_(_run(x.detach(), self.forward_steps))
             return y
         return _Convert.apply(x, self.forward_steps, self.backward_steps)
 
-    __call__ = forward  # without a module's hooks, of which it has none
+    __call__ = forward  # skips `nn.Module.__call__`: there are no hooks
 
     def back(self, gradient: Tensor) -> Tensor:
-        """The gradient of what comes in."""
+        """The gradient of the input, from that of the output."""
         return _run(gradient, self.backward_steps)
 
     def extra_repr(self) -> str:
@@ -113,18 +114,18 @@ class BoundRedistribute(nn.Module):
 
 
 class BoundGather(BoundRedistribute):
-    """A weight's conversion whose result is not kept for the backward."""
+    """The redistribution of a weight whose gathered value is not kept for the backward."""
 
     def __init__(
         self, forward_steps: Steps, backward_steps: Steps, label: str, name: str, unkept: RegatheredWeights
     ) -> None:
         super().__init__(forward_steps, backward_steps, label)
         self.name, self.unkept = name, unkept
-        self.parameter: list[Tensor] = []  # in a list: the parameters of a module are others
+        self.parameter: list[Tensor] = []  # in a list, so that it is not registered as the module's
 
     def forward(self, x: Tensor) -> Tensor:
         gathered, stored = super().forward(x), x.detach()
-        # Some changes count as changes of the parameter, others as changes of its local tensor.
+        # Some writes raise the version of the parameter, others that of its local tensor.
         self.unkept.note(self.name, (stored, *self.parameter), (gathered,), lambda: (_run(stored, self.forward_steps),))
         return gathered
 
@@ -136,7 +137,7 @@ def _cast(dtype: torch.dtype) -> Steps:
 
 
 class BoundExtreme(nn.Module):
-    """A maximum or minimum over ranks, as this rank does it."""
+    """This rank's part of a maximum or minimum over ranks."""
 
     def __init__(self, forward_steps: Steps, count_steps: Steps, dims: tuple[int, ...]) -> None:
         super().__init__()
@@ -147,7 +148,7 @@ class BoundExtreme(nn.Module):
 
 
 class BoundRegions(nn.Module):
-    """What begins a call of a program of which parts are recomputed: their runs, or None where no gradient is
+    """The first node of a program with recomputed regions: a run of each region, or None where no gradient is
     recorded."""
 
     def __init__(self, begin: Callable[[], list[RegionRun]]) -> None:
@@ -159,7 +160,7 @@ class BoundRegions(nn.Module):
 
 
 class BoundSaver(nn.Module):
-    """An operator that saves what is dropped."""
+    """An operator that saves dropped values."""
 
     def __init__(self, saver: Saver, target: Callable[..., Any]) -> None:
         super().__init__()
@@ -174,29 +175,29 @@ class BoundSaver(nn.Module):
 class RankExecutor:
     """A lowered program on one rank.
 
-    All ranks make it from the same plan at the same time: process groups come into being here, in the program's order.
+    All ranks construct it from the same plan at the same time: process groups are made here, in the program's order.
 
     Args:
         lowered: the program.
         groups: this rank's process groups.
-        compiled: the backend by which ``torch.compile`` compiles it, or None. What is recomputed or
-            gathered again in the backward is then the compiler's choice, and gradients are scattered as they come.
-        scatters: whether gradients of parameters that are stored in parts are scattered as they come, in any case.
-        outside: names of gathered weights that come in as they are (`Plan.gathered_once`); the rank gathers them by
-            `gathers`.
+        compiled: the backend by which ``torch.compile`` compiles the program, or None. With a backend the compiler
+            chooses what is recomputed or gathered again in the backward, and gradients are scattered as they come.
+        scatters: True where gradients of parameters that are stored in parts are scattered as they come, in any case.
+        outside: names of gathered weights that the caller passes in already gathered (`Plan.gathered_once`); it
+            gathers them by `gathers`.
 
     Attributes:
-        sums: parameter -> over which digits its gradient is summed once it is complete, where the program does not; in
-            the
-            order in which gradients come: that of the first use, from the last; of an operator's several, from the
-                last.
-        types: parameter -> the type of this sum.
-        followed: of these the parameters after whose gradient the backward's next conversion gathers over the same
-            digits.
-        scattered: what becomes of gradients that may be kept whole, of parameters that are stored in parts.
-        gathers: parameter -> what brings it from its storage to its use, for those that are gathered outside.
-        module: the bound `torch.fx.GraphModule`: local parameters, buffers, constants, inputs in; outputs, then the new
-            values of buffers, out.
+        sums: parameter -> the digits over which its gradient is summed once it is complete, where the program does
+            not sum it. The order is that in which gradients come: by the parameter's first use, last use first; among
+            the parameters of one operator, the last first.
+        types: parameter -> the dtype of this sum.
+        followed: the parameters of `sums` after whose gradient the backward's next redistribution gathers over the
+            same digits.
+        scattered: a `Scatter` for each gradient that may be accumulated whole, of parameters that are stored in
+            parts.
+        gathers: parameter -> the redistribution from its storage to its use, for those that are gathered outside.
+        module: the bound `torch.fx.GraphModule`: local parameters, buffers, constants, inputs in; outputs, then the
+            new values of buffers, out.
     """
 
     def __init__(
@@ -271,7 +272,7 @@ class RankExecutor:
         self.followed = [name for use, name, digits in ordered if _gathers_next(lowered, use, digits)]
 
     def attach(self, parameters: Mapping[str, Tensor]) -> None:
-        """To the parameters whose local tensors will come in."""
+        """Tell the program the parameters whose local tensors will come in."""
         for part in self.module.children():
             if isinstance(part, BoundGather):
                 part.parameter = [parameters[part.name]]
@@ -324,7 +325,8 @@ class RankExecutor:
     def _steps(
         self, steps: Redistribution, shape: tuple[int, ...], instruction: Redistribute | GlobalExtreme, way: str
     ) -> Steps:
-        """A conversion on this rank; what it sends is a place that the rank can be found at, but for a compiler."""
+        """This rank's part of a redistribution. Unless compiled, a part that communicates notes the rank's position for
+        the watchdog."""
         bound = bind_all(steps, shape, self.groups.rank, self.groups)
         return noted(bound, self._place(steps, instruction, way)) if steps.collectives and self._eager else bound
 
@@ -343,7 +345,8 @@ class RankExecutor:
 
 
 def _gathers_next(lowered: Lowered, use: int, digits: Digits) -> bool:
-    """Whether the first conversion that communicates in a backward after that of node `use` gathers over `digits`."""
+    """True where, in a backward, the first redistribution that communicates after that of node `use` gathers over
+    `digits`."""
     for node in reversed(list(lowered.graph.nodes)[:use]):
         backward = node.meta["instruction"].backward if node.target is move else None
         if backward is not None and backward.collectives and sum_of_gradient(node.args[0]) is not node:
@@ -353,7 +356,7 @@ def _gathers_next(lowered: Lowered, use: int, digits: Digits) -> bool:
 
 
 def _again(node: torch.fx.Node, target: Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:
-    """How a node is computed from values by the names of their nodes."""
+    """A function that computes a node from values by the names of their nodes."""
 
     def run(env: dict[str, Any]) -> Any:
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: env[n.name])

@@ -1,22 +1,33 @@
-"""Collectives of ranks of one host, through memory that they share (`host_memory`): nothing is sent, and no thread is
-woken to receive it. Sums are taken in the order of the ranks, whatever their length.
+"""Collectives of the ranks of one host, through memory that they share: nothing is sent, and no thread is woken to
+receive.
+
+1. Collectives (`SameHost`). Sums are taken in the order of the ranks, whatever their length.
 
     all-gather          write mine; meet; read all
-    reduce-scatter      write mine; meet; add up everybody's terms of my piece
-    all-reduce          the same, write the piece; meet; read all pieces. What is long goes in chunks: the terms of the next
-                        are written and met for with the pieces of the one before. What is short: read and add up all
-                        terms
-    all-to-all          write mine; meet; read what is for me
+    reduce-scatter      write mine; meet; sum all ranks' terms of my piece
+    all-reduce          long: as a reduce-scatter, then write the piece; meet; read all pieces. In chunks: the terms
+                        of the next chunk are written and met for together with the pieces of the one before. Short:
+                        write mine; meet; sum all terms
+    all-to-all          write mine; meet; read the pieces for me
 
-Eight ranks of one thread on 2 cores, in groups of 8, of 4 and of 2, ms, by Gloo (the quickest of the ways in
-`collectives`) and by this, from `benchmarks/same_host.py`:
+2. Memory (`HostMemory`), a file that all ranks of the group map.
 
-    KiB a rank  all-reduce                    all-gather                    reduce-scatter                all-to-all
-         4  3.5 0.5  2.3 0.5  1.0 0.3     2.4 0.3  1.8 0.3  1.0 0.3     2.9 0.8  1.6 0.2  0.9 0.4     2.7 0.5  1.3 0.4  0.8 0.4
-        64  6.0 0.7  2.9 0.5  1.7 0.9     2.3 0.3  1.5 0.5  0.9 0.5     2.9 0.6  1.5 0.6  1.1 0.4     3.2 0.9  1.9 0.5  1.0 0.4
-       512  8.4 1.6  6.0 1.5  3.9 1.7     4.0 0.6  3.1 0.9  1.7 0.6     5.3 1.1  4.1 1.5  2.0 1.1     6.2 1.8  3.0 1.4  2.9 2.4
-      4096  51 21  23 10  21 13           10 3.0  16 5.4  13 7.0        17 12  25 11  9.5 4.7         20 14  17 13  15 14
-     16384  115 33  99 36  72 41          67 37  66 15  42 14           65 33  63 25  44 25           134 110  134 109  73 61
+    page 0          a nonce, the semaphores of the barrier, the collective that each rank has come for
+    rows            two for each rank, written in turn: a round is to write one's row, to meet, to read the others'
+                    rows
+
+A row is written again two rounds later. By then all ranks have met once more, and a rank meets only after it has
+read: no rank waits for a notice that a row was read.
+
+3. The barrier uses POSIX semaphores that processes share. Each rank but the last takes a ticket, and sleeps on a
+   semaphore of its own. The rank that finds no ticket is the last: it puts the tickets back, and wakes the others. So
+   every rank but the last sleeps once, which counts where ranks outnumber cores.
+
+4. Ended processes. The kernel releases a process's lock on the file when the process ends; waiting ranks check these
+   locks once a second. An ended rank that had come to the meeting is not missed: the last rank may have woken it
+   before the others, and it may have had nothing more to do.
+
+Example: an all-reduce of 64 KiB by 8 ranks on 2 cores takes 0.7 ms, by Gloo 6.0 ms (measured: benchmarks/README.md).
 """
 
 from __future__ import annotations
@@ -44,44 +55,28 @@ from ..local.shards import reduce_terms
 __all__ = ["HostMemory", "SameHost", "sharing"]
 
 
-# ----------------------------------------------------------------------------------------------------
-# Memory that ranks of one host share, and a barrier in it.
-#
-#     page 0          a nonce, the semaphores of the barrier, what each rank says that it does
-#     rows            two for each rank, that ranks write in turn: a round is to write one's row, to meet, to read the others'
-#
-# A row is written again two rounds later. By then all have met once more, which they do when they have read: nobody
-# waits to be told that a row was read.
-#
-# The barrier, of POSIX semaphores that processes share: all but one find a ticket and sleep each on a semaphore of its
-# own; who finds none is the last, puts the tickets back, and wakes the others. So every rank but the last sleeps once,
-# which is what counts where ranks are more than cores.
-#
-# Who dies lets go of a lock on the file, which the kernel sees to: those that wait look for that once a second. Who had
-# come before is not missed: the last may have woken it before the others, and it may have had no more to do.
-# ----------------------------------------------------------------------------------------------------
-
 _FOLDER = "/dev/shm"
 _PAGE = mmap.PAGESIZE
-# Where in page 0. A semaphore takes 32 bytes at most (glibc and musl, 64-bit); apart, as they are written by turns.
+# Offsets in page 0. A semaphore takes 32 bytes at most (glibc and musl, 64-bit). They are apart, as ranks write them
+# by turns.
 _LINE = 64
 _NONCE, _TICKETS, _OWN = slice(0, 16), _LINE, 2 * _LINE
 _KINDS = {kind: number for number, kind in enumerate(("all-gather", "all-reduce", "reduce-scatter", "all-to-all"))}
 _LOOK = 1.0  # seconds between two looks for ranks that have died
-_ROUND, _ROUNDS = 1 << 50, 1 << 12  # what is said holds the number of the meeting, which begins again after so many
+_ROUND, _ROUNDS = 1 << 50, 1 << 12  # a message holds the meeting's number, modulo _ROUNDS
 
 
 def sharing() -> bool:
-    """Whether ranks of one host may share memory: unless the environment has SHARDWRIGHT_SHARED_MEMORY=0."""
+    """True where ranks of one host may share memory: unless the environment has SHARDWRIGHT_SHARED_MEMORY=0."""
     return os.environ.get("SHARDWRIGHT_SHARED_MEMORY") != "0"
 
 
 class HostMemory:
-    """What one rank sees of memory that all ranks of a group share; made by `of`.
+    """One rank's view of memory that all ranks of a group share; made by `of`.
 
     Attributes:
         rows: bytes, (2, ranks, `row_bytes`): the rows of the even and of the odd rounds.
-        round: 0 or 1, which rows are to be written next.
+        round: 0 or 1, the rows to be written next.
     """
 
     def __init__(self, file: int, ranks: int, position: int, row_bytes: int, timeout: timedelta) -> None:
@@ -93,7 +88,7 @@ class HostMemory:
                 torch.frombuffer(self._memory, dtype=torch.uint8, offset=head).view(ranks, 2, row_bytes).transpose(0, 1)
             )
         self.round, self._broken, self._meetings = 0, False, 0
-        weakref.finalize(self, os.close, file)  # which also lets go of the lock
+        weakref.finalize(self, os.close, file)  # releases the lock, too
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._tickets = ctypes.c_void_p(start + _TICKETS)
         own = [ctypes.c_void_p(start + _OWN + k * _LINE) for k in range(ranks)]
@@ -111,12 +106,16 @@ class HostMemory:
         timeout: timedelta,
         wanted: bool = True,
     ) -> HostMemory | None:
-        """For a group whose ranks are all on one host; None on all of them where they are not, where one does not want
-        it, or where the host has no such memory left. All ranks of the group call it.
+        """Memory for a group whose ranks are all on one host. None on all ranks where they are not, where one of them
+        does not want it, or where the host has no such memory left. All ranks of the group call this.
 
         Args:
+            group: the process group.
+            ranks: the number of its ranks.
+            position: of this rank among them.
             row_bytes: of a row, whole pages.
-            timeout: how long a rank waits for others.
+            timeout: for which a rank waits for others.
+            wanted: False where this rank does not want it.
         """
         made, file = None, None
         if wanted and position == 0 and _calls is not None:
@@ -140,20 +139,20 @@ class HostMemory:
         return None
 
     def meet(self, kind: str, nbytes: int) -> int:
-        """Wait for all ranks; gives the round whose rows they have written.
+        """Wait for all ranks; return the number of the round whose rows they have written.
 
         Args:
-            kind, nbytes: of the collective that they come for, the same on all.
+            kind, nbytes: of the collective that the ranks come for, the same on all.
 
         Raises:
-            RuntimeError: a rank has died, does not come, or comes for another collective.
+            RuntimeError: a rank has ended, does not come, or comes for another collective.
         """
         if self._broken:
             raise RuntimeError("a collective of these ranks has failed before, and they can have no other")
         self._broken, k, self._meetings = True, self.round, (self._meetings + 1) % _ROUNDS
         said, at, what = self._said, k * self._ranks, self._meetings * _ROUND + nbytes * len(_KINDS) + _KINDS[kind]
         said[at + self._position] = what
-        if _calls.sem_trywait(self._tickets):  # none is left: this rank is the last
+        if _calls.sem_trywait(self._tickets):  # no ticket is left: this rank is the last
             for _ in self._others:
                 _calls.sem_post(self._tickets)
             for other in self._others:
@@ -171,7 +170,7 @@ class HostMemory:
         return k
 
     def _sleep(self) -> None:
-        """Until the last rank has come."""
+        """Wait until the last rank has come."""
         begun = time.monotonic()
         while not _woken(self._mine, _LOOK):
             if time.monotonic() - begun > self._timeout:
@@ -183,7 +182,7 @@ class HostMemory:
                 raise RuntimeError(f"the process of number {gone} of the {self._ranks} ranks of a collective has ended")
 
     def _came(self, position: int) -> bool:
-        """Whether a rank has come to this meeting."""
+        """True where a rank has come to this meeting."""
         return self._said[self.round * self._ranks + position] // _ROUND == self._meetings
 
     def _lives(self, position: int) -> bool:
@@ -199,7 +198,7 @@ class HostMemory:
 
 def _all(group: dist.ProcessGroup, ranks: int, mine: Any) -> list[Any]:
     out = [None] * ranks
-    with torch.device("cpu"):  # Gloo's own tensors, whatever the default device is
+    with torch.device("cpu"):  # Gloo allocates on the default device
         dist.all_gather_object(out, mine, group=group)
     return out
 
@@ -214,11 +213,11 @@ def _head(ranks: int) -> int:
 
 
 def _made(nbytes: int, ranks: int) -> tuple[int, str, bytes]:
-    """A new file: its descriptor, path and nonce, with its semaphores."""
+    """A new file with its semaphores: (descriptor, path, nonce)."""
     file, path = tempfile.mkstemp(prefix="shardwright-", dir=_FOLDER)
     try:
         os.ftruncate(file, nbytes)
-        os.posix_fallocate(file, 0, _head(ranks))  # what is not there would end the process when it is written
+        os.posix_fallocate(file, 0, _head(ranks))  # a write to missing memory would end the process
         nonce = secrets.token_bytes(16)
         with mmap.mmap(file, _head(ranks)) as head:
             head[_NONCE] = nonce
@@ -234,7 +233,7 @@ def _made(nbytes: int, ranks: int) -> tuple[int, str, bytes]:
 
 
 def _opened(path: str, nonce: bytes) -> int | None:
-    """The file of another rank, if this host has it."""
+    """The file of another rank, where this host has it; else None."""
     if not path or _calls is None:
         return None
     try:
@@ -248,7 +247,7 @@ def _opened(path: str, nonce: bytes) -> int | None:
 
 
 def _reserved(file: int, ranks: int, position: int, row_bytes: int) -> bool:
-    """Whether there is memory for this rank's rows: the rank asks for them itself, so that they are near to it."""
+    """True where there is memory for this rank's rows. The rank allocates them itself, so that they are near to it."""
     try:
         os.posix_fallocate(file, _head(ranks) + 2 * position * row_bytes, 2 * row_bytes)
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, position)
@@ -262,7 +261,8 @@ class _Timespec(ctypes.Structure):
 
 
 def _woken(semaphore: ctypes.c_void_p, seconds: float) -> bool:
-    """Sleeps; whether somebody has posted. A signal ends the sleep, and is handled when this returns."""
+    """True where the semaphore was posted within `seconds` of sleep. A signal ends the sleep, and is handled when this
+    returns."""
     until = time.clock_gettime(_CLOCK) + seconds
     at = _Timespec(int(until), int(until % 1 * 1e9))
     return _wait(semaphore, ctypes.byref(at)) == 0
@@ -272,7 +272,7 @@ def _on_the_clock(sem_clockwait: Callable[..., int]) -> Callable[..., int]:
     return lambda semaphore, until: sem_clockwait(semaphore, time.CLOCK_MONOTONIC, until)
 
 
-# With the interpreter's lock held, for what returns at once, and without, for what sleeps.
+# PyDLL holds the interpreter's lock, for calls that return at once; CDLL releases it, for calls that sleep.
 _calls = (
     ctypes.PyDLL(None)
     if sys.platform.startswith("linux") and sys.maxsize > 1 << 32 and os.path.isdir(_FOLDER)
@@ -280,24 +280,25 @@ _calls = (
 )
 if _calls is not None:
     _CLOCK, _wait = time.CLOCK_REALTIME, ctypes.CDLL(None).sem_timedwait
-    with contextlib.suppress(AttributeError):  # a clock that nobody sets, where the C library has it
+    with contextlib.suppress(AttributeError):  # a clock that nobody sets, if the C library has it
         _CLOCK, _wait = time.CLOCK_MONOTONIC, _on_the_clock(ctypes.CDLL(None).sem_clockwait)
 
 
-# Bytes of a rank's tensor that travel in one round. Eight ranks on 2 cores, all-reduce of 4 and of 16 MiB, ms: 10.0,
-# 32.4 in rounds of 0.5 MiB; 9, 32 of 1; 7.9, 26.1 of 2; 8.1, 19.7 of 4. Memory is twice that for each rank and group.
+# Bytes of a rank's tensor that travel in one round. Larger rounds are up to 40 % faster, but memory is twice this for
+# each rank and group (measured: benchmarks/README.md).
 CHUNK = 1 << 20
-# Bytes of all ranks' terms up to which every rank adds up all of them, in one round instead of two.
+# Bytes of all ranks' terms up to which every rank sums all of them, in one round instead of two.
 SHORT = 1 << 20
-# Bytes at which pieces begin, so that no two ranks write into one line of a cache.
 
 
 class SameHost:
-    """Collectives of one group, as one of its ranks does them; made by `of`. All take flat tensors, contiguous, of one
-    type and length on all ranks, write to none of them, and record no gradient.
+    """One rank's collectives of a group, through shared memory; made by `of`. All take flat, contiguous tensors of one
+    dtype and length on all ranks, write to none of them, and record no gradient.
 
     Args:
-        memory: what the group shares, with rows of `row_bytes`.
+        memory: of the group, with rows of `row_bytes`.
+        ranks: the number of ranks.
+        position: of this rank among them.
     """
 
     def __init__(self, memory: HostMemory, ranks: int, position: int) -> None:
@@ -308,17 +309,21 @@ class SameHost:
     def of(
         cls, group: dist.ProcessGroup, ranks: int, position: int, timeout: timedelta, wanted: bool = True
     ) -> SameHost | None:
-        """For a group, if all its ranks are on one host that has memory for them, and want it; else None, on all of
-        them. All ranks of the group call it.
+        """The collectives of a group whose ranks are all on one host that has memory for them, and want it; else None,
+        on all ranks. All ranks of the group call this.
 
         Args:
-            timeout: how long a rank waits for others in a collective.
+            group: the process group.
+            ranks: the number of its ranks.
+            position: of this rank among them.
+            timeout: for which a rank waits for others in a collective.
+            wanted: False where this rank does not want it.
         """
         memory = HostMemory.of(group, ranks, position, _row_bytes(ranks), timeout, wanted)
         return None if memory is None else cls(memory, ranks, position)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Everybody's, one after the other."""
+        """The tensors of all ranks, one after the other."""
         out, chunk = x.new_empty(self._ranks, len(x)), CHUNK // x.element_size()
         for start in range(0, len(x), chunk):
             part = x[start : start + chunk]
@@ -330,8 +335,11 @@ class SameHost:
         """An all-to-all.
 
         Args:
-            pieces: of which `x` is made, alike and one after the other; as many on every rank. 0: one for each rank.
-            sources: which ranks' pieces this one receives, and which of theirs; none: its own one of each.
+            x: the pieces.
+            pieces: the number of equal pieces that `x` is made of, one after the other; the same on every rank. 0:
+                one for each rank.
+            sources: (rank, index of its piece) of each piece that this rank receives; empty: its own piece of every
+                rank.
         """
         pieces = pieces or self._ranks
         sent = x.view(pieces, len(x) // pieces)
@@ -349,7 +357,7 @@ class SameHost:
         return out.view(-1)
 
     def reduce_scatter(self, x: Tensor, reduction: str) -> Tensor:
-        """This rank's piece of the sum, max or min of everybody's `x`."""
+        """This rank's piece of the sum, max or min of all ranks' `x`."""
         sent = x.view(self._ranks, len(x) // self._ranks)
         out, chunk = x.new_empty(sent.shape[1]), CHUNK // self._ranks // x.element_size()
         for start in range(0, len(out), chunk):
@@ -361,10 +369,12 @@ class SameHost:
         return out
 
     def all_reduce(self, x: Tensor, reduction: str, out: Tensor | None = None) -> Tensor:
-        """The sum, max or min of everybody's `x`.
+        """The sum, max or min of all ranks' `x`.
 
         Args:
-            out: where it is to be, which may be `x`; None: a new tensor.
+            x: this rank's term.
+            reduction: sum, max or min.
+            out: the tensor to write to, which may be `x`; None: a new tensor.
         """
         out = torch.empty_like(x) if out is None else out
         if x.nbytes * self._ranks <= min(SHORT, CHUNK * self._ranks):
@@ -386,7 +396,7 @@ class SameHost:
         return out
 
     def _sum_piece(self, rows: Tensor, length: int, chunk: int, reduction: str) -> None:
-        """This rank's piece of the sum of chunks of `length` goes to its row of the next round, behind the terms."""
+        """Write this rank's piece of the sum of chunks of `length` to its row of the next round, behind the terms."""
         each = _even(length, self._ranks, rows.element_size())
         terms = _piece(rows[:, :length], self._position, each)
         if terms.shape[1]:
@@ -397,7 +407,7 @@ class SameHost:
         return self._typed(dtype)[self._memory.round][self._position]
 
     def _met(self, x: Tensor, kind: str) -> Tensor:
-        """All ranks' rows, once they are written."""
+        """The rows of all ranks, once they are written."""
         typed = self._typed(x.dtype)
         return typed[self._memory.meet(kind, x.nbytes)]
 
@@ -410,12 +420,13 @@ class SameHost:
 
 
 def _row_bytes(ranks: int) -> int:
-    """A chunk of terms, and this rank's piece of the sum of another."""
+    """Bytes for a chunk of terms, and for this rank's piece of the sum of another chunk."""
     return -(-(CHUNK + CHUNK // ranks + _LINE) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _even(length: int, ranks: int, item: int) -> int:
-    """How many elements of `length` each rank sums; the last ones may have fewer, or none."""
+    """The number of elements of `length` that each rank sums; the last ranks may have fewer, or none. A multiple of a
+    cache line, so that no two ranks write into one line."""
     line = max(1, _LINE // item)
     return -(-length // ranks // line) * line
 
@@ -435,7 +446,7 @@ def _copy_pieces(pieces: Tensor, out: Tensor) -> None:
 
 
 def _reduce(terms: Tensor, reduction: str, out: Tensor) -> None:
-    """The ranks' terms, stacked, into `out`, in their order."""
+    """Reduce the ranks' stacked terms into `out`, in their order."""
     if reduction != "sum":
         out.copy_(reduce_terms(terms.unbind(0), reduction))
         return

@@ -1,14 +1,46 @@
-"""To end when asked: a signal on any rank ends all of them at the end of the same step, once the step's work is saved.
+"""The watchdog: the position of each rank, the rank that others wait for, and a common end of all ranks.
 
-    a signal            is noted; the rank's thread says so in the store and raises the alarm (`peers`)
-    the alarm           each rank's thread says in the store at the end of which step its rank comes next, e_r, and
-                        from then on that rank asks at the end of every step
-    at the end of e_r   wait until all have said theirs; the run ends at the end of step max e_r
+1. Position (`RankPosition`, `WaitPoint`). A rank notes its position while it runs, and a thread of the process reads
+   it. A note is two assignments: nothing is sent, and a collective that is under way can be named from outside of it.
 
-Why nobody waits for ever: e_r is said by a thread, whatever its rank is doing, so all are said within a look. A rank
-    that
-waits at the end of e_r has given all that others need of it up to there; the last of the others' steps, max e_r, it
-goes on to. No step sends or asks anything while no signal has come.
+2. The missing rank (`not_moving`), derived from the positions of all ranks:
+
+    r waits for q       r is at a wait point that q takes part in, and q is not there
+    a culprit           a rank that others wait for and that waits for none: it is elsewhere, or does not answer
+    a circle            ranks that wait for one another at different wait points: they run different programs
+
+Following the waits of any rank leads to culprits, or round a circle.
+
+3. Messages beside the collectives (`Peers`): through the store of the process group, from a thread.
+
+    a look        every second: has an alarm been raised since? One request of 8 bytes a rank, nothing else
+    an alarm      raised by a rank with a message or a question: every rank then stores its position, and reads the
+                  news
+    the news      a verdict (the run ends, and the reason), or a request to end (`Ending`)
+
+A rank that waits at a wait point for longer than its patience raises the alarm, reads the positions of all others,
+and explains them with `not_moving`. This is the verdict: every rank writes it to its standard error and ends with
+exit code 1, because a collective that is under way cannot be cancelled. A rank that waits at a meeting
+(`agreement.Steps`) raises it as an error.
+
+On an accelerator collectives run behind the host's back: ranks are found where their hosts wait, at meetings; a
+collective that hangs on the device is ended by the library's own timeout.
+
+A step itself sends nothing. A store that does not answer any more ends the looking, not the run: the process that had
+the store has ended, and the process group notices this by itself.
+
+4. The end on request (`Ending`): a signal on any rank ends all ranks at the end of the same step, once the step's
+   work is saved.
+
+    a signal            is noted; the rank's thread writes it to the store and raises the alarm
+    the alarm           each rank's thread stores the step at whose end its rank comes next, e_r; from then on that
+                        rank asks at the end of every step
+    at the end of e_r   wait until all ranks have stored theirs; the run ends at the end of step max e_r
+
+No rank waits for ever: e_r is stored by a thread, whatever its rank is doing, so all are stored within a look. A rank
+that waits at the end of e_r has sent all that others need of it up to there; then it goes on to the last of the
+steps, max e_r. Example: ranks that are in steps 7, 8 and 7 end after step 8. No step sends or asks anything while no
+signal has come.
 """
 
 from __future__ import annotations
@@ -52,23 +84,19 @@ __all__ = [
 ]
 
 
-# ----------------------------------------------------------------------------------------------------
-# Where this rank is in its program: noted while it runs, read by the thread that watches it (`peers`).
-#
-# A note is two assignments: nothing is sent, and a collective that is under way can be named from outside of it.
-# ----------------------------------------------------------------------------------------------------
+# -- position
 
 
 @dataclass(frozen=True)
 class WaitPoint:
-    """Something that several ranks do together.
+    """A point of the program at which several ranks communicate.
 
     Attributes:
         what: in words: ``the all_gather of fc2 (net.py:41), forward``.
-        ranks: of the world, those that take part; none: all.
-        back: whether it is of a backward.
-        key: of a meeting, at which the rank itself looks after those that do not come (`steps`): the same for all that
-            come to it; "": it is none.
+        ranks: the ranks of the world that take part; empty: all.
+        back: True where it is part of a backward.
+        key: of a meeting, at which the rank itself checks on ranks that do not come (`agreement.Steps`); the same for
+            all that come to it. "": not a meeting.
     """
 
     what: str
@@ -78,12 +106,14 @@ class WaitPoint:
 
 
 class RankPosition:
-    """Attributes:
-    place: what the rank is in, or None: it computes, or is outside of the model.
-    moves: how often it has come to a place.
-    call: how many calls of planned models it has begun.
-    program: what the latest of them runs, in words.
-    back: whether the rank has come to a place of a backward since the latest began.
+    """The position of this process, which is one rank.
+
+    Attributes:
+        place: the wait point that the rank is at, or None: it computes, or is outside of the model.
+        moves: the number of wait points so far.
+        call: the number of calls of planned models begun so far.
+        program: the program of the latest call, in words.
+        back: True where the rank has come to a wait point of a backward since the latest call began.
     """
 
     __slots__ = ("back", "call", "moves", "place", "program")
@@ -96,11 +126,11 @@ class RankPosition:
 
     @property
     def now(self) -> tuple[int, int, WaitPoint | None]:
-        """What is another value whenever the rank has moved."""
+        """A value that changes whenever the rank moves."""
         return self.moves, self.call, self.place
 
 
-#: Of this process: one rank.
+#: The position of this process.
 position = RankPosition()
 
 
@@ -122,7 +152,7 @@ class waiting:
 
 
 def noted(steps: Sequence[Callable[[Any], Any]], place: WaitPoint) -> tuple[Callable[[Any], Any], ...]:
-    """The steps of a conversion as one, which is at `place` while it runs."""
+    """The steps of a redistribution as one function, which is at `place` while it runs."""
     steps, back = tuple(steps), place.back
 
     def run(x: Any) -> Any:  # not `waiting`, which takes longer
@@ -145,7 +175,8 @@ _LIBRARY = sysconfig.get_paths()["stdlib"]
 
 
 def users_line() -> str:
-    """Where the main thread is, in the user's own program: ``train.py:57 in main``; "" where it is in none."""
+    """The line of the user's own program at which the main thread is: ``train.py:57 in main``; "" where it is in
+    none."""
     frame = sys._current_frames().get(threading.main_thread().ident)
     while frame is not None and not _is_users(frame):
         frame = frame.f_back
@@ -160,29 +191,21 @@ def _is_users(frame: FrameType) -> bool:
     return not (frame.f_code.co_filename.startswith("<") or library or name.startswith(_NOT_THE_USERS))
 
 
-# ----------------------------------------------------------------------------------------------------
-# Which rank does not come, and to what: read off where all ranks are.
-#
-#     r waits for q       r is at a place to which q belongs, and q is not there
-#     a culprit           somebody that others wait for, and that waits for nobody itself: it is elsewhere, or silent
-#     a circle            ranks that wait for one another at unlike places: they run different programs
-#
-# Follow the waits of any rank: they end at culprits, or go round.
-# ----------------------------------------------------------------------------------------------------
+# -- the missing rank
 
 
 @dataclass(frozen=True)
 class Seen:
-    """Where one rank is, as it says itself.
+    """The position of one rank, as the rank itself stored it.
 
     Attributes:
-        call: how many calls of planned models it has begun.
-        program: what the latest runs, in words.
-        place: the place that it is at, in words; "": none.
-        ranks: those that belong there.
-        key: of a meeting: what is the same for all that come to it; "": the place is none.
-        seconds: for how long it has not moved.
-        line: the user's line that it is in: ``train.py:57 in main``.
+        call: the number of calls of planned models begun so far.
+        program: the program of the latest call, in words.
+        place: the wait point, in words; "": none.
+        ranks: the ranks that take part in it; empty: all.
+        key: of a meeting, the same for all that come to it; "": not a meeting.
+        seconds: since the rank last moved.
+        line: of the user's program: ``train.py:57 in main``.
     """
 
     call: int
@@ -194,24 +217,25 @@ class Seen:
     line: str
 
     def words(self) -> dict[str, Any]:
-        """As a document."""
+        """The position as a JSON document."""
         return asdict(self)
 
     @classmethod
     def of(cls, words: dict[str, Any]) -> Seen:
-        """From the document."""
+        """The position from the document."""
         return cls(**{**words, "ranks": tuple(words["ranks"])})
 
 
 def not_moving(seen: Mapping[int, Seen], world: int, start: int) -> str:
-    """Why rank `start` waits, in words.
+    """The reason why rank `start` waits, in words.
 
     Args:
-        seen: where ranks are; those that are missing have not answered.
-        start: a rank that is at a place.
+        seen: the positions, by rank; ranks that are missing have not answered.
+        world: the number of ranks.
+        start: a rank that is at a wait point.
     """
     missing = {rank: _missing(rank, seen, world) for rank, at in seen.items() if at.place}
-    culprits: dict[int, list[int]] = {}  # by rank, those that wait for it
+    culprits: dict[int, list[int]] = {}  # by culprit, the ranks that wait for it
     known, due = {start}, [start]
     while due:
         rank = due.pop(0)
@@ -233,7 +257,7 @@ def not_moving(seen: Mapping[int, Seen], world: int, start: int) -> str:
 
 
 def _missing(rank: int, seen: Mapping[int, Seen], world: int) -> list[int]:
-    """Whom a rank waits for."""
+    """The ranks that a rank waits for."""
     at = seen[rank]
     return [r for r in at.ranks or range(world) if r != rank and not (r in seen and _together(seen[r], at))]
 
@@ -243,7 +267,7 @@ def _together(a: Seen, b: Seen) -> bool:
 
 
 def _culprits(culprits: Mapping[int, list[int]], seen: Mapping[int, Seen]) -> str:
-    """The ranks that have not come, those that the same ranks wait for together."""
+    """The text about ranks that have not come, grouped by the ranks that wait for them."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for culprit, waiters in sorted(culprits.items()):
         first = seen[waiters[0]]
@@ -288,7 +312,7 @@ def _circle(ranks: Collection[int], seen: Mapping[int, Seen]) -> str:
 
 
 def spelled(ranks: Iterable[int]) -> str:
-    """``rank 3``, ``ranks 0-2, 5``."""
+    """The ranks in words: ``rank 3``, ``ranks 0-2, 5``."""
     ranks = sorted(ranks)
     runs: list[list[int]] = []
     for rank in ranks:
@@ -299,29 +323,13 @@ def spelled(ranks: Iterable[int]) -> str:
     return f"rank{'' if len(ranks) == 1 else 's'} " + ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
-# ----------------------------------------------------------------------------------------------------
-# What ranks tell one another beside their collectives: through the store that they met at, from a thread of its own.
-#
-#     a look        every second: has the store's alarm been raised since? A request of 8 bytes a rank, nothing else
-#     an alarm      raised by whoever has something to say or to ask: every rank then says where it is, and reads the news
-#     the news      a verdict (the run ends, and why), a wish to end (`ending`)
-#
-# A rank that waits at a place for longer than its patience raises the alarm, looks where all others are, and says what
-# it finds (`stuck`). That is the verdict: every rank writes it to its standard error and ends with exit code 1, for a
-# collective that is under way cannot be called off. One that waits at a meeting (`steps`) raises it as an error.
-#
-# On an accelerator collectives go on behind the host's back: ranks are found where their hosts wait, at meetings, and
-# what hangs on the device is ended by the library's own timeout.
-#
-# Nothing is sent on behalf of a step. A store that does not answer any more ends the looking, not the run: whoever held
-# it has ended, which the process group tells by itself.
-# ----------------------------------------------------------------------------------------------------
+# -- messages beside the collectives
 
 #: Seconds between two looks.
 LOOK_EVERY = 1.0
-#: Where others are is waited for so many looks.
+#: The number of looks to wait for the positions of other ranks.
 ANSWERS = 4
-#: Of the time after which torch gives up a collective: before that this rank looks why.
+#: The fraction of torch's timeout of a collective after which this rank asks for the reason.
 SHARE = 0.8
 
 #: The peers of the default process group, with its store: at most one.
@@ -329,8 +337,8 @@ _made: list[tuple[Any, Peers]] = []
 
 
 def peers() -> Peers | None:
-    """Those of this process; None where there are none: one process, a process group without a store that threads can
-    share (MPI), or ``init(watch=False)``."""
+    """The `Peers` of this process. None where there are none: one process, a process group without a store that threads
+    can share (MPI), or ``init(watch=False)``."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1 or not current().watch:
         return None
     store = default_store()
@@ -348,23 +356,25 @@ def peers() -> Peers | None:
 
 
 def _patience() -> float:
-    """Seconds that a rank waits at a place before it looks who is missing."""
+    """Seconds that a rank waits at a wait point before it looks for the missing rank."""
     asked = current().timeout
     own = group_timeout(current().device)
     return asked if own is None else min(asked, SHARE * own.total_seconds())
 
 
 class Peers:
-    """This rank's line to the others.
+    """This rank's connection to the other ranks.
 
     Args:
         store: of the process group.
-        patience: seconds at one place after which it looks who is missing.
+        rank: of this process.
+        world: the number of ranks.
+        patience: seconds at one wait point after which this rank looks for the missing rank.
 
     Attributes:
-        verdict: why the run ends, once a rank has said so.
+        verdict: the reason why the run ends, once a rank has found one.
         looks: called with the store at every look, by the watching thread.
-        listeners: likewise, whenever the alarm was raised.
+        listeners: likewise, whenever an alarm was raised.
     """
 
     def __init__(self, store: Any, rank: int, world: int, patience: float) -> None:
@@ -373,7 +383,7 @@ class Peers:
         self.verdict: ShardwrightError | None = None
         self.looks: list[Callable[[Any], None]] = []
         self.listeners: list[Callable[[Any], None]] = []
-        # One connection a thread: a request that waits holds its own.
+        # One connection a thread: a request that waits occupies its connection.
         self.store = dist.PrefixStore("shardwright/watch", store.clone())
         self._thread_store = dist.PrefixStore("shardwright/watch", store.clone())
         for own in (self.store, self._thread_store):
@@ -384,21 +394,21 @@ class Peers:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="shardwright peers")
         self._thread.start()
-        # A daemon that is inside of C++ when the interpreter goes would bring the process down.
+        # A daemon thread inside of C++ while the interpreter shuts down would crash the process.
         atexit.register(self.stop)
 
     def stop(self) -> None:
-        """Look no longer."""
+        """Stop looking."""
         self._stopped.set()
         if self._thread is not threading.current_thread():
             self._thread.join(2 * LOOK_EVERY)
 
     def raise_alarm(self, store: Any = None) -> int:
-        """Let all ranks look; the number of the alarm."""
+        """Let all ranks look; return the number of the alarm."""
         return (store or self.store).add("alarm", 1)
 
     def everyone(self, store: Any = None) -> dict[int, Seen]:
-        """Where all ranks are now, by rank; those that do not answer within some looks are not in it."""
+        """The present positions of all ranks, by rank, without ranks that do not answer within some looks."""
         store = store or self.store
         alarm, deadline = self.raise_alarm(store), time.monotonic() + ANSWERS * self.look + 1
         seen: dict[int, Seen] = {}
@@ -416,11 +426,12 @@ class Peers:
         return seen
 
     def decide(self, error: ShardwrightError, store: Any = None) -> ShardwrightError:
-        """Let an error end the run on all ranks; that which does, if another rank was first."""
+        """End the run on all ranks with an error; return the error that ends it, which is another rank's where that was
+        first."""
         store = store or self.store
         mine = json.dumps([type(error).__name__, error.message, error.legal])
         said = json.loads(store.compare_set("verdict", "", mine))
-        from ... import errors
+        from ... import errors  # noqa: PLC0415  the module itself, for a lookup by name
 
         self.verdict = getattr(errors, said[0])(said[1], legal=said[2])
         self.raise_alarm(store)
@@ -429,14 +440,15 @@ class Peers:
     def wait(
         self, key: str, judge: Callable[[Mapping[int, Seen]], ShardwrightError | None] = lambda seen: None
     ) -> None:
-        """Until somebody has set `key`; by the main thread, at a place with a key.
+        """Wait until some rank has set `key`. Called by the main thread, at a wait point with a key.
 
         Args:
-            judge: what is wrong, by where all ranks are; asked now and then.
+            key: in the store.
+            judge: positions of all ranks -> the error, or None; called now and then.
 
         Raises:
-            ShardwrightError: what it says; StuckError after the patience of a rank; or what has ended the run
-                elsewhere.
+            ShardwrightError: the error of `judge`; StuckError after the patience of a rank; or the error that has
+                ended the run elsewhere.
         """
         began, pause = time.monotonic(), self.look
         while not self._came(key, pause):
@@ -455,8 +467,8 @@ class Peers:
             pause = min(2 * pause, max(self.look, self.patience / 8))
 
     def _linger(self, store: Any) -> None:
-        """Until all have heard the verdict, for some looks at most: once a rank ends collectives break, and with rank 0
-        the store may go."""
+        """Wait until all ranks have heard the verdict, for some looks at most: once a rank ends, collectives break, and
+        with rank 0 the store may go."""
         deadline = time.monotonic() + (ANSWERS + (self.rank == 0)) * self.look + 1
         try:
             heard = store.add("heard", 1)
@@ -464,19 +476,19 @@ class Peers:
                 time.sleep(self.look / 4)
                 heard = store.add("heard", 0)
         except RuntimeError:
-            pass  # it is gone
+            pass  # the store is gone
 
     def _came(self, key: str, seconds: float) -> bool:
-        """Whether a key is set within that time; not while there is a verdict."""
+        """True where a key is set within `seconds`; False at once where there is a verdict."""
         deadline, pause = time.monotonic() + seconds, 1e-4
-        while not self.store.check([key]):  # the store's own wait would write to standard error whenever its time is up
+        while not self.store.check([key]):  # the store's own wait would write to standard error at each timeout
             if self.verdict is not None or time.monotonic() >= deadline:
                 return False
             time.sleep(pause)
-            pause = min(2 * pause, max(0.02, 1e-5 * self.world))  # at most 100,000 requests a second, by all together
+            pause = min(2 * pause, max(0.02, 1e-5 * self.world))  # at most 100,000 requests a second of all ranks
         return True
 
-    # -- the thread --------------------------------------------------------------------------------------------------
+    # -- the watching thread --
 
     def _run(self) -> None:
         self._heard = time.monotonic()
@@ -498,7 +510,7 @@ class Peers:
             pass  # the store is gone
 
     def _answer(self, alarm: int) -> None:
-        """Say where this rank is."""
+        """Store the position of this rank."""
         if alarm == self._alarm:
             return
         self._alarm = alarm
@@ -521,8 +533,8 @@ class Peers:
             self._end(*json.loads(self._thread_store.get("verdict")))
 
     def _judge(self, waited: float) -> None:
-        """This rank has waited too long."""
-        # One rank judges; the others do if it has not said anything for long, which may be stopped itself.
+        """Find the verdict, after this rank has waited too long."""
+        # One rank judges. The others do so if that rank has not answered for long: it may be stopped itself.
         if self._thread_store.add("judges", 1) > 1 and waited < self.patience + 15 * self.look:
             return
         before = position.now
@@ -534,13 +546,13 @@ class Peers:
             self._thread_store.set("judges", "0")
 
     def _end(self, kind: str, text: str, legal: str | None) -> None:
-        """The run has ended, on whichever rank that was found."""
-        from ... import errors
+        """End this process with a verdict that some rank has found."""
+        from ... import errors  # noqa: PLC0415  the module itself, for a lookup by name
 
         self.verdict = getattr(errors, kind)(text, legal=legal)
         place = position.place
         if place is not None and place.key:
-            return  # it raises the error itself
+            return  # the main thread raises the error itself
         sys.stdout.flush()
         print(f"{type(self.verdict).__module__}.{kind}: {self.verdict}", file=sys.stderr, flush=True)
         self._linger(self._thread_store)
@@ -552,8 +564,8 @@ ENDED = 128 + signal.SIGTERM
 
 
 class Ending:
-    """Notes the signals that ask this process to end, from when it is made; to be made by the main thread of every
-    rank.
+    """Notes the signals that ask this process to end, from its construction on. The main thread of every rank
+    constructs it.
 
         ending = Ending()
         for step in ...:
@@ -564,13 +576,13 @@ class Ending:
     A second signal of the kind ends the process at once, as it would have without.
 
     Args:
-        signals: those that ask.
+        signals: the signals that ask for the end.
     """
 
     def __init__(self, signals: Sequence[signal.Signals] = (signal.SIGTERM,)) -> None:
-        self._ends = 0  # the step that ends next, as far as is known
-        self._lock = threading.Lock()  # of what the thread and the main thread both look at
-        self._told = False  # whether the others have been told which step that is
+        self._ends = 0  # the step that ends next, as far as known
+        self._lock = threading.Lock()  # guards what both threads use
+        self._told = False  # True once the other ranks know that step
         self._asked: int | None = None  # the signal
         self._last: int | None = None  # the step at whose end the run ends
         self._looked = False
@@ -582,13 +594,13 @@ class Ending:
 
     @property
     def asked(self) -> bool:
-        """Whether this rank was sent a signal."""
+        """True where this rank was sent a signal."""
         return self._asked is not None
 
     def close(self) -> None:
-        """Let signals do what they did before."""
+        """Restore the signals' former handlers."""
         for number, handler in self._before.items():
-            with contextlib.suppress(ValueError):  # another thread's garbage collection calls it: then they stay noted
+            with contextlib.suppress(ValueError):  # called by another thread's garbage collection: not restored
                 signal.signal(number, handler)
         self._before.clear()
         if self._ranks is not None:
@@ -597,13 +609,13 @@ class Ending:
             self._ranks = None
 
     def due(self, step: int) -> bool:
-        """At the end of a step: whether the run ends here, on all ranks alike.
+        """True where the run ends at the end of this step, on all ranks alike.
 
         Args:
             step: its number, which grows by one each time.
 
         Raises:
-            StuckError: other ranks do not say where they are.
+            StuckError: other ranks do not store their step.
         """
         self._attach()
         if self._ranks is None:
@@ -619,13 +631,13 @@ class Ending:
     def leave(self) -> NoReturn:
         """End this process with exit code 143."""
         self.close()
-        # A thread of Gloo's that lets go of the last collective's tensors once the interpreter is going brings the
-        # process down (exit code 134, rarely): when all that the user does at the end is done, its threads are ended.
+        # A thread of Gloo that frees the last collective's tensors while the interpreter shuts down crashes the
+        # process (exit code 134, rarely). Therefore its threads are ended after all that the user does at exit.
         atexit.register(_let_go)
         raise SystemExit(ENDED)
 
     def _any_asked(self) -> bool:
-        """Where ranks do not look after one another they ask at every step, if there are several."""
+        """True where any rank was sent a signal: without `Peers`, several ranks ask one another at every step."""
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return self._asked is not None
         asked = torch.tensor(self._asked is not None, dtype=torch.int32, device=current().device)
@@ -633,7 +645,7 @@ class Ending:
         return bool(asked)
 
     def _attach(self) -> None:
-        """To the other ranks, as soon as there are any."""
+        """Connect to the other ranks, as soon as there are any."""
         if self._ranks is None:
             self._ranks = peers()
             if self._ranks is not None:
@@ -650,8 +662,8 @@ class Ending:
     # -- on the thread that watches --
 
     def _look(self, store: Any) -> None:
-        """Has a signal come?"""
-        if not self._looked:  # an alarm from before this was listened for
+        """Raise the alarm where a signal has come to this rank."""
+        if not self._looked:  # an alarm may be older than this listener
             self._looked = True
             self._tell(store)
         if self._asked is not None and not self._told:
@@ -659,7 +671,7 @@ class Ending:
             self._ranks.raise_alarm(store)
 
     def _tell(self, store: Any) -> None:
-        """The alarm was raised: for this?"""
+        """Answer an alarm that concerns the end of the run: store this rank's next step."""
         if self._told or not store.check(["ending"]):
             return
         with self._lock:
@@ -678,6 +690,6 @@ class Ending:
 
 
 def _let_go() -> None:
-    """Of the other ranks, where nothing is under way any more."""
+    """Destroy the process group, when nothing is under way any more."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()

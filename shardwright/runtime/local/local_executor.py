@@ -1,10 +1,12 @@
 """The local runtime: all ranks in one process, in lockstep, operator by operator.
 
-A value is all ranks' shards in one tensor (`stacked`), so that an operator is one call for all of them. The user sees
-whole parameters, of which the ranks' slices are a view. So a laptop runs a plan for eight or sixty-four devices without
-a launcher, and runs the same conversions, forward and backward, as eight or sixty-four processes would. Where ranks
-should hold the same thing but need not, because each has worked on it in its own way, it is there for every rank, and
-seen to agree when it comes together.
+A value is one tensor with all ranks' shards (`shards`), so that an operator is one call for all ranks. The user sees
+whole parameters; the ranks' slices are views of these. So a laptop runs a plan for eight or sixty-four devices
+without a launcher, and runs the same redistributions, forward and backward, as eight or sixty-four processes would.
+Replicas that were computed independently are stored once per rank and compared when gathered.
+
+`SingleDeviceExecutor` runs a program of one device: the lowered graph itself, as plain PyTorch.
+`distributed.rank_executor` runs the same programs with a process a rank.
 """
 
 from __future__ import annotations
@@ -29,16 +31,16 @@ __all__ = ["LocalExecutor", "SingleDeviceExecutor", "ties"]
 
 
 def convert_shards(conversion: Redistribution, x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
-    """All ranks' shards in the target's layout; `run` does so.
+    """All ranks' shards in the target's layout, computed by `run`.
 
-    Every conversion of a program passes here, so that a test can make one wrong and see that `verify` names it.
+    Every redistribution of a program passes here, so that a test can make one wrong and check that `verify` names it.
     """
     return run(x)
 
 
 class _Scatter(torch.autograd.Function):
     """Whole tensor -> every rank's slice. Backward: the ranks' slices of the gradient -> the whole gradient; replicas
-    have to agree."""
+    must agree."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, layout: Layout, axes: Axes) -> Tensor:
@@ -52,7 +54,7 @@ class _Scatter(torch.autograd.Function):
 
 
 class _Assemble(torch.autograd.Function):
-    """Every rank's slice -> the whole tensor. Backward: the gradient's slices."""
+    """Every rank's slice -> the whole tensor. Backward: the slices of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layout: Layout, axes: Axes, held: RankShape) -> Tensor:
@@ -66,8 +68,11 @@ class _Assemble(torch.autograd.Function):
 
 
 class _Ways(NamedTuple):
-    """A conversion and its transpose, with what does them; and the types in which the value and its gradient are moved,
-    and the gradient is handed on, where they are not as they come."""
+    """A redistribution and its transpose, with the functions that compute them.
+
+    Types: the dtypes in which the value is moved, in which its gradient is moved, and of the resulting gradient; None
+    where all are as they come.
+    """
 
     forward: Redistribution
     backward: Redistribution | None
@@ -80,7 +85,7 @@ class _Ways(NamedTuple):
 
 
 class _Convert(torch.autograd.Function):
-    """A conversion and its transpose."""
+    """A redistribution and its transpose."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ways: _Ways) -> Tensor:
@@ -101,8 +106,8 @@ class _Convert(torch.autograd.Function):
 class _Extreme(torch.autograd.Function):
     """A maximum or minimum over ranks.
 
-    The gradient goes to the elements that attain it, shared equally: rank r with c_r of them gets c_r / Σ c of it,
-    which its local operator shares among its own.
+    The gradient goes to the elements that attain the extreme, in equal shares: rank r with c_r such elements gets c_r
+    / Σ c of it, which its local operator shares among them.
     """
 
     @staticmethod
@@ -122,7 +127,7 @@ class _Extreme(torch.autograd.Function):
 
 
 def ties(operand: Tensor, reduced: Tensor, result: Tensor, dims: Sequence[int]) -> Tensor:
-    """How many of a rank's elements attain the extreme of all ranks, per element of the result."""
+    """The number of a rank's elements that attain the extreme of all ranks, per element of the result."""
     shape = [1 if d in dims else size for d, size in enumerate(operand.shape)]
     count = (
         (operand == reduced.reshape(shape)).sum(tuple(dims)).reshape(reduced.shape)
@@ -139,7 +144,7 @@ class LocalExecutor:
         lowered: the program.
 
     Attributes:
-        record: called with (node, shards) after each node; for comparing a plan with one device.
+        record: called with (node, shards) after each node; used to compare a plan with one device.
     """
 
     def __init__(self, lowered: Lowered) -> None:
@@ -154,7 +159,7 @@ class LocalExecutor:
         self._ways: dict[torch.fx.Node, _Ways] = {}
         for node in nodes[:-1]:
             self._lay(node)
-        # What reads a value that is there once sums its gradients.
+        # These redistributions only sum the gradients of a value that is stored once: its consumer sums them already.
         self._passed = {
             sole for n in nodes if n.op == "placeholder" for sole in [sum_of_gradient(n)] if sole in self._terms
         }
@@ -203,7 +208,7 @@ class LocalExecutor:
         return [env[slot] if join is None else join(env[slot]) for slot, join in self._outputs]
 
     def _recorded(self, record: Callable[[torch.fx.Node, Any], None], node: torch.fx.Node, value: Any) -> Any:
-        """Show a value to who records, shard by shard; what goes on is made of these shards, so that they get
+        """Pass a value to `record`, shard by shard; return a value built from these shards, so that they get
         gradients."""
         axes, held = self.axes, self._held[node]
         if not isinstance(value, Tensor):
@@ -215,10 +220,10 @@ class LocalExecutor:
         record(node, [parts[k] for k in axes.places(held)])
         return axes.joined(parts, held)
 
-    # -- where each value lies --
+    # -- the axes of each value --
 
     def _lay(self, node: torch.fx.Node) -> None:
-        """Along which axes a value differs, and in which layout its gradient comes."""
+        """Note the axes along which a value differs, and the layout of its gradient."""
         axes, instance = self.axes, node.meta.get("instance")
         if instance is not None:
             self._gradients[node] = instance.layout.without_partial()
@@ -227,8 +232,8 @@ class LocalExecutor:
         elif node.target is move or node.target is extreme:
             self._ways[node], self._held[node] = (self._conversion if node.target is move else self._extremes)(node)
             if node in self._terms and sum_of_gradient(node.args[0]) is node:
-                self._held[node] = self._held[node.args[0]]  # it is passed by
-        elif "instruction" not in node.meta:  # an output of an operator that has several
+                self._held[node] = self._held[node.args[0]]  # the node is skipped
+        elif "instruction" not in node.meta:  # one output of an operator with several
             self._held[node] = self._held[node.args[0]]
         else:
             terms = [self._terms.get(a, ()) for a in node.all_input_nodes if a.meta["instance"].value.requires_grad]
@@ -239,7 +244,8 @@ class LocalExecutor:
         source, target = instruction.source, instruction.target
         forward, backward, axes = instruction.forward, instruction.backward, self.axes
         before, after = self._held[node.args[0]], axes.along(target.layout.carried + target.layout.partial)
-        # In programs of the ranks' own an open sum is what each has: its gradients need not be alike.
+        # In `hybrid_parallel` programs each rank has its own term of an open sum: gradients of the terms need not be
+        # equal.
         own, run, back = self.lowered.plan.own is not None, None, None
         if not own or forward.is_identity:
             run = converting(axes, forward.source, forward.target, before, after, source.local_shape)
@@ -278,12 +284,12 @@ class LocalExecutor:
         return _Ways(instruction.forward, total, run, back), after
 
     def _listed(self, found: Redistribution, held: RankShape, wanted: RankShape) -> Callable[[Tensor], Tensor]:
-        """A conversion shard by shard."""
+        """A redistribution shard by shard."""
         axes = self.axes
         return lambda x: axes.stack(convert_list(found, axes.shards(x, held)), wanted)
 
     def _scattering(self, node: torch.fx.Node) -> Callable[[Tensor], Tensor] | None:
-        """What makes a value of a whole tensor; None: that is one."""
+        """The function from a whole tensor to a placeholder's value; None where they are the same."""
         instance: PlacedValue = node.meta["instance"]
         layout, shape, axes = instance.layout, instance.value.shape, self.axes
         if layout.is_replicated:
@@ -292,7 +298,7 @@ class LocalExecutor:
         return cut or (lambda whole: _Scatter.apply(whole, layout, axes))
 
     def _assembling(self, node: torch.fx.Node) -> Callable[[Tensor], Tensor] | None:
-        """What makes a whole tensor of a value; None: it is one."""
+        """The function from an output's value to a whole tensor; None where they are the same."""
         instance: PlacedValue = node.meta["instance"]
         layout, held, axes = instance.layout, self._held[node], self.axes
         if layout.is_replicated and not held:
@@ -302,10 +308,11 @@ class LocalExecutor:
         )
         return join or (lambda x: _Assemble.apply(x, layout, axes, held))
 
-    # -- what each node does --
+    # -- the step of each node --
 
     def _saving(self, node: torch.fx.Node, step: Callable[[list], Any]) -> Callable[[list], Any]:
-        """A node's step, and around it what recomputation keeps and drops; the call's regions are last in `env`."""
+        """A node's step with its part in recomputation: the values to keep and to drop. The call's regions are last in
+        `env`."""
         reads, saver = self._regions.reads.get(node, ()), self._regions.savers.get(node)
         if not reads and saver is None:
             return step
@@ -351,7 +358,7 @@ class LocalExecutor:
     def _gathering(
         self, instruction: Redistribute, source: int, ways: _Ways, run: Callable[[list], Any]
     ) -> Callable[[list], Any]:
-        """A weight's conversion whose result is not kept for the backward."""
+        """The redistribution of a weight whose gathered value is not kept for the backward."""
         name = instruction.source.value.name
 
         def gather(env: list) -> Any:
@@ -382,7 +389,7 @@ def _layouts(nodes: Sequence[torch.fx.Node]) -> list[Layout]:
 
 
 def _last_uses(nodes: list[torch.fx.Node], slots: dict[torch.fx.Node, int]) -> list[list[int]]:
-    """Per call, the slots that no later node reads: their shards can go."""
+    """For each call, the slots that no later node reads; their shards can be freed."""
     last: dict[int, int] = {}
     calls = [n for n in nodes if n.op == "call_function"]
     kept = {slots[a] for a in nodes[-1].all_input_nodes}
@@ -396,13 +403,11 @@ def _last_uses(nodes: list[torch.fx.Node], slots: dict[torch.fx.Node, int]) -> l
     return out
 
 
-# ----------------------------------------------------------------------------------------------------
-# A program for one device: the lowered graph itself, as plain PyTorch.
-# ----------------------------------------------------------------------------------------------------
+# -- one device
 
 
 class SingleDeviceExecutor:
-    """A lowered program of one device. On it every conversion is the identity, or a cast, and none is left.
+    """A lowered program of one device, where every redistribution is the identity, or a cast, and is removed.
 
     Args:
         lowered: the program.

@@ -1,11 +1,23 @@
-"""An operator's call for all ranks at once, on values whose leading axes are the digits of the rank (`stacked`).
+"""An operator's call for all ranks at once, on values whose leading axes are the digits of the rank (`shards.Axes`).
 
-element by element    the call itself: axes of size 1 broadcast, like dims
-a product             `products`
-dims, a shape among the arguments: with the axes as more dims, where a rule keeps those apart (`leading`)
-dim 0 may be split    the ranks' slices beside one another along it: that this is the same is what a rule says
-a loss of rows        the same, row by row, and a sum for each rank
-else                  with the axes as more dims, or a call for each shard that differs, the results stacked
+The first way that fits is taken:
+
+1. The value is the same on all ranks: the plain call.
+2. A matrix product: `products`.
+3. Elementwise: the plain call, since axes of size 1 broadcast as dims do.
+4. Dims or a shape are among the arguments: the call with the axes as more dims, where a rule keeps these apart
+   (`leading`).
+5. Dim 0 may be split: the ranks' slices beside one another along dim 0. By its rule the operator gives the same.
+6. A loss summed over rows: the same, row by row, and a sum for each rank.
+7. Any other operator: the call with the axes as more dims, or a call for each stored shard, with the results stacked.
+
+The call with more dims before all others (`leading`) changes the arguments: dims are counted from the last one, new
+sizes come first in a shape, and new dims are not indexed. The rule of the longer call decides whether it may be made:
+the first dim must be one factor that may be split and occurs nowhere else, and the rest must be as in the plain call.
+Slices along such a factor are independent of one another: the longer call on stacked tensors is the plain call on
+each.
+
+Example: ``sum(x, dim=0)`` of 4 ranks' (3, 5) shards becomes ``sum(x, dim=-2)`` of a (4, 3, 5) tensor.
 """
 
 from __future__ import annotations
@@ -34,27 +46,19 @@ from .shards import Axes, RankShape, check_replicas, union
 __all__ = ["Call", "leading", "plain_function", "told_of_dims"]
 
 
-# ----------------------------------------------------------------------------------------------------
-# An operator called with more dims before all others.
-#
-#     its arguments     dims are counted from the last one; of a shape, the new sizes come first; new dims are not indexed
-#     whether it may    says its rule, of the longer call: the first dim is one factor, which may be split and stands
-#                       in no other place, and the rest is as in the plain call
-#
-# Slices along such a factor do not know of one another: the longer call on stacked tensors is the plain one on each.
-# ----------------------------------------------------------------------------------------------------
+# -- calls with more dims
 
 aten = torch.ops.aten
 
-#: How torch's schemas call arguments that number dims, and those that are the shape of the result.
+#: The names in torch's schemas of arguments that number dims, and of arguments that are the shape of the result.
 DIMS, SHAPES = ("dim", "dim0", "dim1", "dim2", "dims", "start_dim", "end_dim"), ("size", "shape")
-#: Overloads that reduce all dims, with the one that is told which.
+#: Overloads that reduce all dims -> the overload that takes the dims.
 TOLD = {aten.sum.default: aten.sum.dim_IntList, aten.mean.default: aten.mean.dim}
-#: The size of the dim of which a rule is asked.
+#: The size of the extra dim with which a rule is tried.
 ASKED = 5
-#: Calls for which the longer one was looked for: the layers of a model are alike, and so are its programs at one size.
+#: Plain call -> longer call: the layers of a model are alike, and so are its programs at one size.
 _KNOWN: dict[Any, Op | None] = {}
-#: How many of them are kept.
+#: The number of calls that are remembered.
 KEPT = 4096
 
 
@@ -63,9 +67,11 @@ def leading(op: Op, led: Sequence[bool], sizes: tuple[int, ...]) -> Op | None:
 
     Args:
         op: a call of an operator of ``torch.ops.aten``; its outputs are not read.
+        led: for each input, whether it has the new dims.
+        sizes: of the new dims.
 
     Returns:
-        The call, with what stands for tensors in `op` unchanged; None where it is not known to do the same.
+        The call, with the placeholders of tensors in `op` unchanged; None where it is not known to do the same.
     """
     if torch.Tag.nondeterministic_seeded in op.target.tags:
         return None
@@ -86,19 +92,19 @@ def _found(op: Op, led: Sequence[bool], sizes: tuple[int, ...]) -> Op | None:
             (*sizes, *v.shape) for v in plain.outputs
         ]:
             return None
-    except Exception:  # of any kind, by a function of shapes or a rule that does not know these: another way is taken
+    except Exception:  # shape functions and rules raise anything on calls that they do not support
         return None
     return _longer(told, sizes)
 
 
 def told_of_dims(target: Any) -> bool:
-    """Whether dims or a shape are among an operator's arguments."""
+    """True where dims or a shape are among an operator's arguments."""
     schema = schema_of(target)
     return target in TOLD or (schema is not None and any(a.name in (*DIMS, *SHAPES) for a in schema.arguments))
 
 
 def _longer(op: Op, lead: tuple[int, ...]) -> Op:
-    """The call with other arguments."""
+    """The call with arguments for the new dims `lead`."""
     rank = max(len(v.shape) for v in (*op.inputs, *op.outputs))
     if op.target is aten.permute.default:
         new = range(len(lead))
@@ -113,17 +119,17 @@ def _longer(op: Op, lead: tuple[int, ...]) -> Op:
             changes[argument.name] = counted[0] if isinstance(given, int) else counted
         elif argument.name in SHAPES and kind == "List[int]":
             changes[argument.name] = [*lead, *given]
-        elif kind == "List[Optional[Tensor]]":  # an index a dim
+        elif kind == "List[Optional[Tensor]]":  # one index for each dim
             changes[argument.name] = [*[None] * len(lead), *given]
     args, kwargs = op.with_arguments(**changes)
     return replace(op, args=args, kwargs=kwargs)
 
 
 def _run(op: Op, led: Sequence[bool] = (), lead: tuple[int, ...] = ()) -> Op:
-    """The call on inputs with these dims, with the outputs that it has.
+    """The call on inputs with the new dims, with its outputs' shapes.
 
     Raises:
-        Exception: of any kind, by the function that gives the shapes of a result, of a call that it does not know.
+        Exception: of any kind, from a shape function that does not support the call.
     """
     held = {
         v.name: replace(v, shape=(*lead, *v.shape)) if lead and has else v
@@ -147,7 +153,7 @@ def _meta(value: Value) -> torch.Tensor:
 
 
 def _keeps_apart(plain: Op, asked: Op, led: Sequence[bool]) -> bool:
-    """Whether the first dim of the longer call is apart from everything."""
+    """True where the first dim of the longer call is independent of all others."""
     rule = find_rule(asked)
     if rule is None:
         return False
@@ -174,33 +180,23 @@ def _keeps_apart(plain: Op, asked: Op, led: Sequence[bool]) -> bool:
 
 
 def _works_out(op: Op, rule: Rule, bound: Bound, factor: int) -> bool:
-    """Whether a cut of this factor alone is worked out into other operators, as that of a dim which is normalised
-    over."""
+    """True where a cut of this factor alone is expanded into other operators, as that of a normalised dim is."""
     size = bound.factors[factor].size
     if rule.expand is None or size == 1 or not bound.factors[factor].splittable:
         return False
     return rule.expand(op, bound, bound.cut_by(size, {factor: (Digit(size, 1),)})) is not None
 
 
-# ----------------------------------------------------------------------------------------------------
-# Products of matrices for all ranks at once, each as one product of larger matrices.
-#
-#     y[R, …, m, n] = Σ_k x[X, …, m, k] · w[W, …, k, n]          R: along which of its axes x or w differs
-#
-# An axis of the ranks is one more index: of the rows where only x differs along it, of the columns where only w does,
-# of a batch where both do, and of the contraction where the gradient of an operand is a sum of the ranks' terms. So
-# what stands beside one another in a whole tensor is multiplied as on one device, and a gradient is written once,
-# summed.
-# ----------------------------------------------------------------------------------------------------
+# -- calls for all ranks
 
 
-#: Overloads that functions of `torch` tell by their arguments.
+#: Overloads that functions of `torch` choose by their arguments.
 PARSED = frozenset({"default", "Tensor", "Scalar", "int", "dim", "dim_IntList", "Tensor_Scalar", "self"})
 
 
 @lru_cache(1 << 13)
 def _code(text: str) -> Any:
-    """The same for programs of one model at several sizes."""
+    """Compiled code, shared by the programs of one model at several sizes."""
     return compile(text, "<operator>", "eval")
 
 
@@ -208,11 +204,13 @@ class Call:
     """A node of a program, called for all ranks.
 
     Args:
-        held: along which axes each value differs.
-        terms: along which axes its consumers' gradients are terms of a sum, though it is there once: what broadcasts
-            it sums them.
-        gradients: its gradient's layout.
-        slots: where each value stands in the `env` of a step.
+        node: the node.
+        axes: of the program.
+        held: the leading axes of each value.
+        terms: the axes along which the gradients of a value's consumers are terms of a sum, although the value is
+            stored once; the backward of broadcasting sums them.
+        gradients: the layout of each value's gradient.
+        slots: the index of each value in the `env` of a step.
     """
 
     def __init__(
@@ -233,7 +231,7 @@ class Call:
         self._shapes: dict[torch.fx.Node, RankShape | None] = {}
 
     def step(self) -> Callable[[list], Any]:
-        """``env -> value``: a tensor with axes for the ranks, or a tuple of them."""
+        """The function ``env -> value``: a tensor with axes for the ranks, or a tuple of them."""
         for way in (
             self._once,
             self._product,
@@ -248,10 +246,10 @@ class Call:
                 return made
         return self._one_by_one()
 
-    # -- the ways --
+    # -- the ways, in order --
 
     def _once(self) -> Callable[[list], Any] | None:
-        """All ranks do the same."""
+        """The plain call, where the value is the same on all ranks."""
         return None if self.out else self._written(plain_function(self.node))
 
     def _product(self) -> Callable[[list], Any] | None:
@@ -290,14 +288,14 @@ class Call:
         dims = max(map(self._dims, self.operands))
         alike = len({self._value(a).dtype for a in self.operands}) == 1 and not dims
         if not alike and any(not self._dims(a) and self._shape(a) for a in self.operands):
-            return None  # a number has rights of its own: it counts less than other tensors when types meet
+            return None  # a 0-dim tensor counts less than others in type promotion; with axes it would not
         shaping = {aten.copy.default: 0, aten.expand_as.default: 1}.get(self.node.target)
         if shaping is not None and self._shape(self.operands[shaping]) != self.out:
-            return None  # the result has the shape of this operand
+            return None  # this operand determines the shape of the result
         return self._written(plain_function(self.node), dims, self.operands)
 
     def _told_of_dims(self) -> Callable[[list], Any] | None:
-        """Dims or a shape are among the arguments."""
+        """The call with more dims, where dims or a shape are among the arguments."""
         return self._longer if told_of_dims(self.node.target) else None
 
     def _with_more_dims(self) -> Callable[[list], Any] | None:
@@ -305,7 +303,7 @@ class Call:
 
     @cached_property
     def _longer(self) -> Callable[[list], Any] | None:
-        """The axes are more dims before all others."""
+        """The call with the axes as more dims before all others."""
         node, tensors = self.node, self._tensors
         if (
             not isinstance(node.target, OpOverload)
@@ -335,8 +333,8 @@ class Call:
         return self._written(function, dims, tensors if broadcast else (), args=args, kwargs=kwargs)
 
     def _side_by_side(self) -> Callable[[list], Any] | None:
-        """Along dim 0, where that is one factor that may be split, the results keep it there, and of the operands those
-        alone have it that differ."""
+        """The call with the ranks' slices beside one another along dim 0. Dim 0 must be one factor that may be split;
+        the results must keep it there, and among the operands exactly those that differ must have it."""
         op, node = self.instruction.op, self.node
         rule = find_rule(op)
         if (
@@ -372,7 +370,8 @@ class Call:
         return self._written(plain_function(node), side=True, after=apart)
 
     def _sums_of_rows(self) -> Callable[[list], Any] | None:
-        """A loss summed over rows and how many rows count: of all ranks' rows, then a sum for each rank."""
+        """A loss summed over rows, with the number of rows that count: computed for all ranks' rows, then summed for
+        each rank."""
         node, out = self.node, self.out
         if node.target is not aten.nll_loss_forward.default or any(self._shape(a) != out for a in self.operands):
             return None
@@ -389,7 +388,7 @@ class Call:
         return self._written(sums, side=True, args=(scores, target), kwargs={})
 
     def _one_by_one(self) -> Callable[[list], Any]:
-        """A call for each shard that differs."""
+        """A call for each stored shard of the result."""
         axes, out, node = self.axes, self.out, self.node
         count, firsts = self._count(), {}
         for rank, place in enumerate(axes.places(out)):
@@ -415,7 +414,7 @@ class Call:
 
         return run
 
-    # -- what they share --
+    # -- parts of several ways --
 
     def _value(self, a: torch.fx.Node) -> Any:
         return a.meta["instance"].value
@@ -431,12 +430,12 @@ class Call:
 
     @cached_property
     def _tensors(self) -> list[torch.fx.Node]:
-        """The operands in the order of the call, one that stands twice twice."""
+        """Tensor arguments in call order; a tensor passed twice is listed twice."""
         return [a for a in leaves((tuple(self.node.args), dict(self.node.kwargs))) if isinstance(a, torch.fx.Node)]
 
     def _checked(self, a: torch.fx.Node) -> RankShape | None:
-        """How an operand comes of which ranks that hold the same should have the same gradient, though they work on it
-        each in its own way; None: there are no such ranks."""
+        """The axes of an operand with replicas expanded, where ranks with the same value compute with it independently
+        and should get equal gradients; None where there are no such ranks."""
         if a not in self._shapes:
             self._shapes[a] = self._replicas(a)
         return self._shapes[a]
@@ -448,17 +447,17 @@ class Call:
 
     @cached_property
     def _expanded(self) -> torch.fx.Node | None:
-        """An operand to be given axes that none has: the terms of its gradient are all the same."""
+        """An operand to be expanded along axes that no operand has: the terms of its gradient are all the same."""
         if union(*(self._checked(a) or self.held[a] for a in self.operands)) == self.out:
             return None
         return next(a for a in self.operands if union(self.held[a], self.terms.get(a, ())) != self.held[a])
 
     def _shape(self, a: torch.fx.Node) -> RankShape:
-        """Along which axes an operand comes in full."""
+        """The axes of an operand as it is passed to the call."""
         return self.out if a is self._expanded else self._checked(a) or self.held[a]
 
     def _get(self, a: torch.fx.Node) -> Callable[[list], Tensor]:
-        """``env -> operand``."""
+        """The function ``env -> operand``."""
         return eval(_code(f"lambda env: {self._operand(a, self.names)}"), self.names)
 
     def _operand(self, a: torch.fx.Node, names: dict[str, Any]) -> str:
@@ -470,7 +469,7 @@ class Call:
         return f"{text}.expand({(*self.out, *self._local(a))})" if a is self._expanded else text
 
     def _lay_beside(self) -> None:
-        """Name the shapes in which operands have the ranks' slices beside one another along dim 0."""
+        """Name the shapes of operands with the ranks' slices beside one another along dim 0."""
         for a in self.operands:
             if self._shape(a):
                 size, *rest = self._local(a)
@@ -487,12 +486,15 @@ class Call:
         side: bool = False,
         after: Any = None,
     ) -> Callable[[list], Any]:
-        """One call, written out.
+        """One call, as generated code.
 
         Args:
-            dims: with so many dims beside the axes come those that are `aligned`.
-            side: with the ranks' slices side by side along dim 0.
-            after: what is done to each result.
+            function: the function to call.
+            dims: the number of dims, besides the axes, to which operands in `aligned` are padded.
+            aligned: operands that are padded with dims of size 1.
+            args, kwargs: arguments in place of the node's.
+            side: True where operands have the ranks' slices side by side along dim 0.
+            after: applied to each result.
         """
         names = self.names
         names["f"] = function
@@ -519,7 +521,7 @@ class Call:
     def _text(
         names: dict[str, Any], written: Callable[[torch.fx.Node], str], args: tuple, kwargs: dict[str, Any]
     ) -> str:
-        """Arguments as they stand in code; what is no tensor gets a name."""
+        """Arguments as code; an argument that is not a tensor is passed by a name."""
 
         def text(a: Any) -> str:
             if isinstance(a, torch.fx.Node):
@@ -535,7 +537,7 @@ class Call:
 
 
 class SameOnAllRanks(torch.autograd.Function):
-    """What ranks hold alike, for each of them. Backward: their gradients have to agree."""
+    """A value that is the same on all ranks, expanded for each of them. Backward: the ranks' gradients must agree."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axes: Axes, held: RankShape, out: RankShape, gradient: Layout) -> Tensor:
@@ -553,12 +555,13 @@ class SameOnAllRanks(torch.autograd.Function):
 
 
 def plain_function(node: torch.fx.Node) -> Any:
-    """What a node calls, without the Python layer of its overload object: ``torch.relu`` for ``aten.relu.default``; and
-    ``torch.mm`` for a matmul of two matrices, which is what that comes to; our random operators as plain functions.
+    """The function that a node calls, without the Python layer of its overload object: ``torch.relu`` for
+    ``aten.relu.default``; ``torch.mm`` for a matmul of two matrices, to which it reduces; plain functions for this
+    package's random operators.
 
-    Only where that name means this function in `torch` itself, for code that fx writes calls it by its name
-    (``torch.broadcast_tensors`` takes its tensors one by one), and where its arguments tell the overload. An overload
-    object takes 6 us a call longer.
+    The function replaces the overload only where its name means this function in `torch` itself, because code that fx
+    writes calls it by its name (``torch.broadcast_tensors`` takes its tensors one by one), and where its arguments
+    determine the overload. An overload object takes 6 µs a call longer.
     """
     target = PLAIN.get(node.target, node.target)
     if target is torch.ops.aten.matmul.default and all(len(a.meta["instance"].value.shape) == 2 for a in node.args):
@@ -569,7 +572,8 @@ def plain_function(node: torch.fx.Node) -> Any:
         or overload_name(target) not in PARSED
         or not isinstance(schema_of(target).arguments[0].type, torch.TensorType)
         or target in (aten.bernoulli.Tensor, aten.index_put.default)
-    ):  # torch.bernoulli does not know it; no index is None
+    ):
+        # The last two: torch.bernoulli lacks this overload, and torch.index_put takes no None as an index.
         return target
     name = target.overloadpacket.__name__
     function = torch_function(name)

@@ -1,10 +1,16 @@
-"""Products of matrices for all ranks at once, each as one product of larger matrices.
+"""Matrix products for all ranks at once, each computed as one product of larger matrices.
 
-    y[R, …, m, n] = Σ_k x[X, …, m, k] · w[W, …, k, n]          R: along which of its axes x or w differs
+    y[R, …, m, n] = Σ_k x[X, …, m, k] · w[W, …, k, n]          R: the axes along which x or w differs
 
-An axis of the ranks is one more index: of the rows where only x differs along it, of the columns where only w does, of
-a batch where both do, and of the contraction where the gradient of an operand is a sum of the ranks' terms. So what
-stands beside one another in a whole tensor is multiplied as on one device, and a gradient is written once, summed.
+An axis of the ranks is one more index of the product:
+
+1. of the rows, where only x differs along it;
+2. of the columns, where only w differs along it;
+3. of a batch, where both differ;
+4. of the contraction, where the gradient of an operand is a sum of the ranks' terms.
+
+So slices that are neighbours in a whole tensor are multiplied as on one device, and a gradient is written once,
+already summed. Example: x of 4 ranks in rows, (4, m, k), and one w (k, n) are one product of 4m rows.
 """
 
 from __future__ import annotations
@@ -22,14 +28,14 @@ from torch.autograd.function import once_differentiable
 __all__ = ["product"]
 
 
-#: How many shapes of operands a product remembers, all those of its kind together.
+#: The number of operand shapes that a contraction remembers, for all products of its kind together.
 REMEMBERED = 64
 
 
 Labels = tuple[int, ...]
 
 
-#: For each dim its factor, none where it broadcasts.
+#: For each dim its factor; empty where the dim broadcasts.
 Dims = Sequence[tuple[int, ...]]
 
 
@@ -41,12 +47,13 @@ Like = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def product(axes: int, x: Operand, w: Operand, out: Dims) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
-    """x · w + bias on tensors with leading axes for the ranks; the bias has dims aligned on the right.
+    """A function (x, w, bias) -> x · w + bias on tensors with leading axes for the ranks; the bias's dims are
+    aligned on the right.
 
     Args:
-        axes: how many these are.
-        x, w: whether each has them, and the factors of its other dims.
-        out: the factors of the result's.
+        axes: the number of these axes.
+        x, w: for each, whether it has the axes, and the factors of its other dims.
+        out: the factors of the result's dims.
     """
     last = max((f for dims in (x[1], w[1], out) for dim in dims for f in dim), default=0)
     ranks, fresh = tuple(range(axes)), count(axes + last + 1)
@@ -69,7 +76,8 @@ def product(axes: int, x: Operand, w: Operand, out: Dims) -> Callable[[Tensor, T
 
 @lru_cache(1 << 10)
 def _contraction(left: Labels, right: Labels, out: Labels) -> Contraction:
-    """One for all products of its kind: the layers of a model are alike, and so are its programs for other sizes."""
+    """One contraction for all products of its kind: the layers of a model are alike, and so are its programs for other
+    sizes."""
     return Contraction(left, right, out)
 
 
@@ -77,7 +85,7 @@ class _Spec(NamedTuple):
     forward: Contraction
     of_x: Contraction
     of_w: Contraction
-    turned: bool  # the rows of w's gradient are the result's columns
+    turned: bool  # True where the rows of w's gradient are the result's columns
 
 
 class _Product(torch.autograd.Function):
@@ -106,8 +114,8 @@ class _Product(torch.autograd.Function):
 class Contraction:
     """A product of two tensors, summed over the labels that the result lacks.
 
-    Labels number the dims. A dim of size 1 has its label for nothing; one of stride 0 that the result keeps is worked
-    on once, and stands there with stride 0.
+    Labels number the dims. The label of a dim of size 1 is ignored. A dim of stride 0 that the result keeps is
+    computed once, and has stride 0 in the result.
 
     Args:
         left, right, out: the labels of the dims.
@@ -118,11 +126,12 @@ class Contraction:
         self._known: dict[tuple, Callable[[Tensor, Tensor], Tensor]] = {}
 
     def __call__(self, left: Tensor, right: Tensor, like: Like | None = None, bias: Tensor | None = None) -> Tensor:
-        """The result.
+        """The product.
 
         Args:
-            like: a shape for it, and strides according to which it lies in memory, where possible.
-            bias: is added, its dims aligned on the right.
+            left, right: the operands.
+            like: the shape of the result, and strides that its memory follows where possible.
+            bias: added to the product; its dims are aligned on the right.
         """
         key = (
             left.shape,
@@ -156,7 +165,7 @@ class Contraction:
             [labels.index(k) for k in x if k not in y and k not in out]
             for labels, x, y in ((self.left, a, b), (self.right, b, a))
         ]
-        if any(alone):  # summed before it is multiplied
+        if any(alone):  # labels of one operand alone are summed before the product
             return lambda left, right, bias: self(
                 *(x.sum(dims, True) if dims else x for x, dims in zip((left, right), alone)), like, bias
             )
@@ -172,7 +181,7 @@ class Contraction:
         get_left, get_right = _grouped(a, (batch, rows, summed_over)), _grouped(b, (batch, summed_over, columns))
         sizes = a | b
         made = _strides([*batch, *rows, *columns], sizes)
-        # Some kernels take a dim of size 1 and stride 0 for one that is expanded, and are slow.
+        # Some kernels take a dim of size 1 and stride 0 for an expanded one, and are slow.
         stride = tuple(made.get(k, 0 if size > 1 else 1) for k, size in zip(self.out, shape))
         multiply, multiply_and_add = (torch.bmm, torch.baddbmm) if batch else (torch.mm, torch.addmm)
         added = _extents(bias.shape, bias.stride(), self.out[-bias.dim() :], ()) if bias is not None else {}
@@ -193,14 +202,14 @@ class Contraction:
 
 
 def _extents(shape: Sequence[int], strides: Sequence[int], labels: Labels, out: Labels) -> dict[int, tuple[int, int]]:
-    """Label -> (size, stride) of the dims that count."""
+    """Label -> (size, stride) of the dims that are not ignored."""
     return {
         k: (size, stride) for k, size, stride in zip(labels, shape, strides) if size != 1 and (stride or k not in out)
     }
 
 
 def _strides(labels: Sequence[int], sizes: dict[int, tuple[int, int]]) -> dict[int, int]:
-    """Of a contiguous tensor of these dims."""
+    """Label -> stride, of a contiguous tensor of these dims."""
     out, stride = {}, 1
     for k in reversed(labels):
         out[k] = stride
@@ -209,7 +218,8 @@ def _strides(labels: Sequence[int], sizes: dict[int, tuple[int, int]]) -> dict[i
 
 
 def _grouped(held: dict[int, tuple[int, int]], groups: tuple[Sequence[int], ...]) -> Callable[[Tensor], Tensor]:
-    """A tensor as a matrix, or a batch of them: each group of labels is one dim, and the first none if it is empty."""
+    """A function that views a tensor as a matrix, or a batch of matrices: each group of labels becomes one dim,
+    an empty first group none."""
     groups = groups if groups[0] else groups[1:]
     split = [[held[k] for k in group] for group in groups]
     shape = [math.prod(size for size, _ in group) for group in split]
@@ -222,7 +232,7 @@ def _grouped(held: dict[int, tuple[int, int]], groups: tuple[Sequence[int], ...]
 
 
 def _merged(group: Sequence[tuple[int, int]]) -> int | None:
-    """The stride of dims as one; None where they do not lie so."""
+    """The stride of several dims as one dim; None where their memory does not allow it."""
     if not group:
         return 1
     if any(a[1] != b[0] * b[1] for a, b in zip(group, group[1:])):

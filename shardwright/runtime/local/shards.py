@@ -1,11 +1,26 @@
-"""The local runtime's executor: all ranks' local tensors in one process, conversions as plain tensor arithmetic.
+"""All ranks' local tensors in one process, and redistributions as plain tensor arithmetic, in two forms.
 
-    shards[r] is the local tensor of rank r;    convert_shards(conversion(a, b), scatter(x, a)) == scatter(x, b)
+1. A list of shards.
 
-With every rank at hand an exchange among ranks is one permutation of ``[rank digits..., local dims...]``: stack, view,
-permute, copy, unbind, a handful of calls for all ranks together. Results may be views, and ranks that hold the same
-thing may hold the same tensor object: whoever writes in place must take a copy first. Sums are taken in ascending order
-of the ranks, so all replicas have the same bits.
+    shards[r] is the local tensor of rank r;    convert_shards(redistribution(a, b), scatter(x, a)) == scatter(x, b)
+
+With every rank in one process, an exchange among ranks is one permutation of ``[rank digits..., local dims...]``:
+stack, view, permute, copy, unbind, a handful of calls for all ranks together. Results may be views, and ranks with
+the same slice may share one tensor object: a writer in place must take a copy first. Sums are taken in ascending
+order of the ranks, so all replicas have the same bits.
+
+2. One tensor, with the digits of the rank as leading axes (`Axes`).
+
+    x[r_0, …, r_n, ...]   the shard of the rank with those digits, most major first
+    size 1                along that digit all ranks have the same shard, stored once
+    no such axes at all   all ranks have the same
+
+A layout without an open reduction is then the whole tensor under another view. A redistribution is a sum over axes, a
+view, a permutation and, where dims join that are not neighbours in memory, one copy. Operators broadcast along axes
+of size 1, so work that is the same on all ranks is done once. Example: rows of an (8, 4) matrix cut over 2 ranks are
+a (2, 4, 4) tensor, a view; columns cut over 2 ranks are a (2, 8, 2) tensor, a permuted view.
+
+`distributed.collectives` has the same redistributions for one rank of a process group.
 """
 
 from __future__ import annotations
@@ -41,28 +56,27 @@ __all__ = [
     "union",
 ]
 
-# From this many bytes a rank on, copying twice (stack, then permute) costs more than a call per rank.
-# Measured on 2 cores, 8 ranks: 16 KiB 37 against 92 us, 64 KiB 112 against 131, 128 KiB 224 against 191, 256 KiB 444
-# against 281.
+# From this many bytes a rank on, copying twice (stack, then permute) costs more than a call per rank (measured:
+# benchmarks/README.md).
 STACK_BYTES = 64 << 10
 
 Shards = list[Tensor]
 
 
 class ReplicasDiffer(AssertionError):
-    """Ranks that must hold the same thing do not: an error of ours, never of the user."""
+    """Ranks that must have the same slice do not: an error of this package, never of the user."""
 
 
 def convert_shards(conversion: Redistribution, shards: Shards, stepwise: bool = False) -> Shards:
     """Every rank's local tensor in the target's layout; no autograd.
 
     Args:
-        conversion: from the layout that `shards` have.
+        conversion: a redistribution from the layout of `shards`.
         shards: one local tensor a rank, all of one shape; never written to.
-        stepwise: take every step as processes do, also where the same comes cheaper in one memory.
+        stepwise: take every step as processes do, also where the same result costs less in one memory.
 
     Raises:
-        LayoutError: a dim that does not divide.
+        LayoutError: a dim that its cut does not divide.
     """
     for run in _program(conversion, tuple(shards[0].shape), stepwise):
         shards = run(shards)
@@ -75,8 +89,9 @@ def _program(
 ) -> tuple[Callable[[Shards], Shards], ...]:
     """The steps on shards of one shape, each as one function.
 
-    Where nothing is reduced, what a group exchanges is put together once and every rank takes its slice of it: the same
-    bits from the same ranks by a handful of calls, provided that the digits in motion are the minor ones of their dims.
+    Where nothing is reduced, the tensors that a group exchanges are joined once, and every rank takes its slice: the
+    same bits from the same ranks by a handful of calls, provided that the digits in motion are the minor ones of
+    their dims.
     """
     make = {
         "slice": _slice,
@@ -98,7 +113,7 @@ def _program(
 
 
 def _gathered_and_cut(conversion: Redistribution) -> tuple[Redistribution, Redistribution] | None:
-    """The conversion as one all-gather over all digits in motion and one slice; None where that is not the same."""
+    """The redistribution as one all-gather over all digits in motion and one slice; None where that is not the same."""
     if conversion.source.partial or all(step.kind in ("slice", "all_gather") for step in conversion.steps):
         return None
     moving = tuple(d for step in conversion.collectives for d in step.digits)
@@ -110,7 +125,7 @@ def _gathered_and_cut(conversion: Redistribution) -> tuple[Redistribution, Redis
 
 
 def _without(digits: Digits, moving: Digits) -> Digits:
-    """The digits of a dim before the first of which any part is in motion."""
+    """The digits of a dim that precede the first digit in motion."""
     kept = []
     for digit in digits:
         if overlap((digit,), moving):
@@ -156,10 +171,10 @@ def _runs(cuts: Sequence[tuple[int, int, Digits]], devices: int) -> tuple[tuple[
 
 
 def _cut(shards: Shards, runs: Sequence[tuple[int, int, int, Sequence[int]]], chunk=Tensor.chunk) -> Shards:
-    """Every rank's part of its tensor, dim after dim; `runs` as `_runs` makes them."""
+    """Every rank's part of its tensor, dim after dim; `runs` as returned by `_runs`."""
     for dim, length, parts, numbers in runs:
         distinct = {id(x): x for x in shards}
-        if len(distinct) * parts <= 2 * len(shards):  # all parts of a tensor in one call: a third of a narrow each
+        if len(distinct) * parts <= 2 * len(shards):  # all parts in one call: a third of the time of a narrow each
             pieces = {key: chunk(x, parts, dim) for key, x in distinct.items()}
             shards = [pieces[id(x)][number] for x, number in zip(shards, numbers)]
         else:
@@ -241,8 +256,9 @@ def _all_gather(
 
 
 def _joining(ranges: Sequence[tuple[int, int, Digits]], first: int) -> tuple[list[int], tuple[tuple[int, int], ...]]:
-    """How pieces join along several dims: (the ranks in the order of the pieces, (dim, pieces) innermost first)."""
-    inner = sorted(ranges, key=lambda r: -digits_size(r[2]))  # many pieces at once first: the fewest calls
+    """The way in which pieces join along several dims: (the ranks in the order of the pieces, (dim, pieces) innermost
+    first)."""
+    inner = sorted(ranges, key=lambda r: -digits_size(r[2]))  # most pieces first: the fewest calls
     order = [first]
     for _, _, digits in inner:
         offsets = [0]
@@ -284,8 +300,8 @@ def _all_to_all(
 def _rows(count: int, after: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of `count` results one after the other along dim 0.
 
-    A fresh buffer is then handed out by ``unsafe_chunk``: parts that autograd does not take for views of one another,
-    so that an operator may write into its own in place.
+    The results are views by ``unsafe_chunk`` of a fresh buffer. Autograd does not treat these as views of one
+    another, so an operator may write into its own in place.
     """
     return (count * after[0], *after[1:])
 
@@ -297,7 +313,8 @@ def _rank_digits(step: RedistributionStep, devices: int) -> Digits:
 def _permutation(
     step: RedistributionStep, devices: int, shape: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(view, perm): how all ranks' stacked tensors change hands; a gather's group has one result instead of many."""
+    """(view, perm): the permutation of all ranks' stacked tensors. After a gather, a group has one result instead of
+    many."""
     digits = _rank_digits(step, devices)
     axis = [digits.index(d) for d in step.moved]
     view = [d.size for d in digits]
@@ -329,13 +346,13 @@ def _scattering(layout: Layout, shape: tuple[int, ...]) -> tuple[tuple[int, int,
 
 
 def scatter(whole: Tensor, layout: Layout) -> Shards:
-    """Every rank's slice of a whole tensor, as views; replicas are one object.
+    """Every rank's slice of a whole tensor, as views; replicas share one object.
 
-    With partial digits the ranks hold terms: of a sum the first rank the value and the others zeros, of a maximum or
-    minimum every rank the value.
+    With partial digits the ranks get terms. For a sum, the first rank gets the value and the others zeros; for a
+    maximum or minimum, every rank gets the value.
 
     Raises:
-        LayoutError: a dim that does not divide.
+        LayoutError: a dim that its cut does not divide.
     """
     shards = _cut([whole] * layout.devices, _scattering(layout, tuple(whole.shape)))
     if layout.partial and layout.reduction == "sum":
@@ -346,7 +363,7 @@ def scatter(whole: Tensor, layout: Layout) -> Shards:
 
 @lru_cache(maxsize=1 << 12)
 def _assembly(layout: Layout) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, int], ...]]:
-    """(the ranks that hold the terms of each slice, how the slices join)."""
+    """(the ranks that hold the terms of each slice, the way in which slices join)."""
     order, joins = _joining([(dim, 0, digits) for dim, digits in enumerate(layout.dims) if digits], 0)
     return tuple(group_of(rank, layout.partial) for rank in order), joins
 
@@ -356,13 +373,13 @@ def assemble(shards: Shards, layout: Layout, check: bool = False, tolerance: flo
 
     Args:
         shards: one local tensor a rank.
-        layout: the layout that they have.
-        check: whether to see that replicas agree.
-        tolerance: by how much they may differ, relative to the largest value of a slice; None: the root of the
-            type's precision. NaN agrees with NaN, and infinities with their like.
+        layout: of the shards.
+        check: True to compare replicas.
+        tolerance: the allowed difference of replicas, relative to the largest value of a slice; None: the square root
+            of the dtype's precision. NaN equals NaN, and infinities their like.
 
     Raises:
-        ReplicasDiffer: replicas that do not agree; names the ranks.
+        ReplicasDiffer: replicas that do not agree, with their ranks.
     """
     if check:
         check_replicas(shards, layout, tolerance)
@@ -376,12 +393,12 @@ def assemble(shards: Shards, layout: Layout, check: bool = False, tolerance: flo
 
 @lru_cache(maxsize=1 << 12)
 def _replicas(layout: Layout) -> tuple[tuple[int, int], ...]:
-    """Pairs of ranks that must hold the same: the first of each group with each of the others."""
+    """Pairs of ranks that must have the same slice: the first of each group with each of the others."""
     return tuple((ranks[0], other) for ranks in groups(layout.devices, layout.replicas) for other in ranks[1:])
 
 
 def _sum_into_place(shards: Shards, layout: Layout) -> Tensor:
-    """Sums of terms, written where they belong in the whole: no slice is copied twice."""
+    """The whole tensor of sums of terms; each sum is written to its place, so no slice is copied twice."""
     first = shards[0]
     shape, places = _places(layout, tuple(first.shape))
     whole = first.new_empty(shape)
@@ -397,7 +414,8 @@ def _sum_into_place(shards: Shards, layout: Layout) -> Tensor:
 
 @lru_cache(maxsize=1 << 12)
 def _places(layout: Layout, local: tuple[int, ...]) -> tuple[tuple[int, ...], list[tuple]]:
-    """The whole's shape, and per slice where it lies, (dim, start, length) of the dims that are cut, with its ranks."""
+    """The whole's shape, and for each slice its place, (dim, start, length) of the dims that are cut, with its
+    ranks."""
     shape = tuple(size * cut for size, cut in zip(local, layout.cuts))
     places = []
     for ranks in _assembly(layout)[0]:
@@ -429,30 +447,20 @@ def check_replicas(shards: Shards, layout: Layout, tolerance: float | None = Non
         )
 
 
-# ----------------------------------------------------------------------------------------------------
-# All ranks' shards as one tensor: the digits of the rank are its leading axes.
-#
-#     x[r_0, …, r_n, ...]   the shard of the rank of those digits, most major first
-#     size 1                along that digit all ranks have the same shard: it is there once
-#     no such axes at all   all ranks have the same
-#
-# A layout without an open reduction is then the whole tensor under another view, and a conversion is a sum over axes, a
-# view, a permutation and, where dims join that do not lie beside one another, one copy. Operators broadcast along axes
-# of size 1, so what ranks do alike is done once.
-# ----------------------------------------------------------------------------------------------------
+# -- one tensor for all ranks
 
-#: The sizes of the leading axes of one value: each 1 or the axis's own; () rather than 1 everywhere.
+#: The sizes of the leading axes of one value: each 1 or the axis's own; () in place of 1 everywhere.
 RankShape = tuple[int, ...]
 
 
 class Axes(NamedTuple):
-    """The rank in digits, most major first, such that every digit of a program is some of them."""
+    """The rank in digits, most major first, such that every digit of a program is made of some of them."""
 
     sizes: tuple[int, ...]
 
     @classmethod
     def of_layouts(cls, devices: int, layouts: Iterable[Layout]) -> Axes:
-        """The fewest axes; all ranks along one where digits of the layouts overlap without one dividing the other."""
+        """The fewest axes; one axis of all ranks where digits of the layouts overlap without one dividing the other."""
         used = {d for layout in layouts for d in (*layout.carried, *layout.partial)}
         bounds = sorted({1, devices, *(d.stride for d in used), *(d.span for d in used)})
         if any(b % a for a, b in zip(bounds, bounds[1:])):
@@ -464,7 +472,7 @@ class Axes(NamedTuple):
         return math.prod(self.sizes)
 
     def numbers(self, digits: Digits) -> tuple[int, ...] | None:
-        """The axes that make up digits, in their order; None where a digit is not made of axes."""
+        """The axes that `digits` are made of, in order; None where a digit is not made of axes."""
         out = []
         strides = [math.prod(self.sizes[k + 1 :]) for k in range(len(self.sizes))]
         for digit in digits:
@@ -479,18 +487,18 @@ class Axes(NamedTuple):
         return tuple(out)
 
     def along(self, digits: Digits) -> RankShape:
-        """Of a value that differs along digits; along all axes where they are not made of axes."""
+        """The leading axes of a value that differs along `digits`; all axes where the digits are not made of axes."""
         numbers = self.numbers(digits)
         return (
             self.sizes if numbers is None else union(size if k in numbers else 1 for k, size in enumerate(self.sizes))
         )
 
     def places(self, held: RankShape) -> list[int]:
-        """For each rank the number of its shard among those that a value holds."""
+        """For each rank, the number of its shard among the stored ones."""
         return _digit_places(self.sizes, held)
 
     def unbind(self, x: Tensor, held: RankShape) -> list[Tensor]:
-        """The shards that a value holds, as views; differentiable."""
+        """The stored shards of a value, as views; differentiable."""
         local = x.shape[len(held) :]
         sizes = [size for size in held if size > 1]
         if not sizes:
@@ -510,19 +518,19 @@ class Axes(NamedTuple):
         return [parts[k] for k in self.places(held)]
 
     def stack(self, shards: Sequence[Tensor], held: RankShape) -> Tensor:
-        """A value from every rank's shard: of those that are to be there once, that of the first rank."""
+        """A value from every rank's shard; a shard that is stored once is the first rank's."""
         places = self.places(held)
         chosen = [shards[places.index(k)] for k in range(math.prod(held))]
         return self.joined(chosen, held)
 
     def joined(self, parts: Sequence[Tensor], held: RankShape) -> Tensor:
-        """A value from the shards that it holds."""
+        """A value from its stored shards."""
         made = torch.stack(parts) if len(parts) > 1 else parts[0]
         return made.view((*held, *parts[0].shape))
 
 
 def union(*shapes: Iterable[int]) -> RankShape:
-    """Of a value that differs wherever one of several does."""
+    """The leading axes of a value that differs wherever one of several values does."""
     return _union(tuple(s for s in map(tuple, shapes) if s))
 
 
@@ -556,16 +564,20 @@ def converting(
     summed: bool = False,
     alike: Digits = (),
 ) -> Callable[[Tensor], Tensor] | None:
-    """What brings a value from one layout to another; differentiable.
+    """A function that brings a value from one layout to another; differentiable.
 
     Args:
-        held, wanted: along which axes the value differs before, and is to be there in full afterwards.
+        axes: of the program.
+        source, target: the layouts.
+        held: the leading axes of the value before.
+        wanted: the leading axes to be stored in full afterwards.
         local: the shape of a shard before.
-        summed: open sums have been taken along axes of size 1; else every rank there has the same term.
-        alike: digits that hold the same on every rank, though there in full.
+        summed: True where open sums have been taken along axes of size 1; False where every rank there has the same
+            term.
+        alike: digits along which all ranks have the same shard, although stored in full.
 
     Returns:
-        None where axes do not show it: ranks that should hold the same thing need not, or digits are not made of axes.
+        None where axes cannot express it: replicas that need not be equal, or digits that are not made of axes.
     """
     numbers = axes.numbers
     carried, after = [numbers(d) for d in source.dims], [numbers(d) for d in target.dims]
@@ -622,10 +634,10 @@ def _moved(
     left: tuple[int, ...],
 ) -> tuple | None:
     """(view, order, axes, shard): ``x.view(view).permute(order).reshape(axes + shard)``; view and order None where
-    there is nothing to permute. None for two factorings of a dim that have no common one."""
+    nothing is permuted. None where two factorings of a dim have no common refinement."""
     n = len(axes.sizes)
-    pieces: dict[int, list[int]] = {k: [size] for k, size in enumerate(before)}  # axis, dims after -> its parts
-    parts: dict[int, list[tuple[int, int]]] = {}  # of the result -> (axis, part)
+    pieces: dict[int, list[int]] = {k: [size] for k, size in enumerate(before)}  # axis, or n + dim -> its parts
+    parts: dict[int, list[tuple[int, int]]] = {}  # axis of the result -> (axis, part)
     result, shard = [1] * n, []
     for k in left:
         parts[k], result[k] = [(k, 0)], before[k]
@@ -655,7 +667,7 @@ def _moved(
 
 
 def _refined(old: list[int], new: list[int]) -> list[int] | None:
-    """The coarsest factors, major first, of which both are products of neighbours."""
+    """The coarsest factors, major first, such that each factor of `old` and of `new` is a product of neighbours."""
     bounds = {1}
     for factors in (old, new):
         for k in range(len(factors)):
