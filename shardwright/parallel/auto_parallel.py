@@ -31,7 +31,7 @@ from ..planfile.parameter_file import ParameterStrategies
 from ..planfile.plan_document import PlanDocument
 from ..planning import budget_of
 from ..pytree_objects import opened
-from ..runtime.distributed.gradients import Accumulation, Fusion
+from ..runtime.distributed.gradient_fusion import Accumulation, Fusion
 from ..runtime.optimizer_guard import watch_steps
 from ..runtime.pipeline_step import PipelineProgram
 from ..runtime.step_program import StepProgram, make_program

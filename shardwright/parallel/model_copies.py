@@ -21,7 +21,7 @@ from ..capture.annotations import CUT
 from ..capture.export import ModelAndLoss
 from ..errors import SettingError
 from ..runtime.deferred_init import put_in_place, substitute
-from ..runtime.distributed.gradients import Accumulation
+from ..runtime.distributed.gradient_fusion import Accumulation
 from .settings import Settings
 
 __all__ = ["Followers", "copied"]

@@ -16,7 +16,7 @@ from ..partition.parameter_sharding import OptimizerParallel
 from ..pipeline.pipeline_plan import PipelinePlan
 from ..planfile.load_save import read_document
 from ..planfile.parameter_file import ParameterStrategies
-from ..runtime.distributed.gradients import Fusion, fusion_of
+from ..runtime.distributed.gradient_fusion import Fusion, fusion_of
 from ..sharded_plan import Plan
 from ..torch_private import gradient_hooks
 from .sequence_buckets import SequenceBuckets

@@ -32,7 +32,8 @@ from ..redistribution import digits_value
 from ..torch_private import number_of_groups
 from .distributed.buckets import GradientSums
 from .distributed.collectives import ProcessGroups
-from .distributed.gradients import Accumulation, Fusion, of_stage
+from .distributed.gradient_fusion import Accumulation, Fusion
+from .distributed.gradients import of_stage
 from .distributed.parameters import ParameterPlacement, ShardedState
 from .distributed.rank_executor import RankExecutor
 from .distributed.watchdog import WaitPoint, waiting

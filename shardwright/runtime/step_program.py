@@ -26,7 +26,7 @@ from ..pytree_objects import closed, holds_objects
 from ..sharded_plan import Plan
 from .call_boundary import handings, kept_apart, put_back
 from .deferred_init import materialize
-from .distributed.gradients import Accumulation, Fusion
+from .distributed.gradient_fusion import Accumulation, Fusion
 from .distributed.parameter_hooks import with_rank_dim
 from .freed import freed
 from .local.local_executor import LocalExecutor, SingleDeviceExecutor

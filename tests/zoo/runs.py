@@ -23,7 +23,7 @@ from shardwright.planning import make_plan
 from shardwright.process import Runtime
 from shardwright.pytree_objects import opened
 from shardwright.rules import bound_rule, find_rule
-from shardwright.runtime.distributed.gradients import Accumulation, Fusion
+from shardwright.runtime.distributed.gradient_fusion import Accumulation, Fusion
 from shardwright.runtime.step_program import make_program
 from shardwright.sharded_plan import Plan
 from shardwright.verification.node_comparison import worst

@@ -4,7 +4,9 @@ rank_executor        the program on one rank
 collectives          process groups, and the steps of a redistribution as collectives
 shared_memory        collectives of the ranks of one host, through memory that they share
 parameters, dtensors          parameters: DTensors outside, plain tensors inside
-gradients, buckets, gradient_edits    gradients: summed in buckets, and edited by the user
+gradients, buckets            gradients: DTensors of the parameters, summed in buckets
+gradient_fusion      which gradients are summed together
+gradient_edits       gradients that the user edits between backward and step
 parameter_hooks      hooks that users put on parameters
 agreement            one plan for all ranks, or one error
 coordination         messages between ranks about a checkpoint

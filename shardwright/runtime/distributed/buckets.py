@@ -41,7 +41,8 @@ from ...torch_private import at_backward_end, backward_number, local_tensor, spe
 from . import collectives as transport
 from .collectives import ProcessGroups, Rider, bind_all, reduced, rings
 from .dtensors import beginning, leaf_of
-from .gradients import Accumulation, Due, Fusion, Unsummed, hand_over, keep_unsummed, take_unsummed, unsummed_over
+from .gradient_fusion import Accumulation, Due, Fusion
+from .gradients import Unsummed, hand_over, keep_unsummed, take_unsummed, unsummed_over
 from .watchdog import WaitPoint, waiting
 
 __all__ = ["GradientSums", "Scatter", "SumInTurns"]

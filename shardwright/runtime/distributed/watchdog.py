@@ -63,6 +63,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from ... import errors
 from ...errors import PACKAGE_FOLDER, ShardwrightError, StuckError
 from ...process import current
 from ...torch_private import default_store, group_timeout
@@ -431,8 +432,6 @@ class Peers:
         store = store or self.store
         mine = json.dumps([type(error).__name__, error.message, error.legal])
         said = json.loads(store.compare_set("verdict", "", mine))
-        from ... import errors  # noqa: PLC0415  the module itself, for a lookup by name
-
         self.verdict = getattr(errors, said[0])(said[1], legal=said[2])
         self.raise_alarm(store)
         return self.verdict
@@ -547,8 +546,6 @@ class Peers:
 
     def _end(self, kind: str, text: str, legal: str | None) -> None:
         """End this process with a verdict that some rank has found."""
-        from ... import errors  # noqa: PLC0415  the module itself, for a lookup by name
-
         self.verdict = getattr(errors, kind)(text, legal=legal)
         place = position.place
         if place is not None and place.key:

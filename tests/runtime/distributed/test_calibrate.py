@@ -22,7 +22,7 @@ from shardwright.cluster import Cluster, Level
 from shardwright.cost.cost_model import BUCKET, PIECE, CostModel
 from shardwright.errors import SettingError
 from shardwright.layout import Digit
-from shardwright.runtime.distributed import calibrate, gradients as fusion
+from shardwright.runtime.distributed import calibrate, gradient_fusion as fusion
 from shardwright.runtime.distributed.calibrate import KINDS, Timing, fit, levels_of
 
 DEVICES = 8

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import shardwright as sw
-from shardwright.runtime.distributed.gradients import AUTO, PIECE, Due, Fusion, fusion_of
+from shardwright.runtime.distributed.gradient_fusion import AUTO, PIECE, Due, Fusion, fusion_of
 
 BATCHES = [(draw(8, 8, seed=s), draw(8, 8, seed=s + 10)) for s in range(3)]
 
